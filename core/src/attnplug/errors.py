@@ -1,0 +1,159 @@
+"""
+Every exception that attnplug raises on purpose.
+
+Each one is built from three sentences: what was given or asked, what is true or allowed, and the way out.
+
+    AttnplugError
+    ├── RequestError (ValueError)           the question itself is wrong
+    │   ├── RequirementsError               unknown, contradictory or impossible requirements
+    │   ├── DeviceError                     a device that does not exist or does not parse
+    │   └── SettingsError                   an environment variable, a setting or a plugin option
+    ├── ManifestError (ValueError)          an attnplug.toml breaks a rule; carries the path and the line
+    ├── RegistryError                       what is installed contradicts itself
+    │   ├── DuplicateBackendError           two distributions offer one name
+    │   └── UnknownBackendError (LookupError)
+    ├── NoBackendError                      nothing can serve; carries the Explanation with every verdict
+    ├── PluginError (RuntimeError)          a plugin's own code failed
+    │   ├── PluginLoadError                 its module does not import, or its probe refuses
+    │   └── PluginContractError             it loads, and is not what the contract says
+    └── ContractError (ValueError)          a call that the negotiated agreement does not cover
+        ├── NotNegotiatedError              a layer or batch brings what was not asked for
+        ├── LayerError                      a layer whose values are wrong
+        ├── LimitsError                     limits that contradict each other
+        ├── BatchError                      a batch whose numbers contradict each other
+        ├── TensorError                     a tensor of the wrong shape, dtype or device
+        └── CacheError                      a slot, a block or a cache that does not fit
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnplug.selection.explanation import Explanation
+
+
+class AttnplugError(Exception):
+    """
+    The base of every error here.
+
+    Args:
+        given: What was given or asked for.
+        allowed: What is true, or what is allowed.
+        remedy: The way out.
+    """
+
+    def __init__(self, given: str, allowed: str, remedy: str) -> None:
+        super().__init__(given, allowed, remedy)
+        self.given = given
+        self.allowed = allowed
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.given}\n  allowed: {self.allowed}\n  way out: {self.remedy}"
+
+
+class RequestError(AttnplugError, ValueError):
+    """The question itself is wrong."""
+
+
+class RequirementsError(RequestError):
+    """The requirements are unknown, contradictory or impossible."""
+
+
+class DeviceError(RequestError):
+    """The device does not exist here, or its description does not parse."""
+
+
+class SettingsError(RequestError):
+    """An environment variable, a configuration file or a plugin option is wrong."""
+
+
+class ManifestError(AttnplugError, ValueError):
+    """
+    A manifest breaks a rule.
+
+    Attributes:
+        path: The file, as given by whoever read it.
+        line: The line of the offending key, counted from 1, or None where the file does not parse that far.
+    """
+
+    def __init__(self, given: str, allowed: str, remedy: str, path: str = "", line: int | None = None) -> None:
+        super().__init__(given, allowed, remedy)
+        self.path = path
+        self.line = line
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.given, self.allowed, self.remedy, self.path, self.line)
+
+    def __str__(self) -> str:
+        where = f"{self.path}:{self.line}" if self.line is not None else self.path
+        return f"{where}: {super().__str__()}" if where else super().__str__()
+
+
+class RegistryError(AttnplugError):
+    """What is installed contradicts itself."""
+
+
+class DuplicateBackendError(RegistryError):
+    """Two distributions offer a backend of the same name."""
+
+
+class UnknownBackendError(RegistryError, LookupError):
+    """No installed or known backend has this name."""
+
+
+class NoBackendError(AttnplugError):
+    """
+    Nothing can serve the requirements.
+
+    Attributes:
+        explanation: The verdict on every candidate, with its reasons and its remedy.
+    """
+
+    def __init__(self, given: str, allowed: str, remedy: str, explanation: Explanation | None = None) -> None:
+        super().__init__(given, allowed, remedy)
+        self.explanation = explanation
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.given, self.allowed, self.remedy, self.explanation)
+
+
+class PluginError(AttnplugError, RuntimeError):
+    """A plugin's own code failed."""
+
+
+class PluginLoadError(PluginError):
+    """A plugin does not import, or its probe refuses this machine."""
+
+
+class PluginContractError(PluginError):
+    """A plugin loads, and is not what the contract says."""
+
+
+class ContractError(AttnplugError, ValueError):
+    """A call that the negotiated agreement does not cover."""
+
+
+class NotNegotiatedError(ContractError):
+    """A layer or a batch brings a feature that was not asked for at selection."""
+
+
+class LayerError(ContractError):
+    """A layer's own values are wrong."""
+
+
+class LimitsError(ContractError):
+    """Limits contradict each other or the agreement."""
+
+
+class BatchError(ContractError):
+    """A batch's numbers contradict each other."""
+
+
+class TensorError(ContractError):
+    """A tensor has the wrong shape, dtype or device."""
+
+
+class CacheError(ContractError):
+    """A slot, a block or a cache does not fit."""

@@ -1,0 +1,1 @@
+"""What is asked: requirements, device, settings. Plain data, no torch."""

@@ -1,0 +1,227 @@
+"""
+The kinds of value that a field can have.
+
+A domain turns what a user or a manifest wrote into the one canonical value that is compared, and says how values are ordered and described.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import field, frozen
+
+from attnplug.request.capability import ComputeCapability, parse_capability
+
+_OPEN_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
+
+
+@frozen(kw_only=True)
+class Domain:
+    """
+    A set of values.
+
+    Attributes:
+        text: What a value is, as error messages say it.
+    """
+
+    text: str
+
+    def canonical(self, value: Any) -> Any:
+        """
+        Return the one value that `value` means.
+
+        Raises:
+            ValueError: `value` is not of this domain.
+        """
+        raise NotImplementedError
+
+    def rank(self, value: Any) -> Any:
+        """Return what ranges compare, or None where values have no order."""
+        del value
+        return None
+
+    def allows(self, allowed: Any, value: Any) -> bool:
+        """Whether a value that a manifest lists admits the asked `value`."""
+        return bool(allowed == value)
+
+    def dump(self, value: Any) -> Any:
+        """Return `value` as JSON can carry it; `canonical` reads it back."""
+        return value
+
+    def refuse(self) -> ValueError:
+        """Return the error that says what this domain holds."""
+        return ValueError(self.text)
+
+
+@frozen(kw_only=True)
+class Flag(Domain):
+    """True or false."""
+
+    text: str = "true or false"
+
+    def canonical(self, value: Any) -> bool:
+        if type(value) is not bool:
+            raise self.refuse()
+        return value
+
+
+@frozen(kw_only=True)
+class Integer(Domain):
+    """Whole numbers from `min` on."""
+
+    min: int = 1
+    text: str = field()
+
+    @text.default
+    def _describe(self) -> str:
+        return f"a whole number from {self.min} on"
+
+    def canonical(self, value: Any) -> int:
+        if type(value) is not int or value < self.min:
+            raise self.refuse()
+        return value
+
+    def rank(self, value: Any) -> int:
+        return int(value)
+
+
+@frozen(kw_only=True)
+class Number(Domain):
+    """Positive finite numbers."""
+
+    text: str = "a positive finite number"
+
+    def canonical(self, value: Any) -> float:
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise self.refuse()
+        return float(value)
+
+    def rank(self, value: Any) -> float:
+        return float(value)
+
+
+@frozen(kw_only=True)
+class Name(Domain):
+    """
+    One name of a list.
+
+    Attributes:
+        values: The names, canonical.
+        aliases: Other spellings.
+        open: Whether a dotted name (``vendor.name``) is a value too.
+    """
+
+    values: tuple[str, ...] = ()
+    aliases: Mapping[str, str] = field(factory=dict, hash=False)
+    open: bool = False
+    text: str = field()
+
+    @text.default
+    def _describe(self) -> str:
+        listed = f"one of {', '.join(map(repr, self.values))}"
+        return f"{listed}, or a dotted vendor name" if self.open else listed
+
+    def canonical(self, value: Any) -> str:
+        if isinstance(value, str):
+            name = self.aliases.get(value, value)
+            if name in self.values or (self.open and _OPEN_NAME.fullmatch(name)):
+                return name
+        raise self.refuse()
+
+
+@frozen(kw_only=True)
+class Level(Name):
+    """Names in a rising order."""
+
+    def rank(self, value: Any) -> int:
+        return self.values.index(value)
+
+
+@frozen(kw_only=True)
+class Word(Domain):
+    """Any lower-case word: a device type, a vendor."""
+
+    text: str = "a lower-case word"
+
+    def canonical(self, value: Any) -> str:
+        if not isinstance(value, str) or re.fullmatch(r"[a-z][a-z0-9_]*", value) is None:
+            raise self.refuse()
+        return value
+
+
+@frozen(kw_only=True)
+class Text(Domain):
+    """Any text that is not empty."""
+
+    text: str = "a text"
+
+    def canonical(self, value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise self.refuse()
+        return value
+
+
+@frozen(kw_only=True)
+class Names(Domain):
+    """A set of names, kept in a canonical order. Asking for it asks for each of them."""
+
+    each: Name
+    empty: bool = True
+    text: str = field()
+
+    @text.default
+    def _describe(self) -> str:
+        return f"a list, each {self.each.text}"
+
+    def canonical(self, value: Any) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, (tuple, list, set, frozenset)) or not (value or self.empty):
+            raise self.refuse()
+        names = {self.each.canonical(item) for item in value}
+        return tuple(sorted(names, key=lambda name: (self._place(name), name)))
+
+    def _place(self, name: str) -> int:
+        return self.each.values.index(name) if name in self.each.values else len(self.each.values)
+
+    def dump(self, value: Any) -> list[str]:
+        return list(value)
+
+
+@frozen(kw_only=True)
+class Table(Domain):
+    """A table of plain values, kept as sorted pairs so that it hashes."""
+
+    text: str = "a table of names to numbers, truth values or texts"
+
+    def canonical(self, value: Any) -> tuple[tuple[str, int | float | bool | str], ...]:
+        pairs = value.items() if isinstance(value, Mapping) else value
+        try:
+            table = {key: item for key, item in pairs}
+        except (TypeError, ValueError):
+            raise self.refuse() from None
+        if not table or not all(isinstance(k, str) and isinstance(v, (int, float, bool, str)) for k, v in table.items()):
+            raise self.refuse()
+        return tuple(sorted(table.items()))
+
+    def dump(self, value: Any) -> dict[str, Any]:
+        return dict(value)
+
+
+@frozen(kw_only=True)
+class Capability(Domain):
+    """CUDA compute capabilities."""
+
+    text: str = 'a compute capability such as "9.0", "9.0a" or "10.0f"'
+
+    def canonical(self, value: Any) -> ComputeCapability:
+        return parse_capability(value)
+
+    def rank(self, value: ComputeCapability) -> tuple[int, int]:
+        return value.number
+
+    def allows(self, allowed: ComputeCapability, value: ComputeCapability) -> bool:
+        return allowed.runs(value)
+
+    def dump(self, value: ComputeCapability) -> str:
+        return str(value)

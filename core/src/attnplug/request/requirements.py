@@ -1,0 +1,272 @@
+"""What a layer of a model, and the engine around it, ask of an attention backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+import attrs
+from attrs import field, frozen
+
+from attnplug.errors import RequirementsError
+from attnplug.request.fields import FIELDS, Field, fields_of, near
+
+_C = TypeVar("_C", bound=type)
+
+_OUT_OF_SCOPE = {
+    "dropout": "attention dropout is a training feature",
+    "dropout_p": "attention dropout is a training feature",
+    "backward": "the backward pass is a training feature",
+    "requires_grad": "the backward pass is a training feature",
+    "training": "the backward pass is a training feature",
+    "mla": "multi-head latent attention has another cache and another contract",
+    "use_mla": "multi-head latent attention has another cache and another contract",
+    "kv_lora_rank": "multi-head latent attention has another cache and another contract",
+    "q_lora_rank": "multi-head latent attention has another cache and another contract",
+}
+
+
+def _named_fields_only(cls: _C) -> _C:
+    """Make the constructor answer unknown and missing names with an error of this project instead of a TypeError."""
+    construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @wraps(construct)
+    def init(self: object, /, *args: object, **given: object) -> None:
+        if args:
+            raise RequirementsError(
+                f"{len(args)} unnamed values were given", "every requirement is given by name", "write head_size=128, ..."
+            )
+        for name in given:
+            _check_known(name)
+        for item in _REQUESTED:
+            if item.required and item.name not in given:
+                raise RequirementsError(
+                    f"no {item.name!r} was given", f"{item.name} is {item.help}: {item.domain.text}", f"pass {item.name}=..."
+                )
+        construct(self, **given)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+def _check_known(name: str) -> None:
+    if name in _OUT_OF_SCOPE:
+        raise RequirementsError(
+            f"{name!r} was asked for",
+            f"contract 1.0 is for inference with multi-head, grouped-query and multi-query attention: {_OUT_OF_SCOPE[name]}",
+            f"drop {name!r}, and keep the model's own attention where it is needed",
+        )
+    known = [item.name for item in _REQUESTED]
+    if name not in known:
+        raise RequirementsError(
+            f"the requirement {name!r} was given{near(name, known)}",
+            f"the requirements are {', '.join(known)}",
+            "use one of these names; an open feature goes into features=('vendor.name',)",
+        )
+
+
+@_named_fields_only
+@frozen(eq=False, kw_only=True)
+class Requirements:
+    """
+    One attention layer's needs. Frozen, hashable, free of tensors; values are canonical after construction (``"fp8"`` reads ``"fp8_e4m3"``).
+
+    The meaning of each field is in `attnplug.request.fields`. The first group belongs to the *model*: no remedy ever changes it. The second group belongs to
+    the *engine*. `block_size` and `kv_layout` may be left None: the negotiation settles them.
+
+    Raises:
+        RequirementsError: A name is unknown, a value is outside its domain, or two values contradict each other.
+    """
+
+    head_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    dtype: str
+    head_size_v: int | None = None
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    logits_soft_cap: float | None = None
+    alibi: str | None = None
+    sinks: bool = False
+    attn_type: str = "decoder"
+    causal: bool | None = None
+    block_sparse: Mapping[str, Any] | None = None
+    custom_mask: bool = False
+    kv_sharing: bool = False
+
+    paged: bool | None = None
+    phases: tuple[str, ...] = ("prefill", "decode")
+    block_size: int | None = None
+    kv_layout: str | None = None
+    kv_cache_dtype: str = "auto"
+    cudagraph: str = "never"
+    cascade: bool = False
+    return_lse: bool = False
+    decode_query_len: int = 1
+    dcp_size: int = 1
+    batch_invariant: bool = False
+    host_lengths: str = "exact"
+    per_head_scales: bool = False
+    output_quant: str | None = None
+    features: tuple[str, ...] = ()
+
+    _key: tuple[Any, ...] = field(init=False, repr=False)
+    _hash: int = field(init=False, repr=False)
+    _asked: tuple[tuple[str, Any], ...] = field(init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        put = object.__setattr__
+        for item in _REQUESTED:
+            put(self, item.name, _canonical(item, getattr(self, item.name)))
+        for name, settle in _DEPENDENT.items():
+            if getattr(self, name) in (None, "auto"):
+                put(self, name, settle(self))
+        _refuse_contradictions(self)
+        put(self, "_key", tuple(getattr(self, item.name) for item in _REQUESTED))
+        put(self, "_hash", hash(self._key))
+        put(self, "_asked", tuple((item.name, value) for item, value in zip(_REQUESTED, self._key) if _is_asked(self, item, value)))
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, Requirements) else NotImplemented
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @property
+    def gqa_ratio(self) -> int:
+        """Query heads per key and value head."""
+        return self.num_q_heads // self.num_kv_heads
+
+    def asked(self) -> tuple[tuple[str, Any], ...]:
+        """Return the fields that ask for something, with their values: required ones, and those that are not neutral."""
+        return self._asked
+
+    def facts(self) -> dict[str, Any]:
+        """Return every field and derived field with its value."""
+        return {**{item.name: value for item, value in zip(_REQUESTED, self._key)}, "gqa_ratio": self.gqa_ratio}
+
+    def evolve(self, **changes: object) -> Requirements:
+        """Return a copy with other values. Fields that follow from a changed one (`head_size_v`, `kv_cache_dtype`, ...) follow again."""
+        for name in changes:
+            _check_known(name)
+        return Requirements(**{**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what was asked as plain JSON values: required fields, and those that differ from their default."""
+        asked = {name for name, _ in self._asked}
+        plain = {item.name: item.domain.dump(value) for item, value in zip(_REQUESTED, self._key) if item.name in asked}
+        return {**plain, **{name: getattr(self, name) for name in ("block_size", "kv_layout") if getattr(self, name) is not None}}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Requirements:
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            RequirementsError: As for the constructor.
+        """
+        return cls(**data)
+
+
+def neutral(name: str, facts: Mapping[str, Any]) -> Any:
+    """Return the value of a field that asks for nothing, given the other facts."""
+    if name == "head_size_v":
+        return facts["head_size"]
+    if name == "kv_cache_dtype":
+        return facts["dtype"]
+    if name == "causal":
+        return facts["attn_type"] == "decoder"
+    return FIELDS[name].neutral
+
+
+def changes(requirements: Requirements, other: Requirements) -> dict[str, Any]:
+    """Return the fields whose values differ, with `other`'s values."""
+    return {item.name: theirs for item, ours, theirs in zip(_REQUESTED, requirements._key, other._key) if ours != theirs}  # noqa: SLF001
+
+
+def _canonical(item: Field, value: Any) -> Any:
+    if value is None and (item.is_optional() or item.name in _DEPENDENT):
+        return None
+    try:
+        return item.domain.canonical(value)
+    except ValueError as error:
+        raise RequirementsError(
+            f"{item.name}={value!r} was given",
+            f"{item.name} ({item.help}) is {error}" + (", or None" if item.is_optional() else ""),
+            f"pass another {item.name}" + ("" if item.required else ", or leave it out"),
+        ) from None
+
+
+def _is_asked(requirements: Requirements, item: Field, value: Any) -> bool:
+    if item.free:
+        return False
+    facts = {"head_size": requirements.head_size, "dtype": requirements.dtype, "attn_type": requirements.attn_type}
+    return item.required or bool(value != neutral(item.name, facts))
+
+
+def _refuse_contradictions(r: Requirements) -> None:
+    for holds, given, allowed, remedy in _CONTRADICTIONS:
+        if holds(r):
+            raise RequirementsError(given(r), allowed, remedy)
+
+
+def _is_encoder(r: Requirements) -> bool:
+    return r.attn_type in ("encoder", "encoder_only")
+
+
+_REQUESTED = fields_of("model", "engine")
+
+_DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
+    "head_size_v": lambda r: r.head_size,
+    "causal": lambda r: r.attn_type == "decoder",
+    "paged": lambda r: not _is_encoder(r),
+    "kv_cache_dtype": lambda r: r.dtype,
+}
+
+_CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requirements], str], str, str], ...] = (
+    (
+        lambda r: r.num_q_heads % r.num_kv_heads != 0,
+        lambda r: f"num_q_heads={r.num_q_heads} and num_kv_heads={r.num_kv_heads} were given",
+        "num_q_heads is a multiple of num_kv_heads: each KV head serves a whole group of query heads",
+        "pass the head counts of one tensor-parallel rank",
+    ),
+    (
+        lambda r: bool(r.causal) and r.attn_type != "decoder",
+        lambda r: f"causal=True and attn_type={r.attn_type!r} were given",
+        "encoder and cross attention look at every key",
+        "leave causal out, or ask for attn_type='decoder'",
+    ),
+    (
+        lambda r: bool(r.paged) and _is_encoder(r),
+        lambda r: f"paged=True and attn_type={r.attn_type!r} were given",
+        "encoder attention has no cache",
+        "leave paged out, or ask for attn_type='decoder'",
+    ),
+    (
+        lambda r: not r.paged and (r.block_size is not None or r.kv_layout is not None),
+        lambda r: f"paged=False, block_size={r.block_size} and kv_layout={r.kv_layout!r} were given",
+        "block size and layout describe a paged cache",
+        "leave block_size and kv_layout out, or ask for paged=True",
+    ),
+    (
+        lambda r: not r.paged and r.kv_cache_dtype != r.dtype,
+        lambda r: f"paged=False and kv_cache_dtype={r.kv_cache_dtype!r} were given",
+        "only a paged cache has a dtype of its own",
+        "leave kv_cache_dtype out, or ask for paged=True",
+    ),
+    (
+        lambda r: not r.paged and (r.cascade or r.dcp_size > 1 or r.kv_sharing),
+        lambda r: f"paged=False, cascade={r.cascade}, dcp_size={r.dcp_size} and kv_sharing={r.kv_sharing} were given",
+        "a shared prefix, a cache spread over ranks and a cache shared between layers need a paged cache",
+        "ask for paged=True",
+    ),
+    (
+        lambda r: r.decode_query_len > 1 and "decode" not in r.phases,
+        lambda r: f"decode_query_len={r.decode_query_len} and phases={r.phases} were given",
+        "only the decode phase has a decode query length",
+        "leave decode_query_len out, or add 'decode' to phases",
+    ),
+)
+
+assert {item.name for item in _REQUESTED} == {a.name for a in attrs.fields(Requirements) if not a.name.startswith("_")}
