@@ -1,0 +1,73 @@
+"""Turns a batch into metadata: the only place that plans, once per cache group and step."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, final
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from attnplug.contract.backend import Backend
+    from attnplug.contract.batch import Batch
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.state import State
+
+
+class MetadataBuilder:
+    """
+    Builds metadata for the layers that share a block table and an agreement. `Backend.make_builder` constructs it.
+
+    A plugin overrides `_build` where its kernels plan, and returns ``self.describe(batch, plans=..., more=...)``; the default has no plans. `build` runs while the
+    previous step may still be executing: persistent buffers change in stream order only, and nothing in it waits for the device.
+
+    Attributes:
+        takes_slots: Whether `_build` can write into a graph slot's tensors. False refuses a slot.
+        backend: The backend.
+        agreement: What was negotiated.
+        impls: The implementations that this builder serves.
+        state: Workspace, limits and ranks.
+        plan_groups: The implementations by `plan_key`: one plan each.
+    """
+
+    takes_slots: ClassVar[bool] = False
+
+    def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
+        self.backend = backend
+        self.agreement = backend.agreement
+        self.impls = tuple(impls)
+        self.state = state
+        self.limits = state.limits
+        self.parallel = state.parallel
+        groups: dict[Hashable, tuple[AttentionImpl, ...]] = {}
+        for impl in self.impls:
+            groups[impl.plan_key] = (*groups.get(impl.plan_key, ()), impl)
+        self.plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]] = MappingProxyType(groups)
+
+    @final
+    def build(self, batch: Batch, *, fast: bool = False, slot: Any = None) -> Metadata:
+        """
+        Check the batch against the agreement and the limits, then plan.
+
+        Args:
+            batch: This step's requests.
+            fast: A hint: favour the speed of this build over the speed of the forwards.
+            slot: The graph slot of `State` whose tensors are written; None runs eagerly.
+
+        Raises:
+            BatchError: Numbers of the batch contradict each other, the agreement or the limits.
+            NotNegotiatedError: The batch, or the slot, uses what was not asked for at selection.
+            TensorError: A tensor of the batch has the wrong shape, dtype or device.
+            CacheError: A slot or a block is outside the cache, given twice, or the null block.
+        """
+        return self._build(batch, fast=fast, slot=slot)
+
+    def _build(self, batch: Batch, *, fast: bool, slot: Any) -> Metadata:
+        """Return the metadata of a checked batch. `slot` is None unless `takes_slots`."""
+        del fast, slot
+        return self.describe(batch)
+
+    def describe(self, batch: Batch, *, plans: Mapping[Hashable, Any] | None = None, **more: Any) -> Metadata:
+        """Return the backend's metadata for the batch that `build` was given: its split, the plans, and a plugin's own fields."""
+        raise NotImplementedError

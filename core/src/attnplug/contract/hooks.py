@@ -1,0 +1,54 @@
+"""
+The two hooks of a plugin, and the markers for them. pluggy is imported here and nowhere else in the contract.
+
+    from attnplug.contract.hooks import hookimpl
+
+    @hookimpl
+    def attnplug_backend(variant, agreement):
+        from my_plugin.backend import MyBackend
+        return MyBackend
+
+A plugin module stays importable without its kernel library: import that inside the hooks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import pluggy
+
+if TYPE_CHECKING:
+    from attnplug.contract.backend import Backend
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation.reason import Reason
+    from attnplug.request.device import Device
+
+PROJECT: Final = "attnplug"
+
+hookspec: Final = pluggy.HookspecMarker(PROJECT)
+hookimpl: Final = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec(firstresult=True)
+def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:  # type: ignore[empty-body]
+    """
+    Return the backend class of a variant. Required of every plugin.
+
+    Args:
+        variant: The variant that was chosen.
+        agreement: What was negotiated.
+    """
+
+
+@hookspec(firstresult=True)
+def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
+    """
+    Say why this machine cannot run the variant after all, or None. Optional; called once before the backend class is used.
+
+    This is for what only the loaded library knows: built without a feature, no compiler, another ABI. What a manifest can say belongs there.
+
+    Args:
+        variant: The variant that was chosen.
+        agreement: What was negotiated.
+        device: The device that was selected for.
+    """

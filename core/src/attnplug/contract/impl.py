@@ -1,0 +1,166 @@
+"""One layer's attention: the part of the contract that runs on the hot path."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, final
+
+from attnplug.contract.dtypes import torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    import torch
+    from torch import Tensor
+    from typing_extensions import TypeAlias
+
+    from attnplug.contract.kv_cache import Cache
+    from attnplug.contract.layer import Layer
+    from attnplug.contract.metadata import Metadata
+    from attnplug.negotiation.agreement import Agreement
+
+CacheWrite: TypeAlias = Literal["forward", "host", "either"]
+
+
+class AttentionImpl(ABC):
+    """
+    One layer. `Backend.make_impl` constructs it from a layer that it has completed and checked.
+
+    A plugin sets `cache_write` and overrides `_forward`, and `_write_kv` where a host may write the cache. Whoever overrides `__init__` calls this one first.
+
+    Attributes:
+        cache_write: Who writes K/V into the cache: ``"forward"``, ``"host"`` (through `write_kv`), ``"either"`` (the layer says; forward if it does not), or a
+            mapping of these by phase.
+        lse_includes_sink: Whether the LSE that forward returns counts the sink; has to be said by who serves both.
+        query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then passes queries in the cache's dtype.
+        layer: The completed layer: no value that the agreement knows is None.
+        agreement: What was negotiated.
+        num_q_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        num_queries_per_kv: Query heads per KV head; query head h reads KV head ``h // num_queries_per_kv``.
+        head_size: Size of a query and key head.
+        head_size_v: Size of a value head.
+        scale: Factor of the scores.
+        window: Tokens attended to the left and right, ``(-1, -1)`` for all.
+        logits_soft_cap: The soft cap; None for none.
+        causal: Whether a token attends no later token.
+        forward_writes: The phases in which `_forward` writes the given K/V into the cache; empty where the host does, or the layer has no cache of its own.
+    """
+
+    cache_write: ClassVar[CacheWrite | Mapping[str, CacheWrite]]
+    lse_includes_sink: ClassVar[bool | None] = None
+    query_quantization: ClassVar[Literal["impl", "host"]] = "impl"
+
+    def __init__(self, layer: Layer, agreement: Agreement) -> None:
+        asked = agreement.requirements
+        self.layer = layer
+        self.agreement = agreement
+        self.num_q_heads: int = asked.num_q_heads
+        self.num_kv_heads: int = asked.num_kv_heads
+        self.num_queries_per_kv = self.num_q_heads // self.num_kv_heads
+        self.head_size: int = asked.head_size
+        self.head_size_v: int = asked.head_size if asked.head_size_v is None else asked.head_size_v
+        self.scale: float = self.head_size**-0.5 if layer.scale is None else layer.scale
+        self.window = layer.window
+        self.logits_soft_cap = layer.logits_soft_cap
+        self.causal = bool(asked.causal)
+        self.forward_writes: frozenset[str] = frozenset()
+
+    @property
+    def plan_key(self) -> Hashable:
+        """What a library fixes when it plans: layers with equal keys share a plan. Override it where a library fixes more, or less."""
+        asked = self.agreement.requirements
+        return (
+            self.window,
+            asked.attention_chunk,
+            self.logits_soft_cap,
+            self.scale,
+            self.causal,
+            asked.alibi,
+            asked.sinks,
+            asked.block_sparse,
+            asked.dtype,
+            self.agreement.kv_cache_dtype,
+        )
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """Dtype of the output: the layer's, or the agreed quantized one."""
+        asked = self.agreement.requirements
+        return torch_dtype(asked.output_quant or asked.dtype)
+
+    @property
+    def output_width(self) -> int:
+        """Elements of one output row. Override it for packed quantized outputs."""
+        return self.num_q_heads * self.head_size_v
+
+    @final
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Cache | None,
+        metadata: Metadata | None,
+        output: Tensor,
+        *,
+        lse: Tensor | None = None,
+    ) -> None:
+        """
+        Attend, and write the result into `output`.
+
+        Args:
+            query: ``(tokens, num_q_heads, head_size)``; the last axis is contiguous, as of every tensor here.
+            key: ``(tokens, num_kv_heads, head_size)`` of this step's new tokens, or of all keys for dense calls. None where the keys are cached already: KV sharing,
+                and cross attention after its first step.
+            value: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `key` is.
+            kv_cache: What `Backend.make_cache` returned; None for dense calls. An empty tensor is a profiling run.
+            metadata: What the builder of this backend returned for the step; None is a profiling run.
+            output: ``(tokens, num_q_heads * head_size_v)``, written in place; rows beyond the batch's actual tokens are not touched.
+            lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores; only where `return_lse` was negotiated.
+
+        A profiling run has to succeed and measures memory: its output is not attention.
+
+        Raises:
+            TensorError: A tensor has the wrong shape, dtype or device.
+            CacheError: The cache is not what `make_cache` makes, or smaller than the blocks in use.
+            NotNegotiatedError: LSE is asked for and was not negotiated.
+        """
+        raise NotImplementedError
+
+    @final
+    def write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
+        """
+        Write new K/V into the cache, apart from forward.
+
+        Args:
+            key: ``(tokens, num_kv_heads, head_size)``.
+            value: ``(tokens, num_kv_heads, head_size_v)``.
+            kv_cache: What `Backend.make_cache` returned.
+            slot_mapping: ``(tokens,)`` int64; PAD_SLOT_ID rows are skipped.
+
+        Raises:
+            CacheError: Forward writes the cache itself, the layer has no cache of its own, or a slot is outside it (slots on the CPU).
+            TensorError: A tensor has the wrong shape, dtype or device.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend. Everything is checked; `metadata` is never None, `kv_cache` is None for dense calls only."""
+
+    def _profile(self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None) -> None:
+        """Run what a profiling run measures. The default leaves the output untouched."""
+
+    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+        """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
+        raise NotImplementedError

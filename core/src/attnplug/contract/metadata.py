@@ -1,0 +1,39 @@
+"""What one build hands to every forward of the step."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from attnplug.contract.batch import Batch
+
+
+@frozen(eq=False, kw_only=True)
+class Metadata:
+    """
+    A validated batch, its split, and the plans that were made for it. Plugins subclass it for what else their kernels read.
+
+    Any Python value in here is frozen when a graph is captured; what changes between replays is a tensor updated in place.
+
+    Attributes:
+        batch: The batch.
+        num_decodes: Requests at the front whose query is at most the agreed decode query length.
+        num_prefills: The other requests, padding included.
+        num_decode_tokens: Query tokens of the decodes: the first rows.
+        num_prefill_tokens: Query tokens of the prefills: the rows after them.
+        highest_block: An upper bound of the block numbers that this step touches; -1 where no host copy tells.
+        plans: A plan per plan key, for libraries that plan.
+    """
+
+    batch: Batch
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    highest_block: int = -1
+    plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}))
