@@ -9,6 +9,7 @@ Each one is built from three sentences: what was given or asked, what is true or
     │   ├── DeviceError                     a device that does not exist or does not parse
     │   └── SettingsError                   an environment variable, a setting or a plugin option
     ├── ManifestError (ValueError)          an attnplug.toml breaks a rule; carries the path and the line
+    │   └── ApiVersionError                 it speaks another major version of the contract
     ├── RegistryError                       what is installed contradicts itself
     │   ├── DuplicateBackendError           two distributions offer one name
     │   └── UnknownBackendError (LookupError)
@@ -89,6 +90,10 @@ class ManifestError(AttnplugError, ValueError):
     def __str__(self) -> str:
         where = f"{self.path}:{self.line}" if self.line is not None else self.path
         return f"{where}: {super().__str__()}" if where else super().__str__()
+
+
+class ApiVersionError(ManifestError):
+    """A manifest speaks another major version of the contract than this core."""
 
 
 class RegistryError(AttnplugError):

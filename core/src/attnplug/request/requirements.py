@@ -154,9 +154,7 @@ class Requirements:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was asked as plain JSON values: required fields, and those that differ from their default."""
-        asked = {name for name, _ in self._asked}
-        plain = {item.name: item.domain.dump(value) for item, value in zip(_REQUESTED, self._key) if item.name in asked}
-        return {**plain, **{name: getattr(self, name) for name in ("block_size", "kv_layout") if getattr(self, name) is not None}}
+        return {item.name: item.domain.dump(value) for item, value in zip(_REQUESTED, self._key) if value != _default(self, item)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Requirements:
@@ -196,6 +194,12 @@ def _canonical(item: Field, value: Any) -> Any:
             f"{item.name} ({item.help}) is {error}" + (", or None" if item.is_optional() else ""),
             f"pass another {item.name}" + ("" if item.required else ", or leave it out"),
         ) from None
+
+
+def _default(requirements: Requirements, item: Field) -> Any:
+    """Return the value that leaving the field out would give; none for a required field."""
+    settle = _DEPENDENT.get(item.name)
+    return settle(requirements) if settle else _DEFAULTS.get(item.name)
 
 
 def _is_asked(requirements: Requirements, item: Field, value: Any) -> bool:
@@ -268,5 +272,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
         "leave decode_query_len out, or add 'decode' to phases",
     ),
 )
+
+_DEFAULTS = {a.name: a.default for a in attrs.fields(Requirements) if a.default is not attrs.NOTHING}
 
 assert {item.name for item in _REQUESTED} == {a.name for a in attrs.fields(Requirements) if not a.name.startswith("_")}

@@ -1,0 +1,76 @@
+"""
+Where a key stands in a TOML file, for error messages.
+
+TOML parsers keep no positions. This scan runs only when something is wrong, and it may be approximate: it finds the line of the deepest part of the key path
+that it can see, which is where an author looks first.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
+_KEY = re.compile(r"^\s*((?:[A-Za-z0-9_-]+|\"[^\"]+\")(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]+\"))*)\s*=")
+
+
+def locate(text: str, path: Sequence[str | int]) -> int | None:
+    """
+    Return the line, counted from 1, of the key at `path`; indices in the path count the tables of an array.
+
+    Returns None where not even the first part is found.
+    """
+    best: tuple[int, int] | None = None
+    for line, prefix in _keys(text):
+        depth = _shared(prefix, path)
+        if depth and depth == len(prefix) and (best is None or depth > best[0]):
+            best = (depth, line)
+    if best is None:
+        return None
+    return _inside(text, best[1], path[best[0] :])
+
+
+def _keys(text: str) -> list[tuple[int, tuple[str | int, ...]]]:
+    """List (line, key path) of every table header and every key at the start of a line."""
+    found: list[tuple[int, tuple[str | int, ...]]] = []
+    table: tuple[str | int, ...] = ()
+    counts: dict[tuple[str | int, ...], int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := _HEADER.match(line):
+            name = _split(header[2])
+            if header[1] == "[[":
+                index = counts[name] = counts.get(name, -1) + 1
+                table = (*name, index)
+            else:
+                table = name
+            found.append((number, table))
+        elif key := _KEY.match(line):
+            found.append((number, table + _split(key[1])))
+    return found
+
+
+def _split(dotted: str) -> tuple[str, ...]:
+    return tuple(part.strip().strip('"') for part in dotted.split("."))
+
+
+def _shared(prefix: Sequence[str | int], path: Sequence[str | int]) -> int:
+    depth = 0
+    for ours, theirs in zip(prefix, path):
+        if ours != theirs:
+            break
+        depth += 1
+    return depth
+
+
+def _inside(text: str, line: int, rest: Sequence[str | int]) -> int:
+    """Follow the remaining names into an inline value that may span lines; stop at the next key or header."""
+    lines = text.splitlines()
+    for name in rest:
+        pattern = re.compile(rf"\b{re.escape(str(name))}\b")
+        for number in range(line, len(lines) + 1):
+            if number > line and (_HEADER.match(lines[number - 1]) or (_KEY.match(lines[number - 1]) and "{" not in lines[number - 2])):
+                break
+            if isinstance(name, str) and pattern.search(lines[number - 1]):
+                line = number
+                break
+    return line

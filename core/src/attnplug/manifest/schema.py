@@ -1,0 +1,195 @@
+"""The parts of a manifest, parsed: frozen data without behaviour beyond looking itself up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from attrs import field, frozen
+
+from attnplug.errors import SettingsError
+from attnplug.manifest.constraint import Constraint
+from attnplug.request.fields import near
+from attnplug.request.settings import parse_flag
+
+CONTRACT_API: Final = (1, 0)
+"""The contract that this core speaks: (major, minor). Another major is refused before import, a newer minor is accepted and noted."""
+
+Jit = Literal["nvcc", "triton", "cute", "inductor"]
+
+
+@frozen
+class Holds:
+    """A condition: the field's value is allowed by the constraint."""
+
+    field: str
+    constraint: Constraint
+
+    def __str__(self) -> str:
+        return f"{self.field} = {self.constraint}"
+
+
+@frozen
+class IsAsked:
+    """A condition: the field asks for something (or, with `asked` false, for nothing)."""
+
+    field: str
+    asked: bool
+
+    def __str__(self) -> str:
+        return f"{self.field} {'asked for' if self.asked else 'not asked for'}"
+
+
+@frozen
+class IsInstalled:
+    """A condition: a distribution that matches one of these PEP 508 requirements is installed."""
+
+    requirements: tuple[str, ...]
+    field: str = "installed"
+
+    def __str__(self) -> str:
+        return f"installed: {' or '.join(self.requirements)}"
+
+
+Condition = Holds | IsAsked | IsInstalled
+
+
+@frozen
+class Rule:
+    """
+    Where all of `when` hold, all of `need` must hold; without `need` the combination is refused.
+
+    Attributes:
+        because: The reason, as a user reads it.
+        line: Where it stands in the manifest.
+    """
+
+    when: tuple[Condition, ...]
+    need: tuple[Condition, ...]
+    because: str
+    line: int | None = field(default=None, eq=False)
+
+
+@frozen
+class Preference:
+    """An order of the plugin's own variants, for requests where all of `when` hold."""
+
+    order: tuple[str, ...]
+    when: tuple[Condition, ...]
+    because: str
+
+
+@frozen
+class Option:
+    """A setting of the plugin's own. It tunes; it never changes what the backend can do."""
+
+    name: str
+    type: Literal["int", "float", "bool", "str"]
+    default: Any
+    help: str
+    min: float | None = None
+    max: float | None = None
+    choices: tuple[Any, ...] = ()
+
+    def read(self, value: Any, source: str) -> Any:
+        """
+        Return the value that a user wrote, from a text if it came from the environment.
+
+        Raises:
+            SettingsError: It has another type, or lies outside the bounds.
+        """
+        found = self._parse(value, source) if isinstance(value, str) and self.type != "str" else value
+        if not self.admits(found):
+            self._refuse(value, source)
+        return float(found) if self.type == "float" else found
+
+    def admits(self, value: Any) -> bool:
+        """Whether `value` has the option's type and lies within its bounds."""
+        kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+        if type(value) not in kinds[self.type] or (self.choices and value not in self.choices):
+            return False
+        return not ((self.min is not None and value < self.min) or (self.max is not None and value > self.max))
+
+    def allowed(self) -> str:
+        """Describe the values, for messages and documentation."""
+        bounds = [f"from {self.min}"] * (self.min is not None) + [f"up to {self.max}"] * (self.max is not None)
+        return " ".join([self.type, *bounds, *([f"one of {', '.join(map(repr, self.choices))}"] if self.choices else [])])
+
+    def _parse(self, text: str, source: str) -> Any:
+        if self.type == "bool":
+            return parse_flag(text, source)
+        try:
+            return int(text) if self.type == "int" else float(text)
+        except ValueError:
+            return self._refuse(text, source)
+
+    def _refuse(self, value: Any, source: str) -> Any:
+        raise SettingsError(
+            f"{self.name}={value!r} was given by {source}", f"{self.name} ({self.help}) is {self.allowed()}", f"its default is {self.default!r}"
+        )
+
+
+@frozen
+class Variant:
+    """
+    One build of one kernel library: a candidate of the selection.
+
+    Attributes:
+        supports: The declared fields. A field that is not here accepts its neutral value only.
+        features: Open features, by dotted name.
+        requires: PEP 508 requirements, checked against installed distributions and never by import.
+        jit: What the first use compiles with, or None.
+        emulates: Features that work, at a cost that the text states; it ranks below whoever emulates less.
+        rules: The manifest's rules, then the variant's own.
+    """
+
+    name: str
+    summary: str
+    supports: Mapping[str, Constraint] = field(hash=False)
+    features: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    jit: Jit | None = None
+    emulates: Mapping[str, str] = field(factory=dict, hash=False)
+    rules: tuple[Rule, ...] = ()
+
+
+@frozen
+class Manifest:
+    """One backend, described as data."""
+
+    path: str
+    api: tuple[int, int]
+    name: str
+    summary: str
+    aliases: tuple[str, ...]
+    variants: tuple[Variant, ...]
+    prefer: tuple[Preference, ...] = ()
+    options: Mapping[str, Option] = field(factory=dict, hash=False)
+
+    @property
+    def is_newer(self) -> bool:
+        """Whether it was written for a newer minor version of the contract."""
+        return self.api > CONTRACT_API
+
+    def read_options(self, given: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+        """
+        Return every option with its value: given, or the default.
+
+        Args:
+            given: Values by option name.
+            sources: Where each value came from.
+
+        Raises:
+            SettingsError: An option is unknown or its value is not allowed.
+        """
+        for name in given:
+            if name not in self.options:
+                raise SettingsError(
+                    f"the option {name!r} of {self.name!r} was given by {sources.get(name, 'the call')}{near(name, self.options)}",
+                    f"{self.name!r} has the options {', '.join(self.options)}" if self.options else f"{self.name!r} has no options",
+                    "correct the name, or remove it",
+                )
+        return {
+            name: option.read(given[name], sources.get(name, "the call")) if name in given else option.default
+            for name, option in self.options.items()
+        }

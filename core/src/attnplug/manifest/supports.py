@@ -1,0 +1,138 @@
+"""What a variant declares: from the `supports` tables to one constraint a field."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from attnplug.errors import ManifestError
+from attnplug.manifest.constraint import Alternative, Constraint, Exact, Range
+from attnplug.request.domain import Flag, Integer, Name, Names, Table
+from attnplug.request.fields import FIELDS, Field, fields_of, near
+
+Fail = Callable[[tuple["str | int", ...], str, str, str], ManifestError]
+Path = tuple["str | int", ...]
+
+DECLARABLE = tuple(item.name for item in fields_of("model", "engine", "device") if item.name != "features")
+MUST_DECLARE = tuple(name for name in DECLARABLE if FIELDS[name].required and not FIELDS[name].open)
+_BOUNDS = ("min", "max", "multiple_of")
+
+
+def parse_supports(
+    fail: Fail, shared: Any, own: Any, where: Path
+) -> tuple[dict[str, Constraint], tuple[str, ...]]:
+    """
+    Merge the shared table with a variant's own: a field replaces the shared one, features add to the shared ones.
+
+    Returns:
+        The constraint of each declared field, and the open features.
+
+    Raises:
+        ManifestError: A field is unknown, a value is outside its domain, or a field that must be declared is missing.
+    """
+    found: dict[str, Constraint] = {}
+    features: list[str] = []
+    for table, place in ((shared, ("supports",)), (own, (*where, "supports"))):
+        if not isinstance(table, Mapping):
+            raise fail(place, f"supports = {table!r}", "supports is a table of fields", "write supports = { ... }")
+        declared, listed = _fields(fail, table, place)
+        features += listed
+        found |= {name: _anything(FIELDS[name]) for name in listed if name in FIELDS} | declared
+    for name in MUST_DECLARE:
+        if name not in found:
+            raise fail(where, f"no {name!r} in supports", f"every variant declares {', '.join(MUST_DECLARE)}", f"declare {name}")
+    if "paged" in found:
+        _complete_cache(fail, found, where)
+    return found, tuple(dict.fromkeys(name for name in features if name not in FIELDS))
+
+
+def _complete_cache(fail: Fail, found: dict[str, Constraint], where: Path) -> None:
+    """A paged cache has a block size, which only the author knows, and a layout: tokens before heads unless said otherwise."""
+    if "block_size" not in found:
+        raise fail(where, "paged without block_size in supports", "a paged cache has blocks of a supported size", "declare block_size")
+    found.setdefault("kv_layout", Constraint(FIELDS["kv_layout"].domain, (Exact("NHD"),)))
+
+
+def parse_constraint(fail: Fail, item: Field, value: Any, where: Path) -> Constraint:
+    """
+    Read a value, a range table, or an ordered list of those.
+
+    Raises:
+        ManifestError: A value is outside the field's domain, or a range cannot be one.
+    """
+    parts = value if isinstance(value, list) else [value]
+    if not parts:
+        raise fail(where, f"{item.name} = []", "a list of alternatives has at least one", "list what is supported, or remove the field")
+    return Constraint(item.domain, tuple(_alternative(fail, item, part, where) for part in parts))
+
+
+def _fields(fail: Fail, table: Mapping[str, Any], where: Path) -> tuple[dict[str, Constraint], list[str]]:
+    declared = {}
+    for name, value in table.items():
+        if name == "features":
+            continue
+        if name not in DECLARABLE:
+            raise fail(
+                (*where, name), f"the field {name!r} in supports{near(name, DECLARABLE)}", f"the fields are {', '.join(DECLARABLE)}, features", "correct the name"
+            )
+        declared[name] = parse_constraint(fail, FIELDS[name], value, (*where, name))
+    return declared, _features(fail, table.get("features", []), (*where, "features"))
+
+
+def _features(fail: Fail, value: Any, where: Path) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
+        raise fail(where, f"features = {value!r}", "features is a list of names", "write features = [\"sliding_window\", ...]")
+    optional = [name for name in DECLARABLE if not FIELDS[name].required]
+    for name in value:
+        if name not in optional and "." not in name:
+            allowed = f"a feature is an optional field ({', '.join(optional)}) or an open name with a dot"
+            raise fail((*where, name), f"the feature {name!r}{near(name, optional)}", allowed, "correct the name")
+    return list(value)
+
+
+def _anything(item: Field) -> Constraint:
+    """Return the constraint that every value of the field meets; closed lists of names are spelled out, so that they have a first choice."""
+    if isinstance(item.domain, Flag):
+        return Constraint(item.domain, (Exact(True), Exact(False)))
+    if isinstance(item.domain, Names):
+        return Constraint(item.domain, (Exact(item.domain.each.values),))
+    if isinstance(item.domain, Name) and not item.domain.open:
+        return Constraint(item.domain, tuple(Exact(name) for name in item.domain.values))
+    return Constraint(item.domain, (Range(),))
+
+
+def _alternative(fail: Fail, item: Field, value: Any, where: Path) -> Alternative:
+    if isinstance(value, Mapping) and not isinstance(item.domain, Table):
+        return _range(fail, item, value, where)
+    try:
+        return Exact(item.domain.canonical([value] if isinstance(item.domain, Names) else value))
+    except ValueError as error:
+        raise fail(where, f"{item.name} = {value!r}", f"{item.name} ({item.help}) is {error}", "correct the value") from None
+
+
+def _range(fail: Fail, item: Field, table: Mapping[str, Any], where: Path) -> Range:
+    for key in table:
+        if key not in _BOUNDS:
+            raise fail((*where, key), f"{key!r} in the range of {item.name}{near(key, _BOUNDS)}", "a range has min, max and multiple_of", "correct the key")
+    try:
+        low, high = (item.domain.canonical(table[key]) if key in table else None for key in ("min", "max"))
+    except ValueError as error:
+        raise fail(where, f"{item.name} = {dict(table)!r}", f"a bound is {error}", "correct the bound") from None
+    step = table.get("multiple_of")
+    _check_range(fail, item, (low, high, step), where)
+    return Range(low, high, step)
+
+
+def _check_range(fail: Fail, item: Field, bounds: tuple[Any, Any, Any], where: Path) -> None:
+    low, high, step = bounds
+    text = f"{item.name} from {low} to {high} in multiples of {step}"
+    if low is None and high is None and step is None:
+        raise fail(where, f"{item.name} = {{}}", "a range has min, max or multiple_of", "give one of them; for any value list the field in features")
+    if step is not None and (type(step) is not int or step < 1 or not isinstance(item.domain, Integer)):
+        raise fail(where, text, "multiple_of is a whole number from 1 on, for whole numbers only", "correct it")
+    ranked = [item.domain.rank(bound) for bound in (low, high) if bound is not None]
+    if None in ranked:
+        raise fail(where, text, f"{item.name} has no order", "list its values")
+    empty = len(ranked) == 2 and (ranked[0] > ranked[1] or (step is not None and high // step * step < low))
+    if empty:
+        raise fail(where, text, "a range contains at least one value", "correct the bounds")

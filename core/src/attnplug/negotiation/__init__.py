@@ -1,0 +1,1 @@
+"""Asked against offered: verdicts, agreements, remedies, ranking, plans. Pure functions of data."""

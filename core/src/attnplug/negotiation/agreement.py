@@ -1,0 +1,63 @@
+"""What was agreed on: everything that was asked for, and the values that were left open."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from attrs import field, frozen
+
+from attnplug.request.requirements import Requirements
+
+
+@frozen
+class Agreement:
+    """
+    The settled terms between a host and one candidate.
+
+    Attributes:
+        backend: Name of the backend.
+        variant: Name of the variant.
+        requirements: What was asked for; all of it is served.
+        block_size: Tokens per cache block; None without a paged cache.
+        kv_layout: ``"NHD"`` or ``"HND"``; None without a paged cache.
+        kv_cache_dtype: Dtype of the cache, canonical.
+        cudagraph: The highest graph level that is supported, at least the one asked for.
+        options: The plugin's own settings, complete.
+    """
+
+    backend: str
+    variant: str
+    requirements: Requirements
+    block_size: int | None
+    kv_layout: str | None
+    kv_cache_dtype: str
+    cudagraph: str
+    options: Mapping[str, Any] = field(factory=dict, converter=lambda d: MappingProxyType(dict(d)), hash=False)
+
+    @property
+    def id(self) -> str:
+        """``backend/variant``, the identity of the candidate in every process."""
+        return f"{self.backend}/{self.variant}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "backend": self.backend,
+            "variant": self.variant,
+            "requirements": self.requirements.to_dict(),
+            "block_size": self.block_size,
+            "kv_layout": self.kv_layout,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "cudagraph": self.cudagraph,
+            "options": dict(self.options),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Agreement:
+        """Read what `to_dict` wrote."""
+        return cls(**{**data, "requirements": Requirements.from_dict(data["requirements"])})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Agreement.from_dict, (self.to_dict(),)  # a read-only view does not pickle

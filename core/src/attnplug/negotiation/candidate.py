@@ -1,0 +1,178 @@
+"""A candidate: one variant of one backend, prepared for being asked often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final, Literal
+
+from attrs import field, frozen
+
+from attnplug.manifest.constraint import Constraint
+from attnplug.manifest.installed import VersionOf, find
+from attnplug.manifest.schema import Condition, Holds, IsAsked, IsInstalled, Manifest, Rule, Variant
+from attnplug.negotiation.reason import Reason
+from attnplug.request.fields import FIELDS, GRAPH_LEVELS
+
+Standing = Literal["ready", "absent", "lacks_dependency", "refused", "broken"]
+
+_SERVES: Final = Reason("unsupported", "", None, "")  # marks "no objection" in the memo, where None means "not asked yet"
+_FREE: Final = frozenset({"block_size", "kv_layout"})
+
+
+@frozen(eq=False)
+class Candidate:
+    """
+    One variant, with what is true of this installation.
+
+    Attributes:
+        id: ``backend/variant``; the backend's name alone where nothing more is known of it.
+        backend: The backend's name.
+        aliases: Other names that select the backend.
+        manifest: The manifest, or None where there is none to read.
+        variant: The variant, or None likewise.
+        standing: ``ready``, or what stands in the way before anything is asked.
+        obstacles: The reasons for that.
+        install: What to install to make it ready, as pip takes it.
+        remedy: The way out in words, where installing is not it.
+        embedded: Whether it is part of the core.
+        installed: The truth of every ``installed`` condition of its rules.
+        distribution: The distribution that it comes from, with version, for reports.
+    """
+
+    id: str
+    backend: str
+    aliases: tuple[str, ...] = ()
+    manifest: Manifest | None = None
+    variant: Variant | None = None
+    standing: Standing = "ready"
+    obstacles: tuple[Reason, ...] = ()
+    install: tuple[str, ...] = ()
+    remedy: str = ""
+    embedded: bool = False
+    installed: frozenset[IsInstalled] = frozenset()
+    distribution: str = ""
+    _memo: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
+    _fixed_rules: tuple[Rule, ...] = field(init=False, repr=False)
+    _free_rules: tuple[Rule, ...] = field(init=False, repr=False)
+
+    @_fixed_rules.default
+    def _rules_of_asked_fields(self) -> tuple[Rule, ...]:
+        return tuple(rule for rule in self._rules() if not _mentions(rule, _FREE))
+
+    @_free_rules.default
+    def _rules_of_free_fields(self) -> tuple[Rule, ...]:
+        return tuple(rule for rule in self._rules() if _mentions(rule, _FREE))
+
+    def _rules(self) -> tuple[Rule, ...]:
+        return self.variant.rules if self.variant else ()
+
+    @property
+    def fixed_rules(self) -> tuple[Rule, ...]:
+        """The rules that do not depend on what the negotiation settles."""
+        return self._fixed_rules
+
+    @property
+    def free_rules(self) -> tuple[Rule, ...]:
+        """The rules about block size or layout."""
+        return self._free_rules
+
+    def objection(self, asked: tuple[str, Any]) -> Reason | None:
+        """Return why the asked (field, value) is not served, or None. Remembered: the same few values are asked again and again."""
+        known = self._memo.get(asked)
+        if known is None:
+            known = self._memo[asked] = self._object(*asked) or _SERVES
+        return None if known is _SERVES else known
+
+    def supports(self, name: str) -> Constraint | None:
+        """Return the constraint of a declared field."""
+        return self.variant.supports.get(name) if self.variant else None
+
+    def highest_graph_level(self) -> str:
+        """Return the highest declared CUDA graph level."""
+        declared = self.supports("cudagraph")
+        return next((level for level in reversed(GRAPH_LEVELS) if declared is not None and declared.allows(level)), GRAPH_LEVELS[0])
+
+    def _object(self, name: str, value: Any) -> Reason | None:
+        if name == "features":
+            return self._object_to_features(value)
+        constraint = self.supports(name)
+        item = FIELDS[name]
+        if constraint is None:
+            return None if item.open else Reason("undeclared", name, item.domain.dump(value), f"only {_neutral_text(name)}")
+        return None if constraint.allows(value) else Reason("unsupported", name, item.domain.dump(value), str(constraint))
+
+    def _object_to_features(self, names: Iterable[str]) -> Reason | None:
+        declared = self.variant.features if self.variant else ()
+        lacking = tuple(name for name in names if name not in declared)
+        return Reason("undeclared", "features", lacking, ", ".join(declared) or "no open feature") if lacking else None
+
+
+def examine(
+    manifest: Manifest, variant: Variant, version_of: VersionOf, *, embedded: bool = False, distribution: str = "", assume_installed: bool = False
+) -> Candidate:
+    """
+    Compare a variant with what is installed.
+
+    Args:
+        manifest: Its manifest.
+        variant: One of the manifest's variants.
+        version_of: The installed version of a distribution, or None.
+        embedded: Whether it is part of the core.
+        distribution: Where it comes from.
+        assume_installed: Suppose that everything it requires is there, in a version that no rule is about.
+    """
+    unmet = () if assume_installed else tuple(reason for text in variant.requires if (reason := _unmet(text, version_of)))
+    conditions = {c for rule in variant.rules for c in (*rule.when, *rule.need) if isinstance(c, IsInstalled)}
+    needed = {c for rule in variant.rules for c in rule.need if isinstance(c, IsInstalled)}
+    true = needed if assume_installed else {c for c in conditions if any(find(text, version_of)[0] == "met" for text in c.requirements)}
+    return Candidate(
+        id=f"{manifest.name}/{variant.name}",
+        backend=manifest.name,
+        aliases=manifest.aliases,
+        manifest=manifest,
+        variant=variant,
+        standing="lacks_dependency" if unmet else "ready",
+        obstacles=unmet,
+        install=tuple(reason.field for reason in unmet),
+        embedded=embedded,
+        installed=frozenset(true),
+        distribution=distribution,
+    )
+
+
+def holds(condition: Condition, facts: dict[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool) -> bool:
+    """
+    Decide a condition.
+
+    Args:
+        condition: The condition.
+        facts: Every field's value.
+        asked: Names of the fields that ask for something.
+        installed: The ``installed`` conditions that are true.
+        absent: The answer for a field that has no value (no window, no block size): false in ``when``, true in ``need``.
+    """
+    if isinstance(condition, Holds):
+        value = facts[condition.field]
+        return absent if value is None else condition.constraint.allows(value)
+    if isinstance(condition, IsAsked):
+        return (condition.field in asked) == condition.asked
+    return condition in installed
+
+
+def _unmet(text: str, version_of: VersionOf) -> Reason | None:
+    finding, version = find(text, version_of)
+    if finding == "met":
+        return None
+    if finding == "missing":
+        return Reason("missing", text, None, f"{text} is required and not installed")
+    return Reason("version", text, version, f"{text} is required and {version} is installed")
+
+
+def _mentions(rule: Rule, names: frozenset[str]) -> bool:
+    return any(condition.field in names for condition in (*rule.when, *rule.need))
+
+
+def _neutral_text(name: str) -> str:
+    followed = {"head_size_v": "head_size_v = head_size", "kv_cache_dtype": "the dtype", "causal": "the attention type's own mask", "vendor": "the usual vendor"}
+    item = FIELDS[name]
+    return followed.get(name) or ("none" if item.neutral is None else str(item.neutral))

@@ -1,0 +1,146 @@
+"""
+One candidate against one question.
+
+The order of work: asked fields against declared ones, rules about them, then the free fields (block size, layout) in declared order until the remaining rules
+pass. All objections are collected; nothing stops at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from attrs import field, frozen
+
+from attnplug.manifest.schema import Condition, Rule
+from attnplug.negotiation.candidate import Candidate, holds
+from attnplug.negotiation.reason import Reason
+from attnplug.request.device import Device, default_vendor
+from attnplug.request.fields import FIELDS
+from attnplug.request.requirements import Requirements
+
+_NO_TERMS: Mapping[str, Any] = {"block_size": None, "kv_layout": None}
+
+
+@frozen(eq=False)
+class Question:
+    """
+    Requirements on a device, laid out for asking many candidates.
+
+    Attributes:
+        requirements: What is asked.
+        device: Where it shall run.
+        facts: Every field with its value.
+        asked: The (field, value) pairs that a candidate has to declare.
+        names: Their names.
+    """
+
+    requirements: Requirements
+    device: Device
+    facts: dict[str, Any] = field(init=False)
+    asked: tuple[tuple[str, Any], ...] = field(init=False)
+    names: frozenset[str] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        device = self.device.facts()
+        put = object.__setattr__
+        put(self, "facts", {**self.requirements.facts(), **device})
+        put(self, "asked", (*self.requirements.asked(), *((name, value) for name, value in device.items() if _device_asks(name, value, self.device))))
+        put(self, "names", frozenset(name for name, _ in self.asked))
+
+
+@frozen
+class Outcome:
+    """
+    What one candidate answers.
+
+    Attributes:
+        objections: Everything against it; empty if it can serve.
+        terms: The settled free fields, if it can serve.
+    """
+
+    objections: tuple[Reason, ...]
+    terms: Mapping[str, Any] = field(factory=dict, hash=False)
+
+
+def negotiate(candidate: Candidate, question: Question) -> Outcome:
+    """Ask one candidate. What is installed plays no part here but for rules about installed versions."""
+    objections = [reason for asked in question.asked if (reason := candidate.objection(asked)) is not None]
+    for rule in candidate.fixed_rules:
+        _apply(rule, candidate, question, question.facts, objections)
+    terms, objection = _settle(candidate, question)
+    return Outcome((*objections, *objection), terms)
+
+
+def _device_asks(name: str, value: Any, device: Device) -> bool:
+    if name == "vendor":
+        return value is not None and (value != default_vendor(device.type))
+    return value is not None
+
+
+def _apply(rule: Rule, candidate: Candidate, question: Question, facts: dict[str, Any], objections: list[Reason]) -> None:
+    for condition in rule.when:
+        if not holds(condition, facts, question.names, candidate.installed, absent=False):
+            return
+    if not rule.need:
+        objections.append(_refusal(rule, facts))
+    objections.extend(
+        Reason("rule", condition.field, _plain(condition, facts), str(condition), rule.because)
+        for condition in rule.need
+        if not holds(condition, facts, question.names, candidate.installed, absent=True)
+    )
+
+
+def _refusal(rule: Rule, facts: dict[str, Any]) -> Reason:
+    fields = " and ".join(condition.field for condition in rule.when)
+    wanted = [_plain(condition, facts) for condition in rule.when]
+    return Reason("rule", fields, wanted[0] if len(wanted) == 1 else tuple(wanted), "", rule.because)
+
+
+def _plain(condition: Condition, facts: dict[str, Any]) -> Any:
+    value = facts.get(condition.field)
+    if condition.field not in FIELDS:
+        return str(condition)
+    return None if value is None else FIELDS[condition.field].domain.dump(value)
+
+
+def _settle(candidate: Candidate, question: Question) -> tuple[Mapping[str, Any], list[Reason]]:
+    """Return the first terms that pass, or the objections to the first ones."""
+    first: list[Reason] | None = None
+    if not question.requirements.paged:
+        objections = _judge_terms(candidate, question, _NO_TERMS)
+        return ({} if objections else _NO_TERMS), objections
+    for terms in _all_terms(candidate, question):
+        objections = _judge_terms(candidate, question, terms)
+        if not objections:
+            return terms, []
+        first = objections if first is None else first
+    return {}, first or []
+
+
+def _judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, Any]) -> list[Reason]:
+    objections = [
+        reason for name in ("block_size", "kv_layout") if (v := terms[name]) is not None and (reason := candidate.objection((name, v))) is not None
+    ]
+    if candidate.free_rules:
+        facts = {**question.facts, **terms}
+        for rule in candidate.free_rules:
+            _apply(rule, candidate, question, facts, objections)
+    return objections
+
+
+def _all_terms(candidate: Candidate, question: Question) -> Iterator[Mapping[str, Any]]:
+    """Yield terms in declared order. Values beyond the first of each alternative matter only where rules judge them."""
+    asked = question.requirements
+    sizes = (asked.block_size,) if asked.block_size is not None else _choices(candidate, "block_size")
+    layouts = (asked.kv_layout,) if asked.kv_layout is not None else _choices(candidate, "kv_layout")
+    for size, layout in product(sizes or (None,), layouts or (None,)):
+        yield {"block_size": size, "kv_layout": layout}
+
+
+def _choices(candidate: Candidate, name: str) -> tuple[Any, ...]:
+    constraint = candidate.supports(name)
+    if constraint is None:
+        return ()
+    return constraint.members() if candidate.free_rules else constraint.choices()

@@ -1,0 +1,139 @@
+"""
+Which of several eligible candidates is chosen.
+
+In this order: the listed order of the host or the user; embedded last; the measured profile for this device and shape; fewest emulated features; the default order
+for the device; the plugin's own preference among its variants; the name. A decision by name alone is a tie, and says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from attrs import field, frozen
+
+from attnplug.manifest.schema import Condition
+from attnplug.negotiation.candidate import Candidate, holds
+from attnplug.negotiation.negotiate import Question
+
+AUTO: Final = "auto"
+"""The name in a list of backends that permits falling back to any other."""
+
+CRITERIA: Final = ("listed order", "embedded last", "measured profile", "fewest emulated features", "default order", "name", "the plugin's preference", "name")
+"""What each part of a sort key compares. A plugin's preference orders its own variants only, so the backend's name comes before it."""
+
+
+@frozen
+class DefaultOrder:
+    """
+    A known order of backends for some devices.
+
+    Attributes:
+        when: The conditions on the device or the request.
+        order: ``backend`` or ``backend/variant`` names.
+        because: The evidence.
+    """
+
+    when: tuple[Condition, ...]
+    order: tuple[str, ...]
+    because: str
+
+
+@frozen
+class Policy:
+    """
+    What decides between eligible candidates, besides themselves.
+
+    Attributes:
+        listed: Backends in the order in which they are wanted; empty, or ending in `AUTO`, lets others in.
+        profile: Measured microseconds by candidate id, for this device and shape.
+        orders: Default orders; the first whose conditions hold counts.
+    """
+
+    listed: tuple[str, ...] = ()
+    profile: Mapping[str, float] = field(factory=dict, hash=False)
+    orders: tuple[DefaultOrder, ...] = ()
+
+    def admits(self, candidate: Candidate) -> bool:
+        """Whether the list lets the candidate in."""
+        return not self.listed or AUTO in self.listed or any(is_named(candidate, name) for name in self.listed)
+
+
+@frozen
+class Ranked:
+    """
+    Eligible candidates, best first.
+
+    Attributes:
+        candidates: The order.
+        decided_by: The criterion that put the first before the second; empty with fewer than two.
+    """
+
+    candidates: tuple[Candidate, ...]
+    decided_by: str = ""
+
+
+def rank(candidates: Sequence[Candidate], question: Question, policy: Policy) -> Ranked:
+    """Order eligible candidates."""
+    order = _default_order(question, policy.orders)
+    keys = {candidate: _key(candidate, question, policy, order) for candidate in candidates}
+    ranked = sorted(candidates, key=keys.__getitem__)
+    if len(ranked) < 2:
+        return Ranked(tuple(ranked))
+    pairs = zip(CRITERIA, keys[ranked[0]], keys[ranked[1]])
+    return Ranked(tuple(ranked), next(criterion for criterion, ours, theirs in pairs if ours != theirs))
+
+
+def is_named(candidate: Candidate, name: str) -> bool:
+    """Whether a name selects a candidate: its id, its backend, or an alias of the backend, alone or before ``/variant``."""
+    backend, _, variant = name.partition("/")
+    names_backend = backend == candidate.backend or backend in candidate.aliases
+    return names_backend and (not variant or candidate.id == f"{candidate.backend}/{variant}")
+
+
+def emulated(candidate: Candidate, question: Question) -> dict[str, str]:
+    """Return the asked-for features that the candidate emulates."""
+    variant = candidate.variant
+    if variant is None or not variant.emulates:
+        return {}
+    asked = question.names | set(question.requirements.features)
+    return {name: text for name, text in variant.emulates.items() if name in asked}
+
+
+def _key(candidate: Candidate, question: Question, policy: Policy, order: Sequence[str]) -> tuple[Any, ...]:
+    return (
+        _place(candidate, policy.listed),
+        candidate.embedded,
+        policy.profile.get(candidate.id, float("inf")),
+        len(emulated(candidate, question)),
+        _place(candidate, order),
+        candidate.backend,
+        _preferred(candidate, question),
+        candidate.id,
+    )
+
+
+def _place(candidate: Candidate, names: Sequence[str]) -> int:
+    """Return the place of the first name that selects the candidate; after all names for one that is not named, or where `AUTO` stands."""
+    for index, name in enumerate(names):
+        if is_named(candidate, name):
+            return index
+    return names.index(AUTO) if AUTO in names else len(names)
+
+
+def _default_order(question: Question, orders: Sequence[DefaultOrder]) -> tuple[str, ...]:
+    return next((item.order for item in orders if _all_hold(item.when, question)), ())
+
+
+def _preferred(candidate: Candidate, question: Question) -> int:
+    """Return the variant's place in the first preference of its manifest that applies. It orders a plugin's own variants only."""
+    for preference in candidate.manifest.prefer if candidate.manifest else ():
+        if _all_hold(preference.when, question, candidate):
+            variant = candidate.variant.name if candidate.variant else ""
+            return preference.order.index(variant) if variant in preference.order else len(preference.order)
+    return 0
+
+
+def _all_hold(when: Sequence[Condition], question: Question, candidate: Candidate | None = None) -> bool:
+    installed = candidate.installed if candidate else frozenset()
+    return all(holds(condition, question.facts, question.names, installed, absent=False) for condition in when)

@@ -1,0 +1,49 @@
+"""Why a candidate cannot serve, as data; words are made at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import attrs
+from attrs import frozen
+
+Code = Literal["unsupported", "undeclared", "rule", "missing", "version", "absent", "broken", "blocked", "api", "probe"]
+
+
+@frozen
+class Reason:
+    """
+    One reason against a candidate.
+
+    Attributes:
+        code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value), ``rule`` (a combination), ``missing`` and ``version`` (a
+            requirement), ``absent``, ``broken``, ``blocked``, ``api``, ``probe`` (the plugin itself, asked after import).
+        field: The field that it is about, or the requirement, or the plugin.
+        wanted: The value asked for, as a plain value.
+        supported: What is supported, in words.
+        because: The explanation of the manifest or of the failure, or an empty text.
+    """
+
+    code: Code
+    field: str
+    wanted: Any
+    supported: str
+    because: str = ""
+
+    def __str__(self) -> str:
+        tail = f": {self.because}" if self.because else ""
+        if self.code in ("unsupported", "undeclared"):
+            return f"{self.field}={self.wanted} asked, supported: {self.supported}{tail}"
+        if self.code == "rule":
+            return f"{self.field}={self.wanted} asked, needs {self.supported}{tail}" if self.supported else f"{self.field}={self.wanted} refused{tail}"
+        return f"{self.supported}{tail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return attrs.asdict(self, recurse=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reason:
+        """Read what `to_dict` wrote."""
+        return cls(**{**data, "wanted": tuple(data["wanted"]) if isinstance(data["wanted"], list) else data["wanted"]})

@@ -1,0 +1,75 @@
+"""What became of one candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from attrs import field, frozen
+
+from attnplug.negotiation.agreement import Agreement
+from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.remedy import Remedy
+
+Status = Literal["chosen", "eligible", "refused", "absent", "lacks_dependency", "broken"]
+
+
+@frozen
+class Verdict:
+    """
+    The answer to one candidate.
+
+    Attributes:
+        id: ``backend/variant``.
+        status: ``chosen``, ``eligible`` (it could serve too), ``refused`` (it cannot serve this), ``absent`` (not installed), ``lacks_dependency`` (it could
+            serve, and something that it requires is missing) or ``broken``.
+        reasons: Everything that stands against it, not only the first.
+        emulated: Asked-for features that it emulates, and at what cost.
+        agreement: The terms, where it is chosen or eligible.
+        distribution: The distribution that offers it, with its version.
+    """
+
+    id: str
+    status: Status
+    reasons: tuple[Reason, ...] = ()
+    emulated: Mapping[str, str] = field(factory=dict, hash=False)
+    agreement: Agreement | None = None
+    distribution: str = ""
+    _find_remedy: Callable[[], Remedy | None] = field(default=lambda: None, repr=False, eq=False, alias="find_remedy")
+    _found: list[Remedy | None] = field(factory=list, init=False, repr=False, eq=False)
+
+    @property
+    def remedy(self) -> Remedy | None:
+        """The smallest change that makes the candidate serve; None where it already does. Worked out when first read, since most are never read."""
+        if not self._found:
+            self._found.append(self._find_remedy())
+        return self._found[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, the remedy included."""
+        return {
+            "id": self.id,
+            "status": self.status,
+            "reasons": [reason.to_dict() for reason in self.reasons],
+            "emulated": dict(self.emulated),
+            "agreement": self.agreement.to_dict() if self.agreement else None,
+            "distribution": self.distribution,
+            "remedy": self.remedy.to_dict() if self.remedy else None,
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
+        """Read what `to_dict` wrote."""
+        remedy = Remedy.from_dict(data["remedy"]) if data["remedy"] else None
+        return cls(
+            id=data["id"],
+            status=data["status"],
+            reasons=tuple(Reason.from_dict(reason) for reason in data["reasons"]),
+            emulated=data["emulated"],
+            agreement=Agreement.from_dict(data["agreement"]) if data["agreement"] else None,
+            distribution=data["distribution"],
+            find_remedy=lambda: remedy,
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Verdict.from_dict, (self.to_dict(),)

@@ -1,0 +1,218 @@
+"""The device that is asked about: plain data, and a way to look at this machine without touching CUDA."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs import field, frozen
+
+from attnplug.errors import DeviceError
+from attnplug.request.capability import ComputeCapability, parse_capability
+
+# FP32 lanes per multiprocessor, by compute capability (CUDA C++ Programming Guide, table of arithmetic throughput; 128 where a newer one is not listed).
+_LANES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
+
+
+def _to_capability(value: Any) -> ComputeCapability | None:
+    if value is None:
+        return None
+    try:
+        return parse_capability(value)
+    except ValueError as error:
+        raise DeviceError(f"compute capability {value!r} was given", f"it is {error}", "write it as major.minor") from None
+
+
+@frozen
+class Device:
+    """
+    A device, as far as a selection depends on it.
+
+    Attributes:
+        type: Device type as torch names it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...
+        vendor: Who made it; NVIDIA for cuda unless said otherwise.
+        name: Product name.
+        compute_capability: For cuda devices.
+        num_multiprocessors: Streaming multiprocessors.
+    """
+
+    type: str = "cpu"
+    vendor: str | None = field()
+    name: str | None = None
+    compute_capability: ComputeCapability | None = field(default=None, converter=_to_capability)
+    num_multiprocessors: int | None = None
+
+    @vendor.default
+    def _default_vendor(self) -> str | None:
+        return default_vendor(self.type)
+
+    def __attrs_post_init__(self) -> None:
+        if not (isinstance(self.type, str) and self.type.isidentifier() and self.type.islower()):
+            raise DeviceError(
+                f"device type {self.type!r} was given", "a type is a lower-case word such as 'cpu' or 'cuda'", "use torch's name"
+            )
+        if self.type == "cuda" and self.vendor == "nvidia" and self.compute_capability is None:
+            raise DeviceError(
+                "a cuda device without a compute capability was given",
+                "what an NVIDIA device can run depends on it",
+                "use Device.cuda('9.0'), or 'cuda:9.0' on the command line",
+            )
+
+    @classmethod
+    def cpu(cls) -> Device:
+        """Return the CPU."""
+        return cls("cpu")
+
+    @classmethod
+    def cuda(cls, compute_capability: str | ComputeCapability | tuple[int, int], *, name: str | None = None) -> Device:
+        """Return an NVIDIA device as plain data; nothing of this machine is looked at."""
+        return cls("cuda", name=name, compute_capability=compute_capability)
+
+    @classmethod
+    def parse(cls, text: str) -> Device:
+        """
+        Read ``"cpu"``, ``"cuda:9.0"``, ``"xpu"`` or ``"current"``.
+
+        Raises:
+            DeviceError: The text has none of these forms.
+        """
+        if text == "current":
+            return cls.current()
+        kind, _, capability = text.partition(":")
+        return cls(kind, compute_capability=capability or None)
+
+    @classmethod
+    def current(cls) -> Device:
+        """
+        Return the device that this process would use first.
+
+        Honours CUDA_VISIBLE_DEVICES and creates no CUDA context: NVIDIA devices are read through NVML where its bindings are installed
+        (``attnplug[nvml]``); torch is asked only if the process has already imported it.
+
+        Raises:
+            DeviceError: CUDA_VISIBLE_DEVICES names a device that is not there.
+        """
+        return _from_initialized_torch() or _from_nvml() or _from_torch() or cls.cpu()
+
+    def facts(self) -> dict[str, Any]:
+        """Return the device's fields under the names that requirements, manifests and rules use."""
+        return {
+            "device_type": self.type,
+            "vendor": self.vendor,
+            "compute_capability": self.compute_capability,
+            "device_name": self.name,
+            "num_multiprocessors": self.num_multiprocessors,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        plain = attrs.asdict(self, recurse=False, filter=lambda _, value: value is not None)
+        return {**plain, **({"compute_capability": str(self.compute_capability)} if self.compute_capability else {})}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Device:
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DeviceError: A key is unknown or a value does not parse.
+        """
+        known = [a.name for a in attrs.fields(cls)]
+        for key in data:
+            if key not in known:
+                raise DeviceError(f"the device field {key!r} was given", f"the fields are {', '.join(known)}", "use one of these")
+        return cls(**data)
+
+    def __str__(self) -> str:
+        capability = f":{self.compute_capability}" if self.compute_capability else ""
+        return f"{self.type}{capability}" + (f" ({self.name})" if self.name else "")
+
+
+def default_vendor(device_type: str) -> str | None:
+    """Return the vendor that a device type implies."""
+    return "nvidia" if device_type == "cuda" else None
+
+
+def multiprocessors(cores: int, capability: tuple[int, int]) -> int:
+    """Return the number of multiprocessors of a device with so many FP32 lanes."""
+    return cores // _LANES.get(capability, 128)
+
+
+def _from_initialized_torch() -> Device | None:
+    """A process that already holds a CUDA context has the exact answer, visible devices and their order included."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return None
+    return _from_torch_cuda(torch)
+
+
+def _from_torch() -> Device | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if torch.cuda.is_available():
+        return _from_torch_cuda(torch)
+    kind = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") and torch.accelerator.is_available() else None
+    return Device(kind.type) if kind is not None else None
+
+
+def _from_torch_cuda(torch: Any) -> Device:
+    facts = torch.cuda.get_device_properties(torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    amd = bool(getattr(torch.version, "hip", None))
+    return Device(
+        "cuda",
+        vendor="amd" if amd else "nvidia",
+        name=facts.name,
+        compute_capability=None if amd else (facts.major, facts.minor),
+        num_multiprocessors=facts.multi_processor_count,
+    )
+
+
+def _from_nvml() -> Device | None:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = None if visible is None else visible.split(",")[0].strip()
+    if first is not None and first in ("", "-1", "NoDevFiles"):
+        return Device.cpu()
+    try:
+        import pynvml  # noqa: PLC0415 - optional, and only worth its import when a device is looked for
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None  # no NVIDIA driver: not an error, only no NVIDIA device
+    try:
+        return _read_nvml(pynvml, first)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _read_nvml(nvml: Any, first: str | None) -> Device | None:
+    if nvml.nvmlDeviceGetCount() == 0:
+        return None
+    try:
+        by_index = first is None or first.isdigit()
+        handle = nvml.nvmlDeviceGetHandleByIndex(int(first or 0)) if by_index else nvml.nvmlDeviceGetHandleByUUID(first)
+    except nvml.NVMLError as error:
+        raise DeviceError(
+            f"CUDA_VISIBLE_DEVICES={first!r} was set", f"NVML finds no such device ({error})", "unset it, or name a device of nvidia-smi -L"
+        ) from error
+    capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
+    name = nvml.nvmlDeviceGetName(handle)
+    cores = _cores(nvml, handle)
+    return Device(
+        "cuda",
+        name=name if isinstance(name, str) else name.decode(),
+        compute_capability=capability,
+        num_multiprocessors=None if cores is None else multiprocessors(cores, (capability[0], capability[1])),
+    )
+
+
+def _cores(nvml: Any, handle: Any) -> int | None:
+    try:
+        return int(nvml.nvmlDeviceGetNumGpuCores(handle))
+    except (nvml.NVMLError, AttributeError):
+        return None  # old drivers and MIG slices do not say; the count is optional

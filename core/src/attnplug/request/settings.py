@@ -1,0 +1,195 @@
+"""
+What the environment and the configuration file say, read once.
+
+Precedence, highest first: the call, `using`, environment variables, the configuration file, automatic.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from attrs import field, frozen
+
+from attnplug.errors import SettingsError
+from attnplug.request.fields import near
+from attnplug.request.toml import parse_toml
+
+PREFIX = "ATTNPLUG_"
+OPTION_PREFIX = "ATTNPLUG_OPT_"
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_log = logging.getLogger("attnplug")
+
+Options = Mapping[str, Mapping[str, Any]]
+
+
+def _frozen_options(options: Options) -> Options:
+    return MappingProxyType({backend: MappingProxyType(dict(values)) for backend, values in options.items()})
+
+
+@frozen
+class Settings:
+    """
+    Settings that are not part of a call.
+
+    Attributes:
+        backend: Backends in order of preference; empty means automatic.
+        allow: Backends that may be used; None means all, an empty set none.
+        block: Backends that may not be used. A blocked backend's code never runs.
+        strict: Whether a plugin's failure is raised where it happens instead of being recorded.
+        profile: File of measured times, or None.
+        options: Options of each backend, raw as read; each backend's manifest validates its own.
+        sources: Where each setting comes from.
+    """
+
+    backend: tuple[str, ...] = ()
+    allow: frozenset[str] | None = None
+    block: frozenset[str] = frozenset()
+    strict: bool = False
+    profile: str | None = None
+    options: Options = field(factory=dict, converter=_frozen_options, hash=False)
+    sources: Mapping[str, str] = field(factory=dict, converter=lambda d: MappingProxyType(dict(d)), eq=False)
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
+        """
+        Read the environment and the configuration file.
+
+        Args:
+            environ: The environment; this process's by default.
+            file: The configuration file; by default the one that ATTNPLUG_CONFIG names, else ``config.toml`` in the user's configuration folder.
+
+        Raises:
+            SettingsError: A value does not parse, or a file that was named does not exist.
+        """
+        environ = os.environ if environ is None else environ
+        found: dict[str, tuple[Any, str]] = _from_file(file or _default_file(environ), named=bool(file) or "ATTNPLUG_CONFIG" in environ)
+        options = _option_tables(found.pop("options", ({}, ""))[0])
+        for name, (value, source) in _from_environment(environ).items():
+            found[name] = (value, source)
+        sources = {name: source for name, (_, source) in found.items()}
+        for (backend, option), (value, source) in _options_from_environment(environ).items():
+            options.setdefault(backend, {})[option] = value
+            sources[f"options.{backend}.{option}"] = source
+        return cls(**{name: value for name, (value, _) in found.items()}, options=options, sources=sources)
+
+
+def parse_flag(text: str, name: str) -> bool:
+    """
+    Read a truth value.
+
+    Raises:
+        SettingsError: The text is neither true nor false.
+    """
+    if text.lower() in _TRUE + _FALSE:
+        return text.lower() in _TRUE
+    raise SettingsError(f"{name}={text!r} is set", f"it is one of {', '.join(_TRUE + _FALSE)}", f"set {name}=1 or {name}=0, or unset it")
+
+
+def parse_names(text: str, name: str) -> tuple[str, ...]:
+    """
+    Read a list of names, separated by commas. An empty text is an empty list.
+
+    Raises:
+        SettingsError: A name is empty.
+    """
+    names = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
+    if not all(names):
+        raise SettingsError(f"{name}={text!r} is set", "it is a list of names, separated by commas", "remove the empty names")
+    return names
+
+
+_VARIABLES: Mapping[str, Callable[[str, str], Any]] = {
+    "backend": parse_names,
+    "allow": lambda text, name: frozenset(parse_names(text, name)),
+    "block": lambda text, name: frozenset(parse_names(text, name)),
+    "strict": parse_flag,
+    "profile": lambda text, _: text or None,
+}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    found = {}
+    known = {PREFIX + name.upper(): name for name in _VARIABLES}
+    for variable in sorted(environ):
+        if variable in known:
+            name = known[variable]
+            found[name] = (_VARIABLES[name](environ[variable], variable), f"environment variable {variable}")
+        elif variable.startswith(PREFIX) and not variable.startswith(OPTION_PREFIX) and variable != "ATTNPLUG_CONFIG":
+            _log.warning("The environment variable %r is not a setting and has no effect%s", variable, near(variable, list(known)))
+    return found
+
+
+def _options_from_environment(environ: Mapping[str, str]) -> dict[tuple[str, str], tuple[str, str]]:
+    found = {}
+    for variable in sorted(environ):
+        if variable.startswith(OPTION_PREFIX):
+            backend, separator, option = variable[len(OPTION_PREFIX) :].lower().partition("__")
+            if not (backend and separator and option):
+                raise SettingsError(
+                    f"{variable}={environ[variable]!r} is set",
+                    f"an option is {OPTION_PREFIX}<BACKEND>__<OPTION>, with two underscores between them",
+                    f"set, for example, {OPTION_PREFIX}FLASHINFER__TENSOR_CORE_RATIO=4",
+                )
+            found[backend, option] = (environ[variable], f"environment variable {variable}")
+    return found
+
+
+def _default_file(environ: Mapping[str, str]) -> Path:
+    if environ.get("ATTNPLUG_CONFIG"):
+        return Path(environ["ATTNPLUG_CONFIG"])
+    from platformdirs import user_config_path  # noqa: PLC0415 - costs a millisecond, and only this line needs it
+
+    return user_config_path("attnplug", appauthor=False) / "config.toml"
+
+
+def _from_file(file: Path, *, named: bool) -> dict[str, tuple[Any, str]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if not named:
+            return {}
+        raise SettingsError(f"the configuration file {str(file)!r} was named", "it does not exist", "create it, or unset it") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the configuration file {str(file)!r} exists", f"it cannot be read: {error}", "repair it, or move it") from error
+    return {name: (_checked(file, name, value), f"file {file}") for name, value in _parse(file, text).items()}
+
+
+def _parse(file: Path, text: str) -> dict[str, Any]:
+    try:
+        return parse_toml(text)
+    except ValueError as error:
+        raise SettingsError(f"the configuration file {str(file)!r} exists", f"it is not TOML: {error}", "repair it") from error
+
+
+def _checked(file: Path, name: str, value: Any) -> Any:
+    if name in ("backend", "allow", "block") and _is_names(value):
+        names = [value] if isinstance(value, str) else value
+        return tuple(names) if name == "backend" else frozenset(names)
+    if (name == "strict" and isinstance(value, bool)) or (name == "profile" and isinstance(value, str)):
+        return value
+    if name == "options":
+        return value
+    known = (*_VARIABLES, "options")
+    raise SettingsError(
+        f"{name} = {value!r} stands in {str(file)!r}{near(name, known) if name not in known else ''}",
+        "the settings are backend, allow, block (a name or a list of names), strict (true or false), profile (a file), [options.BACKEND]",
+        "correct or remove the line",
+    )
+
+
+def _is_names(value: Any) -> bool:
+    items: Iterable[Any] = value if isinstance(value, list) else [value]
+    return all(isinstance(item, str) and item for item in items)
+
+
+def _option_tables(value: Any) -> dict[str, dict[str, Any]]:
+    if isinstance(value, Mapping) and all(isinstance(table, Mapping) for table in value.values()):
+        return {str(backend): dict(table) for backend, table in value.items()}
+    raise SettingsError(
+        f"options = {value!r} stands in the configuration file", "options are tables [options.BACKEND]", "write one table a backend"
+    )
