@@ -1,0 +1,66 @@
+# Every target sets up what it needs in .venv by itself, from a bare Python 3.10 or newer:
+#
+#   make demo    make test    make PYTHON=python3.12 test    make PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" test
+#
+# The second run finds .venv/.ready newer than everything it was made from, and installs nothing.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+REPORT ?= docs/reference/evidence/gpu.md
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PINNED := -c constraints.txt $(PIP_ARGS)
+
+# Tools that no distribution of this workspace asks for itself. hatchling and editables build the core inside .venv, so that they are pinned too;
+# tomli is what Python 3.10 reads TOML with, and mypy looks at that branch on every version.
+BUILD := hatchling editables
+TOOLS := build mkdocs mkdocs-material mypy pytest-cov pytest-randomly ruff tomli
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint docs bench test-gpu clean tables
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+
+$(READY): Makefile constraints.txt core/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "attnplug needs Python 3.10 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." \
+	       "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
+	@echo "setting up $(VENV) (a few minutes the first time)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install $(PINNED) $(BUILD)
+	@$(PIP) install $(PINNED) --no-build-isolation -e 'core[torch,transformers,testing]' $(TOOLS)
+	@touch $@
+
+demo: $(READY) ## real model architectures, served through the chosen backend
+	@$(BIN)/attnplug demo
+
+# The one command that guards everything, and the one that CI runs on a clean clone: style, types, documentation, tests, coverage.
+test: lint docs ## lint, docs, and every test with branch coverage of core
+	@$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+
+lint: $(READY) ## ruff, ruff format, mypy strict
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+# The banner that mkdocs-material prints about the future of MkDocs is not about this documentation.
+docs: $(READY) ## the documentation, into site/; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+tables: $(READY) ## regenerate the reference pages that are made from manifests
+	@$(BIN)/python -m tools.capabilities --write
+
+bench: $(READY) ## the selection budgets, measured here
+	@$(BIN)/attnplug bench
+
+test-gpu: $(READY) ## the tests that need an NVIDIA GPU; writes a report to $(REPORT)
+	@$(BIN)/python -m pytest -m gpu --gpu-report=$(REPORT) $(PYTEST_ARGS)
+
+clean: ## everything that the other targets made
+	rm -rf $(VENV) site .coverage .coverage.* .mypy_cache .pytest_cache .ruff_cache .hypothesis

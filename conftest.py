@@ -1,0 +1,58 @@
+"""What every test run shares: reproducible randomness, the hypothesis profile, and why GPU tests did not run."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import hypothesis
+import pytest
+
+pytest_plugins = ["tools.evidence"]
+
+# No deadline: the first example of a test may pay for a compiler or a cold import.
+# CI repeats one run exactly; a developer's runs explore.
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=bool(os.environ.get("CI")),
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],  # a shared machine of two cores is slow now and then
+)
+hypothesis.settings.load_profile("ci")
+
+_DESELECTED = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests marked gpu where there is no NVIDIA GPU; torch is imported only if there are such tests."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked or _gpu_is_available():
+        return
+    items[:] = [item for item in items if item not in marked]
+    config.hook.pytest_deselected(items=marked)
+    config.stash[_DESELECTED] = len(marked)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say how many tests did not run for want of a GPU."""
+    if count := config.stash.get(_DESELECTED, 0):
+        reason = "torch.cuda.is_available() is False here"
+        terminalreporter.write_line(
+            f"gpu tests: {count} deselected, since {reason}; `make test-gpu` runs them on an NVIDIA GPU"
+        )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give torch the seed of the run, as pytest-randomly does for random and numpy; import nothing for it."""
+    torch = sys.modules.get("torch")
+    seed = item.config.getoption("randomly_seed", default=0)
+    if torch is not None and isinstance(seed, int):
+        torch.manual_seed(seed)
+
+
+def _gpu_is_available() -> bool:
+    import torch  # noqa: PLC0415 - runs without GPU tests pay nothing for it
+
+    return bool(torch.cuda.is_available())

@@ -1,0 +1,119 @@
+"""
+A pytest plugin that writes what a run on a GPU showed: device, versions, command, outcome and numbers, as one page.
+
+A test contributes a number by pytest's own ``record_property("decode, 64 x 4096", "286 us")``.
+A number without hardware, versions and command is no evidence, so nothing is published in another way.
+"""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pytest
+
+PACKAGES = (
+    "attnplug",
+    "torch",
+    "triton",
+    "transformers",
+    "flash-attn",
+    "flash-attn-4",
+    "flashinfer-python",
+    "nvidia-cutlass-dsl",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--gpu-report``."""
+    parser.addoption("--gpu-report", metavar="FILE", type=Path, help="write device, versions, outcomes and numbers")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start to collect where a report is asked for."""
+    path = config.getoption("--gpu-report")
+    if path is not None:
+        config.pluginmanager.register(Collector(path, " ".join(["pytest", *config.invocation_params.args])))
+
+
+class Collector:
+    """Gathers the reports of one run and writes the page when it ends."""
+
+    def __init__(self, path: Path, command: str) -> None:
+        self.path = path
+        self.command = command
+        self.reports: list[pytest.TestReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the call of each test, and a setup that did not reach its call."""
+        if report.when == "call" or not report.passed:
+            self.reports.append(report)
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the page; a run without a single test leaves the last one alone."""
+        if self.reports:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(page(self.command, machine(), self.reports), encoding="utf-8")
+
+
+def page(command: str, facts: dict[str, str], reports: list[pytest.TestReport]) -> str:
+    """Return the report as Markdown."""
+    rows = [f"| `{r.nodeid}` | {r.outcome} | {_numbers(r)} |" for r in sorted(reports, key=lambda r: r.nodeid)]
+    return "\n".join(
+        [
+            f"# GPU tests on {facts['device']}",
+            "",
+            f"Written by `{command}`; not edited by hand.",
+            "",
+            "| what | value |",
+            "| --- | --- |",
+            *(f"| {key} | {value} |" for key, value in facts.items()),
+            "",
+            "| test | outcome | numbers |",
+            "| --- | --- | --- |",
+            *rows,
+            "",
+        ]
+    )
+
+
+def machine() -> dict[str, str]:
+    """Return what the numbers depend on: device, driver, interpreter, versions, revision."""
+    return {
+        "device": _device(),
+        "Python": platform.python_version(),
+        **dict(_versions()),
+        "revision": _output("git", "describe", "--always", "--dirty"),
+    }
+
+
+def _device() -> str:
+    query = ("nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader")
+    return _output(*query).splitlines()[0] if _output(*query) else "no NVIDIA GPU"
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in PACKAGES:
+        try:
+            yield name, metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603 - fixed command lines
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"evidence: {command[0]} did not answer ({error})", file=sys.stderr)
+        return ""
+
+
+def _numbers(report: pytest.TestReport) -> str:
+    return ", ".join(f"{name}: {value}" for name, value in report.user_properties) or "-"
