@@ -11,7 +11,7 @@ from attnplug.manifest.constraint import Constraint
 from attnplug.manifest.installed import VersionOf, find
 from attnplug.manifest.schema import Condition, Holds, IsAsked, IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
-from attnplug.request.fields import FIELDS, GRAPH_LEVELS
+from attnplug.request.fields import FIELDS
 
 Standing = Literal["ready", "absent", "lacks_dependency", "refused", "broken"]
 
@@ -86,11 +86,6 @@ class Candidate:
     def supports(self, name: str) -> Constraint | None:
         """Return the constraint of a declared field."""
         return self.variant.supports.get(name) if self.variant else None
-
-    def highest_graph_level(self) -> str:
-        """Return the highest declared CUDA graph level."""
-        declared = self.supports("cudagraph")
-        return next((level for level in reversed(GRAPH_LEVELS) if declared is not None and declared.allows(level)), GRAPH_LEVELS[0])
 
     def _object(self, name: str, value: Any) -> Reason | None:
         if name == "features":

@@ -17,7 +17,7 @@ from attnplug.manifest.schema import Condition, Rule
 from attnplug.negotiation.candidate import Candidate, holds
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device, default_vendor
-from attnplug.request.fields import FIELDS
+from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 from attnplug.request.requirements import Requirements
 
 _NO_TERMS: Mapping[str, Any] = {"block_size": None, "kv_layout": None}
@@ -73,6 +73,20 @@ def negotiate(candidate: Candidate, question: Question) -> Outcome:
     return Outcome((*objections, *objection), terms)
 
 
+def graph_level(candidate: Candidate, question: Question) -> str:
+    """Return the highest CUDA graph level that a candidate, able to serve the question, supports for it."""
+    declared = candidate.supports("cudagraph")
+    ruled = any(condition.field == "cudagraph" for rule in (*candidate.fixed_rules, *candidate.free_rules) for condition in (*rule.when, *rule.need))
+    for level in reversed(GRAPH_LEVELS):
+        if declared is not None and declared.allows(level) and (not ruled or _serves_level(candidate, question, level)):
+            return level
+    return question.requirements.cudagraph
+
+
+def _serves_level(candidate: Candidate, question: Question, level: str) -> bool:
+    return not negotiate(candidate, Question(question.requirements.evolve(cudagraph=level), question.device)).objections
+
+
 def _device_asks(name: str, value: Any, device: Device) -> bool:
     if name == "vendor":
         return value is not None and (value != default_vendor(device.type))
@@ -109,17 +123,18 @@ def _settle(candidate: Candidate, question: Question) -> tuple[Mapping[str, Any]
     """Return the first terms that pass, or the objections to the first ones."""
     first: list[Reason] | None = None
     if not question.requirements.paged:
-        objections = _judge_terms(candidate, question, _NO_TERMS)
+        objections = judge_terms(candidate, question, _NO_TERMS)
         return ({} if objections else _NO_TERMS), objections
     for terms in _all_terms(candidate, question):
-        objections = _judge_terms(candidate, question, terms)
+        objections = judge_terms(candidate, question, terms)
         if not objections:
             return terms, []
         first = objections if first is None else first
     return {}, first or []
 
 
-def _judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, Any]) -> list[Reason]:
+def judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, Any]) -> list[Reason]:
+    """Return the objections of a candidate to settled terms: a block size and a layout, or None for both without a paged cache."""
     objections = [
         reason for name in ("block_size", "kv_layout") if (v := terms[name]) is not None and (reason := candidate.objection((name, v))) is not None
     ]

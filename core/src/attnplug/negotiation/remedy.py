@@ -157,6 +157,8 @@ def _relevant(candidate: Candidate, question: Question) -> tuple[str, ...]:
 def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, ...]:
     """Return other values for an engine field, nearest first; only those that the candidate serves."""
     asked = question.facts[name]
+    if asked is None and FIELDS[name].free:
+        return ()  # open already: no single value serves where none of them did
     constraint = candidate.supports(name)
     nothing = neutral(name, question.facts)
     values: list[Any] = []
@@ -164,7 +166,7 @@ def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, 
         declared = candidate.variant.features if candidate.variant else ()
         values = [tuple(feature for feature in asked if feature in declared)]
     elif constraint is not None:
-        values = [constraint.nearest(asked), *_ordered(constraint, asked), *_rule_values(candidate, name, constraint)]
+        values = [constraint.first() if asked is None else constraint.nearest(asked), *_ordered(constraint, asked), *_rule_values(candidate, name, constraint)]
     return tuple(dict.fromkeys(v for v in (*values, nothing) if v != asked and (v is not None or FIELDS[name].free)))
 
 

@@ -1,0 +1,81 @@
+"""One block size and one layout for all layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from attnplug.negotiation.candidate import Candidate
+from attnplug.negotiation.negotiate import Question, judge_terms
+
+Terms = tuple["int | None", "str | None"]
+
+
+def passing_terms(candidate: Candidate, question: Question) -> tuple[Terms, ...]:
+    """
+    Return every (block size, layout) that a candidate accepts for a question that it can serve, most preferred first.
+
+    Block sizes beyond 1024 tokens are considered only where the manifest names them.
+    """
+    asked = question.requirements
+    if not asked.paged:
+        return ()
+    sizes = (asked.block_size,) if asked.block_size is not None else _members(candidate, "block_size")
+    layouts = (asked.kv_layout,) if asked.kv_layout is not None else _members(candidate, "kv_layout")
+    return tuple(terms for terms in product(sizes, layouts) if not judge_terms(candidate, question, as_facts(terms)))
+
+
+def share_terms(entries: Sequence[tuple[Question, Sequence[Candidate]]]) -> list[tuple[Candidate, Mapping[str, Any]]] | None:
+    """
+    Pick a candidate for each question so that all paged ones share one block size and one layout.
+
+    Candidates are tried in their ranked order, the first question first (give the one with most layers first): a later question yields before an earlier one.
+
+    Args:
+        entries: Each question with the candidates that can serve it, best first.
+
+    Returns:
+        A candidate and the terms for each question, or None where no choice shares any terms.
+    """
+    picked = _search(entries, None)
+    if picked is None:
+        return None
+    candidates, shared = picked
+    terms = as_facts(shared[0]) if shared else as_facts((None, None))
+    nothing = as_facts((None, None))
+    return [(candidate, terms if question.requirements.paged else nothing) for candidate, (question, _) in zip(candidates, entries)]
+
+
+def as_facts(terms: Terms) -> Mapping[str, Any]:
+    """Return terms under the names of their fields."""
+    return {"block_size": terms[0], "kv_layout": terms[1]}
+
+
+def _search(
+    entries: Sequence[tuple[Question, Sequence[Candidate]]], shared: tuple[Terms, ...] | None
+) -> tuple[list[Candidate], tuple[Terms, ...] | None] | None:
+    if not entries:
+        return [], shared
+    question, candidates = entries[0]
+    for candidate in candidates:
+        narrowed = _narrow(candidate, question, shared)
+        if narrowed is not None and len(narrowed) == 0:
+            continue
+        rest = _search(entries[1:], narrowed)
+        if rest is not None:
+            return [candidate, *rest[0]], rest[1]
+    return None
+
+
+def _narrow(candidate: Candidate, question: Question, shared: tuple[Terms, ...] | None) -> tuple[Terms, ...] | None:
+    """Return the terms that are still common, None while no layer with a paged cache has been seen."""
+    if not question.requirements.paged:
+        return shared
+    ours = passing_terms(candidate, question)
+    return ours if shared is None else tuple(terms for terms in shared if terms in set(ours))
+
+
+def _members(candidate: Candidate, name: str) -> tuple[Any, ...]:
+    constraint = candidate.supports(name)
+    return constraint.members() if constraint is not None else ()

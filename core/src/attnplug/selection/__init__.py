@@ -1,0 +1,1 @@
+"""The facade: select, load, explain, plan, and the state of this process behind them."""

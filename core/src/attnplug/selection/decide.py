@@ -1,0 +1,157 @@
+"""From what is installed and what is asked to an Explanation. Pure: the registry, the device and the settings are arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attrs import frozen
+
+from attnplug.discovery.registry import Registry
+from attnplug.negotiation.agreement import Agreement
+from attnplug.negotiation.candidate import Candidate
+from attnplug.negotiation.negotiate import Question, graph_level, negotiate
+from attnplug.negotiation.ranking import Policy, Ranked, emulated, rank
+from attnplug.negotiation.remedy import find_remedy
+from attnplug.negotiation.verdict import Verdict
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+from attnplug.request.settings import Settings
+from attnplug.selection.explanation import Explanation
+from attnplug.selection.profile import measured
+from attnplug.selection.selection import Selection
+
+
+@frozen
+class Answers:
+    """
+    Every candidate's answer, before one is chosen.
+
+    Attributes:
+        ranked: The candidates that can serve and may be chosen, best first.
+        terms: The settled free fields by candidate id.
+        others: The verdicts on the rest, by name.
+    """
+
+    question: Question
+    ranked: Ranked
+    terms: Mapping[str, Mapping[str, Any]]
+    others: tuple[Verdict, ...]
+
+
+def ask(registry: Registry, question: Question, settings: Settings, *, assume_installed: bool = False) -> Answers:
+    """
+    Ask every candidate.
+
+    Raises:
+        UnknownBackendError: A listed backend is neither installed nor known.
+    """
+    for name in (*settings.backend, *settings.options):
+        registry.resolve(name)
+    policy = Policy(settings.backend, measured(settings.profile, question), registry.default_orders)
+    able: list[Candidate] = []
+    terms: dict[str, Mapping[str, Any]] = {}
+    others: list[Verdict] = []
+    for candidate in registry.candidates(settings, assume_installed=assume_installed):
+        outcome = negotiate(candidate, question) if candidate.variant is not None else None
+        if outcome is not None and not outcome.objections and candidate.standing == "ready":
+            terms[candidate.id] = outcome.terms
+            if policy.admits(candidate):
+                able.append(candidate)
+            else:
+                others.append(_able(candidate, question, outcome.terms, settings, "eligible"))
+            continue
+        others.append(_unable(registry, candidate, question, settings, () if outcome is None else outcome.objections))
+    return Answers(question, rank(able, question, policy), terms, tuple(others))
+
+
+def decide(
+    registry: Registry, requirements: Requirements, device: Device, settings: Settings, *, assume_installed: bool = False
+) -> Explanation:
+    """
+    Choose, and say why not the others.
+
+    Raises:
+        UnknownBackendError: A listed backend is neither installed nor known.
+        SettingsError: An option of a backend that can serve is unknown or not allowed.
+    """
+    answers = ask(registry, Question(requirements, device), settings, assume_installed=assume_installed)
+    return conclude(answers, settings, assume_installed=assume_installed)
+
+
+def conclude(answers: Answers, settings: Settings, *, terms: Mapping[str, Any] | None = None, pick: Candidate | None = None, assume_installed: bool = False) -> Explanation:
+    """
+    Turn answers into an explanation.
+
+    Args:
+        answers: What the candidates answered.
+        settings: The settings that they were asked under.
+        terms: Terms to agree on instead of the first that pass (a plan's common ones).
+        pick: The candidate to choose instead of the first.
+        assume_installed: Recorded in the explanation.
+    """
+    question, ranked = answers.question, answers.ranked
+    first = pick or next(iter(ranked.candidates), None)
+    if first is None:
+        return Explanation(question.requirements, question.device, None, answers.others, assume_installed)
+    order = (first, *(candidate for candidate in ranked.candidates if candidate is not first))
+    verdicts = tuple(
+        _able(c, question, terms if terms is not None and c is first else answers.terms[c.id], settings, "chosen" if c is first else "eligible") for c in order
+    )
+    agreement = verdicts[0].agreement
+    assert agreement is not None
+    decided_by = ranked.decided_by if first is ranked.candidates[0] else "common block size and layout"
+    everyone = verdicts + answers.others
+    selection = Selection(agreement, question.device, everyone, decided_by, settings.sources)
+    return Explanation(question.requirements, question.device, selection, everyone, assume_installed)
+
+
+def _able(candidate: Candidate, question: Question, terms: Mapping[str, Any], settings: Settings, status: Any) -> Verdict:
+    return Verdict(
+        candidate.id,
+        status,
+        emulated=emulated(candidate, question),
+        agreement=_agree(candidate, question, terms, settings),
+        distribution=candidate.distribution,
+    )
+
+
+def _agree(candidate: Candidate, question: Question, terms: Mapping[str, Any], settings: Settings) -> Agreement:
+    variant, manifest = candidate.variant, candidate.manifest
+    assert variant is not None
+    assert manifest is not None
+    return Agreement(
+        backend=candidate.backend,
+        variant=variant.name,
+        requirements=question.requirements,
+        block_size=terms["block_size"],
+        kv_layout=terms["kv_layout"],
+        kv_cache_dtype=question.requirements.kv_cache_dtype,
+        cudagraph=graph_level(candidate, question),
+        options=_options(candidate, settings) if manifest.options or settings.options else {},
+    )
+
+
+def _options(candidate: Candidate, settings: Settings) -> dict[str, Any]:
+    given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name in (*candidate.aliases, candidate.backend):
+        for option, value in settings.options.get(name, {}).items():
+            given[option] = value
+            sources[option] = settings.sources.get(f"options.{name}.{option}") or settings.sources.get("options", "the call")
+    return candidate.manifest.read_options(given, sources) if candidate.manifest else {}
+
+
+def _unable(registry: Registry, candidate: Candidate, question: Question, settings: Settings, objections: tuple[Any, ...]) -> Verdict:
+    def relaxed(stands: Candidate) -> Candidate:
+        return next((c for c in registry.candidates(settings, assume_installed=True) if c.id == stands.id), stands)
+
+    standing = candidate.standing
+    status: Any = "refused" if objections and standing in ("ready", "lacks_dependency") else standing
+    return Verdict(
+        candidate.id,
+        status,
+        reasons=(*objections, *candidate.obstacles),
+        distribution=candidate.distribution,
+        find_remedy=lambda: find_remedy(candidate, question, relaxed),
+    )

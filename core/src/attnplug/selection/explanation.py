@@ -1,0 +1,104 @@
+"""Every candidate's answer to one question, ready to read."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from textwrap import wrap
+from typing import Any
+
+from attrs import frozen
+
+from attnplug.negotiation.verdict import Verdict
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+from attnplug.selection.selection import Selection
+
+_INDENT = "    "
+
+
+@frozen
+class Explanation:
+    """
+    What would be chosen, and why not the others. Printing it gives a table.
+
+    Attributes:
+        requirements: What was asked.
+        device: Where it should run.
+        chosen: The decision, or None where nothing can serve.
+        verdicts: The answer of every candidate: the chosen one, the eligible ones as ranked, then the rest by name.
+        assumed_installed: Whether missing kernel libraries were supposed to be there.
+    """
+
+    requirements: Requirements
+    device: Device
+    chosen: Selection | None
+    verdicts: tuple[Verdict, ...]
+    assumed_installed: bool = False
+
+    @property
+    def tie(self) -> str:
+        """How to settle a decision that only a name decided; empty where something better did."""
+        if self.chosen is None or self.chosen.decided_by != "name":
+            return ""
+        rival = next(verdict.id for verdict in self.verdicts if verdict.status == "eligible")
+        return (
+            f"{self.chosen.id!r} and {rival!r} tie, and the name decided; settle it with backend=[{rival!r}, 'auto'], with ATTNPLUG_BACKEND, or with a "
+            "measured profile (ATTNPLUG_PROFILE)"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "requirements": self.requirements.to_dict(),
+            "device": self.device.to_dict(),
+            "chosen": self.chosen.id if self.chosen else None,
+            "decided_by": self.chosen.decided_by if self.chosen else "",
+            "provenance": dict(self.chosen.provenance) if self.chosen else {},
+            "tie": self.tie,
+            "assumed_installed": self.assumed_installed,
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(min(shutil.get_terminal_size().columns, 120)))
+
+    def _lines(self, width: int) -> Iterator[str]:
+        yield from _wrapped(f"asked: {_asked(self.requirements.to_dict())}", width, "")
+        yield f"device: {self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
+        yield f"chosen: {self.chosen.id if self.chosen else 'none'}" + self._decision()
+        for verdict in self.verdicts:
+            yield ""
+            yield f"{verdict.id}  {verdict.status}" + (f"  ({verdict.distribution})" if verdict.distribution else "")
+            for line in detail(verdict):
+                yield from _wrapped(line, width, _INDENT)
+        if self.tie:
+            yield ""
+            yield from _wrapped(self.tie, width, "")
+
+    def _decision(self) -> str:
+        if self.chosen is None or not self.chosen.decided_by:
+            return ""
+        return f" (decided by {self.chosen.decided_by})"
+
+
+def detail(verdict: Verdict) -> Iterator[str]:
+    """Yield a verdict's terms, reasons, emulations and remedy, a line each."""
+    if verdict.agreement is not None:
+        terms = verdict.agreement
+        if terms.block_size is not None:
+            yield f"block_size={terms.block_size} kv_layout={terms.kv_layout} kv_cache_dtype={terms.kv_cache_dtype} cudagraph={terms.cudagraph}"
+    for name, text in verdict.emulated.items():
+        yield f"emulates {name}: {text}"
+    for reason in verdict.reasons:
+        yield f"- {reason}"
+    if verdict.remedy is not None:
+        yield f"way out: {verdict.remedy}"
+
+
+def _asked(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items())
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    return wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,151 @@
+"""One decision for a whole model: groups of layers that share a backend, a cache shape and a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from attrs import field, frozen
+
+from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.negotiation.negotiate import Question
+from attnplug.negotiation.plan import passing_terms, share_terms
+from attnplug.request.device import Device
+from attnplug.request.fields import GRAPH_LEVELS
+from attnplug.request.requirements import Requirements
+from attnplug.request.settings import Options, Settings
+from attnplug.selection.decide import Answers, ask, conclude
+from attnplug.selection.scope import BackendNames, overrides
+from attnplug.selection.select import context, log_decision, no_backend
+from attnplug.selection.selection import Selection
+
+
+@frozen
+class Group:
+    """
+    Layers with the same backend, agreement and plan arguments: loaded once, built once a step.
+
+    Attributes:
+        layers: Names of the layers, in the model's order.
+        selection: The decision for all of them.
+    """
+
+    layers: tuple[str, ...]
+    selection: Selection
+
+
+@frozen
+class Plan:
+    """
+    The decision for every layer of a model.
+
+    Attributes:
+        groups: The groups; the one with most layers first.
+    """
+
+    groups: tuple[Group, ...]
+    _by_layer: Mapping[str, Selection] = field(init=False, repr=False, eq=False)
+
+    @_by_layer.default
+    def _index(self) -> Mapping[str, Selection]:
+        return MappingProxyType({layer: group.selection for group in self.groups for layer in group.layers})
+
+    def __getitem__(self, layer: str) -> Selection:
+        return self._by_layer[layer]
+
+    @property
+    def block_size(self) -> int | None:
+        """Tokens per cache block, common to all layers with a paged cache."""
+        return next((s.agreement.block_size for s in self._by_layer.values() if s.agreement.block_size is not None), None)
+
+    @property
+    def kv_layout(self) -> str | None:
+        """The layout of the cache, common likewise."""
+        return next((s.agreement.kv_layout for s in self._by_layer.values() if s.agreement.kv_layout is not None), None)
+
+    @property
+    def cudagraph(self) -> str:
+        """The graph level that every group reaches: one weak group lowers the whole model."""
+        return min((group.selection.agreement.cudagraph for group in self.groups), key=GRAPH_LEVELS.index)
+
+    @property
+    def weakest(self) -> Group:
+        """The group that sets the graph level."""
+        return min(self.groups, key=lambda group: GRAPH_LEVELS.index(group.selection.agreement.cudagraph))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"groups": [{"layers": list(group.layers), "selection": group.selection.to_dict()} for group in self.groups]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Plan:
+        """Read what `to_dict` wrote."""
+        return cls(tuple(Group(tuple(group["layers"]), Selection.from_dict(group["selection"])) for group in data["groups"]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan.from_dict, (self.to_dict(),)
+
+
+def plan(
+    layers: Mapping[str, Requirements], device: Device | None = None, *, backend: BackendNames | None = None, options: Options | None = None
+) -> Plan:
+    """
+    Choose for all layers of a model together.
+
+    Every layer gets the best backend that can serve it, as long as all layers with a paged cache then share one block size and one layout; where they would not,
+    the groups with fewer layers take their next best.
+
+    Args:
+        layers: The requirements of each layer, by name.
+        device: As for `select`; likewise `backend` and `options`.
+
+    Raises:
+        NoBackendError: A layer cannot be served, or no choice gives a common block size and layout.
+        RequirementsError: `layers` is empty.
+    """
+    if not layers:
+        raise RequirementsError("no layers were given", "a plan is for the layers of one model", "pass {layer name: Requirements}")
+    state, where, settings = context(overrides("the call", backend, options, device))
+    groups = _by_requirements(layers)
+    answers = [ask(state.registry, Question(asked, where), settings) for asked in groups]
+    for (names, answer) in zip(groups.values(), answers):
+        if not answer.ranked.candidates:
+            raise no_backend(conclude(answer, settings), settings, layer=names[0])
+    shared = share_terms([(answer.question, answer.ranked.candidates) for answer in answers])
+    if shared is None:
+        raise _nothing_common(list(groups.values()), answers, settings)
+    explanations = [conclude(answer, settings, terms=terms, pick=candidate) for answer, (candidate, terms) in zip(answers, shared)]
+    for explanation in explanations:
+        log_decision(explanation)
+    return Plan(tuple(Group(names, e.chosen) for names, e in zip(groups.values(), explanations) if e.chosen is not None))
+
+
+def _by_requirements(layers: Mapping[str, Requirements]) -> dict[Requirements, tuple[str, ...]]:
+    """Collect the layers that ask for the same; most layers first, since their preference counts most."""
+    found: dict[Requirements, list[str]] = {}
+    for name, asked in layers.items():
+        found.setdefault(asked, []).append(name)
+    return {asked: tuple(names) for asked, names in sorted(found.items(), key=lambda item: -len(item[1]))}
+
+
+def _nothing_common(names: Sequence[tuple[str, ...]], answers: Sequence[Answers], settings: Settings) -> NoBackendError:
+    lines = []
+    for layers, answer in zip(names, answers):
+        if answer.question.requirements.paged:
+            lines += [f"{layers[0]} ({len(layers)} layers), {c.id}: {_sizes(c, answer.question)}" for c in answer.ranked.candidates]
+    text = "\n    ".join(lines)
+    return NoBackendError(
+        "the layers of this model were planned together",
+        f"no choice of backends gives them one block size and one layout\n    {text}",
+        "name a backend that serves them all, or plan the layers in separate calls with a cache each",
+        conclude(answers[0], settings),
+    )
+
+
+def _sizes(candidate: Any, question: Question) -> str:
+    terms = passing_terms(candidate, question)
+    sizes = list(dict.fromkeys(str(size) for size, _ in terms))
+    layouts = list(dict.fromkeys(str(layout) for _, layout in terms))
+    shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")
+    return f"blocks of {shown}; {', '.join(layouts)}"

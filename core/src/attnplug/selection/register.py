@@ -1,0 +1,33 @@
+"""Add a backend by hand: for notebooks, tests, and hosts with plugins of their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+
+from attnplug.discovery.plugin import Plugin
+from attnplug.manifest.parse import read_manifest
+from attnplug.selection import state as process
+
+
+def register(module: ModuleType | str, *, manifest: Path | str) -> str:
+    """
+    Offer a backend to this process, as if its distribution were installed.
+
+    Registering the same thing again changes nothing, so that it may run in every worker.
+
+    Args:
+        module: The plugin module, or its dotted name; it is imported only when its backend is loaded.
+        manifest: The attnplug.toml.
+
+    Returns:
+        The backend's name.
+
+    Raises:
+        ManifestError: The manifest is malformed. Nothing is registered then.
+        DuplicateBackendError: Another backend of that name is there. Nothing is registered then.
+    """
+    name = module if isinstance(module, str) else module.__name__
+    parsed = read_manifest(Path(manifest))
+    process.registry().register(Plugin(name=parsed.name, module=name, distribution="(registered)", version="", manifest=parsed))
+    return parsed.name

@@ -1,0 +1,127 @@
+"""Ask: which backend serves these requirements here, and why not the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping
+
+from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+from attnplug.request.settings import Options, Settings
+from attnplug.selection import state as process
+from attnplug.selection.decide import decide
+from attnplug.selection.explanation import Explanation
+from attnplug.selection.scope import BackendNames, Overrides, current_scope, overrides
+from attnplug.selection.selection import Selection
+
+_log = logging.getLogger("attnplug")
+
+
+def select(
+    requirements: Requirements, device: Device | None = None, *, backend: BackendNames | None = None, options: Options | None = None
+) -> Selection:
+    """
+    Choose a backend. Pure: no plugin, no kernel library and no torch is imported. Decisions are remembered.
+
+    Args:
+        requirements: What is asked.
+        device: Where it shall run; this process's device by default.
+        backend: A name: that one, or an error. A list: in that order; ``"auto"`` among them permits any other.
+        options: Options by backend.
+
+    Raises:
+        NoBackendError: Nothing can serve; it carries every verdict.
+        UnknownBackendError: A name is neither installed nor known.
+        SettingsError: An option or a setting is wrong.
+    """
+    state = process._state  # noqa: SLF001 - the repeated question has a budget of 0.3 us; a call to `current` is a third of it
+    if state is not None and device is None and backend is None and options is None and current_scope() is None:
+        found = state.hot.get(requirements)
+        if found is not None and state.registry.generation == state.generation:
+            return found
+    return _select(requirements, overrides("the call", backend, options, device))
+
+
+def explain(
+    requirements: Requirements,
+    device: Device | None = None,
+    *,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
+    assume_installed: bool = False,
+) -> Explanation:
+    """
+    Say what would be chosen and why not the others. Arguments as for `select`.
+
+    Args:
+        assume_installed: Suppose that the kernel libraries that installed plugins require are there.
+
+    It never raises because nothing can serve: then `Explanation.chosen` is None.
+
+    Raises:
+        UnknownBackendError: A name is neither installed nor known.
+        SettingsError: An option or a setting is wrong.
+    """
+    asked = overrides("the call", backend, options, device).over(current_scope())
+    state = process.current()
+    return _explain(state, requirements, asked.device or state.device, asked.over_settings(state.settings), assume_installed=assume_installed)
+
+
+def context(asked: Overrides) -> tuple[process.State, Device, Settings]:
+    """Return the state, the device and the settings that a call with these keywords is decided on."""
+    state = process.current()
+    merged = asked.over(current_scope())
+    return state, merged.device or state.device, merged.over_settings(state.settings)
+
+
+def no_backend(explanation: Explanation, settings: Settings, layer: str = "") -> NoBackendError:
+    """Return the error that says why nothing can serve."""
+    whose = f" of layer {layer!r}" if layer else ""
+    named = f" among {', '.join(map(repr, settings.backend))} ({settings.sources.get('backend', 'the call')})" if settings.backend else ""
+    ways = [f"{verdict.id}: {verdict.remedy}" for verdict in explanation.verdicts if verdict.remedy is not None and verdict.remedy.possible]
+    ways += ["permit others with 'auto' in the list"] if settings.backend and any(v.status == "eligible" for v in explanation.verdicts) else []
+    return NoBackendError(
+        f"no backend can serve the requirements{whose}{named}",
+        f"every candidate was asked\n{explanation}",
+        "one of these\n    " + "\n    ".join(ways) if ways else "change the model's attention: no candidate serves these model fields",
+        explanation,
+    )
+
+
+def _select(requirements: Requirements, asked: Overrides) -> Selection:
+    state, device, settings = context(asked)
+    explanation = _explain(state, requirements, device, settings)
+    if explanation.chosen is None:
+        raise no_backend(explanation, settings)
+    if settings is state.settings and device is state.device:
+        state.hot[requirements] = explanation.chosen
+    return explanation.chosen
+
+
+def _explain(state: process.State, requirements: Requirements, device: Device, settings: Settings, *, assume_installed: bool = False) -> Explanation:
+    if not isinstance(requirements, Requirements):
+        raise RequirementsError(
+            f"requirements={requirements!r} was given", "the question is an attnplug.Requirements", "build one, or read one with Requirements.from_dict"
+        )
+    key = (requirements, device, settings, _frozen(settings.options), assume_installed)
+    found = state.decisions.get(key)
+    if found is None:
+        found = decide(state.registry, requirements, device, settings, assume_installed=assume_installed)
+        if state.remember(key, found) and not assume_installed:
+            log_decision(found)
+        found = state.decisions.get(key, found)
+    return found
+
+
+def log_decision(explanation: Explanation) -> None:
+    """Write the one record of a new decision. It carries the Selection as ``record.selection``."""
+    chosen = explanation.chosen
+    if chosen is None:
+        _log.info("No backend can serve %s on %s", explanation.requirements, explanation.device)
+    else:
+        _log.info("Selected %s for %s on %s", chosen.id, explanation.requirements, explanation.device, extra={"selection": chosen})
+
+
+def _frozen(options: Mapping[str, Mapping[str, object]]) -> Hashable:
+    return tuple((backend, name, repr(value)) for backend in sorted(options) for name, value in sorted(options[backend].items()))

@@ -1,0 +1,98 @@
+"""A decision: which candidate, on which terms, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from attnplug.negotiation.agreement import Agreement
+from attnplug.negotiation.verdict import Verdict
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+
+if TYPE_CHECKING:
+    from attnplug.contract.backend import Backend
+
+
+@frozen
+class Selection:
+    """
+    The chosen candidate.
+
+    Attributes:
+        agreement: The terms; `make_impl` and `build` hold layers and batches against them.
+        device: The device that was asked about.
+        verdicts: The answer of every candidate, the chosen one first.
+        decided_by: The criterion that put the winner before the next; empty where only one could serve.
+        provenance: Where each setting that took part came from, e.g. ``{"backend": "environment variable ATTNPLUG_BACKEND"}``.
+    """
+
+    agreement: Agreement
+    device: Device
+    verdicts: tuple[Verdict, ...] = ()
+    decided_by: str = ""
+    provenance: Mapping[str, str] = field(factory=dict, converter=lambda d: MappingProxyType(dict(d)), hash=False)
+
+    @property
+    def id(self) -> str:
+        """``backend/variant``, the same string in every process."""
+        return self.agreement.id
+
+    @property
+    def backend(self) -> str:
+        """The backend's name."""
+        return self.agreement.backend
+
+    @property
+    def variant(self) -> str:
+        """The variant's name."""
+        return self.agreement.variant
+
+    @property
+    def requirements(self) -> Requirements:
+        """What was asked for."""
+        return self.agreement.requirements
+
+    @property
+    def distribution(self) -> str:
+        """The distribution that offers the winner, with its version."""
+        return next((verdict.distribution for verdict in self.verdicts if verdict.id == self.id), "")
+
+    def load(self) -> Backend:
+        """
+        Import the plugin, check it, ask its probe, and return the backend. Never substitutes another one.
+
+        Raises:
+            PluginLoadError: The plugin is not here in the same version, does not import, or its probe refuses.
+            PluginContractError: What it returns is not a backend.
+        """
+        from attnplug.selection.load import load_selection  # noqa: PLC0415 - loading imports torch, deciding does not
+
+        return load_selection(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values. Another process that reads them loads exactly this decision."""
+        return {
+            "agreement": self.agreement.to_dict(),
+            "device": self.device.to_dict(),
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
+            "decided_by": self.decided_by,
+            "provenance": dict(self.provenance),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Selection:
+        """Read what `to_dict` wrote."""
+        return cls(
+            agreement=Agreement.from_dict(data["agreement"]),
+            device=Device.from_dict(data["device"]),
+            verdicts=tuple(Verdict.from_dict(verdict) for verdict in data["verdicts"]),
+            decided_by=data["decided_by"],
+            provenance=data["provenance"],
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Selection.from_dict, (self.to_dict(),)

@@ -1,0 +1,110 @@
+"""
+What this process knows: installed backends, settings, the device, and the decisions that were made on them.
+
+One immutable-looking snapshot is replaced as a whole, so that threads see either the old world or the new one. Nothing here survives `refresh`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable
+from threading import RLock
+from typing import TYPE_CHECKING
+
+from attrs import define, field
+
+from attnplug.discovery.registry import Registry
+from attnplug.request.device import Device
+from attnplug.request.settings import Settings
+
+if TYPE_CHECKING:
+    from attnplug.request.requirements import Requirements
+    from attnplug.selection.explanation import Explanation
+    from attnplug.selection.selection import Selection
+
+_MOST_DECISIONS = 4096
+
+
+@define(eq=False)
+class State:
+    """
+    One snapshot.
+
+    Attributes:
+        registry: The installed backends.
+        settings: The environment and the configuration file.
+        generation: The registry's generation when `hot` and `decisions` were begun.
+        hot: Decisions on the default device without any keyword: the path of every repeated question.
+        decisions: All decisions, by question, device and settings.
+    """
+
+    registry: Registry
+    settings: Settings
+    generation: int
+    hot: dict[Requirements, Selection] = field(factory=dict)
+    decisions: dict[Hashable, Explanation] = field(factory=dict)
+    _device: Device | None = None
+
+    @property
+    def device(self) -> Device:
+        """The device of this process, looked for when first needed."""
+        if self._device is None:
+            self._device = Device.current()
+        return self._device
+
+    def remember(self, key: Hashable, explanation: Explanation) -> bool:
+        """Keep a decision; return whether it is a new one. The oldest goes when there are too many."""
+        if len(self.decisions) >= _MOST_DECISIONS:
+            self.decisions.pop(next(iter(self.decisions)), None)
+            self.hot.clear()
+        return self.decisions.setdefault(key, explanation) is explanation
+
+
+_lock = RLock()
+_state: State | None = None
+
+
+def current() -> State:
+    """Return the snapshot, scanning what is installed on first use and starting a new one after the registry has changed."""
+    state = _state
+    if state is None or state.registry.generation != state.generation:
+        return _renew()
+    return state
+
+
+def refresh() -> None:
+    """Forget everything: installed backends, settings, the device and all decisions are read and made again on next use."""
+    from attnplug.selection.profile import read_profile  # noqa: PLC0415 - only a refresh needs it
+
+    global _state  # noqa: PLW0603 - the one process-wide name of this project; see the module docstring
+    with _lock:
+        _state = None
+        read_profile.cache_clear()
+
+
+def registry() -> Registry:
+    """Return the registry of this process."""
+    return current().registry
+
+
+def _renew() -> State:
+    global _state  # noqa: PLW0603 - as above
+    with _lock:
+        if _state is None:
+            settings = Settings.read()
+            found = Registry.scan(settings)
+            _state = State(found, settings, found.generation)
+        elif _state.registry.generation != _state.generation:
+            _state = State(_state.registry, _state.settings, _state.registry.generation, device=_state._device)  # noqa: SLF001
+        return _state
+
+
+def _unlock_in_child() -> None:
+    """A fork may copy a lock that another thread holds; nobody would ever release it in the child."""
+    global _lock  # noqa: PLW0603 - as above
+    _lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_in_child)
+

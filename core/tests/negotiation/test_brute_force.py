@@ -1,0 +1,307 @@
+"""Negotiation and remedies against an evaluation of the raw manifest that shares no code with them."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from attnplug.errors import AttnplugError
+from attnplug.manifest.parse import parse_manifest
+from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.negotiate import Question, negotiate
+from attnplug.negotiation.remedy import find_remedy
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+
+LEVELS = ["never", "single_token_decode", "uniform_batch", "always"]
+DEVICES = [Device.cpu(), Device.cuda("8.0"), Device.cuda("9.0"), Device.cuda("10.0"), Device.cuda("12.0")]
+MODEL = {
+    "head_size": [64, 80, 128, 256],
+    "dtype": ["bfloat16", "float16", "float32"],
+    "sliding_window": [None, 128, 4096],
+    "logits_soft_cap": [None, 30.0],
+    "alibi": [None, "linear", "sqrt"],
+    "sinks": [False, True],
+    "custom_mask": [False, True],
+}
+ENGINE = {
+    "paged": [True, False],
+    "block_size": [None, 16, 48, 64, 256],
+    "kv_layout": [None, "NHD", "HND"],
+    "kv_cache_dtype": ["auto", "fp8_e4m3", "int8"],
+    "cudagraph": LEVELS,
+    "cascade": [False, True],
+    "return_lse": [False, True],
+    "decode_query_len": [1, 2, 8],
+    "host_lengths": ["exact", "upper_bound", "absent"],
+    "phases": [("prefill", "decode"), ("prefill",), ("decode",)],
+    "features": [(), ("acme.fused",)],
+}
+NEUTRAL = {
+    "sliding_window": None,
+    "logits_soft_cap": None,
+    "alibi": None,
+    "sinks": False,
+    "custom_mask": False,
+    "paged": False,
+    "cudagraph": "never",
+    "cascade": False,
+    "return_lse": False,
+    "decode_query_len": 1,
+    "host_lengths": "exact",
+    "phases": ("prefill", "decode"),
+    "features": (),
+    "compute_capability": None,
+}
+
+
+# ---------------------------------------------------------------- an independent evaluation of the raw tables
+
+
+def capability(text):
+    return tuple(int(part) for part in text.split("."))
+
+
+def order(field, value):
+    if field == "cudagraph":
+        return LEVELS.index(value)
+    return capability(value) if field == "compute_capability" else value
+
+
+def admits(field, declared, value, dtype):
+    for part in declared if isinstance(declared, list) else [declared]:
+        if isinstance(part, dict):
+            low, high, step = part.get("min"), part.get("max"), part.get("multiple_of", 1)
+            if low is not None and order(field, value) < order(field, low):
+                continue
+            if high is not None and order(field, value) > order(field, high):
+                continue
+            if step == 1 or value % step == 0:
+                return True
+        elif field == "kv_cache_dtype" and part == "auto":
+            if value == dtype:
+                return True
+        elif field == "compute_capability":
+            if capability(part) == capability(value):
+                return True
+        elif part == value:
+            return True
+    return False
+
+
+def is_asked(field, value, facts):
+    return value != (facts["dtype"] if field == "kv_cache_dtype" else NEUTRAL.get(field))
+
+
+def condition(field, wanted, facts, *, absent):
+    value = facts[field]
+    if isinstance(wanted, bool) and field not in ("sinks", "custom_mask", "paged", "cascade", "return_lse"):
+        return is_asked(field, value, facts) is wanted
+    if value is None:
+        return absent
+    if field == "phases":
+        return set(value) <= set(wanted if isinstance(wanted, list) else [wanted])
+    return admits(field, wanted, value, facts["dtype"])
+
+
+def serves(raw, requirements, device):
+    """Whether the only variant of a raw manifest serves, by trying every block size and layout."""
+    supports, features = raw["supports"], raw["supports"].get("features", [])
+    facts = {name: getattr(requirements, name) for name in (*MODEL, *ENGINE)}
+    facts |= {"device_type": device.type, "compute_capability": str(device.compute_capability) if device.compute_capability else None}
+    for field, value in facts.items():
+        if field in ("block_size", "kv_layout") or (field not in ("head_size", "dtype", "device_type") and not is_asked(field, value, facts)):
+            continue
+        if field == "features":
+            if not set(value) <= set(features):
+                return False
+        elif field in features:
+            continue
+        elif field not in supports:
+            return False
+        elif field == "phases":
+            if not set(value) <= set(supports[field]):
+                return False
+        elif not admits(field, supports[field], value, facts["dtype"]):
+            return False
+    return any(allowed(raw, {**facts, **terms}) for terms in all_terms(supports, requirements))
+
+
+def all_terms(supports, requirements):
+    if not requirements.paged:
+        return [{"block_size": None, "kv_layout": None}]
+    sizes = [requirements.block_size] if requirements.block_size else range(1, 1025)
+    layouts = [requirements.kv_layout] if requirements.kv_layout else ["NHD", "HND"]
+    sizes = [s for s in sizes if "block_size" in supports and admits("block_size", supports["block_size"], s, "")]
+    layouts = [layout for layout in layouts if admits("kv_layout", supports.get("kv_layout", "NHD"), layout, "")]
+    return [{"block_size": s, "kv_layout": layout} for s, layout in product(sizes, layouts)]
+
+
+def allowed(raw, facts):
+    for rule in raw.get("rules", []):
+        if all(condition(f, w, facts, absent=False) for f, w in rule["when"].items()):
+            need = rule.get("need", {})
+            if not need or not all(condition(f, w, facts, absent=True) for f, w in need.items()):
+                return False
+    return True
+
+
+# ---------------------------------------------------------------- random manifests and questions
+
+
+def subsets(values):
+    return st.lists(st.sampled_from(values), min_size=1, max_size=len(values), unique=True)
+
+
+DECLARATIONS = {
+    "head_size": st.sampled_from([{"multiple_of": 8, "max": 256}, [64, 128], {"max": 128}, 256]),
+    "dtype": subsets(["bfloat16", "float16", "float32"]),
+    "device_type": st.sampled_from(["cuda", ["cpu", "cuda"], "cpu"]),
+    "compute_capability": st.sampled_from([{"min": "8.0"}, ["9.0", {"min": "10.0", "max": "11.0"}], {"max": "9.0"}, "12.0"]),
+    "sliding_window": st.sampled_from([{"max": 1024}, {"min": 1}]),
+    "alibi": st.just("linear"),
+    "block_size": st.sampled_from([{"multiple_of": 16}, [128, {"multiple_of": 64}], {"multiple_of": 256}, [16, 32], {"min": 1}]),
+    "kv_layout": st.sampled_from(["NHD", ["HND", "NHD"], "HND"]),
+    "kv_cache_dtype": st.sampled_from([["auto", "fp8"], "int8"]),
+    "cudagraph": st.sampled_from([{"max": "uniform_batch"}, "single_token_decode", {"max": "always"}]),
+    "decode_query_len": st.sampled_from([{"max": 4}, {"min": 1}]),
+    "host_lengths": st.sampled_from(["upper_bound", ["upper_bound", "absent"]]),
+    "phases": st.sampled_from([["prefill"], ["decode"], ["prefill", "decode"]]),
+}
+FEATURES = ["sliding_window", "logits_soft_cap", "alibi", "sinks", "custom_mask", "cascade", "return_lse", "cudagraph", "host_lengths", "acme.fused"]
+CONDITIONS = {
+    "cascade": st.just(True),
+    "return_lse": st.booleans(),
+    "sinks": st.booleans(),
+    "sliding_window": st.booleans() | st.just({"max": 1000}),
+    "logits_soft_cap": st.booleans(),
+    "kv_cache_dtype": st.booleans() | st.just("int8"),
+    "cudagraph": st.booleans() | st.just({"min": "uniform_batch"}),
+    "block_size": st.sampled_from([{"max": 32}, {"min": 64}, {"multiple_of": 32}, 16, {"multiple_of": 128}]),
+    "kv_layout": st.sampled_from(["NHD", "HND"]),
+    "head_size": st.sampled_from([256, {"max": 64}]),
+    "compute_capability": st.sampled_from(["9.0", {"min": "10.0"}]),
+    "decode_query_len": st.just({"min": 2}),
+    "paged": st.booleans(),
+}
+
+
+@st.composite
+def tables(draw, names, most):
+    chosen = draw(st.lists(st.sampled_from(sorted(names)), min_size=1, max_size=most, unique=True))
+    return {name: draw(names[name]) for name in chosen}
+
+
+@st.composite
+def manifests(draw):
+    optional = [name for name in DECLARATIONS if name not in ("head_size", "dtype", "device_type", "block_size", "kv_layout")]
+    declared = ["head_size", "dtype", "device_type", *draw(st.lists(st.sampled_from(optional), max_size=5, unique=True))]
+    features = draw(st.lists(st.sampled_from(FEATURES), max_size=5, unique=True))
+    if draw(st.booleans()) or "paged" in features:
+        features.append("paged")
+        declared += ["block_size", *draw(st.lists(st.just("kv_layout"), max_size=1))]
+    supports = {name: draw(DECLARATIONS[name]) for name in dict.fromkeys(declared) if name not in features}
+    rules = []
+    for _ in range(draw(st.integers(0, 3))):
+        rule = {"when": draw(tables(CONDITIONS, 2)), "because": "a reason"}
+        if draw(st.booleans()):
+            rule["need"] = draw(tables(CONDITIONS, 2))
+        rules.append(rule)
+    return {"supports": {**supports, "features": features}, "rules": rules}
+
+
+questions = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in {**MODEL, **ENGINE}.items()})
+plain_questions = st.tuples(questions, st.sets(st.sampled_from(sorted({**MODEL, **ENGINE})), max_size=5)).map(
+    lambda pair: {name: pair[0][name] for name in pair[1]} | {"head_size": pair[0]["head_size"], "dtype": pair[0]["dtype"]}
+)
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(key) if '.' in key else key} = {toml(item)}" for key, item in value.items()) + " }"
+    return "[" + ", ".join(map(toml, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+
+def candidate(raw):
+    lines = ['api = "1.0"', 'backend = { name = "acme", summary = "a backend" }', f"supports = {toml(raw['supports'])}", f"rules = {toml(raw['rules'])}"]
+    manifest = parse_manifest("\n".join(lines))
+    return examine(manifest, manifest.variants[0], lambda _: None)
+
+
+def ask(values):
+    try:
+        return Requirements(num_q_heads=8, num_kv_heads=2, **values)
+    except AttnplugError:
+        return assume(False)  # the values contradict each other
+
+
+def unrelated(stands):
+    return stands
+
+
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(manifests(), st.lists(questions | plain_questions, min_size=1, max_size=6), st.sampled_from(DEVICES))
+def test_negotiation_agrees_with_brute_force(raw, asked, device):
+    offered = candidate(raw)
+    for values in asked:
+        requirements = ask(values)
+
+        outcome = negotiate(offered, Question(requirements, device))
+
+        assert (not outcome.objections) == serves(raw, requirements, device), outcome
+        if not outcome.objections and requirements.paged:
+            assert serves(raw, requirements.evolve(**outcome.terms), device)
+
+
+def engine_questions(raw, requirements):
+    """Every assignment of the engine fields that the manifest or the question is about."""
+    about = set(raw["supports"]) | set(raw["supports"]["features"]) | {f for r in raw["rules"] for f in (*r["when"], *r.get("need", {}))}
+    about |= {name for name in ENGINE if getattr(requirements, name) != Requirements(head_size=1, num_q_heads=1, num_kv_heads=1, dtype=requirements.dtype).__getattribute__(name)}
+    about |= {"features"} if requirements.features else set()
+    names = [name for name in ENGINE if name in about or name == "paged"]
+    for values in product(*(ENGINE[name] for name in names)):
+        try:
+            yield requirements.evolve(**dict(zip(names, values)))
+        except AttnplugError:
+            continue
+
+
+def distance(requirements, other):
+    return sum(getattr(requirements, name) != getattr(other, name) for name in ENGINE)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(manifests(), questions | plain_questions, st.sampled_from(DEVICES))
+def test_a_remedy_makes_its_candidate_valid_or_none_exists(raw, values, device):
+    requirements = ask(values)
+    offered = candidate(raw)
+    question = Question(requirements, device)
+    assume(negotiate(offered, question).objections)
+
+    remedy = find_remedy(offered, question, unrelated)
+
+    if remedy.possible:
+        changed, there = remedy.apply(requirements, device)
+        assert serves(raw, changed, there)
+        assert all(getattr(changed, name) == getattr(requirements, name) for name in MODEL)
+    on_this_device = [other for other in engine_questions(raw, requirements) if serves(raw, other, device)]
+    if on_this_device:
+        assert remedy.device is None
+        assert distance(requirements, remedy.apply(requirements, device)[0]) <= min(distance(requirements, other) for other in on_this_device)
+    else:
+        assert not remedy.possible or remedy.device is not None or distance(requirements, remedy.apply(requirements, device)[0]) > 0
+    if not remedy.possible:
+        assert not any(serves(raw, other, d) for d in DEVICES for other in engine_questions(raw, requirements))
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_the_brute_force_itself_knows_a_known_case(device):
+    raw = {"supports": {"device_type": "cuda", "compute_capability": {"min": "9.0"}, "dtype": "bfloat16", "head_size": 64, "features": ["sinks"]}, "rules": []}
+    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sinks=True, paged=False)
+
+    assert serves(raw, asked, device) is (device.type == "cuda" and device.compute_capability.major >= 9)
+    assert not serves(raw, asked.evolve(logits_soft_cap=3.0), device)
