@@ -1,7 +1,8 @@
 """
 The values that a field may have: ordered alternatives, each one value or a range.
 
-Written in TOML as ``64``, ``{ multiple_of = 8, max = 256 }`` or an ordered list of those. One meaning everywhere: membership, intersection and the
+Written in TOML as ``64``, ``{ multiple_of = 8, max = 256 }`` or an ordered list of those. One meaning everywhere:
+membership, intersection and the
 nearest allowed value are defined here and nowhere else.
 """
 
@@ -65,16 +66,25 @@ class Constraint:
     def allows(self, value: Any) -> bool:
         """Whether `value` (canonical) is a member."""
         if isinstance(self.domain, Names):
-            listed = {name for alternative in self.alternatives if isinstance(alternative, Exact) for name in alternative.value}
+            listed = {
+                name
+                for alternative in self.alternatives
+                if isinstance(alternative, Exact)
+                for name in alternative.value
+            }
             return set(value) <= listed
         return any(_admits(self.domain, alternative, value) for alternative in self.alternatives)
 
     def intersect(self, other: Constraint) -> Constraint:
         """Return what both allow, in this constraint's order of preference."""
         if isinstance(self.domain, Names):
-            return Constraint(self.domain, tuple(a for a in self.alternatives if isinstance(a, Exact) and other.allows(a.value)))
+            return Constraint(
+                self.domain, tuple(a for a in self.alternatives if isinstance(a, Exact) and other.allows(a.value))
+            )
         met = [_meet(self.domain, ours, theirs) for ours in self.alternatives for theirs in other.alternatives]
-        return Constraint(self.domain, tuple(dict.fromkeys(alternative for alternative in met if alternative is not None)))
+        return Constraint(
+            self.domain, tuple(dict.fromkeys(alternative for alternative in met if alternative is not None))
+        )
 
     def first(self) -> Any:
         """Return the most preferred value, or None where nothing is allowed."""
@@ -94,7 +104,8 @@ class Constraint:
         """
         Return the allowed value nearest to `value`, or None where nothing is allowed.
 
-        Where values have an order, nearest is by distance, and the smaller of two; elsewhere it is the most preferred value.
+        Where values have an order, nearest is by distance, and the smaller of two; elsewhere it is the most
+        preferred value.
         """
         if isinstance(self.domain, Names):
             return tuple(name for name in value if self.allows((name,))) or self.first()
@@ -104,7 +115,10 @@ class Constraint:
         return min(near, key=lambda found: _distance(self.domain, found, value), default=None)
 
     def __str__(self) -> str:
-        texts = [", ".join(map(str, a.value)) if isinstance(a, Exact) and isinstance(a.value, tuple) else str(a) for a in self.alternatives]
+        texts = [
+            ", ".join(map(str, a.value)) if isinstance(a, Exact) and isinstance(a.value, tuple) else str(a)
+            for a in self.alternatives
+        ]
         return ", ".join(texts) if texts else "nothing"
 
 
@@ -138,7 +152,10 @@ def _meet(domain: Domain, ours: Alternative, theirs: Alternative) -> Alternative
 
 
 def _lowest(domain: Domain, alternative: Alternative) -> Any:
-    """Return the smallest value of an alternative (the largest where it has no lower bound and its domain none either), or None if it is empty."""
+    """
+    Return the smallest value of an alternative (the largest where it has no lower bound and its domain none either),
+    or None if it is empty.
+    """
     if isinstance(alternative, Exact):
         return alternative.value
     if isinstance(domain, Integer):
@@ -160,7 +177,9 @@ def _around(domain: Domain, alternative: Alternative, value: Any) -> list[Any]:
         high = alternative.max if alternative.max is not None else max(value, low) + step
         clamped = min(max(value, low), high)
         found = [clamped // step * step, _up(clamped, step), _up(low, step), high // step * step]
-    return [candidate for candidate in found if _admits(domain, alternative, candidate) and _in_domain(domain, candidate)]
+    return [
+        candidate for candidate in found if _admits(domain, alternative, candidate) and _in_domain(domain, candidate)
+    ]
 
 
 def _in_domain(domain: Domain, value: Any) -> bool:
@@ -172,7 +191,10 @@ def _up(value: int, step: int) -> int:
 
 
 def _distance(domain: Domain, found: Any, value: Any) -> Any:
-    """Order found values by their distance from `value`; the smaller of two equally near ones first. Without an order all are equally near."""
+    """
+    Order found values by their distance from `value`; the smaller of two equally near ones first. Without an order
+    all are equally near.
+    """
     here, there = domain.rank(found), domain.rank(value)
     if here is None:
         return (0, 0)

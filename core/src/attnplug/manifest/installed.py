@@ -1,8 +1,10 @@
 """
 PEP 508 requirements against installed distributions, never by import.
 
-`packaging` takes longer to import than a whole manifest takes to parse, and most requirements are a name with simple bounds. Such a requirement is recognised
-here without it; `packaging` decides versions whenever a named distribution is installed, and reads every requirement with another form.
+`packaging` takes longer to import than a whole manifest takes to parse, and most requirements are a name with simple
+bounds. Such a requirement is recognised
+here without it; `packaging` decides versions whenever a named distribution is installed, and reads every requirement
+with another form.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ VersionOf = Callable[[str], "str | None"]
 Finding = Literal["met", "missing", "version"]
 
 _RELEASE = r"\d+(?:\.\d+)*(?:(?:a|b|rc)\d+)?"
-_SIMPLE = re.compile(rf"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:(?:>=|<=|==|!=|<|>|~=)\s*{_RELEASE}\s*(?:,\s*(?=[<>=!~])|$))*")
+_SIMPLE = re.compile(
+    rf"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)\s*(?:(?:>=|<=|==|!=|<|>|~=)\s*{_RELEASE}\s*(?:,\s*(?=[<>=!~])|$))*"
+)
 
 
 def check_requirement(text: str) -> str:
@@ -48,7 +52,8 @@ def find(text: str, version_of: VersionOf) -> tuple[Finding, str | None]:
     Compare a valid requirement with what is installed.
 
     Returns:
-        ``"met"``, ``"missing"`` or ``"version"`` (installed in another version), and the installed version. A requirement whose environment marker does not
+        ``"met"``, ``"missing"`` or ``"version"`` (installed in another version), and the installed version. A
+        requirement whose environment marker does not
         apply here is met.
     """
     simple = _SIMPLE.fullmatch(text)

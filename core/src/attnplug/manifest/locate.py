@@ -1,14 +1,18 @@
 """
 Where a key stands in a TOML file, for error messages.
 
-TOML parsers keep no positions. This scan runs only when something is wrong, and it may be approximate: it finds the line of the deepest part of the key path
+TOML parsers keep no positions. This scan runs only when something is wrong, and it may be approximate: it finds the
+line of the deepest part of the key path
 that it can see, which is where an author looks first.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*((?:[A-Za-z0-9_-]+|\"[^\"]+\")(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]+\"))*)\s*=")
@@ -55,7 +59,7 @@ def _split(dotted: str) -> tuple[str, ...]:
 
 def _shared(prefix: Sequence[str | int], path: Sequence[str | int]) -> int:
     depth = 0
-    for ours, theirs in zip(prefix, path):
+    for ours, theirs in zip(prefix, path, strict=False):
         if ours != theirs:
             break
         depth += 1
@@ -68,7 +72,9 @@ def _inside(text: str, line: int, rest: Sequence[str | int]) -> int:
     for name in rest:
         pattern = re.compile(rf"\b{re.escape(str(name))}\b")
         for number in range(line, len(lines) + 1):
-            if number > line and (_HEADER.match(lines[number - 1]) or (_KEY.match(lines[number - 1]) and "{" not in lines[number - 2])):
+            if number > line and (
+                _HEADER.match(lines[number - 1]) or (_KEY.match(lines[number - 1]) and "{" not in lines[number - 2])
+            ):
                 break
             if isinstance(name, str) and pattern.search(lines[number - 1]):
                 line = number

@@ -1,12 +1,13 @@
-"""From the text of an attnplug.toml to a Manifest, or to a ManifestError with file, line and the rule that it breaks."""
+"""
+From the text of an attnplug.toml to a Manifest, or to a ManifestError with file, line and the rule that it breaks.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from attrs import field, frozen
 
@@ -18,6 +19,9 @@ from attnplug.manifest.schema import CONTRACT_API, Jit, Manifest, Option, Prefer
 from attnplug.manifest.supports import parse_supports
 from attnplug.request.fields import near
 from attnplug.request.toml import parse_toml
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _API = re.compile(r"(\d+)\.(\d+)")
@@ -34,12 +38,18 @@ def read_manifest(path: Path) -> Manifest:
     Read and parse a file.
 
     Raises:
-        ManifestError: The file is not there, is not UTF-8 or TOML, or breaks a rule; `ApiVersionError` where it speaks another major version.
+        ManifestError: The file is not there, is not UTF-8 or TOML, or breaks a rule; `ApiVersionError`
+            where it speaks another major version.
     """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ManifestError(f"the manifest cannot be read: {error}", "it is a UTF-8 file beside the plugin module", "ship it in the wheel", str(path)) from error
+        raise ManifestError(
+            f"the manifest cannot be read: {error}",
+            "it is a UTF-8 file beside the plugin module",
+            "ship it in the wheel",
+            str(path),
+        ) from error
     return parse_manifest(text, str(path))
 
 
@@ -54,7 +64,13 @@ def parse_manifest(text: str, path: str = "attnplug.toml") -> Manifest:
         data = parse_toml(text)
     except ValueError as error:
         found = re.search(r"at line (\d+)", str(error))
-        raise ManifestError(f"it is not TOML: {error}", "a manifest is a TOML 1.0 document", "correct the syntax", path, int(found[1]) if found else None) from error
+        raise ManifestError(
+            f"it is not TOML: {error}",
+            "a manifest is a TOML 1.0 document",
+            "correct the syntax",
+            path,
+            int(found[1]) if found else None,
+        ) from error
     return _Reader(text, path).manifest(data)
 
 
@@ -74,7 +90,13 @@ class _Reader:
         self.keys(data, (), ("api", "backend", "supports", "rules", "variants", "prefer", "options"))
         backend = self.table(data, "backend", (), ("name", "aliases", "summary"))
         name = self.text_of(backend, "name", ("backend",))
-        self.check(_NAME.fullmatch(name), ("backend", "name"), f"name = {name!r}", "a name is lower-case letters, digits and _", "rename it")
+        self.check(
+            _NAME.fullmatch(name),
+            ("backend", "name"),
+            f"name = {name!r}",
+            "a name is lower-case letters, digits and _",
+            "rename it",
+        )
         variants = self.variants(data)
         return Manifest(
             path=self.path,
@@ -84,14 +106,21 @@ class _Reader:
             aliases=self.texts(backend, "aliases", ("backend",)),
             variants=variants,
             prefer=self.preferences(data, tuple(v.name for v in variants)),
-            options=MappingProxyType({key: self.option(key, data["options"]) for key in self.table(data, "options", ())}),
+            options=MappingProxyType(
+                {key: self.option(key, data["options"]) for key in self.table(data, "options", ())}
+            ),
         )
 
     def api(self, data: Mapping[str, Any]) -> tuple[int, int]:
         value = data.get("api")
         form = _API.fullmatch(value) if isinstance(value, str) else None
         if form is None:
-            raise self.fail(("api",), f"api = {value!r}", 'api is the contract version as text, such as "1.0"', 'write api = "1.0" first')
+            raise self.fail(
+                ("api",),
+                f"api = {value!r}",
+                'api is the contract version as text, such as "1.0"',
+                'write api = "1.0" first',
+            )
         found = (int(form[1]), int(form[2]))
         if found[0] != CONTRACT_API[0]:
             raise ApiVersionError(
@@ -109,15 +138,38 @@ class _Reader:
 
     def variant(self, name: str, data: Any, shared: Mapping[str, Any]) -> Variant:
         where = ("variants", name)
-        self.check(isinstance(data, Mapping), where, f"{name} = {data!r}", "a variant is a table", f"write [variants.{name}]")
-        self.check(_NAME.fullmatch(name), where, f"the variant {name!r}", "a name is lower-case letters, digits and _", "rename it")
+        self.check(
+            isinstance(data, Mapping), where, f"{name} = {data!r}", "a variant is a table", f"write [variants.{name}]"
+        )
+        self.check(
+            _NAME.fullmatch(name),
+            where,
+            f"the variant {name!r}",
+            "a name is lower-case letters, digits and _",
+            "rename it",
+        )
         self.keys(data, where, _VARIANT_KEYS)
         supports, features = parse_supports(self.fail, shared.get("supports", {}), data.get("supports", {}), where)
-        emulates = {key: self.text_of(data["emulates"], key, (*where, "emulates")) for key in self.table(data, "emulates", where)}
+        emulates = {
+            key: self.text_of(data["emulates"], key, (*where, "emulates"))
+            for key in self.table(data, "emulates", where)
+        }
         for key in emulates:
-            self.check(key in supports or key in features, (*where, "emulates", key), f"emulates {key!r}", "what is emulated is supported too", f"declare {key!r} in supports")
+            self.check(
+                key in supports or key in features,
+                (*where, "emulates", key),
+                f"emulates {key!r}",
+                "what is emulated is supported too",
+                f"declare {key!r} in supports",
+            )
         jit = data.get("jit")
-        self.check(jit is None or jit in get_args(Jit), (*where, "jit"), f"jit = {jit!r}", f"jit is one of {', '.join(get_args(Jit))}", "correct it, or leave it out")
+        self.check(
+            jit is None or jit in get_args(Jit),
+            (*where, "jit"),
+            f"jit = {jit!r}",
+            f"jit is one of {', '.join(get_args(Jit))}",
+            "correct it, or leave it out",
+        )
         return Variant(
             name=name,
             summary=self.text_of(data, "summary", where) if "summary" in data else "",
@@ -135,37 +187,83 @@ class _Reader:
     def rule(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> Rule:
         self.keys(data, where, ("when", "need", "because"))
         when = parse_conditions(self.fail, self.table(data, "when", where), (*where, "when"))
-        self.check(when, where, "a rule without `when`", "a rule says when it applies", "what is always so belongs in supports")
+        self.check(
+            when, where, "a rule without `when`", "a rule says when it applies", "what is always so belongs in supports"
+        )
         need = parse_conditions(self.fail, self.table(data, "need", where), (*where, "need"))
         return Rule(when, need, self.text_of(data, "because", where), locate(self.text, where))
 
     def preferences(self, data: Mapping[str, Any], variants: tuple[str, ...]) -> tuple[Preference, ...]:
-        return tuple(self.preference(item, ("prefer", i), variants) for i, item in enumerate(self.tables(data, "prefer", ())))
+        return tuple(
+            self.preference(item, ("prefer", i), variants) for i, item in enumerate(self.tables(data, "prefer", ()))
+        )
 
-    def preference(self, data: Mapping[str, Any], where: tuple[str | int, ...], variants: tuple[str, ...]) -> Preference:
+    def preference(
+        self, data: Mapping[str, Any], where: tuple[str | int, ...], variants: tuple[str, ...]
+    ) -> Preference:
         self.keys(data, where, ("order", "when", "because"))
         order = self.texts(data, "order", where)
         good = order and len(set(order)) == len(order) and set(order) <= set(variants)
-        self.check(good, (*where, "order"), f"order = {list(order)}", f"an order lists variants of this manifest, each once: {', '.join(variants)}", "correct the list")
+        self.check(
+            good,
+            (*where, "order"),
+            f"order = {list(order)}",
+            f"an order lists variants of this manifest, each once: {', '.join(variants)}",
+            "correct the list",
+        )
         when = parse_conditions(self.fail, self.table(data, "when", where), (*where, "when"))
         return Preference(order, when, self.text_of(data, "because", where))
 
     def option(self, name: str, options: Mapping[str, Any]) -> Option:
         where = ("options", name)
         data = self.table(options, name, ("options",), ("type", "min", "max", "choices", "default", "help"))
-        self.check(_NAME.fullmatch(name), where, f"the option {name!r}", "a name is lower-case letters, digits and _", "rename it")
+        self.check(
+            _NAME.fullmatch(name),
+            where,
+            f"the option {name!r}",
+            "a name is lower-case letters, digits and _",
+            "rename it",
+        )
         kind = data.get("type")
-        self.check(kind in _OPTION_TYPES, (*where, "type"), f"type = {kind!r}", f"a type is one of {', '.join(_OPTION_TYPES)}", "correct it")
-        self.check("default" in data, where, f"the option {name!r} without a default", "every option has a default", "add one")
-        option = Option(name, data["type"], data["default"], self.text_of(data, "help", where), data.get("min"), data.get("max"), tuple(data.get("choices", ())))
-        self.check(option.admits(option.default), (*where, "default"), f"default = {option.default!r}", f"the default is {option.allowed()}", "correct it")
+        self.check(
+            kind in _OPTION_TYPES,
+            (*where, "type"),
+            f"type = {kind!r}",
+            f"a type is one of {', '.join(_OPTION_TYPES)}",
+            "correct it",
+        )
+        self.check(
+            "default" in data, where, f"the option {name!r} without a default", "every option has a default", "add one"
+        )
+        option = Option(
+            name,
+            data["type"],
+            data["default"],
+            self.text_of(data, "help", where),
+            data.get("min"),
+            data.get("max"),
+            tuple(data.get("choices", ())),
+        )
+        self.check(
+            option.admits(option.default),
+            (*where, "default"),
+            f"default = {option.default!r}",
+            f"the default is {option.allowed()}",
+            "correct it",
+        )
         return option
 
     def requirements(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> tuple[str, ...]:
         texts = self.texts(data, key, where)
         for text in texts:
             problem = check_requirement(text)
-            self.check(not problem, (*where, key), f"{key} contains {text!r}", f"it is a PEP 508 requirement: {problem}", "write it as in pyproject.toml")
+            self.check(
+                not problem,
+                (*where, key),
+                f"{key} contains {text!r}",
+                f"it is a PEP 508 requirement: {problem}",
+                "write it as in pyproject.toml",
+            )
         return texts
 
     # The small checks below keep every complaint in one form.
@@ -177,25 +275,59 @@ class _Reader:
     def keys(self, data: Mapping[str, Any], where: tuple[str | int, ...], known: tuple[str, ...]) -> None:
         for key in data:
             place = ".".join(map(str, where)) or "the manifest"
-            self.check(key in known, (*where, key), f"the key {key!r} in {place}{near(key, known)}", f"the keys are {', '.join(known)}", "correct or remove it")
+            self.check(
+                key in known,
+                (*where, key),
+                f"the key {key!r} in {place}{near(key, known)}",
+                f"the keys are {', '.join(known)}",
+                "correct or remove it",
+            )
 
-    def table(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...], known: tuple[str, ...] = ()) -> Mapping[str, Any]:
+    def table(
+        self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...], known: tuple[str, ...] = ()
+    ) -> Mapping[str, Any]:
         return self.typed(data, key, where, {}, lambda v: isinstance(v, Mapping), "a table", known)
 
     def tables(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> list[Mapping[str, Any]]:
-        return self.typed(data, key, where, [], lambda v: isinstance(v, list) and all(isinstance(i, Mapping) for i in v), f"a list of tables [[{key}]]")
+        return self.typed(
+            data,
+            key,
+            where,
+            [],
+            lambda v: isinstance(v, list) and all(isinstance(i, Mapping) for i in v),
+            f"a list of tables [[{key}]]",
+        )
 
     def texts(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> tuple[str, ...]:
-        return tuple(self.typed(data, key, where, [], lambda v: isinstance(v, list) and all(isinstance(i, str) and i for i in v), "a list of texts"))
+        return tuple(
+            self.typed(
+                data,
+                key,
+                where,
+                [],
+                lambda v: isinstance(v, list) and all(isinstance(i, str) and i for i in v),
+                "a list of texts",
+            )
+        )
 
     def text_of(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> str:
-        self.check(key in data, where, f"no {key!r}", f"{key!r} is a text and has to be there", f"add {key} = \"...\"")
+        self.check(key in data, where, f"no {key!r}", f"{key!r} is a text and has to be there", f'add {key} = "..."')
         return self.typed(data, key, where, "", lambda v: isinstance(v, str) and v.strip() != "", "a text")
 
-    def typed(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...], default: _T, good: Callable[[Any], bool], form: str, known: tuple[str, ...] = ()) -> _T:
+    def typed(
+        self,
+        data: Mapping[str, Any],
+        key: str,
+        where: tuple[str | int, ...],
+        default: _T,
+        good: Callable[[Any], bool],
+        form: str,
+        known: tuple[str, ...] = (),
+    ) -> _T:
         value = data.get(key, default)
-        self.check(key not in data or good(value), (*where, key), f"{key} = {value!r}", f"{key!r} is {form}", "correct it")
+        self.check(
+            key not in data or good(value), (*where, key), f"{key} = {value!r}", f"{key!r} is {form}", "correct it"
+        )
         if known:
             self.keys(value, (*where, key), known)
         return value
-

@@ -13,7 +13,10 @@ from attnplug.request.fields import near
 from attnplug.request.settings import parse_flag
 
 CONTRACT_API: Final = (1, 0)
-"""The contract that this core speaks: (major, minor). Another major is refused before import, a newer minor is accepted and noted."""
+"""
+The contract that this core speaks: (major, minor). Another major is refused before import, a newer minor is accepted
+and noted.
+"""
 
 Jit = Literal["nvcc", "triton", "cute", "inductor"]
 
@@ -113,7 +116,9 @@ class Option:
     def allowed(self) -> str:
         """Describe the values, for messages and documentation."""
         bounds = [f"from {self.min}"] * (self.min is not None) + [f"up to {self.max}"] * (self.max is not None)
-        return " ".join([self.type, *bounds, *([f"one of {', '.join(map(repr, self.choices))}"] if self.choices else [])])
+        return " ".join(
+            [self.type, *bounds, *([f"one of {', '.join(map(repr, self.choices))}"] if self.choices else [])]
+        )
 
     def _parse(self, text: str, source: str) -> Any:
         if self.type == "bool":
@@ -125,7 +130,9 @@ class Option:
 
     def _refuse(self, value: Any, source: str) -> Any:
         raise SettingsError(
-            f"{self.name}={value!r} was given by {source}", f"{self.name} ({self.help}) is {self.allowed()}", f"its default is {self.default!r}"
+            f"{self.name}={value!r} was given by {source}",
+            f"{self.name} ({self.help}) is {self.allowed()}",
+            f"its default is {self.default!r}",
         )
 
 
@@ -184,9 +191,10 @@ class Manifest:
         """
         for name in given:
             if name not in self.options:
+                source = sources.get(name, "the call")
                 raise SettingsError(
-                    f"the option {name!r} of {self.name!r} was given by {sources.get(name, 'the call')}{near(name, self.options)}",
-                    f"{self.name!r} has the options {', '.join(self.options)}" if self.options else f"{self.name!r} has no options",
+                    f"the option {name!r} of {self.name!r} was given by {source}{near(name, self.options)}",
+                    f"{self.name!r} has {', '.join(self.options) or 'no options'}",
                     "correct the name, or remove it",
                 )
         return {

@@ -18,9 +18,7 @@ MUST_DECLARE = tuple(name for name in DECLARABLE if FIELDS[name].required and no
 _BOUNDS = ("min", "max", "multiple_of")
 
 
-def parse_supports(
-    fail: Fail, shared: Any, own: Any, where: Path
-) -> tuple[dict[str, Constraint], tuple[str, ...]]:
+def parse_supports(fail: Fail, shared: Any, own: Any, where: Path) -> tuple[dict[str, Constraint], tuple[str, ...]]:
     """
     Merge the shared table with a variant's own: a field replaces the shared one, features add to the shared ones.
 
@@ -40,16 +38,29 @@ def parse_supports(
         found |= {name: _anything(FIELDS[name]) for name in listed if name in FIELDS} | declared
     for name in MUST_DECLARE:
         if name not in found:
-            raise fail(where, f"no {name!r} in supports", f"every variant declares {', '.join(MUST_DECLARE)}", f"declare {name}")
+            raise fail(
+                where,
+                f"no {name!r} in supports",
+                f"every variant declares {', '.join(MUST_DECLARE)}",
+                f"declare {name}",
+            )
     if "paged" in found:
         _complete_cache(fail, found, where)
     return found, tuple(dict.fromkeys(name for name in features if name not in FIELDS))
 
 
 def _complete_cache(fail: Fail, found: dict[str, Constraint], where: Path) -> None:
-    """A paged cache has a block size, which only the author knows, and a layout: tokens before heads unless said otherwise."""
+    """
+    A paged cache has a block size, which only the author knows, and a layout: tokens before heads unless said
+    otherwise.
+    """
     if "block_size" not in found:
-        raise fail(where, "paged without block_size in supports", "a paged cache has blocks of a supported size", "declare block_size")
+        raise fail(
+            where,
+            "paged without block_size in supports",
+            "a paged cache has blocks of a supported size",
+            "declare block_size",
+        )
     found.setdefault("kv_layout", Constraint(FIELDS["kv_layout"].domain, (Exact("NHD"),)))
 
 
@@ -62,7 +73,12 @@ def parse_constraint(fail: Fail, item: Field, value: Any, where: Path) -> Constr
     """
     parts = value if isinstance(value, list) else [value]
     if not parts:
-        raise fail(where, f"{item.name} = []", "a list of alternatives has at least one", "list what is supported, or remove the field")
+        raise fail(
+            where,
+            f"{item.name} = []",
+            "a list of alternatives has at least one",
+            "list what is supported, or remove the field",
+        )
     return Constraint(item.domain, tuple(_alternative(fail, item, part, where) for part in parts))
 
 
@@ -73,7 +89,10 @@ def _fields(fail: Fail, table: Mapping[str, Any], where: Path) -> tuple[dict[str
             continue
         if name not in DECLARABLE:
             raise fail(
-                (*where, name), f"the field {name!r} in supports{near(name, DECLARABLE)}", f"the fields are {', '.join(DECLARABLE)}, features", "correct the name"
+                (*where, name),
+                f"the field {name!r} in supports{near(name, DECLARABLE)}",
+                f"the fields are {', '.join(DECLARABLE)}, features",
+                "correct the name",
             )
         declared[name] = parse_constraint(fail, FIELDS[name], value, (*where, name))
     return declared, _features(fail, table.get("features", []), (*where, "features"))
@@ -81,7 +100,9 @@ def _fields(fail: Fail, table: Mapping[str, Any], where: Path) -> tuple[dict[str
 
 def _features(fail: Fail, value: Any, where: Path) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise fail(where, f"features = {value!r}", "features is a list of names", "write features = [\"sliding_window\", ...]")
+        raise fail(
+            where, f"features = {value!r}", "features is a list of names", 'write features = ["sliding_window", ...]'
+        )
     optional = [name for name in DECLARABLE if not FIELDS[name].required]
     for name in value:
         if name not in optional and "." not in name:
@@ -91,9 +112,12 @@ def _features(fail: Fail, value: Any, where: Path) -> list[str]:
 
 
 def _anything(item: Field) -> Constraint:
-    """Return the constraint that every value of the field meets; closed lists of names are spelled out, so that they have a first choice."""
+    """
+    Return the constraint that every value of the field meets; closed lists of names are spelled out, so that they
+    have a first choice.
+    """
     if isinstance(item.domain, Flag):
-        return Constraint(item.domain, (Exact(True), Exact(False)))
+        return Constraint(item.domain, tuple(Exact(value) for value in (True, False)))
     if isinstance(item.domain, Names):
         return Constraint(item.domain, (Exact(item.domain.each.values),))
     if isinstance(item.domain, Name) and not item.domain.open:
@@ -107,13 +131,20 @@ def _alternative(fail: Fail, item: Field, value: Any, where: Path) -> Alternativ
     try:
         return Exact(item.domain.canonical([value] if isinstance(item.domain, Names) else value))
     except ValueError as error:
-        raise fail(where, f"{item.name} = {value!r}", f"{item.name} ({item.help}) is {error}", "correct the value") from None
+        raise fail(
+            where, f"{item.name} = {value!r}", f"{item.name} ({item.help}) is {error}", "correct the value"
+        ) from None
 
 
 def _range(fail: Fail, item: Field, table: Mapping[str, Any], where: Path) -> Range:
     for key in table:
         if key not in _BOUNDS:
-            raise fail((*where, key), f"{key!r} in the range of {item.name}{near(key, _BOUNDS)}", "a range has min, max and multiple_of", "correct the key")
+            raise fail(
+                (*where, key),
+                f"{key!r} in the range of {item.name}{near(key, _BOUNDS)}",
+                "a range has min, max and multiple_of",
+                "correct the key",
+            )
     try:
         low, high = (item.domain.canonical(table[key]) if key in table else None for key in ("min", "max"))
     except ValueError as error:
@@ -127,7 +158,12 @@ def _check_range(fail: Fail, item: Field, bounds: tuple[Any, Any, Any], where: P
     low, high, step = bounds
     text = f"{item.name} from {low} to {high} in multiples of {step}"
     if low is None and high is None and step is None:
-        raise fail(where, f"{item.name} = {{}}", "a range has min, max or multiple_of", "give one of them; for any value list the field in features")
+        raise fail(
+            where,
+            f"{item.name} = {{}}",
+            "a range has min, max or multiple_of",
+            "give one of them; for any value list the field in features",
+        )
     if step is not None and (type(step) is not int or step < 1 or not isinstance(item.domain, Integer)):
         raise fail(where, text, "multiple_of is a whole number from 1 on, for whole numbers only", "correct it")
     ranked = [item.domain.rank(bound) for bound in (low, high) if bound is not None]

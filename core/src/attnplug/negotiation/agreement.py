@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from attrs import field, frozen
 
+from attnplug.request.read_only import read_only
 from attnplug.request.requirements import Requirements
 
 
@@ -34,7 +34,7 @@ class Agreement:
     kv_layout: str | None
     kv_cache_dtype: str
     cudagraph: str
-    options: Mapping[str, Any] = field(factory=dict, converter=lambda d: MappingProxyType(dict(d)), hash=False)
+    options: Mapping[str, Any] = field(factory=dict, converter=read_only, hash=False)
 
     @property
     def id(self) -> str:

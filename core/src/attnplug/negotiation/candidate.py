@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import field, frozen
 
-from attnplug.manifest.constraint import Constraint
 from attnplug.manifest.installed import VersionOf, find
 from attnplug.manifest.schema import Condition, Holds, IsAsked, IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import FIELDS
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from attnplug.manifest.constraint import Constraint
+
 Standing = Literal["ready", "absent", "lacks_dependency", "refused", "broken"]
 
-_SERVES: Final = Reason("unsupported", "", None, "")  # marks "no objection" in the memo, where None means "not asked yet"
+_SERVES: Final = Reason(
+    "unsupported", "", None, ""
+)  # marks "no objection" in the memo, where None means "not asked yet"
 _FREE: Final = frozenset({"block_size", "kv_layout"})
 
 
@@ -77,7 +82,10 @@ class Candidate:
         return self._free_rules
 
     def objection(self, asked: tuple[str, Any]) -> Reason | None:
-        """Return why the asked (field, value) is not served, or None. Remembered: the same few values are asked again and again."""
+        """
+        Return why the asked (field, value) is not served, or None. Remembered: the same few values are asked again
+        and again.
+        """
         known = self._memo.get(asked)
         if known is None:
             known = self._memo[asked] = self._object(*asked) or _SERVES
@@ -93,8 +101,14 @@ class Candidate:
         constraint = self.supports(name)
         item = FIELDS[name]
         if constraint is None:
-            return None if item.open else Reason("undeclared", name, item.domain.dump(value), f"only {_neutral_text(name)}")
-        return None if constraint.allows(value) else Reason("unsupported", name, item.domain.dump(value), str(constraint))
+            return (
+                None
+                if item.open
+                else Reason("undeclared", name, item.domain.dump(value), f"only {_neutral_text(name)}")
+            )
+        return (
+            None if constraint.allows(value) else Reason("unsupported", name, item.domain.dump(value), str(constraint))
+        )
 
     def _object_to_features(self, names: Iterable[str]) -> Reason | None:
         declared = self.variant.features if self.variant else ()
@@ -103,7 +117,13 @@ class Candidate:
 
 
 def examine(
-    manifest: Manifest, variant: Variant, version_of: VersionOf, *, embedded: bool = False, distribution: str = "", assume_installed: bool = False
+    manifest: Manifest,
+    variant: Variant,
+    version_of: VersionOf,
+    *,
+    embedded: bool = False,
+    distribution: str = "",
+    assume_installed: bool = False,
 ) -> Candidate:
     """
     Compare a variant with what is installed.
@@ -116,10 +136,16 @@ def examine(
         distribution: Where it comes from.
         assume_installed: Suppose that everything it requires is there, in a version that no rule is about.
     """
-    unmet = () if assume_installed else tuple(reason for text in variant.requires if (reason := _unmet(text, version_of)))
+    unmet = (
+        () if assume_installed else tuple(reason for text in variant.requires if (reason := _unmet(text, version_of)))
+    )
     conditions = {c for rule in variant.rules for c in (*rule.when, *rule.need) if isinstance(c, IsInstalled)}
     needed = {c for rule in variant.rules for c in rule.need if isinstance(c, IsInstalled)}
-    true = needed if assume_installed else {c for c in conditions if any(find(text, version_of)[0] == "met" for text in c.requirements)}
+    true = (
+        needed
+        if assume_installed
+        else {c for c in conditions if any(find(text, version_of)[0] == "met" for text in c.requirements)}
+    )
     return Candidate(
         id=f"{manifest.name}/{variant.name}",
         backend=manifest.name,
@@ -135,7 +161,14 @@ def examine(
     )
 
 
-def holds(condition: Condition, facts: dict[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool) -> bool:
+def holds(
+    condition: Condition,
+    facts: dict[str, Any],
+    asked: frozenset[str],
+    installed: frozenset[IsInstalled],
+    *,
+    absent: bool,
+) -> bool:
     """
     Decide a condition.
 
@@ -144,7 +177,8 @@ def holds(condition: Condition, facts: dict[str, Any], asked: frozenset[str], in
         facts: Every field's value.
         asked: Names of the fields that ask for something.
         installed: The ``installed`` conditions that are true.
-        absent: The answer for a field that has no value (no window, no block size): false in ``when``, true in ``need``.
+        absent: The answer for a field that has no value (no window, no block size): false in ``when``,
+            true in ``need``.
     """
     if isinstance(condition, Holds):
         value = facts[condition.field]
@@ -168,6 +202,11 @@ def _mentions(rule: Rule, names: frozenset[str]) -> bool:
 
 
 def _neutral_text(name: str) -> str:
-    followed = {"head_size_v": "head_size_v = head_size", "kv_cache_dtype": "the dtype", "causal": "the attention type's own mask", "vendor": "the usual vendor"}
+    followed = {
+        "head_size_v": "head_size_v = head_size",
+        "kv_cache_dtype": "the dtype",
+        "causal": "the attention type's own mask",
+        "vendor": "the usual vendor",
+    }
     item = FIELDS[name]
     return followed.get(name) or ("none" if item.neutral is None else str(item.neutral))

@@ -1,7 +1,8 @@
 """
 One candidate against one question.
 
-The order of work: asked fields against declared ones, rules about them, then the free fields (block size, layout) in declared order until the remaining rules
+The order of work: asked fields against declared ones, rules about them, then the free fields (block size, layout) in
+declared order until the remaining rules
 pass. All objections are collected; nothing stops at the first.
 """
 
@@ -9,16 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from attnplug.manifest.schema import Condition, Rule
 from attnplug.negotiation.candidate import Candidate, holds
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device, default_vendor
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 from attnplug.request.requirements import Requirements
+
+if TYPE_CHECKING:
+    from attnplug.manifest.schema import Condition, Rule
 
 _NO_TERMS: Mapping[str, Any] = {"block_size": None, "kv_layout": None}
 
@@ -46,7 +49,14 @@ class Question:
         device = self.device.facts()
         put = object.__setattr__
         put(self, "facts", {**self.requirements.facts(), **device})
-        put(self, "asked", (*self.requirements.asked(), *((name, value) for name, value in device.items() if _device_asks(name, value, self.device))))
+        put(
+            self,
+            "asked",
+            (
+                *self.requirements.asked(),
+                *((name, value) for name, value in device.items() if _device_asks(name, value, self.device)),
+            ),
+        )
         put(self, "names", frozenset(name for name, _ in self.asked))
 
 
@@ -76,7 +86,11 @@ def negotiate(candidate: Candidate, question: Question) -> Outcome:
 def graph_level(candidate: Candidate, question: Question) -> str:
     """Return the highest CUDA graph level that a candidate, able to serve the question, supports for it."""
     declared = candidate.supports("cudagraph")
-    ruled = any(condition.field == "cudagraph" for rule in (*candidate.fixed_rules, *candidate.free_rules) for condition in (*rule.when, *rule.need))
+    ruled = any(
+        condition.field == "cudagraph"
+        for rule in (*candidate.fixed_rules, *candidate.free_rules)
+        for condition in (*rule.when, *rule.need)
+    )
     for level in reversed(GRAPH_LEVELS):
         if declared is not None and declared.allows(level) and (not ruled or _serves_level(candidate, question, level)):
             return level
@@ -93,7 +107,9 @@ def _device_asks(name: str, value: Any, device: Device) -> bool:
     return value is not None
 
 
-def _apply(rule: Rule, candidate: Candidate, question: Question, facts: dict[str, Any], objections: list[Reason]) -> None:
+def _apply(
+    rule: Rule, candidate: Candidate, question: Question, facts: dict[str, Any], objections: list[Reason]
+) -> None:
     for condition in rule.when:
         if not holds(condition, facts, question.names, candidate.installed, absent=False):
             return
@@ -134,9 +150,14 @@ def _settle(candidate: Candidate, question: Question) -> tuple[Mapping[str, Any]
 
 
 def judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, Any]) -> list[Reason]:
-    """Return the objections of a candidate to settled terms: a block size and a layout, or None for both without a paged cache."""
+    """
+    Return the objections of a candidate to settled terms: a block size and a layout, or None for both without a paged
+    cache.
+    """
     objections = [
-        reason for name in ("block_size", "kv_layout") if (v := terms[name]) is not None and (reason := candidate.objection((name, v))) is not None
+        reason
+        for name in ("block_size", "kv_layout")
+        if (v := terms[name]) is not None and (reason := candidate.objection((name, v))) is not None
     ]
     if candidate.free_rules:
         facts = {**question.facts, **terms}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attnplug.negotiation.candidate import Candidate
 from attnplug.negotiation.negotiate import Question, judge_terms
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from attnplug.negotiation.candidate import Candidate
 
 Terms = tuple["int | None", "str | None"]
 
@@ -26,11 +29,14 @@ def passing_terms(candidate: Candidate, question: Question) -> tuple[Terms, ...]
     return tuple(terms for terms in product(sizes, layouts) if not judge_terms(candidate, question, as_facts(terms)))
 
 
-def share_terms(entries: Sequence[tuple[Question, Sequence[Candidate]]]) -> list[tuple[Candidate, Mapping[str, Any]]] | None:
+def share_terms(
+    entries: Sequence[tuple[Question, Sequence[Candidate]]],
+) -> list[tuple[Candidate, Mapping[str, Any]]] | None:
     """
     Pick a candidate for each question so that all paged ones share one block size and one layout.
 
-    Candidates are tried in their ranked order, the first question first (give the one with most layers first): a later question yields before an earlier one.
+    Candidates are tried in their ranked order, the first question first (give the one with most layers first): a
+    later question yields before an earlier one.
 
     Args:
         entries: Each question with the candidates that can serve it, best first.
@@ -44,7 +50,10 @@ def share_terms(entries: Sequence[tuple[Question, Sequence[Candidate]]]) -> list
     candidates, shared = picked
     terms = as_facts(shared[0]) if shared else as_facts((None, None))
     nothing = as_facts((None, None))
-    return [(candidate, terms if question.requirements.paged else nothing) for candidate, (question, _) in zip(candidates, entries)]
+    return [
+        (candidate, terms if question.requirements.paged else nothing)
+        for candidate, (question, _) in zip(candidates, entries, strict=True)
+    ]
 
 
 def as_facts(terms: Terms) -> Mapping[str, Any]:

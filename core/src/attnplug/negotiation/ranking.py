@@ -1,26 +1,42 @@
 """
 Which of several eligible candidates is chosen.
 
-In this order: the listed order of the host or the user; embedded last; the measured profile for this device and shape; fewest emulated features; the default order
-for the device; the plugin's own preference among its variants; the name. A decision by name alone is a tie, and says so.
+In this order: the listed order of the host or the user; embedded last; the measured profile for this device and
+shape; fewest emulated features; the default order
+for the device; the plugin's own preference among its variants; the name. A decision by name alone is a tie, and says
+so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
 from attnplug.manifest.schema import Condition
 from attnplug.negotiation.candidate import Candidate, holds
-from attnplug.negotiation.negotiate import Question
+
+if TYPE_CHECKING:
+    from attnplug.negotiation.negotiate import Question
 
 AUTO: Final = "auto"
 """The name in a list of backends that permits falling back to any other."""
 
-CRITERIA: Final = ("listed order", "embedded last", "measured profile", "fewest emulated features", "default order", "name", "the plugin's preference", "name")
-"""What each part of a sort key compares. A plugin's preference orders its own variants only, so the backend's name comes before it."""
+CRITERIA: Final = (
+    "listed order",
+    "embedded last",
+    "measured profile",
+    "fewest emulated features",
+    "default order",
+    "name",
+    "the plugin's preference",
+    "name",
+)
+"""
+What each part of a sort key compares. A plugin's preference orders its own variants only, so the backend's name comes
+before it.
+"""
 
 
 @frozen
@@ -80,12 +96,14 @@ def rank(candidates: Sequence[Candidate], question: Question, policy: Policy) ->
     ranked = sorted(candidates, key=keys.__getitem__)
     if len(ranked) < 2:
         return Ranked(tuple(ranked))
-    pairs = zip(CRITERIA, keys[ranked[0]], keys[ranked[1]])
+    pairs = zip(CRITERIA, keys[ranked[0]], keys[ranked[1]], strict=True)
     return Ranked(tuple(ranked), next(criterion for criterion, ours, theirs in pairs if ours != theirs))
 
 
 def is_named(candidate: Candidate, name: str) -> bool:
-    """Whether a name selects a candidate: its id, its backend, or an alias of the backend, alone or before ``/variant``."""
+    """
+    Whether a name selects a candidate: its id, its backend, or an alias of the backend, alone or before ``/variant``.
+    """
     backend, _, variant = name.partition("/")
     names_backend = backend == candidate.backend or backend in candidate.aliases
     return names_backend and (not variant or candidate.id == f"{candidate.backend}/{variant}")
@@ -114,7 +132,10 @@ def _key(candidate: Candidate, question: Question, policy: Policy, order: Sequen
 
 
 def _place(candidate: Candidate, names: Sequence[str]) -> int:
-    """Return the place of the first name that selects the candidate; after all names for one that is not named, or where `AUTO` stands."""
+    """
+    Return the place of the first name that selects the candidate; after all names for one that is not named, or where
+    `AUTO` stands.
+    """
     for index, name in enumerate(names):
         if is_named(candidate, name):
             return index
@@ -126,7 +147,10 @@ def _default_order(question: Question, orders: Sequence[DefaultOrder]) -> tuple[
 
 
 def _preferred(candidate: Candidate, question: Question) -> int:
-    """Return the variant's place in the first preference of its manifest that applies. It orders a plugin's own variants only."""
+    """
+    Return the variant's place in the first preference of its manifest that applies. It orders a plugin's own variants
+    only.
+    """
     for preference in candidate.manifest.prefer if candidate.manifest else ():
         if _all_hold(preference.when, question, candidate):
             variant = candidate.variant.name if candidate.variant else ""

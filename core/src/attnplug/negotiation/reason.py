@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Code = Literal["unsupported", "undeclared", "rule", "missing", "version", "absent", "broken", "blocked", "api", "probe"]
 
@@ -17,8 +19,10 @@ class Reason:
     One reason against a candidate.
 
     Attributes:
-        code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value), ``rule`` (a combination), ``missing`` and ``version`` (a
-            requirement), ``absent``, ``broken``, ``blocked``, ``api``, ``probe`` (the plugin itself, asked after import).
+        code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value),
+            ``rule`` (a combination), ``missing`` and ``version`` (a
+            requirement), ``absent``, ``broken``, ``blocked``, ``api``, ``probe`` (the plugin itself,
+            asked after import).
         field: The field that it is about, or the requirement, or the plugin.
         wanted: The value asked for, as a plain value.
         supported: What is supported, in words.
@@ -36,7 +40,11 @@ class Reason:
         if self.code in ("unsupported", "undeclared"):
             return f"{self.field}={self.wanted} asked, supported: {self.supported}{tail}"
         if self.code == "rule":
-            return f"{self.field}={self.wanted} asked, needs {self.supported}{tail}" if self.supported else f"{self.field}={self.wanted} refused{tail}"
+            return (
+                f"{self.field}={self.wanted} asked, needs {self.supported}{tail}"
+                if self.supported
+                else f"{self.field}={self.wanted} refused{tail}"
+            )
         return f"{self.supported}{tail}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """
 The way out of a refusal: the smallest change that makes a candidate serve.
 
-What may change, in this order: what is installed, what the engine asks, the device. What the *model* asks never changes: a remedy that alters the model's numbers
+What may change, in this order: what is installed, what the engine asks, the device. What the *model* asks never
+changes: a remedy that alters the model's numbers
 is none. Every remedy is tried before it is given: `find_remedy` returns only changes that `negotiate` accepts.
 """
 
@@ -9,20 +10,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
 from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
-from attnplug.negotiation.candidate import Candidate
 from attnplug.negotiation.negotiate import Question, negotiate
-from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 from attnplug.request.domain import Flag, Integer, Level, Name, Names
 from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements, neutral
+
+if TYPE_CHECKING:
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.reason import Reason
 
 _ENGINE = tuple(item.name for item in fields_of("engine"))
 
@@ -59,7 +62,10 @@ class Remedy:
         """Return plain JSON values; ``text`` is the remedy in words."""
         return {
             "install": list(self.install),
-            "engine": {name: FIELDS[name].domain.dump(value) if value is not None else None for name, value in self.engine.items()},
+            "engine": {
+                name: FIELDS[name].domain.dump(value) if value is not None else None
+                for name, value in self.engine.items()
+            },
             "device": self.device.to_dict() if self.device else None,
             "action": self.action,
             "lacks": list(self.lacks),
@@ -69,7 +75,10 @@ class Remedy:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Remedy:
         """Read what `to_dict` wrote."""
-        engine = {name: FIELDS[name].domain.canonical(value) if value is not None else None for name, value in data["engine"].items()}
+        engine = {
+            name: FIELDS[name].domain.canonical(value) if value is not None else None
+            for name, value in data["engine"].items()
+        }
         device = Device.from_dict(data["device"]) if data["device"] else None
         return cls(tuple(data["install"]), engine, device, data["action"], tuple(data["lacks"]))
 
@@ -77,8 +86,17 @@ class Remedy:
         if self.lacks:
             return f"none: this variant lacks {', '.join(self.lacks)}"
         parts = [self.action] if self.action else []
-        parts += ["pip install " + " ".join(f"'{text}'" if " " in text or "<" in text or ">" in text else text for text in self.install)] if self.install else []
-        parts += ["ask for " + ", ".join(f"{name}={value!r}" for name, value in self.engine.items())] if self.engine else []
+        parts += (
+            [
+                "pip install "
+                + " ".join(f"'{text}'" if " " in text or "<" in text or ">" in text else text for text in self.install)
+            ]
+            if self.install
+            else []
+        )
+        parts += (
+            ["ask for " + ", ".join(f"{name}={value!r}" for name, value in self.engine.items())] if self.engine else []
+        )
         parts += [f"run on {self.device}"] if self.device else []
         return "; ".join(parts)
 
@@ -96,7 +114,10 @@ def find_remedy(candidate: Candidate, question: Question, relaxed: Callable[[Can
         return Remedy(install=candidate.install, action=candidate.remedy)
     outcome = negotiate(candidate, question)
     versions = any(isinstance(c, IsInstalled) for rule in candidate.variant.rules for c in (*rule.when, *rule.need))
-    for subject, action in ((candidate, candidate.remedy), *(((relaxed(candidate), _other_version(outcome.objections)),) if versions else ())):
+    for subject, action in (
+        (candidate, candidate.remedy),
+        *(((relaxed(candidate), _other_version(outcome.objections)),) if versions else ()),
+    ):
         for engine, device in _smallest(subject, question):
             return Remedy(candidate.install, engine, device, action)
     lacks = tuple(dict.fromkeys(_lack(reason) for reason in outcome.objections if _is_about_model(reason)))
@@ -130,7 +151,7 @@ def _changes(candidate: Candidate, question: Question) -> Iterator[dict[str, Any
     for size in range(len(relevant) + 1):
         for names in combinations(relevant, size):
             for values in product(*(options[name] for name in names)):
-                yield _with_cache(question, dict(zip(names, values)))
+                yield _with_cache(question, dict(zip(names, values, strict=True)))
 
 
 def _with_cache(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
@@ -146,12 +167,18 @@ def _with_cache(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
 def _relevant(candidate: Candidate, question: Question) -> tuple[str, ...]:
     """Return the engine fields that can matter: those objected to, and those that rules mention."""
     objected = {name for name, value in question.asked if candidate.objection((name, value))}
-    objected |= {name for name in ("block_size", "kv_layout") if (v := question.facts[name]) is not None and candidate.objection((name, v))}
+    objected |= {
+        name
+        for name in ("block_size", "kv_layout")
+        if (v := question.facts[name]) is not None and candidate.objection((name, v))
+    }
     rules = candidate.variant.rules if candidate.variant else ()
     mentioned = {condition.field for rule in rules for condition in (*rule.when, *rule.need)}
     if "gqa_ratio" in mentioned:
         mentioned.discard("gqa_ratio")  # follows from model fields, which do not change
-    return tuple(sorted((n for n in _ENGINE if n in objected | mentioned), key=lambda n: (n not in objected, _ENGINE.index(n))))
+    return tuple(
+        sorted((n for n in _ENGINE if n in objected | mentioned), key=lambda n: (n not in objected, _ENGINE.index(n)))
+    )
 
 
 def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, ...]:
@@ -166,7 +193,11 @@ def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, 
         declared = candidate.variant.features if candidate.variant else ()
         values = [tuple(feature for feature in asked if feature in declared)]
     elif constraint is not None:
-        values = [constraint.first() if asked is None else constraint.nearest(asked), *_ordered(constraint, asked), *_rule_values(candidate, name, constraint)]
+        values = [
+            constraint.first() if asked is None else constraint.nearest(asked),
+            *_ordered(constraint, asked),
+            *_rule_values(candidate, name, constraint),
+        ]
     return tuple(dict.fromkeys(v for v in (*values, nothing) if v != asked and (v is not None or FIELDS[name].free)))
 
 
@@ -183,7 +214,9 @@ def _ordered(constraint: Constraint, asked: Any) -> list[Any]:
 
 
 def _rule_values(candidate: Candidate, name: str, constraint: Constraint) -> list[Any]:
-    """Return, for whole numbers, the allowed values around every bound that a rule draws, and the allowed sets of names."""
+    """
+    Return, for whole numbers, the allowed values around every bound that a rule draws, and the allowed sets of names.
+    """
     if isinstance(constraint.domain, Names):
         return [(each,) for each in constraint.domain.each.values if constraint.allows((each,))]
     if not isinstance(constraint.domain, Integer):
@@ -195,7 +228,9 @@ def _rule_values(candidate: Candidate, name: str, constraint: Constraint) -> lis
                 found += constraint.intersect(condition.constraint).choices()
                 found += [constraint.nearest(max(bound, 1)) for bound in _bounds(condition.constraint)]
     step = max((a.multiple_of or 1 for a in constraint.alternatives if isinstance(a, Range)), default=1)
-    around = [value + step for value in found if value is not None] + [value - step for value in found if value is not None and value > step]
+    around = [value + step for value in found if value is not None] + [
+        value - step for value in found if value is not None and value > step
+    ]
     return [value for value in found + around if value is not None and constraint.allows(value)]
 
 

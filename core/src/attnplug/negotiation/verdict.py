@@ -21,7 +21,8 @@ class Verdict:
 
     Attributes:
         id: ``backend/variant``.
-        status: ``chosen``, ``eligible`` (it could serve too), ``refused`` (it cannot serve this), ``absent`` (not installed), ``lacks_dependency`` (it could
+        status: ``chosen``, ``eligible`` (it could serve too), ``refused`` (it cannot serve this),
+            ``absent`` (not installed), ``lacks_dependency`` (it could
             serve, and something that it requires is missing) or ``broken``.
         reasons: Everything that stands against it, not only the first.
         emulated: Asked-for features that it emulates, and at what cost.
@@ -40,7 +41,10 @@ class Verdict:
 
     @property
     def remedy(self) -> Remedy | None:
-        """The smallest change that makes the candidate serve; None where it already does. Worked out when first read, since most are never read."""
+        """
+        The smallest change that makes the candidate serve; None where it already does. Worked out when first read,
+        since most are never read.
+        """
         if not self._found:
             self._found.append(self._find_remedy())
         return self._found[0]

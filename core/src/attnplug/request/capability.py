@@ -1,7 +1,8 @@
 """
 CUDA compute capabilities: numbers that are only partly ordered.
 
-``9.0`` names hardware. ``9.0a`` names code that runs on exactly that hardware, ``10.0f`` code that runs on its family (same major number, same or newer
+``9.0`` names hardware. ``9.0a`` names code that runs on exactly that hardware, ``10.0f`` code that runs on its family
+(same major number, same or newer
 minor number). Source: the CUDA C++ Programming Guide, "Feature Set Compiler Targets".
 """
 
@@ -19,7 +20,8 @@ class ComputeCapability:
     """
     One compute capability.
 
-    It has no order of its own: 12.x is not "more" than 10.x, since code for one does not run on the other. Ranges in a manifest compare `number`,
+    It has no order of its own: 12.x is not "more" than 10.x, since code for one does not run on the other. Ranges
+    in a manifest compare `number`,
     because there the author has written both ends down.
     """
 

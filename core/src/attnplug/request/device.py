@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import field, frozen
@@ -13,7 +12,11 @@ from attrs import field, frozen
 from attnplug.errors import DeviceError
 from attnplug.request.capability import ComputeCapability, parse_capability
 
-# FP32 lanes per multiprocessor, by compute capability (CUDA C++ Programming Guide, table of arithmetic throughput; 128 where a newer one is not listed).
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# FP32 lanes per multiprocessor, by compute capability (CUDA C++ Programming Guide, table of arithmetic throughput;
+# 128 where a newer one is not listed).
 _LANES = {(6, 0): 64, (7, 0): 64, (7, 2): 64, (7, 5): 64, (8, 0): 64}
 
 
@@ -23,7 +26,9 @@ def _to_capability(value: Any) -> ComputeCapability | None:
     try:
         return parse_capability(value)
     except ValueError as error:
-        raise DeviceError(f"compute capability {value!r} was given", f"it is {error}", "write it as major.minor") from None
+        raise DeviceError(
+            f"compute capability {value!r} was given", f"it is {error}", "write it as major.minor"
+        ) from None
 
 
 @frozen
@@ -52,7 +57,9 @@ class Device:
     def __attrs_post_init__(self) -> None:
         if not (isinstance(self.type, str) and self.type.isidentifier() and self.type.islower()):
             raise DeviceError(
-                f"device type {self.type!r} was given", "a type is a lower-case word such as 'cpu' or 'cuda'", "use torch's name"
+                f"device type {self.type!r} was given",
+                "a type is a lower-case word such as 'cpu' or 'cuda'",
+                "use torch's name",
             )
         if self.type == "cuda" and self.vendor == "nvidia" and self.compute_capability is None:
             raise DeviceError(
@@ -89,7 +96,8 @@ class Device:
         """
         Return the device that this process would use first.
 
-        Honours CUDA_VISIBLE_DEVICES and creates no CUDA context: NVIDIA devices are read through NVML where its bindings are installed
+        Honours CUDA_VISIBLE_DEVICES and creates no CUDA context: NVIDIA devices are read through NVML where
+        its bindings are installed
         (``attnplug[nvml]``); torch is asked only if the process has already imported it.
 
         Raises:
@@ -123,7 +131,9 @@ class Device:
         known = [a.name for a in attrs.fields(cls)]
         for key in data:
             if key not in known:
-                raise DeviceError(f"the device field {key!r} was given", f"the fields are {', '.join(known)}", "use one of these")
+                raise DeviceError(
+                    f"the device field {key!r} was given", f"the fields are {', '.join(known)}", "use one of these"
+                )
         return cls(**data)
 
     def __str__(self) -> str:
@@ -155,7 +165,11 @@ def _from_torch() -> Device | None:
         return None
     if torch.cuda.is_available():
         return _from_torch_cuda(torch)
-    kind = torch.accelerator.current_accelerator() if hasattr(torch, "accelerator") and torch.accelerator.is_available() else None
+    kind = (
+        torch.accelerator.current_accelerator()
+        if hasattr(torch, "accelerator") and torch.accelerator.is_available()
+        else None
+    )
     return Device(kind.type) if kind is not None else None
 
 
@@ -198,7 +212,9 @@ def _read_nvml(nvml: Any, first: str | None) -> Device | None:
         handle = nvml.nvmlDeviceGetHandleByIndex(int(first or 0)) if by_index else nvml.nvmlDeviceGetHandleByUUID(first)
     except nvml.NVMLError as error:
         raise DeviceError(
-            f"CUDA_VISIBLE_DEVICES={first!r} was set", f"NVML finds no such device ({error})", "unset it, or name a device of nvidia-smi -L"
+            f"CUDA_VISIBLE_DEVICES={first!r} was set",
+            f"NVML finds no such device ({error})",
+            "unset it, or name a device of nvidia-smi -L",
         ) from error
     capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle))
     name = nvml.nvmlDeviceGetName(handle)

@@ -1,7 +1,8 @@
 """
 The kinds of value that a field can have.
 
-A domain turns what a user or a manifest wrote into the one canonical value that is compared, and says how values are ordered and described.
+A domain turns what a user or a manifest wrote into the one canonical value that is compared, and says how values are
+ordered and described.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Flag(Domain):
     text: str = "true or false"
 
     def canonical(self, value: Any) -> bool:
+        """Return the value itself, if it is one of this domain."""
         if type(value) is not bool:
             raise self.refuse()
         return value
@@ -79,11 +81,13 @@ class Integer(Domain):
         return f"a whole number from {self.min} on"
 
     def canonical(self, value: Any) -> int:
+        """Return the value itself, if it is one of this domain."""
         if type(value) is not int or value < self.min:
             raise self.refuse()
         return value
 
     def rank(self, value: Any) -> int:
+        """Return the place in the order."""
         return int(value)
 
 
@@ -94,11 +98,13 @@ class Number(Domain):
     text: str = "a positive finite number"
 
     def canonical(self, value: Any) -> float:
+        """Return the value itself, if it is one of this domain."""
         if type(value) not in (int, float) or not 0 < value < float("inf"):
             raise self.refuse()
         return float(value)
 
     def rank(self, value: Any) -> float:
+        """Return the place in the order."""
         return float(value)
 
 
@@ -124,6 +130,7 @@ class Name(Domain):
         return f"{listed}, or a dotted vendor name" if self.open else listed
 
     def canonical(self, value: Any) -> str:
+        """Return the canonical form."""
         if isinstance(value, str):
             name = self.aliases.get(value, value)
             if name in self.values or (self.open and _OPEN_NAME.fullmatch(name)):
@@ -136,6 +143,7 @@ class Level(Name):
     """Names in a rising order."""
 
     def rank(self, value: Any) -> int:
+        """Return the place in the order."""
         return self.values.index(value)
 
 
@@ -146,6 +154,7 @@ class Word(Domain):
     text: str = "a lower-case word"
 
     def canonical(self, value: Any) -> str:
+        """Return the value itself, if it is one of this domain."""
         if not isinstance(value, str) or re.fullmatch(r"[a-z][a-z0-9_]*", value) is None:
             raise self.refuse()
         return value
@@ -158,6 +167,7 @@ class Text(Domain):
     text: str = "a text"
 
     def canonical(self, value: Any) -> str:
+        """Return the value itself, if it is one of this domain."""
         if not isinstance(value, str) or not value:
             raise self.refuse()
         return value
@@ -176,6 +186,7 @@ class Names(Domain):
         return f"a list, each {self.each.text}"
 
     def canonical(self, value: Any) -> tuple[str, ...]:
+        """Return the canonical form."""
         if isinstance(value, str) or not isinstance(value, (tuple, list, set, frozenset)) or not (value or self.empty):
             raise self.refuse()
         names = {self.each.canonical(item) for item in value}
@@ -185,6 +196,7 @@ class Names(Domain):
         return self.each.values.index(name) if name in self.each.values else len(self.each.values)
 
     def dump(self, value: Any) -> list[str]:
+        """Return a plain JSON value."""
         return list(value)
 
 
@@ -195,16 +207,20 @@ class Table(Domain):
     text: str = "a table of names to numbers, truth values or texts"
 
     def canonical(self, value: Any) -> tuple[tuple[str, int | float | bool | str], ...]:
+        """Return the canonical form."""
         pairs = value.items() if isinstance(value, Mapping) else value
         try:
-            table = {key: item for key, item in pairs}
+            table = dict(pairs)
         except (TypeError, ValueError):
             raise self.refuse() from None
-        if not table or not all(isinstance(k, str) and isinstance(v, (int, float, bool, str)) for k, v in table.items()):
+        if not table or not all(
+            isinstance(k, str) and isinstance(v, (int, float, bool, str)) for k, v in table.items()
+        ):
             raise self.refuse()
         return tuple(sorted(table.items()))
 
     def dump(self, value: Any) -> dict[str, Any]:
+        """Return a plain JSON value."""
         return dict(value)
 
 
@@ -215,13 +231,17 @@ class Capability(Domain):
     text: str = 'a compute capability such as "9.0", "9.0a" or "10.0f"'
 
     def canonical(self, value: Any) -> ComputeCapability:
+        """Return the canonical form."""
         return parse_capability(value)
 
     def rank(self, value: ComputeCapability) -> tuple[int, int]:
+        """Return the place in the order."""
         return value.number
 
     def allows(self, allowed: ComputeCapability, value: ComputeCapability) -> bool:
+        """Whether the code that a manifest lists runs on the asked hardware."""
         return allowed.runs(value)
 
     def dump(self, value: ComputeCapability) -> str:
+        """Return a plain JSON value."""
         return str(value)

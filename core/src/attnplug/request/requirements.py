@@ -35,14 +35,18 @@ def _named_fields_only(cls: _C) -> _C:
     def init(self: object, /, *args: object, **given: object) -> None:
         if args:
             raise RequirementsError(
-                f"{len(args)} unnamed values were given", "every requirement is given by name", "write head_size=128, ..."
+                f"{len(args)} unnamed values were given",
+                "every requirement is given by name",
+                "write head_size=128, ...",
             )
         for name in given:
             _check_known(name)
         for item in _REQUESTED:
             if item.required and item.name not in given:
                 raise RequirementsError(
-                    f"no {item.name!r} was given", f"{item.name} is {item.help}: {item.domain.text}", f"pass {item.name}=..."
+                    f"no {item.name!r} was given",
+                    f"{item.name} is {item.help}: {item.domain.text}",
+                    f"pass {item.name}=...",
                 )
         construct(self, **given)
 
@@ -54,7 +58,8 @@ def _check_known(name: str) -> None:
     if name in _OUT_OF_SCOPE:
         raise RequirementsError(
             f"{name!r} was asked for",
-            f"contract 1.0 is for inference with multi-head, grouped-query and multi-query attention: {_OUT_OF_SCOPE[name]}",
+            "contract 1.0 is for inference with multi-head, grouped-query and multi-query attention: "
+            f"{_OUT_OF_SCOPE[name]}",
             f"drop {name!r}, and keep the model's own attention where it is needed",
         )
     known = [item.name for item in _REQUESTED]
@@ -70,9 +75,11 @@ def _check_known(name: str) -> None:
 @frozen(eq=False, kw_only=True)
 class Requirements:
     """
-    One attention layer's needs. Frozen, hashable, free of tensors; values are canonical after construction (``"fp8"`` reads ``"fp8_e4m3"``).
+    One attention layer's needs. Frozen, hashable, free of tensors; values are canonical after construction
+    (``"fp8"`` reads ``"fp8_e4m3"``).
 
-    The meaning of each field is in `attnplug.request.fields`. The first group belongs to the *model*: no remedy ever changes it. The second group belongs to
+    The meaning of each field is in `attnplug.request.fields`. The first group belongs to the *model*: no remedy
+    ever changes it. The second group belongs to
     the *engine*. `block_size` and `kv_layout` may be left None: the negotiation settles them.
 
     Raises:
@@ -125,7 +132,15 @@ class Requirements:
         _refuse_contradictions(self)
         put(self, "_key", tuple(getattr(self, item.name) for item in _REQUESTED))
         put(self, "_hash", hash(self._key))
-        put(self, "_asked", tuple((item.name, value) for item, value in zip(_REQUESTED, self._key) if _is_asked(self, item, value)))
+        put(
+            self,
+            "_asked",
+            tuple(
+                (item.name, value)
+                for item, value in zip(_REQUESTED, self._key, strict=True)
+                if _is_asked(self, item, value)
+            ),
+        )
 
     def __eq__(self, other: object) -> bool:
         return self._key == other._key if isinstance(other, Requirements) else NotImplemented
@@ -139,22 +154,34 @@ class Requirements:
         return self.num_q_heads // self.num_kv_heads
 
     def asked(self) -> tuple[tuple[str, Any], ...]:
-        """Return the fields that ask for something, with their values: required ones, and those that are not neutral."""
+        """
+        Return the fields that ask for something, with their values: required ones, and those that are not neutral.
+        """
         return self._asked
 
     def facts(self) -> dict[str, Any]:
         """Return every field and derived field with its value."""
-        return {**{item.name: value for item, value in zip(_REQUESTED, self._key)}, "gqa_ratio": self.gqa_ratio}
+        return {
+            **{item.name: value for item, value in zip(_REQUESTED, self._key, strict=True)},
+            "gqa_ratio": self.gqa_ratio,
+        }
 
     def evolve(self, **changes: object) -> Requirements:
-        """Return a copy with other values. Fields that follow from a changed one (`head_size_v`, `kv_cache_dtype`, ...) follow again."""
+        """
+        Return a copy with other values. Fields that follow from a changed one (`head_size_v`, `kv_cache_dtype`, ...)
+        follow again.
+        """
         for name in changes:
             _check_known(name)
         return Requirements(**{**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
         """Return what was asked as plain JSON values: required fields, and those that differ from their default."""
-        return {item.name: item.domain.dump(value) for item, value in zip(_REQUESTED, self._key) if value != _default(self, item)}
+        return {
+            item.name: item.domain.dump(value)
+            for item, value in zip(_REQUESTED, self._key, strict=True)
+            if value != _default(self, item)
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Requirements:
@@ -176,11 +203,6 @@ def neutral(name: str, facts: Mapping[str, Any]) -> Any:
     if name == "causal":
         return facts["attn_type"] == "decoder"
     return FIELDS[name].neutral
-
-
-def changes(requirements: Requirements, other: Requirements) -> dict[str, Any]:
-    """Return the fields whose values differ, with `other`'s values."""
-    return {item.name: theirs for item, ours, theirs in zip(_REQUESTED, requirements._key, other._key) if ours != theirs}  # noqa: SLF001
 
 
 def _canonical(item: Field, value: Any) -> Any:
@@ -274,5 +296,3 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
 )
 
 _DEFAULTS = {a.name: a.default for a in attrs.fields(Requirements) if a.default is not attrs.NOTHING}
-
-assert {item.name for item in _REQUESTED} == {a.name for a in attrs.fields(Requirements) if not a.name.startswith("_")}

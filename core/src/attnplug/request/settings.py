@@ -17,6 +17,7 @@ from attrs import field, frozen
 
 from attnplug.errors import SettingsError
 from attnplug.request.fields import near
+from attnplug.request.read_only import read_only
 from attnplug.request.toml import parse_toml
 
 PREFIX = "ATTNPLUG_"
@@ -52,7 +53,7 @@ class Settings:
     strict: bool = False
     profile: str | None = None
     options: Options = field(factory=dict, converter=_frozen_options, hash=False)
-    sources: Mapping[str, str] = field(factory=dict, converter=lambda d: MappingProxyType(dict(d)), eq=False)
+    sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
 
     @classmethod
     def read(cls, environ: Mapping[str, str] | None = None, file: Path | None = None) -> Settings:
@@ -61,16 +62,18 @@ class Settings:
 
         Args:
             environ: The environment; this process's by default.
-            file: The configuration file; by default the one that ATTNPLUG_CONFIG names, else ``config.toml`` in the user's configuration folder.
+            file: The configuration file; by default the one that ATTNPLUG_CONFIG names, else
+                ``config.toml`` in the user's configuration folder.
 
         Raises:
             SettingsError: A value does not parse, or a file that was named does not exist.
         """
         environ = os.environ if environ is None else environ
-        found: dict[str, tuple[Any, str]] = _from_file(file or _default_file(environ), named=bool(file) or "ATTNPLUG_CONFIG" in environ)
+        found: dict[str, tuple[Any, str]] = _from_file(
+            file or _default_file(environ), named=bool(file) or "ATTNPLUG_CONFIG" in environ
+        )
         options = _option_tables(found.pop("options", ({}, ""))[0])
-        for name, (value, source) in _from_environment(environ).items():
-            found[name] = (value, source)
+        found |= _from_environment(environ)
         sources = {name: source for name, (_, source) in found.items()}
         for (backend, option), (value, source) in _options_from_environment(environ).items():
             options.setdefault(backend, {})[option] = value
@@ -87,7 +90,9 @@ def parse_flag(text: str, name: str) -> bool:
     """
     if text.lower() in _TRUE + _FALSE:
         return text.lower() in _TRUE
-    raise SettingsError(f"{name}={text!r} is set", f"it is one of {', '.join(_TRUE + _FALSE)}", f"set {name}=1 or {name}=0, or unset it")
+    raise SettingsError(
+        f"{name}={text!r} is set", f"it is one of {', '.join(_TRUE + _FALSE)}", f"set {name}=1 or {name}=0, or unset it"
+    )
 
 
 def parse_names(text: str, name: str) -> tuple[str, ...]:
@@ -99,7 +104,9 @@ def parse_names(text: str, name: str) -> tuple[str, ...]:
     """
     names = tuple(part.strip() for part in text.split(",")) if text.strip() else ()
     if not all(names):
-        raise SettingsError(f"{name}={text!r} is set", "it is a list of names, separated by commas", "remove the empty names")
+        raise SettingsError(
+            f"{name}={text!r} is set", "it is a list of names, separated by commas", "remove the empty names"
+        )
     return names
 
 
@@ -120,7 +127,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
             name = known[variable]
             found[name] = (_VARIABLES[name](environ[variable], variable), f"environment variable {variable}")
         elif variable.startswith(PREFIX) and not variable.startswith(OPTION_PREFIX) and variable != "ATTNPLUG_CONFIG":
-            _log.warning("The environment variable %r is not a setting and has no effect%s", variable, near(variable, list(known)))
+            _log.warning(
+                "The environment variable %r is not a setting and has no effect%s",
+                variable,
+                near(variable, list(known)),
+            )
     return found
 
 
@@ -153,9 +164,13 @@ def _from_file(file: Path, *, named: bool) -> dict[str, tuple[Any, str]]:
     except FileNotFoundError:
         if not named:
             return {}
-        raise SettingsError(f"the configuration file {str(file)!r} was named", "it does not exist", "create it, or unset it") from None
+        raise SettingsError(
+            f"the configuration file {str(file)!r} was named", "it does not exist", "create it, or unset it"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"the configuration file {str(file)!r} exists", f"it cannot be read: {error}", "repair it, or move it") from error
+        raise SettingsError(
+            f"the configuration file {str(file)!r} exists", f"it cannot be read: {error}", "repair it, or move it"
+        ) from error
     return {name: (_checked(file, name, value), f"file {file}") for name, value in _parse(file, text).items()}
 
 
@@ -163,7 +178,9 @@ def _parse(file: Path, text: str) -> dict[str, Any]:
     try:
         return parse_toml(text)
     except ValueError as error:
-        raise SettingsError(f"the configuration file {str(file)!r} exists", f"it is not TOML: {error}", "repair it") from error
+        raise SettingsError(
+            f"the configuration file {str(file)!r} exists", f"it is not TOML: {error}", "repair it"
+        ) from error
 
 
 def _checked(file: Path, name: str, value: Any) -> Any:
@@ -177,7 +194,8 @@ def _checked(file: Path, name: str, value: Any) -> Any:
     known = (*_VARIABLES, "options")
     raise SettingsError(
         f"{name} = {value!r} stands in {str(file)!r}{near(name, known) if name not in known else ''}",
-        "the settings are backend, allow, block (a name or a list of names), strict (true or false), profile (a file), [options.BACKEND]",
+        "the settings are backend, allow, block (a name or a list of names), strict (true or false), profile (a file), "
+        "[options.BACKEND]",
         "correct or remove the line",
     )
 
@@ -191,5 +209,7 @@ def _option_tables(value: Any) -> dict[str, dict[str, Any]]:
     if isinstance(value, Mapping) and all(isinstance(table, Mapping) for table in value.values()):
         return {str(backend): dict(table) for backend, table in value.items()}
     raise SettingsError(
-        f"options = {value!r} stands in the configuration file", "options are tables [options.BACKEND]", "write one table a backend"
+        f"options = {value!r} stands in the configuration file",
+        "options are tables [options.BACKEND]",
+        "write one table a backend",
     )

@@ -1,4 +1,7 @@
-"""TOML, from the standard library where it has it (Python 3.11), from tomli before. Imported when the first file is read: the module costs 10 ms."""
+"""
+TOML, from the standard library where it has it (Python 3.11), from tomli before. Imported when the first file is
+read: the module costs 10 ms.
+"""
 
 from __future__ import annotations
 

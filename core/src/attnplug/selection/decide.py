@@ -1,25 +1,30 @@
-"""From what is installed and what is asked to an Explanation. Pure: the registry, the device and the settings are arguments."""
+"""
+From what is installed and what is asked to an Explanation. Pure: the registry, the device and the settings are
+arguments.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from attnplug.discovery.registry import Registry
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.candidate import Candidate
 from attnplug.negotiation.negotiate import Question, graph_level, negotiate
 from attnplug.negotiation.ranking import Policy, Ranked, emulated, rank
 from attnplug.negotiation.remedy import find_remedy
 from attnplug.negotiation.verdict import Verdict
-from attnplug.request.device import Device
-from attnplug.request.requirements import Requirements
-from attnplug.request.settings import Settings
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.profile import measured
 from attnplug.selection.selection import Selection
+
+if TYPE_CHECKING:
+    from attnplug.discovery.registry import Registry
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.request.device import Device
+    from attnplug.request.requirements import Requirements
+    from attnplug.request.settings import Settings
 
 
 @frozen
@@ -66,7 +71,12 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
 
 
 def decide(
-    registry: Registry, requirements: Requirements, device: Device, settings: Settings, *, assume_installed: bool = False
+    registry: Registry,
+    requirements: Requirements,
+    device: Device,
+    settings: Settings,
+    *,
+    assume_installed: bool = False,
 ) -> Explanation:
     """
     Choose, and say why not the others.
@@ -79,7 +89,14 @@ def decide(
     return conclude(answers, settings, assume_installed=assume_installed)
 
 
-def conclude(answers: Answers, settings: Settings, *, terms: Mapping[str, Any] | None = None, pick: Candidate | None = None, assume_installed: bool = False) -> Explanation:
+def conclude(
+    answers: Answers,
+    settings: Settings,
+    *,
+    terms: Mapping[str, Any] | None = None,
+    pick: Candidate | None = None,
+    assume_installed: bool = False,
+) -> Explanation:
     """
     Turn answers into an explanation.
 
@@ -96,17 +113,25 @@ def conclude(answers: Answers, settings: Settings, *, terms: Mapping[str, Any] |
         return Explanation(question.requirements, question.device, None, answers.others, assume_installed)
     order = (first, *(candidate for candidate in ranked.candidates if candidate is not first))
     verdicts = tuple(
-        _able(c, question, terms if terms is not None and c is first else answers.terms[c.id], settings, "chosen" if c is first else "eligible") for c in order
+        _able(
+            c,
+            question,
+            terms if terms is not None and c is first else answers.terms[c.id],
+            settings,
+            "chosen" if c is first else "eligible",
+        )
+        for c in order
     )
-    agreement = verdicts[0].agreement
-    assert agreement is not None
+    agreement = _agree(first, question, answers.terms[first.id] if terms is None else terms, settings)
     decided_by = ranked.decided_by if first is ranked.candidates[0] else "common block size and layout"
     everyone = verdicts + answers.others
     selection = Selection(agreement, question.device, everyone, decided_by, settings.sources)
     return Explanation(question.requirements, question.device, selection, everyone, assume_installed)
 
 
-def _able(candidate: Candidate, question: Question, terms: Mapping[str, Any], settings: Settings, status: Any) -> Verdict:
+def _able(
+    candidate: Candidate, question: Question, terms: Mapping[str, Any], settings: Settings, status: Any
+) -> Verdict:
     return Verdict(
         candidate.id,
         status,
@@ -117,18 +142,15 @@ def _able(candidate: Candidate, question: Question, terms: Mapping[str, Any], se
 
 
 def _agree(candidate: Candidate, question: Question, terms: Mapping[str, Any], settings: Settings) -> Agreement:
-    variant, manifest = candidate.variant, candidate.manifest
-    assert variant is not None
-    assert manifest is not None
     return Agreement(
         backend=candidate.backend,
-        variant=variant.name,
+        variant=candidate.id.partition("/")[2],
         requirements=question.requirements,
         block_size=terms["block_size"],
         kv_layout=terms["kv_layout"],
         kv_cache_dtype=question.requirements.kv_cache_dtype,
         cudagraph=graph_level(candidate, question),
-        options=_options(candidate, settings) if manifest.options or settings.options else {},
+        options=_options(candidate, settings),
     )
 
 
@@ -138,11 +160,15 @@ def _options(candidate: Candidate, settings: Settings) -> dict[str, Any]:
     for name in (*candidate.aliases, candidate.backend):
         for option, value in settings.options.get(name, {}).items():
             given[option] = value
-            sources[option] = settings.sources.get(f"options.{name}.{option}") or settings.sources.get("options", "the call")
+            sources[option] = settings.sources.get(f"options.{name}.{option}") or settings.sources.get(
+                "options", "the call"
+            )
     return candidate.manifest.read_options(given, sources) if candidate.manifest else {}
 
 
-def _unable(registry: Registry, candidate: Candidate, question: Question, settings: Settings, objections: tuple[Any, ...]) -> Verdict:
+def _unable(
+    registry: Registry, candidate: Candidate, question: Question, settings: Settings, objections: tuple[Any, ...]
+) -> Verdict:
     def relaxed(stands: Candidate) -> Candidate:
         return next((c for c in registry.candidates(settings, assume_installed=True) if c.id == stands.id), stands)
 

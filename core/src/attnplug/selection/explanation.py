@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -13,6 +12,9 @@ from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug.selection.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _INDENT = "    "
 
@@ -43,8 +45,8 @@ class Explanation:
             return ""
         rival = next(verdict.id for verdict in self.verdicts if verdict.status == "eligible")
         return (
-            f"{self.chosen.id!r} and {rival!r} tie, and the name decided; settle it with backend=[{rival!r}, 'auto'], with ATTNPLUG_BACKEND, or with a "
-            "measured profile (ATTNPLUG_PROFILE)"
+            f"{self.chosen.id!r} and {rival!r} tie, and the name decided; settle it with backend=[{rival!r}, 'auto'], "
+            "with ATTNPLUG_BACKEND, or with a measured profile (ATTNPLUG_PROFILE)"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +89,8 @@ def detail(verdict: Verdict) -> Iterator[str]:
     if verdict.agreement is not None:
         terms = verdict.agreement
         if terms.block_size is not None:
-            yield f"block_size={terms.block_size} kv_layout={terms.kv_layout} kv_cache_dtype={terms.kv_cache_dtype} cudagraph={terms.cudagraph}"
+            shown = ("block_size", "kv_layout", "kv_cache_dtype", "cudagraph")
+            yield " ".join(f"{name}={getattr(terms, name)}" for name in shown)
     for name, text in verdict.emulated.items():
         yield f"emulates {name}: {text}"
     for reason in verdict.reasons:
@@ -101,4 +104,11 @@ def _asked(values: Mapping[str, Any]) -> str:
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
-    return wrap(text, width, initial_indent=indent, subsequent_indent=indent + "  ", break_long_words=False, break_on_hyphens=False)
+    return wrap(
+        text,
+        width,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

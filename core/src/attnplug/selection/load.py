@@ -1,32 +1,42 @@
-"""From a decision to a backend: import the winner, check what it returns, ask its probe. Nothing else of a plugin ever runs."""
+"""
+From a decision to a backend: import the winner, check what it returns, ask its probe. Nothing else of a plugin ever
+runs.
+"""
 
 from __future__ import annotations
 
 import logging
 from importlib import import_module
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from attnplug.discovery.plugin import Plugin
 from attnplug.errors import AttnplugError, NoBackendError, PluginContractError, PluginError, PluginLoadError
 from attnplug.negotiation.negotiate import Question, judge_terms, negotiate
 from attnplug.negotiation.ranking import AUTO
 from attnplug.negotiation.reason import Reason
-from attnplug.request.device import Device
-from attnplug.request.requirements import Requirements
-from attnplug.request.settings import Options
 from attnplug.selection import state as process
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, select
-from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from attnplug.contract.backend import Backend
+    from attnplug.discovery.plugin import Plugin
+    from attnplug.request.device import Device
+    from attnplug.request.requirements import Requirements
+    from attnplug.request.settings import Options
+    from attnplug.selection.selection import Selection
 
 _log = logging.getLogger("attnplug")
 
 
-def load(requirements: Requirements, device: Device | None = None, *, backend: BackendNames | None = None, options: Options | None = None) -> Backend:
+def load(
+    requirements: Requirements,
+    device: Device | None = None,
+    *,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
+) -> Backend:
     """
     Select, import, probe; select again without a candidate that failed, until one stands. Arguments as for `select`.
 
@@ -71,7 +81,10 @@ def load_selection(selection: Selection) -> Backend:
         _probe(manager, selection)
         return _construct(_backend_class(manager, selection), selection)
     except PluginError as error:
-        process.registry().mark_broken(selection.id, Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.allowed, error.given))
+        process.registry().mark_broken(
+            selection.id,
+            Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.allowed, error.given),
+        )
         raise
 
 
@@ -80,29 +93,45 @@ def _same_plugin(selection: Selection) -> Plugin:
     try:
         plugin = process.registry().plugin(selection.backend)
     except AttnplugError as error:
-        raise PluginLoadError(f"{selection.id!r} was selected", f"it is not installed here: {error.given}", f"install {selection.distribution or 'it'}") from error
+        raise PluginLoadError(
+            f"{selection.id!r} was selected",
+            f"it is not installed here: {error.given}",
+            f"install {selection.distribution or 'it'}",
+        ) from error
     candidates = process.registry().candidates(process.current().settings)
     candidate = next((c for c in candidates if c.id == selection.id), None)
     wanted, here = selection.distribution, candidate.distribution if candidate else ""
     if candidate is None or (wanted and wanted != here):
         raise PluginLoadError(
-            f"{selection.id!r} of {wanted!r} was selected", f"{here or plugin.distribution!r} is installed here", "install the same version on every rank"
+            f"{selection.id!r} of {wanted!r} was selected",
+            f"{here or plugin.distribution!r} is installed here",
+            "install the same version on every rank",
         )
     if candidate.standing in ("refused", "broken"):
         why = "; ".join(map(str, candidate.obstacles))
-        raise PluginLoadError(f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.remedy or "select again")
+        raise PluginLoadError(
+            f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.remedy or "select again"
+        )
     question = Question(selection.requirements, selection.device)
     terms = {"block_size": selection.agreement.block_size, "kv_layout": selection.agreement.kv_layout}
-    objections = (*candidate.obstacles, *negotiate(candidate, question).objections, *judge_terms(candidate, question, terms))
+    objections = (
+        *candidate.obstacles,
+        *negotiate(candidate, question).objections,
+        *judge_terms(candidate, question, terms),
+    )
     if objections:
-        raise PluginLoadError(f"{selection.id!r} was selected", f"here it cannot serve: {'; '.join(map(str, objections))}", "select again in this process")
+        raise PluginLoadError(
+            f"{selection.id!r} was selected",
+            f"here it cannot serve: {'; '.join(map(str, objections))}",
+            "select again in this process",
+        )
     return plugin
 
 
 def _import(plugin: Plugin) -> ModuleType:
     try:
         return import_module(plugin.module)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a plugin may fail in any way; the failure is isolated and kept as the cause
+    except (Exception, SystemExit) as error:
         raise PluginLoadError(
             f"the backend {plugin.name!r} was selected",
             f"its module {plugin.module!r} ({plugin.distribution}) does not import: {type(error).__name__}: {error}",
@@ -111,7 +140,9 @@ def _import(plugin: Plugin) -> ModuleType:
 
 
 def _register(module: ModuleType, plugin: Plugin) -> Any:
-    """Put one plugin into a manager of its own: hooks are addressed to one plugin, and a failure leaves nothing behind."""
+    """
+    Put one plugin into a manager of its own: hooks are addressed to one plugin, and a failure leaves nothing behind.
+    """
     from pluggy import PluginManager, PluginValidationError  # noqa: PLC0415 - needed only here, where torch is about to load
 
     from attnplug.contract import hooks  # noqa: PLC0415 - the contract imports torch
@@ -123,7 +154,9 @@ def _register(module: ModuleType, plugin: Plugin) -> Any:
         manager.check_pending()
     except PluginValidationError as error:
         raise PluginContractError(
-            f"the plugin {plugin.name!r} ({plugin.distribution}) was loaded", f"a hook does not match its specification: {error}", "correct the hook"
+            f"the plugin {plugin.name!r} ({plugin.distribution}) was loaded",
+            f"a hook does not match its specification: {error}",
+            "correct the hook",
         ) from error
     if not manager.hook.attnplug_backend.get_hookimpls():
         raise PluginContractError(
@@ -135,16 +168,31 @@ def _register(module: ModuleType, plugin: Plugin) -> Any:
 
 
 def _probe(manager: Any, selection: Selection) -> None:
-    """Ask the plugin, after its import, what no metadata can tell: a library built without a feature, a missing compiler."""
+    """
+    Ask the plugin, after its import, what no metadata can tell: a library built without a feature, a missing
+    compiler.
+    """
     try:
-        refused = manager.hook.attnplug_probe(variant=selection.variant, agreement=selection.agreement, device=selection.device)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `_import`
-        raise PluginLoadError(f"{selection.id!r} was probed", f"its probe raised {type(error).__name__}: {error}", "repair the plugin, or block it") from error
+        refused = manager.hook.attnplug_probe(
+            variant=selection.variant, agreement=selection.agreement, device=selection.device
+        )
+    except (Exception, SystemExit) as error:
+        raise PluginLoadError(
+            f"{selection.id!r} was probed",
+            f"its probe raised {type(error).__name__}: {error}",
+            "repair the plugin, or block it",
+        ) from error
     if refused is None:
         return
     if not isinstance(refused, Reason):
-        raise PluginContractError(f"{selection.id!r} was probed", f"its probe returned {refused!r}", "return None, or an attnplug Reason")
-    raise PluginLoadError(f"{selection.id!r} was probed", f"it refuses this machine: {refused}", refused.because or "choose another backend")
+        raise PluginContractError(
+            f"{selection.id!r} was probed", f"its probe returned {refused!r}", "return None, or an attnplug Reason"
+        )
+    raise PluginLoadError(
+        f"{selection.id!r} was probed",
+        f"it refuses this machine: {refused}",
+        refused.because or "choose another backend",
+    )
 
 
 def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
@@ -152,9 +200,11 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
 
     try:
         found = manager.hook.attnplug_backend(variant=selection.variant, agreement=selection.agreement)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `_import`
+    except (Exception, SystemExit) as error:
         raise PluginLoadError(
-            f"{selection.id!r} was selected", f"its hook attnplug_backend raised {type(error).__name__}: {error}", "repair the plugin, or block it"
+            f"{selection.id!r} was selected",
+            f"its hook attnplug_backend raised {type(error).__name__}: {error}",
+            "repair the plugin, or block it",
         ) from error
     check_backend_class(found, selection.id)
     backend_class: type[Backend] = found
@@ -164,7 +214,9 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
 def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
     try:
         return backend_class(selection)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - as in `_import`
+    except (Exception, SystemExit) as error:
         raise PluginLoadError(
-            f"{selection.id!r} was selected", f"{backend_class.__name__}(selection) raised {type(error).__name__}: {error}", "repair the plugin, or block it"
+            f"{selection.id!r} was selected",
+            f"{backend_class.__name__}(selection) raised {type(error).__name__}: {error}",
+            "repair the plugin, or block it",
         ) from error

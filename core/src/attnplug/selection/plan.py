@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
 from attnplug.errors import NoBackendError, RequirementsError
 from attnplug.negotiation.negotiate import Question
 from attnplug.negotiation.plan import passing_terms, share_terms
-from attnplug.request.device import Device
 from attnplug.request.fields import GRAPH_LEVELS
-from attnplug.request.requirements import Requirements
-from attnplug.request.settings import Options, Settings
 from attnplug.selection.decide import Answers, ask, conclude
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, log_decision, no_backend
 from attnplug.selection.selection import Selection
+
+if TYPE_CHECKING:
+    from attnplug.request.device import Device
+    from attnplug.request.requirements import Requirements
+    from attnplug.request.settings import Options, Settings
 
 
 @frozen
@@ -57,7 +59,9 @@ class Plan:
     @property
     def block_size(self) -> int | None:
         """Tokens per cache block, common to all layers with a paged cache."""
-        return next((s.agreement.block_size for s in self._by_layer.values() if s.agreement.block_size is not None), None)
+        return next(
+            (s.agreement.block_size for s in self._by_layer.values() if s.agreement.block_size is not None), None
+        )
 
     @property
     def kv_layout(self) -> str | None:
@@ -76,49 +80,71 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {"groups": [{"layers": list(group.layers), "selection": group.selection.to_dict()} for group in self.groups]}
+        return {
+            "groups": [{"layers": list(group.layers), "selection": group.selection.to_dict()} for group in self.groups]
+        }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
         """Read what `to_dict` wrote."""
-        return cls(tuple(Group(tuple(group["layers"]), Selection.from_dict(group["selection"])) for group in data["groups"]))
+        return cls(
+            tuple(Group(tuple(group["layers"]), Selection.from_dict(group["selection"])) for group in data["groups"])
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan.from_dict, (self.to_dict(),)
 
 
 def plan(
-    layers: Mapping[str, Requirements], device: Device | None = None, *, backend: BackendNames | None = None, options: Options | None = None
+    layers: Mapping[str, Requirements],
+    device: Device | None = None,
+    *,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
 ) -> Plan:
     """
     Choose for all layers of a model together.
 
-    Every layer gets the best backend that can serve it, as long as all layers with a paged cache then share one block size and one layout; where they would not,
+    Every layer gets the best backend that can serve it, as long as all layers with a paged cache then share one
+    block size and one layout; where they would not,
     the groups with fewer layers take their next best.
 
     Args:
         layers: The requirements of each layer, by name.
-        device: As for `select`; likewise `backend` and `options`.
+        device: As for `select`.
+        backend: As for `select`.
+        options: As for `select`.
 
     Raises:
         NoBackendError: A layer cannot be served, or no choice gives a common block size and layout.
         RequirementsError: `layers` is empty.
     """
     if not layers:
-        raise RequirementsError("no layers were given", "a plan is for the layers of one model", "pass {layer name: Requirements}")
+        raise RequirementsError(
+            "no layers were given", "a plan is for the layers of one model", "pass {layer name: Requirements}"
+        )
     state, where, settings = context(overrides("the call", backend, options, device))
     groups = _by_requirements(layers)
     answers = [ask(state.registry, Question(asked, where), settings) for asked in groups]
-    for (names, answer) in zip(groups.values(), answers):
+    for names, answer in zip(groups.values(), answers, strict=True):
         if not answer.ranked.candidates:
             raise no_backend(conclude(answer, settings), settings, layer=names[0])
     shared = share_terms([(answer.question, answer.ranked.candidates) for answer in answers])
     if shared is None:
         raise _nothing_common(list(groups.values()), answers, settings)
-    explanations = [conclude(answer, settings, terms=terms, pick=candidate) for answer, (candidate, terms) in zip(answers, shared)]
+    explanations = [
+        conclude(answer, settings, terms=terms, pick=candidate)
+        for answer, (candidate, terms) in zip(answers, shared, strict=True)
+    ]
     for explanation in explanations:
         log_decision(explanation)
-    return Plan(tuple(Group(names, e.chosen) for names, e in zip(groups.values(), explanations) if e.chosen is not None))
+    return Plan(
+        tuple(
+            Group(names, e.chosen)
+            for names, e in zip(groups.values(), explanations, strict=True)
+            if e.chosen is not None
+        )
+    )
 
 
 def _by_requirements(layers: Mapping[str, Requirements]) -> dict[Requirements, tuple[str, ...]]:
@@ -131,9 +157,12 @@ def _by_requirements(layers: Mapping[str, Requirements]) -> dict[Requirements, t
 
 def _nothing_common(names: Sequence[tuple[str, ...]], answers: Sequence[Answers], settings: Settings) -> NoBackendError:
     lines = []
-    for layers, answer in zip(names, answers):
+    for layers, answer in zip(names, answers, strict=True):
         if answer.question.requirements.paged:
-            lines += [f"{layers[0]} ({len(layers)} layers), {c.id}: {_sizes(c, answer.question)}" for c in answer.ranked.candidates]
+            lines += [
+                f"{layers[0]} ({len(layers)} layers), {c.id}: {_sizes(c, answer.question)}"
+                for c in answer.ranked.candidates
+            ]
     text = "\n    ".join(lines)
     return NoBackendError(
         "the layers of this model were planned together",

@@ -13,14 +13,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import ManifestError, SettingsError
 from attnplug.manifest.conditions import parse_conditions
 from attnplug.manifest.schema import Condition
 from attnplug.negotiation.candidate import holds
-from attnplug.negotiation.negotiate import Question
 from attnplug.request.toml import parse_toml
+
+if TYPE_CHECKING:
+    from attnplug.negotiation.negotiate import Question
 
 Table = tuple[tuple[Condition, ...], Mapping[str, float]]
 
@@ -49,7 +51,9 @@ def read_profile(path: str) -> tuple[Table, ...]:
     try:
         data = parse_toml(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise SettingsError(f"the profile {path!r} is set", f"it cannot be read: {error}", "correct the file, or unset ATTNPLUG_PROFILE") from error
+        raise SettingsError(
+            f"the profile {path!r} is set", f"it cannot be read: {error}", "correct the file, or unset ATTNPLUG_PROFILE"
+        ) from error
     tables = data.get("measured")
     if set(data) != {"measured"} or not isinstance(tables, list):
         raise _malformed(path, f"it holds {', '.join(map(repr, data)) or 'nothing'}")
@@ -63,7 +67,9 @@ def _table(path: str, table: Any) -> Table:
     if not isinstance(times, Mapping) or not all(type(time) in (int, float) and time > 0 for time in times.values()):
         raise _malformed(path, f"microseconds = {times!r}")
     try:
-        return parse_conditions(lambda _, given, allowed, remedy: ManifestError(given, allowed, remedy, path), table.get("when", {}), ()), times
+        return parse_conditions(
+            lambda _, given, allowed, remedy: ManifestError(given, allowed, remedy, path), table.get("when", {}), ()
+        ), times
     except ManifestError as error:
         raise SettingsError(f"the profile {path!r} is set: {error.given}", error.allowed, error.remedy) from error
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 from attnplug.discovery.plugin import Plugin
 from attnplug.manifest.parse import read_manifest
 from attnplug.selection import state as process
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 def register(module: ModuleType | str, *, manifest: Path | str) -> str:
@@ -29,5 +32,7 @@ def register(module: ModuleType | str, *, manifest: Path | str) -> str:
     """
     name = module if isinstance(module, str) else module.__name__
     parsed = read_manifest(Path(manifest))
-    process.registry().register(Plugin(name=parsed.name, module=name, distribution="(registered)", version="", manifest=parsed))
+    process.registry().register(
+        Plugin(name=parsed.name, module=name, distribution="(registered)", version="", manifest=parsed)
+    )
     return parsed.name

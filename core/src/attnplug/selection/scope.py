@@ -1,5 +1,6 @@
 """
-What a call asks besides requirements and a device: the same keywords for `select`, `load`, `explain`, `plan` and `using`.
+What a call asks besides requirements and a device: the same keywords for `select`, `load`, `explain`, `plan` and
+`using`.
 
 `using` lays its keywords over the calls of this context only; threads and tasks started elsewhere do not see them.
 """
@@ -9,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
 from attnplug.errors import SettingsError
 from attnplug.request.device import Device
-from attnplug.request.settings import Options, Settings
+from attnplug.request.read_only import read_only
+
+if TYPE_CHECKING:
+    from attnplug.request.settings import Options, Settings
 
 BackendNames = str | Sequence[str]
 
@@ -36,7 +39,7 @@ class Overrides:
     backend: tuple[str, ...] = ()
     device: Device | None = None
     options: tuple[tuple[str, str, Any], ...] = ()
-    sources: Mapping[str, str] = field(factory=dict, converter=lambda d: MappingProxyType(dict(d)), eq=False)
+    sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
 
     def over(self, below: Overrides | None) -> Overrides:
         """Return these keywords where given, and those of an outer scope elsewhere."""
@@ -57,7 +60,12 @@ class Overrides:
         options = {backend: dict(values) for backend, values in settings.options.items()}
         for backend, name, value in self.options:
             options.setdefault(backend, {})[name] = value
-        return evolve(settings, backend=self.backend or settings.backend, options=options, sources={**settings.sources, **self.sources})
+        return evolve(
+            settings,
+            backend=self.backend or settings.backend,
+            options=options,
+            sources={**settings.sources, **self.sources},
+        )
 
 
 _SCOPE: ContextVar[Overrides | None] = ContextVar("attnplug_scope", default=None)
@@ -70,15 +78,22 @@ def overrides(source: str, backend: BackendNames | None, options: Options | None
     Check keywords as a user gave them.
 
     Raises:
-        SettingsError: A list of backends is empty or holds something else than names, or options are not tables by backend.
+        SettingsError: A list of backends is empty or holds something else than names, or options are not
+            tables by backend.
     """
     names = () if backend is None else (backend,) if isinstance(backend, str) else tuple(backend)
     if (backend is not None and not names) or not all(isinstance(name, str) and name for name in names):
         raise SettingsError(
-            f"backend={backend!r} was given by {source}", "backend is a name, or a list of names in order, ending in 'auto' to permit others", "leave it out"
+            f"backend={backend!r} was given by {source}",
+            "backend is a name, or a list of names in order, ending in 'auto' to permit others",
+            "leave it out",
         )
     if options is not None and not all(isinstance(table, Mapping) for table in options.values()):
-        raise SettingsError(f"options={options!r} was given by {source}", "options is a table of tables, by backend", "write {'flashinfer': {...}}")
+        raise SettingsError(
+            f"options={options!r} was given by {source}",
+            "options is a table of tables, by backend",
+            "write {'flashinfer': {...}}",
+        )
     flat = tuple((name, option, value) for name, table in (options or {}).items() for option, value in table.items())
     sources = {"backend": source} if names else {}
     sources |= {f"options.{name}.{option}": source for name, option, _ in flat}
@@ -86,7 +101,9 @@ def overrides(source: str, backend: BackendNames | None, options: Options | None
 
 
 @contextmanager
-def using(*, backend: BackendNames | None = None, options: Options | None = None, device: Device | None = None) -> Iterator[None]:
+def using(
+    *, backend: BackendNames | None = None, options: Options | None = None, device: Device | None = None
+) -> Iterator[None]:
     """
     Select with these keywords inside the ``with`` block, in this context only. Blocks nest; a call's own keywords win.
 

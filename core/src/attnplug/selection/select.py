@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING
 
 from attnplug.errors import NoBackendError, RequirementsError
-from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
-from attnplug.request.settings import Options, Settings
 from attnplug.selection import state as process
 from attnplug.selection.decide import decide
-from attnplug.selection.explanation import Explanation
 from attnplug.selection.scope import BackendNames, Overrides, current_scope, overrides
-from attnplug.selection.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    from attnplug.request.device import Device
+    from attnplug.request.settings import Options, Settings
+    from attnplug.selection.explanation import Explanation
+    from attnplug.selection.selection import Selection
 
 _log = logging.getLogger("attnplug")
 
 
 def select(
-    requirements: Requirements, device: Device | None = None, *, backend: BackendNames | None = None, options: Options | None = None
+    requirements: Requirements,
+    device: Device | None = None,
+    *,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
 ) -> Selection:
     """
     Choose a backend. Pure: no plugin, no kernel library and no torch is imported. Decisions are remembered.
@@ -52,9 +60,13 @@ def explain(
     assume_installed: bool = False,
 ) -> Explanation:
     """
-    Say what would be chosen and why not the others. Arguments as for `select`.
+    Say what would be chosen and why not the others.
 
     Args:
+        requirements: As for `select`.
+        device: As for `select`.
+        backend: As for `select`.
+        options: As for `select`.
         assume_installed: Suppose that the kernel libraries that installed plugins require are there.
 
     It never raises because nothing can serve: then `Explanation.chosen` is None.
@@ -65,7 +77,13 @@ def explain(
     """
     asked = overrides("the call", backend, options, device).over(current_scope())
     state = process.current()
-    return _explain(state, requirements, asked.device or state.device, asked.over_settings(state.settings), assume_installed=assume_installed)
+    return _explain(
+        state,
+        requirements,
+        asked.device or state.device,
+        asked.over_settings(state.settings),
+        assume_installed=assume_installed,
+    )
 
 
 def context(asked: Overrides) -> tuple[process.State, Device, Settings]:
@@ -78,13 +96,27 @@ def context(asked: Overrides) -> tuple[process.State, Device, Settings]:
 def no_backend(explanation: Explanation, settings: Settings, layer: str = "") -> NoBackendError:
     """Return the error that says why nothing can serve."""
     whose = f" of layer {layer!r}" if layer else ""
-    named = f" among {', '.join(map(repr, settings.backend))} ({settings.sources.get('backend', 'the call')})" if settings.backend else ""
-    ways = [f"{verdict.id}: {verdict.remedy}" for verdict in explanation.verdicts if verdict.remedy is not None and verdict.remedy.possible]
-    ways += ["permit others with 'auto' in the list"] if settings.backend and any(v.status == "eligible" for v in explanation.verdicts) else []
+    named = (
+        f" among {', '.join(map(repr, settings.backend))} ({settings.sources.get('backend', 'the call')})"
+        if settings.backend
+        else ""
+    )
+    ways = [
+        f"{verdict.id}: {verdict.remedy}"
+        for verdict in explanation.verdicts
+        if verdict.remedy is not None and verdict.remedy.possible
+    ]
+    ways += (
+        ["permit others with 'auto' in the list"]
+        if settings.backend and any(v.status == "eligible" for v in explanation.verdicts)
+        else []
+    )
     return NoBackendError(
         f"no backend can serve the requirements{whose}{named}",
         f"every candidate was asked\n{explanation}",
-        "one of these\n    " + "\n    ".join(ways) if ways else "change the model's attention: no candidate serves these model fields",
+        "one of these\n    " + "\n    ".join(ways)
+        if ways
+        else "change the model's attention: no candidate serves these model fields",
         explanation,
     )
 
@@ -99,10 +131,19 @@ def _select(requirements: Requirements, asked: Overrides) -> Selection:
     return explanation.chosen
 
 
-def _explain(state: process.State, requirements: Requirements, device: Device, settings: Settings, *, assume_installed: bool = False) -> Explanation:
+def _explain(
+    state: process.State,
+    requirements: Requirements,
+    device: Device,
+    settings: Settings,
+    *,
+    assume_installed: bool = False,
+) -> Explanation:
     if not isinstance(requirements, Requirements):
         raise RequirementsError(
-            f"requirements={requirements!r} was given", "the question is an attnplug.Requirements", "build one, or read one with Requirements.from_dict"
+            f"requirements={requirements!r} was given",
+            "the question is an attnplug.Requirements",
+            "build one, or read one with Requirements.from_dict",
         )
     key = (requirements, device, settings, _frozen(settings.options), assume_installed)
     found = state.decisions.get(key)
@@ -120,8 +161,16 @@ def log_decision(explanation: Explanation) -> None:
     if chosen is None:
         _log.info("No backend can serve %s on %s", explanation.requirements, explanation.device)
     else:
-        _log.info("Selected %s for %s on %s", chosen.id, explanation.requirements, explanation.device, extra={"selection": chosen})
+        _log.info(
+            "Selected %s for %s on %s",
+            chosen.id,
+            explanation.requirements,
+            explanation.device,
+            extra={"selection": chosen},
+        )
 
 
 def _frozen(options: Mapping[str, Mapping[str, object]]) -> Hashable:
-    return tuple((backend, name, repr(value)) for backend in sorted(options) for name, value in sorted(options[backend].items()))
+    return tuple(
+        (backend, name, repr(value)) for backend in sorted(options) for name, value in sorted(options[backend].items())
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -11,10 +10,11 @@ from attrs import field, frozen
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
-from attnplug.request.requirements import Requirements
+from attnplug.request.read_only import read_only
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
+    from attnplug.request.requirements import Requirements
 
 
 @frozen
@@ -27,14 +27,15 @@ class Selection:
         device: The device that was asked about.
         verdicts: The answer of every candidate, the chosen one first.
         decided_by: The criterion that put the winner before the next; empty where only one could serve.
-        provenance: Where each setting that took part came from, e.g. ``{"backend": "environment variable ATTNPLUG_BACKEND"}``.
+        provenance: Where each setting that took part came from, e.g. ``{"backend": "environment variable
+            ATTNPLUG_BACKEND"}``.
     """
 
     agreement: Agreement
     device: Device
     verdicts: tuple[Verdict, ...] = ()
     decided_by: str = ""
-    provenance: Mapping[str, str] = field(factory=dict, converter=lambda d: MappingProxyType(dict(d)), hash=False)
+    provenance: Mapping[str, str] = field(factory=dict, converter=read_only, hash=False)
 
     @property
     def id(self) -> str:

@@ -1,7 +1,8 @@
 """
 What this process knows: installed backends, settings, the device, and the decisions that were made on them.
 
-One immutable-looking snapshot is replaced as a whole, so that threads see either the old world or the new one. Nothing here survives `refresh`.
+One immutable-looking snapshot is replaced as a whole, so that threads see either the old world or the new one.
+Nothing here survives `refresh`.
 """
 
 from __future__ import annotations
@@ -9,18 +10,15 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable
 from threading import RLock
-from typing import TYPE_CHECKING
 
 from attrs import define, field
 
 from attnplug.discovery.registry import Registry
 from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
 from attnplug.request.settings import Settings
-
-if TYPE_CHECKING:
-    from attnplug.request.requirements import Requirements
-    from attnplug.selection.explanation import Explanation
-    from attnplug.selection.selection import Selection
+from attnplug.selection.explanation import Explanation
+from attnplug.selection.selection import Selection
 
 _MOST_DECISIONS = 4096
 
@@ -65,7 +63,10 @@ _state: State | None = None
 
 
 def current() -> State:
-    """Return the snapshot, scanning what is installed on first use and starting a new one after the registry has changed."""
+    """
+    Return the snapshot, scanning what is installed on first use and starting a new one after the registry has
+    changed.
+    """
     state = _state
     if state is None or state.registry.generation != state.generation:
         return _renew()
@@ -73,7 +74,9 @@ def current() -> State:
 
 
 def refresh() -> None:
-    """Forget everything: installed backends, settings, the device and all decisions are read and made again on next use."""
+    """
+    Forget everything: installed backends, settings, the device and all decisions are read and made again on next use.
+    """
     from attnplug.selection.profile import read_profile  # noqa: PLC0415 - only a refresh needs it
 
     global _state  # noqa: PLW0603 - the one process-wide name of this project; see the module docstring
@@ -88,7 +91,7 @@ def registry() -> Registry:
 
 
 def _renew() -> State:
-    global _state  # noqa: PLW0603 - as above
+    global _state  # noqa: PLW0603 - the one process-wide name of this project; see the module docstring
     with _lock:
         if _state is None:
             settings = Settings.read()
@@ -107,4 +110,3 @@ def _unlock_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_unlock_in_child)
-
