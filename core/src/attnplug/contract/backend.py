@@ -9,9 +9,15 @@ import torch
 
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.dtypes import torch_dtype
-from attnplug.contract.kv_cache import Cache, CacheTensor
+from attnplug.contract.guards.cache import CacheGuard
+from attnplug.contract.guards.forward import ForwardGuard
+from attnplug.contract.guards.layer import complete_layer
+from attnplug.contract.guards.limits import check_limits
+from attnplug.contract.kv_cache import Cache, CacheTensor, check_blocks, copy_between, to_pairs
+from attnplug.contract.limits import Parallel
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import GraphKey, State
+from attnplug.errors import CacheError, LayerError, LimitsError, PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.layer import Layer
-    from attnplug.contract.limits import Limits, Parallel
+    from attnplug.contract.limits import Limits
     from attnplug.negotiation.agreement import Agreement
     from attnplug.selection.selection import Selection
 
@@ -80,12 +86,23 @@ class Backend(ABC):
         Args:
             num_blocks: Blocks of the cache, the null block 0 included.
         """
-        raise NotImplementedError
+        asked = self.agreement.requirements
+        if not asked.paged:
+            return {}
+        dtype, size, heads = torch_dtype(self.agreement.kv_cache_dtype), self.agreement.block_size, asked.num_kv_heads
+        assert size is not None
+        heads_first = self.agreement.kv_layout == "HND"
+        if asked.head_size_v == asked.head_size:
+            shape = (2, num_blocks, size, heads, asked.head_size)
+            return {"kv": CacheTensor(shape, dtype, 1, (0, 1, 3, 2, 4) if heads_first else (0, 1, 2, 3, 4))}
+        order = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
+        widths = {"k": asked.head_size, "v": asked.head_size_v or asked.head_size}
+        return {role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order) for role, width in widths.items()}
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block adds to one layer's cache; 0 without a cache."""
-        raise NotImplementedError
+        return self._cache_bytes(3) - self._cache_bytes(2)
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the workspace that batches within these limits need."""
@@ -104,7 +121,20 @@ class Backend(ABC):
         Raises:
             CacheError: The agreement has no cache, or there are too few blocks.
         """
-        raise NotImplementedError
+        specs = self.cache_tensors(num_blocks) if type(num_blocks) is int and num_blocks >= 2 else {}
+        if not specs:
+            raise CacheError(
+                f"a cache of {num_blocks!r} blocks was asked of {self.id}",
+                "a cache has at least 2 blocks, since no request gets block 0"
+                if self.agreement.requirements.paged
+                else "paged=False was negotiated",
+                "pass free_bytes // (layers * backend.bytes_per_block)"
+                if self.agreement.requirements.paged
+                else "pass kv_cache=None to forward",
+            )
+        target = self.device if device is None else torch.device(device)
+        tensors = {role: spec.allocate(target) for role, spec in specs.items()}
+        return tensors if len(tensors) > 1 else next(iter(tensors.values()))
 
     @final
     def make_impl(self, layer: Layer) -> AttentionImpl:
@@ -116,7 +146,17 @@ class Backend(ABC):
             LayerError: A value of the layer is wrong in itself.
             TensorError: A tensor has the wrong shape, dtype or device.
         """
-        raise NotImplementedError
+        completed = complete_layer(layer, self.agreement, self.device, self.impl_class.static_scales)
+        self._check_sink_lse()
+        impl = self.impl_class(completed, self.agreement)
+        if getattr(impl, "layer", None) is not completed:
+            raise PluginContractError(
+                f"{type(impl).__name__} was constructed, and does not hold the completed layer",
+                "an implementation keeps the layer that it was given",
+                "call super().__init__(layer, agreement) first, and leave self.layer alone",
+            )
+        impl.bind(ForwardGuard(impl, self.cache_tensors(2), self.metadata_class, self.device))
+        return impl
 
     @final
     def make_state(self, limits: Limits, parallel: Parallel | None = None) -> State:
@@ -126,7 +166,9 @@ class Backend(ABC):
         Raises:
             LimitsError: The limits contradict the agreement.
         """
-        raise NotImplementedError
+        ranks = Parallel() if parallel is None else parallel
+        check_limits(limits, ranks, self.agreement)
+        return self.state_class(self, limits, self.device, ranks)
 
     @final
     def make_builder(self, impls: Sequence[AttentionImpl], state: State) -> MetadataBuilder:
@@ -136,7 +178,28 @@ class Backend(ABC):
         Raises:
             LayerError: There are none, or one was not made by this backend's agreement.
         """
-        raise NotImplementedError
+        if not impls:
+            raise LayerError(
+                "a builder for no layers was asked for",
+                "a builder serves at least one layer",
+                "pass the results of make_impl",
+            )
+        for impl in impls:
+            if not isinstance(impl, self.impl_class) or impl.agreement != self.agreement:
+                raise LayerError(
+                    f"a builder of {self.id} was asked for layer {impl.layer.name!r}, made by {impl.agreement.id}",
+                    "the layers of a builder share one agreement",
+                    "make one builder per backend object: attnplug.plan groups the layers",
+                )
+        names = [impl.layer.name for impl in impls]
+        if len(set(names)) < len(names):
+            raise LayerError(
+                f"a builder for layers {names} was asked for",
+                "layer names are unique in a model",
+                "name each layer once",
+            )
+        self._check_state(state)
+        return self.builder_class(self, impls, state)
 
     def swap_blocks(self, src: Cache, dst: Cache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
         """
@@ -152,7 +215,8 @@ class Backend(ABC):
         Raises:
             CacheError: A block is outside its cache, or is the destination of two sources.
         """
-        raise NotImplementedError
+        pairs = to_pairs(src_to_dst)
+        self._move(src, dst, pairs, first=0)
 
     def copy_blocks(
         self, caches: Iterable[Cache], src_to_dsts: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]
@@ -167,8 +231,48 @@ class Backend(ABC):
         Raises:
             CacheError: As for `swap_blocks`; the null block neither gives nor takes here.
         """
-        raise NotImplementedError
+        pairs = to_pairs(src_to_dsts)
+        for cache in caches:
+            self._move(cache, cache, pairs, first=1)
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Compile and load what the first use of these batch shapes would. The default has nothing to prepare."""
         del shapes
+
+    def _cache_bytes(self, num_blocks: int) -> int:
+        return sum(spec.nbytes for spec in self.cache_tensors(num_blocks).values())
+
+    def _move(self, src: Cache, dst: Cache, pairs: Tensor, first: int) -> None:
+        specs = self.cache_tensors(2)
+        guard = CacheGuard(specs, self.agreement)
+        counts = [guard.check(cache, _device_of(cache)) for cache in (src, dst)]
+        for name, blocks, count in zip(("source", "destination"), pairs.unbind(1), counts):
+            check_blocks(name, blocks, first, count)
+        for role, spec in specs.items():
+            copy_between(spec, _tensor_of(src, role), _tensor_of(dst, role), pairs)
+
+    def _check_sink_lse(self) -> None:
+        asked = self.agreement.requirements
+        if asked.sinks and asked.return_lse and self.impl_class.lse_includes_sink is None:
+            raise PluginContractError(
+                f"{self.impl_class.__name__} serves sinks and LSE, and does not say whether its LSE counts the sink",
+                "lse_includes_sink is True or False where both are served: merging counts a sink once",
+                f"declare lse_includes_sink on {self.impl_class.__name__}",
+            )
+
+    def _check_state(self, state: State) -> None:
+        if not isinstance(state, self.state_class) or state.backend.id != self.id or state.device != self.device:
+            raise LimitsError(
+                f"a builder of {self.id} on {self.device} was asked for with a state of {state.backend.id} on {state.device}",
+                "a state belongs to one backend, variant and device",
+                "pass the state that this backend's make_state returned",
+            )
+        check_limits(state.limits, state.parallel, self.agreement)
+
+
+def _device_of(cache: Cache) -> torch.device:
+    return cache.device if isinstance(cache, torch.Tensor) else next(iter(cache.values())).device
+
+
+def _tensor_of(cache: Cache, role: str) -> Tensor:
+    return cache if isinstance(cache, torch.Tensor) else cache[role]

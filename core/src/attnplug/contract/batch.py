@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 from attrs import field, frozen
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
-
-    from torch import Tensor
+    from collections.abc import Callable, Sequence
 
 _T = TypeVar("_T")
 
@@ -55,6 +55,7 @@ class Batch:
         dcp_local_seq_lens_cpu: Host copy.
         key_start_loc: ``(num_reqs + 1,)`` as `query_start_loc`, for the K/V rows of dense calls.
         key_start_loc_cpu: Host copy.
+        derived: What `once` has derived from this batch.
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after another, True attends.
     """
 
@@ -80,7 +81,7 @@ class Batch:
     key_start_loc: Tensor | None = None
     key_start_loc_cpu: Tensor | None = field()
     custom_mask: Tensor | None = None
-    _derived: dict[Hashable, Any] = field(init=False, factory=dict, repr=False)
+    derived: dict[Hashable, Any] = field(init=False, factory=dict, repr=False)
 
     @query_start_loc_cpu.default
     def _own_query_start_loc(self) -> Tensor | None:
@@ -155,9 +156,9 @@ class Batch:
 
     def once(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """Return `compute()`, evaluated once for this batch: what several builders derive from the same batch (CSR pages, say) is shared."""
-        if key not in self._derived:
-            self._derived[key] = compute()
-        return cast("_T", self._derived[key])
+        if key not in self.derived:
+            self.derived[key] = compute()
+        return cast("_T", self.derived[key])
 
 
 def _int32(values: Sequence[int]) -> Tensor:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Union, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias, final
 
 from attnplug.contract.dtypes import torch_dtype
+from attnplug.contract.guards.scales import UNQUANTIZED
+from attnplug.contract.guards.writers import settle_writers
+from attnplug.errors import LayerError, PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
     import torch
     from torch import Tensor
-    from typing_extensions import TypeAlias
 
+    from attnplug.contract.guards.forward import ForwardGuard
     from attnplug.contract.kv_cache import Cache
     from attnplug.contract.layer import Layer
     from attnplug.contract.metadata import Metadata
@@ -32,6 +35,7 @@ class AttentionImpl(ABC):
         cache_write: Who writes K/V into the cache: ``"forward"``, ``"host"`` (through `write_kv`), ``"either"`` (the layer says; forward if it does not), or a
             mapping of these by phase.
         lse_includes_sink: Whether the LSE that forward returns counts the sink; has to be said by who serves both.
+        static_scales: Which of ``"q"``, ``"k"`` and ``"v"`` are scaled by the layer's scales when the cache is quantized; other scales are refused.
         query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then passes queries in the cache's dtype.
         layer: The completed layer: no value that the agreement knows is None.
         agreement: What was negotiated.
@@ -45,11 +49,15 @@ class AttentionImpl(ABC):
         logits_soft_cap: The soft cap; None for none.
         causal: Whether a token attends no later token.
         forward_writes: The phases in which `_forward` writes the given K/V into the cache; empty where the host does, or the layer has no cache of its own.
+        host_writes: The phases in which the host does, through `write_kv`.
     """
 
     cache_write: ClassVar[CacheWrite | Mapping[str, CacheWrite]]
     lse_includes_sink: ClassVar[bool | None] = None
+    static_scales: ClassVar[frozenset[str]] = frozenset()
     query_quantization: ClassVar[Literal["impl", "host"]] = "impl"
+
+    _guard: ForwardGuard | None = None
 
     def __init__(self, layer: Layer, agreement: Agreement) -> None:
         asked = agreement.requirements
@@ -64,7 +72,7 @@ class AttentionImpl(ABC):
         self.window = layer.window
         self.logits_soft_cap = layer.logits_soft_cap
         self.causal = bool(asked.causal)
-        self.forward_writes: frozenset[str] = frozenset()
+        self.forward_writes, self.host_writes = settle_writers(self.cache_write, layer, agreement)
 
     @property
     def plan_key(self) -> Hashable:
@@ -82,6 +90,12 @@ class AttentionImpl(ABC):
             asked.dtype,
             self.agreement.kv_cache_dtype,
         )
+
+    @property
+    def query_dtype(self) -> torch.dtype:
+        """Dtype of the queries: the layer's, or the cache's where the host quantizes them."""
+        quantized = self.query_quantization == "host" and self.agreement.kv_cache_dtype not in UNQUANTIZED
+        return torch_dtype(self.agreement.kv_cache_dtype if quantized else self.agreement.requirements.dtype)
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -125,8 +139,13 @@ class AttentionImpl(ABC):
             TensorError: A tensor has the wrong shape, dtype or device.
             CacheError: The cache is not what `make_cache` makes, or smaller than the blocks in use.
             NotNegotiatedError: LSE is asked for and was not negotiated.
+            BatchError: The metadata is not from a builder of this layer's agreement.
         """
-        raise NotImplementedError
+        guard = self._guard or self._refuse_unbound()
+        if guard.check_call(query, key, value, kv_cache, metadata, output, lse):
+            self._profile(query, key, value, output, lse)
+        else:
+            self._forward(query, key, value, kv_cache, metadata, output, lse)
 
     @final
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
@@ -143,7 +162,30 @@ class AttentionImpl(ABC):
             CacheError: Forward writes the cache itself, the layer has no cache of its own, or a slot is outside it (slots on the CPU).
             TensorError: A tensor has the wrong shape, dtype or device.
         """
-        raise NotImplementedError
+        guard = self._guard or self._refuse_unbound()
+        guard.check_write(key, value, kv_cache, slot_mapping)
+        self._write_kv(key, value, kv_cache, slot_mapping)
+
+    @final
+    def bind(self, guard: ForwardGuard) -> None:
+        """Take the guard of this layer's calls; `Backend.make_impl` hands it over."""
+        self._guard = guard
+
+    def plan(self, metadata: Metadata) -> Any:
+        """
+        Return the plan that the builder made for this layer.
+
+        Raises:
+            LayerError: It made none.
+        """
+        try:
+            return metadata.plans[self.plan_key]
+        except KeyError:
+            raise LayerError(
+                f"layer {self.layer.name!r} has the plan key {self.plan_key}",
+                f"the metadata has plans for {', '.join(map(str, metadata.plans)) or 'no layer'}",
+                "give this layer's implementation to make_builder, whose metadata it runs on",
+            ) from None
 
     @abstractmethod
     def _forward(
@@ -158,9 +200,22 @@ class AttentionImpl(ABC):
     ) -> None:
         """Attend. Everything is checked; `metadata` is never None, `kv_cache` is None for dense calls only."""
 
-    def _profile(self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None) -> None:
+    def _profile(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
+    ) -> None:
         """Run what a profiling run measures. The default leaves the output untouched."""
 
     def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
-        raise NotImplementedError
+        raise PluginContractError(
+            f"{type(self).__name__} has no _write_kv",
+            f"cache_write={self.cache_write!r} lets the host write the cache",
+            "override _write_kv, or declare cache_write='forward'",
+        )
+
+    def _refuse_unbound(self) -> NoReturn:
+        raise LayerError(
+            f"an implementation of layer {self.layer.name!r} was constructed by itself",
+            "implementations are made by Backend.make_impl, which checks the layer and knows the cache",
+            "call backend.make_impl(layer)",
+        )

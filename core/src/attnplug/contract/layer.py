@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from attrs import field, frozen
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from torch import Tensor
+from torch import Tensor
 
 
 def _as_pairs(value: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None) -> tuple[tuple[str, Any], ...] | None:

@@ -6,15 +6,32 @@ from typing import Any
 
 from attrs import field, frozen
 
+from attnplug.errors import LimitsError
+from attnplug.request.fields import GRAPH_LEVELS
+
 
 def _to_sizes(sizes: Any) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
+
+
+def _refuse(name: str, value: object, allowed: str) -> None:
+    raise LimitsError(f"{name}={value!r} was given", f"{name} is {allowed}", f"pass another {name}")
+
+
+def _check_counts(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) is not int or value < 1:
+            _refuse(name, value, "a whole number from 1 on")
 
 
 @frozen(kw_only=True)
 class Limits:
     """
     Upper bounds of every batch, for workspaces, staging buffers and graphs.
+
+    Raises:
+        LimitsError: A number is not positive, or contradicts another.
 
     Attributes:
         max_num_reqs: Requests per batch, padded ones included.
@@ -36,11 +53,25 @@ class Limits:
     max_num_splits: int | None = None
     batch_invariant: bool | None = None
 
+    def __attrs_post_init__(self) -> None:
+        _check_counts(self, "max_num_reqs", "max_num_tokens", "max_seq_len")
+        if self.num_blocks is not None and (type(self.num_blocks) is not int or self.num_blocks < 2):
+            _refuse("num_blocks", self.num_blocks, "at least 2: block 0 is a null block that no request gets")
+        if self.max_num_splits is not None:
+            _check_counts(self, "max_num_splits")
+        if self.cudagraph is not None and self.cudagraph not in GRAPH_LEVELS:
+            _refuse("cudagraph", self.cudagraph, f"one of {', '.join(map(repr, GRAPH_LEVELS))}")
+        if any(type(size) is not int or not 1 <= size <= self.max_num_tokens for size in self.capture_sizes):
+            _refuse("capture_sizes", self.capture_sizes, f"token counts from 1 to max_num_tokens={self.max_num_tokens}")
+
 
 @frozen(kw_only=True)
 class Parallel:
     """
     The ranks that share this model.
+
+    Raises:
+        LimitsError: A size is not positive, or a rank is not below its size.
 
     Attributes:
         tp_rank: Rank in tensor parallelism.
@@ -57,3 +88,10 @@ class Parallel:
     dcp_size: int = 1
     dcp_interleave: int = 1
     dcp_group: Any = field(default=None, eq=False)
+
+    def __attrs_post_init__(self) -> None:
+        _check_counts(self, "tp_size", "dcp_size", "dcp_interleave")
+        for kind in ("tp", "dcp"):
+            rank, size = getattr(self, f"{kind}_rank"), getattr(self, f"{kind}_size")
+            if type(rank) is not int or not 0 <= rank < size:
+                _refuse(f"{kind}_rank", rank, f"a whole number from 0 to {size - 1}, below {kind}_size={size}")

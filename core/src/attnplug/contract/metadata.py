@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from attrs import field, frozen
 
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
-
-    from attnplug.contract.batch import Batch
+from attnplug.contract.batch import Batch
+from attnplug.negotiation.agreement import Agreement
 
 
 @frozen(eq=False, kw_only=True)
@@ -21,19 +20,23 @@ class Metadata:
     Any Python value in here is frozen when a graph is captured; what changes between replays is a tensor updated in place.
 
     Attributes:
+        agreement: What was negotiated; a layer of another agreement refuses the metadata.
         batch: The batch.
         num_decodes: Requests at the front whose query is at most the agreed decode query length.
         num_prefills: The other requests, padding included.
         num_decode_tokens: Query tokens of the decodes: the first rows.
         num_prefill_tokens: Query tokens of the prefills: the rows after them.
+        num_key_rows: K/V rows that a call brings.
         highest_block: An upper bound of the block numbers that this step touches; -1 where no host copy tells.
         plans: A plan per plan key, for libraries that plan.
     """
 
+    agreement: Agreement
     batch: Batch
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
     num_prefill_tokens: int
+    num_key_rows: int
     highest_block: int = -1
     plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}))

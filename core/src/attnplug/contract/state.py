@@ -43,7 +43,9 @@ class State:
         device: Where it lives.
     """
 
-    def __init__(self, backend: Backend, limits: Limits, device: torch.device, parallel: Parallel | None = None) -> None:
+    def __init__(
+        self, backend: Backend, limits: Limits, device: torch.device, parallel: Parallel | None = None
+    ) -> None:
         self.backend = backend
         self.limits = limits
         self.device = device

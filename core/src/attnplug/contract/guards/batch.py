@@ -1,0 +1,218 @@
+"""Compares a batch with itself, the agreement and the limits, from host copies alone: nothing here waits for a device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+
+from attnplug.contract.guards.dense import check_dense
+from attnplug.contract.guards.index import check_index, check_mirror
+from attnplug.contract.guards.negotiated import check_negotiated
+from attnplug.contract.guards.pages import PageGuard
+from attnplug.errors import BatchError, NotNegotiatedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.contract.batch import Batch
+    from attnplug.contract.limits import Limits
+    from attnplug.negotiation.agreement import Agreement
+
+_COUNTS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
+
+
+@frozen
+class Facts:
+    """
+    What checking a batch finds out about it.
+
+    Attributes:
+        num_decodes: Requests at the front that are decodes.
+        num_prefills: The others.
+        num_decode_tokens: Query tokens of the decodes.
+        num_prefill_tokens: Query tokens of the others.
+        num_key_rows: K/V rows that a call brings.
+        highest_block: An upper bound of the blocks in use, -1 where nothing tells.
+    """
+
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_key_rows: int
+    highest_block: int
+
+
+class BatchGuard:
+    """Checks the batches of one builder."""
+
+    def __init__(self, agreement: Agreement, limits: Limits, device: torch.device) -> None:
+        asked = agreement.requirements
+        self._agreement = agreement
+        self._asked = asked
+        self._limits = limits
+        self._device_type = device.type
+        self._pages = PageGuard(agreement, limits.num_blocks, device.type) if asked.paged else None
+        # Without a cache, or without a decode phase, there are no decodes: a short sequence is a short prefill.
+        self._threshold = asked.decode_query_len if asked.paged and "decode" in asked.phases else 0
+        self._orders_keys = asked.attn_type != "encoder_decoder" and (bool(asked.paged) or bool(asked.causal))
+
+    def check(self, batch: Batch) -> Facts:
+        """
+        Return the batch's facts.
+
+        Raises:
+            ContractError: The batch contradicts itself, the agreement or the limits; see `MetadataBuilder.build`.
+        """
+        self._check_counts(batch)
+        starts, query_lens = self._check_queries(batch)
+        seq_lens = self._check_lengths(batch, query_lens)
+        check_negotiated(batch, self._agreement, self._device_type)
+        num_decodes = self._split(batch, query_lens)
+        if self._pages is not None:
+            rows, highest = self._pages.check(batch, query_lens, seq_lens)
+        else:
+            rows, highest = check_dense(batch, seq_lens, self._device_type), -1
+        tokens = starts[num_decodes]
+        return Facts(num_decodes, batch.num_reqs - num_decodes, tokens, batch.num_actual_tokens - tokens, rows, highest)
+
+    def _check_counts(self, batch: Batch) -> None:
+        for name in _COUNTS:
+            count = getattr(batch, name)
+            if type(count) is not int:
+                raise BatchError(
+                    f"{name}={count!r} was given",
+                    f"{name} is a Python int, known without reading a device",
+                    "pass int(...)",
+                )
+        limits = self._limits
+        if batch.num_reqs < 1 or batch.num_actual_tokens < 1:
+            raise BatchError(
+                f"a batch of {batch.num_reqs} requests and {batch.num_actual_tokens} tokens was given",
+                "a batch has at least one request and one token",
+                "skip the step when nothing is scheduled",
+            )
+        for name, count, most in (
+            ("num_reqs", batch.num_reqs, limits.max_num_reqs),
+            ("num_actual_tokens", batch.num_actual_tokens, limits.max_num_tokens),
+            ("max_seq_len", batch.max_seq_len, limits.max_seq_len),
+        ):
+            if count > most:
+                bound = (
+                    "max_num_tokens"
+                    if name == "num_actual_tokens"
+                    else name
+                    if name.startswith("max")
+                    else f"max_{name}"
+                )
+                raise BatchError(
+                    f"a batch with {name}={count} was given",
+                    f"the state was made for {bound}={most}",
+                    f"schedule less, or make the state with Limits({bound}={count}, ...) or more",
+                )
+
+    def _check_queries(self, batch: Batch) -> tuple[list[int], Tensor]:
+        shape = (batch.num_reqs + 1,)
+        check_index("query_start_loc", batch.query_start_loc, shape, torch.int32, self._device_type)
+        host = check_mirror("query_start_loc", batch.query_start_loc, batch.query_start_loc_cpu)
+        starts: list[int] = host.tolist()
+        lens = host.diff()
+        low, high = (int(end) for end in torch.aminmax(lens))
+        if starts[0] != 0 or low < 0 or starts[-1] != batch.num_actual_tokens:
+            _refuse_starts(batch, starts)
+        if high != batch.max_query_len:
+            raise BatchError(
+                f"max_query_len={batch.max_query_len} was given",
+                f"the longest query has {high} tokens",
+                f"pass max_query_len={high}",
+            )
+        return starts, lens
+
+    def _check_lengths(self, batch: Batch, query_lens: Tensor) -> Tensor | None:
+        """Return the exact lengths on the host, or None where the host does not know them."""
+        shape = (batch.num_reqs,)
+        check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
+        exact = self._asked.host_lengths == "exact"
+        if batch.seq_lens_cpu is None and not exact:
+            _check_longest(batch, batch.max_query_len if self._orders_keys else 0, exact=False)
+            return None
+        host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
+        low, high = (int(end) for end in torch.aminmax(host))
+        _check_longest(batch, high, exact=exact)
+        if low < 0 or (self._orders_keys and int((host - query_lens).amin()) < 0):
+            _refuse_short(batch, host, query_lens)
+        if batch.num_computed_tokens_cpu is not None:
+            _check_computed(batch, host - query_lens, exact=exact)
+        return host if exact else None
+
+    def _split(self, batch: Batch, query_lens: Tensor) -> int:
+        """Return the number of decodes; they stand first, and padded requests may stand anywhere."""
+        threshold = self._threshold
+        if batch.max_query_len <= threshold:
+            return batch.num_reqs
+        if "prefill" not in self._asked.phases:
+            raise NotNegotiatedError(
+                f"a batch with a query of {batch.max_query_len} tokens was given",
+                f"{self._agreement.id} was selected for decodes alone, of at most {threshold} tokens",
+                f"select again with phases=('prefill', 'decode') or decode_query_len={batch.max_query_len}",
+            )
+        if threshold == 0:
+            return 0
+        lens: list[int] = query_lens.tolist()
+        first = next(index for index, length in enumerate(lens) if length > threshold)
+        for index in range(first, len(lens)):
+            if 0 < lens[index] <= threshold:
+                raise BatchError(
+                    f"request {index} is a decode of {lens[index]} tokens behind the prefill of request {first}",
+                    f"decodes (queries of at most {threshold} tokens) stand first in every batch",
+                    "reorder with attnplug.batching.reorder_batch_to_split_decodes_and_prefills",
+                )
+        return first
+
+
+def _refuse_starts(batch: Batch, starts: list[int]) -> None:
+    fall = next((index for index in range(batch.num_reqs) if starts[index + 1] < starts[index]), None)
+    found = f"it starts at {starts[0]} and ends at {starts[-1]}"
+    if fall is not None:
+        found += f", and falls from {starts[fall]} to {starts[fall + 1]} at request {fall}"
+    raise BatchError(
+        f"a query_start_loc was given, and {found}",
+        f"it starts at 0, never falls, and ends at num_actual_tokens={batch.num_actual_tokens}",
+        "pass [0, *itertools.accumulate(query_lens)], or use Batch.from_lengths",
+    )
+
+
+def _check_longest(batch: Batch, longest: int, *, exact: bool) -> None:
+    if batch.max_seq_len == longest or (batch.max_seq_len > longest and not exact):
+        return
+    raise BatchError(
+        f"max_seq_len={batch.max_seq_len} was given",
+        f"the longest sequence has {longest} tokens" + ("" if exact else ", and max_seq_len is at least that"),
+        f"pass max_seq_len={longest}"
+        + ("; an upper bound needs host_lengths='upper_bound' in the requirements" if exact else " or more"),
+    )
+
+
+def _refuse_short(batch: Batch, seq_lens: Tensor, query_lens: Tensor) -> None:
+    short = int((seq_lens - query_lens.clamp(min=0)).argmin())
+    raise BatchError(
+        f"request {short} has a sequence of {int(seq_lens[short])} tokens and a query of {int(query_lens[short])}",
+        "a sequence counts its query too: seq_len >= query_len, and no length is negative",
+        "pass seq_len = computed tokens + query tokens",
+    )
+
+
+def _check_computed(batch: Batch, contexts: Tensor, *, exact: bool) -> None:
+    computed = batch.num_computed_tokens_cpu
+    assert computed is not None
+    check_index("num_computed_tokens_cpu", computed, (batch.num_reqs,), torch.int32, "cpu")
+    wrong = computed.ne(contexts) if exact else (computed < 0) | (computed > contexts)
+    if bool(wrong.any()):
+        index = int(wrong.int().argmax())
+        raise BatchError(
+            f"request {index} has num_computed_tokens={int(computed[index])}",
+            f"its lengths leave {int(contexts[index])}: seq_len - query_len" + ("" if exact else ", at most"),
+            "leave num_computed_tokens_cpu out, and it follows from the lengths",
+        )

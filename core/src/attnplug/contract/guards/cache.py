@@ -1,0 +1,94 @@
+"""Whether a cache is what `Backend.make_cache` makes: roles, shapes, dtypes, device and order in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attnplug.contract.guards.wording import describe
+from attnplug.errors import CacheError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from attnplug.contract.kv_cache import Cache, CacheTensor
+    from attnplug.negotiation.agreement import Agreement
+
+
+class CacheGuard:
+    """Checks the caches of one layer. A form that was found right is remembered, so that the next call compares it alone."""
+
+    def __init__(self, specs: Mapping[str, CacheTensor], agreement: Agreement) -> None:
+        self._specs = dict(specs)
+        self._agreement = agreement
+        self._known: dict[str, tuple[Any, Any, int | None]] = dict.fromkeys(specs, (None, None, None))
+
+    def check(self, kv_cache: Cache, device: torch.device) -> int:
+        """
+        Return the number of blocks.
+
+        Raises:
+            CacheError: The cache is not what `Backend.make_cache` makes.
+        """
+        if isinstance(kv_cache, Mapping):
+            return self._check_roles(kv_cache, device)
+        if len(self._specs) != 1:
+            raise CacheError(
+                f"a cache tensor of {describe(kv_cache)} was given",
+                f"{self._agreement.id} has the cache tensors {', '.join(self._specs)}",
+                "pass the mapping that Backend.make_cache returned",
+            )
+        (role,) = self._specs
+        return self._check_tensor(role, kv_cache, device) or 0
+
+    def _check_roles(self, kv_cache: Mapping[str, Tensor], device: torch.device) -> int:
+        if kv_cache.keys() != self._specs.keys():
+            raise CacheError(
+                f"a cache with the tensors {', '.join(map(repr, kv_cache))} was given",
+                f"{self._agreement.id} has {', '.join(map(repr, self._specs))}",
+                "pass what Backend.make_cache returned",
+            )
+        found = {role: self._check_tensor(role, tensor, device) for role, tensor in kv_cache.items()}
+        counts = {blocks for blocks in found.values() if blocks is not None}
+        if len(counts) != 1:
+            raise CacheError(
+                f"a cache with the block counts {found} was given",
+                "all tensors of a cache have as many blocks",
+                "pass what Backend.make_cache returned",
+            )
+        return counts.pop()
+
+    def _check_tensor(self, role: str, tensor: Tensor, device: torch.device) -> int | None:
+        spec = self._specs[role]
+        shape, strides, blocks = self._known[role]
+        if tensor.shape != shape or tensor.stride() != strides:
+            blocks = self._look(role, tensor)
+        if tensor.dtype != spec.dtype or tensor.device != device:
+            self._refuse(role, tensor, f"{spec.dtype} on {device}")
+        return blocks
+
+    def _look(self, role: str, tensor: Tensor) -> int | None:
+        spec = self._specs[role]
+        shape = list(tensor.shape)
+        blocks = None
+        if spec.block_axis is not None and len(shape) == len(spec.shape):
+            blocks, shape[spec.block_axis] = shape[spec.block_axis], spec.shape[spec.block_axis]
+        if shape != list(spec.shape):
+            text = ["num_blocks" if axis == spec.block_axis else str(size) for axis, size in enumerate(spec.shape)]
+            self._refuse(role, tensor, f"({', '.join(text)})")
+        if not spec.is_ordered(tensor):
+            self._refuse(
+                role,
+                tensor,
+                f"of memory order {spec.stride_order} (kv_layout={self._agreement.kv_layout!r}), not strides {tensor.stride()}",
+            )
+        self._known[role] = (tensor.shape, tensor.stride(), blocks)
+        return blocks
+
+    def _refuse(self, role: str, tensor: Tensor, allowed: str) -> None:
+        raise CacheError(
+            f"a cache tensor {role!r} of {describe(tensor)} was given",
+            f"for {self._agreement.id} it is {allowed}",
+            "pass what Backend.make_cache returned",
+        )

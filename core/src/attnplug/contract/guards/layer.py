@@ -1,0 +1,189 @@
+"""Completes a layer from the agreement, and refuses what was not negotiated."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import evolve
+
+from attnplug.contract.dtypes import TORCH_DTYPES
+from attnplug.contract.guards.scales import complete_scales
+from attnplug.contract.guards.wording import describe, dtype_name
+from attnplug.errors import LayerError, NotNegotiatedError, TensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Set as AbstractSet
+
+    from torch import Tensor
+
+    from attnplug.contract.layer import Layer
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.request.requirements import Requirements
+
+_INHERITED: Final = (
+    "num_q_heads",
+    "num_kv_heads",
+    "head_size",
+    "head_size_v",
+    "sliding_window",
+    "attention_chunk",
+    "logits_soft_cap",
+    "attn_type",
+    "block_sparse",
+)
+
+
+def complete_layer(layer: Layer, agreement: Agreement, device: torch.device, static_scales: AbstractSet[str]) -> Layer:
+    """
+    Return the layer with every value that the agreement knows.
+
+    Args:
+        layer: As the host gave it.
+        agreement: What was negotiated.
+        device: The backend's device; only its type is compared.
+        static_scales: Which of ``"q"``, ``"k"``, ``"v"`` the implementation scales by the layer's scales.
+
+    Raises:
+        NotNegotiatedError: The layer brings what was not asked for.
+        LayerError: The layer lacks a tensor that was asked for, or a value is wrong in itself.
+        TensorError: A tensor has the wrong shape, dtype or device.
+    """
+    asked = agreement.requirements
+    _check_name(layer)
+    inherited = {name: _inherit(layer, name, getattr(asked, name)) for name in _INHERITED}
+    _check_sharing(layer, asked)
+    _check_learned(layer, asked, device)
+    _check_output_scales(layer, asked, device)
+    return evolve(
+        layer, **inherited, scale=_scale(layer, asked), **complete_scales(layer, agreement, device, static_scales)
+    )
+
+
+def check_tensor(
+    layer: Layer,
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """
+    Check one tensor of a layer. Reading its values waits for the device, once, when the layer is made.
+
+    Raises:
+        TensorError: Shape, dtype or device differ.
+        LayerError: A value is not finite.
+    """
+    if tuple(tensor.shape) != shape or tensor.dtype not in dtypes or tensor.device.type != device.type:
+        raise TensorError(
+            f"layer {layer.name!r} has {name} of {describe(tensor)}",
+            f"{name} is {shape} {' or '.join(map(dtype_name, dtypes))} on {device.type}",
+            f"pass {name}.to(device={device.type!r}, dtype=torch.{dtype_name(dtypes[0])}) of that shape, for this rank's heads",
+        )
+    if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
+        raise LayerError(
+            f"layer {layer.name!r} has {name} with values that are not finite",
+            "kernels differ in what they make of infinities, so all values are finite",
+            f"check that the weights are loaded; a head without effect has {'a large negative value such as -1e4' if name == 'sinks' else 'the value 0'}",
+        )
+
+
+def _check_name(layer: Layer) -> None:
+    if not isinstance(layer.name, str) or not layer.name:
+        raise LayerError(
+            f"a layer named {layer.name!r} was given",
+            "a layer has a name, unique in its model",
+            "pass name='layers.0' or the like",
+        )
+
+
+def _inherit(layer: Layer, name: str, agreed: Any) -> Any:
+    given = getattr(layer, name)
+    if given is None or given == agreed:
+        return agreed
+    asked = f"{name}={agreed!r} was negotiated" if agreed is not None else f"{name} was not asked for"
+    raise NotNegotiatedError(
+        f"layer {layer.name!r} has {name}={given!r}",
+        asked,
+        f"select again with {name}={given!r} in the requirements of this layer, or leave {name} out of the layer",
+    )
+
+
+def _scale(layer: Layer, asked: Requirements) -> float:
+    if layer.scale is None:
+        return float(asked.head_size**-0.5)
+    if (
+        isinstance(layer.scale, bool)
+        or not isinstance(layer.scale, (int, float))
+        or not isfinite(layer.scale)
+        or layer.scale <= 0
+    ):
+        raise LayerError(
+            f"layer {layer.name!r} has scale={layer.scale!r}",
+            "a scale is a positive finite Python number",
+            f"leave it out for head_size ** -0.5 = {asked.head_size**-0.5:.6g}",
+        )
+    return float(layer.scale)
+
+
+def _check_sharing(layer: Layer, asked: Requirements) -> None:
+    target = layer.kv_sharing_target
+    if target is None:
+        return
+    if not asked.kv_sharing:
+        raise NotNegotiatedError(
+            f"layer {layer.name!r} reads the cache of {target!r}",
+            "kv_sharing was not asked for",
+            "select again with kv_sharing=True in the requirements of this layer, or leave kv_sharing_target out",
+        )
+    if target == layer.name:
+        raise LayerError(
+            f"layer {layer.name!r} shares the cache of itself",
+            "a layer shares the cache of an earlier layer",
+            "leave kv_sharing_target out",
+        )
+
+
+def _check_learned(layer: Layer, asked: Requirements, device: torch.device) -> None:
+    heads = (asked.num_q_heads,)
+    sinks = _expected(layer, "sinks", "sinks", asked.sinks, "sinks=True")
+    if sinks is not None:
+        dtypes = dict.fromkeys((torch.float32, TORCH_DTYPES[asked.dtype]))
+        check_tensor(layer, "sinks", sinks, heads, tuple(dtypes), device)
+    slopes = _expected(layer, "alibi_slopes", "alibi", asked.alibi is not None, "alibi='linear'")
+    if slopes is not None:
+        check_tensor(layer, "alibi_slopes", slopes, heads, (torch.float32,), device)
+
+
+def _check_output_scales(layer: Layer, asked: Requirements, device: torch.device) -> None:
+    quantized = asked.output_quant is not None
+    scale = _expected(layer, "output_scale", "output_quant", quantized, "output_quant='fp8_e4m3'")
+    if scale is not None:
+        shape = () if scale.ndim == 0 else (1,)
+        check_tensor(layer, "output_scale", scale, shape, (torch.float32,), device)
+    if layer.output_block_scale is not None and not quantized:
+        _refuse_unasked(layer, "output_block_scale", "output_quant", "output_quant='nvfp4'")
+
+
+def _expected(layer: Any, name: str, requirement: str, asked: bool, example: str) -> Tensor | None:
+    """Return the tensor that was asked for, None where none was; refuses one without the other."""
+    given = getattr(layer, name)
+    if given is not None and not asked:
+        _refuse_unasked(layer, name, requirement, example)
+    if asked and given is None:
+        raise LayerError(
+            f"layer {layer.name!r} has no {name}",
+            f"{requirement} was asked for, and every layer of the agreement brings its {name}",
+            f"pass Layer({name}=...), or select again without {requirement} for this layer",
+        )
+    return given  # type: ignore[no-any-return]
+
+
+def _refuse_unasked(layer: Layer, name: str, requirement: str, example: str) -> None:
+    raise NotNegotiatedError(
+        f"layer {layer.name!r} has {name} of {describe(getattr(layer, name))}",
+        f"{requirement} was not asked for, so the chosen backend may not know it",
+        f"select again with {example} in the requirements of this layer, or leave {name} out of the layer",
+    )

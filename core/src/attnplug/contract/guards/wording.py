@@ -1,0 +1,26 @@
+"""How guards describe tensors and dtypes in their messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+    from torch import Tensor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return ``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shape_text(shape: Iterable[object]) -> str:
+    """Return ``"(2, 3)"``, whatever kind of sequence holds the numbers."""
+    return str(tuple(shape))
+
+
+def describe(tensor: Tensor) -> str:
+    """Return a tensor's shape, dtype and device: ``"(2, 3) bfloat16 on cuda:0"``."""
+    return f"{shape_text(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}"
