@@ -2,8 +2,8 @@
 The import law: which part of the core may know which other, read from the syntax trees.
 
 An arrow may be followed in one direction only, and an import inside a function is an import like any other.
-Types are free, since what stands under ``if TYPE_CHECKING:`` never runs. The facade (``attnplug/__init__.py``) is exempt:
-it names everything and imports nothing until asked.
+Types are free, since what stands under ``if TYPE_CHECKING:`` never runs. The facade (``attnplug/__init__.py``)
+is exempt: it names everything and imports nothing until asked.
 """
 
 from __future__ import annotations

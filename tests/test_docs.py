@@ -1,0 +1,161 @@
+"""The documentation runs: every block of README and docs is executed, every relative link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools.snippets import SnippetError, blocks, commands, matches, run_page
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("core/*.md"), *ROOT.glob("plugins/*/*.md"))
+)
+
+
+def _text(page: str) -> str:
+    return (ROOT / page).read_text("utf-8")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page, _text(page)))])
+def test_the_code_of_a_page_runs(page: str) -> None:
+    command = [sys.executable, "-W", "error", "-m", "tools.snippets", page]
+
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_relative_links_lead_somewhere(page: str) -> None:
+    links = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", re.sub(r"```.*?```", "", _text(page), flags=re.DOTALL))
+
+    assert [link for link in links if not (ROOT / page).parent.joinpath(link).exists()] == []
+
+
+def test_every_block_names_its_language() -> None:
+    nameless = [f"{page}:{block.line}" for page in PAGES for block in blocks(page, _text(page)) if not block.language]
+
+    assert nameless == []
+
+
+PAGE = """\
+# A page
+
+<!-- not run: needs a GPU -->
+
+```python
+raise RuntimeError
+```
+
+```python
+x = 1
+print(x + 1)
+```
+
+```text
+2
+```
+
+Prose, and so no output of the block above.
+
+```text
+3
+```
+
+- in a list
+
+  ```python
+  if x:
+      print("in", "a list")
+  ```
+"""
+
+
+def test_blocks_are_found_with_their_lines_notes_and_outputs() -> None:
+    found = blocks("page.md", PAGE)
+
+    assert [(b.line, b.language, b.runs) for b in found] == [
+        (6, "python", False),
+        (10, "python", True),
+        (15, "text", False),
+        (21, "text", False),
+        (27, "python", True),
+    ]
+    assert [b.expected for b in found] == [None, "2", None, None, None]
+    assert found[0].notes == {"not run": "needs a GPU"}
+    assert found[4].code == 'if x:\n    print("in", "a list")'
+
+
+def test_the_blocks_of_a_page_share_a_namespace() -> None:
+    assert run_page("page.md", PAGE) == 2
+
+
+def test_a_block_that_raises_names_the_line_of_its_page() -> None:
+    with pytest.raises(SnippetError, match=r"page\.md:4 raised ZeroDivisionError") as caught:
+        run_page("page.md", "Text\n\n```python\na = 0\n1 / a\n```\n")
+
+    assert caught.value.__cause__ is not None
+    assert caught.traceback[-1].lineno is not None
+    trace = caught.value.__cause__.__traceback__
+    assert trace is not None
+    assert trace.tb_next is not None
+    assert trace.tb_next.tb_lineno == 5
+
+
+def test_an_output_that_differs_is_found() -> None:
+    with pytest.raises(SnippetError, match="printed something else"):
+        run_page("page.md", "```python\nprint(1)\n```\n\n```text\n2\n```\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("```python\nx = 1\n", "never closed"),
+        ("<!-- not run: -->\n```python\n```\n", "needs a value"),
+        ("<!-- not run: a reason -->\nprose\n```python\n```\n", "does not stand above a block"),
+        ("<!-- not run: a reason -->\n", "does not stand above a block"),
+    ],
+)
+def test_a_page_that_would_hide_code_is_refused(text: str, why: str) -> None:
+    with pytest.raises(SnippetError, match=why):
+        blocks("page.md", text)
+
+
+def test_a_console_block_splits_into_commands_and_outputs() -> None:
+    text = "```console\n$ attnplug list \\\n    --json\n{}\n...\n\n$ attnplug doctor\n```\n"
+
+    assert commands(blocks("page.md", text)[0]) == [("attnplug list      --json", "{}\n..."), ("attnplug doctor", "")]
+
+
+def test_a_console_block_runs_only_attnplug() -> None:
+    with pytest.raises(SnippetError, match="only attnplug runs here"):
+        run_page("page.md", "```console\n$ make demo\n```\n")
+
+
+def test_the_exit_status_of_a_command_counts() -> None:
+    unknown = "```console\n$ attnplug no-such-verb\n```\n"
+
+    with pytest.raises(SnippetError, match=r"exits with 2, not 0"):
+        run_page("page.md", unknown)
+    assert run_page("page.md", f"<!-- exits: 2 -->\n{unknown}") == 1
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [
+        ("a\nb", "a  \nb\n", True),
+        ("a\n...\nd", "a\nb\nc\nd\n", True),
+        ("took ... us", "took 286 us", True),
+        ("a", "a\nb", False),
+        ("...", "", True),
+        ("a.c", "abc", False),
+    ],
+)
+def test_an_output_matches_what_the_page_shows(expected: str, printed: str, *, same: bool) -> None:
+    assert matches(expected, printed) is same
