@@ -1,0 +1,99 @@
+"""Pads a batch to one of a few sizes, as captured graphs need it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from attnplug.contract.batch import PAD_SLOT_ID
+from attnplug.errors import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attnplug.contract.batch import Batch
+
+
+def padded_size(size: int, sizes: Sequence[int]) -> int | None:
+    """Return the smallest of `sizes` that holds `size`, or None where none does."""
+    return min((candidate for candidate in sizes if candidate >= size), default=None)
+
+
+def pad_rows(tensor: Tensor, rows: int, fill: float) -> Tensor:
+    """
+    Return the tensor with its first axis extended to `rows`; the new rows hold `fill`.
+
+    Raises:
+        BatchError: The tensor has more rows than that.
+    """
+    if tensor.shape[0] > rows:
+        raise BatchError(
+            f"{tensor.shape[0]} rows are to be padded to {rows}",
+            "padding adds rows",
+            "pass a size from padded_size, which holds them all",
+        )
+    added = torch.full((rows - tensor.shape[0], *tensor.shape[1:]), fill, dtype=tensor.dtype, device=tensor.device)
+    return torch.cat([tensor, added])
+
+
+def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None) -> Batch:
+    """
+    Return the batch with padded requests at its end and padded rows in its slot mapping.
+
+    Padded requests have no query tokens, no keys and the null block; padded rows have no slot. `num_actual_tokens`
+    stays: padding is never computed.
+
+    Args:
+        batch: The batch; not changed.
+        num_reqs: Requests after padding.
+        num_tokens: Rows of the slot mapping after padding; None leaves them.
+
+    Raises:
+        BatchError: The batch is larger than that, or has a custom mask, whose rows no padding can follow.
+    """
+    if batch.custom_mask is not None:
+        raise BatchError(
+            "a batch with a custom mask is to be padded",
+            "a custom mask is as large as its requests' queries and keys",
+            "run batches with a custom mask unpadded",
+        )
+    padded: dict[str, Any] = {"num_reqs": num_reqs}
+    for name in _PER_REQUEST:
+        _pad(batch, padded, name, num_reqs, 0)
+    for name in _CUMULATIVE:
+        # Every row before it is used, so that its end is where the padded requests start and end.
+        _pad(batch, padded, name, num_reqs + 1, None)
+    if num_tokens is not None:
+        _pad(batch, padded, "slot_mapping", num_tokens, PAD_SLOT_ID)
+        _pad(batch, padded, "slot_mapping_cpu", num_tokens, PAD_SLOT_ID)
+    return evolve(batch, **padded)
+
+
+def _pad(batch: Batch, padded: dict[str, Any], name: str, rows: int, fill: int | None) -> None:
+    tensor: Tensor | None = getattr(batch, name)
+    if tensor is None:
+        return
+    if fill is not None:
+        padded[name] = pad_rows(tensor, rows, fill)
+        return
+    longer = pad_rows(tensor, rows, 0)
+    longer[tensor.shape[0] :] = tensor[-1:]
+    padded[name] = longer
+
+
+_PER_REQUEST = (
+    "seq_lens",
+    "seq_lens_cpu",
+    "num_computed_tokens_cpu",
+    "block_table",
+    "block_table_cpu",
+    "encoder_seq_lens",
+    "encoder_seq_lens_cpu",
+    "dcp_local_seq_lens",
+    "dcp_local_seq_lens_cpu",
+)
+_CUMULATIVE = ("query_start_loc", "query_start_loc_cpu", "key_start_loc", "key_start_loc_cpu")

@@ -1,0 +1,72 @@
+"""Where the K/V of new tokens go in a paged cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.contract.batch import PAD_SLOT_ID
+from attnplug.errors import BatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def slots_of_new_tokens(
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    num_computed_tokens: Tensor,
+    block_size: int,
+    *,
+    num_tokens: int,
+    num_padded_tokens: int | None = None,
+) -> Tensor:
+    """
+    Return the slot of every new token: ``block_id * block_size + offset`` of its position in its request.
+
+    The tensors may live on any one device; nothing waits for it.
+
+    Args:
+        block_table: ``(num_reqs, max_blocks)`` integers.
+        query_start_loc: ``(num_reqs + 1,)`` integers.
+        num_computed_tokens: ``(num_reqs,)`` tokens of each request that are cached already: its first new position.
+        block_size: Slots per block.
+        num_tokens: New tokens, the last entry of `query_start_loc`.
+        num_padded_tokens: Rows of the result; those after `num_tokens` are PAD_SLOT_ID. None adds none.
+
+    Returns:
+        ``(num_padded_tokens,)`` int64.
+
+    Raises:
+        BatchError: A request on the CPU has more tokens than its row of the block table has slots, or there are fewer
+            padded tokens than tokens.
+    """
+    total = num_tokens if num_padded_tokens is None else num_padded_tokens
+    if total < num_tokens:
+        raise BatchError(
+            f"num_padded_tokens={total} was given for {num_tokens} tokens",
+            "padding adds rows",
+            "pass at least num_tokens, or leave num_padded_tokens out",
+        )
+    slots = torch.full((total,), PAD_SLOT_ID, dtype=torch.int64, device=block_table.device)
+    if not num_tokens:
+        return slots
+    rows = torch.arange(num_tokens, device=block_table.device)
+    starts = query_start_loc.long()
+    requests = torch.searchsorted(starts[1:], rows, right=True)
+    positions = num_computed_tokens.long()[requests] + rows - starts[requests]
+    columns = positions // block_size
+    _check_columns(block_table, columns, block_size)
+    slots[:num_tokens] = block_table[requests, columns].long() * block_size + positions % block_size
+    return slots
+
+
+def _check_columns(block_table: Tensor, columns: Tensor, block_size: int) -> None:
+    """On a device the check would wait for it: there the guards of the builder compare host copies."""
+    if block_table.device.type == "cpu" and int(columns.max()) >= block_table.shape[1]:
+        raise BatchError(
+            f"a request reaches its logical block {int(columns.max())}",
+            f"the block table has {block_table.shape[1]} columns of {block_size} slots",
+            "allocate the request's blocks before its step",
+        )

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.batching import pages_of
+from attnplug.contract import Batch
+from attnplug.errors import BatchError
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([1, 3, 16]), st.integers(0, 2))
+def test_lists_the_pages_in_use(seq_lens: list[int], block_size: int, spare_columns: int) -> None:
+    columns = max(-(-n // block_size) for n in seq_lens) + spare_columns
+    table = torch.randint(1, 99, (len(seq_lens), columns), dtype=torch.int32)
+    batch = Batch.from_lengths([min(n, 1) for n in seq_lens], seq_lens, block_table=table)
+
+    pages = pages_of(batch, block_size)
+
+    for request, length in enumerate(seq_lens):
+        start, end = pages.indptr[request : request + 2].tolist()
+        assert pages.indices[start:end].tolist() == table[request, : -(-length // block_size)].tolist()
+        assert (end - start - 1) * block_size + int(pages.last_page_len[request]) == (length or -block_size)
+    assert pages.indptr_cpu.tolist() == pages.indptr.tolist()
+    assert pages.last_page_len_cpu.tolist() == pages.last_page_len.tolist()
+
+
+def test_is_computed_once_per_batch() -> None:
+    batch = Batch.from_lengths([1], [3], block_table=torch.ones(1, 1, dtype=torch.int32))
+
+    assert pages_of(batch, 16) is pages_of(batch, 16)
+    assert pages_of(batch, 4) is not pages_of(batch, 16)
+
+
+def test_a_block_table_that_is_too_short_is_refused() -> None:
+    batch = Batch.from_lengths([1, 1], [3, 40], block_table=torch.ones(2, 2, dtype=torch.int32))
+
+    with pytest.raises(BatchError, match="request 1 has 40 keys, 3 pages"):
+        pages_of(batch, 16)
+
+
+@pytest.mark.parametrize("missing", ["block_table", "seq_lens_cpu"])
+def test_pages_and_host_lengths_are_needed(missing: str) -> None:
+    batch = Batch.from_lengths([1], [3], block_table=torch.ones(1, 1, dtype=torch.int32))
+
+    with pytest.raises(BatchError, match=f"{missing}=absent"):
+        pages_of(evolve(batch, **{missing: None}), 16)
