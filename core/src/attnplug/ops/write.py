@@ -1,0 +1,67 @@
+"""Writes new K/V into the slots of a paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnplug.errors import TensorError
+from attnplug.ops.gather import as_slots
+
+
+def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+    """
+    Write each row into its slot; rows whose slot is PAD_SLOT_ID (any negative one) are skipped.
+
+    Nothing but the given slots changes, block 0 included, and a device is never waited for. The order in memory is the
+    cache's own affair: an HND cache is given as its NHD view. Rows are converted to the cache's dtype, not quantized.
+
+    Args:
+        rows: ``(tokens, num_kv_heads, head_size)``; rows beyond the slot mapping are not read.
+        pages: ``(num_blocks, block_size, num_kv_heads, head_size)``, of any strides; written in place.
+        slot_mapping: ``(n,)`` int64 with ``n <= tokens``, no slot twice. Where some are padded, no other may be
+            slot 0: the null block is never given to a request.
+
+    Raises:
+        TensorError: The shapes do not fit together.
+    """
+    num_slots = slot_mapping.shape[0]
+    if rows.shape[0] < num_slots or rows.shape[1:] != pages.shape[2:]:
+        raise TensorError(
+            f"rows of shape {tuple(rows.shape)} and {num_slots} slots were given for pages {tuple(pages.shape)}",
+            "rows are (tokens, num_kv_heads, head_size), at least as many as slots, with the heads of the pages",
+            "pass this step's K or V and its slot mapping",
+        )
+    rows = rows[:num_slots].to(pages.dtype)
+    if pages.device.type == "cpu":
+        _write_selected(rows, pages, slot_mapping)
+    else:
+        _write_all(rows, pages, slot_mapping)
+
+
+def _write_selected(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Drop the padded rows, then write. How many remain has to be known, which is free on the CPU alone."""
+    if slots.numel() and int(slots.min()) < 0:
+        kept = (slots >= 0).nonzero().squeeze(1)
+        rows, slots = rows.index_select(0, kept), slots.index_select(0, kept)
+    _put(rows, pages, slots)
+
+
+def _write_all(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """
+    Let every padded row write what slot 0 holds into slot 0.
+
+    The number of written rows is then known without asking the device, a captured graph replays it, and the null block
+    still keeps its bits: the many writers of slot 0 agree.
+    """
+    padded = (slots < 0).view(-1, 1, 1)
+    _put(torch.where(padded, pages[0, :1], rows), pages, slots.clamp(min=0))
+
+
+def _put(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+    flat = as_slots(pages)
+    if flat is not None:
+        flat.index_copy_(0, slots, rows)
+        return
+    block_size = pages.shape[1]
+    pages[torch.div(slots, block_size, rounding_mode="floor"), slots % block_size] = rows
