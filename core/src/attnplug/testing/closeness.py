@@ -1,0 +1,75 @@
+"""How close a result in a given dtype comes to the exact one, and why."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+
+@frozen
+class Tolerance:
+    """
+    The largest error that rounding explains.
+
+    Attributes:
+        atol: Per unit of the largest value: an output is a weighted mean of values, and inherits their size.
+        rtol: Relative to the exact result.
+        lse: Absolute error of the LSE. It is a float32 sum whatever the dtype: only the rounding of scores enters.
+    """
+
+    atol: float
+    rtol: float
+    lse: float
+
+
+# float32: sums of a few thousand products of eps 6e-8, reordered freely.
+# Half types: the output is rounded once (half an eps), and kernels round the softmax weights to the dtype before they
+# multiply them with the values (another half eps of each, plus some of its sum). Queries and keys arrive rounded, and
+# the oracle reads the same rounded ones. Some kernels also round the query once more after scaling it, which moves a
+# score, and with it the LSE, by half an eps of its size.
+_TOLERANCES: Final = {
+    torch.float32: Tolerance(atol=2e-5, rtol=2e-5, lse=2e-5),
+    torch.bfloat16: Tolerance(atol=2**-7, rtol=2**-7, lse=2e-2),
+    torch.float16: Tolerance(atol=2**-10, rtol=2**-10, lse=4e-3),
+}
+
+
+def tolerance(dtype: torch.dtype) -> Tolerance:
+    """Return the tolerance of a dtype: float32, bfloat16 or float16."""
+    return _TOLERANCES[dtype]
+
+
+def assert_close(
+    actual: Tensor, exact: Tensor, *, dtype: torch.dtype, scale: float = 1.0, what: str = "output"
+) -> None:
+    """
+    Assert that a result is the exact one up to the rounding of its dtype.
+
+    Args:
+        actual: The result, on any device.
+        exact: The oracle's, of the same shape. Infinities have to be met exactly.
+        dtype: The dtype that was computed in.
+        scale: The largest absolute value among the values (for outputs).
+        what: ``"output"`` or ``"lse"``: which tolerance holds, and what a failure is called.
+
+    Raises:
+        AssertionError: With the worst element, both its values, and the tolerance.
+    """
+    limit = tolerance(dtype)
+    atol, rtol = (limit.lse, limit.lse) if what == "lse" else (limit.atol * scale, limit.rtol)
+    got = actual.detach().cpu().double()
+    if got.shape != exact.shape:
+        raise AssertionError(f"{what}: shape {tuple(got.shape)}, expected {tuple(exact.shape)}")
+    close = torch.isclose(got, exact, atol=atol, rtol=rtol)
+    if bool(close.all()):
+        return
+    error = (got - exact).abs().masked_fill(close, -1.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    worst = torch.unravel_index(error.argmax(), error.shape)
+    place = tuple(int(index) for index in worst)
+    raise AssertionError(
+        f"{what}: {int((~close).sum())} of {close.numel()} elements differ; at {place} {float(got[worst])!r}, "
+        f"exact {float(exact[worst])!r} (atol {atol:.1e}, rtol {rtol:.1e}, {dtype})"
+    )

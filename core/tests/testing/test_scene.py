@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+
+from attnplug.contract import PAD_SLOT_ID
+from attnplug.testing import Case, assert_close, random_case, realise, tolerance
+from attnplug.testing.cases import FEATURES
+from attnplug.testing.scene import key_and_value_pages
+from attnplug.testing.strategies import cases
+
+
+@given(cases(features=FEATURES))
+def test_cases_are_batches_that_an_engine_could_make(case: Case) -> None:
+    decodes = [n == 1 for n in case.query_lens]
+    assert decodes == sorted(decodes, reverse=True), "decodes come first"
+    assert len(case.query_lens) == len(case.context_lens) >= 1
+    assert case.num_q_heads % case.num_kv_heads == 0
+    assert case.requirements().sinks == case.sinks
+
+
+@given(cases())
+def test_every_key_lies_in_its_own_slot_and_all_others_are_poisoned(case: Case) -> None:
+    scene = realise(case)
+    shape = (2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+    cache = torch.zeros(shape, dtype=scene.keys[0].dtype)
+
+    scene.fill(cache)
+
+    used = sum(case.context_lens) * case.num_kv_heads * case.head_size
+    for pages, rows in zip(key_and_value_pages(cache), (scene.keys, scene.values), strict=True):
+        assert (~pages.isnan()).sum() == used
+        assert pages[0].isnan().all()
+        for request, context_len in enumerate(case.context_lens):
+            for position in range(context_len):
+                block = scene.block_table[request, position // case.block_size]
+                assert torch.equal(pages[block, position % case.block_size], rows[request][position])
+
+
+@given(cases())
+def test_blocks_are_used_once_and_new_tokens_have_their_slots(case: Case) -> None:
+    scene = realise(case)
+    counts = [-(-n // case.block_size) for n in case.seq_lens]
+    used = [int(b) for row, n in zip(scene.block_table, counts, strict=True) for b in row[:n]]
+
+    slots = scene.slot_mapping.tolist()
+
+    assert len(set(used)) == len(used)
+    assert 0 not in used
+    assert all(block < scene.num_blocks for block in used)
+    assert slots[case.num_tokens :] == [PAD_SLOT_ID] * case.num_padding_tokens
+    assert {slot // case.block_size for slot in slots[: case.num_tokens]} <= set(used)
+
+
+def test_the_same_seed_gives_the_same_case_and_tensors() -> None:
+    first, second = (random_case(random.Random(5), features=FEATURES) for _ in range(2))
+
+    assert first == second
+    for a, b in zip(realise(first).keys, realise(second).keys, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dense_calls_hold_all_keys_one_request_after_another() -> None:
+    scene = realise(Case(query_lens=(1, 3), context_lens=(4, -1), num_padding_tokens=2))
+
+    dense = scene.dense()
+
+    assert dense.batch.key_start_loc is not None
+    assert dense.batch.key_start_loc.tolist() == [0, 5, 7]
+    assert torch.equal(dense.key[5:], scene.keys[1])
+    assert dense.query.shape[0] == 6
+    assert dense.query[4:].isnan().all()
+
+
+def test_closeness_names_the_worst_element() -> None:
+    exact = torch.zeros(2, 3, dtype=torch.float64)
+    wrong = torch.zeros(2, 3)
+    wrong[1, 2] = 0.5
+
+    assert_close(torch.full((2, 3), tolerance(torch.float32).atol / 2), exact, dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"output: 1 of 6 elements differ; at \(1, 2\) 0.5, exact 0.0"):
+        assert_close(wrong, exact, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="nan"):
+        assert_close(wrong.fill_(torch.nan), exact, dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"shape \(3, 2\)"):
+        assert_close(wrong.T, exact, dtype=torch.float32)
+
+
+def test_infinities_have_to_be_met() -> None:
+    exact = torch.tensor([-torch.inf], dtype=torch.float64)
+
+    assert_close(torch.tensor([-torch.inf]), exact, dtype=torch.float32, what="lse")
+    with pytest.raises(AssertionError, match="lse"):
+        assert_close(torch.tensor([-1e30]), exact, dtype=torch.float32, what="lse")
