@@ -15,7 +15,10 @@ LEVEL = FIELDS["cudagraph"].domain
 NAME = FIELDS["kv_layout"].domain
 CAPABILITY = FIELDS["compute_capability"].domain
 UNIVERSE = range(1, 200)
-CAPABILITIES = [ComputeCapability(*number) for number in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))]
+CAPABILITIES = [
+    ComputeCapability(*number)
+    for number in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+]
 
 
 @st.composite
@@ -27,18 +30,28 @@ def integer_ranges(draw: st.DrawFn) -> Range:
 
 @st.composite
 def capability_ranges(draw: st.DrawFn) -> Range:
-    low, high = sorted(draw(st.tuples(st.sampled_from(CAPABILITIES), st.sampled_from(CAPABILITIES))), key=lambda c: c.number)
+    low, high = sorted(
+        draw(st.tuples(st.sampled_from(CAPABILITIES), st.sampled_from(CAPABILITIES))), key=lambda c: c.number
+    )
     return Range(low, draw(st.sampled_from([None, high])))
 
 
-integers = st.lists(st.integers(1, 150).map(Exact) | integer_ranges(), max_size=3).map(lambda a: Constraint(INTEGER, tuple(a)))
-levels = st.lists(st.sampled_from(GRAPH_LEVELS).map(Exact) | st.sampled_from(GRAPH_LEVELS).map(lambda m: Range(max=m)), max_size=3).map(
-    lambda a: Constraint(LEVEL, tuple(a))
+integers = st.lists(st.integers(1, 150).map(Exact) | integer_ranges(), max_size=3).map(
+    lambda a: Constraint(INTEGER, tuple(a))
 )
+levels = st.lists(
+    st.sampled_from(GRAPH_LEVELS).map(Exact) | st.sampled_from(GRAPH_LEVELS).map(lambda m: Range(max=m)), max_size=3
+).map(lambda a: Constraint(LEVEL, tuple(a)))
 names = st.lists(st.sampled_from(["NHD", "HND"]).map(Exact), max_size=2).map(lambda a: Constraint(NAME, tuple(a)))
-exact_capabilities = st.sampled_from(["8.0", "9.0", "9.0a", "10.0f", "10.3", "12.0f"]).map(lambda text: Exact(parse_capability(text)))
-capabilities = st.lists(exact_capabilities | capability_ranges(), max_size=3).map(lambda a: Constraint(CAPABILITY, tuple(a)))
-worlds = st.sampled_from([(integers, UNIVERSE), (levels, GRAPH_LEVELS), (names, ("NHD", "HND")), (capabilities, CAPABILITIES)])
+exact_capabilities = st.sampled_from(["8.0", "9.0", "9.0a", "10.0f", "10.3", "12.0f"]).map(
+    lambda text: Exact(parse_capability(text))
+)
+capabilities = st.lists(exact_capabilities | capability_ranges(), max_size=3).map(
+    lambda a: Constraint(CAPABILITY, tuple(a))
+)
+worlds = st.sampled_from(
+    [(integers, UNIVERSE), (levels, GRAPH_LEVELS), (names, ("NHD", "HND")), (capabilities, CAPABILITIES)]
+)
 
 
 @given(st.data(), worlds)
@@ -120,7 +133,14 @@ def test_alternatives_keep_their_order():
 
 @pytest.mark.parametrize(
     ("declared", "hardware", "runs"),
-    [("9.0", "9.0", True), ("9.0a", "9.0", True), ("9.0a", "10.0", False), ("10.0f", "10.3", True), ("10.3f", "10.0", False), ("10.0f", "12.0", False)],
+    [
+        ("9.0", "9.0", True),
+        ("9.0a", "9.0", True),
+        ("9.0a", "10.0", False),
+        ("10.0f", "10.3", True),
+        ("10.3f", "10.0", False),
+        ("10.0f", "12.0", False),
+    ],
 )
 def test_suffixes_say_which_hardware_runs_the_code(declared, hardware, runs):
     constraint = Constraint(CAPABILITY, (Exact(parse_capability(declared)),))

@@ -73,24 +73,21 @@ def order(field, value):
 
 
 def admits(field, declared, value, dtype):
-    for part in declared if isinstance(declared, list) else [declared]:
-        if isinstance(part, dict):
-            low, high, step = part.get("min"), part.get("max"), part.get("multiple_of", 1)
-            if low is not None and order(field, value) < order(field, low):
-                continue
-            if high is not None and order(field, value) > order(field, high):
-                continue
-            if step == 1 or value % step == 0:
-                return True
-        elif field == "kv_cache_dtype" and part == "auto":
-            if value == dtype:
-                return True
-        elif field == "compute_capability":
-            if capability(part) == capability(value):
-                return True
-        elif part == value:
-            return True
-    return False
+    return any(
+        admits_part(field, part, value, dtype) for part in (declared if isinstance(declared, list) else [declared])
+    )
+
+
+def admits_part(field, part, value, dtype):
+    if isinstance(part, dict):
+        low = part.get("min") is None or order(field, value) >= order(field, part["min"])
+        high = part.get("max") is None or order(field, value) <= order(field, part["max"])
+        return low and high and ("multiple_of" not in part or value % part["multiple_of"] == 0)
+    if field == "kv_cache_dtype" and part == "auto":
+        return value == dtype
+    if field == "compute_capability":
+        return capability(part) == capability(value)
+    return part == value
 
 
 def is_asked(field, value, facts):
@@ -112,9 +109,14 @@ def serves(raw, requirements, device):
     """Whether the only variant of a raw manifest serves, by trying every block size and layout."""
     supports, features = raw["supports"], raw["supports"].get("features", [])
     facts = {name: getattr(requirements, name) for name in (*MODEL, *ENGINE)}
-    facts |= {"device_type": device.type, "compute_capability": str(device.compute_capability) if device.compute_capability else None}
+    facts |= {
+        "device_type": device.type,
+        "compute_capability": str(device.compute_capability) if device.compute_capability else None,
+    }
     for field, value in facts.items():
-        if field in ("block_size", "kv_layout") or (field not in ("head_size", "dtype", "device_type") and not is_asked(field, value, facts)):
+        if field in ("block_size", "kv_layout") or (
+            field not in ("head_size", "dtype", "device_type") and not is_asked(field, value, facts)
+        ):
             continue
         if field == "features":
             if not set(value) <= set(features):
@@ -161,10 +163,14 @@ DECLARATIONS = {
     "head_size": st.sampled_from([{"multiple_of": 8, "max": 256}, [64, 128], {"max": 128}, 256]),
     "dtype": subsets(["bfloat16", "float16", "float32"]),
     "device_type": st.sampled_from(["cuda", ["cpu", "cuda"], "cpu"]),
-    "compute_capability": st.sampled_from([{"min": "8.0"}, ["9.0", {"min": "10.0", "max": "11.0"}], {"max": "9.0"}, "12.0"]),
+    "compute_capability": st.sampled_from(
+        [{"min": "8.0"}, ["9.0", {"min": "10.0", "max": "11.0"}], {"max": "9.0"}, "12.0"]
+    ),
     "sliding_window": st.sampled_from([{"max": 1024}, {"min": 1}]),
     "alibi": st.just("linear"),
-    "block_size": st.sampled_from([{"multiple_of": 16}, [128, {"multiple_of": 64}], {"multiple_of": 256}, [16, 32], {"min": 1}]),
+    "block_size": st.sampled_from(
+        [{"multiple_of": 16}, [128, {"multiple_of": 64}], {"multiple_of": 256}, [16, 32], {"min": 1}]
+    ),
     "kv_layout": st.sampled_from(["NHD", ["HND", "NHD"], "HND"]),
     "kv_cache_dtype": st.sampled_from([["auto", "fp8"], "int8"]),
     "cudagraph": st.sampled_from([{"max": "uniform_batch"}, "single_token_decode", {"max": "always"}]),
@@ -172,7 +178,18 @@ DECLARATIONS = {
     "host_lengths": st.sampled_from(["upper_bound", ["upper_bound", "absent"]]),
     "phases": st.sampled_from([["prefill"], ["decode"], ["prefill", "decode"]]),
 }
-FEATURES = ["sliding_window", "logits_soft_cap", "alibi", "sinks", "custom_mask", "cascade", "return_lse", "cudagraph", "host_lengths", "acme.fused"]
+FEATURES = [
+    "sliding_window",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "custom_mask",
+    "cascade",
+    "return_lse",
+    "cudagraph",
+    "host_lengths",
+    "acme.fused",
+]
 CONDITIONS = {
     "cascade": st.just(True),
     "return_lse": st.booleans(),
@@ -198,8 +215,15 @@ def tables(draw, names, most):
 
 @st.composite
 def manifests(draw):
-    optional = [name for name in DECLARATIONS if name not in ("head_size", "dtype", "device_type", "block_size", "kv_layout")]
-    declared = ["head_size", "dtype", "device_type", *draw(st.lists(st.sampled_from(optional), max_size=5, unique=True))]
+    optional = [
+        name for name in DECLARATIONS if name not in ("head_size", "dtype", "device_type", "block_size", "kv_layout")
+    ]
+    declared = [
+        "head_size",
+        "dtype",
+        "device_type",
+        *draw(st.lists(st.sampled_from(optional), max_size=5, unique=True)),
+    ]
     features = draw(st.lists(st.sampled_from(FEATURES), max_size=5, unique=True))
     if draw(st.booleans()) or "paged" in features:
         features.append("paged")
@@ -216,18 +240,29 @@ def manifests(draw):
 
 questions = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in {**MODEL, **ENGINE}.items()})
 plain_questions = st.tuples(questions, st.sets(st.sampled_from(sorted({**MODEL, **ENGINE})), max_size=5)).map(
-    lambda pair: {name: pair[0][name] for name in pair[1]} | {"head_size": pair[0]["head_size"], "dtype": pair[0]["dtype"]}
+    lambda pair: (
+        {name: pair[0][name] for name in pair[1]} | {"head_size": pair[0]["head_size"], "dtype": pair[0]["dtype"]}
+    )
 )
 
 
 def toml(value):
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key) if '.' in key else key} = {toml(item)}" for key, item in value.items()) + " }"
+        return (
+            "{ "
+            + ", ".join(f"{json.dumps(key) if '.' in key else key} = {toml(item)}" for key, item in value.items())
+            + " }"
+        )
     return "[" + ", ".join(map(toml, value)) + "]" if isinstance(value, list) else json.dumps(value)
 
 
 def candidate(raw):
-    lines = ['api = "1.0"', 'backend = { name = "acme", summary = "a backend" }', f"supports = {toml(raw['supports'])}", f"rules = {toml(raw['rules'])}"]
+    lines = [
+        'api = "1.0"',
+        'backend = { name = "acme", summary = "a backend" }',
+        f"supports = {toml(raw['supports'])}",
+        f"rules = {toml(raw['rules'])}",
+    ]
     manifest = parse_manifest("\n".join(lines))
     return examine(manifest, manifest.variants[0], lambda _: None)
 
@@ -259,13 +294,22 @@ def test_negotiation_agrees_with_brute_force(raw, asked, device):
 
 def engine_questions(raw, requirements):
     """Every assignment of the engine fields that the manifest or the question is about."""
-    about = set(raw["supports"]) | set(raw["supports"]["features"]) | {f for r in raw["rules"] for f in (*r["when"], *r.get("need", {}))}
-    about |= {name for name in ENGINE if getattr(requirements, name) != Requirements(head_size=1, num_q_heads=1, num_kv_heads=1, dtype=requirements.dtype).__getattribute__(name)}
+    about = (
+        set(raw["supports"])
+        | set(raw["supports"]["features"])
+        | {f for r in raw["rules"] for f in (*r["when"], *r.get("need", {}))}
+    )
+    about |= {
+        name
+        for name in ENGINE
+        if getattr(requirements, name)
+        != Requirements(head_size=1, num_q_heads=1, num_kv_heads=1, dtype=requirements.dtype).__getattribute__(name)
+    }
     about |= {"features"} if requirements.features else set()
     names = [name for name in ENGINE if name in about or name == "paged"]
     for values in product(*(ENGINE[name] for name in names)):
         try:
-            yield requirements.evolve(**dict(zip(names, values)))
+            yield requirements.evolve(**dict(zip(names, values, strict=True)))
         except AttnplugError:
             continue
 
@@ -291,16 +335,31 @@ def test_a_remedy_makes_its_candidate_valid_or_none_exists(raw, values, device):
     on_this_device = [other for other in engine_questions(raw, requirements) if serves(raw, other, device)]
     if on_this_device:
         assert remedy.device is None
-        assert distance(requirements, remedy.apply(requirements, device)[0]) <= min(distance(requirements, other) for other in on_this_device)
+        assert distance(requirements, remedy.apply(requirements, device)[0]) <= min(
+            distance(requirements, other) for other in on_this_device
+        )
     else:
-        assert not remedy.possible or remedy.device is not None or distance(requirements, remedy.apply(requirements, device)[0]) > 0
+        assert (
+            not remedy.possible
+            or remedy.device is not None
+            or distance(requirements, remedy.apply(requirements, device)[0]) > 0
+        )
     if not remedy.possible:
         assert not any(serves(raw, other, d) for d in DEVICES for other in engine_questions(raw, requirements))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_the_brute_force_itself_knows_a_known_case(device):
-    raw = {"supports": {"device_type": "cuda", "compute_capability": {"min": "9.0"}, "dtype": "bfloat16", "head_size": 64, "features": ["sinks"]}, "rules": []}
+    raw = {
+        "supports": {
+            "device_type": "cuda",
+            "compute_capability": {"min": "9.0"},
+            "dtype": "bfloat16",
+            "head_size": 64,
+            "features": ["sinks"],
+        },
+        "rules": [],
+    }
     asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sinks=True, paged=False)
 
     assert serves(raw, asked, device) is (device.type == "cuda" and device.compute_capability.major >= 9)

@@ -27,7 +27,8 @@ def locate(text: str, path: Sequence[str | int]) -> int | None:
     best: tuple[int, int] | None = None
     for line, prefix in _keys(text):
         depth = _shared(prefix, path)
-        if depth and depth == len(prefix) and (best is None or depth > best[0]):
+        whole = depth == len(prefix) or depth == len(path)  # a table may be written with its sub-tables only
+        if depth and whole and (best is None or depth > best[0]):
             best = (depth, line)
     if best is None:
         return None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from attrs import field, frozen
+from attrs import frozen
 
 from attnplug.errors import ApiVersionError, ManifestError
 from attnplug.manifest.conditions import parse_conditions
@@ -80,7 +80,6 @@ class _Reader:
 
     text: str
     path: str
-    _shared: dict[str, Any] = field(factory=dict, init=False)
 
     def fail(self, where: tuple[str | int, ...], given: str, allowed: str, remedy: str) -> ManifestError:
         return ManifestError(given, allowed, remedy, self.path, locate(self.text, where))
@@ -286,7 +285,11 @@ class _Reader:
     def table(
         self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...], known: tuple[str, ...] = ()
     ) -> Mapping[str, Any]:
-        return self.typed(data, key, where, {}, lambda v: isinstance(v, Mapping), "a table", known)
+        empty: Mapping[str, Any] = {}
+        found = self.typed(data, key, where, empty, lambda v: isinstance(v, Mapping), "a table")
+        if known:
+            self.keys(found, (*where, key), known)
+        return found
 
     def tables(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> list[Mapping[str, Any]]:
         return self.typed(
@@ -322,12 +325,9 @@ class _Reader:
         default: _T,
         good: Callable[[Any], bool],
         form: str,
-        known: tuple[str, ...] = (),
     ) -> _T:
-        value = data.get(key, default)
+        value: _T = data.get(key, default)
         self.check(
             key not in data or good(value), (*where, key), f"{key} = {value!r}", f"{key!r} is {form}", "correct it"
         )
-        if known:
-            self.keys(value, (*where, key), known)
         return value

@@ -169,6 +169,5 @@ def _check_range(fail: Fail, item: Field, bounds: tuple[Any, Any, Any], where: P
     ranked = [item.domain.rank(bound) for bound in (low, high) if bound is not None]
     if None in ranked:
         raise fail(where, text, f"{item.name} has no order", "list its values")
-    empty = len(ranked) == 2 and (ranked[0] > ranked[1] or (step is not None and high // step * step < low))
-    if empty:
+    if Constraint(item.domain, (Range(low, high, step),)).first() is None:
         raise fail(where, text, "a range contains at least one value", "correct the bounds")

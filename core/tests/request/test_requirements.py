@@ -1,0 +1,166 @@
+"""What can be asked, and what is refused before anything is asked."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.errors import AttnplugError, RequirementsError
+from attnplug.request.fields import FIELDS, fields_of
+from attnplug.request.requirements import Requirements
+
+BASE = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
+
+
+def asked(**values):
+    return Requirements(**{**BASE, **values})
+
+
+optional = st.fixed_dictionaries(
+    {},
+    optional={
+        "sliding_window": st.none() | st.integers(1, 9999),
+        "logits_soft_cap": st.none() | st.floats(0.5, 100, allow_nan=False),
+        "alibi": st.sampled_from([None, "linear", "sqrt"]),
+        "sinks": st.booleans(),
+        "attn_type": st.sampled_from(["decoder", "encoder", "encoder_only", "encoder_decoder"]),
+        "causal": st.sampled_from([None, True, False]),
+        "paged": st.sampled_from([None, True, False]),
+        "block_size": st.sampled_from([None, 16, 128]),
+        "kv_layout": st.sampled_from([None, "NHD", "HND"]),
+        "kv_cache_dtype": st.sampled_from(["auto", "fp8", "int8", "bf16", "acme.int3"]),
+        "cudagraph": st.sampled_from(["never", "always"]),
+        "phases": st.sampled_from([("prefill", "decode"), ("decode", "prefill"), ["decode"]]),
+        "block_sparse": st.none() | st.just({"block_size": 64, "local_blocks": 16, "homo_head": False}),
+        "features": st.sampled_from([(), ("acme.x",), ["b.y", "a.x"]]),
+        "dcp_size": st.sampled_from([1, 2]),
+    },
+)
+
+
+def valid(values):
+    try:
+        return asked(**values)
+    except AttnplugError:
+        return None
+
+
+questions = optional.map(valid).filter(lambda r: r is not None)
+
+
+@given(questions)
+def test_json_round_trip(requirements):
+    again = Requirements.from_dict(json.loads(json.dumps(requirements.to_dict())))
+
+    assert again == requirements
+    assert hash(again) == hash(requirements)
+
+
+@given(questions)
+def test_copies_are_equal_and_hash_alike(requirements):
+    for copy in (pickle.loads(pickle.dumps(requirements)), attrs.evolve(requirements), requirements.evolve()):
+        assert copy == requirements
+        assert hash(copy) == hash(requirements)
+
+
+@given(questions)
+def test_asked_names_the_fields_that_are_not_neutral(requirements):
+    names = {name for name, _ in requirements.asked()}
+
+    assert {"head_size", "num_q_heads", "num_kv_heads", "dtype"} <= names
+    assert ("sinks" in names) == requirements.sinks
+    assert ("sliding_window" in names) == (requirements.sliding_window is not None)
+    assert ("kv_cache_dtype" in names) == (requirements.kv_cache_dtype != requirements.dtype)
+    assert ("paged" in names) == requirements.paged
+    assert not names & {"block_size", "kv_layout"}
+
+
+def test_the_vocabulary_is_the_class():
+    fields = {attribute.name for attribute in attrs.fields(Requirements) if not attribute.name.startswith("_")}
+
+    assert fields == {item.name for item in fields_of("model", "engine")}
+    assert all(item.help for item in FIELDS.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "canonical"),
+    [
+        ({"dtype": "fp16"}, {"dtype": "float16", "kv_cache_dtype": "float16"}),
+        ({"dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}),
+        ({"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"phases": ["decode", "prefill"]}, {"phases": ("prefill", "decode")}),
+        ({}, {"head_size_v": 64, "causal": True, "paged": True}),
+        ({"attn_type": "encoder_only"}, {"causal": False, "paged": False}),
+        ({"logits_soft_cap": 50}, {"logits_soft_cap": 50.0}),
+    ],
+)
+def test_values_are_canonical(given, canonical):
+    requirements = asked(**given)
+
+    assert {name: getattr(requirements, name) for name in canonical} == canonical
+
+
+def test_fields_that_follow_follow_again():
+    changed = asked().evolve(head_size=128, dtype="float16")
+
+    assert (changed.head_size_v, changed.kv_cache_dtype) == (128, "float16")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"head_sise": 64}, ["'head_sise'", "did you mean 'head_size'?"]),
+        ({"head_size": 0}, ["head_size=0", "a whole number from 1 on"]),
+        ({"head_size": True}, ["head_size=True"]),
+        ({"dtype": "int4"}, ["dtype='int4'", "'bfloat16'"]),
+        ({"num_kv_heads": 3}, ["num_q_heads=8", "multiple of num_kv_heads"]),
+        ({"logits_soft_cap": float("nan")}, ["logits_soft_cap=nan", "positive finite"]),
+        ({"sinks": 1}, ["sinks=1", "true or false"]),
+        ({"alibi": "cubic"}, ["alibi='cubic'", "'sqrt'"]),
+        ({"kv_cache_dtype": "fp88"}, ["kv_cache_dtype='fp88'", "dotted vendor name"]),
+        ({"features": ("rope",)}, ["features=('rope',)", "acme.rope_fused"]),
+        ({"features": "acme.x"}, ["features='acme.x'", "a list"]),
+        ({"phases": ()}, ["phases=()"]),
+        ({"block_sparse": {}}, ["block_sparse={}"]),
+        ({"attn_type": "encoder", "causal": True}, ["causal=True", "attn_type='encoder'", "every key"]),
+        ({"attn_type": "encoder_only", "paged": True}, ["no cache"]),
+        ({"paged": False, "block_size": 16}, ["block_size=16", "describe a paged cache"]),
+        ({"paged": False, "kv_cache_dtype": "fp8"}, ["a dtype of its own"]),
+        ({"paged": False, "cascade": True}, ["need a paged cache"]),
+        ({"phases": ("prefill",), "decode_query_len": 4}, ["decode_query_len=4"]),
+        ({"dropout": 0.1}, ["'dropout'", "training feature"]),
+        ({"use_mla": True}, ["'use_mla'", "latent attention"]),
+        ({"backward": True}, ["'backward'", "training feature"]),
+    ],
+)
+def test_refusals_say_what_was_given_and_what_is_allowed(given, said):
+    with pytest.raises(RequirementsError) as caught:
+        asked(**given)
+
+    assert all(text in str(caught.value) for text in said), str(caught.value)
+    assert caught.value.remedy
+
+
+def test_a_missing_field_is_named():
+    with pytest.raises(RequirementsError, match="no 'dtype' was given"):
+        Requirements(head_size=64, num_q_heads=8, num_kv_heads=2)
+
+
+def test_values_go_by_name():
+    with pytest.raises(RequirementsError, match="1 unnamed values"):
+        Requirements(64)  # type: ignore[misc]
+
+
+def test_an_error_survives_pickling():
+    with pytest.raises(RequirementsError) as caught:
+        asked(head_size=0)
+
+    again = pickle.loads(pickle.dumps(caught.value))
+
+    assert str(again) == str(caught.value)
+    assert isinstance(again, ValueError)

@@ -1,0 +1,127 @@
+"""Environment and configuration file: read strictly, with the source of each value."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from attnplug.errors import SettingsError
+from attnplug.request.settings import Settings, parse_flag
+
+
+@pytest.fixture
+def config(tmp_path):
+    return tmp_path / "config.toml"
+
+
+def read(environ=None, file=None, tmp_path=None):
+    return Settings.read(environ or {}, file)
+
+
+@pytest.mark.parametrize("text", ["0", "false", "False", "no", "OFF"])
+def test_every_spelling_of_off_is_off(text):
+    assert parse_flag(text, "ATTNPLUG_STRICT") is False
+
+
+@pytest.mark.parametrize("text", ["", "2", "maybe", "nope"])
+def test_anything_else_is_an_error_that_names_the_variable(text, config):
+    config.write_text("")
+
+    with pytest.raises(SettingsError, match="ATTNPLUG_STRICT"):
+        read({"ATTNPLUG_STRICT": text}, config)
+
+
+def test_environment_over_file_with_sources(config):
+    config.write_text(
+        'backend = ["flashinfer", "auto"]\nblock = "x"\nstrict = true\n[options.flashinfer]\nratio = 2\nother = "a"\n'
+    )
+
+    settings = read(
+        {
+            "ATTNPLUG_BACKEND": "torch",
+            "ATTNPLUG_OPT_FLASHINFER__RATIO": "4",
+            "ATTNPLUG_ALLOW": "",
+            "ATTNPLUG_PROFILE": "p.toml",
+        },
+        config,
+    )
+
+    assert settings.backend == ("torch",)
+    assert settings.allow == frozenset()
+    assert settings.block == {"x"}
+    assert settings.strict
+    assert settings.profile == "p.toml"
+    assert dict(settings.options["flashinfer"]) == {"ratio": "4", "other": "a"}
+    assert settings.sources["backend"] == "environment variable ATTNPLUG_BACKEND"
+    assert settings.sources["options.flashinfer.ratio"] == "environment variable ATTNPLUG_OPT_FLASHINFER__RATIO"
+    assert settings.sources["block"] == f"file {config}"
+
+
+def test_nothing_set_is_automatic(config, monkeypatch):
+    config.write_text("")
+
+    settings = read({}, config)
+
+    assert settings == Settings()
+    assert (settings.allow, settings.backend) == (None, ())
+
+
+def test_the_default_file_may_be_missing_and_a_named_one_may_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+    assert Settings.read({}) == Settings()
+    with pytest.raises(SettingsError, match="does not exist"):
+        Settings.read({"ATTNPLUG_CONFIG": str(tmp_path / "none.toml")})
+
+
+def test_unknown_variables_are_warned_about_with_the_near_match(config, caplog):
+    config.write_text("")
+
+    with caplog.at_level(logging.WARNING, "attnplug"):
+        read({"ATTNPLUG_BACKENDS": "torch"}, config)
+
+    assert "'ATTNPLUG_BACKENDS' is not a setting and has no effect; did you mean 'ATTNPLUG_BACKEND'?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("backend = 3", "backend = 3"),
+        ("backnd = 'x'", "did you mean 'backend'"),
+        ("strict = 'yes'", "strict = 'yes'"),
+        ("allow = ['a', '']", "allow"),
+        ("options = 3", "options = 3"),
+        ("options = { a = 1 }", "options"),
+        ("= 3", "it is not TOML"),
+    ],
+)
+def test_a_wrong_file_is_an_error_that_names_it(config, text, said):
+    config.write_text(text)
+
+    with pytest.raises(SettingsError) as caught:
+        read({}, config)
+
+    assert said in str(caught.value)
+
+
+def test_an_unreadable_file_is_an_error(config):
+    config.write_bytes(b"\xff\xfe\x00")
+
+    with pytest.raises(SettingsError, match="cannot be read"):
+        read({}, config)
+
+
+@pytest.mark.parametrize("variable", ["ATTNPLUG_OPT_FLASHINFER_RATIO", "ATTNPLUG_OPT___X", "ATTNPLUG_OPT_A__"])
+def test_an_option_variable_has_a_backend_and_a_name(config, variable):
+    config.write_text("")
+
+    with pytest.raises(SettingsError, match=variable):
+        read({variable: "4"}, config)
+
+
+def test_empty_names_are_refused(config):
+    config.write_text("")
+
+    with pytest.raises(SettingsError, match="separated by commas"):
+        read({"ATTNPLUG_BACKEND": "a,,b"}, config)
