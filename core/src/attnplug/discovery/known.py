@@ -1,0 +1,74 @@
+"""What is known of backends that may not be installed: names, how to get them, and which of them is measured to be faster."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from attrs import frozen
+
+from attnplug.errors import ManifestError
+from attnplug.manifest.conditions import parse_conditions
+from attnplug.negotiation.ranking import DefaultOrder
+from attnplug.request.toml import parse_toml
+
+_FILE = Path(__file__).with_name("known.toml")
+
+
+@frozen
+class KnownPlugin:
+    """
+    A published plugin.
+
+    Attributes:
+        name: The backend's name.
+        aliases: What hosts call it.
+        summary: One line about it.
+        install: The distribution, as pip takes it.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    summary: str
+    install: str
+
+
+@frozen
+class Known:
+    """Published plugins, and the default orders."""
+
+    plugins: tuple[KnownPlugin, ...] = ()
+    orders: tuple[DefaultOrder, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def read_known() -> Known:
+    """Return the content of ``known.toml``."""
+    return parse_known(_FILE.read_text(encoding="utf-8"))
+
+
+def parse_known(text: str) -> Known:
+    """
+    Parse the text of such a file.
+
+    Raises:
+        ManifestError: A condition is about an unknown field, or its value is not allowed.
+        ValueError: It is not TOML.
+        KeyError: A key is missing.
+    """
+    data = parse_toml(text)
+    plugins = tuple(
+        KnownPlugin(name, tuple(table["aliases"]), table["summary"], table["install"])
+        for name, table in sorted(data.get("plugins", {}).items())
+    )
+    orders = tuple(
+        DefaultOrder(
+            parse_conditions(_fail, table["when"], ("order", i, "when")), tuple(table["order"]), table["because"]
+        )
+        for i, table in enumerate(data.get("order", []))
+    )
+    return Known(plugins, orders)
+
+
+def _fail(_: object, given: str, allowed: str, remedy: str) -> ManifestError:
+    return ManifestError(given, allowed, remedy, str(_FILE))

@@ -1,0 +1,120 @@
+"""What the settings allow and block. A name there is a backend's, an alias, ``backend/variant``, or a distribution's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from attrs import frozen
+
+from attnplug.discovery.distribution import normalized
+from attnplug.discovery.known import KnownPlugin
+from attnplug.discovery.plugin import Plugin
+from attnplug.negotiation.reason import Reason
+from attnplug.request.settings import Settings
+
+_VARIABLES = {"allow": "ATTNPLUG_ALLOW", "block": "ATTNPLUG_BLOCK"}
+
+
+@frozen
+class Identity:
+    """
+    What a setting may call a backend.
+
+    Attributes:
+        name: The backend's name.
+        aliases: Its other names.
+        distribution: Its distribution.
+        variants: Its variants; None where they are not known.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    distribution: str
+    variants: tuple[str, ...] | None = None
+
+    def is_called(self, name: str, variant: str | None = None) -> bool:
+        """Whether a name means this backend or, with `variant`, that variant of it. A name with a variant never means the backend as a whole."""
+        backend, _, wanted = name.partition("/")
+        if wanted:
+            return variant == wanted and backend in (self.name, *self.aliases)
+        return backend in (self.name, *self.aliases) or normalized(name) == normalized(self.distribution)
+
+    def is_touched(self, name: str) -> bool:
+        """Whether a name means this backend or one of its variants, as far as they are known."""
+        _, _, wanted = name.partition("/")
+        return self.is_called(name, wanted or None) and not (
+            wanted and self.variants is not None and wanted not in self.variants
+        )
+
+    def names(self) -> Iterator[str]:
+        """Yield every name that means this backend or a part of it."""
+        yield from (self.name, *self.aliases, self.distribution)
+        yield from (f"{self.name}/{variant}" for variant in self.variants or ())
+
+
+def identity(plugin: Plugin | KnownPlugin) -> Identity:
+    """Return what a setting may call a plugin."""
+    if isinstance(plugin, KnownPlugin):
+        return Identity(plugin.name, plugin.aliases, plugin.install)
+    if plugin.manifest is None:
+        return Identity(plugin.name, (), plugin.distribution)
+    return Identity(
+        plugin.name,
+        plugin.manifest.aliases,
+        plugin.distribution,
+        tuple(variant.name for variant in plugin.manifest.variants),
+    )
+
+
+@frozen
+class Denial:
+    """Why the settings keep something out, and what to change in them."""
+
+    reason: Reason
+    remedy: str
+
+
+def deny(settings: Settings, who: Identity, variant: str | None = None) -> Denial | None:
+    """
+    Return why a backend, or one variant of it, may not be used, or None.
+
+    Without `variant` the answer is about the backend as a whole: one that may be used in part may be used.
+    """
+    blocking = sorted(name for name in settings.block if who.is_called(name, variant))
+    if blocking:
+        listed = ", ".join(map(repr, blocking))
+        return _denial(
+            who,
+            variant,
+            f"{listed} stands in {_source(settings, 'block')}",
+            f"remove {listed} from {_source(settings, 'block')}",
+        )
+    if settings.allow is None or any(_admits(name, who, variant) for name in settings.allow):
+        return None
+    source = _source(settings, "allow")
+    listed = ", ".join(map(repr, sorted(settings.allow))) or "nothing at all, not even what is embedded"
+    return _denial(who, variant, f"{source} allows {listed}", f"add {who.name!r} to {source}")
+
+
+def unknown_names(settings: Settings, known: Iterable[Identity]) -> Iterator[tuple[str, str]]:
+    """Yield (name, source) of what is allowed or blocked and means nothing that is installed or known."""
+    identities = tuple(known)
+    for setting, names in (("allow", settings.allow or ()), ("block", settings.block)):
+        for name in sorted(names):
+            if not any(who.is_touched(name) for who in identities):
+                yield name, _source(settings, setting)
+
+
+def _admits(name: str, who: Identity, variant: str | None) -> bool:
+    return who.is_touched(name) if variant is None else who.is_called(name, variant)
+
+
+def _denial(who: Identity, variant: str | None, because: str, remedy: str) -> Denial:
+    subject = who.name if variant is None else f"{who.name}/{variant}"
+    return Denial(Reason("blocked", subject, None, f"the settings keep {subject!r} out", because), remedy)
+
+
+def _source(settings: Settings, setting: str) -> str:
+    """Say where a setting comes from, or else which variable would hold it."""
+    source = settings.sources.get(setting, "")
+    return f"the setting {setting} ({source or _VARIABLES[setting]})"

@@ -1,0 +1,179 @@
+"""
+A plugin: an entry, and the manifest beside its module.
+
+The manifest is found through the import system's answer for the *top-level* package. Python imports a package to find what is inside it, so that asking for the
+plugin module itself would already run the plugin's code.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import field, frozen
+
+from attnplug.discovery.distribution import normalized
+from attnplug.discovery.scan import Entry, is_module
+from attnplug.errors import ApiVersionError, ManifestError
+from attnplug.manifest.locate import locate
+from attnplug.manifest.parse import parse_manifest, read_manifest
+from attnplug.negotiation.reason import Reason
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
+    from attnplug.manifest.schema import Manifest
+
+MANIFEST: Final = "attnplug.toml"
+CORE: Final = "attnplug"
+
+
+@frozen
+class Plugin:
+    """
+    One offer of one distribution. Nothing of its code has run.
+
+    Attributes:
+        name: The backend's name.
+        module: Dotted name of the plugin module.
+        distribution: The distribution that offers it.
+        version: That distribution's version.
+        manifest: What it declares; None where there is a problem.
+        problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or not there) or ``api`` (another major version of the contract).
+        remedy: The way out of the problem.
+        embedded: Whether it is part of the core.
+        error: The problem as an exception, for the strict setting.
+    """
+
+    name: str
+    module: str
+    distribution: str
+    version: str
+    manifest: Manifest | None = None
+    problem: Reason | None = None
+    remedy: str = ""
+    embedded: bool = False
+    error: ManifestError | None = field(default=None, eq=False, repr=False)
+
+    @property
+    def label(self) -> str:
+        """The distribution with its version."""
+        return f"{self.distribution} {self.version}".rstrip()
+
+
+def read_plugin(entry: Entry) -> Plugin:
+    """Read the manifest of an entry; what is wrong with it becomes the plugin's problem."""
+    embedded = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
+    try:
+        manifest = _read(entry)
+    except ManifestError as error:
+        return Plugin(
+            entry.name,
+            entry.module,
+            entry.distribution,
+            entry.version,
+            None,
+            _problem(entry, error),
+            error.remedy,
+            embedded,
+            error,
+        )
+    return Plugin(entry.name, entry.module, entry.distribution, entry.version, manifest, embedded=embedded)
+
+
+def find_manifest(module: str) -> Path:
+    """
+    Return where the manifest of a plugin module lies, whether it is there or not: beside the module, or inside it if it is a package.
+
+    Args:
+        module: Dotted name; nothing is imported.
+
+    Raises:
+        ManifestError: The name is no module's, or its top-level package cannot be found.
+    """
+    return _place(_top_level(module), module)
+
+
+def _read(entry: Entry) -> Manifest:
+    spec = _top_level(entry.module)
+    path = _place(spec, entry.module)
+    manifest = _read_file(spec, path)
+    if manifest.name != entry.name:
+        raise ManifestError(
+            f"name = {manifest.name!r}",
+            f"the entry point of {entry.distribution!r} calls this backend {entry.name!r}, and the two agree",
+            f"use one name in both, and install {entry.distribution!r} again",
+            manifest.path,
+            locate(path.read_text(encoding="utf-8"), ("backend", "name")) if path.is_file() else None,
+        )
+    return manifest
+
+
+def _read_file(spec: ModuleSpec, path: Path) -> Manifest:
+    """Read a manifest from the file system, or through the loader of a package that lies in an archive."""
+    loader: Any = spec.loader
+    if path.is_file() or not hasattr(loader, "get_data"):
+        return read_manifest(path)
+    try:
+        text = loader.get_data(str(path)).decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return read_manifest(path)  # to complain in the same words
+    return parse_manifest(text, str(path))
+
+
+def _top_level(module: str) -> ModuleSpec:
+    name = module.partition(".")[0]
+    if not is_module(module):
+        raise ManifestError(
+            f"the entry point has the value {module!r}",
+            "it is the dotted name of the plugin module",
+            "correct the entry point",
+        )
+    try:
+        spec = find_spec(name) or _find_again(name)
+    except Exception as error:
+        raise ManifestError(
+            f"the plugin module is {module!r}", f"looking for {name!r} fails: {error}", "repair its installation"
+        ) from error
+    if spec is None:
+        raise ManifestError(
+            f"the plugin module is {module!r}",
+            f"there is no package {name!r} on sys.path",
+            "install its distribution again",
+        )
+    return spec
+
+
+def _find_again(name: str) -> ModuleSpec | None:
+    """Look once more without the import system's memory of folders: a package that was installed this very second is not in it."""
+    importlib.invalidate_caches()
+    return find_spec(name)
+
+
+def _place(spec: ModuleSpec, module: str) -> Path:
+    parts = module.split(".")[1:]
+    roots = [Path(root) for root in spec.submodule_search_locations or ()]
+    if not roots:
+        return Path(spec.origin or module).with_name(MANIFEST)  # a module of its own, no package
+    return next((path for root in roots if (path := _beside(root, parts)).is_file()), _beside(roots[0], parts))
+
+
+def _beside(root: Path, parts: list[str]) -> Path:
+    inside = root.joinpath(*parts)
+    return (inside if inside.is_dir() or not parts else inside.parent) / MANIFEST
+
+
+def _problem(entry: Entry, error: ManifestError) -> Reason:
+    where = f"{error.path}:{error.line}" if error.line is not None else error.path
+    told = f"{where}: {error.given}" if where else error.given
+    if isinstance(error, ApiVersionError):
+        return Reason("api", entry.name, None, error.allowed, told)
+    return Reason(
+        "broken",
+        entry.name,
+        None,
+        f"{entry.distribution} {entry.version} has no valid manifest",
+        f"{told}; {error.allowed}",
+    )

@@ -1,0 +1,279 @@
+"""The backends of one process: what is installed, what was registered by hand, and what has failed."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Hashable, Iterable
+from itertools import count
+from threading import RLock
+from typing import Final
+
+import attrs
+
+from attnplug.discovery.known import Known, read_known
+from attnplug.discovery.lineup import Contest, Lineup, line_up, usable_of
+from attnplug.discovery.permission import Identity, identity, unknown_names
+from attnplug.discovery.plugin import Plugin, read_plugin
+from attnplug.discovery.scan import Note, scan
+from attnplug.errors import DuplicateBackendError, UnknownBackendError
+from attnplug.manifest.installed import VersionOf
+from attnplug.manifest.schema import CONTRACT_API
+from attnplug.negotiation.candidate import Candidate
+from attnplug.negotiation.ranking import AUTO, DefaultOrder
+from attnplug.negotiation.reason import Reason
+from attnplug.request.fields import near
+from attnplug.request.settings import Settings
+
+_log: Final = logging.getLogger("attnplug")
+_generations: Final = count(1)
+_lock = RLock()
+
+
+class Registry:
+    """
+    A list of plugins, and the candidates that they make under given settings. Safe to use from several threads.
+
+    Args:
+        plugins: The plugins, in any order.
+        notes: What was odd about finding them.
+        known: What is known of absent ones; the content of ``known.toml`` by default.
+        version_of: The installed version of a distribution; looked up in this environment by default.
+        settings: The settings under which `plugin` tells duplicates apart.
+    """
+
+    def __init__(
+        self,
+        plugins: Iterable[Plugin],
+        notes: Iterable[Note] = (),
+        known: Known | None = None,
+        version_of: VersionOf | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        self._plugins = tuple(plugins)
+        self._found_notes = tuple(notes)
+        self._known = read_known() if known is None else known
+        self._version_of = version_of
+        self._settings = attrs.evolve(settings or Settings(), strict=False)
+        self._failures: dict[str, Reason] = {}
+        self._warned: set[tuple[str, str]] = set()
+        self._renew()
+
+    @classmethod
+    def scan(cls, settings: Settings) -> Registry:
+        """
+        Look at what is installed. No plugin's code runs.
+
+        Raises:
+            ManifestError: Under the strict setting, a plugin that may be used has a problem.
+            DuplicateBackendError: Likewise, two of them have one name.
+        """
+        found = scan()
+        registry = cls(map(read_plugin, found.entries), found.notes, version_of=found.version_of, settings=settings)
+        registry.candidates(settings)
+        return registry
+
+    @property
+    def plugins(self) -> tuple[Plugin, ...]:
+        """Every plugin: usable, blocked and broken."""
+        return self._plugins
+
+    @property
+    def notes(self) -> tuple[Note, ...]:
+        """What is odd and does no harm."""
+        newer = (
+            Note(plugin.label, "api", _newer(plugin))
+            for plugin in self._plugins
+            if plugin.manifest and plugin.manifest.is_newer
+        )
+        aliases = (
+            Note(alias, "alias", f"is claimed by {contest.who}, and selects none of them")
+            for alias, contest in self._contested().items()
+        )
+        return (*self._found_notes, *newer, *aliases)
+
+    @property
+    def generation(self) -> int:
+        """A number that no other state of any registry of this process has: decisions of another generation are void."""
+        return self._generation
+
+    @property
+    def default_orders(self) -> tuple[DefaultOrder, ...]:
+        """The known orders of backends, per device."""
+        return self._known.orders
+
+    def candidates(self, settings: Settings, *, assume_installed: bool = False) -> tuple[Candidate, ...]:
+        """
+        Return every variant of every plugin, and the known plugins that are absent, by backend.
+
+        Args:
+            settings: Allow and block lists, and whether problems are raised.
+            assume_installed: Suppose that everything the variants require is installed.
+
+        Raises:
+            ManifestError: Under the strict setting, a plugin that may be used has a problem.
+            DuplicateBackendError: Likewise, two of them have one name.
+        """
+        return self._line_up(settings, assume_installed=assume_installed).candidates
+
+    def plugin(self, name: str) -> Plugin:
+        """
+        Return the plugin of a backend, by its name.
+
+        Raises:
+            UnknownBackendError: It is not installed.
+            DuplicateBackendError: Several distributions offer it, and the settings do not choose.
+        """
+        group = tuple(plugin for plugin in self._plugins if plugin.name == name)
+        if not group:
+            raise self._unknown(name)
+        usable = usable_of(group, self._settings) or group
+        if len(usable) > 1:
+            raise Contest(name, usable).error()
+        return usable[0]
+
+    def resolve(self, name: str) -> None:
+        """
+        Check that a name selects something: a backend or an alias, alone or with a variant, or ``auto``.
+
+        Raises:
+            UnknownBackendError: Nothing installed or known is called so.
+            DuplicateBackendError: It is an alias that several backends claim.
+        """
+        backend, _, variant = name.partition("/")
+        called = [who for who in self._identities() if backend in (who.name, *who.aliases)]
+        if name != AUTO and not called:
+            raise self._unknown(name)
+        if backend in self._contested() and all(who.name != backend for who in called):
+            raise self._contested()[backend].error()
+        variants = {each for who in called for each in who.variants or ()}
+        if variant and variants and variant not in variants:
+            raise UnknownBackendError(
+                f"the backend {name!r} was asked for{near(variant, variants)}",
+                f"{backend!r} has the variants {', '.join(sorted(variants))}",
+                f"name one of them, or {backend!r} alone",
+            )
+
+    def mark_broken(self, candidate_id: str, reason: Reason) -> None:
+        """
+        Record that a candidate has failed. From now on it stands as broken in this process.
+
+        Args:
+            candidate_id: ``backend/variant``.
+            reason: What happened.
+        """
+        with _lock:
+            if self._failures.get(candidate_id) != reason:
+                self._failures = {**self._failures, candidate_id: reason}
+                self._renew()
+
+    def register(self, plugin: Plugin) -> None:
+        """
+        Add a plugin, for this process. Adding the same one again changes nothing.
+
+        Raises:
+            DuplicateBackendError: Another one of that name is there; nothing changes.
+        """
+        with _lock:
+            if plugin in self._plugins:
+                return
+            rivals = usable_of((p for p in self._plugins if p.name == plugin.name), self._settings)
+            if rivals:
+                raise DuplicateBackendError(
+                    f"the backend {plugin.name!r} of {plugin.module!r} was registered",
+                    f"{rivals[0].label} offers {plugin.name!r} already, in {rivals[0].module!r}",
+                    f"give it another name in its manifest, or set ATTNPLUG_BLOCK={rivals[0].distribution} and refresh",
+                )
+            self._plugins = (*self._plugins, plugin)
+            self._renew()
+
+    def _renew(self) -> None:
+        """Forget what was lined up. A thread that is still lining up fills the dictionary of the generation that it began with."""
+        self._lineups: dict[Hashable, Lineup] = {}
+        self._generation = next(_generations)
+
+    def _line_up(self, settings: Settings, *, assume_installed: bool) -> Lineup:
+        sources = settings.sources.get("allow"), settings.sources.get("block")
+        key = settings.allow, settings.block, settings.strict, sources, assume_installed
+        lined_up = self._lineups.get(key)
+        if lined_up is None:
+            with _lock:
+                lined_up = self._lineups.get(key) or self._lineups.setdefault(
+                    key, self._line_up_anew(settings, assume_installed=assume_installed)
+                )
+        return lined_up
+
+    def _line_up_anew(self, settings: Settings, *, assume_installed: bool) -> Lineup:
+        self._warn_of_unknown_names(settings)
+        if self._version_of is None:
+            self._version_of = scan().version_of
+        found = line_up(
+            self._plugins, self._known.plugins, settings, self._version_of, assume_installed=assume_installed
+        )
+        return (
+            attrs.evolve(found, candidates=tuple(map(self._with_failure, found.candidates)))
+            if self._failures
+            else found
+        )
+
+    def _with_failure(self, candidate: Candidate) -> Candidate:
+        reason = self._failures.get(candidate.id)
+        if reason is None or candidate.standing in ("refused", "absent"):
+            return candidate
+        return attrs.evolve(
+            candidate,
+            standing="broken",
+            obstacles=(reason, *candidate.obstacles),
+            remedy=f"repair {candidate.distribution}, then refresh",
+        )
+
+    def _warn_of_unknown_names(self, settings: Settings) -> None:
+        for name, source in unknown_names(settings, self._identities()):
+            if (name, source) not in self._warned:
+                self._warned.add((name, source))
+                names = [each for who in self._identities() for each in who.names()]
+                _log.warning(
+                    "%r in %s means no backend, variant or distribution that is installed or known%s",
+                    name,
+                    source,
+                    near(name, names),
+                )
+
+    def _identities(self) -> tuple[Identity, ...]:
+        """Return what settings and calls may name."""
+        installed = {plugin.name for plugin in self._plugins}
+        return (
+            *map(identity, self._plugins),
+            *(identity(known) for known in self._known.plugins if known.name not in installed),
+        )
+
+    def _contested(self) -> dict[str, Contest]:
+        return dict(self._line_up(self._settings, assume_installed=False).aliases)
+
+    def _unknown(self, name: str) -> UnknownBackendError:
+        installed = sorted({plugin.name for plugin in self._plugins})
+        absent = {known.name: known.install for known in self._known.plugins if known.name not in installed}
+        names = [each for who in self._identities() for each in (who.name, *who.aliases)]
+        return UnknownBackendError(
+            f"the backend {name!r} was asked for{near(name, names) if name not in absent else ''}",
+            f"installed: {', '.join(installed) or 'none'}; known and not installed: {', '.join(absent) or 'none'}",
+            f"pip install {absent[name]}"
+            if name in absent
+            else "correct the name, or install the distribution that offers it",
+        )
+
+
+def _newer(plugin: Plugin) -> str:
+    assert plugin.manifest is not None
+    theirs, ours = (".".join(map(str, api)) for api in (plugin.manifest.api, CONTRACT_API))
+    return f"{plugin.name!r} is written for contract {theirs}, and this core speaks {ours}; it is used, without what {theirs} adds"
+
+
+def _unlock_in_child() -> None:
+    """A fork may copy the lock while another thread holds it, and nobody would release it in the child."""
+    global _lock  # noqa: PLW0603 - the lock is one for all registries because of this
+    _lock = RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_in_child)
