@@ -1,8 +1,9 @@
 """
 What a vendor writes: the contract between a host engine and an attention backend.
 
-`Backend`, `AttentionImpl`, `MetadataBuilder` and `State` are written by plugins; `Layer`, `Batch`, `Limits` and `Parallel` are data that hosts hand over. The
-names load on first use, so that a plugin module can take its hook markers from `attnplug.contract.hooks` without importing torch.
+`Backend`, `AttentionImpl`, `MetadataBuilder` and `State` are written by plugins; `Layer`, `Batch`, `Limits` and
+`Parallel` are data that hosts hand over. The names load on first use, so that a plugin module can take its hook markers
+from `attnplug.contract.hooks` without importing torch.
 """
 
 from __future__ import annotations

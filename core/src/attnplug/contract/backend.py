@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
+from attnplug.contract.block_copy import check_blocks, copy_between, to_pairs
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.guards.cache import CacheGuard
 from attnplug.contract.guards.forward import ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.limits import check_limits
-from attnplug.contract.kv_cache import Cache, CacheTensor, check_blocks, copy_between, to_pairs
+from attnplug.contract.kv_cache import Cache, CacheTensor, device_of, tensor_of
 from attnplug.contract.limits import Parallel
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import GraphKey, State
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 class Backend(ABC):
     """
-    A backend, bound to what was negotiated. A plugin sets `impl_class`, and the other classes where the defaults do not suit.
+    A backend, bound to what was negotiated. A plugin sets `impl_class`, and the other classes where the defaults do not
+    suit.
 
     Attributes:
         impl_class: One layer's attention.
@@ -80,8 +82,9 @@ class Backend(ABC):
         """
         Describe one layer's cache.
 
-        The default is one role, ``"kv"``, of logical shape ``(2, num_blocks, block_size, num_kv_heads, head_size)``, keys first; where values have another head size,
-        the roles ``"k"`` and ``"v"`` without the leading axis. The agreed layout sets the order in memory. Dense agreements have no cache.
+        The default is one role, ``"kv"``, of logical shape ``(2, num_blocks, block_size, num_kv_heads, head_size)``,
+        keys first; where values have another head size, the roles ``"k"`` and ``"v"`` without the leading axis. The
+        agreed layout sets the order in memory. Dense agreements have no cache.
 
         Args:
             num_blocks: Blocks of the cache, the null block 0 included.
@@ -89,8 +92,8 @@ class Backend(ABC):
         asked = self.agreement.requirements
         if not asked.paged:
             return {}
-        dtype, size, heads = torch_dtype(self.agreement.kv_cache_dtype), self.agreement.block_size, asked.num_kv_heads
-        assert size is not None
+        dtype, heads = torch_dtype(self.agreement.kv_cache_dtype), asked.num_kv_heads
+        size = self.agreement.block_size or 1  # settled wherever there are pages
         heads_first = self.agreement.kv_layout == "HND"
         if asked.head_size_v == asked.head_size:
             shape = (2, num_blocks, size, heads, asked.head_size)
@@ -205,7 +208,8 @@ class Backend(ABC):
         """
         Copy whole blocks of one layer from one cache to another, between devices too.
 
-        Every role that has a block axis moves. All sources are read before any block is written, so that overlapping pairs mean what they say.
+        Every role that has a block axis moves. All sources are read before any block is written, so that overlapping
+        pairs mean what they say.
 
         Args:
             src: The cache that is read.
@@ -216,7 +220,8 @@ class Backend(ABC):
             CacheError: A block is outside its cache, or is the destination of two sources.
         """
         pairs = to_pairs(src_to_dst)
-        self._move(src, dst, pairs, first=0)
+        self._check_move(src, dst, pairs, first=0)
+        self._move(src, dst, pairs)
 
     def copy_blocks(
         self, caches: Iterable[Cache], src_to_dsts: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]
@@ -232,8 +237,11 @@ class Backend(ABC):
             CacheError: As for `swap_blocks`; the null block neither gives nor takes here.
         """
         pairs = to_pairs(src_to_dsts)
-        for cache in caches:
-            self._move(cache, cache, pairs, first=1)
+        layers = list(caches)
+        for cache in layers:
+            self._check_move(cache, cache, pairs, first=1)
+        for cache in layers:
+            self._move(cache, cache, pairs)
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Compile and load what the first use of these batch shapes would. The default has nothing to prepare."""
@@ -242,14 +250,14 @@ class Backend(ABC):
     def _cache_bytes(self, num_blocks: int) -> int:
         return sum(spec.nbytes for spec in self.cache_tensors(num_blocks).values())
 
-    def _move(self, src: Cache, dst: Cache, pairs: Tensor, first: int) -> None:
-        specs = self.cache_tensors(2)
-        guard = CacheGuard(specs, self.agreement)
-        counts = [guard.check(cache, _device_of(cache)) for cache in (src, dst)]
-        for name, blocks, count in zip(("source", "destination"), pairs.unbind(1), counts):
-            check_blocks(name, blocks, first, count)
-        for role, spec in specs.items():
-            copy_between(spec, _tensor_of(src, role), _tensor_of(dst, role), pairs)
+    def _check_move(self, src: Cache, dst: Cache, pairs: Tensor, first: int) -> None:
+        guard = CacheGuard(self.cache_tensors(2), self.agreement)
+        for name, cache, blocks in (("source", src, pairs[:, 0]), ("destination", dst, pairs[:, 1])):
+            check_blocks(name, blocks, first, guard.check(cache, device_of(cache)))
+
+    def _move(self, src: Cache, dst: Cache, pairs: Tensor) -> None:
+        for role, spec in self.cache_tensors(2).items():
+            copy_between(spec, tensor_of(src, role), tensor_of(dst, role), pairs)
 
     def _check_sink_lse(self) -> None:
         asked = self.agreement.requirements
@@ -263,16 +271,8 @@ class Backend(ABC):
     def _check_state(self, state: State) -> None:
         if not isinstance(state, self.state_class) or state.backend.id != self.id or state.device != self.device:
             raise LimitsError(
-                f"a builder of {self.id} on {self.device} was asked for with a state of {state.backend.id} on {state.device}",
+                f"a builder of {self.id} on {self.device} was given a state of {state.backend.id} on {state.device}",
                 "a state belongs to one backend, variant and device",
                 "pass the state that this backend's make_state returned",
             )
         check_limits(state.limits, state.parallel, self.agreement)
-
-
-def _device_of(cache: Cache) -> torch.device:
-    return cache.device if isinstance(cache, torch.Tensor) else next(iter(cache.values())).device
-
-
-def _tensor_of(cache: Cache, role: str) -> Tensor:
-    return cache if isinstance(cache, torch.Tensor) else cache[role]

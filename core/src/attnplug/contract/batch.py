@@ -29,19 +29,23 @@ class Batch:
     """
     One step's requests, decodes first. All index tensors are int32, slots are int64.
 
-    A batch describes one step: its tensors are not changed while it is in use (a graph slot's persistent tensors belong to `State`). Every name ending in
-    ``_cpu`` is the host's copy of the device tensor of that name; where the tensor itself is on the CPU it is its own copy and need not be given twice. The
-    guards of `MetadataBuilder.build` read host copies alone.
+    A batch describes one step: its tensors are not changed while it is in use (a graph slot's persistent tensors belong
+    to `State`). Every name ending in ``_cpu`` is the host's copy of the device tensor of that name; where the tensor
+    itself is on the CPU it is its own copy and need not be given twice. The guards of `MetadataBuilder.build` read host
+    copies alone.
 
     Attributes:
-        query_start_loc: ``(num_reqs + 1,)`` exclusive cumulative sum of the query lengths; the last entry is `num_actual_tokens`.
+        query_start_loc: ``(num_reqs + 1,)`` exclusive cumulative sum of the query lengths; the last entry is
+            `num_actual_tokens`.
         seq_lens: ``(num_reqs,)`` keys per request, this step's included. For dense calls: the lengths of the given K/V.
         num_reqs: Requests, padded ones included (a padded request has query length 0 and stands last).
         num_actual_tokens: Query tokens; rows beyond are padding and never touched.
         max_query_len: The longest query.
         max_seq_len: The longest sequence; an upper bound where the requirements say so (`host_lengths`).
-        block_table: ``(num_reqs, max_blocks)`` int32, physical block of each logical block; None for dense calls. Entries beyond a request's length are not read.
-        slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is written; None for dense calls.
+        block_table: ``(num_reqs, max_blocks)`` int32, physical block of each logical block; None for dense calls.
+            Entries beyond a request's length are not read.
+        slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is
+            written; None for dense calls.
         causal: Whether a token attends no later token.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
         query_start_loc_cpu: Host copy, always needed.
@@ -56,7 +60,8 @@ class Batch:
         key_start_loc: ``(num_reqs + 1,)`` as `query_start_loc`, for the K/V rows of dense calls.
         key_start_loc_cpu: Host copy.
         derived: What `once` has derived from this batch.
-        custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after another, True attends.
+        custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
+            another, True attends.
     """
 
     query_start_loc: Tensor
@@ -130,11 +135,14 @@ class Batch:
             seq_lens: Keys of each request; None is a first prefill (`query_lens`).
             block_table: ``(num_reqs, max_blocks)`` int32, on any device; None makes a dense batch with `key_start_loc`.
             slot_mapping: ``(tokens,)`` int64, on any device.
-            device: Where the batch's tensors go; None leaves them on the CPU. Tensors given on the CPU are kept as host copies.
+            device: Where the batch's tensors go; None is the block table's, else the CPU. Tensors given on the CPU are
+                kept as host copies.
             rest: Further fields of `Batch`, by name.
         """
         lengths = list(query_lens) if seq_lens is None else list(seq_lens)
         queries = list(query_lens)
+        if device is None and block_table is not None:
+            device = block_table.device
         host = {"query_start_loc": _cumulative(queries), "seq_lens": _int32(lengths)}
         if block_table is None:
             host["key_start_loc"] = _cumulative(lengths)
@@ -155,7 +163,11 @@ class Batch:
         return cls(**{**fields, **derived, **rest})
 
     def once(self, key: Hashable, compute: Callable[[], _T]) -> _T:
-        """Return `compute()`, evaluated once for this batch: what several builders derive from the same batch (CSR pages, say) is shared."""
+        """
+        Return `compute()`, evaluated once for this batch.
+
+        What several builders derive from the same batch, CSR pages say, is shared that way.
+        """
         if key not in self.derived:
             self.derived[key] = compute()
         return cast("_T", self.derived[key])

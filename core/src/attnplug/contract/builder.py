@@ -24,9 +24,9 @@ class MetadataBuilder:
     """
     Builds metadata for the layers that share a block table and an agreement. `Backend.make_builder` constructs it.
 
-    A plugin overrides `_build` where its kernels plan, and returns ``self.describe(batch, plans=..., more=...)``; the default has no plans. `build` runs while the
-    previous step may still be executing: persistent buffers change in stream order only, and nothing in it waits for the device. One builder serves one thread, and
-    one microbatch.
+    A plugin overrides `_build` where its kernels plan, and returns ``self.describe(batch, plans=..., more=...)``; the
+    default has no plans. `build` runs while the previous step may still be executing: persistent buffers change in
+    stream order only, and nothing in it waits for the device. One builder serves one thread, and one microbatch.
 
     Attributes:
         takes_slots: Whether `_build` can write into a graph slot's tensors. False refuses a slot.
@@ -68,11 +68,11 @@ class MetadataBuilder:
             TensorError: A tensor of the batch has the wrong shape, dtype or device.
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
         """
-        if slot is not None and not self.takes_slots:
+        if slot is not None and (not self.takes_slots or self.agreement.cudagraph == "never"):
             raise NotNegotiatedError(
                 "a graph slot was given to build",
-                f"{self.agreement.id} builds eagerly only: its builder takes no slots",
-                "build with slot=None, or select a backend whose cudagraph level covers the batch",
+                f"{self.agreement.id} builds eagerly here: its builder takes no slots in this agreement",
+                "build with slot=None, or select again with the cudagraph level that the batch needs",
             )
         batch.derived[self] = self._guard.check(batch)
         return self._build(batch, fast=fast, slot=slot)
@@ -83,7 +83,17 @@ class MetadataBuilder:
         return self.describe(batch)
 
     def describe(self, batch: Batch, *, plans: Mapping[Hashable, Any] | None = None, **more: Any) -> Metadata:
-        """Return the backend's metadata for the batch that `build` was given: its split, the plans, and a plugin's own fields."""
+        """
+        Return the backend's metadata for the batch that `build` was given.
+
+        Args:
+            batch: The batch, as `_build` got it.
+            plans: A plan per plan key.
+            more: Fields of the plugin's own Metadata class.
+
+        Raises:
+            PluginContractError: The batch is another one.
+        """
         facts: Facts | None = batch.derived.get(self)
         if facts is None:
             raise PluginContractError(

@@ -40,7 +40,7 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
     findings = [*_parts(cls), *_impl(cls), *_guards(cls)]
     if findings:
         raise PluginContractError(
-            f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has {len(findings)} faults: {'; '.join(findings)}",
+            f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has faults: {'; '.join(findings)}",
             "a backend class has every part of the contract (attnplug.contract)",
             f"mend the plugin of {plugin_id}, or block it: ATTNPLUG_BLOCK={plugin_id.partition('/')[0]}",
         )

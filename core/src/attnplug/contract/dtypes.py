@@ -23,7 +23,7 @@ TORCH_DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
         "int8": torch.int8,
     }
 )
-"""Every canonical name that is one torch dtype. Mixed and vendor formats (``int8_k``, ``nvfp4``) are not: their plugin lays out its own cache."""
+"""Every canonical name that is one torch dtype. For others (``int8_k``) the plugin lays out its own cache."""
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -43,9 +43,11 @@ def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:  # ty
 @hookspec(firstresult=True)
 def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
     """
-    Say why this machine cannot run the variant after all, or None. Optional; called once before the backend class is used.
+    Say why this machine cannot run the variant after all, or None. Optional; called once before the backend class is
+    used.
 
-    This is for what only the loaded library knows: built without a feature, no compiler, another ABI. What a manifest can say belongs there.
+    This is for what only the loaded library knows: built without a feature, no compiler, another ABI. What a manifest
+    can say belongs there.
 
     Args:
         variant: The variant that was chosen.

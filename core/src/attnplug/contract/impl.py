@@ -29,14 +29,17 @@ class AttentionImpl(ABC):
     """
     One layer. `Backend.make_impl` constructs it from a layer that it has completed and checked.
 
-    A plugin sets `cache_write` and overrides `_forward`, and `_write_kv` where a host may write the cache. Whoever overrides `__init__` calls this one first.
+    A plugin sets `cache_write` and overrides `_forward`, and `_write_kv` where a host may write the cache. Whoever
+    overrides `__init__` calls this one first.
 
     Attributes:
-        cache_write: Who writes K/V into the cache: ``"forward"``, ``"host"`` (through `write_kv`), ``"either"`` (the layer says; forward if it does not), or a
-            mapping of these by phase.
+        cache_write: Who writes K/V into the cache: ``"forward"``, ``"host"`` (through `write_kv`), ``"either"`` (the
+            layer says; forward if it does not), or a mapping of these by phase.
         lse_includes_sink: Whether the LSE that forward returns counts the sink; has to be said by who serves both.
-        static_scales: Which of ``"q"``, ``"k"`` and ``"v"`` are scaled by the layer's scales when the cache is quantized; other scales are refused.
-        query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then passes queries in the cache's dtype.
+        static_scales: Which of ``"q"``, ``"k"`` and ``"v"`` are scaled by the layer's scales when the cache is
+            quantized; other scales are refused.
+        query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then
+            passes queries in the cache's dtype.
         layer: The completed layer: no value that the agreement knows is None.
         agreement: What was negotiated.
         num_q_heads: Query heads.
@@ -48,7 +51,8 @@ class AttentionImpl(ABC):
         window: Tokens attended to the left and right, ``(-1, -1)`` for all.
         logits_soft_cap: The soft cap; None for none.
         causal: Whether a token attends no later token.
-        forward_writes: The phases in which `_forward` writes the given K/V into the cache; empty where the host does, or the layer has no cache of its own.
+        forward_writes: The phases in which `_forward` writes the given K/V into the cache; empty where the host does,
+            or the layer has no cache of its own.
         host_writes: The phases in which the host does, through `write_kv`.
     """
 
@@ -76,7 +80,7 @@ class AttentionImpl(ABC):
 
     @property
     def plan_key(self) -> Hashable:
-        """What a library fixes when it plans: layers with equal keys share a plan. Override it where a library fixes more, or less."""
+        """What a library fixes when it plans: layers with equal keys share a plan. Override it where it fixes other values."""
         asked = self.agreement.requirements
         return (
             self.window,
@@ -125,13 +129,15 @@ class AttentionImpl(ABC):
 
         Args:
             query: ``(tokens, num_q_heads, head_size)``; the last axis is contiguous, as of every tensor here.
-            key: ``(tokens, num_kv_heads, head_size)`` of this step's new tokens, or of all keys for dense calls. None where the keys are cached already: KV sharing,
-                and cross attention after its first step.
+            key: ``(tokens, num_kv_heads, head_size)`` of this step's new tokens, or of all keys for dense calls. None
+                where the keys are cached already: KV sharing, and cross attention after its first step.
             value: ``(tokens, num_kv_heads, head_size_v)``; None exactly where `key` is.
             kv_cache: What `Backend.make_cache` returned; None for dense calls. An empty tensor is a profiling run.
             metadata: What the builder of this backend returned for the step; None is a profiling run.
-            output: ``(tokens, num_q_heads * head_size_v)``, written in place; rows beyond the batch's actual tokens are not touched.
-            lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores; only where `return_lse` was negotiated.
+            output: ``(tokens, num_q_heads * head_size_v)``, written in place; rows beyond the batch's actual tokens are
+                not touched.
+            lse: ``(tokens, num_q_heads)`` float32, written with the natural log-sum-exp of the scaled scores; only
+                where `return_lse` was negotiated.
 
         A profiling run has to succeed and measures memory: its output is not attention.
 
@@ -159,7 +165,8 @@ class AttentionImpl(ABC):
             slot_mapping: ``(tokens,)`` int64; PAD_SLOT_ID rows are skipped.
 
         Raises:
-            CacheError: Forward writes the cache itself, the layer has no cache of its own, or a slot is outside it (slots on the CPU).
+            CacheError: Forward writes the cache itself, the layer has no cache of its own, or a slot is outside it
+                (slots on the CPU).
             TensorError: A tensor has the wrong shape, dtype or device.
         """
         guard = self._guard or self._refuse_unbound()
@@ -204,9 +211,11 @@ class AttentionImpl(ABC):
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
         """Run what a profiling run measures. The default leaves the output untouched."""
+        del query, key, value, output, lse
 
     def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
+        del key, value, kv_cache, slot_mapping
         raise PluginContractError(
             f"{type(self).__name__} has no _write_kv",
             f"cache_write={self.cache_write!r} lets the host write the cache",

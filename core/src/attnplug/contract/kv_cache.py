@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.contract.guards.wording import describe
-from attnplug.errors import CacheError, PluginContractError
+from attnplug.errors import PluginContractError
 
 Cache: TypeAlias = Tensor | Mapping[str, Tensor]
 """A layer's cache: the tensor, or a mapping of roles to tensors where there are several."""
@@ -21,7 +20,8 @@ class CacheTensor:
     """
     One tensor of a layer's cache.
 
-    The logical shape is the same whatever the order in memory: HND is NHD with another stride order, and kernels and tests index both alike.
+    The logical shape is the same whatever the order in memory: HND is NHD with another stride order, and kernels and
+    tests index both alike.
 
     Attributes:
         shape: Logical shape.
@@ -29,7 +29,8 @@ class CacheTensor:
         block_axis: The axis that counts blocks; None for tensors that belong to no block (static scales).
         stride_order: Logical axes from the slowest to the fastest in memory; default the axes in order.
         fill: The value of a fresh tensor.
-        layer_stride_order: The order with a leading layer axis (axis 0 is the layer), for hosts that keep all layers in one tensor; default layers slowest.
+        layer_stride_order: The order with a leading layer axis (axis 0 is the layer), for hosts that keep all layers in
+            one tensor; default layers slowest.
         block_padding: Elements left unused after each block, for hosts that need equal page sizes across groups.
     """
 
@@ -74,17 +75,16 @@ class CacheTensor:
     def allocate(self, device: torch.device | str) -> Tensor:
         """Return a fresh tensor of the logical shape, laid out in `stride_order` and filled with `fill`."""
         strides, elements = self._physical()
-        storage = (
-            torch.full((elements,), self.fill, dtype=torch.float32, device=device).to(self.dtype)
-            if _is_narrow(self.dtype)
-            else None
-        )
-        if storage is None:
-            storage = torch.full((elements,), self.fill, dtype=self.dtype, device=device)
+        fill = torch.tensor(self.fill).to(self.dtype)
+        if is_narrow_float(self.dtype):
+            storage = torch.full((elements,), int(fill.view(torch.uint8)), dtype=torch.uint8, device=device)
+        else:
+            storage = torch.full((elements,), fill.item(), dtype=self.dtype, device=device)
+        storage = storage.view(self.dtype)
         return storage.as_strided(self.shape, strides)
 
     def with_layers(self, num_layers: int) -> CacheTensor:
-        """Return the tensor that holds this one for every layer, the layer axis first; ``tensor[layer]`` is a layer's cache."""
+        """Return the tensor that holds this one for every layer: ``tensor[layer]`` is a layer's cache."""
         return CacheTensor(
             (num_layers, *self.shape),
             self.dtype,
@@ -111,71 +111,16 @@ class CacheTensor:
         return tuple(strides), step
 
 
-def copy_between(spec: CacheTensor, src: Tensor, dst: Tensor, pairs: Tensor) -> None:
-    """
-    Copy whole blocks of one tensor.
-
-    All sources are read before a block is written, so that overlapping pairs mean what they say.
-
-    Args:
-        spec: The tensor's description; without a block axis nothing moves.
-        src: The tensor that is read.
-        dst: The tensor that is written, on any device; may be `src`.
-        pairs: ``(n, 2)`` int64 on the CPU, source and destination block.
-    """
-    if spec.block_axis is None or not pairs.shape[0]:
-        return
-    if _is_narrow(spec.dtype):  # moved as bytes: not every device indexes 8-bit floats
-        src, dst = src.view(torch.uint8), dst.view(torch.uint8)
-    blocks = src.index_select(spec.block_axis, pairs[:, 0].to(src.device))
-    dst.index_copy_(spec.block_axis, pairs[:, 1].to(dst.device), blocks.to(dst.device))
+def device_of(cache: Cache) -> torch.device | None:
+    """Return where a cache is; None for an empty mapping."""
+    if isinstance(cache, Tensor):
+        return cache.device
+    return next((tensor.device for tensor in cache.values()), None)
 
 
-def to_pairs(pairs: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]) -> Tensor:
-    """
-    Return ``(n, 2)`` int64 pairs of source and destination block on the CPU.
-
-    Args:
-        pairs: Such pairs, or the destinations of each source.
-
-    Raises:
-        CacheError: They are not pairs of whole numbers, or a block is the destination of two sources.
-    """
-    if isinstance(pairs, Mapping):
-        pairs = [(source, destination) for source, several in pairs.items() for destination in several]
-    tensor = pairs if isinstance(pairs, Tensor) else torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
-    if tensor.ndim != 2 or tensor.shape[1] != 2 or tensor.dtype not in (torch.int32, torch.int64):
-        raise CacheError(
-            f"block pairs of {describe(tensor)} were given",
-            "they are (n, 2) int64: source and destination block",
-            "pass [(source, destination), ...]",
-        )
-    tensor = tensor.to("cpu", torch.int64)
-    targets = tensor[:, 1].sort().values
-    twice = targets[1:][targets.diff() == 0]
-    if twice.numel():
-        raise CacheError(
-            f"block {int(twice[0])} was given as the destination of several sources",
-            "a block holds one block's values",
-            "give each destination one source",
-        )
-    return tensor
-
-
-def check_blocks(name: str, blocks: Tensor, first: int, count: int) -> None:
-    """
-    Check block numbers against a cache.
-
-    Raises:
-        CacheError: One is below `first`, or not below `count`.
-    """
-    wrong = blocks[(blocks < first) | (blocks >= count)]
-    if wrong.numel():
-        raise CacheError(
-            f"{name} block {int(wrong[0])} was given",
-            f"the cache has the blocks {first} to {count - 1}" + (" to copy; block 0 is a null block" if first else ""),
-            "pass blocks of the cache that was given",
-        )
+def tensor_of(cache: Cache, role: str) -> Tensor:
+    """Return the tensor of a role; a cache of one role is that tensor itself."""
+    return cache if isinstance(cache, Tensor) else cache[role]
 
 
 def _check_order(name: str, order: tuple[int, ...], axes: int) -> None:
@@ -187,7 +132,8 @@ def _check_order(name: str, order: tuple[int, ...], axes: int) -> None:
         )
 
 
-def _is_narrow(dtype: torch.dtype) -> bool:
+def is_narrow_float(dtype: torch.dtype) -> bool:
+    """Whether a dtype is an 8-bit float: not every device fills or indexes those, so they are handled as bytes."""
     return dtype.is_floating_point and dtype.itemsize == 1
 
 

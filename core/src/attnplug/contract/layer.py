@@ -8,11 +8,18 @@ from typing import Any
 from attrs import field, frozen
 from torch import Tensor
 
+from attnplug.errors import LayerError
+
 
 def _as_pairs(value: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None) -> tuple[tuple[str, Any], ...] | None:
-    if value is None:
-        return None
-    return tuple(sorted(dict(value).items()))
+    try:
+        return None if value is None else tuple(sorted(dict(value).items()))
+    except (TypeError, ValueError):
+        raise LayerError(
+            f"block_sparse={value!r} was given",
+            "a pattern is a table of names to numbers, truth values or texts",
+            "pass a mapping, as in the requirements",
+        ) from None
 
 
 @frozen(eq=False, kw_only=True)
@@ -20,8 +27,8 @@ class Layer:
     """
     One layer's values and learned tensors.
 
-    A value left None means "as agreed": `Backend.make_impl` fills it in from the agreement, and refuses a value that differs from it. A tensor that was asked for
-    in the requirements has to be there, and one that was not is refused.
+    A value left None means "as agreed": `Backend.make_impl` fills it in from the agreement, and refuses a value that
+    differs from it. A tensor that was asked for in the requirements has to be there, and one that was not is refused.
 
     Attributes:
         name: The layer's name in the model, unique there.
@@ -35,19 +42,22 @@ class Layer:
         attention_chunk: Tokens of a chunk of chunked-local attention.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``.
         attn_type: decoder, encoder, encoder_only or encoder_decoder.
-        sinks: ``(num_q_heads,)`` in float32 or the layer's dtype, finite: one logit per head in the softmax denominator. A head without a sink has a large negative
-            one such as -1e4; infinities are refused, since kernels differ in what they make of them.
+        sinks: ``(num_q_heads,)`` in float32 or the layer's dtype, finite: one logit per head in the softmax
+            denominator. A head without a sink has a large negative one such as -1e4; infinities are refused, since
+            kernels differ in what they make of them.
         kv_sharing_target: Name of the layer whose cache this layer reads; it then writes none of its own.
         block_sparse: The block-sparse pattern's parameters.
         q_scale: Quantization scale of queries, on the host: ``x ~ scale * quantized``.
         k_scale: The same for keys.
         v_scale: The same for values.
-        q_scale_tensor: The same on the device, float32 with one element, or ``(num_q_heads,)`` where per-head scales were asked for.
+        q_scale_tensor: The same on the device, float32 with one element, or ``(num_q_heads,)`` where per-head scales
+            were asked for.
         k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head.
         v_scale_tensor: The same for values, ``(num_kv_heads,)`` per head.
         output_scale: Scale of a quantized output, float32, one element.
         output_block_scale: Where the output's block scales are written, for formats that have them.
-        cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), where the implementation leaves the choice; None is its own way.
+        cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), where the
+            implementation leaves the choice; None is its own way.
     """
 
     name: str
@@ -76,7 +86,7 @@ class Layer:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Tokens attended to the left and to the right of a token, itself not counted; ``(-1, -1)`` without a window."""
+        """Tokens attended left and right of a token, itself not counted; ``(-1, -1)`` without a window."""
         if self.sliding_window is None:
             return -1, -1
         left = self.sliding_window - 1

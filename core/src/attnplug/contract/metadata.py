@@ -15,9 +15,11 @@ from attnplug.negotiation.agreement import Agreement
 @frozen(eq=False, kw_only=True)
 class Metadata:
     """
-    A validated batch, its split, and the plans that were made for it. Plugins subclass it for what else their kernels read.
+    A validated batch, its split, and the plans that were made for it. Plugins subclass it for what else their kernels
+    read.
 
-    Any Python value in here is frozen when a graph is captured; what changes between replays is a tensor updated in place.
+    Any Python value in here is frozen when a graph is captured; what changes between replays is a tensor updated in
+    place.
 
     Attributes:
         agreement: What was negotiated; a layer of another agreement refuses the metadata.

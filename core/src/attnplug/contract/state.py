@@ -54,7 +54,7 @@ class State:
 
     @property
     def workspace(self) -> Tensor:
-        """``(workspace_bytes,)`` uint8, zero when it is first used, then shared by all builders and forwards in stream order."""
+        """``(workspace_bytes,)`` uint8, zero at first use, then shared by builders and forwards in stream order."""
         if self._workspace is None:
             size = self.backend.workspace_bytes(self.limits)
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)

@@ -1,1 +1,5 @@
-"""What is compared with the agreement before plugin code runs: layers, limits, batches, calls. Messages are built only when something is wrong."""
+"""
+What is compared with the agreement before plugin code runs: layers, limits, batches, calls.
+
+Guards read attributes and host copies, never a device, and build messages only when something is wrong.
+"""

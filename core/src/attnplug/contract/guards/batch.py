@@ -1,4 +1,4 @@
-"""Compares a batch with itself, the agreement and the limits, from host copies alone: nothing here waits for a device."""
+"""Compares a batch with itself, the agreement and the limits, from host copies alone: nothing waits for a device."""
 
 from __future__ import annotations
 
@@ -142,9 +142,9 @@ class BatchGuard:
         low, high = (int(end) for end in torch.aminmax(host))
         _check_longest(batch, high, exact=exact)
         if low < 0 or (self._orders_keys and int((host - query_lens).amin()) < 0):
-            _refuse_short(batch, host, query_lens)
+            _refuse_short(host, query_lens)
         if batch.num_computed_tokens_cpu is not None:
-            _check_computed(batch, host - query_lens, exact=exact)
+            _check_computed(batch.num_computed_tokens_cpu, host - query_lens, exact=exact)
         return host if exact else None
 
     def _split(self, batch: Batch, query_lens: Tensor) -> int:
@@ -195,7 +195,7 @@ def _check_longest(batch: Batch, longest: int, *, exact: bool) -> None:
     )
 
 
-def _refuse_short(batch: Batch, seq_lens: Tensor, query_lens: Tensor) -> None:
+def _refuse_short(seq_lens: Tensor, query_lens: Tensor) -> None:
     short = int((seq_lens - query_lens.clamp(min=0)).argmin())
     raise BatchError(
         f"request {short} has a sequence of {int(seq_lens[short])} tokens and a query of {int(query_lens[short])}",
@@ -204,10 +204,8 @@ def _refuse_short(batch: Batch, seq_lens: Tensor, query_lens: Tensor) -> None:
     )
 
 
-def _check_computed(batch: Batch, contexts: Tensor, *, exact: bool) -> None:
-    computed = batch.num_computed_tokens_cpu
-    assert computed is not None
-    check_index("num_computed_tokens_cpu", computed, (batch.num_reqs,), torch.int32, "cpu")
+def _check_computed(computed: Tensor, contexts: Tensor, *, exact: bool) -> None:
+    check_index("num_computed_tokens_cpu", computed, tuple(contexts.shape), torch.int32, "cpu")
     wrong = computed.ne(contexts) if exact else (computed < 0) | (computed > contexts)
     if bool(wrong.any()):
         index = int(wrong.int().argmax())

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class CacheGuard:
-    """Checks the caches of one layer. A form that was found right is remembered, so that the next call compares it alone."""
+    """Checks the caches of one layer. The form that was found right last is all that the next call compares."""
 
     def __init__(self, specs: Mapping[str, CacheTensor], agreement: Agreement) -> None:
         self._specs = dict(specs)
         self._agreement = agreement
         self._known: dict[str, tuple[Any, Any, int | None]] = dict.fromkeys(specs, (None, None, None))
 
-    def check(self, kv_cache: Cache, device: torch.device) -> int:
+    def check(self, kv_cache: Cache, device: torch.device | None) -> int:
         """
         Return the number of blocks.
 
@@ -36,17 +36,17 @@ class CacheGuard:
         if len(self._specs) != 1:
             raise CacheError(
                 f"a cache tensor of {describe(kv_cache)} was given",
-                f"{self._agreement.id} has the cache tensors {', '.join(self._specs)}",
+                f"{self._agreement.id} has {self._roles()}",
                 "pass the mapping that Backend.make_cache returned",
             )
         (role,) = self._specs
         return self._check_tensor(role, kv_cache, device) or 0
 
-    def _check_roles(self, kv_cache: Mapping[str, Tensor], device: torch.device) -> int:
+    def _check_roles(self, kv_cache: Mapping[str, Tensor], device: torch.device | None) -> int:
         if kv_cache.keys() != self._specs.keys():
             raise CacheError(
                 f"a cache with the tensors {', '.join(map(repr, kv_cache))} was given",
-                f"{self._agreement.id} has {', '.join(map(repr, self._specs))}",
+                f"{self._agreement.id} has {self._roles()}",
                 "pass what Backend.make_cache returned",
             )
         found = {role: self._check_tensor(role, tensor, device) for role, tensor in kv_cache.items()}
@@ -59,7 +59,7 @@ class CacheGuard:
             )
         return counts.pop()
 
-    def _check_tensor(self, role: str, tensor: Tensor, device: torch.device) -> int | None:
+    def _check_tensor(self, role: str, tensor: Tensor, device: torch.device | None) -> int | None:
         spec = self._specs[role]
         shape, strides, blocks = self._known[role]
         if tensor.shape != shape or tensor.stride() != strides:
@@ -81,10 +81,14 @@ class CacheGuard:
             self._refuse(
                 role,
                 tensor,
-                f"of memory order {spec.stride_order} (kv_layout={self._agreement.kv_layout!r}), not strides {tensor.stride()}",
+                f"of memory order {spec.stride_order} ({self._agreement.kv_layout}), not of strides {tensor.stride()}",
             )
         self._known[role] = (tensor.shape, tensor.stride(), blocks)
         return blocks
+
+    def _roles(self) -> str:
+        named = ", ".join(map(repr, self._specs))
+        return f"the cache tensors {named}" if self._specs else "no cache in this agreement"
 
     def _refuse(self, role: str, tensor: Tensor, allowed: str) -> None:
         raise CacheError(

@@ -1,4 +1,4 @@
-"""Checks the tensors of one call: attributes alone, a few microseconds, and nothing is written before all of them fit."""
+"""Checks the tensors of one call: attributes alone, in a few microseconds, before anything is written."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ class ForwardGuard:
         if not self._host_writes:
             raise CacheError(
                 f"write_kv was called for layer {self._name!r}",
-                f"in {self._agreement.id} forward writes the cache of this layer, or nobody does; nothing is written twice",
-                "call it only where impl.host_writes says so; Layer(cache_write='host') asks for it where the implementation leaves the choice",
+                f"in {self._agreement.id} forward writes this layer's cache, or nobody does: nothing is written twice",
+                "call it where impl.host_writes names a phase; Layer(cache_write='host') asks for it where one may choose",
             )
         if key is None or value is None:
             raise TensorError(
@@ -217,7 +217,7 @@ class ForwardGuard:
         if low < -1 or high >= blocks * size or bool(((slots >= 0) & (slots < size)).any()):
             raise CacheError(
                 f"slots from {low} to {high} were given",
-                f"slots are {size} to {blocks * size - 1}, or -1 for rows that are not written; block 0 is a null block",
+                f"slots are {size} to {blocks * size - 1}, or -1 for rows not written; block 0 is a null block",
                 "compute slots from the block table (attnplug.batching)",
             )
 
@@ -241,16 +241,12 @@ class ForwardGuard:
         )
 
     def _refuse_absent(self, key: Tensor | None, value: Tensor | None) -> NoReturn:
-        given = (
-            "key without value"
-            if value is None and key is not None
-            else "value without key"
-            if value is not None
-            else "neither key nor value"
+        given = {(True, False): "key without value", (False, True): "value without key"}.get(
+            (key is not None, value is not None), "neither key nor value"
         )
         raise TensorError(
             f"layer {self._name!r} was given {given}",
-            "both are given; both are None only where the keys are cached already: KV sharing, and cross attention after its first step",
+            "both are given, or neither where the keys are cached already: KV sharing, paged cross attention after one step",
             "pass key and value, or name a kv_sharing_target",
         )
 

@@ -24,7 +24,7 @@ def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.
         raise TensorError(
             f"{name} of {describe(tensor)} was given",
             f"it is {shape} {dtype_name(dtype)} on {device_type}",
-            f"pass a tensor of that shape, dtype and device; Batch.from_lengths makes one",
+            "pass a tensor of that shape, dtype and device; Batch.from_lengths makes one",
         )
 
 

@@ -34,6 +34,11 @@ _INHERITED: Final = (
     "block_sparse",
 )
 
+_WITHOUT_EFFECT: Final = {
+    "sinks": "a head without a sink has a large negative one, such as -1e4",
+    "alibi_slopes": "a head without ALiBi has the slope 0",
+}
+
 
 def complete_layer(layer: Layer, agreement: Agreement, device: torch.device, static_scales: AbstractSet[str]) -> Layer:
     """
@@ -80,13 +85,13 @@ def check_tensor(
         raise TensorError(
             f"layer {layer.name!r} has {name} of {describe(tensor)}",
             f"{name} is {shape} {' or '.join(map(dtype_name, dtypes))} on {device.type}",
-            f"pass {name}.to(device={device.type!r}, dtype=torch.{dtype_name(dtypes[0])}) of that shape, for this rank's heads",
+            f"pass this rank's part, as {name}.to(device={device.type!r}, dtype=torch.{dtype_name(dtypes[0])})",
         )
     if not tensor.is_meta and not bool(torch.isfinite(tensor).all()):
         raise LayerError(
             f"layer {layer.name!r} has {name} with values that are not finite",
             "kernels differ in what they make of infinities, so all values are finite",
-            f"check that the weights are loaded; a head without effect has {'a large negative value such as -1e4' if name == 'sinks' else 'the value 0'}",
+            f"check that the weights are loaded; {_WITHOUT_EFFECT.get(name, 'pass finite values')}",
         )
 
 
@@ -148,18 +153,18 @@ def _check_sharing(layer: Layer, asked: Requirements) -> None:
 
 def _check_learned(layer: Layer, asked: Requirements, device: torch.device) -> None:
     heads = (asked.num_q_heads,)
-    sinks = _expected(layer, "sinks", "sinks", asked.sinks, "sinks=True")
+    sinks = _expected(layer, "sinks", "sinks", "sinks=True", asked=asked.sinks)
     if sinks is not None:
         dtypes = dict.fromkeys((torch.float32, TORCH_DTYPES[asked.dtype]))
         check_tensor(layer, "sinks", sinks, heads, tuple(dtypes), device)
-    slopes = _expected(layer, "alibi_slopes", "alibi", asked.alibi is not None, "alibi='linear'")
+    slopes = _expected(layer, "alibi_slopes", "alibi", "alibi='linear'", asked=asked.alibi is not None)
     if slopes is not None:
         check_tensor(layer, "alibi_slopes", slopes, heads, (torch.float32,), device)
 
 
 def _check_output_scales(layer: Layer, asked: Requirements, device: torch.device) -> None:
     quantized = asked.output_quant is not None
-    scale = _expected(layer, "output_scale", "output_quant", quantized, "output_quant='fp8_e4m3'")
+    scale = _expected(layer, "output_scale", "output_quant", "output_quant='fp8_e4m3'", asked=quantized)
     if scale is not None:
         shape = () if scale.ndim == 0 else (1,)
         check_tensor(layer, "output_scale", scale, shape, (torch.float32,), device)
@@ -167,7 +172,7 @@ def _check_output_scales(layer: Layer, asked: Requirements, device: torch.device
         _refuse_unasked(layer, "output_block_scale", "output_quant", "output_quant='nvfp4'")
 
 
-def _expected(layer: Any, name: str, requirement: str, asked: bool, example: str) -> Tensor | None:
+def _expected(layer: Any, name: str, requirement: str, example: str, *, asked: bool) -> Tensor | None:
     """Return the tensor that was asked for, None where none was; refuses one without the other."""
     given = getattr(layer, name)
     if given is not None and not asked:

@@ -1,4 +1,4 @@
-"""What a batch may bring only where it was asked for at selection: flags, shared prefixes, masks, encoder lengths, local lengths."""
+"""What a batch may bring only where it was asked for: shared prefixes, masks, encoder lengths, local lengths."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None
     if asked.attn_type != "encoder_decoder" or not asked.paged:
         _refuse(
             f"encoder_seq_lens of {describe(batch.encoder_seq_lens)}",
-            f"attn_type={asked.attn_type!r} with paged={asked.paged} was negotiated; dense calls say their key lengths in key_start_loc",
+            f"attn_type={asked.attn_type!r}, paged={asked.paged} was negotiated; dense calls have key_start_loc instead",
             "attn_type='encoder_decoder' and paged=True",
         )
     check_index("encoder_seq_lens", batch.encoder_seq_lens, (batch.num_reqs,), torch.int32, device_type)

@@ -8,7 +8,6 @@ import torch
 
 from attnplug.contract.batch import PAD_SLOT_ID
 from attnplug.contract.guards.index import check_index, check_mirror
-from attnplug.contract.guards.wording import describe
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
@@ -23,9 +22,8 @@ class PageGuard:
 
     def __init__(self, agreement: Agreement, num_blocks: int | None, device_type: str) -> None:
         asked = agreement.requirements
-        assert agreement.block_size is not None
         self._asked = asked
-        self._size = agreement.block_size
+        self._size = agreement.block_size or 1  # settled wherever there are pages
         self._num_blocks = num_blocks
         self._device_type = device_type
         self._is_cross = asked.attn_type == "encoder_decoder"
@@ -33,9 +31,9 @@ class PageGuard:
         self._window = asked.sliding_window if not self._is_cross and asked.dcp_size == 1 else None
         self._chunk = asked.attention_chunk if not self._is_cross and asked.dcp_size == 1 else None
         self._places = not self._is_cross and asked.dcp_size == 1
-        self._columns = torch.arange(1, 65, dtype=torch.int32)
-        self._owner = torch.empty(0, dtype=torch.int32)
-        self._tokens = torch.arange(256, dtype=torch.int32)
+        self._column_starts = torch.empty(0, dtype=torch.int32)
+        self._owner = torch.empty(0, dtype=torch.int64)
+        self._tokens = torch.empty(0, dtype=torch.int64)
 
     def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None) -> tuple[int, int]:
         """
@@ -137,7 +135,7 @@ class PageGuard:
         """Return an upper bound of the used block numbers. Columns that a request does not use may hold anything."""
         if self._num_blocks is not None:
             low, high = (int(end) for end in torch.aminmax(table))
-            if low >= 1 and high < self._num_blocks:
+            if high < self._num_blocks and (low >= 1 or (low == 0 and self._zeros_are_unused(table, keys, first_keys))):
                 return high
         used = self._used(table.shape[1], keys, first_keys)
         entries = table * used
@@ -146,16 +144,28 @@ class PageGuard:
             self._refuse_block(table, used)
         return highest
 
+    def _zeros_are_unused(self, table: Tensor, keys: Tensor, first_keys: Tensor | None) -> bool:
+        """Whether each used entry is above 0: the usual table ends in zeros, and three operations clear it."""
+        starts = self._starts(table.shape[1])
+        # Raises an unused entry (start >= keys) to at least 1, and leaves a used one as it is or below 1.
+        raised = torch.maximum(table, starts + 1 - keys.unsqueeze(1))
+        if first_keys is not None:
+            raised = torch.maximum(raised, first_keys.unsqueeze(1) + (1 - self._size) - starts)
+        return int(raised.amin()) >= 1
+
     def _used(self, width: int, keys: Tensor, first_keys: Tensor | None) -> Tensor:
         """``(num_reqs, width)`` int32, 1 where a column is read and 0 elsewhere: arithmetic costs a fifth of masks."""
-        if self._columns.shape[0] < width:
-            self._columns = torch.arange(1, 2 * width + 1, dtype=torch.int32)
-        columns = self._columns[:width]
-        counts = (keys + (self._size - 1)) // self._size
-        used = (counts.unsqueeze(1) + 1 - columns).clamp_(0, 1)
+        starts = self._starts(width)
+        used = (keys.unsqueeze(1) - starts).clamp_(0, 1)
         if first_keys is not None:
-            used *= (columns - (first_keys // self._size).unsqueeze(1)).clamp_(0, 1)
+            used *= (starts + self._size - first_keys.unsqueeze(1)).clamp_(0, 1)
         return used
+
+    def _starts(self, width: int) -> Tensor:
+        """``(width,)`` int32, the first key of each column, kept between steps."""
+        if self._column_starts.shape[0] != width:
+            self._column_starts = torch.arange(0, width * self._size, self._size, dtype=torch.int32)
+        return self._column_starts
 
     def _refuse_block(self, table: Tensor, used: Tensor) -> NoReturn:
         wrong = table < 1 if self._num_blocks is None else (table < 1) | (table >= self._num_blocks)
@@ -187,13 +197,11 @@ class PageGuard:
         return high // self._size
 
     def _check_unique(self, slots: Tensor, high: int) -> None:
-        """Each slot remembers the last token that names it: all tokens find themselves if no two share a slot. Linear, unlike sorting."""
+        """Each slot remembers the last token that names it; if no two share one, every token finds itself. Linear."""
         count = slots.shape[0]
         if self._owner.shape[0] <= high:
-            self._owner = torch.empty(max(high + 1, (self._num_blocks or 0) * self._size), dtype=torch.int32)
-        if self._tokens.shape[0] < count:
-            self._tokens = torch.arange(2 * count, dtype=torch.int32)
-        tokens = self._tokens[:count]
+            self._owner = torch.empty(max(high + 1, (self._num_blocks or 0) * self._size), dtype=torch.int64)
+        tokens = self._token_numbers(count)
         self._owner.index_copy_(0, slots, tokens)
         owners = self._owner.index_select(0, slots)
         if not torch.equal(owners, tokens):
@@ -204,6 +212,12 @@ class PageGuard:
                 "pass a slot of its own for every token",
             )
 
+    def _token_numbers(self, count: int) -> Tensor:
+        """``(count,)`` int64 0, 1, 2, ..., kept between steps."""
+        if self._tokens.shape[0] != count:
+            self._tokens = torch.arange(count)
+        return self._tokens
+
     def _refuse_slot(self, slots: Tensor) -> NoReturn:
         wrong = (slots != PAD_SLOT_ID) & (slots < self._size)
         if self._num_blocks is not None:
@@ -212,22 +226,23 @@ class PageGuard:
         last = "" if self._num_blocks is None else f" to {self._num_blocks * self._size - 1}"
         raise CacheError(
             f"token {token} has slot {int(slots[token])}",
-            f"slots are {self._size}{last}: block_id * {self._size} + offset, block 0 left out; {PAD_SLOT_ID} is not written",
+            f"slots are {self._size}{last}: block * {self._size} + offset without block 0; {PAD_SLOT_ID} is not written",
             "compute slots from the block table (attnplug.batching)",
         )
 
     def _check_places(self, batch: Batch, table: Tensor, slots: Tensor, query_lens: Tensor, seq_lens: Tensor) -> None:
         """A slot is where the block table says that the token's K/V are: attention reads them there."""
-        count = batch.num_actual_tokens
+        count, width = batch.num_actual_tokens, table.shape[1]
+        rows = torch.arange(0, batch.num_reqs * width, width)
         if batch.max_query_len == 1 and count == batch.num_reqs:
-            positions = (seq_lens - 1).long()
-            blocks = table.gather(1, (positions // self._size).unsqueeze(1)).squeeze(1)
+            positions = seq_lens.long().sub_(1)
         else:
-            requests = torch.repeat_interleave(query_lens)
-            ends = query_lens.cumsum(0)
-            positions = torch.arange(count) + (seq_lens - ends)[requests]
-            blocks = table[requests, positions // self._size]
-        places = torch.add(positions % self._size, blocks, alpha=self._size)
+            requests = torch.repeat_interleave(query_lens, output_size=count)
+            rows = rows.index_select(0, requests)
+            positions = (seq_lens - query_lens.cumsum(0)).index_select(0, requests).add_(self._token_numbers(count))
+        columns = positions // self._size
+        blocks = table.take(rows.add_(columns))
+        places = positions.sub_(columns, alpha=self._size).add_(blocks, alpha=self._size)
         given = slots[:count]
         if torch.equal(places, given):
             return
@@ -236,6 +251,6 @@ class PageGuard:
             token = int(wrong.int().argmax())
             raise CacheError(
                 f"token {token} has slot {int(given[token])}",
-                f"it is token {int(positions[token])} of its request, whose block table puts it into slot {int(places[token])}",
+                f"the block table of its request puts it into slot {int(places[token])}, where attention reads it",
                 "compute slots from the block table (attnplug.batching)",
             )

@@ -1,4 +1,4 @@
-"""Completes a layer's quantization scales: a host float and a device tensor each, where the cache is quantized and the implementation applies them."""
+"""Completes a layer's quantization scales: a host float and a device tensor of each that is applied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ def complete_scales(
     """
     Return the layer's six scale fields.
 
-    A scale that nothing applies is 1.0 without a tensor. Otherwise the host float and the tensor follow from each other; per-head scales are tensors alone.
+    A scale that nothing applies is 1.0 without a tensor. Otherwise the host float and the tensor follow from each
+    other; per-head scales are tensors alone.
 
     Raises:
         NotNegotiatedError: A scale other than 1 is given, and nothing would apply it.
