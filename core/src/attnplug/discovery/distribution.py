@@ -40,7 +40,8 @@ class Distribution:
         Return the distribution of one name in a folder on ``sys.path``.
 
         Returns:
-            None where the name is that of something else, such as what an interrupted uninstallation leaves behind (``~orch-2.0.dist-info``).
+            None where the name is that of something else, such as what an interrupted uninstallation leaves behind
+            (``~orch-2.0.dist-info``).
         """
         stem = _split(name)
         return (
@@ -76,7 +77,7 @@ class Distribution:
         return self._header.get(name, "")
 
     def _read_header(self) -> dict[str, str]:
-        """Read Name and Version from the metadata. A neighbour whose metadata is damaged is still known by the name of its folder."""
+        """Read Name and Version. A neighbour whose metadata is damaged is still known by the name of its folder."""
         for file in _METADATA:
             try:
                 content = self._read(file)

@@ -1,4 +1,4 @@
-"""What is known of backends that may not be installed: names, how to get them, and which of them is measured to be faster."""
+"""What is known of backends that may be absent: names, how to get them, and which of them is measured to be faster."""
 
 from __future__ import annotations
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import attrs
 from attrs import frozen
 
 from attnplug.discovery.distribution import normalized
-from attnplug.discovery.known import KnownPlugin
 from attnplug.discovery.permission import deny, identity
 from attnplug.discovery.plugin import Plugin
 from attnplug.errors import AttnplugError, DuplicateBackendError
-from attnplug.manifest.installed import VersionOf
 from attnplug.negotiation.candidate import Candidate, examine
 from attnplug.negotiation.reason import Reason
-from attnplug.request.settings import Settings
+
+if TYPE_CHECKING:
+    from attnplug.discovery.known import KnownPlugin
+    from attnplug.manifest.installed import VersionOf
+    from attnplug.request.settings import Settings
 
 
 @frozen

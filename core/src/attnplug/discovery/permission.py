@@ -1,16 +1,20 @@
-"""What the settings allow and block. A name there is a backend's, an alias, ``backend/variant``, or a distribution's."""
+"""What the settings allow and block: a backend, by name or alias, ``backend/variant``, or a distribution."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 from attnplug.discovery.distribution import normalized
 from attnplug.discovery.known import KnownPlugin
-from attnplug.discovery.plugin import Plugin
 from attnplug.negotiation.reason import Reason
-from attnplug.request.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from attnplug.discovery.plugin import Plugin
+    from attnplug.request.settings import Settings
 
 _VARIABLES = {"allow": "ATTNPLUG_ALLOW", "block": "ATTNPLUG_BLOCK"}
 
@@ -33,7 +37,11 @@ class Identity:
     variants: tuple[str, ...] | None = None
 
     def is_called(self, name: str, variant: str | None = None) -> bool:
-        """Whether a name means this backend or, with `variant`, that variant of it. A name with a variant never means the backend as a whole."""
+        """
+        Whether a name means this backend or, with `variant`, that variant of it.
+
+        A name with a variant never means the backend as a whole.
+        """
         backend, _, wanted = name.partition("/")
         if wanted:
             return variant == wanted and backend in (self.name, *self.aliases)

@@ -1,8 +1,8 @@
 """
 A plugin: an entry, and the manifest beside its module.
 
-The manifest is found through the import system's answer for the *top-level* package. Python imports a package to find what is inside it, so that asking for the
-plugin module itself would already run the plugin's code.
+The manifest is found through the import system's answer for the *top-level* package. Python imports a package to find
+what is inside it, so that asking for the plugin module itself would already run the plugin's code.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from attnplug.discovery.scan import Entry, is_module
 from attnplug.errors import ApiVersionError, ManifestError
 from attnplug.manifest.locate import locate
 from attnplug.manifest.parse import parse_manifest, read_manifest
+from attnplug.manifest.schema import Manifest
 from attnplug.negotiation.reason import Reason
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
-    from attnplug.manifest.schema import Manifest
 
 MANIFEST: Final = "attnplug.toml"
 CORE: Final = "attnplug"
@@ -41,7 +41,8 @@ class Plugin:
         distribution: The distribution that offers it.
         version: That distribution's version.
         manifest: What it declares; None where there is a problem.
-        problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or not there) or ``api`` (another major version of the contract).
+        problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or not there) or ``api`` (another
+            major version of the contract).
         remedy: The way out of the problem.
         embedded: Whether it is part of the core.
         error: The problem as an exception, for the strict setting.
@@ -85,10 +86,10 @@ def read_plugin(entry: Entry) -> Plugin:
 
 def find_manifest(module: str) -> Path:
     """
-    Return where the manifest of a plugin module lies, whether it is there or not: beside the module, or inside it if it is a package.
+    Return where the manifest of a plugin module lies: beside the module, or inside it if it is a package.
 
     Args:
-        module: Dotted name; nothing is imported.
+        module: Dotted name; nothing is imported. The file may be absent.
 
     Raises:
         ManifestError: The name is no module's, or its top-level package cannot be found.
@@ -147,7 +148,7 @@ def _top_level(module: str) -> ModuleSpec:
 
 
 def _find_again(name: str) -> ModuleSpec | None:
-    """Look once more without the import system's memory of folders: a package that was installed this very second is not in it."""
+    """Look without the import system's memory of folders, which lacks what was installed this very second."""
     importlib.invalidate_caches()
     return find_spec(name)
 

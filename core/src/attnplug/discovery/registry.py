@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Hashable, Iterable
 from itertools import count
 from threading import RLock
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import attrs
 
@@ -17,13 +16,17 @@ from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Plugin, read_plugin
 from attnplug.discovery.scan import Note, scan
 from attnplug.errors import DuplicateBackendError, UnknownBackendError
-from attnplug.manifest.installed import VersionOf
-from attnplug.manifest.schema import CONTRACT_API
-from attnplug.negotiation.candidate import Candidate
+from attnplug.manifest.schema import CONTRACT_API, Manifest
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
-from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import near
 from attnplug.request.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    from attnplug.manifest.installed import VersionOf
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.reason import Reason
 
 _log: Final = logging.getLogger("attnplug")
 _generations: Final = count(1)
@@ -81,11 +84,7 @@ class Registry:
     @property
     def notes(self) -> tuple[Note, ...]:
         """What is odd and does no harm."""
-        newer = (
-            Note(plugin.label, "api", _newer(plugin))
-            for plugin in self._plugins
-            if plugin.manifest and plugin.manifest.is_newer
-        )
+        newer = (Note(p.label, "api", _newer(p.manifest)) for p in self._plugins if p.manifest and p.manifest.is_newer)
         aliases = (
             Note(alias, "alias", f"is claimed by {contest.who}, and selects none of them")
             for alias, contest in self._contested().items()
@@ -94,7 +93,7 @@ class Registry:
 
     @property
     def generation(self) -> int:
-        """A number that no other state of any registry of this process has: decisions of another generation are void."""
+        """A number that no other state of any registry of this process has."""
         return self._generation
 
     @property
@@ -188,7 +187,7 @@ class Registry:
             self._renew()
 
     def _renew(self) -> None:
-        """Forget what was lined up. A thread that is still lining up fills the dictionary of the generation that it began with."""
+        """Forget what was lined up; then, not before, change the generation, so that nothing old passes for new."""
         self._lineups: dict[Hashable, Lineup] = {}
         self._generation = next(_generations)
 
@@ -263,10 +262,11 @@ class Registry:
         )
 
 
-def _newer(plugin: Plugin) -> str:
-    assert plugin.manifest is not None
-    theirs, ours = (".".join(map(str, api)) for api in (plugin.manifest.api, CONTRACT_API))
-    return f"{plugin.name!r} is written for contract {theirs}, and this core speaks {ours}; it is used, without what {theirs} adds"
+def _newer(manifest: Manifest) -> str:
+    theirs, ours = (".".join(map(str, api)) for api in (manifest.api, CONTRACT_API))
+    return (
+        f"{manifest.name!r} is written for contract {theirs}; this core speaks {ours} and uses it as far as that goes"
+    )
 
 
 def _unlock_in_child() -> None:
