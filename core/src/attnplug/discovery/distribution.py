@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 from attrs import field, frozen
@@ -43,12 +45,9 @@ class Distribution:
             None where the name is that of something else, such as what an interrupted uninstallation leaves behind
             (``~orch-2.0.dist-info``).
         """
-        stem = _split(name)
-        return (
-            cls(normalized(stem[0]), f"{folder}/{name}", stem, _FolderReader(f"{folder}/{name}"))
-            if _VALID.fullmatch(stem[0])
-            else None
-        )
+        stem, place = _split(name), f"{folder}/{name}"
+        valid = _VALID.fullmatch(stem[0]) is not None
+        return cls(normalized(stem[0]), place, stem, partial(_read_file, place)) if valid else None
 
     @property
     def name(self) -> str:
@@ -89,24 +88,16 @@ class Distribution:
         return {}
 
 
-@frozen
-class _FolderReader:
-    """Reads the files of a metadata folder, or a metadata file that stands alone (distutils)."""
-
-    place: str
-
-    def __call__(self, file: str) -> bytes | None:
-        try:
-            with open(f"{self.place}/{file}", "rb") as stream:  # noqa: PTH123 - a Path for each of some hundred files costs more than reading them
-                return stream.read()
-        except FileNotFoundError:
-            return None
-        except NotADirectoryError:
-            return self._alone() if file == "PKG-INFO" else None
-
-    def _alone(self) -> bytes:
-        with open(self.place, "rb") as stream:  # noqa: PTH123 - as above
+def _read_file(place: str, file: str) -> bytes | None:
+    """Read a file of a metadata folder, or the metadata that stands alone (distutils)."""
+    try:
+        # A Path for each of some hundred files would cost more than reading them.
+        with open(f"{place}/{file}", "rb") as stream:  # noqa: PTH123
             return stream.read()
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        return Path(place).read_bytes() if file == "PKG-INFO" else None
 
 
 def _split(name: str) -> tuple[str, str]:
