@@ -54,7 +54,7 @@ docs: $(READY) ## the documentation, into site/; a warning is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 tables: $(READY) ## regenerate the reference pages that are made from manifests
-	@$(BIN)/python -m tools.capabilities --write
+	@$(BIN)/python -m tools.tables --write
 
 bench: $(READY) ## the selection budgets, measured here
 	@$(BIN)/attnplug bench
