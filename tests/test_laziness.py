@@ -1,0 +1,82 @@
+"""What importing and asking leave unimported, each seen from a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = "import json, sys; before = set(sys.modules)\n"
+REPORT = "\nprint(json.dumps(sorted(set(sys.modules) - before)))"
+QUESTION = "attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype='float32')"
+HEAVY = {"torch", "transformers", "numpy", "rich", "cattrs", "pluggy", "attnplug.contract", "attnplug.torch_backend"}
+
+
+def _imported(code: str) -> set[str]:
+    """Return the modules that a fresh interpreter imports when it runs the code; the code prints nothing."""
+    command = [sys.executable, "-c", PRELUDE + code + REPORT]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_bare())
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _bare() -> dict[str, str]:
+    """Return the environment without what makes an interpreter import more: coverage's hook and attnplug's settings."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(("COV", "ATTNPLUG_", "PYTEST"))}
+
+
+def _third_party(modules: set[str]) -> set[str]:
+    roots = {name.partition(".")[0] for name in modules}
+    return {root for root in roots if root not in sys.stdlib_module_names and root != "attnplug"}
+
+
+def test_import_alone_needs_attrs_at_most() -> None:
+    found = _imported("import attnplug")
+
+    assert _third_party(found) <= {"attr", "attrs"}
+    assert {name for name in found if name.startswith("attnplug")} == {"attnplug"}
+    assert not found & {"tomllib", "importlib.metadata", "logging"}
+
+
+def test_a_question_needs_attrs_only() -> None:
+    found = _imported(f"import attnplug; {QUESTION}; attnplug.Device.cuda('9.0')")
+
+    assert _third_party(found) == {"attr", "attrs"}
+    assert not found & {"tomllib", "importlib.metadata"}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"attnplug.select({QUESTION}, device=attnplug.Device.cpu())",
+        f"str(attnplug.explain({QUESTION}, attnplug.Device.cpu()))",
+        f"str(attnplug.explain({QUESTION}, attnplug.Device.cuda('9.0'), assume_installed=True))",
+        f"attnplug.plan({{'layers.0': {QUESTION}}}, device=attnplug.Device.cpu())",
+        f"attnplug.select({QUESTION}, device=attnplug.Device.cpu()).to_dict()",
+    ],
+    ids=["select", "explain", "what-if", "plan", "to_dict"],
+)
+def test_deciding_imports_no_backend_and_nothing_heavy(code: str) -> None:
+    found = _imported(f"import attnplug; {code}")
+
+    assert not found & HEAVY
+    assert _third_party(found) <= {"attr", "attrs", "packaging", "platformdirs"}
+
+
+def test_loading_is_what_imports_the_contract() -> None:
+    found = _imported(f"import attnplug; attnplug.load({QUESTION}, device=attnplug.Device.cpu(), backend='torch')")
+
+    assert {"torch", "attnplug.contract", "attnplug.torch_backend"} <= found
+
+
+def test_list_as_json_needs_neither_torch_nor_rich_nor_cattrs() -> None:
+    code = "from attnplug.cli.main import main\nimport contextlib, io\n"
+    code += "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit): main(['list', '--json'])"
+
+    found = _imported(code)
+
+    assert "attnplug.discovery" in found
+    assert not found & HEAVY
