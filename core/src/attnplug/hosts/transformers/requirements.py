@@ -1,0 +1,258 @@
+"""From a model's configuration to the requirements of each of its attention layers: no model, no weights, no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.errors import RequirementsError
+from attnplug.hosts.transformers.architectures import ARCHITECTURES, FORBIDDEN_FIELDS, REFUSED, Architecture
+from attnplug.hosts.transformers.fields import Fields, read_fields
+from attnplug.hosts.transformers.patterns import CHUNKED, FULL, SLIDING
+from attnplug.request.requirements import Requirements
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from os import PathLike
+
+_CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_dtype")
+
+
+@frozen
+class ModelLayer:
+    """
+    One attention layer of a model.
+
+    Attributes:
+        name: The end of its module's name.
+        index: Its number in its stack, as the module's `layer_idx`.
+        requirements: What it asks of a backend.
+    """
+
+    name: str
+    index: int
+    requirements: Requirements
+
+
+def requirements(
+    hf_config: object,
+    *,
+    dtype: str | None = None,
+    paged: bool = False,
+    partial: bool = False,
+    assume: str | None = None,
+    **engine: Any,
+) -> dict[str, Requirements]:
+    """
+    Return what each attention layer of a model asks of a backend, from its configuration alone.
+
+    The names are the ends of the modules' names in transformers: ``"layers.0.self_attn"`` of a Llama is called
+    ``model.layers.0.self_attn`` in `LlamaForCausalLM` and ``layers.0.self_attn`` in `LlamaModel`. Of a composite model the
+    language model's part is described, as it reads text; ask for another part with that part's configuration. The scale of
+    the scores is not a requirement: it comes with the `Layer`.
+
+    Args:
+        hf_config: A transformers configuration, a mapping of its fields, or the path of a ``config.json``.
+        dtype: Dtype of query, key and value, such as ``"bfloat16"``; None reads it from the configuration.
+        paged: Whether keys and values live in a paged cache, or come whole with each call. Encoders have no cache.
+        partial: Accept models of which only some layers are attention, and describe those.
+        assume: Read a model type that is not known here as this one, such as ``"llama"``.
+        engine: Further fields of `Requirements` that the engine decides, such as ``block_size=16``; those of a cache go
+            to the layers that have one.
+
+    Raises:
+        RequirementsError: The model type is unknown, requirements cannot express its attention, or a field that decides
+            is missing.
+    """
+    return {
+        layer.name: layer.requirements
+        for layer in model_layers(hf_config, dtype=dtype, paged=paged, partial=partial, assume=assume, **engine)
+    }
+
+
+def requirements_from_json(path: str | PathLike[str], **rest: Any) -> dict[str, Requirements]:
+    """
+    Return `requirements` of a ``config.json`` or of the folder that holds it, with neither transformers nor torch.
+
+    Args:
+        path: The file or folder.
+        rest: As for `requirements`.
+
+    Raises:
+        RequirementsError: As for `requirements`, or the file does not read.
+    """
+    return requirements(path, **rest)
+
+
+def model_layers(
+    hf_config: object,
+    *,
+    dtype: str | None = None,
+    paged: bool = False,
+    partial: bool = False,
+    assume: str | None = None,
+    **engine: Any,
+) -> tuple[ModelLayer, ...]:
+    """Return what `requirements` describes, as records. Arguments and errors are the same."""
+    whole = read_fields(hf_config)
+    _refuse_by_name(whole)
+    fields = whole.text()
+    architecture = _architecture(fields, assume)
+    wanted = {**engine, "paged": paged, "dtype": _dtype(fields, dtype)}
+    layers = tuple(_layers(fields, architecture, wanted))
+    if not partial:
+        _refuse_gaps(fields, architecture, layers)
+    if not layers:
+        raise _refused(fields, "none of its layers is attention over keys", "run it on its own implementation")
+    return layers
+
+
+def _architecture(fields: Fields, assume: str | None) -> Architecture:
+    for name, why in FORBIDDEN_FIELDS.items():
+        if fields.get(name):
+            raise _refused(fields, f"{why} ({name}={fields.get(name)!r})")
+    if str(fields.get("position_embedding_type") or "").startswith("relative"):
+        positions = fields.get("position_embedding_type")
+        raise _refused(fields, f"its scores depend on relative positions (position_embedding_type={positions!r})")
+    _refuse_by_name(fields)
+    name = fields.model_type
+    if name not in ARCHITECTURES and assume is not None:
+        name = assume
+    if name not in ARCHITECTURES:
+        raise RequirementsError(
+            f"{fields.origin} is of model type {name!r}",
+            f"that is none of the {len(ARCHITECTURES)} model types in attnplug.hosts.transformers.architectures",
+            "build the Requirements by hand, or pass assume='llama' (or another one described) if its layers are alike",
+        )
+    architecture = ARCHITECTURES[name]
+    for spelled in sorted(architecture.spelled):
+        if spelled not in fields.data:
+            raise fields.missing(spelled)
+    return architecture
+
+
+def _refuse_by_name(fields: Fields) -> None:
+    if fields.model_type in REFUSED:
+        raise _refused(fields, REFUSED[fields.model_type])
+
+
+def _refused(
+    fields: Fields, why: str, remedy: str = "keep transformers' own attention for this model"
+) -> RequirementsError:
+    return RequirementsError(
+        f"{fields.origin} is of model type {fields.model_type!r}",
+        f"no requirements describe its attention: {why}",
+        remedy,
+    )
+
+
+def _dtype(fields: Fields, dtype: str | None) -> str:
+    found = dtype or fields.get("dtype", "torch_dtype")
+    if found is None:
+        raise RequirementsError(
+            f"{fields.origin} names no dtype",
+            "a backend is chosen for one dtype",
+            "pass dtype='bfloat16' (or 'float16', 'float32')",
+        )
+    return str(found)
+
+
+def _layers(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any]) -> Iterator[ModelLayer]:
+    if architecture.family == "encoder_decoder":
+        yield from _two_stacks(fields, architecture, wanted)
+        return
+    causal = _is_causal(fields, architecture)
+    count = int(fields.need("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    for index, kind in enumerate(architecture.pattern(fields, count)):
+        if kind in (FULL, SLIDING, CHUNKED):
+            shape = _heads(fields.layer(index))
+            masked = _mask(fields, architecture, kind, causal=causal)
+            shared = _shares_cache(fields, index, count, wanted)
+            yield ModelLayer(architecture.path.format(index), index, _require(wanted, {**shape, **masked, **shared}))
+
+
+def _is_causal(fields: Fields, architecture: Architecture) -> bool:
+    if architecture.family == "encoder":
+        return bool(fields.get("is_decoder"))
+    if fields.data.get("is_causal") is False and fields.get("sliding_window") is not None:
+        raise _refused(
+            fields, "without causality transformers reads its window in two ways (is_causal=False, sliding_window)"
+        )
+    return fields.data.get("is_causal") is not False
+
+
+def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool) -> dict[str, Any]:
+    cap = fields.get(architecture.soft_cap) if architecture.soft_cap else None
+    if not architecture.soft_cap and fields.get("attn_logit_softcapping") is not None:
+        raise _refused(fields, "transformers does not look at its attn_logit_softcapping")
+    return {
+        "attn_type": "decoder" if causal else "encoder_only",
+        "logits_soft_cap": cap,
+        "sinks": kind in architecture.sinks,
+        "alibi": architecture.alibi,
+        "sliding_window": _window(fields, causal=causal) if kind == SLIDING else None,
+        "attention_chunk": int(fields.need("attention_chunk_size")) if kind == CHUNKED else None,
+    }
+
+
+def _window(fields: Fields, *, causal: bool) -> int:
+    """Return the tokens that a token attends on one side, itself included; encoders count without itself."""
+    width = fields.get("sliding_window")
+    if width is None:
+        width = int(fields.need("local_attention")) // 2
+    return int(width) if causal else int(width) + 1
+
+
+def _heads(
+    fields: Fields, heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+) -> dict[str, Any]:
+    count = int(fields.need(*heads))
+    kv_heads = 1 if fields.get("multi_query") else int(fields.get("num_key_value_heads") or count)
+    size = fields.get("head_dim")
+    if size is None:
+        size = int(fields.need("hidden_size", "n_embd", "d_model", "dim")) // count
+    return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": int(size)}
+
+
+def _shares_cache(fields: Fields, index: int, count: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """The last `num_kv_shared_layers` read the cache of an earlier layer; in dense calls keys come with the call."""
+    shared = int(fields.get("num_kv_shared_layers") or 0)
+    return {"kv_sharing": bool(wanted["paged"]) and index >= count - shared}
+
+
+def _two_stacks(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any]) -> Iterator[ModelLayer]:
+    encoder, decoder = _heads(fields, ("encoder_attention_heads",)), _heads(fields, ("decoder_attention_heads",))
+    stacks = (("encoder", "encoder_layers", "encoder", encoder), ("decoder", "decoder_layers", "decoder", decoder))
+    for stack, layers, attn_type, shape in stacks:
+        for index in range(int(fields.need(layers))):
+            name = architecture.path.replace("{stack}", stack).format(index)
+            yield ModelLayer(name, index, _require(wanted, {**shape, "attn_type": attn_type}))
+    for index in range(int(fields.need("decoder_layers"))):
+        yield ModelLayer(
+            architecture.cross.format(index), index, _require(wanted, {**decoder, "attn_type": "encoder_decoder"})
+        )
+
+
+def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:
+    asked = {**wanted, **own}
+    if asked["attn_type"] in ("encoder", "encoder_only"):
+        asked["paged"] = False
+        asked = {name: value for name, value in asked.items() if name not in _CACHE_FIELDS}
+    return Requirements(**asked)
+
+
+def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...]) -> None:
+    """Refuse a model of which some layers are something else, unless the caller said that the rest will do."""
+    if architecture.family == "encoder_decoder":
+        return
+    described = {layer.index for layer in layers}
+    count = int(fields.need("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    kinds = architecture.pattern(fields, count)
+    others = {kinds[index] for index in range(count) if index not in described}
+    if others:
+        raise RequirementsError(
+            f"{fields.origin}: {count - len(described)} of {count} layers are {', '.join(sorted(others))}",
+            "those are not attention over keys, and no backend here serves them",
+            "pass partial=True for the requirements of the attention layers alone",
+        )
