@@ -12,7 +12,7 @@ REPORT ?= docs/reference/evidence/gpu.md
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --quiet # errors only
 PINNED := -c constraints.txt $(PIP_ARGS)
 
 # Tools that no distribution of this workspace asks for itself. hatchling and editables build the core inside .venv, so that they are pinned too;
@@ -29,7 +29,7 @@ help: ## this list
 
 $(READY): Makefile constraints.txt core/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
-	  echo "attnplug needs Python 3.10 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 || echo missing)." \
+	  echo "attnplug needs Python 3.10 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." \
 	       "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -59,7 +59,7 @@ tables: $(READY) ## regenerate the reference pages that are made from manifests
 bench: $(READY) ## the selection budgets, measured here
 	@$(BIN)/attnplug bench
 
-test-gpu: $(READY) ## the tests that need an NVIDIA GPU; writes a report to $(REPORT)
+test-gpu: $(READY) ## the tests that need an NVIDIA GPU; writes a report under docs/reference/evidence
 	@$(BIN)/python -m pytest -m gpu --gpu-report=$(REPORT) $(PYTEST_ARGS)
 
 clean: ## everything that the other targets made
