@@ -128,6 +128,8 @@ def _smallest(candidate: Candidate, question: Question) -> Iterator[tuple[dict[s
     """Yield the smallest change that works, at most one: first on the same device, then on others."""
     for device in (None, *_devices(candidate, question)):
         there = Question(question.requirements, device or question.device)
+        if any(FIELDS[name].kind != "engine" for name in _objected(candidate, there)):
+            continue  # no engine field answers an objection to the model or to this device
         for changes in _changes(candidate, there):
             changed = _changed(there, changes)
             if changed is not None and not negotiate(candidate, changed).objections:
@@ -145,13 +147,21 @@ def _changed(question: Question, changes: dict[str, Any]) -> Question | None:
 
 
 def _changes(candidate: Candidate, question: Question) -> Iterator[dict[str, Any]]:
-    """Yield sets of engine fields with other values: none, then one field, then two, ...; nearest values first."""
-    relevant = _relevant(candidate, question)
-    options = {name: _options(candidate, question, name) for name in relevant}
-    for size in range(len(relevant) + 1):
-        for names in combinations(relevant, size):
-            for values in product(*(options[name] for name in names)):
-                yield _with_cache(question, dict(zip(names, values, strict=True)))
+    """
+    Yield sets of engine fields with other values, fewest first and nearest values first.
+
+    Each field that is objected to has to change; those that rules mention may, since they can switch a rule off.
+    """
+    objected = _objected(candidate, question)
+    rules = candidate.variant.rules if candidate.variant else ()
+    mentioned = {condition.field for rule in rules for condition in (*rule.when, *rule.need)}
+    ruled = tuple(name for name in _ENGINE if name in mentioned and name not in objected)
+    options = {name: _options(candidate, question, name) for name in (*objected, *ruled)}
+    for size in range(len(ruled) + 1):
+        for names in combinations(ruled, size):
+            changing = (*objected, *names)
+            for values in product(*(options[name] for name in changing)):
+                yield _with_cache(question, dict(zip(changing, values, strict=True)))
 
 
 def _with_cache(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
@@ -164,21 +174,10 @@ def _with_cache(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
     return changes
 
 
-def _relevant(candidate: Candidate, question: Question) -> tuple[str, ...]:
-    """Return the engine fields that can matter: those objected to, and those that rules mention."""
-    objected = {name for name, value in question.asked if candidate.objection((name, value))}
-    objected |= {
-        name
-        for name in ("block_size", "kv_layout")
-        if (v := question.facts[name]) is not None and candidate.objection((name, v))
-    }
-    rules = candidate.variant.rules if candidate.variant else ()
-    mentioned = {condition.field for rule in rules for condition in (*rule.when, *rule.need)}
-    if "gqa_ratio" in mentioned:
-        mentioned.discard("gqa_ratio")  # follows from model fields, which do not change
-    return tuple(
-        sorted((n for n in _ENGINE if n in objected | mentioned), key=lambda n: (n not in objected, _ENGINE.index(n)))
-    )
+def _objected(candidate: Candidate, question: Question) -> tuple[str, ...]:
+    """Return the fields whose values the candidate does not declare."""
+    free = tuple((name, value) for name in ("block_size", "kv_layout") if (value := question.facts[name]) is not None)
+    return tuple(asked[0] for asked in (*question.asked, *free) if candidate.objection(asked) is not None)
 
 
 def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, ...]:

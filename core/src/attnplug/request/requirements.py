@@ -62,8 +62,8 @@ def _check_known(name: str) -> None:
             f"{_OUT_OF_SCOPE[name]}",
             f"drop {name!r}, and keep the model's own attention where it is needed",
         )
-    known = [item.name for item in _REQUESTED]
-    if name not in known:
+    if name not in _NAMES:
+        known = [item.name for item in _REQUESTED]
         raise RequirementsError(
             f"the requirement {name!r} was given{near(name, known)}",
             f"the requirements are {', '.join(known)}",
@@ -242,6 +242,7 @@ def _is_encoder(r: Requirements) -> bool:
 
 
 _REQUESTED = fields_of("model", "engine")
+_NAMES = frozenset(item.name for item in _REQUESTED)
 
 _DEPENDENT: dict[str, Callable[[Requirements], Any]] = {
     "head_size_v": lambda r: r.head_size,
