@@ -1,33 +1,37 @@
-"""Agreements, batches and tensors for the contract's tests."""
+"""Agreements, batches, tensors and refusals for the contract's tests."""
 
 from __future__ import annotations
 
+import pickle
+from contextlib import contextmanager
+from itertools import count
+
 import torch
-from toy import ToyBackend
 
 from attnplug.contract import Batch, Layer, Limits
+from attnplug.errors import ContractError
 from attnplug.negotiation.agreement import Agreement
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug.selection.selection import Selection
+from core.tests.contract.toy import ToyBackend
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32
 
 
-def agree(*, cudagraph="never", kv_layout="NHD", device="cpu", **asked):
+def agree(*, agreed_graphs="never", device="cpu", **asked):
     """Return the selection of the toy for these requirements, as if it had declared them all."""
-    base = {"head_size": 8, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "float32"}
-    requirements = Requirements(**{**base, **asked})
+    requirements = Requirements(**{"head_size": 8, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "float32", **asked})
     paged = requirements.paged
     agreement = Agreement(
         backend="toy",
         variant="plain",
         requirements=requirements,
         block_size=(requirements.block_size or BLOCK_SIZE) if paged else None,
-        kv_layout=(requirements.kv_layout or kv_layout) if paged else None,
+        kv_layout=(requirements.kv_layout or "NHD") if paged else None,
         kv_cache_dtype=requirements.kv_cache_dtype,
-        cudagraph=cudagraph,
+        cudagraph=agreed_graphs,
     )
     return Selection(agreement=agreement, device=Device(device))
 
@@ -36,47 +40,64 @@ def make_backend(cls=ToyBackend, **asked):
     return cls(agree(**asked))
 
 
+def make_layer(backend, **fields):
+    """Return the backend's implementation of a layer."""
+    return backend.make_impl(Layer(**{"name": "layers.0", **fields}))
+
+
 def limits(**changes):
     return Limits(**{"max_num_reqs": 16, "max_num_tokens": 64, "max_seq_len": 64, "num_blocks": NUM_BLOCKS, **changes})
 
 
-def make_builder(backend, **changes):
-    impl = backend.make_impl(Layer(name="layers.0"))
-    return backend.make_builder([impl], backend.make_state(limits(**changes)))
+def make_builder(backend, *impls, **changes):
+    return backend.make_builder(impls or [make_layer(backend)], backend.make_state(limits(**changes)))
+
+
+def page_out(query_lens, seq_lens, block_size=BLOCK_SIZE, width=None):
+    """Return the block table and slots of requests that own consecutive blocks from 1 on."""
+    counts = [-(-length // block_size) for length in seq_lens]
+    table = torch.zeros(len(seq_lens), width or max([*counts, 1]), dtype=torch.int32)
+    free = count(1)
+    for row, used in enumerate(counts):
+        table[row, :used] = torch.tensor([next(free) for _ in range(used)], dtype=torch.int32)
+    slots = [
+        int(table[row, position // block_size]) * block_size + position % block_size
+        for row, (query, length) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for position in range(length - query, length)
+    ]
+    return table, torch.tensor(slots, dtype=torch.int64)
 
 
 def make_batch(query_lens, seq_lens, *, block_size=BLOCK_SIZE, width=None, device=None, **changes):
-    """Return a paged batch whose requests own consecutive blocks from 1 on."""
-    counts = [-(-length // block_size) for length in seq_lens]
-    table = torch.zeros(len(seq_lens), width or max([*counts, 1]), dtype=torch.int32)
-    free = iter(range(1, 100_000))
-    for row, count in enumerate(counts):
-        table[row, :count] = torch.tensor([next(free) for _ in range(count)], dtype=torch.int32)
-    slots = [
-        int(table[row, position // block_size]) * block_size + position % block_size
-        for row, (query, length) in enumerate(zip(query_lens, seq_lens))
-        for position in range(length - query, length)
-    ]
-    return Batch.from_lengths(
-        query_lens,
-        seq_lens,
-        block_table=table,
-        slot_mapping=torch.tensor(slots, dtype=torch.int64),
-        device=device,
-        **changes,
-    )
+    """Return a paged batch of requests that own consecutive blocks from 1 on."""
+    table, slots = page_out(query_lens, seq_lens, block_size, width)
+    fields = {"block_table": table, "slot_mapping": slots, "device": device, **changes}
+    return Batch.from_lengths(query_lens, seq_lens, **fields)
 
 
-def make_qkv(backend, tokens, keys=None, seed=0):
+def make_qkv(backend, tokens, keys=None):
     """Return query, key, value and output of a call."""
     asked = backend.agreement.requirements
-    generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, asked.dtype)
     rows = tokens if keys is None else keys
-    shapes = (
-        (tokens, asked.num_q_heads, asked.head_size),
-        (rows, asked.num_kv_heads, asked.head_size),
-        (rows, asked.num_kv_heads, asked.head_size_v),
-    )
-    query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    query = torch.randn(tokens, asked.num_q_heads, asked.head_size).to(dtype)
+    key = torch.randn(rows, asked.num_kv_heads, asked.head_size).to(dtype)
+    value = torch.randn(rows, asked.num_kv_heads, asked.head_size_v).to(dtype)
     return query, key, value, torch.full((tokens, asked.num_q_heads * asked.head_size_v), 7.0, dtype=dtype)
+
+
+@contextmanager
+def refused(kind, given="", allowed="", remedy=""):
+    """Expect an error whose three sentences hold these texts, and which survives pickling."""
+    try:
+        yield
+    except ContractError as error:
+        assert type(error) is kind, repr(error)
+        for part, text in ((error.given, given), (error.allowed, allowed), (error.remedy, remedy)):
+            assert part, error
+            assert text in part, f"{text!r} is not in {part!r}"
+        copy = pickle.loads(pickle.dumps(error))
+        assert (type(copy), str(copy)) == (type(error), str(error))
+    else:
+        message = f"{kind.__name__} was not raised"
+        raise AssertionError(message)

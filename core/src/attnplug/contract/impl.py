@@ -51,6 +51,7 @@ class AttentionImpl(ABC):
         window: Tokens attended to the left and right, ``(-1, -1)`` for all.
         logits_soft_cap: The soft cap; None for none.
         causal: Whether a token attends no later token.
+        is_paged: Whether K/V live in a paged cache; otherwise they come whole with each call.
         forward_writes: The phases in which `_forward` writes the given K/V into the cache; empty where the host does,
             or the layer has no cache of its own.
         host_writes: The phases in which the host does, through `write_kv`.
@@ -76,11 +77,12 @@ class AttentionImpl(ABC):
         self.window = layer.window
         self.logits_soft_cap = layer.logits_soft_cap
         self.causal = bool(asked.causal)
+        self.is_paged = bool(asked.paged)
         self.forward_writes, self.host_writes = settle_writers(self.cache_write, layer, agreement)
 
     @property
     def plan_key(self) -> Hashable:
-        """What a library fixes when it plans: layers with equal keys share a plan. Override it where it fixes other values."""
+        """What a library fixes when it plans; layers with equal keys share a plan. Override it for other values."""
         asked = self.agreement.requirements
         return (
             self.window,
@@ -151,7 +153,7 @@ class AttentionImpl(ABC):
         if guard.check_call(query, key, value, kv_cache, metadata, output, lse):
             self._profile(query, key, value, output, lse)
         else:
-            self._forward(query, key, value, kv_cache, metadata, output, lse)
+            self._forward(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
 
     @final
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:

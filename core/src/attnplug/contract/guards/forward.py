@@ -106,7 +106,7 @@ class ForwardGuard:
             raise CacheError(
                 f"write_kv was called for layer {self._name!r}",
                 f"in {self._agreement.id} forward writes this layer's cache, or nobody does: nothing is written twice",
-                "call it where impl.host_writes names a phase; Layer(cache_write='host') asks for it where one may choose",
+                "call it where impl.host_writes names a phase; Layer(cache_write='host') asks for it",
             )
         if key is None or value is None:
             raise TensorError(
@@ -114,8 +114,8 @@ class ForwardGuard:
                 "it writes the given K/V",
                 "pass key and value",
             )
-        rows = self._check_pair(key, value, key.device) or 0
         self._check_device("key", key)
+        rows = self._check_pair(key, value, key.device) or 0
         device = key.device
         if (
             slot_mapping.ndim != 1
@@ -246,7 +246,7 @@ class ForwardGuard:
         )
         raise TensorError(
             f"layer {self._name!r} was given {given}",
-            "both are given, or neither where the keys are cached already: KV sharing, paged cross attention after one step",
+            "both are given, or neither where keys are cached already: KV sharing, paged cross attention",
             "pass key and value, or name a kv_sharing_target",
         )
 

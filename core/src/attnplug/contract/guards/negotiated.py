@@ -93,7 +93,7 @@ def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None
     if asked.attn_type != "encoder_decoder" or not asked.paged:
         _refuse(
             f"encoder_seq_lens of {describe(batch.encoder_seq_lens)}",
-            f"attn_type={asked.attn_type!r}, paged={asked.paged} was negotiated; dense calls have key_start_loc instead",
+            f"attn_type={asked.attn_type!r}, paged={asked.paged} was negotiated; dense calls have key_start_loc",
             "attn_type='encoder_decoder' and paged=True",
         )
     check_index("encoder_seq_lens", batch.encoder_seq_lens, (batch.num_reqs,), torch.int32, device_type)

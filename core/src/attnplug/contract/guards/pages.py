@@ -80,14 +80,14 @@ class PageGuard:
                 "pass both, or select again with paged=False",
             )
         table, slots = batch.block_table, batch.slot_mapping
-        check_index("block_table", table, (batch.num_reqs, *table.shape[1:2]), torch.int32, self._device_type)
+        check_index("block_table", table, (batch.num_reqs, *table.shape[-1:]), torch.int32, self._device_type)
         if table.shape[1] > 1 and table.stride(1) != 1:
             raise TensorError(
                 f"a block_table with strides {table.stride()} was given",
                 "the blocks of a request lie side by side",
                 "pass .contiguous()",
             )
-        check_index("slot_mapping", slots, tuple(slots.shape[:1]), torch.int64, self._device_type)
+        check_index("slot_mapping", slots, (slots.numel(),), torch.int64, self._device_type)
         if slots.shape[0] < batch.num_actual_tokens and not self._is_cross:
             raise BatchError(
                 f"a slot_mapping of {slots.shape[0]} slots was given",
@@ -226,7 +226,7 @@ class PageGuard:
         last = "" if self._num_blocks is None else f" to {self._num_blocks * self._size - 1}"
         raise CacheError(
             f"token {token} has slot {int(slots[token])}",
-            f"slots are {self._size}{last}: block * {self._size} + offset without block 0; {PAD_SLOT_ID} is not written",
+            f"slots are {self._size}{last}: block * {self._size} + offset, not in block 0; {PAD_SLOT_ID} is skipped",
             "compute slots from the block table (attnplug.batching)",
         )
 

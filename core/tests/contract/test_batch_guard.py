@@ -1,0 +1,526 @@
+"""Every number of a batch that build compares: each test corrupts one of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from attnplug.contract import Batch, Parallel
+from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
+from core.tests.contract.toy import ToyBackend
+from core.tests.contract.world import (
+    BLOCK_SIZE,
+    NUM_BLOCKS,
+    limits,
+    make_backend,
+    make_batch,
+    make_builder,
+    make_layer,
+    refused,
+)
+
+QUERIES, LENGTHS = [1, 1, 3], [5, 9, 7]  # blocks 1-2, 3-5, 6-7
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.fixture
+def batch():
+    return make_batch(QUERIES, LENGTHS)
+
+
+@pytest.fixture
+def builder():
+    return make_builder(make_backend())
+
+
+def other(batch, name, index, value):
+    """Return the batch with one entry of a tensor changed."""
+    tensor = getattr(batch, name).clone()
+    tensor[index] = value
+    return changed(batch, **{name: tensor})
+
+
+def changed(batch, **fields):
+    """Return the batch with other fields; host copies follow their tensors."""
+    copies = {f"{name}_cpu": value for name, value in fields.items() if hasattr(batch, f"{name}_cpu")}
+    return evolve(batch, **{**copies, **fields})
+
+
+def test_a_true_batch_is_described(batch, builder):
+    metadata = builder.build(batch)
+
+    assert metadata.batch is batch
+    assert metadata.agreement is builder.agreement
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    assert (metadata.num_decode_tokens, metadata.num_prefill_tokens) == (2, 3)
+    assert (metadata.num_key_rows, metadata.highest_block, dict(metadata.plans)) == (5, 7, {})
+
+
+@pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len"])
+@pytest.mark.parametrize("value", [3.0, torch.tensor(3), True, None])
+def test_counts_are_python_ints(batch, builder, name, value):
+    with refused(BatchError, given=f"{name}={value!r}", allowed="Python int", remedy="int(...)"):
+        builder.build(evolve(batch, **{name: value}))
+
+
+@pytest.mark.parametrize("counts", [{"num_reqs": 0}, {"num_actual_tokens": 0}, {"num_reqs": -1}])
+def test_an_empty_batch_is_refused(batch, builder, counts):
+    with refused(BatchError, allowed="at least one request and one token", remedy="skip the step"):
+        builder.build(evolve(batch, **counts))
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "count"),
+    [("max_num_reqs", 2, "num_reqs=3"), ("max_num_tokens", 4, "num_actual_tokens=5"), ("max_seq_len", 8, "max_seq_len=9")],
+)
+def test_a_batch_stays_within_the_limits(batch, bound, most, count):
+    builder = make_builder(make_backend(), **{bound: most})
+
+    with refused(BatchError, given=count, allowed=f"{bound}={most}", remedy=f"Limits({bound}="):
+        builder.build(batch)
+
+
+@pytest.mark.parametrize(
+    ("starts", "found"),
+    [
+        ([1, 2, 3, 5], "starts at 1"),
+        ([0, 1, 2, 4], "ends at 4"),
+        ([0, 2, 1, 5], "falls from 2 to 1 at request 1"),
+        ([0, -1, 2, 5], "falls from 0 to -1 at request 0"),
+    ],
+)
+def test_query_start_loc_starts_at_0_rises_and_ends_at_the_tokens(batch, builder, starts, found):
+    with refused(BatchError, given=found, allowed="num_actual_tokens=5", remedy="Batch.from_lengths"):
+        builder.build(changed(batch, query_start_loc=int32(*starts)))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("query_start_loc", torch.tensor([0, 1, 2, 5])),
+        ("query_start_loc", int32(0, 1, 5)),
+        ("seq_lens", torch.tensor([5, 9, 7])),
+        ("seq_lens", int32(5, 9)),
+        ("seq_lens", torch.tensor([[5, 9, 7]], dtype=torch.int32)),
+        ("seq_lens", torch.tensor([5, 9, 7], dtype=torch.int32, device="meta")),
+        ("block_table", torch.ones(3, 3, dtype=torch.int64)),
+        ("block_table", torch.ones(2, 3, dtype=torch.int32)),
+        ("block_table", torch.ones(3, dtype=torch.int32)),
+        ("slot_mapping", int32(8, 20, 28, 29, 30)),
+        ("slot_mapping", torch.ones(1, 5, dtype=torch.int64)),
+    ],
+)
+def test_index_tensors_have_one_form(batch, builder, name, tensor):
+    with refused(TensorError, given=f"{name} of", allowed="on cpu", remedy="that shape, dtype and device"):
+        builder.build(changed(batch, **{name: tensor}))
+
+
+def test_the_blocks_of_a_request_lie_side_by_side(batch, builder):
+    with refused(TensorError, given="strides", remedy=".contiguous()"):
+        builder.build(changed(batch, block_table=batch.block_table.t().contiguous().t()))
+
+
+@pytest.mark.parametrize(("name", "true"), [("max_query_len", 3), ("max_seq_len", 9)])
+@pytest.mark.parametrize("change", [-1, 1])
+def test_longest_lengths_are_true(batch, builder, name, true, change):
+    with refused(BatchError, given=f"{name}={true + change}", remedy=f"pass {name}={true}"):
+        builder.build(evolve(batch, **{name: true + change}))
+
+
+@pytest.mark.parametrize(("index", "length"), [(2, 2), (0, 0), (0, -5)])
+def test_a_sequence_counts_its_query(batch, builder, index, length):
+    with refused(BatchError, given=f"request {index} has a sequence of {length} tokens", allowed="seq_len >= query_len"):
+        builder.build(other(batch, "seq_lens", index, length))
+
+
+def test_computed_tokens_follow_from_the_lengths(batch, builder):
+    assert builder.build(evolve(batch, num_computed_tokens_cpu=int32(4, 8, 4))).num_decodes == 2
+    with refused(BatchError, given="request 1 has num_computed_tokens=7", allowed="leave 8"):
+        builder.build(evolve(batch, num_computed_tokens_cpu=int32(4, 7, 4)))
+    with refused(TensorError, given="num_computed_tokens_cpu of (2,)"):
+        builder.build(evolve(batch, num_computed_tokens_cpu=int32(4, 8)))
+
+
+def test_a_host_copy_says_what_its_tensor_says(batch, builder):
+    with refused(BatchError, given="seq_lens and seq_lens_cpu", allowed="host copy", remedy="leave seq_lens_cpu out"):
+        builder.build(evolve(batch, seq_lens_cpu=int32(5, 9, 8)))
+    with refused(TensorError, given="query_start_loc_cpu of (2,)"):
+        builder.build(evolve(batch, query_start_loc_cpu=int32(0, 5)))
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens"])
+def test_lengths_on_a_device_need_their_host_copy(name):
+    builder = make_builder(make_backend(device="meta"))
+    batch = make_batch(QUERIES, LENGTHS, device="meta")
+
+    with refused(BatchError, given=f"no {name}_cpu was given", allowed="never waits", remedy=f"pass {name}_cpu="):
+        builder.build(evolve(batch, **{f"{name}_cpu": None}))
+
+
+def test_a_decode_stands_before_the_prefills(builder):
+    with refused(BatchError, given="request 1 is a decode of 1 tokens behind the prefill of request 0", remedy="reorder"):
+        builder.build(make_batch([3, 1], [3, 5]))
+
+
+def test_padded_requests_may_stand_behind_prefills(builder):
+    metadata = builder.build(make_batch([1, 3, 0], [5, 3, 0]))
+
+    assert (metadata.num_decodes, metadata.num_prefills, metadata.num_prefill_tokens) == (1, 2, 3)
+
+
+def test_the_decode_query_length_is_as_negotiated():
+    builder = make_builder(make_backend(decode_query_len=3))
+
+    assert builder.build(make_batch([3, 1, 2, 4], [9, 5, 2, 4])).num_decodes == 3
+
+
+def test_a_prefill_was_negotiated(batch):
+    builder = make_builder(make_backend(phases=("decode",)))
+
+    assert builder.build(make_batch([1, 1], [5, 9])).num_decodes == 2
+    with refused(NotNegotiatedError, given="a query of 3 tokens", allowed="decodes alone", remedy="phases="):
+        builder.build(batch)
+
+
+def test_without_a_decode_phase_a_short_sequence_is_a_prefill():
+    metadata = make_builder(make_backend(phases=("prefill",))).build(make_batch([3, 1], [3, 1]))
+
+    assert (metadata.num_decodes, metadata.num_prefills) == (0, 2)
+
+
+@pytest.mark.parametrize("causal", [False, None, 1])
+def test_causality_is_as_negotiated(batch, builder, causal):
+    with refused(NotNegotiatedError, given=f"causal={causal!r}", allowed="causal=True was negotiated"):
+        builder.build(evolve(batch, causal=causal))
+
+
+def test_a_block_table_reaches_the_longest_sequence(batch, builder):
+    with refused(BatchError, given="2 blocks per request", allowed="needs 3 blocks of 4", remedy="at least 3 columns"):
+        builder.build(changed(batch, block_table=batch.block_table[:, :2].contiguous()))
+
+
+@pytest.mark.parametrize("name", ["block_table", "slot_mapping"])
+def test_pages_are_there(batch, builder, name):
+    with refused(BatchError, given=f"without {name}", remedy="paged=False"):
+        builder.build(changed(batch, **{name: None}))
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "block", "allowed"),
+    [(1, 2, NUM_BLOCKS, "to 31"), (1, 0, -1, "from 1"), (0, 1, 0, "null block"), (2, 0, 0, "null block")],
+)
+def test_used_blocks_are_in_the_cache(batch, builder, row, column, block, allowed):
+    given = f"request {row} has block {block} at column {column}"
+
+    with refused(CacheError, given=given, allowed=allowed, remedy="Limits"):
+        builder.build(other(batch, "block_table", (row, column), block))
+
+
+@pytest.mark.parametrize("stale", [-7, 2**31 - 1, NUM_BLOCKS])
+@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, None])
+def test_unused_columns_may_hold_anything(stale, num_blocks):
+    builder = make_builder(make_backend(), num_blocks=num_blocks)
+    batch = other(make_batch(QUERIES, LENGTHS, width=5), "block_table", (0, slice(2, 5)), stale)
+
+    assert builder.build(other(batch, "block_table", (1, slice(3, 5)), stale)).highest_block == 7
+
+
+def test_blocks_that_left_the_window_may_be_the_null_block():
+    batch = other(make_batch([1, 2], [13, 14]), "block_table", (slice(0, 2), slice(0, 2)), 0)
+
+    # The first query of request 1 is token 12; with window 5 it attends tokens 8 to 12, blocks 2 and 3.
+    assert make_builder(make_backend(sliding_window=5)).build(batch).num_decodes == 1
+    assert make_builder(make_backend(attention_chunk=4)).build(batch).num_decodes == 1
+    for asked in ({"sliding_window": 6}, {"attention_chunk": 16}, {}):
+        with refused(CacheError, allowed="null block"):
+            make_builder(make_backend(**asked)).build(batch)
+
+
+@pytest.mark.parametrize("slot", [NUM_BLOCKS * BLOCK_SIZE, 3, 0, -2])
+@pytest.mark.parametrize("padded", [False, True])
+def test_slots_are_in_the_cache(batch, builder, slot, padded):
+    batch = other(batch, "slot_mapping", 2, slot)
+    if padded:
+        batch = other(batch, "slot_mapping", 0, -1)
+
+    with refused(CacheError, given=f"token 2 has slot {slot}", allowed="slots are 4 to 127", remedy="block table"):
+        builder.build(batch)
+
+
+def test_a_slot_belongs_to_one_token(batch, builder):
+    with refused(CacheError, given="slot 28 was given to two tokens", remedy="a slot of its own"):
+        builder.build(other(batch, "slot_mapping", slice(2, 4), 28))
+
+
+@pytest.mark.parametrize(("queries", "lengths"), [(QUERIES, LENGTHS), ([1, 1], [5, 9])])
+def test_a_slot_is_where_the_block_table_says(builder, queries, lengths):
+    with refused(CacheError, given="token 1 has slot 41", allowed="puts it into slot 20", remedy="block table"):
+        builder.build(other(make_batch(queries, lengths), "slot_mapping", 1, 41))
+
+
+def test_tokens_without_a_slot_are_not_written(batch, builder):
+    padded = torch.cat([batch.slot_mapping, torch.tensor([-1, -1])])
+    padded[1] = -1
+
+    assert builder.build(changed(batch, slot_mapping=padded)).num_key_rows == 7
+    assert builder.build(changed(batch, slot_mapping=torch.full((5,), -1))).highest_block == 7
+
+
+def test_a_slot_for_each_token_and_none_for_padding(batch, builder):
+    with refused(BatchError, given="slot_mapping of 4 slots", remedy="-1"):
+        builder.build(changed(batch, slot_mapping=batch.slot_mapping[:4]))
+    with refused(BatchError, given="beyond its 5 actual tokens", remedy="-1"):
+        builder.build(changed(batch, slot_mapping=torch.cat([batch.slot_mapping, torch.tensor([100])])))
+
+
+# --- what has to be asked for ------------------------------------------------------------------------------------
+
+
+def test_a_shared_prefix_was_negotiated(batch, builder):
+    with refused(NotNegotiatedError, given="common_prefix_len=4", allowed="cascade was not asked for"):
+        builder.build(evolve(batch, common_prefix_len=4))
+
+
+def shared(batch, columns=1):
+    return other(batch, "block_table", (slice(None), slice(0, columns)), torch.arange(20, 20 + columns).int())
+
+
+def test_a_shared_prefix_is_whole_blocks_that_all_requests_have_computed(batch):
+    builder = make_builder(make_backend(cascade=True))
+
+    assert builder.build(evolve(shared(batch), common_prefix_len=4)).batch.common_prefix_len == 4
+    with refused(BatchError, given="common_prefix_len=3", allowed="multiple of the block size 4", remedy="pass 0"):
+        builder.build(evolve(shared(batch), common_prefix_len=3))
+    with refused(BatchError, given="common_prefix_len=-4", allowed="multiple of the block size"):
+        builder.build(evolve(shared(batch), common_prefix_len=-4))
+    with refused(BatchError, given="first 1 blocks differ", allowed="same blocks"):
+        builder.build(evolve(batch, common_prefix_len=4))
+    with refused(BatchError, given="common_prefix_len=8", allowed="a request has 4 tokens computed"):
+        builder.build(evolve(shared(batch, 2), common_prefix_len=8))
+
+
+def test_a_mask_was_negotiated(batch, builder):
+    mask = torch.ones(5 + 9 + 21, dtype=torch.bool)
+    masked = make_builder(make_backend(custom_mask=True))
+
+    assert masked.build(evolve(batch, custom_mask=mask)).batch.custom_mask is mask
+    with refused(NotNegotiatedError, given="custom_mask", allowed="was not asked for"):
+        builder.build(evolve(batch, custom_mask=mask))
+    with refused(BatchError, given="no custom_mask"):
+        masked.build(batch)
+    for wrong in (mask[:-1], mask.int(), mask.reshape(5, 7)):
+        with refused(TensorError, given="custom_mask of", allowed="(35,) bool"):
+            masked.build(evolve(batch, custom_mask=wrong))
+
+
+def parallel_builder(**asked):
+    backend = make_backend(dcp_size=2, **asked)
+    return backend.make_builder([make_layer(backend)], backend.make_state(limits(), Parallel(dcp_size=2)))
+
+
+def test_local_lengths_were_negotiated(batch, builder):
+    local = int32(3, 5, 4)
+    # Rank 0 of 2 holds every other token: 5, 9 and 7 keys become 3, 5 and 4, and half of the new tokens have no slot here.
+    here = changed(batch, slot_mapping=torch.tensor([6, -1, 26, -1, 27]), dcp_local_seq_lens=local)
+
+    assert parallel_builder().build(here).highest_block == 7
+    with refused(NotNegotiatedError, given="dcp_local_seq_lens of", allowed="dcp_size=1 was negotiated"):
+        builder.build(here)
+    with refused(BatchError, given="no dcp_local_seq_lens"):
+        parallel_builder().build(changed(here, dcp_local_seq_lens=None))
+    with refused(BatchError, given="beyond seq_lens"):
+        parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5, 8)))
+    with refused(BatchError, given="the value -1", allowed="not negative"):
+        parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5, -1)))
+    with refused(TensorError, given="dcp_local_seq_lens of (2,)"):
+        parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5)))
+
+
+def test_a_rank_needs_blocks_for_its_part_alone(batch):
+    here = changed(
+        batch, slot_mapping=torch.full((5,), -1), dcp_local_seq_lens=int32(3, 4, 4), block_table=batch.block_table[:, :1]
+    )
+
+    assert parallel_builder().build(here).highest_block == 6
+    with refused(BatchError, given="1 blocks per request", allowed="needs 2 blocks"):
+        parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5, 4)))
+
+
+def test_local_lengths_on_a_device_may_lack_their_host_copy():
+    backend = make_backend(dcp_size=2, device="meta")
+    builder = backend.make_builder([make_layer(backend)], backend.make_state(limits(), Parallel(dcp_size=2)))
+    batch = make_batch(QUERIES, LENGTHS, device="meta")
+
+    metadata = builder.build(evolve(batch, dcp_local_seq_lens=torch.ones(3, dtype=torch.int32, device="meta")))
+
+    assert metadata.highest_block == NUM_BLOCKS - 1
+
+
+def cross_builder(**asked):
+    return make_builder(make_backend(attn_type="encoder_decoder", **asked))
+
+
+def cross_batch(encoder_lens, slots):
+    table = make_batch([0] * len(encoder_lens), encoder_lens).block_table
+    return Batch.from_lengths(
+        [1, 2],
+        [5, 2],
+        block_table=table,
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        causal=False,
+        encoder_seq_lens=int32(*encoder_lens),
+    )
+
+
+def test_cross_attention_counts_encoder_tokens():
+    first = cross_builder().build(cross_batch([6, 5], [*range(4, 10), *range(12, 17)]))
+    later = cross_builder().build(cross_batch([6, 5], []))
+
+    assert (first.num_key_rows, first.highest_block) == (11, 4)
+    assert (later.num_key_rows, later.highest_block) == (0, 4)
+
+
+def test_encoder_lengths_belong_to_cross_attention(batch, builder):
+    good = cross_batch([6, 5], [])
+
+    with refused(NotNegotiatedError, given="encoder_seq_lens of", allowed="attn_type='decoder'"):
+        builder.build(evolve(batch, encoder_seq_lens=int32(1, 1, 1)))
+    with refused(BatchError, given="no encoder_seq_lens"):
+        cross_builder().build(changed(good, encoder_seq_lens=None))
+    with refused(BatchError, given="the value -1"):
+        cross_builder().build(changed(good, encoder_seq_lens=int32(6, -1)))
+    with refused(TensorError, given="encoder_seq_lens of (1,)"):
+        cross_builder().build(changed(good, encoder_seq_lens=int32(6)))
+    with refused(BatchError, given="2 blocks per request", allowed="9 tokens needs 3 blocks"):
+        cross_builder().build(changed(good, encoder_seq_lens=int32(6, 9)))
+    with refused(CacheError, given="request 1 has block 0"):
+        cross_builder().build(other(good, "block_table", (1, 1), 0))
+
+
+def test_encoder_lengths_need_a_host_copy_where_lengths_are_exact():
+    builder = make_builder(make_backend(attn_type="encoder_decoder", device="meta"))
+    batch = cross_batch([6, 5], [])
+    moved = {
+        name: getattr(batch, name).to("meta")
+        for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens")
+    }
+
+    assert builder.build(evolve(batch, **moved)).num_decodes == 1
+    with refused(BatchError, given="no encoder_seq_lens_cpu"):
+        builder.build(evolve(batch, **moved, encoder_seq_lens_cpu=None))
+
+
+# --- lengths that the host knows in part, or not at all -----------------------------------------------------------
+
+
+def test_an_upper_bound_may_be_above_the_truth(batch):
+    builder = make_builder(make_backend(host_lengths="upper_bound"))
+
+    bounded = evolve(batch, seq_lens_cpu=int32(6, 9, 8), max_seq_len=11)
+
+    assert builder.build(bounded).highest_block == NUM_BLOCKS - 1
+    assert builder.build(evolve(bounded, num_computed_tokens_cpu=int32(4, 8, 4))).num_decodes == 2
+    with refused(BatchError, given="different values", allowed="or an upper bound"):
+        builder.build(evolve(batch, seq_lens_cpu=int32(4, 9, 7)))
+    with refused(BatchError, given="max_seq_len=8", allowed="at least that", remedy="9 or more"):
+        builder.build(evolve(batch, max_seq_len=8))
+    with refused(BatchError, given="num_computed_tokens=9", allowed="at most"):
+        builder.build(evolve(bounded, num_computed_tokens_cpu=int32(4, 9, 4)))
+    with refused(BatchError, given="3 blocks per request", allowed="needs 4 blocks"):
+        builder.build(evolve(bounded, max_seq_len=13))
+
+
+def test_lengths_may_be_absent_from_the_host():
+    builder = make_builder(make_backend(host_lengths="absent", device="meta"), num_blocks=None)
+    batch = evolve(make_batch(QUERIES, LENGTHS, device="meta"), seq_lens_cpu=None)
+
+    assert builder.build(batch).highest_block == 7  # from the slots
+    with refused(BatchError, given="max_seq_len=2", allowed="the longest sequence has 3 tokens"):
+        builder.build(evolve(batch, max_seq_len=2))
+
+
+def test_tables_on_a_device_are_checked_where_host_copies_are_given():
+    builder = make_builder(make_backend(device="meta"))
+    batch = make_batch(QUERIES, LENGTHS, device="meta")
+    bad = evolve(batch, block_table_cpu=torch.full_like(batch.block_table_cpu, 99))
+
+    with refused(CacheError, given="block 99"):
+        builder.build(bad)
+    alone = evolve(batch, block_table_cpu=None, slot_mapping_cpu=None)
+    assert builder.build(alone).highest_block == NUM_BLOCKS - 1
+    assert make_builder(make_backend(device="meta"), num_blocks=None).build(alone).highest_block == -1
+
+
+# --- dense calls --------------------------------------------------------------------------------------------------
+
+
+def test_a_dense_batch_says_where_keys_start():
+    builder = make_builder(make_backend(paged=False))
+    batch = Batch.from_lengths([1, 3], [4, 3])
+
+    metadata = builder.build(batch)
+
+    assert (metadata.num_decodes, metadata.num_prefills, metadata.num_key_rows) == (0, 2, 7)
+    assert metadata.highest_block == -1
+    with refused(BatchError, given="without key_start_loc", remedy="Batch.from_lengths"):
+        builder.build(changed(batch, key_start_loc=None))
+    for starts in ([0, 4, 8], [1, 5, 8], [0, 5, 4]):
+        with refused(BatchError, given="contradicts seq_lens"):
+            builder.build(changed(batch, key_start_loc=int32(*starts)))
+    with refused(TensorError, given="key_start_loc of (2,)"):
+        builder.build(changed(batch, key_start_loc=int32(0, 7)))
+
+
+def test_pages_belong_to_paged_agreements(batch, builder):
+    dense = make_builder(make_backend(paged=False))
+    whole = Batch.from_lengths([1, 3], [4, 3])
+
+    for pages in ({"block_table": int32([1], [2])}, {"slot_mapping": torch.tensor([4, 8])}):
+        with refused(NotNegotiatedError, given=f"with a {next(iter(pages))}", allowed="paged=False was negotiated"):
+            dense.build(changed(whole, **pages))
+    with refused(NotNegotiatedError, given="with a key_start_loc", allowed="paged=True was negotiated"):
+        builder.build(changed(batch, key_start_loc=int32(0, 5, 14, 21)))
+
+
+def test_keys_of_an_encoder_may_be_fewer_than_queries():
+    builder = make_builder(make_backend(attn_type="encoder_decoder", paged=False))
+
+    assert builder.build(Batch.from_lengths([3, 4], [2, 9], causal=False)).num_key_rows == 11
+    with refused(BatchError, given="a sequence of 2 tokens and a query of 3"):
+        make_builder(make_backend(paged=False)).build(Batch.from_lengths([3], [2]))
+
+
+# --- nothing waits, nothing is kept -------------------------------------------------------------------------------
+
+
+def test_build_reads_no_device_tensor():
+    """Reading a value of a meta tensor is impossible, so a build that succeeds on one reads host copies alone."""
+    builder = make_builder(make_backend(device="meta"))
+    batch = make_batch(QUERIES, LENGTHS, device="meta")
+
+    assert builder.build(batch).highest_block == 7
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        batch.seq_lens.tolist()
+
+
+def test_a_refused_batch_leaves_the_builder_as_it_was(batch, builder):
+    with refused(BatchError):
+        builder.build(evolve(batch, max_query_len=9))
+
+    assert builder.build(batch).num_decodes == 2
+
+
+def test_a_batch_that_changed_is_checked_again(batch, builder):
+    builder.build(batch)
+    batch.block_table[0, 0] = 0
+
+    with refused(CacheError, given="block 0"):
+        builder.build(batch)
+
+
+def test_the_toy_builds_with_the_default_builder():
+    assert ToyBackend.builder_class is make_builder(make_backend()).__class__

@@ -1,0 +1,399 @@
+"""The guards of forward: each call has one thing wrong, and writes neither the cache nor the output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from attnplug.contract import Batch, Layer, Metadata
+from attnplug.errors import BatchError, CacheError, LayerError, NotNegotiatedError, TensorError
+from core.tests.contract.toy import ToyBackend, ToyImpl
+from core.tests.contract.world import NUM_BLOCKS, make_backend, make_batch, make_builder, make_layer, make_qkv, refused
+
+
+class Call:
+    """A paged call of three requests and five tokens, whose parts a test may replace."""
+
+    def __init__(self, cls=ToyBackend, **asked):
+        self.backend = make_backend(cls, **asked)
+        self.impl = make_layer(self.backend)
+        self.builder = make_builder(self.backend, self.impl)
+        query, key, value, output = make_qkv(self.backend, 5)
+        self.parts = {
+            "query": query,
+            "key": key,
+            "value": value,
+            "kv_cache": self.backend.make_cache(NUM_BLOCKS),
+            "metadata": self.builder.build(make_batch([1, 1, 3], [5, 9, 3])),
+            "output": output,
+        }
+
+    def run(self, **change):
+        self.parts |= change
+        return self.impl.forward(**self.parts)
+
+    def is_untouched(self):
+        caches = self.parts["kv_cache"]
+        caches = [] if caches is None else [caches] if isinstance(caches, torch.Tensor) else caches.values()
+        return not any(cache.any() for cache in caches if not cache.is_meta)
+
+
+def test_a_call_that_fits_runs():
+    call = Call()
+
+    assert call.run() is None
+    assert call.parts["output"].ne(7).all()
+    assert not call.is_untouched()
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "allowed"),
+    [
+        ("query", torch.zeros(5, 2, 8), "(tokens, 4, 8) float32"),
+        ("query", torch.zeros(5, 4, 4), "(tokens, 4, 8) float32"),
+        ("query", torch.zeros(5, 32), "(tokens, 4, 8) float32"),
+        ("query", torch.zeros(5, 4, 8, dtype=torch.float16), "float32"),
+        ("query", torch.zeros(5, 4, 16)[..., ::2], "last axis contiguous"),
+        ("query", torch.zeros(5, 4, 8, device="meta"), "selected for cpu"),
+        ("key", torch.zeros(5, 4, 8), "(tokens, 2, 8) float32"),
+        ("key", torch.zeros(5, 2, 8, dtype=torch.bfloat16), "float32"),
+        ("key", torch.zeros(5, 2, 8, device="meta"), "on cpu"),
+        ("value", torch.zeros(5, 2, 4), "(tokens, 2, 8) float32"),
+        ("value", torch.zeros(4, 2, 8), "(5, 2, 8) float32"),
+        ("value", torch.zeros(5, 2, 8, device="meta"), "on cpu"),
+        ("output", torch.zeros(5, 4, 8), "(5, 32) float32"),
+        ("output", torch.zeros(4, 32), "(5, 32) float32"),
+        ("output", torch.zeros(5, 32, dtype=torch.float64), "float32"),
+        ("output", torch.zeros(5, 64)[:, ::2], "last axis contiguous"),
+        ("output", torch.zeros(5, 32, device="meta"), "on cpu"),
+    ],
+)
+def test_tensors_have_one_form(name, tensor, allowed):
+    call = Call()
+    output = call.parts["output"]
+
+    with refused(TensorError, given=f"'layers.0' was given {name} of", allowed=allowed):
+        call.run(**{name: tensor})
+
+    assert call.is_untouched()
+    assert output.eq(7).all()
+
+
+def test_rows_of_a_larger_tensor_fit():
+    call = Call()
+    fused = torch.randn(5, 4 + 2 + 2, 8)
+
+    call.run(query=fused[:, :4], key=fused[:, 4:6], value=fused[:, 6:])
+
+    assert call.parts["output"].ne(7).all()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "given"),
+    [(None, None, "neither"), (None, "kept", "value without key"), ("kept", None, "key without value")],
+)
+def test_keys_and_values_come_together(key, value, given):
+    call = Call()
+    change = {name: None for name, kind in (("key", key), ("value", value)) if kind is None}
+
+    with refused(TensorError, given=given, allowed="KV sharing", remedy="kv_sharing_target"):
+        call.run(**change)
+
+    assert call.is_untouched()
+
+
+class Recorder(ToyImpl):
+    """Records the calls that pass the guards."""
+
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        self.seen = ("forward", key is None, kv_cache is None)
+
+    def _profile(self, query, key, value, output, lse):
+        self.seen = ("profile", key is None, None)
+
+
+class RecordingBackend(ToyBackend):
+    impl_class = Recorder
+
+
+def test_keys_may_be_absent_where_another_layer_cached_them():
+    call = Call(RecordingBackend, kv_sharing=True)
+    call.impl = make_layer(call.backend, kv_sharing_target="layers.9")
+
+    call.run(key=None, value=None)
+
+    assert call.impl.seen == ("forward", True, False)
+    assert call.is_untouched()
+
+
+def test_keys_of_cross_attention_may_be_absent_after_its_first_step():
+    call = Call(RecordingBackend)
+    call.backend = make_backend(RecordingBackend, attn_type="encoder_decoder")
+    call.impl = make_layer(call.backend)
+    batch = evolve(
+        make_batch([1], [4]),
+        causal=False,
+        encoder_seq_lens=torch.tensor([3], dtype=torch.int32),
+        encoder_seq_lens_cpu=torch.tensor([3], dtype=torch.int32),
+    )
+    metadata = make_builder(call.backend, call.impl).build(batch)
+
+    call.run(key=None, value=None, metadata=metadata)
+
+    assert call.impl.seen == ("forward", True, False)
+
+
+@pytest.mark.parametrize(
+    "change", [{"metadata": None}, {"kv_cache": torch.empty(0)}, {"metadata": None, "kv_cache": None}, {"kv_cache": {}}]
+)
+def test_a_profiling_run_succeeds_and_touches_nothing(change):
+    call = Call()
+
+    call.run(**change)
+
+    assert call.parts["output"].eq(7).all()
+    assert call.is_untouched()
+
+
+def test_a_backend_may_profile_its_own_way():
+    call = Call(RecordingBackend)
+
+    call.run(metadata=None)
+
+    assert call.impl.seen == ("profile", False, None)
+
+
+def test_a_profiling_run_checks_its_tensors_too():
+    with refused(TensorError, given="query of"):
+        Call().run(metadata=None, query=torch.zeros(5, 4, 4))
+
+
+@pytest.mark.parametrize("tokens", [5, 8])
+def test_lse_is_written_where_it_was_negotiated(tokens):
+    call = Call(return_lse=True)
+    query, key, value, output = make_qkv(call.backend, tokens)
+    lse = torch.full((tokens, 4), 7.0)
+
+    call.run(query=query, key=key, value=value, output=output, lse=lse)
+
+    assert lse[:5].ne(7).all()
+    assert lse[5:].eq(7).all()
+    assert output[5:].eq(7).all()
+
+
+def test_lse_was_negotiated():
+    call = Call()
+
+    with refused(NotNegotiatedError, given="an lse tensor", allowed="return_lse was not asked for", remedy="lse=None"):
+        call.run(lse=torch.zeros(5, 4))
+
+    assert call.is_untouched()
+
+
+@pytest.mark.parametrize(
+    "lse", [torch.zeros(4, 5), torch.zeros(5, 4, dtype=torch.float64), torch.zeros(5, 4, device="meta")]
+)
+def test_lse_has_one_form(lse):
+    call = Call(return_lse=True)
+
+    with refused(TensorError, given="lse of", allowed="(5, 4) float32 on cpu"):
+        call.run(lse=lse)
+
+    assert call.is_untouched()
+
+
+def test_a_quantized_output_has_its_dtype():
+    backend = make_backend(RecordingBackend, output_quant="fp8_e4m3")
+    call = Call(RecordingBackend)
+    call.impl = backend.make_impl(Layer(name="layers.0", output_scale=torch.ones(1)))
+    metadata = make_builder(backend, call.impl).build(make_batch([1, 1, 3], [5, 9, 3]))
+
+    with refused(TensorError, given="output of", allowed="float8_e4m3fn"):
+        call.run(metadata=metadata)
+    call.run(output=torch.zeros(5, 32, dtype=torch.float8_e4m3fn))
+    assert call.impl.seen[0] == "forward"
+
+
+def test_queries_that_the_host_quantizes_have_the_caches_dtype():
+    impl = type("Impl", (Recorder,), {"query_quantization": "host"})
+    cls = type("Backend", (ToyBackend,), {"impl_class": impl})
+    call = Call(cls, kv_cache_dtype="fp8_e4m3")
+
+    with refused(TensorError, given="query of", allowed="float8_e4m3fn"):
+        call.run()
+    call.run(query=torch.zeros(5, 4, 8, dtype=torch.float8_e4m3fn))
+    assert call.impl.seen[0] == "forward"
+    assert make_layer(make_backend(cls)).query_dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_there_is_no_backward_pass(name):
+    call = Call()
+    tensor = call.parts[name].requires_grad_()
+
+    with refused(TensorError, given="require a gradient", allowed="no backward", remedy="torch.inference_mode()"):
+        call.run()
+    assert call.is_untouched()
+    with torch.no_grad():
+        call.run(**{name: tensor})
+
+
+# --- metadata and cache -------------------------------------------------------------------------------------------
+
+
+def test_metadata_comes_from_a_builder_of_the_same_agreement():
+    call = Call()
+    foreign = make_builder(make_backend(sliding_window=4)).build(make_batch([1, 1, 3], [5, 9, 3]))
+    twin = make_builder(make_backend()).build(make_batch([1, 1, 3], [5, 9, 3]))
+
+    with refused(BatchError, given="of another builder", remedy="this layer's backend"):
+        call.run(metadata=foreign)
+    assert call.is_untouched()
+    call.run(metadata=twin)  # an equal agreement is the same agreement
+
+
+def test_metadata_is_of_the_backends_class():
+    class Own(Metadata):
+        pass
+
+    call = Call(type("Backend", (ToyBackend,), {"metadata_class": Own}))
+    metadata = call.parts["metadata"]
+    plain = make_builder(make_backend()).build(metadata.batch)
+
+    assert type(metadata) is Own
+    with refused(BatchError, given="metadata (Metadata)", allowed="a Own"):
+        call.run(metadata=plain)
+
+
+def test_the_batch_is_covered_by_the_tensors():
+    call = Call()
+    query, key, value, output = make_qkv(call.backend, 4)
+
+    with refused(TensorError, given="a query of 4 rows", allowed="5 actual tokens"):
+        call.run(query=query, output=output)
+    call = Call()
+    with refused(TensorError, given="K/V of 4 rows", allowed="5 key rows"):
+        call.run(key=key, value=value)
+    assert call.is_untouched()
+
+
+def test_a_paged_call_has_its_cache():
+    with refused(CacheError, given="no cache", allowed="profiling run", remedy="make_cache"):
+        Call().run(kv_cache=None)
+
+
+def test_a_dense_call_has_none():
+    backend = make_backend(paged=False)
+    impl = make_layer(backend)
+    metadata = make_builder(backend, impl).build(Batch.from_lengths([2]))
+    query, key, value, output = make_qkv(backend, 2)
+
+    with refused(CacheError, given="was given a cache", allowed="paged=False", remedy="kv_cache=None"):
+        impl.forward(query, key, value, torch.zeros(3), metadata, output)
+    assert output.eq(7).all()
+    impl.forward(query, key, value, torch.empty(0), metadata, output)
+    assert output.ne(7).all()
+
+
+@pytest.mark.parametrize("num_blocks", [6, NUM_BLOCKS - 1])
+def test_the_cache_holds_every_block_in_use(num_blocks):
+    call = Call()
+    call.builder = make_builder(call.backend, call.impl, num_blocks=None if num_blocks == 6 else NUM_BLOCKS)
+    batch = make_batch([1, 1, 3], [5, 9, 3])
+    batch = evolve(batch, block_table_cpu=None) if num_blocks > 6 else batch
+    cache = call.backend.make_cache(num_blocks)
+
+    metadata = call.builder.build(batch)
+
+    with refused(CacheError, given=f"a cache of {num_blocks} blocks", allowed=f"uses block {metadata.highest_block}"):
+        call.run(kv_cache=cache, metadata=evolve(metadata, highest_block=max(metadata.highest_block, num_blocks)))
+    assert call.is_untouched()
+
+
+def test_a_cache_smaller_than_the_blocks_in_use_is_refused():
+    call = Call()
+    batch = make_batch([1, 1, 3], [5, 9, 3])  # blocks 1 to 6
+
+    unlimited = make_builder(call.backend, call.impl, num_blocks=None).build(batch)
+
+    with refused(CacheError, given="a cache of 6 blocks", allowed="uses block 6"):
+        call.run(metadata=unlimited, kv_cache=call.backend.make_cache(6))
+    assert call.is_untouched()
+    call.run(kv_cache=call.backend.make_cache(7))
+
+
+@pytest.mark.parametrize(
+    ("cache", "allowed"),
+    [
+        (torch.zeros(2, 32, 4, 2, 4), "(2, num_blocks, 4, 2, 8)"),
+        (torch.zeros(32, 2, 4, 2, 8), "(2, num_blocks, 4, 2, 8)"),
+        (torch.zeros(2, 32, 2, 4, 8), "(2, num_blocks, 4, 2, 8)"),
+        (torch.zeros(2, 32, 4, 16), "(2, num_blocks, 4, 2, 8)"),
+        (torch.zeros(2, 32, 4, 2, 8, dtype=torch.float16), "torch.float32 on cpu"),
+        (torch.zeros(2, 32, 4, 2, 8, device="meta"), "torch.float32 on cpu"),
+        (torch.zeros(2, 32, 2, 4, 8).transpose(2, 3), "memory order (0, 1, 2, 3, 4) (NHD)"),
+        (torch.zeros(2, 32, 4, 2, 16)[..., ::2], "memory order"),
+        (torch.zeros(1, 32, 4, 2, 8).expand(2, -1, -1, -1, -1), "memory order"),
+        ({"k": torch.zeros(32, 4, 2, 8), "v": torch.zeros(32, 4, 2, 8)}, "the cache tensors 'kv'"),
+    ],
+)
+def test_a_cache_is_what_make_cache_makes(cache, allowed):
+    call = Call()
+    call.run()
+
+    with refused(CacheError, allowed=allowed, remedy="make_cache"):
+        call.run(kv_cache=cache)
+
+    assert call.is_untouched()
+
+
+def test_a_cache_of_several_roles_is_a_mapping():
+    call = Call(RecordingBackend, head_size_v=16)
+    cache = call.backend.make_cache(NUM_BLOCKS)
+
+    call.run()
+    assert call.impl.seen == ("forward", False, False)
+    with refused(CacheError, given="a cache tensor of", allowed="'k', 'v'"):
+        call.run(kv_cache=cache["k"])
+    with refused(CacheError, given="the tensors 'k'"):
+        call.run(kv_cache={"k": cache["k"]})
+    with refused(CacheError, given="block counts {'k': 32, 'v': 31}"):
+        call.run(kv_cache={"k": cache["k"], "v": cache["v"][:31]})
+
+
+def test_one_layer_of_a_cache_for_all_layers_fits():
+    call = Call(kv_layout="HND")
+    spec = call.backend.cache_tensors(NUM_BLOCKS)["kv"]
+    layers = spec.with_layers(3).allocate("cpu")
+
+    call.run(kv_cache=layers[1])
+
+    assert layers[1].any()
+    assert not layers[0].any()
+    assert not layers[2].any()
+
+
+def test_an_implementation_is_made_by_its_backend():
+    backend = make_backend()
+    query, key, value, output = make_qkv(backend, 1)
+
+    alone = ToyImpl(Layer(name="layers.0"), backend.agreement)
+
+    for call in (
+        lambda: alone.forward(query, key, value, None, None, output),
+        lambda: alone.write_kv(key, value, backend.make_cache(2), torch.tensor([4])),
+    ):
+        with refused(LayerError, given="constructed by itself", remedy="make_impl"):
+            call()
+
+
+def test_guards_read_no_values():
+    """Meta tensors have none: a call on them passes every guard, and reaches the implementation."""
+    call = Call(RecordingBackend, device="meta")
+    metadata = call.builder.build(make_batch([1, 1, 3], [5, 9, 3], device="meta"))
+    moved = {name: call.parts[name].to("meta") for name in ("query", "key", "value", "output")}
+
+    call.run(**moved, metadata=metadata)
+
+    assert call.impl.seen == ("forward", False, False)

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.errors import LayerError, NotNegotiatedError, TensorError
+from core.tests.contract.toy import ToyBackend, ToyImpl
+from core.tests.contract.world import make_backend, make_layer, refused
+
+
+class ScalingImpl(ToyImpl):
+    static_scales = frozenset("kv")
+
+
+class ScalingBackend(ToyBackend):
+    impl_class = ScalingImpl
+
+
+def fp8(**asked):
+    return make_backend(ScalingBackend, kv_cache_dtype="fp8_e4m3", **asked)
+
+
+def test_scales_default_to_one_on_host_and_device():
+    layer = make_layer(fp8()).layer
+
+    assert (layer.q_scale, layer.k_scale, layer.v_scale) == (1.0, 1.0, 1.0)
+    assert layer.q_scale_tensor is None
+    assert torch.equal(layer.k_scale_tensor, torch.ones(1))
+
+
+def test_the_host_float_and_the_tensor_follow_from_each_other():
+    layer = make_layer(fp8(), k_scale=0.5, v_scale_tensor=torch.tensor(0.25)).layer
+
+    assert torch.equal(layer.k_scale_tensor, torch.tensor([0.5]))
+    assert layer.v_scale == 0.25
+
+
+def test_equal_float_and_tensor_are_one_scale():
+    assert make_layer(fp8(), k_scale=0.1, k_scale_tensor=torch.tensor([0.1])).layer.k_scale == pytest.approx(0.1)
+    with refused(LayerError, given="k_scale=0.1 and k_scale_tensor=0.5", remedy="pass one"):
+        make_layer(fp8(), k_scale=0.1, k_scale_tensor=torch.tensor([0.5]))
+
+
+def test_scales_per_head_are_tensors():
+    heads = torch.tensor([0.5, 0.25])
+    backend = fp8(per_head_scales=True)
+
+    layer = make_layer(backend, k_scale_tensor=heads, v_scale_tensor=heads).layer
+
+    assert layer.k_scale is None
+    assert layer.k_scale_tensor is heads
+    with refused(LayerError, given="beside a scale per head", remedy="leave k_scale out"):
+        make_layer(backend, k_scale=0.5, k_scale_tensor=heads)
+    with refused(TensorError, given="k_scale_tensor of (2,)", remedy="per_head_scales=True"):
+        make_layer(fp8(), k_scale_tensor=heads)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(2), torch.ones(1, 1), torch.ones(1, dtype=torch.float64), torch.ones(1, device="meta")],
+)
+def test_a_scale_tensor_has_one_form(tensor):
+    with refused(TensorError, given="v_scale_tensor of", allowed="float32 on cpu"):
+        make_layer(fp8(), v_scale_tensor=tensor)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_scales_are_positive(value):
+    with refused(LayerError, given="k_scale="):
+        make_layer(fp8(), k_scale=value)
+    with refused(LayerError, given="k_scale_tensor="):
+        make_layer(fp8(), k_scale_tensor=torch.tensor([value]))
+
+
+@pytest.mark.parametrize("scale", [{"k_scale": 0.5}, {"k_scale_tensor": torch.tensor([1.0])}])
+def test_a_scale_without_effect_is_refused(scale):
+    (name,) = scale
+    with refused(NotNegotiatedError, given=name, allowed="takes no scales", remedy="kv_cache_dtype"):
+        make_layer(make_backend(ScalingBackend), **scale)
+    with refused(NotNegotiatedError, given=name, allowed="toy/plain applies no static k_scale to a fp8_e4m3 cache"):
+        make_layer(make_backend(kv_cache_dtype="fp8_e4m3"), **scale)
+
+
+def test_a_scale_of_one_needs_no_cache_that_scales():
+    assert make_layer(make_backend(), k_scale=1.0, q_scale=1.0).layer.k_scale == 1.0

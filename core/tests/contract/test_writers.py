@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.errors import CacheError, LayerError, NotNegotiatedError, PluginContractError, TensorError
+from core.tests.contract.toy import ToyBackend, ToyImpl
+from core.tests.contract.world import NUM_BLOCKS, make_backend, make_layer, make_qkv, refused
+
+BOTH = {"prefill", "decode"}
+
+
+def writing(declared):
+    """Return a backend whose implementation declares this `cache_write`."""
+    impl = type("Impl", (ToyImpl,), {"cache_write": declared})
+    return make_backend(type("Backend", (ToyBackend,), {"impl_class": impl}))
+
+
+def test_where_there_is_a_choice_the_layer_chooses():
+    backend = make_backend()
+
+    assert (make_layer(backend).forward_writes, make_layer(backend).host_writes) == (BOTH, set())
+    host = make_layer(backend, cache_write="host")
+    assert (host.forward_writes, host.host_writes) == (set(), BOTH)
+
+
+def test_a_writer_is_declared_per_phase():
+    impl = make_layer(writing({"prefill": "host", "decode": "forward"}))
+
+    assert (impl.forward_writes, impl.host_writes) == ({"decode"}, {"prefill"})
+
+
+@pytest.mark.parametrize(("declared", "wanted"), [("forward", "host"), ("host", "forward")])
+def test_a_writer_that_is_not_there_is_refused(declared, wanted):
+    with refused(NotNegotiatedError, given=f"cache_write={wanted!r}", allowed=f"written by {declared!r}"):
+        make_layer(writing(declared), cache_write=wanted)
+
+
+def test_a_writer_is_forward_or_the_host():
+    with refused(LayerError, given="cache_write='nobody'"):
+        make_layer(make_backend(), cache_write="nobody")
+
+
+@pytest.mark.parametrize(
+    ("asked", "fields"), [({"kv_sharing": True}, {"kv_sharing_target": "layers.9"}), ({"paged": False}, {})]
+)
+def test_a_layer_without_a_cache_of_its_own_writes_nothing(asked, fields):
+    impl = make_layer(make_backend(**asked), **fields)
+
+    assert (impl.forward_writes, impl.host_writes) == (set(), set())
+
+
+def test_write_kv_writes_the_slots_and_skips_padding():
+    backend = make_backend()
+    impl = make_layer(backend, cache_write="host")
+    cache = backend.make_cache(NUM_BLOCKS)
+    _, key, value, _ = make_qkv(backend, 3)
+
+    impl.write_kv(key, value, cache, torch.tensor([9, -1, 4]))
+
+    expected = backend.make_cache(NUM_BLOCKS)
+    for token, block, offset in ((0, 2, 1), (2, 1, 0)):
+        expected[0, block, offset] = key[token]
+        expected[1, block, offset] = value[token]
+    assert torch.equal(cache, expected)
+
+
+def test_nothing_is_written_twice():
+    backend = make_backend()
+    cache = backend.make_cache(NUM_BLOCKS)
+    _, key, value, _ = make_qkv(backend, 1)
+
+    with refused(CacheError, given="write_kv was called", allowed="nothing is written twice", remedy="cache_write='host'"):
+        make_layer(backend).write_kv(key, value, cache, torch.tensor([4]))
+
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "change"),
+    [
+        (CacheError, "slots from 128", {"slot_mapping": torch.tensor([128])}),
+        (CacheError, "slots from -2", {"slot_mapping": torch.tensor([-2])}),
+        (CacheError, "slots from 3", {"slot_mapping": torch.tensor([3])}),
+        (TensorError, "slot_mapping of (1,) int32", {"slot_mapping": torch.tensor([4], dtype=torch.int32)}),
+        (TensorError, "slot_mapping of (2,)", {"slot_mapping": torch.tensor([4, 5])}),
+        (TensorError, "slot_mapping of (1, 1)", {"slot_mapping": torch.tensor([[4]])}),
+        (TensorError, "without K/V", {"value": None}),
+        (TensorError, "key of (1, 3, 8)", {"key": torch.zeros(1, 3, 8)}),
+        (TensorError, "on meta", {"key": torch.zeros(1, 2, 8, device="meta")}),
+        (CacheError, "(2, 32, 4, 2, 4)", {"kv_cache": torch.zeros(2, 32, 4, 2, 4)}),
+    ],
+)
+def test_a_write_that_does_not_fit_writes_nothing(kind, given, change):
+    backend = make_backend()
+    impl = make_layer(backend, cache_write="host")
+    _, key, value, _ = make_qkv(backend, 1)
+    call = {"key": key, "value": value, "kv_cache": backend.make_cache(NUM_BLOCKS), "slot_mapping": torch.tensor([4])}
+    call |= change
+
+    with refused(kind, given=given):
+        impl.write_kv(**call)
+
+    assert not call["kv_cache"].any()
+
+
+def test_a_host_write_needs_an_implementation():
+    class Silent(ToyImpl):
+        cache_write = "host"
+        _write_kv = ToyImpl.__mro__[1]._write_kv
+
+    backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": Silent}))
+    _, key, value, _ = make_qkv(backend, 1)
+
+    with pytest.raises(PluginContractError, match="has no _write_kv"):
+        make_layer(backend).write_kv(key, value, backend.make_cache(2), torch.tensor([4]))
