@@ -15,18 +15,18 @@ from core.tests.contract.world import NUM_BLOCKS, make_backend, make_batch, make
 class Call:
     """A paged call of three requests and five tokens, whose parts a test may replace."""
 
-    def __init__(self, cls=ToyBackend, **asked):
-        self.backend = make_backend(cls, **asked)
+    def __init__(self, cls=ToyBackend, device="cpu", **asked):
+        self.backend = make_backend(cls, device=device, **asked)
         self.impl = make_layer(self.backend)
         self.builder = make_builder(self.backend, self.impl)
         query, key, value, output = make_qkv(self.backend, 5)
         self.parts = {
-            "query": query,
-            "key": key,
-            "value": value,
+            "query": query.to(device),
+            "key": key.to(device),
+            "value": value.to(device),
             "kv_cache": self.backend.make_cache(NUM_BLOCKS),
-            "metadata": self.builder.build(make_batch([1, 1, 3], [5, 9, 3])),
-            "output": output,
+            "metadata": self.builder.build(make_batch([1, 1, 3], [5, 9, 3], device=device)),
+            "output": output.to(device),
         }
 
     def run(self, **change):
@@ -296,19 +296,14 @@ def test_a_dense_call_has_none():
     assert output.ne(7).all()
 
 
-@pytest.mark.parametrize("num_blocks", [6, NUM_BLOCKS - 1])
-def test_the_cache_holds_every_block_in_use(num_blocks):
-    call = Call()
-    call.builder = make_builder(call.backend, call.impl, num_blocks=None if num_blocks == 6 else NUM_BLOCKS)
-    batch = make_batch([1, 1, 3], [5, 9, 3])
-    batch = evolve(batch, block_table_cpu=None) if num_blocks > 6 else batch
-    cache = call.backend.make_cache(num_blocks)
+def test_blocks_that_the_host_cannot_see_are_as_many_as_the_limits_say():
+    call = Call(RecordingBackend, device="meta")
+    unseen = make_batch([1, 1, 3], [5, 9, 3], device="meta")
+    metadata = call.builder.build(evolve(unseen, block_table_cpu=None, slot_mapping_cpu=None))
 
-    metadata = call.builder.build(batch)
-
-    with refused(CacheError, given=f"a cache of {num_blocks} blocks", allowed=f"uses block {metadata.highest_block}"):
-        call.run(kv_cache=cache, metadata=evolve(metadata, highest_block=max(metadata.highest_block, num_blocks)))
-    assert call.is_untouched()
+    with refused(CacheError, given="a cache of 31 blocks", allowed="uses block 31"):
+        call.run(metadata=metadata, kv_cache=call.backend.make_cache(NUM_BLOCKS - 1))
+    call.run(kv_cache=call.backend.make_cache(NUM_BLOCKS))
 
 
 def test_a_cache_smaller_than_the_blocks_in_use_is_refused():
@@ -391,9 +386,7 @@ def test_an_implementation_is_made_by_its_backend():
 def test_guards_read_no_values():
     """Meta tensors have none: a call on them passes every guard, and reaches the implementation."""
     call = Call(RecordingBackend, device="meta")
-    metadata = call.builder.build(make_batch([1, 1, 3], [5, 9, 3], device="meta"))
-    moved = {name: call.parts[name].to("meta") for name in ("query", "key", "value", "output")}
 
-    call.run(**moved, metadata=metadata)
+    call.run()
 
     assert call.impl.seen == ("forward", False, False)
