@@ -89,7 +89,7 @@ def admits_part(field, part, value, dtype):
         return value == dtype
     if field == "compute_capability":
         return capability(part) == capability(value)
-    return part == value
+    return {"fp8": "fp8_e4m3"}.get(part, part) == value
 
 
 def is_asked(field, value, facts):

@@ -60,6 +60,15 @@ class Candidate:
     _fixed_rules: tuple[Rule, ...] = field(init=False, repr=False)
     _free_rules: tuple[Rule, ...] = field(init=False, repr=False)
 
+    _choices: dict[str, tuple[Any, ...]] = field(init=False, repr=False)
+
+    @_choices.default
+    def _choices_of_free_fields(self) -> dict[str, tuple[Any, ...]]:
+        """Values beyond the first of each alternative matter only where rules judge them."""
+        declared = {name: self.supports(name) for name in _FREE}
+        ruled = bool(self._free_rules)
+        return {name: (c.members() if ruled else c.choices()) if c else () for name, c in declared.items()}
+
     @_fixed_rules.default
     def _rules_of_asked_fields(self) -> tuple[Rule, ...]:
         return tuple(rule for rule in self._rules() if not _mentions(rule, _FREE))
@@ -90,6 +99,10 @@ class Candidate:
         if known is None:
             known = self._memo[asked] = self._object(*asked) or _SERVES
         return None if known is _SERVES else known
+
+    def choices(self, name: str) -> tuple[Any, ...]:
+        """Return the values of a free field to try, in declared order."""
+        return self._choices[name]
 
     def supports(self, name: str) -> Constraint | None:
         """Return the constraint of a declared field."""

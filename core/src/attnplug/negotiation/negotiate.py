@@ -155,9 +155,7 @@ def judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, An
     cache.
     """
     objections = [
-        reason
-        for name in ("block_size", "kv_layout")
-        if (v := terms[name]) is not None and (reason := candidate.objection((name, v))) is not None
+        reason for term in terms.items() if term[1] is not None and (reason := candidate.objection(term)) is not None
     ]
     if candidate.free_rules:
         facts = {**question.facts, **terms}
@@ -167,16 +165,9 @@ def judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, An
 
 
 def _all_terms(candidate: Candidate, question: Question) -> Iterator[Mapping[str, Any]]:
-    """Yield terms in declared order. Values beyond the first of each alternative matter only where rules judge them."""
+    """Yield terms in declared order."""
     asked = question.requirements
-    sizes = (asked.block_size,) if asked.block_size is not None else _choices(candidate, "block_size")
-    layouts = (asked.kv_layout,) if asked.kv_layout is not None else _choices(candidate, "kv_layout")
+    sizes = candidate.choices("block_size") if asked.block_size is None else (asked.block_size,)
+    layouts = candidate.choices("kv_layout") if asked.kv_layout is None else (asked.kv_layout,)
     for size, layout in product(sizes or (None,), layouts or (None,)):
         yield {"block_size": size, "kv_layout": layout}
-
-
-def _choices(candidate: Candidate, name: str) -> tuple[Any, ...]:
-    constraint = candidate.supports(name)
-    if constraint is None:
-        return ()
-    return constraint.members() if candidate.free_rules else constraint.choices()
