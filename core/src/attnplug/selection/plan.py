@@ -101,6 +101,7 @@ def plan(
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
+    assume_installed: bool = False,
 ) -> Plan:
     """
     Choose for all layers of a model together.
@@ -114,6 +115,8 @@ def plan(
         device: As for `select`.
         backend: As for `select`.
         options: As for `select`.
+        assume_installed: Suppose that the kernel libraries that installed plugins require are there, as for `explain`.
+            Such a plan says what would be; loading it still needs the libraries.
 
     Raises:
         NoBackendError: A layer cannot be served, or no choice gives a common block size and layout.
@@ -125,7 +128,9 @@ def plan(
         )
     state, where, settings = context(overrides("the call", backend, options, device))
     groups = _by_requirements(layers)
-    answers = [ask(state.registry, Question(asked, where), settings) for asked in groups]
+    answers = [
+        ask(state.registry, Question(asked, where), settings, assume_installed=assume_installed) for asked in groups
+    ]
     for names, answer in zip(groups.values(), answers, strict=True):
         if not answer.ranked.candidates:
             raise no_backend(conclude(answer, settings), settings, layer=names[0])
@@ -133,10 +138,10 @@ def plan(
     if shared is None:
         raise _nothing_common(list(groups.values()), answers, settings)
     explanations = [
-        conclude(answer, settings, terms=terms, pick=candidate)
+        conclude(answer, settings, terms=terms, pick=candidate, assume_installed=assume_installed)
         for answer, (candidate, terms) in zip(answers, shared, strict=True)
     ]
-    for explanation in explanations:
+    for explanation in explanations if not assume_installed else ():
         log_decision(explanation)
     return Plan(
         tuple(

@@ -1,0 +1,113 @@
+"""What one device answers: an explanation for each group of layers, and the plan that they share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+from attnplug.cli.explain.question import ONE_LAYER
+from attnplug.cli.failure import describe
+from attnplug.errors import NoBackendError
+from attnplug.request.device import Device
+from attnplug.selection.explanation import Explanation
+from attnplug.selection.plan import Plan, plan
+from attnplug.selection.select import explain
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnplug.request.requirements import Requirements
+
+
+@frozen
+class Part:
+    """
+    Layers that ask for the same, and what became of it.
+
+    Attributes:
+        layers: Their names; one empty name where a single layer was described by options.
+        explanation: Every candidate's answer.
+    """
+
+    layers: tuple[str, ...]
+    explanation: Explanation
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {"layers": [name for name in self.layers if name], **self.explanation.to_dict()}
+
+
+@frozen
+class Answer:
+    """
+    The answer of one device.
+
+    Attributes:
+        device: The device.
+        parts: One part for each distinct group of layers; the one with most layers first.
+        plan: The decision for all of them together; None where there is one layer, or no such decision.
+        failure: Why there is none.
+    """
+
+    device: Device
+    parts: tuple[Part, ...]
+    plan: Plan | None = None
+    failure: NoBackendError | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether everything that was asked can be served."""
+        return self.failure is None and all(part.explanation.chosen is not None for part in self.parts)
+
+    def plan_to_dict(self) -> dict[str, Any]:
+        """Return the plan, or why there is none, as plain JSON values."""
+        device = {"device": self.device.to_dict()}
+        if self.plan is None:
+            return {**device, "error": describe(self.failure) if self.failure else None}
+        groups = [{"layers": list(group.layers), "id": group.selection.id} for group in self.plan.groups]
+        return {
+            **device,
+            "block_size": self.plan.block_size,
+            "kv_layout": self.plan.kv_layout,
+            "cudagraph": self.plan.cudagraph,
+            "weakest": self.plan.weakest.selection.id,
+            "groups": groups,
+        }
+
+
+def answer(layers: Mapping[str, Requirements], device: Device, *, assume_installed: bool, **keywords: Any) -> Answer:
+    """
+    Ask one device about all layers.
+
+    Args:
+        layers: What each layer asks, by name.
+        device: The device.
+        assume_installed: Suppose that the kernel libraries that installed plugins require are there.
+        keywords: ``backend`` and ``options``, as for `select`.
+    """
+    if ONE_LAYER in layers:
+        return Answer(device, _each(layers, device, assume_installed=assume_installed, **keywords))
+    try:
+        decided = plan(layers, device, assume_installed=assume_installed, **keywords)
+    except NoBackendError as failure:
+        parts = _each(layers, device, assume_installed=assume_installed, **keywords)
+        return Answer(device, parts, failure=failure)
+    parts = tuple(
+        Part(
+            group.layers,
+            Explanation(
+                group.selection.requirements, device, group.selection, group.selection.verdicts, assume_installed
+            ),
+        )
+        for group in decided.groups
+    )
+    return Answer(device, parts, decided)
+
+
+def _each(layers: Mapping[str, Requirements], device: Device, **keywords: Any) -> tuple[Part, ...]:
+    names: dict[Requirements, list[str]] = {}
+    for name, asked in layers.items():
+        names.setdefault(asked, []).append(name)
+    groups = sorted(names.items(), key=lambda item: -len(item[1]))
+    return tuple(Part(tuple(group), explain(asked, device, **keywords)) for asked, group in groups)

@@ -1,0 +1,118 @@
+"""Answers as a person reads them: devices side by side, then each candidate with its reasons and its way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.cli.explain.layers import abbreviated
+from attnplug.cli.output import console, is_terminal, say
+from attnplug.cli.rows import STYLES, Row, readable, table, wrapped
+from attnplug.selection.explanation import detail
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attnplug.cli.explain.answer import Answer, Part
+    from attnplug.negotiation.verdict import Verdict
+
+Grid = list[tuple[str, list["Verdict"]]]
+
+
+def show(answers: Sequence[Answer]) -> None:
+    """Write all answers."""
+    if len(answers) > 1:
+        for index, part in enumerate(answers[0].parts):
+            _show_side_by_side(answers, part, index)
+    for answer in answers:
+        for part in answer.parts:
+            _show_part(part)
+        if answer.plan is not None or answer.failure is not None:
+            say("\n".join(_plan_lines(answer)))
+            say()
+
+
+def side_by_side(answers: Sequence[Answer], index: int) -> Grid:
+    """Return each candidate's verdict on every device, for one group of layers."""
+    columns = [{verdict.id: verdict for verdict in answer.parts[index].explanation.verdicts} for answer in answers]
+    return [(id_, [column[id_] for column in columns]) for id_ in sorted(columns[0])]
+
+
+def brief(verdict: Verdict) -> str:
+    """Return a verdict in a few words: its status and, where it is refused, the fields that it fails on."""
+    fields = dict.fromkeys(reason.field for reason in verdict.reasons)
+    return f"refused: {', '.join(fields)}" if verdict.status == "refused" else readable(verdict.status)
+
+
+def _show_side_by_side(answers: Sequence[Answer], part: Part, index: int) -> None:
+    grid = side_by_side(answers, index)
+    heads = ["candidate", *(str(answer.device) for answer in answers)]
+    _show_layers(part)
+    if is_terminal():
+        _print_grid(heads, grid)
+    else:
+        lines = [heads, *([id_, *map(brief, verdicts)] for id_, verdicts in grid)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        say("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines))
+    say()
+
+
+def _print_grid(heads: Sequence[str], grid: Grid) -> None:
+    from rich.table import Table  # noqa: PLC0415 - only a terminal needs rich
+
+    found = Table(*heads, box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for id_, verdicts in grid:
+        found.add_row(f"[bold]{id_}[/]", *(f"[{STYLES[v.status]}]{brief(v)}[/]" for v in verdicts))
+    console().print(found)
+
+
+def _show_part(part: Part) -> None:
+    _show_layers(part)
+    if not is_terminal():
+        say(f"{part.explanation}\n")
+        return
+    from rich.markup import escape  # noqa: PLC0415 - only a terminal needs rich
+
+    explanation = part.explanation
+    asked = " ".join(f"{name}={value}" for name, value in explanation.requirements.to_dict().items())
+    console().print(f"[dim]asked[/]   {escape(asked)}", soft_wrap=False)
+    assumed = ", kernel libraries assumed installed" if explanation.assumed_installed else ""
+    console().print(f"[dim]device[/]  {escape(str(explanation.device))}{assumed}")
+    console().print(f"[dim]chosen[/]  {_chosen(part)}\n")
+    console().print(table([_row(verdict) for verdict in explanation.verdicts], "terms, reasons, and the way out"))
+    say()
+    if explanation.tie:
+        say("\n".join(wrapped(explanation.tie)))
+
+
+def _show_layers(part: Part) -> None:
+    if part.layers != ("",):
+        say("\n".join(wrapped(abbreviated(part.layers))))
+
+
+def _chosen(part: Part) -> str:
+    chosen = part.explanation.chosen
+    if chosen is None:
+        return "[bold red]none[/]"
+    decided = f"  decided by {chosen.decided_by}" if chosen.decided_by else ""
+    return f"[bold green]{chosen.id}[/]{decided}"
+
+
+def _row(verdict: Verdict) -> Row:
+    return Row(verdict.id, verdict.status, tuple(detail(verdict)), verdict.distribution)
+
+
+def _plan_lines(answer: Answer) -> Iterator[str]:
+    """Yield the common terms of a model, or why it has none."""
+    if answer.plan is None:
+        yield f"plan on {answer.device}: none"
+        # Where each part can be served by itself, the error knows what they do not share.
+        told = str(answer.failure).splitlines()
+        yield from told if all(part.explanation.chosen for part in answer.parts) else told[:1]
+        return
+    found = answer.plan
+    terms = f"block_size={found.block_size} kv_layout={found.kv_layout} cudagraph={found.cudagraph}"
+    yield f"plan on {answer.device}: {terms}"
+    if len({group.selection.agreement.cudagraph for group in found.groups}) > 1:
+        yield f"    the graph level is that of {found.weakest.selection.id}"
+    for group in found.groups:
+        yield from wrapped(f"{group.selection.id}  {abbreviated(group.layers)}", "    ")

@@ -1,0 +1,128 @@
+"""``attnplug list``: every backend that is installed or known, and what stands in the way of it."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.cli.exits import OK
+from attnplug.cli.output import say, say_json
+from attnplug.negotiation.remedy import Remedy
+from attnplug.selection import state as process
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Iterable
+
+    from attnplug.cli.rows import Row
+    from attnplug.discovery.plugin import Plugin
+    from attnplug.manifest.schema import Variant
+    from attnplug.negotiation.candidate import Candidate
+
+_EPILOG: Final = """\
+standings:
+  ready             everything that it requires is installed
+  lacks dependency  the plugin is here, and something that it requires is not
+  absent            a published plugin that is not installed
+  refused           the settings keep it out, or it speaks another version of the contract
+  broken            it cannot be used: its manifest is malformed, or two distributions claim its name
+
+examples:
+  attnplug list
+  attnplug list --json | jq -r '.backends[].variants[] | select(.standing == "ready") | .id'
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = "List every backend that is installed or known, and what stands in the way of it."
+    parser.epilog = _EPILOG
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List what there is. It is no wrong answer that something is missing."""
+    state = process.current()
+    candidates = state.registry.candidates(state.settings)
+    if arguments.json:
+        notes = [{"subject": n.subject, "stage": n.stage, "message": n.message} for n in state.registry.notes]
+        say_json({"backends": describe(candidates, state.registry.plugins), "notes": notes})
+    else:
+        _show(candidates, len(state.registry.notes))
+    return OK
+
+
+def describe(candidates: Iterable[Candidate], plugins: Iterable[Plugin]) -> list[dict[str, Any]]:
+    """Return backends with their variants as plain JSON values."""
+    modules = {(plugin.name, plugin.label): plugin for plugin in plugins}
+    groups = groupby(candidates, key=lambda c: (c.backend, c.distribution))
+    return [_backend(name, label, tuple(group), modules.get((name, label))) for (name, label), group in groups]
+
+
+def _backend(name: str, label: str, candidates: tuple[Candidate, ...], plugin: Plugin | None) -> dict[str, Any]:
+    first = candidates[0]
+    manifest = first.manifest
+    return {
+        "name": name,
+        "aliases": list(first.aliases),
+        "summary": manifest.summary if manifest else "",
+        "distribution": label,
+        "module": plugin.module if plugin else "",
+        "embedded": first.embedded,
+        "api": ".".join(map(str, manifest.api)) if manifest else "",
+        "manifest": manifest.path if manifest else "",
+        "variants": [_variant(candidate) for candidate in candidates],
+    }
+
+
+def _variant(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "id": candidate.id,
+        "standing": candidate.standing,
+        **(_declared(candidate.variant) if candidate.variant else {}),
+        "reasons": [reason.to_dict() for reason in candidate.obstacles],
+        "remedy": _way_out(candidate).to_dict() if candidate.standing != "ready" else None,
+    }
+
+
+def _declared(variant: Variant) -> dict[str, Any]:
+    return {
+        "summary": variant.summary,
+        "requires": list(variant.requires),
+        "jit": variant.jit,
+        "supports": {name: str(constraint) for name, constraint in variant.supports.items()},
+        "features": list(variant.features),
+        "emulates": dict(variant.emulates),
+    }
+
+
+def _show(candidates: Iterable[Candidate], notes: int) -> None:
+    from attnplug.cli.rows import say_rows, wrapped  # noqa: PLC0415 - JSON does without
+
+    say_rows([_row(candidate) for candidate in candidates], "what it is, and what is missing")
+    if notes:
+        text = f"{notes} note{'s' * (notes > 1)} about this environment: see `attnplug doctor`"
+        say("\n".join(["", *wrapped(text)]))
+
+
+def _row(candidate: Candidate) -> Row:
+    from attnplug.cli.rows import Row  # noqa: PLC0415 - as above
+
+    return Row(candidate.id, candidate.standing, tuple(_lines(candidate)), candidate.distribution)
+
+
+def _lines(candidate: Candidate) -> Iterable[str]:
+    variant, manifest = candidate.variant, candidate.manifest
+    if variant is not None and manifest is not None:
+        yield variant.summary or manifest.summary
+        if variant.requires:
+            yield f"requires {', '.join(variant.requires)}"
+    for reason in candidate.obstacles:
+        yield f"- {reason}"
+    if candidate.standing != "ready":
+        yield f"way out: {_way_out(candidate)}"
+
+
+def _way_out(candidate: Candidate) -> Remedy:
+    """Return how to make a candidate ready; what it can serve then is another question."""
+    return Remedy(install=candidate.install, action=candidate.remedy)

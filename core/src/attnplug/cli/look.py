@@ -1,0 +1,66 @@
+"""The device that this machine offers, how it was found, and whether one may have been overlooked."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+from attrs import frozen
+
+from attnplug.request.device import Device
+
+_DRIVER: Final = Path("/proc/driver/nvidia/version")
+_OVERLOOKED: Final = (
+    "an NVIDIA driver is installed, and only torch or NVML's Python bindings can ask it for the device",
+    "pip install 'attnplug[nvml]', or name the device: --device cuda:9.0",
+)
+
+
+@frozen
+class Sight:
+    """
+    What was seen.
+
+    Attributes:
+        device: The device that a selection is for unless told otherwise.
+        how: How it was found.
+        overlooked: What may have been missed; empty where nothing was.
+        remedy: How to see it.
+    """
+
+    device: Device
+    how: str
+    overlooked: str = ""
+    remedy: str = ""
+
+
+def look() -> Sight:
+    """
+    Look at this machine as `Device.current` does. No CUDA context is created, and torch is not imported.
+
+    Raises:
+        DeviceError: CUDA_VISIBLE_DEVICES names a device that is not there.
+    """
+    device = Device.current()
+    if device.type != "cpu":
+        return Sight(device, "torch" if _is_from_torch() else "NVML")
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
+        return Sight(device, "CUDA_VISIBLE_DEVICES hides every NVIDIA device")
+    if find_spec("pynvml") is not None:
+        return Sight(device, "NVML finds no NVIDIA device")
+    if "torch" in sys.modules:
+        return Sight(device, "torch finds no accelerator")
+    how = "no NVIDIA device was looked for: NVML's Python bindings are not installed"
+    return Sight(device, how, *_OVERLOOKED) if _has_driver() else Sight(device, how)
+
+
+def _is_from_torch() -> bool:
+    return "torch" in sys.modules and find_spec("pynvml") is None
+
+
+def _has_driver() -> bool:
+    return _DRIVER.exists() or shutil.which("nvidia-smi") is not None
