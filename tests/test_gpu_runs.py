@@ -1,4 +1,4 @@
-"""Tests marked gpu: deselected with a reason where there is no GPU, and reported with their numbers where there is one."""
+"""Tests marked gpu: deselected with a reason where there is no GPU, reported with their numbers where there is one."""
 
 from __future__ import annotations
 
