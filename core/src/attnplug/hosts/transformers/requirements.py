@@ -48,9 +48,9 @@ def requirements(
     Return what each attention layer of a model asks of a backend, from its configuration alone.
 
     The names are the ends of the modules' names in transformers: ``"layers.0.self_attn"`` of a Llama is called
-    ``model.layers.0.self_attn`` in `LlamaForCausalLM` and ``layers.0.self_attn`` in `LlamaModel`. Of a composite model the
-    language model's part is described, as it reads text; ask for another part with that part's configuration. The scale of
-    the scores is not a requirement: it comes with the `Layer`.
+    ``model.layers.0.self_attn`` in `LlamaForCausalLM` and ``layers.0.self_attn`` in `LlamaModel`. Of a composite model
+    the language model's part is described, as it reads text; ask for another part with that part's configuration. The
+    scale of the scores is not a requirement: it comes with the `Layer`.
 
     Args:
         hf_config: A transformers configuration, a mapping of its fields, or the path of a ``config.json``.
