@@ -88,20 +88,12 @@ def deny(settings: Settings, who: Identity, variant: str | None = None) -> Denia
 
     Without `variant` the answer is about the backend as a whole: one that may be used in part may be used.
     """
-    blocking = sorted(name for name in settings.block if who.is_called(name, variant))
-    if blocking:
-        listed = ", ".join(map(repr, blocking))
-        return _denial(
-            who,
-            variant,
-            f"{listed} stands in {_source(settings, 'block')}",
-            f"remove {listed} from {_source(settings, 'block')}",
-        )
-    if settings.allow is None or any(_admits(name, who, variant) for name in settings.allow):
+    faults = [fault for fault in (_blocked(settings, who, variant), _unlisted(settings, who, variant)) if fault]
+    if not faults:
         return None
-    source = _source(settings, "allow")
-    listed = ", ".join(map(repr, sorted(settings.allow))) or "nothing at all, not even what is embedded"
-    return _denial(who, variant, f"{source} allows {listed}", f"add {who.name!r} to {source}")
+    subject = who.name if variant is None else f"{who.name}/{variant}"
+    because, remedy = ("; ".join(texts) for texts in zip(*faults, strict=True))
+    return Denial(Reason("blocked", subject, None, f"the settings keep {subject!r} out", because), remedy)
 
 
 def unknown_names(settings: Settings, known: Iterable[Identity]) -> Iterator[tuple[str, str]]:
@@ -113,13 +105,25 @@ def unknown_names(settings: Settings, known: Iterable[Identity]) -> Iterator[tup
                 yield name, _source(settings, setting)
 
 
+def _blocked(settings: Settings, who: Identity, variant: str | None) -> tuple[str, str] | None:
+    """Return what is wrong with the block list, and the way out."""
+    blocking = sorted(name for name in settings.block if who.is_called(name, variant))
+    if not blocking:
+        return None
+    listed, source = ", ".join(map(repr, blocking)), _source(settings, "block")
+    return f"{listed} stands in {source}", f"remove {listed} from {source}"
+
+
+def _unlisted(settings: Settings, who: Identity, variant: str | None) -> tuple[str, str] | None:
+    """Return what is wrong with the allow list, and the way out."""
+    if settings.allow is None or any(_admits(name, who, variant) for name in settings.allow):
+        return None
+    listed, source = ", ".join(map(repr, sorted(settings.allow))), _source(settings, "allow")
+    return f"{source} allows {listed or 'nothing at all, not even what is embedded'}", f"add {who.name!r} to {source}"
+
+
 def _admits(name: str, who: Identity, variant: str | None) -> bool:
     return who.is_touched(name) if variant is None else who.is_called(name, variant)
-
-
-def _denial(who: Identity, variant: str | None, because: str, remedy: str) -> Denial:
-    subject = who.name if variant is None else f"{who.name}/{variant}"
-    return Denial(Reason("blocked", subject, None, f"the settings keep {subject!r} out", because), remedy)
 
 
 def _source(settings: Settings, setting: str) -> str:

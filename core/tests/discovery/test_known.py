@@ -1,0 +1,67 @@
+"""What is known of absent plugins, and the default orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attnplug.discovery.known import parse_known, read_known
+from attnplug.errors import ManifestError
+from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.negotiate import Question
+from attnplug.negotiation.ranking import Policy, rank
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+
+
+def test_known_plugins_have_names_of_their_own_and_something_to_install() -> None:
+    plugins = read_known().plugins
+    names = [name for plugin in plugins for name in (plugin.name, *plugin.aliases)]
+
+    assert [plugin.name for plugin in plugins] == ["blocksparse", "flash_attn", "flashinfer", "int8_ixformer"]
+    assert len(set(names)) == len(names)
+    assert {"FLASHINFER", "FLASH_ATTN", "BLOCK_SPARSE_FLASH_ATTN"} <= set(names)
+    assert all(plugin.install == f"attnplug-{plugin.name.replace('_', '-')}" and plugin.summary for plugin in plugins)
+
+
+def test_default_orders_name_known_backends_and_their_evidence() -> None:
+    known = read_known()
+    names = {plugin.name for plugin in known.plugins}
+
+    for order in known.orders:
+        assert {name.partition("/")[0] for name in order.order} <= names
+        assert "us" in order.because
+        assert order.when
+
+
+@pytest.mark.parametrize(("capability", "first"), [("9.0", "flash_attn"), ("8.0", "acme")])
+def test_the_default_order_holds_on_the_device_that_it_was_measured_on(
+    capability: str, first: str, plugin: Any
+) -> None:
+    rest = """
+[variants.all]
+supports = { device_type = "cuda", compute_capability = { min = "7.0" } }
+"""
+    made = [plugin(name, rest=rest) for name in ("acme", "flashinfer", "flash_attn")]
+    candidates = [examine(p.manifest, v, lambda _: None) for p in made for v in p.manifest.variants]
+    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="float32")
+    question = Question(asked, Device.cuda(capability))
+
+    ranked = rank(candidates, question, Policy(orders=read_known().orders)).candidates
+
+    assert ranked[0].backend == first
+    if capability == "9.0":
+        assert [candidate.backend for candidate in ranked] == ["flash_attn", "flashinfer", "acme"]
+
+
+def test_a_wrong_condition_is_an_error_that_names_the_file() -> None:
+    text = '[[order]]\nwhen = { compute_capability = "fast" }\norder = ["a"]\nbecause = "1 us"\n'
+
+    with pytest.raises(ManifestError, match=r"known\.toml"):
+        parse_known(text)
+
+
+def test_a_missing_key_is_an_error() -> None:
+    with pytest.raises(KeyError, match="install"):
+        parse_known('[plugins.a]\naliases = []\nsummary = "a"\n')

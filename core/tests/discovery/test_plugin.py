@@ -1,0 +1,190 @@
+"""From an entry to a plugin: where its manifest lies, and what may be wrong. Every package here exits when imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zipfile import ZipFile
+
+import pytest
+
+from attnplug.discovery.plugin import find_manifest, read_plugin
+from attnplug.discovery.scan import Entry
+from attnplug.errors import ApiVersionError, ManifestError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def importable(site: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a site that Python imports from."""
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    return site
+
+
+def entry(name: str, module: str, distribution: str = "my-plugin") -> Entry:
+    return Entry(name, module, distribution, "1.0")
+
+
+def test_a_manifest_beside_the_module_is_read_without_an_import(importable: Any, manifest: Callable[..., str]) -> None:
+    path = importable.package("beside.plugin", manifest("beside"))
+
+    plugin = read_plugin(entry("beside", "beside.plugin"))
+
+    assert find_manifest("beside.plugin") == path
+    assert plugin.manifest is not None
+    assert plugin.manifest.name == "beside"
+    assert (plugin.problem, plugin.remedy, plugin.embedded, plugin.label) == (None, "", False, "my-plugin 1.0")
+    assert "beside" not in sys.modules
+
+
+def test_a_module_deeper_down_has_its_manifest_there(importable: Any, manifest: Callable[..., str]) -> None:
+    path = importable.package("deep.inside.plugin", manifest("deep"))
+
+    assert find_manifest("deep.inside.plugin") == path
+    assert read_plugin(entry("deep", "deep.inside.plugin")).problem is None
+    assert "deep" not in sys.modules
+
+
+def test_a_plugin_that_is_a_package_has_its_manifest_inside(importable: Any, manifest: Callable[..., str]) -> None:
+    top = importable.package("whole.plugin", manifest("whole"))
+    inside = importable.package("outer.whole.plugin", manifest("whole"))
+
+    assert find_manifest("whole") == top
+    assert find_manifest("outer.whole") == inside
+
+
+def test_a_single_module_has_its_manifest_beside_it(importable: Any, manifest: Callable[..., str]) -> None:
+    path = importable.package("single", manifest("single"))
+
+    assert find_manifest("single") == path
+    assert read_plugin(entry("single", "single")).problem is None
+    assert "single" not in sys.modules
+
+
+def test_every_part_of_a_namespace_package_is_looked_into(
+    importable: Any, another_site: Any, manifest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [str(another_site), *sys.path])
+    (another_site.folder / "shared_name").mkdir()
+    path = importable.package("shared_name.plugin", manifest("spread"))
+    (path.parent / "__init__.py").unlink()
+
+    assert find_manifest("shared_name.plugin") == path
+
+
+def test_a_package_in_an_archive_is_read(
+    importable: Any, manifest: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = importable.package("zipped_plugin.plugin", manifest("zipped"))
+    archive = importable.folder.parent / "plugins.zip"
+    with ZipFile(archive, "w") as file:
+        file.write(path.with_name("__init__.py"), "zipped_plugin/__init__.py")
+        file.write(path, "zipped_plugin/attnplug.toml")
+        file.write(path, "unlike/attnplug.toml")
+        file.write(path.with_name("__init__.py"), "bare/__init__.py")
+    monkeypatch.setattr(sys, "path", [str(archive), *sys.path[1:]])
+
+    plugin = read_plugin(entry("zipped", "zipped_plugin.plugin"))
+    bare = read_plugin(entry("bare", "bare.plugin"))
+
+    assert plugin.manifest is not None
+    assert plugin.manifest.path == str(archive / "zipped_plugin" / "attnplug.toml")
+    assert bare.problem is not None
+    assert "cannot be read" in bare.problem.because
+
+
+def test_a_package_that_was_installed_a_moment_ago_is_found(importable: Any, manifest: Callable[..., str]) -> None:
+    assert read_plugin(entry("fresh", "fresh.plugin")).problem is not None  # the import system now remembers the folder
+
+    importable.package("fresh.plugin", manifest("fresh"))
+
+    assert read_plugin(entry("fresh", "fresh.plugin")).problem is None
+
+
+@pytest.mark.parametrize(
+    ("module", "complaint"),
+    [
+        ("no such module", "has the value 'no such module'"),
+        ("", "has the value ''"),
+        (".relative", "has the value '.relative'"),
+        ("absent_package.plugin", "there is no package 'absent_package'"),
+        ("__main__.plugin", "looking for '__main__' fails"),
+    ],
+)
+def test_what_leads_nowhere_is_a_problem(module: str, complaint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+
+    plugin = read_plugin(entry("lost", module))
+
+    assert plugin.manifest is None
+    assert plugin.problem is not None
+    assert plugin.problem.code == "broken"
+    assert complaint in str(plugin.problem)
+    assert plugin.remedy
+    with pytest.raises(ManifestError, match="way out"):
+        find_manifest(module)
+
+
+def test_a_missing_manifest_is_a_problem(importable: Any) -> None:
+    path = importable.package("forgetful.plugin", None)
+
+    plugin = read_plugin(entry("forgetful", "forgetful.plugin"))
+
+    assert find_manifest("forgetful.plugin") == path
+    assert plugin.problem is not None
+    assert str(path) in plugin.problem.because
+    assert plugin.remedy == "ship it in the wheel"
+
+
+def test_a_malformed_manifest_is_a_problem_with_file_and_line(importable: Any, manifest: Callable[..., str]) -> None:
+    text = manifest("wrong").replace("head_size", "haed_size")
+    path = importable.package("wrong.plugin", text)
+    line = next(number for number, each in enumerate(text.splitlines(), 1) if "haed_size" in each)
+
+    plugin = read_plugin(entry("wrong", "wrong.plugin"))
+
+    assert plugin.problem is not None
+    assert plugin.problem.code == "broken"
+    assert plugin.problem.supported == "my-plugin 1.0 has no valid manifest"
+    assert f"{path}:{line}: " in plugin.problem.because
+    assert "did you mean 'head_size'?" in plugin.problem.because
+    assert isinstance(plugin.error, ManifestError)
+
+
+def test_the_entry_point_and_the_manifest_agree_on_the_name(importable: Any, manifest: Callable[..., str]) -> None:
+    path = importable.package("renamed.plugin", manifest("before"))
+    line = next(number for number, each in enumerate(path.read_text().splitlines(), 1) if "name =" in each)
+
+    plugin = read_plugin(entry("after", "renamed.plugin"))
+
+    assert plugin.manifest is None
+    assert plugin.problem is not None
+    assert f"{path}:{line}: name = 'before'" in plugin.problem.because
+    assert "calls this backend 'after'" in plugin.problem.because
+
+
+def test_another_major_contract_is_a_problem_of_its_own(importable: Any, manifest: Callable[..., str]) -> None:
+    importable.package("future.plugin", manifest("future", api="2.0"))
+
+    plugin = read_plugin(entry("future", "future.plugin"))
+
+    assert plugin.problem is not None
+    assert plugin.problem.code == "api"
+    assert str(plugin.problem).startswith("this core speaks contract 1.x")
+    assert isinstance(plugin.error, ApiVersionError)
+
+
+def test_only_the_core_is_embedded(importable: Any, manifest: Callable[..., str]) -> None:
+    importable.package("pretender.plugin", manifest("pretender"))
+
+    assert read_plugin(entry("torch", "attnplug.torch_backend.plugin", "attnplug")).embedded
+    assert not read_plugin(entry("torch", "attnplug.torch_backend.plugin", "elsewhere")).embedded
+    assert not read_plugin(entry("pretender", "pretender.plugin", "attnplug")).embedded
+    assert Path(find_manifest("attnplug.torch_backend.plugin")).parts[-3:] == (
+        "attnplug",
+        "torch_backend",
+        "attnplug.toml",
+    )

@@ -1,0 +1,541 @@
+"""The registry: candidates under settings, duplicates, failures, registration by hand, and threads."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
+from threading import Barrier
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.discovery.known import Known, read_known
+from attnplug.discovery.plugin import Plugin, read_plugin
+from attnplug.discovery.registry import Registry
+from attnplug.discovery.scan import Entry, Note
+from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
+from attnplug.negotiation.reason import Reason
+from attnplug.request.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attnplug.negotiation.candidate import Candidate
+
+TWO_VARIANTS = '[variants.one]\n[variants.two]\nrequires = ["library >=2"]\n'
+FAILED = Reason("probe", "good/default", None, "the probe refuses")
+
+
+def block(*names: str) -> Settings:
+    return Settings(block=frozenset(names))
+
+
+def allow(*names: str) -> Settings:
+    return Settings(allow=frozenset(names))
+
+
+def standings(candidates: tuple[Candidate, ...]) -> dict[str, str]:
+    return {candidate.id: candidate.standing for candidate in candidates}
+
+
+def told(candidate: Candidate) -> str:
+    return " | ".join(map(str, candidate.obstacles))
+
+
+def only(candidates: tuple[Candidate, ...], backend: str) -> Candidate:
+    (found,) = (candidate for candidate in candidates if candidate.backend == backend)
+    return found
+
+
+@pytest.fixture
+def registry(known: Known) -> Callable[..., Registry]:
+    """Return a maker of registries over plugins in memory."""
+
+    def make(*plugins: Plugin, installed: dict[str, str] | None = None, **more: Any) -> Registry:
+        return Registry(plugins, known=known, version_of=(installed or {}).get, **more)
+
+    return make
+
+
+# Candidates
+
+
+def test_every_variant_and_every_absent_plugin_is_a_candidate(plugin: Any, registry: Any) -> None:
+    found = registry(plugin("zeta", rest=TWO_VARIANTS), plugin("good")).candidates(Settings())
+
+    assert standings(found) == {
+        "good/default": "ready",
+        "published": "absent",
+        "shipped": "absent",
+        "zeta/one": "ready",
+        "zeta/two": "lacks_dependency",
+    }
+    assert only(found, "good").distribution == "attnplug-good 1.0"
+
+
+def test_what_is_installed_decides_about_dependencies(plugin: Any, registry: Any) -> None:
+    with_old, with_new = (
+        registry(plugin("good", rest=TWO_VARIANTS), installed={"library": v}).candidates(Settings()) for v in "12"
+    )
+
+    assert standings(with_old)["good/two"] == "lacks_dependency"
+    assert standings(with_new)["good/two"] == "ready"
+
+
+def test_dependencies_may_be_assumed(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good", rest=TWO_VARIANTS))
+
+    assert standings(of.candidates(Settings(), assume_installed=True))["good/two"] == "ready"
+    assert standings(of.candidates(Settings()))["good/two"] == "lacks_dependency"
+    assert standings(of.candidates(Settings(), assume_installed=True))["published"] == "absent"
+
+
+def test_an_absent_plugin_says_how_to_get_it(registry: Any) -> None:
+    candidate = only(registry().candidates(Settings()), "published")
+
+    assert candidate.aliases == ("PUBLISHED",)
+    assert candidate.install == ("attnplug-published",)
+    assert told(candidate) == "'published' is not installed: a published one"
+
+
+def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:
+    candidate = only(registry().candidates(block("attnplug-published")), "published")
+
+    assert candidate.standing == "absent"
+    assert [reason.code for reason in candidate.obstacles] == ["absent", "blocked"]
+    assert "remove 'attnplug-published'" in candidate.remedy
+
+
+def test_an_installed_plugin_is_not_absent_however_it_stands(plugin: Any, registry: Any) -> None:
+    broken = attrs.evolve(plugin("published"), manifest=None, problem=Reason("broken", "published", None, "it is"))
+
+    for each in (plugin("published"), broken):
+        assert "published" not in {
+            c.backend for c in registry(each).candidates(block("published")) if c.standing == "absent"
+        }
+
+
+def test_the_order_in_which_plugins_are_found_plays_no_part(plugin: Any, registry: Any) -> None:
+    plugins = [plugin("good"), plugin("good", "attnplug-double"), plugin("zeta", aliases=("Z",)), plugin("alpha")]
+
+    lineups = {
+        tuple((c.id, c.standing, c.distribution, told(c)) for c in registry(*order).candidates(Settings()))
+        for order in permutations(plugins)
+    }
+
+    assert len(lineups) == 1
+
+
+def test_candidates_are_lined_up_once_for_equal_settings(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+
+    assert of.candidates(Settings()) is of.candidates(Settings(backend=("good",)))
+    assert of.candidates(Settings()) is not of.candidates(block("good"))
+
+
+# Allow and block
+
+
+def test_a_blocked_backend_is_refused_with_the_way_out(plugin: Any, registry: Any) -> None:
+    settings = Settings(block=frozenset({"good"}), sources={"block": "environment variable ATTNPLUG_BLOCK"})
+    candidate = only(registry(plugin("good")).candidates(settings), "good")
+
+    assert candidate.id == "good/default"
+    assert candidate.standing == "refused"
+    assert candidate.variant is not None
+    assert [reason.code for reason in candidate.obstacles] == ["blocked"]
+    assert candidate.remedy == "remove 'good' from the setting block (environment variable ATTNPLUG_BLOCK)"
+
+
+def test_a_blocked_variant_that_lacks_a_library_says_both(plugin: Any, registry: Any) -> None:
+    found = registry(plugin("good", rest=TWO_VARIANTS)).candidates(block("good/two"))
+
+    assert standings(found)["good/one"] == "ready"
+    (two,) = (candidate for candidate in found if candidate.id == "good/two")
+    assert [reason.code for reason in two.obstacles] == ["blocked", "missing"]
+    assert two.install == ("library >=2",)
+
+
+def test_an_empty_allow_list_refuses_the_embedded_backend_too(plugin: Any, registry: Any) -> None:
+    embedded = attrs.evolve(plugin("inner"), embedded=True)
+    found = registry(plugin("good"), embedded).candidates(allow())
+
+    assert {candidate.standing for candidate in found} == {"refused", "absent"}
+    assert "not even what is embedded" in told(only(found, "inner"))
+
+
+def test_a_blocked_problem_is_refused_and_tells_both(plugin: Any, registry: Any) -> None:
+    broken = Plugin(
+        "bad", "bad.plugin", "attnplug-bad", "1.0", None, Reason("broken", "bad", None, "no manifest"), "ship it"
+    )
+    candidate = only(registry(broken).candidates(block("bad")), "bad")
+
+    assert candidate.standing == "refused"
+    assert [reason.code for reason in candidate.obstacles] == ["blocked", "broken"]
+    assert candidate.remedy == "remove 'bad' from the setting block (ATTNPLUG_BLOCK); ship it"
+
+
+def test_unknown_names_are_warned_about_once_with_the_near_match(
+    plugin: Any, registry: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = Settings(
+        allow=frozenset({"good"}),
+        block=frozenset({"attnplug-publishd", "zzz"}),
+        sources={"block": "environment variable ATTNPLUG_BLOCK"},
+    )
+    of = registry(plugin("good"))
+
+    with caplog.at_level(logging.WARNING, logger="attnplug"):
+        of.candidates(settings)
+        of.candidates(settings, assume_installed=True)
+        of.mark_broken("good/default", FAILED)
+        of.candidates(settings)
+
+    mistyped, meaningless = (record.getMessage() for record in caplog.records)
+    assert mistyped.startswith(
+        "'attnplug-publishd' in the setting block (environment variable ATTNPLUG_BLOCK) means no"
+    )
+    assert mistyped.endswith("did you mean 'attnplug-published'?")
+    assert meaningless.startswith("'zzz' in the setting block")
+    assert "did you mean" not in meaningless
+
+
+# Problems
+
+
+def test_problems_stand_as_they_are(registry: Any) -> None:
+    broken = Plugin(
+        "bad", "bad.plugin", "attnplug-bad", "1.0", None, Reason("broken", "bad", None, "no manifest"), "ship it"
+    )
+    future = Plugin(
+        "new", "new.plugin", "attnplug-new", "2.0", None, Reason("api", "new", None, "contract 2"), "upgrade"
+    )
+    found = registry(broken, future).candidates(Settings())
+
+    assert standings(found) == {"bad": "broken", "new": "refused", "published": "absent", "shipped": "absent"}
+    assert only(found, "bad").remedy == "ship it"
+    assert [reason.code for reason in only(found, "new").obstacles] == ["api"]
+
+
+@pytest.fixture
+def problems(site: Any, manifest: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Plugin]:
+    """Return a maker of plugins with a problem, read from files."""
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+
+    def make(kind: str) -> Plugin:
+        text = {"broken": "no toml", "api": manifest("api", api="3.0")}[kind]
+        site.package(f"{kind}_pkg.plugin", text)
+        return read_plugin(Entry(kind, f"{kind}_pkg.plugin", f"attnplug-{kind}", "1.0"))
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "error"), [("broken", ManifestError), ("api", ApiVersionError)])
+def test_strict_raises_problems_unless_they_are_blocked(
+    kind: str, error: type[Exception], problems: Any, registry: Any
+) -> None:
+    of = registry(problems(kind))
+
+    with pytest.raises(error):
+        of.candidates(Settings(strict=True))
+    assert of.candidates(Settings())
+    assert of.candidates(Settings(strict=True, block=frozenset({kind})))
+    assert of.candidates(Settings(strict=True, allow=frozenset()))
+
+
+def test_strict_raises_duplicates_unless_the_settings_choose(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"), plugin("good", "attnplug-double"))
+
+    with pytest.raises(DuplicateBackendError, match=r"attnplug-double 1\.0 and by attnplug-good 1\.0"):
+        of.candidates(Settings(strict=True))
+    assert of.candidates(Settings(strict=True, block=frozenset({"attnplug-double"})))
+
+
+def test_a_newer_minor_contract_is_used_and_noted(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good", api="1.9"), notes=[Note("folder", "scan", "is odd")])
+
+    assert standings(of.candidates(Settings()))["good/default"] == "ready"
+    assert [(note.subject, note.stage) for note in of.notes] == [("folder", "scan"), ("attnplug-good 1.0", "api")]
+    assert "contract 1.9; this core speaks 1.0" in of.notes[1].message
+
+
+# Duplicates
+
+
+def test_of_two_distributions_with_one_name_neither_wins(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good", aliases=("GOOD",)), plugin("good", "attnplug-double", "2.5"))
+    candidate = only(of.candidates(Settings()), "good")
+
+    assert (candidate.id, candidate.standing, candidate.variant) == ("good", "broken", None)
+    assert candidate.aliases == ("GOOD",)
+    assert candidate.distribution == "attnplug-double 2.5, attnplug-good 1.0"
+    assert "offered by attnplug-double 2.5 and by attnplug-good 1.0" in told(candidate)
+    assert "ATTNPLUG_BLOCK=attnplug-good to keep 'attnplug-double'" in candidate.remedy
+    assert "ATTNPLUG_BLOCK=attnplug-double to keep 'attnplug-good'" in candidate.remedy
+    with pytest.raises(DuplicateBackendError, match="none of them wins silently"):
+        of.plugin("good")
+
+
+@pytest.mark.parametrize("settings", [block("attnplug-double"), block("Attnplug_Double"), allow("attnplug-good")])
+def test_blocking_or_allowing_one_distribution_chooses(settings: Settings, plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"), plugin("good", "attnplug-double", "2.5"), settings=settings)
+    used, other = sorted(
+        (c for c in of.candidates(settings) if c.backend == "good"), key=lambda candidate: candidate.id, reverse=True
+    )
+
+    assert (used.id, used.standing, used.distribution) == ("good/default", "ready", "attnplug-good 1.0")
+    assert (other.id, other.standing, other.distribution) == ("good", "refused", "attnplug-double 2.5")
+    assert of.plugin("good").distribution == "attnplug-good"
+
+
+def test_the_proposed_way_out_is_one(plugin: Any, registry: Any) -> None:
+    of = registry(*(plugin("good", f"attnplug-{name}") for name in "abc"))
+    remedy = only(of.candidates(Settings()), "good").remedy
+    proposals = [word.partition("=")[2] for word in remedy.split() if word.startswith("ATTNPLUG_BLOCK=")]
+
+    assert len(proposals) == 3
+    for proposal in proposals:
+        ready = [c for c in of.candidates(block(*proposal.split(","))) if c.standing == "ready"]
+        assert len(ready) == 1
+
+
+def test_a_duplicate_that_is_blocked_by_its_name_is_blocked_altogether(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"), plugin("good", "attnplug-double"), settings=block("good"))
+
+    assert {c.standing for c in of.candidates(block("good")) if c.backend == "good"} == {"refused"}
+
+
+def test_one_distribution_that_offers_a_name_twice_is_told_so(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"), attrs.evolve(plugin("good"), module="elsewhere.plugin"))
+
+    assert "install 'attnplug-good' again" in only(of.candidates(Settings()), "good").remedy
+
+
+def test_an_alias_that_two_backends_claim_selects_neither(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("one", aliases=("SHARED", "ONE")), plugin("two", aliases=("SHARED",)))
+    found = of.candidates(Settings())
+
+    assert (only(found, "one").aliases, only(found, "two").aliases) == (("ONE",), ())
+    assert [(note.subject, note.stage) for note in of.notes] == [("SHARED", "alias")]
+    with pytest.raises(DuplicateBackendError, match=r"attnplug-one 1\.0 and by attnplug-two 1\.0"):
+        of.resolve("SHARED")
+    of.resolve("ONE")
+    assert only(of.candidates(block("attnplug-two")), "one").aliases == ("SHARED", "ONE")
+
+
+def test_a_name_wins_over_an_alias(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("one", aliases=("two",)), plugin("two"))
+
+    assert only(of.candidates(Settings()), "one").aliases == ()
+    of.resolve("two")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["auto", "good", "GOOD", "good/one", "GOOD/two", "published", "PUBLISHED", "published/any", "bad", "bad/any"],
+)
+def test_names_that_mean_something_resolve(name: str, plugin: Any, registry: Any) -> None:
+    broken = Plugin("bad", "bad.plugin", "attnplug-bad", "1.0", None, Reason("broken", "bad", None, "no manifest"))
+    registry(plugin("good", aliases=("GOOD",), rest=TWO_VARIANTS), broken).resolve(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("goood", "did you mean 'good'?"), ("PUBLISH", "did you mean 'PUBLISHED'?"), ("good/ones", "did you mean 'one'?")],
+)
+def test_names_that_mean_nothing_are_refused_with_the_near_match(
+    name: str, near: str, plugin: Any, registry: Any
+) -> None:
+    of = registry(plugin("good", rest=TWO_VARIANTS))
+
+    with pytest.raises(UnknownBackendError) as caught:
+        of.resolve(name)
+    assert repr(name) in caught.value.given
+    assert near in caught.value.given
+
+
+def test_an_unknown_backend_is_told_what_there_is(plugin: Any, registry: Any) -> None:
+    with pytest.raises(UnknownBackendError) as caught:
+        registry(plugin("good")).plugin("xyz")
+
+    assert caught.value.allowed == "installed: good; known and not installed: published, shipped"
+    assert caught.value.remedy == "correct the name, or install the distribution that offers it"
+
+
+def test_a_known_backend_is_told_how_to_get_it(registry: Any) -> None:
+    with pytest.raises(UnknownBackendError) as caught:
+        registry().plugin("published")
+
+    assert caught.value.remedy == "pip install attnplug-published"
+    assert isinstance(caught.value, LookupError)
+
+
+def test_plugins_are_found_by_name(plugin: Any, registry: Any) -> None:
+    good = plugin("good")
+
+    assert registry(good, plugin("other")).plugin("good") is good
+
+
+# State
+
+
+def test_a_failure_breaks_one_candidate_from_then_on(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good", rest=TWO_VARIANTS))
+    before = of.generation
+    of.candidates(Settings())
+
+    of.mark_broken("good/one", FAILED)
+
+    assert of.generation > before
+    (one,) = (c for c in of.candidates(Settings()) if c.id == "good/one")
+    assert (one.standing, one.obstacles) == ("broken", (FAILED,))
+    assert "attnplug-good 1.0" in one.remedy
+    assert standings(of.candidates(Settings()))["good/two"] == "lacks_dependency"
+    assert standings(of.candidates(block("good")))["good/one"] == "refused"
+
+
+def test_the_same_failure_changes_nothing_the_second_time(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    of.mark_broken("good/default", FAILED)
+    generation = of.generation
+
+    of.mark_broken("good/default", FAILED)
+    assert of.generation == generation
+
+    of.mark_broken("good/default", attrs.evolve(FAILED, because="worse"))
+    assert of.generation > generation
+
+
+def test_registering_adds_a_plugin(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    generation = of.generation
+
+    of.register(plugin("mine", "(registered)", ""))
+
+    assert of.generation > generation
+    assert [each.name for each in of.plugins] == ["good", "mine"]
+    assert standings(of.candidates(Settings()))["mine/default"] == "ready"
+
+
+def test_registering_twice_changes_nothing(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    of.register(plugin("mine"))
+    state = of.generation, of.plugins
+
+    of.register(plugin("mine"))
+    of.register(plugin("good"))
+
+    assert (of.generation, of.plugins) == state
+
+
+def test_registering_another_one_of_that_name_is_refused(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    state = of.generation, of.plugins
+
+    with pytest.raises(DuplicateBackendError, match=r"attnplug-good 1\.0 offers 'good' already"):
+        of.register(plugin("good", "(registered)", ""))
+    with pytest.raises(DuplicateBackendError):
+        of.register(plugin("good", rest=TWO_VARIANTS))
+
+    assert (of.generation, of.plugins) == state
+
+
+def test_a_blocked_plugin_may_be_replaced_by_hand(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"), settings=block("attnplug-good"))
+
+    of.register(plugin("good", "(registered)", ""))
+
+    assert of.plugin("good").distribution == "(registered)"
+    assert standings(of.candidates(block("attnplug-good")))["good/default"] == "ready"
+
+
+def test_generations_differ_between_registries(plugin: Any, registry: Any) -> None:
+    assert registry(plugin("good")).generation != registry(plugin("good")).generation
+
+
+def test_default_orders_come_from_what_is_known(registry: Any) -> None:
+    assert registry().default_orders == ()
+    assert Registry([]).default_orders == read_known().orders
+
+
+def test_installed_versions_are_looked_up_here_by_default(plugin: Any, known: Known) -> None:
+    rest = '[variants.one]\nrequires = ["attrs >=1"]\n[variants.two]\nrequires = ["attrs >=9999"]\n'
+    found = Registry([plugin("good", rest=rest)], known=known).candidates(Settings())
+
+    assert standings(found)["good/one"] == "ready"
+    assert standings(found)["good/two"] == "lacks_dependency"
+
+
+@given(st.lists(st.sampled_from(["register", "clash", "fail", "ask"]), max_size=12))
+def test_the_generation_changes_exactly_when_candidates_may(plugin: Any, actions: list[str]) -> None:
+    of = Registry([plugin("good")], known=Known(), version_of={}.get)
+    fresh = 0
+    for action in actions:
+        generation, found = of.generation, of.candidates(Settings())
+        if action == "register":
+            fresh += 1
+            of.register(plugin(f"new{fresh}"))
+        elif action == "clash":
+            with pytest.raises(DuplicateBackendError):
+                of.register(plugin("good", "attnplug-clash"))
+        elif action == "fail":
+            of.mark_broken("good/default", attrs.evolve(FAILED, because=str(fresh)))
+        changed = of.candidates(Settings()) is not found
+        assert changed == (of.generation != generation)
+        assert changed or action in ("clash", "ask", "fail")
+
+
+def test_threads_see_one_registry(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"), plugin("other"))
+    barrier = Barrier(32)
+
+    def work(number: int) -> tuple[int, ...]:
+        barrier.wait()
+        of.register(plugin("mine"))
+        of.mark_broken("good/default", FAILED)
+        clashes = 0
+        try:
+            of.register(plugin(f"contested_{number % 2}", f"attnplug-by-{number}"))
+        except DuplicateBackendError:
+            clashes = 1
+        barrier.wait()
+        return id(of.candidates(Settings())), of.generation, clashes
+
+    with ThreadPoolExecutor(32) as pool:
+        results = list(pool.map(work, range(32)))
+
+    assert len({result[:2] for result in results}) == 1
+    assert sum(result[2] for result in results) == 30
+    assert sorted(each.name for each in of.plugins) == ["contested_0", "contested_1", "good", "mine", "other"]
+    assert standings(of.candidates(Settings()))["good/default"] == "broken"
+
+
+def test_the_environment_is_scanned(site: Any, manifest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    site.package("scanned_pkg.plugin", manifest("scanned"))
+    site.offer("scanned", "attnplug-scanned", "3.0", "scanned_pkg.plugin")
+    site.distribution("odd", "1.0", "nonsense\n")
+
+    of = Registry.scan(Settings())
+
+    assert of.plugin("scanned").label == "attnplug-scanned 3.0"
+    assert "odd 1.0" in [note.subject for note in of.notes]
+    assert standings(of.candidates(Settings()))["scanned/default"] == "ready"
+
+
+def test_a_strict_scan_raises(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(site), *sys.path])
+    site.package("damaged_pkg.plugin", "no toml")
+    site.offer("damaged", "attnplug-damaged", "3.0", "damaged_pkg.plugin")
+
+    with pytest.raises(ManifestError, match=r"damaged_pkg.attnplug\.toml"):
+        Registry.scan(Settings(strict=True))
+    assert "damaged" in [plugin.name for plugin in Registry.scan(Settings()).plugins]

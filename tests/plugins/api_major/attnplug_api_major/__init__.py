@@ -1,0 +1,1 @@
+"""Is written for another major version of the contract."""

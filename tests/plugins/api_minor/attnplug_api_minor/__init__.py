@@ -1,0 +1,1 @@
+"""Is written for a newer minor version of the contract."""

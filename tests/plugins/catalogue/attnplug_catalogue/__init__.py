@@ -1,0 +1,1 @@
+"""A manifest as large as a real one, for kernel libraries that exist nowhere."""

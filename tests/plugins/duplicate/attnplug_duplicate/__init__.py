@@ -1,0 +1,1 @@
+"""Offers a backend of a name that another distribution has."""

@@ -1,0 +1,43 @@
+"""Attention over a paged or dense cache in plain torch, one request after another."""
+
+from __future__ import annotations
+
+import torch
+
+from attnplug.contract import AttentionImpl, Backend
+
+
+class ToyImpl(AttentionImpl):
+    cache_write = "either"
+
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        batch = metadata.batch
+        if kv_cache is not None and self.forward_writes:
+            self._write_kv(key, value, kv_cache, batch.slot_mapping)
+        starts = batch.query_start_loc.tolist()
+        for i, length in enumerate(batch.seq_lens.tolist()):
+            rows = slice(starts[i], starts[i + 1])
+            k, v = self._keys(i, length, key, value, kv_cache, batch)
+            scores = torch.einsum("qhd,khd->hqk", query[rows].float(), k.float()) * self.scale
+            if self.causal:
+                later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(length - scores.shape[1] + 1)
+                scores = scores.masked_fill(later, -torch.inf)
+            output[rows] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float()).flatten(1).to(output.dtype)
+
+    def _keys(self, i, length, key, value, kv_cache, batch):
+        if kv_cache is None:
+            start = int(batch.key_start_loc[i])
+            k, v = key[start : start + length], value[start : start + length]
+        else:
+            k, v = kv_cache[:, batch.block_table[i]].flatten(1, 2)[:, :length]
+        return (x.repeat_interleave(self.num_queries_per_kv, 1) for x in (k, v))
+
+    def _write_kv(self, key, value, kv_cache, slot_mapping):
+        written, size = slot_mapping >= 0, kv_cache.shape[2]
+        slots = slot_mapping[written]
+        for half, new in zip(kv_cache, (key, value), strict=True):
+            half[slots // size, slots % size] = new[: len(slot_mapping)][written]
+
+
+class ToyBackend(Backend):
+    impl_class = ToyImpl

@@ -1,0 +1,1 @@
+"""Its manifest is no TOML."""

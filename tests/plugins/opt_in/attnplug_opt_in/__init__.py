@@ -1,0 +1,1 @@
+"""Serves an int8 cache and nothing else."""

@@ -1,0 +1,1 @@
+"""Its manifest is valid, and its module needs a library that is not there."""
