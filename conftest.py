@@ -24,6 +24,13 @@ hypothesis.settings.load_profile("ci")
 _DESELECTED = pytest.StashKey[int]()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the developer's own settings of attnplug from every test, and from every process that a test starts."""
+    for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
+        del os.environ[name]
+    os.environ["XDG_CONFIG_HOME"] = str(config.rootpath / ".pytest_cache" / "no-configuration")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect the tests marked gpu where there is no NVIDIA GPU; torch is imported only if there are such tests."""
