@@ -75,7 +75,11 @@ def test_an_empty_batch_is_refused(batch, builder, counts):
 
 @pytest.mark.parametrize(
     ("bound", "most", "count"),
-    [("max_num_reqs", 2, "num_reqs=3"), ("max_num_tokens", 4, "num_actual_tokens=5"), ("max_seq_len", 8, "max_seq_len=9")],
+    [
+        ("max_num_reqs", 2, "num_reqs=3"),
+        ("max_num_tokens", 4, "num_actual_tokens=5"),
+        ("max_seq_len", 8, "max_seq_len=9"),
+    ],
 )
 def test_a_batch_stays_within_the_limits(batch, bound, most, count):
     builder = make_builder(make_backend(), **{bound: most})
@@ -133,7 +137,9 @@ def test_longest_lengths_are_true(batch, builder, name, true, change):
 
 @pytest.mark.parametrize(("index", "length"), [(2, 2), (0, 0), (0, -5)])
 def test_a_sequence_counts_its_query(batch, builder, index, length):
-    with refused(BatchError, given=f"request {index} has a sequence of {length} tokens", allowed="seq_len >= query_len"):
+    with refused(
+        BatchError, given=f"request {index} has a sequence of {length} tokens", allowed="seq_len >= query_len"
+    ):
         builder.build(other(batch, "seq_lens", index, length))
 
 
@@ -162,7 +168,9 @@ def test_lengths_on_a_device_need_their_host_copy(name):
 
 
 def test_a_decode_stands_before_the_prefills(builder):
-    with refused(BatchError, given="request 1 is a decode of 1 tokens behind the prefill of request 0", remedy="reorder"):
+    with refused(
+        BatchError, given="request 1 is a decode of 1 tokens behind the prefill of request 0", remedy="reorder"
+    ):
         builder.build(make_batch([3, 1], [3, 5]))
 
 
@@ -324,7 +332,7 @@ def parallel_builder(**asked):
 
 def test_local_lengths_were_negotiated(batch, builder):
     local = int32(3, 5, 4)
-    # Rank 0 of 2 holds every other token: 5, 9 and 7 keys become 3, 5 and 4, and half of the new tokens have no slot here.
+    # Rank 0 of 2 holds every other token: 5, 9 and 7 keys become 3, 5 and 4; other new tokens have no slot here.
     here = changed(batch, slot_mapping=torch.tensor([6, -1, 26, -1, 27]), dcp_local_seq_lens=local)
 
     assert parallel_builder().build(here).highest_block == 7
@@ -342,7 +350,10 @@ def test_local_lengths_were_negotiated(batch, builder):
 
 def test_a_rank_needs_blocks_for_its_part_alone(batch):
     here = changed(
-        batch, slot_mapping=torch.full((5,), -1), dcp_local_seq_lens=int32(3, 4, 4), block_table=batch.block_table[:, :1]
+        batch,
+        slot_mapping=torch.full((5,), -1),
+        dcp_local_seq_lens=int32(3, 4, 4),
+        block_table=batch.block_table[:, :1],
     )
 
     assert parallel_builder().build(here).highest_block == 6

@@ -70,7 +70,9 @@ def test_nothing_is_written_twice():
     cache = backend.make_cache(NUM_BLOCKS)
     _, key, value, _ = make_qkv(backend, 1)
 
-    with refused(CacheError, given="write_kv was called", allowed="nothing is written twice", remedy="cache_write='host'"):
+    with refused(
+        CacheError, given="write_kv was called", allowed="nothing is written twice", remedy="cache_write='host'"
+    ):
         make_layer(backend).write_kv(key, value, cache, torch.tensor([4]))
 
     assert not cache.any()

@@ -38,7 +38,7 @@ class ToyImpl(AttentionImpl):
 
     def _write_kv(self, key, value, kv_cache, slot_mapping):
         slots, size = slot_mapping[slot_mapping >= 0], kv_cache.shape[2]
-        for half, new in zip(kv_cache, (key, value)):
+        for half, new in zip(kv_cache, (key, value), strict=True):
             half[slots // size, slots % size] = new[: len(slot_mapping)][slot_mapping >= 0]
 
 

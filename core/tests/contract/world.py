@@ -6,10 +6,10 @@ import pickle
 from contextlib import contextmanager
 from itertools import count
 
+import pytest
 import torch
 
 from attnplug.contract import Batch, Layer, Limits
-from attnplug.errors import ContractError
 from attnplug.negotiation.agreement import Agreement
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
@@ -89,15 +89,12 @@ def make_qkv(backend, tokens, keys=None):
 @contextmanager
 def refused(kind, given="", allowed="", remedy=""):
     """Expect an error whose three sentences hold these texts, and which survives pickling."""
-    try:
+    with pytest.raises(kind) as caught:
         yield
-    except ContractError as error:
-        assert type(error) is kind, repr(error)
-        for part, text in ((error.given, given), (error.allowed, allowed), (error.remedy, remedy)):
-            assert part, error
-            assert text in part, f"{text!r} is not in {part!r}"
-        copy = pickle.loads(pickle.dumps(error))
-        assert (type(copy), str(copy)) == (type(error), str(error))
-    else:
-        message = f"{kind.__name__} was not raised"
-        raise AssertionError(message)
+    error = caught.value
+    assert type(error) is kind
+    for part, text in ((error.given, given), (error.allowed, allowed), (error.remedy, remedy)):
+        assert part
+        assert text in part
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (type(error), str(error))

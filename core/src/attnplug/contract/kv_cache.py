@@ -60,11 +60,11 @@ class CacheTensor:
                 f"it is an axis from 0 to {axes - 1}, or None",
                 "name the axis of shape that counts blocks",
             )
-        if self.block_padding < 0 or (self.block_padding and self.block_axis is None):
+        if self.block_padding < 0 or (self.block_padding and self.block_axis in (None, self.stride_order[-1])):
             raise PluginContractError(
                 f"block_padding={self.block_padding} was given with block_axis={self.block_axis}",
-                "padding is a number of elements after each block",
-                "leave it 0 for a tensor that has no blocks",
+                "padding is a number of elements after each block, which is contiguous in memory",
+                "leave it 0 for a tensor without a block axis, or whose block axis is the fastest",
             )
 
     @property

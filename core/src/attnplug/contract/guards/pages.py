@@ -139,8 +139,12 @@ class PageGuard:
                 return high
         used = self._used(table.shape[1], keys, first_keys)
         entries = table * used
-        highest = int(entries.amax())
-        if int((entries - used).amin()) < 0 or (self._num_blocks is not None and highest >= self._num_blocks):
+        low, highest = (int(end) for end in torch.aminmax(entries))
+        if (
+            low < 0
+            or int((entries - used).amin()) < 0
+            or (self._num_blocks is not None and highest >= self._num_blocks)
+        ):
             self._refuse_block(table, used)
         return highest
 

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.contract import AttentionImpl, Backend, GraphKey, Layer, MetadataBuilder, State
+from attnplug.errors import LayerError, LimitsError, NotNegotiatedError, PluginContractError
+from core.tests.contract.toy import ToyBackend, ToyImpl
+from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
+
+
+def with_impl(**body):
+    """Return a toy backend class whose implementation has these attributes."""
+    return type("Backend", (ToyBackend,), {"impl_class": type("Impl", (ToyImpl,), body)})
+
+
+def test_a_backend_is_its_agreement():
+    backend = make_backend()
+
+    assert (backend.name, backend.variant, backend.id) == ("toy", "plain", "toy/plain")
+    assert backend.agreement is backend.selection.agreement
+    assert backend.device == torch.device("cpu")
+
+
+def test_defaults_claim_nothing():
+    assert (AttentionImpl.lse_includes_sink, AttentionImpl.static_scales) == (None, frozenset())
+    assert not hasattr(AttentionImpl, "cache_write")
+    assert not hasattr(Backend, "impl_class")
+    assert MetadataBuilder.takes_slots is False
+    assert make_backend().workspace_bytes(limits()) == 0
+    assert make_backend().warmup([GraphKey(1, 1)]) is None
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_who_serves_sinks_and_lse_says_whether_they_meet(served):
+    layer = Layer(name="layers.0", sinks=torch.zeros(4))
+    asked = {"sinks": True, "return_lse": True}
+
+    with pytest.raises(PluginContractError, match="lse_includes_sink"):
+        make_backend(with_impl(), **asked).make_impl(layer)
+    impl = make_backend(with_impl(lse_includes_sink=served), **asked).make_impl(layer)
+    assert impl.lse_includes_sink is served
+
+
+def test_an_implementation_keeps_its_layer():
+    def forget(self, layer, agreement):
+        pass
+
+    with pytest.raises(PluginContractError, match=r"super\(\).__init__\(layer, agreement\)"):
+        make_layer(make_backend(with_impl(__init__=forget)))
+
+
+def test_the_workspace_is_zero_and_shared():
+    class Working(ToyBackend):
+        def workspace_bytes(self, limits):
+            return 3 * limits.max_num_reqs
+
+    state = make_backend(Working).make_state(limits())
+
+    assert (state.workspace.shape, state.workspace.dtype) == ((48,), torch.uint8)
+    assert not state.workspace.any()
+    assert state.workspace is state.workspace
+    assert (state.device, state.parallel.tp_size) == (torch.device("cpu"), 1)
+
+
+def test_a_plugin_has_states_of_its_own():
+    class Own(State):
+        pass
+
+    assert type(make_backend(type("B", (ToyBackend,), {"state_class": Own})).make_state(limits())) is Own
+
+
+# --- builders -----------------------------------------------------------------------------------------------------
+
+
+def test_a_builder_groups_its_layers_by_plan():
+    backend = make_backend()
+    impls = [make_layer(backend, name=f"layers.{i}", scale=scale) for i, scale in enumerate((1.0, 2.0, 1.0))]
+
+    builder = make_builder(backend, *impls)
+
+    assert [[impl.layer.name for impl in group] for group in builder.plan_groups.values()] == [
+        ["layers.0", "layers.2"],
+        ["layers.1"],
+    ]
+    assert (builder.limits, builder.parallel) == (builder.state.limits, builder.state.parallel)
+
+
+class Planning(MetadataBuilder):
+    def _build(self, batch, *, fast, slot):
+        return self.describe(batch, plans={key: (len(group), fast, slot) for key, group in self.plan_groups.items()})
+
+
+def test_a_plan_reaches_its_layers():
+    backend = make_backend(type("B", (ToyBackend,), {"builder_class": Planning}))
+    impl, stranger = make_layer(backend), make_layer(backend, name="layers.1", scale=3.0)
+    builder = make_builder(backend, impl)
+
+    metadata = builder.build(make_batch([1], [3]), fast=True)
+
+    assert impl.plan(metadata) == (1, True, None)
+    with refused(LayerError, given="'layers.1' has the plan key", remedy="make_builder"):
+        stranger.plan(metadata)
+
+
+def test_a_slot_that_nobody_fills_is_refused():
+    builder = make_builder(make_backend(agreed_graphs="always"))
+    with refused(NotNegotiatedError, given="a graph slot", allowed="takes no slots", remedy="slot=None"):
+        builder.build(make_batch([1], [3]), slot=object())
+
+
+@pytest.mark.parametrize("level", ["never", "always"])
+def test_a_slot_needs_a_graph_level(level):
+    planning = type("Planning", (Planning,), {"takes_slots": True})
+    backend = make_backend(type("B", (ToyBackend,), {"builder_class": planning}), agreed_graphs=level)
+    impl = make_layer(backend)
+    builder = make_builder(backend, impl)
+
+    if level == "never":
+        with refused(NotNegotiatedError, given="a graph slot"):
+            builder.build(make_batch([1], [3]), slot="slot")
+    else:
+        assert impl.plan(builder.build(make_batch([1], [3]), slot="slot")) == (1, False, "slot")
+
+
+def test_metadata_describes_the_batch_that_was_checked():
+    class Lying(MetadataBuilder):
+        def _build(self, batch, *, fast, slot):
+            return self.describe(make_batch([1], [3]))
+
+    builder = make_builder(make_backend(type("B", (ToyBackend,), {"builder_class": Lying})))
+
+    with pytest.raises(PluginContractError, match="was not built"):
+        builder.build(make_batch([1], [3]))
+
+
+def test_a_builder_has_layers_of_its_own_agreement():
+    backend, other = make_backend(), make_backend(sliding_window=4)
+    state = backend.make_state(limits())
+
+    with refused(LayerError, given="no layers"):
+        backend.make_builder([], state)
+    with refused(LayerError, given="layer 'layers.0', made by toy/plain", allowed="share one agreement"):
+        backend.make_builder([make_layer(other)], state)
+    with refused(LayerError, given="layers ['layers.0', 'layers.0']", allowed="unique"):
+        backend.make_builder([make_layer(backend), make_layer(backend)], state)
+
+
+def test_a_builder_has_a_state_of_its_own_backend():
+    backend = make_backend()
+    impl = make_layer(backend)
+
+    with refused(LimitsError, given="a state of toy/plain on meta", remedy="make_state"):
+        backend.make_builder([impl], make_backend(device="meta").make_state(limits()))
+    with refused(LimitsError, given="capture_sizes", allowed="without CUDA graphs"):
+        backend.make_builder([impl], make_backend(agreed_graphs="always").make_state(limits(capture_sizes=[1])))
+    shared = make_backend(sliding_window=4).make_state(limits())
+    assert backend.make_builder([impl], shared).state is shared
+
+
+@pytest.mark.parametrize(
+    ("fields", "asked", "differs"),
+    [
+        ({}, {}, False),
+        ({"scale": 2.0}, {}, True),
+        ({}, {"sliding_window": 3}, True),
+        ({}, {"logits_soft_cap": 30.0}, True),
+        ({}, {"dtype": "bfloat16"}, True),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}, True),
+        ({}, {"attention_chunk": 8}, True),
+    ],
+)
+def test_the_plan_key_holds_what_libraries_plan_for(fields, asked, differs):
+    plain = make_layer(make_backend()).plan_key
+
+    key = make_layer(make_backend(**asked), **fields).plan_key
+
+    assert (key != plain) is differs
+    assert hash(key) == hash(make_layer(make_backend(**asked), **fields).plan_key)

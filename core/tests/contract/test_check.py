@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from attnplug.contract import AttentionImpl, Backend, check_backend_class
+from attnplug.errors import PluginContractError
+from core.tests.contract.toy import ToyBackend, ToyImpl
+
+
+def with_impl(**body):
+    return type("Bad", (ToyBackend,), {"impl_class": type("Impl", (ToyImpl,), body)})
+
+
+class HalfImpl(AttentionImpl):
+    cache_write = "forward"
+
+
+class UndeclaredImpl(AttentionImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        pass
+
+
+class SilentImpl(UndeclaredImpl):
+    cache_write = "host"
+
+
+class Empty(Backend):
+    pass
+
+
+@pytest.mark.parametrize("declared", ["forward", "host", "either", {"prefill": "host", "decode": "forward"}])
+def test_a_backend_passes(declared):
+    cls = with_impl(cache_write=declared)
+
+    assert check_backend_class(cls, "toy/plain") is cls
+
+
+@pytest.mark.parametrize("value", [None, ToyImpl, ToyBackend.__new__, "ToyBackend", object()])
+def test_only_a_backend_class_is_one(value):
+    with pytest.raises(PluginContractError) as caught:
+        check_backend_class(value, "toy/plain")
+
+    assert "attnplug_backend of toy/plain returned" in caught.value.given
+    assert "attnplug.contract.Backend" in caught.value.allowed
+
+
+@pytest.mark.parametrize(
+    ("cls", "finding"),
+    [
+        (Empty, "impl_class is not set"),
+        (type("Bad", (ToyBackend,), {"impl_class": dict}), "no subclass of AttentionImpl"),
+        (type("Bad", (ToyBackend,), {"impl_class": HalfImpl}), "impl_class does not implement _forward"),
+        (type("Bad", (ToyBackend,), {"impl_class": UndeclaredImpl}), "does not declare cache_write"),
+        (type("Bad", (ToyBackend,), {"impl_class": SilentImpl}), "_write_kv is not overridden"),
+        (with_impl(cache_write="sometimes"), "cache_write is 'sometimes'"),
+        (with_impl(cache_write={"prefill": "host"}), "cache_write is {'prefill': 'host'}"),
+        (with_impl(query_quantization="both"), "query_quantization is 'both'"),
+        (with_impl(static_scales={"p"}), "static_scales is {'p'}"),
+        (with_impl(static_scales="kv"), "static_scales is 'kv'"),
+        (with_impl(forward=lambda self: None), "Impl overrides forward"),
+        (with_impl(write_kv=lambda self: None), "Impl overrides write_kv"),
+        (type("Bad", (ToyBackend,), {"make_impl": lambda self, layer: None}), "Bad overrides make_impl"),
+        (type("Bad", (ToyBackend,), {"builder_class": dict}), "no subclass of MetadataBuilder"),
+        (type("Bad", (ToyBackend,), {"metadata_class": 3}), "metadata_class is 3"),
+        (type("Bad", (ToyBackend,), {"state_class": None}), "state_class is None"),
+        (
+            type("Bad", (ToyBackend,), {"builder_class": type("B", (ToyBackend.builder_class,), {"build": None})}),
+            "B overrides build",
+        ),
+    ],
+)
+def test_a_fault_is_found(cls, finding):
+    with pytest.raises(PluginContractError) as caught:
+        check_backend_class(cls, "toy/plain")
+
+    assert finding in caught.value.given
+    assert "toy/plain" in caught.value.given
+    assert "ATTNPLUG_BLOCK=toy" in caught.value.remedy
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_every_fault_is_named_at_once():
+    cls = type("Bad", (ToyBackend,), {"impl_class": UndeclaredImpl, "state_class": None, "make_cache": None})
+
+    with pytest.raises(PluginContractError) as caught:
+        check_backend_class(cls, "toy/plain")
+
+    assert all(text in caught.value.given for text in ("state_class", "cache_write", "make_cache"))

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.contract import CacheTensor
+from attnplug.errors import CacheError, PluginContractError
+from core.tests.contract.toy import ToyBackend
+from core.tests.contract.world import make_backend, refused
+
+
+def test_the_default_cache_has_keys_and_values_in_one_tensor():
+    spec = make_backend().cache_tensors(5)["kv"]
+
+    assert (spec.shape, spec.dtype, spec.block_axis) == ((2, 5, 4, 2, 8), torch.float32, 1)
+
+
+@pytest.mark.parametrize(("layout", "strides"), [("NHD", (320, 64, 16, 8, 1)), ("HND", (320, 64, 8, 32, 1))])
+def test_layouts_differ_in_memory_alone(layout, strides):
+    cache = make_backend(kv_layout=layout).make_cache(5)
+
+    assert cache.shape == (2, 5, 4, 2, 8)
+    assert cache.stride() == strides
+    assert not cache.any()
+
+
+@pytest.mark.parametrize(("layout", "strides"), [("NHD", (128, 32, 16, 1)), ("HND", (128, 16, 64, 1))])
+def test_values_of_another_size_have_a_tensor_of_their_own(layout, strides):
+    caches = make_backend(kv_layout=layout, head_size_v=16).make_cache(5)
+
+    assert {role: tuple(cache.shape) for role, cache in caches.items()} == {"k": (5, 4, 2, 8), "v": (5, 4, 2, 16)}
+    assert caches["v"].stride() == strides
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [("auto", 4), ("bfloat16", 2), ("fp8_e4m3", 1), ("int8", 1)])
+def test_a_block_has_its_bytes(dtype, bytes_each):
+    assert make_backend(kv_cache_dtype=dtype).bytes_per_block == 2 * 4 * 2 * 8 * bytes_each
+
+
+def test_values_of_another_size_count_their_own_bytes():
+    assert make_backend(head_size_v=16).bytes_per_block == 4 * 2 * (8 + 16) * 4
+
+
+def test_a_dense_agreement_has_no_cache():
+    backend = make_backend(paged=False)
+
+    assert (backend.cache_tensors(5), backend.bytes_per_block) == ({}, 0)
+    with refused(CacheError, given="a cache of 5 blocks", allowed="paged=False", remedy="kv_cache=None"):
+        backend.make_cache(5)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 0, -3, 2.0, True])
+def test_a_cache_has_a_block_beside_the_null_block(num_blocks):
+    with refused(CacheError, given=f"a cache of {num_blocks} blocks", allowed="block 0", remedy="bytes_per_block"):
+        make_backend().make_cache(num_blocks)
+
+
+def test_a_cache_may_live_elsewhere():
+    assert make_backend().make_cache(2, device="meta").device.type == "meta"
+    assert make_backend(device="meta").make_cache(2).device.type == "meta"
+
+
+def test_mixed_formats_are_laid_out_by_their_plugin():
+    with pytest.raises(PluginContractError, match="cache_tensors"):
+        make_backend(kv_cache_dtype="int8_k").cache_tensors(2)
+
+
+class Int8Backend(ToyBackend):
+    """Two quantized tensors, a scale per token that moves with its block, and one that belongs to no block."""
+
+    def cache_tensors(self, num_blocks):
+        return {
+            "k": CacheTensor((num_blocks, 2, 4, 8), torch.int8, 0),
+            "k_scale": CacheTensor((num_blocks, 2, 4), torch.float32, 0, fill=1.0),
+            "v_scale": CacheTensor((2, 8), torch.float32, None, fill=0.5),
+        }
+
+
+def test_bytes_per_block_leave_out_what_has_no_blocks():
+    assert make_backend(Int8Backend).bytes_per_block == 2 * 4 * 8 + 2 * 4 * 4
+
+
+def test_a_fresh_tensor_has_its_fill():
+    cache = make_backend(Int8Backend).make_cache(3)
+
+    assert cache["k_scale"].eq(1).all()
+    assert cache["v_scale"].eq(0.5).all()
+    assert cache["k"].dtype == torch.int8
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.uint8, torch.float64])
+def test_any_dtype_is_filled(dtype):
+    assert CacheTensor((2, 3), dtype, 0, fill=2.0).allocate("cpu").double().eq(2).all()
+
+
+orders = st.integers(1, 4).flatmap(lambda n: st.tuples(st.permutations(range(n)), st.just(n)))
+
+
+@given(orders, st.data())
+def test_a_tensor_lies_in_its_stride_order(order, data):
+    axes, count = order
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=count, max_size=count)))
+    block_axis = data.draw(st.integers(0, count - 1))
+    padding = 0 if axes[-1] == block_axis else data.draw(st.integers(0, 3))
+    spec = CacheTensor(shape, torch.float32, block_axis, tuple(axes), block_padding=padding)
+
+    tensor = spec.allocate("cpu")
+
+    assert tensor.shape == shape
+    assert spec.nbytes == tensor.untyped_storage().nbytes()
+    strides = [tensor.stride(axis) for axis in axes]
+    assert strides == sorted(strides, reverse=True)
+    assert spec.is_ordered(tensor)
+    tensor.copy_(torch.arange(tensor.numel()).reshape(shape))
+    assert tensor.unique().numel() == tensor.numel()  # no two elements share a place
+
+
+@pytest.mark.parametrize("layer_order", [(2, 0, 1, 3, 4, 5), (2, 4, 0, 1, 3, 5), (0, 1, 2, 3, 4, 5)])
+def test_a_cache_for_all_layers_puts_layers_where_asked(layer_order):
+    spec = CacheTensor((2, 5, 4, 2, 8), torch.float32, 1, layer_stride_order=layer_order)
+
+    layers = spec.with_layers(3)
+    tensor = layers.allocate("cpu")
+
+    assert layers.shape == (3, 2, 5, 4, 2, 8)
+    assert layers.block_axis == 2
+    assert [tensor.stride(axis) for axis in layer_order] == sorted(tensor.stride(), reverse=True)
+    assert spec.is_ordered(tensor[1])
+
+
+def test_padding_makes_pages_equal():
+    spec = CacheTensor((5, 4, 8), torch.float32, 0, block_padding=32)
+
+    assert spec.nbytes == 5 * (32 + 32) * 4
+    assert spec.allocate("cpu").stride() == (64, 8, 1)
+    assert spec.with_layers(2).nbytes == 2 * spec.nbytes
+
+
+@pytest.mark.parametrize(
+    ("fields", "given"),
+    [
+        ({"stride_order": (0, 1)}, "stride_order=(0, 1)"),
+        ({"stride_order": (0, 1, 1)}, "stride_order=(0, 1, 1)"),
+        ({"layer_stride_order": (0, 1, 2)}, "layer_stride_order=(0, 1, 2)"),
+        ({"block_axis": 3}, "block_axis=3"),
+        ({"block_axis": -1}, "block_axis=-1"),
+        ({"block_padding": -1}, "block_padding=-1"),
+        ({"block_axis": None, "block_padding": 4}, "block_padding=4"),
+        ({"block_axis": 2, "block_padding": 4}, "block_padding=4"),
+    ],
+)
+def test_a_description_that_contradicts_itself_is_refused(fields, given):
+    with pytest.raises(PluginContractError) as caught:
+        CacheTensor(**{"shape": (5, 4, 8), "dtype": torch.float32, "block_axis": 0, **fields})
+
+    assert given in caught.value.given
