@@ -2,9 +2,11 @@
 What the author of a backend tests with: a float64 oracle, and a generator of cases.
 
     case = random_case(random.Random(7), sinks=True)
-    scene = realise(case)                     # tensors: new tokens, and a cache whose unused slots are poisoned
-    expected = scene.expected()               # what the oracle says
-    paged = scene.paged(backend)              # the cache in the backend's layout, and the batch
+    scene = realise(case)                                   # its tensors
+    expected = scene.expected()                             # what the oracle says
+    backend = attnplug.load(case.requirements(), backend="torch")
+    paged = scene.paged(backend)                            # batch, and a cache whose unused slots are poisoned
+    check(backend, scene)                                   # run it and compare
 
 `attnplug.testing.strategies` has the same cases as hypothesis strategies, and needs hypothesis.
 """
@@ -12,6 +14,7 @@ What the author of a backend tests with: a float64 oracle, and a generator of ca
 from attnplug.testing.cases import Case, random_case
 from attnplug.testing.closeness import Tolerance, assert_close, tolerance
 from attnplug.testing.oracle import Attended, attend
+from attnplug.testing.running import Ran, check, limits_of, run
 from attnplug.testing.scene import Dense, Paged, Scene, realise
 
 __all__ = [
@@ -19,11 +22,15 @@ __all__ = [
     "Case",
     "Dense",
     "Paged",
+    "Ran",
     "Scene",
     "Tolerance",
     "assert_close",
     "attend",
+    "check",
+    "limits_of",
     "random_case",
     "realise",
+    "run",
     "tolerance",
 ]

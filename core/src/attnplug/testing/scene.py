@@ -116,11 +116,11 @@ class Scene:
             sinks=self.sinks,
         )
 
-    def layer(self, name: str = "layer", device: torch.device | str = "cpu") -> Layer:
+    def layer(self, name: str = "layer", device: torch.device | str = "cpu", cache_write: str | None = None) -> Layer:
         """Return the layer, with everything that the case's requirements leave to it."""
         sinks = None if self.sinks is None else self.sinks.to(device)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(device)
-        return Layer(name=name, scale=self.scale, sinks=sinks, alibi_slopes=slopes)
+        return Layer(name=name, scale=self.scale, sinks=sinks, alibi_slopes=slopes, cache_write=cache_write)
 
     @property
     def slot_mapping(self) -> Tensor:

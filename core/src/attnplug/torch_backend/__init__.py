@@ -1,0 +1,1 @@
+"""The embedded backend: attention on torch's own kernels, on any device that torch has."""

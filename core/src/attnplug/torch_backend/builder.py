@@ -1,0 +1,35 @@
+"""Plans a batch once per step for all layers of a cache group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnplug.contract.builder import MetadataBuilder
+from attnplug.torch_backend.planner import make_plan
+from attnplug.torch_backend.shape import Shape, shape_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from attnplug.contract.backend import Backend
+    from attnplug.contract.batch import Batch
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.state import State
+
+
+class SdpaBuilder(MetadataBuilder):
+    """Makes one `Plan` per plan key: the kernel calls of a step, with every index and mask that they need."""
+
+    def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
+        super().__init__(backend, impls, state)
+        self._shapes: dict[Hashable, Shape] = {
+            key: shape_of(self.agreement, group[0].window, backend.device.type)
+            for key, group in self.plan_groups.items()
+        }
+
+    def _build(self, batch: Batch, *, fast: bool, slot: Any) -> Metadata:
+        del fast, slot
+        device = batch.query_start_loc.device
+        plans = {key: make_plan(shape, batch, device) for key, shape in self._shapes.items()}
+        return self.describe(batch, plans=plans, workspace=self.state.workspace)

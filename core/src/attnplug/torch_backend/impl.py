@@ -1,0 +1,125 @@
+"""One layer on torch's own kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+
+from attnplug.contract.batch import Batch
+from attnplug.contract.impl import AttentionImpl
+from attnplug.ops.write import write_cache
+from attnplug.torch_backend.kernels import Call
+from attnplug.torch_backend.planner import make_plan
+from attnplug.torch_backend.results import Results
+from attnplug.torch_backend.shape import shape_of
+from attnplug.torch_backend.sources import Source, key_and_value_pages
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from attnplug.contract.impl import CacheWrite
+    from attnplug.contract.kv_cache import Cache
+    from attnplug.contract.layer import Layer
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.torch_backend.metadata import TorchMetadata
+    from attnplug.torch_backend.plan import Plan, Tile
+
+
+class SdpaImpl(AttentionImpl):
+    """
+    Attends group by group, tile by tile, as the plan says.
+
+    The LSE counts the sink. A sink enters after the kernel, and exactly: with sink ``s`` the denominator grows from
+    ``exp(lse)`` to ``exp(lse) + exp(s)``, so that the output shrinks by ``sigmoid(lse - s)``.
+    """
+
+    cache_write: ClassVar[CacheWrite] = "either"
+    lse_includes_sink = True
+
+    def __init__(self, layer: Layer, agreement: Agreement) -> None:
+        super().__init__(layer, agreement)
+        self._call = Call(self.scale, self.logits_soft_cap)
+        self._heads = (self.num_kv_heads, self.num_queries_per_kv)
+        self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Scale and cap enter at the kernel call: layers that see the same keys share a plan."""
+        return self.window
+
+    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
+        for rows, pages in zip((key, value), key_and_value_pages(kv_cache), strict=True):
+            write_cache(rows, pages, slot_mapping)
+
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Cache | None,
+        metadata: TorchMetadata,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        key, value = cast("Tensor", key), cast("Tensor", value)  # no shared caches here: K/V always come
+        slots = metadata.batch.slot_mapping
+        if self.forward_writes and kv_cache is not None and slots is not None:
+            self._write_kv(key, value, kv_cache, slots)
+        source = Source(key, value, kv_cache, metadata.workspace)
+        self._run(self.plan(metadata), query, source, self._results(output, lse))
+
+    def _profile(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        """Attend the given K/V, dense, as one sequence."""
+        if key is None or value is None or not query.shape[0]:
+            return
+        batch = Batch.from_lengths([query.shape[0]], [key.shape[0]])
+        shape = shape_of(self.agreement, self.window, query.device.type)
+        self._run(make_plan(shape, batch, query.device), query, Source(key, value), self._results(output, lse))
+
+    def _results(self, output: Tensor, lse: Tensor | None) -> Results:
+        heads = output.view(-1, *self._heads, self.head_size_v)
+        return Results(heads, None if lse is None else lse.view(-1, *self._heads))
+
+    def _run(self, plan: Plan, query: Tensor, source: Source, results: Results) -> None:
+        for start, end in plan.empty:
+            results.clear(start, end, self._sinks)
+        for group in plan.groups:
+            key, value = source.of(group)
+            taken = group.queries.taken
+            rows = query[taken] if isinstance(taken, slice) else query.index_select(0, taken)
+            rows = rows.view(group.members, group.rows, *query.shape[1:])
+            target = results.of(group)
+            for tile in group.tiles:
+                self._attend(plan, tile, rows, key, value, target)
+            results.keep(group, target)
+
+    def _attend(self, plan: Plan, tile: Tile, query: Tensor, key: Tensor, value: Tensor, results: Results) -> None:
+        (first, last), (low, high) = tile.rows, tile.keys
+        rows = query[:, first:last]
+        folded = rows.transpose(1, 2) if tile.causal else self._fold(rows)
+        out, lse = plan.kernel(
+            folded, key[:, :, low:high], value[:, :, low:high], tile.mask, self._call, causal=tile.causal
+        )
+        out = self._unfold(out, last - first, folded=not tile.causal)
+        lse = None if lse is None else self._unfold(lse.unsqueeze(-1), last - first, folded=not tile.causal).squeeze(-1)
+        if self._sinks is not None and lse is not None:
+            out = out * torch.sigmoid(lse - self._sinks).unsqueeze(-1)
+            lse = torch.logaddexp(lse, self._sinks)
+        results.put(first, last, out, lse)
+
+    def _fold(self, rows: Tensor) -> Tensor:
+        """Put the query heads of a KV head side by side: ``(members, num_kv_heads, rows * ratio, head_size)``."""
+        members, count, _, size = rows.shape
+        grouped = rows.view(members, count, *self._heads, size).transpose(1, 2)
+        return grouped.reshape(members, self.num_kv_heads, -1, size)
+
+    def _unfold(self, out: Tensor, rows: int, *, folded: bool) -> Tensor:
+        """Return ``(members, rows, num_kv_heads, ratio, size)``, a view."""
+        if folded:
+            return out.view(*out.shape[:2], rows, -1, out.shape[-1]).transpose(1, 2)
+        return out.view(-1, *self._heads, rows, out.shape[-1]).permute(0, 3, 1, 2, 4)

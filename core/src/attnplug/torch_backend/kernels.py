@@ -1,0 +1,123 @@
+"""
+The ways to attend one tile: torch's fused kernels, and written-out arithmetic in float32.
+
+All of them take query heads folded onto their KV head, so that keys are read once per KV head; every row sees some key.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from attrs import frozen
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnplug.request.requirements import Requirements
+
+
+@frozen
+class Call:
+    """
+    What a layer adds to a tile.
+
+    Attributes:
+        scale: Factor of the scores.
+        soft_cap: Scores become ``cap * tanh(score / cap)``; None for none.
+    """
+
+    scale: float
+    soft_cap: float | None
+
+
+class Kernel(Protocol):
+    """Attends one tile."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """
+        Return the output ``(members, heads, rows, head_size_v)`` and float32 LSE ``(members, heads, rows)``, or None.
+
+        Args:
+            query: ``(members, heads, rows, head_size)``.
+            key: ``(members, num_kv_heads, keys, head_size)``.
+            value: ``(members, num_kv_heads, keys, head_size_v)``.
+            mask: ``(members or 1, 1, rows, keys)`` additive, or None.
+            call: Scale and soft cap.
+            causal: Whether row i sees keys up to i. The tile is square then, has no mask, and its heads are not folded.
+        """
+
+
+def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
+    """Return the fastest kernel that expresses what was asked for, on a type of device."""
+    if asked.logits_soft_cap is not None or asked.head_size != asked.head_size_v:
+        return written_out
+    op = fused_cpu_op() if device_type == "cpu" else None
+    if op is not None:
+        return partial(fused_on_cpu, op)
+    # The public function returns no LSE, without which neither a caller's LSE nor a sink can be served.
+    return written_out if asked.return_lse or asked.sinks else fused
+
+
+@cache
+def fused_cpu_op() -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """
+    Return the CPU kernel beneath `scaled_dot_product_attention`, which also returns the LSE; None where torch has none.
+
+    It is not public: hence the look at its schema. The LSE of a row that sees nothing is 0 there, not -inf; plans keep
+    such rows away from it.
+    """
+    op = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+    if op is None:
+        return None
+    schema = op.default._schema  # noqa: SLF001 - schemas have no public door
+    names = {argument.name for argument in schema.arguments}
+    expected = {"query", "key", "value", "is_causal", "attn_mask", "scale"}
+    return op.default if names >= expected and len(schema.returns) == 2 else None
+
+
+def fused_on_cpu(
+    op: Callable[..., tuple[Tensor, Tensor]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    call: Call,
+    *,
+    causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with torch's fused CPU kernel."""
+    return op(query, key, value, is_causal=causal, attn_mask=mask, scale=call.scale)
+
+
+def fused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend with torch's own choice of a fused kernel, without LSE."""
+    shared = query.shape[1] != key.shape[1]
+    out = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=shared
+    )
+    return out, None
+
+
+def written_out(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend in plain float32 arithmetic: whatever no fused kernel expresses, on any device."""
+    del causal
+    scores = (query.float() * call.scale) @ key.float().transpose(-1, -2)
+    if call.soft_cap is not None:
+        scores = scores.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
+    if mask is not None:
+        scores = scores.add_(mask)
+    highest = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(highest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    return (weights @ value.float()).div_(total), total.log_().add_(highest).squeeze(-1)

@@ -1,0 +1,106 @@
+"""What one build prepares for all layers of a plan key: which rows meet which keys, in which kernel call."""
+
+from __future__ import annotations
+
+from attrs import frozen
+from torch import Tensor
+
+from attnplug.torch_backend.kernels import Kernel
+
+
+@frozen(eq=False)
+class Tile:
+    """
+    One kernel call: rows of a group against keys of the group.
+
+    Attributes:
+        rows: Rows of each member, as ``(start, end)``.
+        keys: Keys of each member, likewise.
+        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, or None where every row sees every key.
+        causal: Whether the tile is a square in which row i sees keys up to i; it has no mask then.
+    """
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    mask: Tensor | None = None
+    causal: bool = False
+
+
+@frozen(eq=False)
+class Given:
+    """
+    Keys that come with the call.
+
+    Attributes:
+        rows: Where they are among its K/V rows: a slice, or an index of ``members * keys``.
+    """
+
+    rows: slice | Tensor
+
+
+@frozen(eq=False)
+class Stored:
+    """
+    Keys that are in the cache.
+
+    Attributes:
+        slots: ``(members * keys,)`` int64 slots.
+        head_rows: ``(members * num_kv_heads * keys,)`` int64 rows of heads-first pages; None for tokens-first ones.
+    """
+
+    slots: Tensor
+    head_rows: Tensor | None
+
+
+@frozen(eq=False)
+class Rows:
+    """
+    The query rows of a group.
+
+    Attributes:
+        taken: Where they are among the call's query rows: a slice, or an index of ``members * rows``.
+        kept: Which of the ``members * rows`` results are no padding; None for all.
+        put: Where those go among the output rows: a slice or an index.
+    """
+
+    taken: slice | Tensor
+    kept: Tensor | None
+    put: slice | Tensor
+
+
+@frozen(eq=False)
+class Group:
+    """
+    Requests that are computed together, as a rectangle.
+
+    Attributes:
+        members: Requests in the group.
+        rows: Query rows of each, padded.
+        keys: Keys of each, padded.
+        queries: Where its query rows are.
+        source: Where its keys are.
+        tiles: The kernel calls.
+    """
+
+    members: int
+    rows: int
+    keys: int
+    queries: Rows
+    source: Given | Stored
+    tiles: tuple[Tile, ...]
+
+
+@frozen(eq=False)
+class Plan:
+    """
+    A batch, planned.
+
+    Attributes:
+        kernel: What attends each tile.
+        groups: The rectangles; each row that attends something is in exactly one.
+        empty: Row ranges ``(start, end)`` that attend nothing.
+    """
+
+    kernel: Kernel
+    groups: tuple[Group, ...]
+    empty: tuple[tuple[int, int], ...]

@@ -1,0 +1,57 @@
+"""Where the results of groups go: the rows of the caller's output and LSE."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from attnplug.torch_backend.plan import Group
+
+
+@frozen(eq=False)
+class Results:
+    """
+    Output and LSE, their heads grouped by KV head.
+
+    Attributes:
+        output: ``(tokens, num_kv_heads, ratio, head_size_v)``, or of a group ``(members, rows, num_kv_heads, ...)``.
+        lse: The same without the last axis, float32; None where nobody asked.
+    """
+
+    output: Tensor
+    lse: Tensor | None
+
+    def clear(self, start: int, end: int, sinks: Tensor | None) -> None:
+        """Set rows that attend nothing: output 0, and of the LSE what the sinks leave, ``(num_kv_heads, ratio)``."""
+        self.output[start:end] = 0
+        if self.lse is not None:
+            self.lse[start:end] = -torch.inf if sinks is None else sinks
+
+    def of(self, group: Group) -> Results:
+        """Return a group's results: views of these where its rows lie together, else fresh memory for `keep`."""
+        shape, where = (group.members, group.rows), group.queries.put
+        if isinstance(where, slice):
+            lse = None if self.lse is None else self.lse[where].view(*shape, *self.lse.shape[1:])
+            return Results(self.output[where].view(*shape, *self.output.shape[1:]), lse)
+        lse = None if self.lse is None else self.lse.new_empty(*shape, *self.lse.shape[1:])
+        return Results(self.output.new_empty(*shape, *self.output.shape[1:]), lse)
+
+    def put(self, start: int, end: int, output: Tensor, lse: Tensor | None) -> None:
+        """Write the rows of a tile into a group's results."""
+        self.output[:, start:end].copy_(output)
+        if self.lse is not None and lse is not None:
+            self.lse[:, start:end].copy_(lse)
+
+    def keep(self, group: Group, results: Results) -> None:
+        """Take a group's results in, padding left out; nothing to do where they are views."""
+        kept, put = group.queries.kept, group.queries.put
+        if isinstance(put, slice):
+            return
+        for mine, theirs in ((self.output, results.output), (self.lse, results.lse)):
+            if mine is not None and theirs is not None:
+                rows = theirs.flatten(0, 1)
+                mine.index_copy_(0, put, rows if kept is None else rows.index_select(0, kept))

@@ -1,0 +1,118 @@
+"""What planning has to know of a layer and its device, and how large the pieces become there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+from attrs import field, frozen
+
+from attnplug.contract.dtypes import torch_dtype
+from attnplug.torch_backend.grouping import Budget
+from attnplug.torch_backend.kernels import Kernel, choose_kernel, written_out
+from attnplug.torch_backend.masks import Sight
+
+if TYPE_CHECKING:
+    from attnplug.negotiation.agreement import Agreement
+
+
+@frozen
+class Sizes:
+    """
+    How large pieces become on a type of device.
+
+    Attributes:
+        keys: Most keys that are gathered at once, unless one request has more.
+        mask: Most elements of the mask of one group.
+        scores: Most scores that the written-out kernel holds at once.
+        rows: Most rows of a tile, query heads folded.
+        call: What one more kernel call costs, in multiplications that would take as long.
+    """
+
+    keys: int
+    mask: int
+    scores: int
+    rows: int
+    call: float
+
+
+# CPU: scores and masks that stay in its caches; a call costs about 50 us, in which one core multiplies 2e6 times.
+# Elsewhere: large enough to fill a GPU; a call's launches cost about as long as 1e9 multiplications.
+_SIZES: Final = {"cpu": Sizes(keys=2**15, mask=2**22, scores=2**21, rows=256, call=2e6)}
+_SIZES_ELSEWHERE: Final = Sizes(keys=2**18, mask=2**26, scores=2**27, rows=2048, call=1e9)
+
+
+def sizes_on(device_type: str) -> Sizes:
+    """Return the sizes for a type of device."""
+    return _SIZES.get(device_type, _SIZES_ELSEWHERE)
+
+
+@frozen(kw_only=True)
+class Shape:
+    """
+    What a plan has to know.
+
+    Attributes:
+        window: Positions seen to the left and to the right, -1 for all.
+        causal: Whether no later position is seen.
+        ratio: Query heads per KV head: their rows are folded into one.
+        num_kv_heads: Key and value heads.
+        block_size: Slots per block; None for dense calls.
+        heads_first: Whether pages are heads-first.
+        kernel: What attends a tile.
+        mask_dtype: Dtype of the masks.
+        tile_rows: Most query positions of a tile.
+        tile_scores: Most scores of a tile, all its heads and members counted; None where the kernel keeps none.
+        budget: Sizes of the groups.
+        sight: Who sees whom, from `window` and `causal`.
+    """
+
+    window: tuple[int, int]
+    causal: bool
+    ratio: int
+    num_kv_heads: int
+    block_size: int | None
+    heads_first: bool
+    kernel: Kernel
+    mask_dtype: torch.dtype
+    tile_rows: int
+    tile_scores: int | None
+    budget: Budget
+    sight: Sight = field(init=False)
+
+    @sight.default
+    def _sight(self) -> Sight:
+        left, right = self.window
+        return Sight(left, 0 if self.causal else right)
+
+    @property
+    def takes_causal(self) -> bool:
+        """Whether the kernel has a causal form without a mask."""
+        return self.kernel is not written_out
+
+    def rows_per_tile(self, members: int, keys: int) -> int:
+        """Return how many query positions a tile of such a group takes."""
+        if self.tile_scores is None:
+            return self.tile_rows
+        return max(1, min(self.tile_rows, self.tile_scores // (members * self.num_kv_heads * self.ratio * keys)))
+
+
+def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str) -> Shape:
+    """Return what a plan has to know of the layers of an agreement that share a window."""
+    asked, sizes = agreement.requirements, sizes_on(device_type)
+    kernel = choose_kernel(asked, device_type)
+    tile_rows = max(1, sizes.rows // asked.gqa_ratio)
+    per_score = asked.num_q_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
+    return Shape(
+        window=window,
+        causal=bool(asked.causal),
+        ratio=asked.gqa_ratio,
+        num_kv_heads=asked.num_kv_heads,
+        block_size=agreement.block_size,
+        heads_first=agreement.kv_layout == "HND",
+        kernel=kernel,
+        mask_dtype=torch.float32 if kernel is written_out else torch_dtype(asked.dtype),
+        tile_rows=tile_rows,
+        tile_scores=sizes.scores if kernel is written_out else None,
+        budget=Budget(sizes.keys, sizes.mask // asked.gqa_ratio, int(sizes.call / per_score), tile_rows),
+    )

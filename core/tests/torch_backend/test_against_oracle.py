@@ -1,0 +1,176 @@
+"""The embedded backend against the float64 oracle, over random batches and features."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.request.device import Device
+from attnplug.testing import Case, assert_close, check, realise, run
+from attnplug.testing.scene import key_and_value_pages
+from attnplug.testing.strategies import cases
+from attnplug.torch_backend import kernels, shape
+from attnplug.torch_backend.shape import Sizes
+
+if TYPE_CHECKING:
+    from attnplug.contract import Backend
+
+FEATURES = ("sliding_window", "logits_soft_cap", "sinks", "head_size_v", "causal")
+layouts = st.sampled_from(["NHD", "HND"])
+
+
+def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
+    asked = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
+    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+
+
+def load_dense(case: Case, **engine: object) -> Backend:
+    return attnplug.load(case.requirements(paged=False, **engine), Device.cpu(), backend="torch/sdpa")
+
+
+@pytest.fixture(params=["fused", "fused without LSE", "written out"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way that a tile may be attended, on this CPU: also the ones that only other devices or torches need."""
+    if request.param == "fused without LSE":
+        monkeypatch.setattr(kernels, "fused_cpu_op", lambda: None)
+    if request.param == "written out":
+        monkeypatch.setattr(shape, "choose_kernel", lambda *_: kernels.written_out)
+
+
+@given(cases(features=FEATURES), layouts, st.booleans(), st.booleans())
+@settings(max_examples=200)
+def test_paged(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
+    check(load(case, layout, return_lse=return_lse), realise(case), host_writes=host_writes)
+
+
+@given(cases(features=FEATURES), st.booleans())
+def test_dense(case: Case, return_lse: bool) -> None:
+    check(load_dense(case, return_lse=return_lse), realise(case))
+
+
+@pytest.mark.usefixtures("kernel")
+@given(case=cases(features=("sliding_window", "sinks", "causal")), layout=layouts)
+@settings(max_examples=40)
+def test_every_kernel(case: Case, layout: str) -> None:
+    check(load(case, layout), realise(case))
+
+
+@given(cases(features=FEATURES), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
+@settings(max_examples=100)
+def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, written_out: bool) -> None:
+    sizes = Sizes(keys=64, mask=10 * scores, scores=scores, rows=rows, call=scores)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shape, "sizes_on", lambda _: sizes)
+        if written_out:
+            patch.setattr(shape, "choose_kernel", lambda *_: kernels.written_out)
+        check(load(case, layout, return_lse=True), realise(case))
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4).filter(
+        lambda lens: any(queries for queries, _ in lens)
+    ),
+    cases(features=("sliding_window", "sinks", "logits_soft_cap"), causal=False),
+)
+@example([(4, 0), (2, 5), (0, 3)], Case(query_lens=(), context_lens=(), causal=False, sinks=True))
+@example([(9, 3)], Case(query_lens=(), context_lens=(), causal=False, sliding_window=2))
+def test_rows_that_attend_nothing_are_zero(lens: list[tuple[int, int]], case: Case) -> None:
+    query_lens = tuple(queries for queries, _ in lens)
+    case = evolve(case, query_lens=query_lens, context_lens=tuple(keys - queries for queries, keys in lens))
+
+    check(load_dense(case, return_lse=True), realise(case))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "asked",
+    [{}, {"sliding_window": 100}, {"logits_soft_cap": 5.0}, {"sinks": True, "sliding_window": 7}, {"causal": False}],
+    ids=str,
+)
+def test_prompts_longer_than_a_tile(asked: dict[str, object], dtype: str) -> None:
+    case = Case(
+        query_lens=(1, 1, 300, 300, 520),
+        context_lens=(700, 30, 150, 150, 0),
+        dtype=dtype,
+        num_padding_tokens=3,
+        **asked,
+    )
+
+    check(load(case, return_lse=True), realise(case))
+
+
+@given(cases(features=FEATURES, dtype="float32"))
+@settings(max_examples=30)
+def test_both_layouts_give_the_same(case: Case) -> None:
+    scene = realise(case)
+
+    nhd, hnd = run(load(case, "NHD"), scene), run(load(case, "HND"), scene)
+
+    torch.testing.assert_close(nhd.output, hnd.output, rtol=1e-5, atol=1e-5)
+
+
+@given(cases(features=FEATURES, dtype="float32"), st.integers(0, 1000))
+@settings(max_examples=30)
+def test_where_pages_lie_does_not_matter(case: Case, seed: int) -> None:
+    scene = realise(case)
+    moved = evolve(scene, block_table=realise(evolve(case, seed=seed)).block_table)
+
+    assert torch.equal(run(load(case), scene).output, run(load(case), moved).output)
+
+
+@given(st.integers(2, 70), st.lists(st.integers(1, 69), max_size=4), cases(features=FEATURES, causal=True))
+@settings(max_examples=40)
+def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[int], case: Case) -> None:
+    case = evolve(case, query_lens=(length,), context_lens=(0,), num_padding_tokens=0)
+    whole, backend = realise(case), load(case)
+    exact = whole.expected().output
+    ends = sorted({cut for cut in cuts if cut < length} | {length})
+
+    for start, end in zip([0, *ends], ends, strict=False):
+        chunk = evolve(
+            whole,
+            case=evolve(case, query_lens=(end - start,), context_lens=(start,)),
+            queries=(whole.queries[0][start:end],),
+            keys=(whole.keys[0][:end],),
+            values=(whole.values[0][:end],),
+        )
+        output = run(backend, chunk).output
+        assert_close(output, exact[start:end], dtype=output.dtype, scale=whole.largest_value)
+
+
+@given(cases(), layouts)
+@settings(max_examples=30)
+def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str) -> None:
+    scene, backend = realise(case), load(case, layout)
+    expected = backend.make_cache(scene.num_blocks)
+    scene.fill(expected, written=True)
+
+    cache = run(backend, scene).call.cache  # type: ignore[union-attr]
+
+    for got, wanted in zip(key_and_value_pages(cache), key_and_value_pages(expected), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@given(cases(features=FEATURES), st.booleans(), st.booleans())
+@settings(max_examples=20)
+def test_a_profiling_run_succeeds(case: Case, paged: bool, empty_cache: bool) -> None:
+    backend, scene = load(case) if paged else load_dense(case), realise(case)
+    impl, call = backend.make_impl(scene.layer()), scene.dense()
+    cache = torch.empty(0) if paged and empty_cache else None
+    rows = min(call.key.shape[0], call.query.shape[0])
+
+    impl.forward(call.query[:rows], call.key[:rows], call.value[:rows], cache, None, call.output[:rows])
+
+    assert bool((call.output[:rows] != 12288.0).any()), "it computes, so that the memory it takes is measured"
+
+
+def test_requests_that_are_padding_compute_nothing() -> None:
+    case = Case(query_lens=(1, 4, 0, 0), context_lens=(5, 3, 0, 0))
+
+    check(load(case, return_lse=True), realise(case))

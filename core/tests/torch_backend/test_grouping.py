@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.torch_backend.grouping import Budget, group_spans, spans_of
+
+lens = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=6)
+windows = st.sampled_from([(-1, -1), (0, 0), (3, 0), (2, 2), (-1, 1), (100, 0)])
+budgets = st.builds(
+    Budget, keys=st.integers(1, 60), scores=st.integers(0, 400), slack=st.integers(0, 60), ragged_rows=st.integers(0, 8)
+)
+
+
+def seen(row: int, rows: int, keys: int, window: tuple[int, int], *, causal: bool) -> list[int]:
+    left, right = window
+    position = keys - rows + row
+    return [
+        key
+        for key in range(keys)
+        if not (causal and key > position)
+        and (left < 0 or key >= position - left)
+        and (right < 0 or key <= position + right)
+    ]
+
+
+@given(lens, windows, st.booleans())
+def test_spans_hold_all_that_is_seen_and_nothing_before(
+    lens: list[tuple[int, int]], window: tuple[int, int], causal: bool
+) -> None:
+    spans, empty = spans_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal)
+
+    by_request = {span.request: span for span in spans}
+    blank = {row for start, end in empty for row in range(start, end)}
+    start = 0
+    for request, (rows, keys) in enumerate(lens):
+        views = [seen(row, rows, keys, window, causal=causal) for row in range(rows)]
+        assert {start + row for row in range(rows) if not views[row]} == blank & set(range(start, start + rows))
+        assert (request in by_request) == any(views)
+        if request in by_request:
+            span = by_request[request]
+            assert span.first_row + span.rows == start + rows
+            assert span.first_key == min(view[0] for view in views if view)
+            assert span.first_key + span.keys == keys
+            assert span.fresh == (rows == keys > 1)
+        start += rows
+
+
+@given(lens, windows, budgets)
+def test_every_span_is_in_one_group_of_bounded_size(
+    lens: list[tuple[int, int]], window: tuple[int, int], budget: Budget
+) -> None:
+    spans, _ = spans_of([n for n, _ in lens], [m for _, m in lens], window, causal=False)
+
+    groups = group_spans(spans, budget)
+
+    assert sorted(span.request for group in groups for span in group) == sorted(span.request for span in spans)
+    for group in groups:
+        requests = [span.request for span in group]
+        assert requests == sorted(requests)
+        assert len({span.fresh for span in group}) == 1
+        if len(group) == 1:
+            continue
+        rows, keys = max(span.rows for span in group), max(span.keys for span in group)
+        wasted = len(group) * rows * keys - sum(span.rows * span.keys for span in group)
+        assert len(group) * keys <= budget.keys
+        assert wasted <= budget.slack
+        if wasted:
+            assert rows <= budget.ragged_rows
+            assert len(group) * rows * keys <= budget.scores
+
+
+def test_requests_of_one_size_share_a_call_whatever_padding_costs() -> None:
+    spans, _ = spans_of([1] * 8, [50] * 8, (-1, -1), causal=True)
+
+    assert len(group_spans(spans, Budget(keys=400, scores=0, slack=0, ragged_rows=0))) == 1
+    assert len(group_spans(spans, Budget(keys=200, scores=0, slack=0, ragged_rows=0))) == 2
+
+
+def test_a_long_request_does_not_pad_short_ones() -> None:
+    spans, _ = spans_of([1] * 5, [10, 12, 5000, 11, 10], (-1, -1), causal=True)
+
+    groups = group_spans(spans, Budget(keys=100_000, scores=100_000, slack=100, ragged_rows=8))
+
+    assert [[span.request for span in group] for group in groups] == [[0, 1, 3, 4], [2]]
