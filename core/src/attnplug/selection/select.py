@@ -45,7 +45,7 @@ def select(
     """
     state = process._state  # noqa: SLF001 - the repeated question has a budget of 0.3 us; a call to `current` is a third of it
     if state is not None and device is None and backend is None and options is None and current_scope() is None:
-        found = state.hot.get(requirements)
+        found = state.hot.get(requirements) if type(requirements) is Requirements else None
         if found is not None and state.registry.generation == state.generation:
             return found
     return _select(requirements, overrides("the call", backend, options, device))

@@ -1,0 +1,229 @@
+"""Loading: the winner is imported, checked and probed; a failure is isolated, recorded and explained."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+import attnplug
+from attnplug.contract.backend import Backend
+from attnplug.errors import (
+    DuplicateBackendError,
+    ManifestError,
+    NoBackendError,
+    PluginContractError,
+    PluginLoadError,
+)
+from attnplug.request.settings import Settings
+from attnplug.selection.selection import Selection
+
+REFUSING_PROBE = """{source}
+from attnplug import Reason
+
+@hookimpl
+def attnplug_probe(variant):
+    return Reason("probe", "sinks", True, "built without sinks", "rebuild it with sinks")
+"""
+RAISING_CONSTRUCTOR = """{source}
+_made = attnplug_backend
+
+@hookimpl
+def attnplug_backend(variant, agreement):
+    class Raises(_made(variant, agreement)):
+        def __init__(self, selection):
+            raise ValueError("no device")
+
+    return Raises
+"""
+FAILURES = {
+    "import": ("raise ImportError('libflash.so.3: no such file')", PluginLoadError, "does not import"),
+    "exit": ("raise SystemExit(3)", PluginLoadError, "SystemExit"),
+    "os": ("raise OSError('no such library')", PluginLoadError, "OSError"),
+    "no hook": ("x = 1", PluginContractError, "implements no hook attnplug_backend"),
+    "unknown hook": ("{source}\n@hookimpl\ndef attnplug_other(variant): ...", PluginContractError, "attnplug_other"),
+    "argument": (
+        "from attnplug.contract.hooks import hookimpl\n@hookimpl\ndef attnplug_backend(variant, colour): ...",
+        PluginContractError,
+        "colour",
+    ),
+    "no backend": (
+        "from attnplug.contract.hooks import hookimpl\n@hookimpl\ndef attnplug_backend(variant): return int",
+        PluginContractError,
+        "int",
+    ),
+    "hook raises": (
+        "from attnplug.contract.hooks import hookimpl\n@hookimpl\ndef attnplug_backend(variant): raise KeyError('x')",
+        PluginLoadError,
+        "attnplug_backend raised KeyError",
+    ),
+    "probe refuses": (REFUSING_PROBE, PluginLoadError, "built without sinks"),
+    "probe raises": (
+        "{source}\n@hookimpl\ndef attnplug_probe(device): raise OSError('no nvcc')",
+        PluginLoadError,
+        "its probe raised OSError: no nvcc",
+    ),
+    "probe lies": (
+        "{source}\n@hookimpl\ndef attnplug_probe(agreement): return 'no'",
+        PluginContractError,
+        "its probe returned 'no'",
+    ),
+    "constructor": (RAISING_CONSTRUCTOR, PluginLoadError, "raised ValueError: no device"),
+}
+
+
+@pytest.fixture(params=sorted(FAILURES))
+def failing(request, world, flash_manifest, plugin_source):
+    code, error, text = FAILURES[request.param]
+    world("generic", bad=(flash_manifest, code.replace("{source}", plugin_source)))
+    return error, text
+
+
+def test_load_returns_the_backend_of_the_selection(both, request_of):
+    backend = attnplug.load(request_of(sinks=True))
+
+    assert isinstance(backend, Backend)
+    assert backend.id == "flash/new"
+    assert backend.selection is attnplug.select(request_of(sinks=True))
+
+
+def test_a_named_backend_fails_loudly(failing, request_of):
+    error, text = failing
+
+    with pytest.raises(error) as caught:
+        attnplug.load(request_of(), backend="flash/hopper")
+
+    assert text in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_an_unnamed_one_is_left_out_and_the_next_is_loaded(failing, request_of, caplog):
+    backend = attnplug.load(request_of())
+
+    assert backend.id == "generic/default"
+    broken = {v.id: v for v in backend.selection.verdicts if v.status == "broken"}
+    assert {"flash/hopper", "flash/new", "flash/old"} == set(broken)
+    assert failing[1] in "".join(str(reason) for v in broken.values() for reason in v.reasons)
+    assert "flash/hopper failed to load and is left out" in caplog.text
+
+
+def test_auto_in_a_list_permits_falling_back(failing, request_of):
+    assert attnplug.load(request_of(), backend=["flash/hopper", "generic"]).id == "generic/default"
+
+
+def test_the_original_failure_is_the_cause(world, request_of, flash_manifest):
+    world(bad=(flash_manifest, "import not_there_at_all"))
+
+    with pytest.raises(PluginLoadError) as caught:
+        attnplug.load(request_of(), backend="flash/hopper")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+    with pytest.raises(NoBackendError) as caught:
+        attnplug.load(request_of())
+    assert "not_there_at_all" in str(caught.value)
+
+
+def test_strict_raises_where_it_happens(world, request_of, flash_manifest):
+    world("generic", bad=(flash_manifest, "1 / 0"), settings=Settings(strict=True))
+
+    with pytest.raises(PluginLoadError, match="ZeroDivisionError"):
+        attnplug.load(request_of())
+
+
+def test_selecting_and_explaining_import_no_plugin(both, request_of):
+    attnplug.select(request_of())
+    str(attnplug.explain(request_of(sinks=True)))
+
+    assert not [name for name in sys.modules if name.startswith("scratch_")]
+
+
+def test_loading_imports_only_the_winner(both, request_of):
+    attnplug.load(request_of())
+
+    assert {name for name in sys.modules if name.endswith(".plugin") and name.startswith("scratch_")} == {
+        "scratch_flash.plugin"
+    }
+
+
+class TestElsewhere:
+    """A decision that came from another process is carried out as it is, or refused."""
+
+    @pytest.fixture
+    def sent(self, both, request_of):
+        return json.loads(
+            json.dumps(attnplug.select(request_of(sinks=True), options={"flash": {"splits": 4}}).to_dict())
+        )
+
+    def test_exactly_that_decision_is_loaded(self, sent, world):
+        world("flash", "generic", settings=Settings(backend=("generic",)))
+
+        backend = Selection.from_dict(sent).load()
+
+        assert backend.id == "flash/new"
+        assert dict(backend.agreement.options) == {"splits": 4}
+
+    def test_another_version_is_refused(self, sent, world):
+        world("flash")
+        sent["verdicts"][0]["distribution"] = "dist-flash 0.9"
+
+        with pytest.raises(PluginLoadError, match=r"'dist-flash 0\.9' was selected(.|\n)*on every rank"):
+            Selection.from_dict(sent).load()
+
+    def test_a_missing_plugin_is_refused(self, sent, world):
+        world("generic")
+
+        with pytest.raises(PluginLoadError, match="it is not installed here"):
+            Selection.from_dict(sent).load()
+
+    def test_a_missing_library_is_refused(self, sent, world):
+        world("flash", missing=("flash-new",))
+
+        with pytest.raises(PluginLoadError, match="flash-new >=4 is required and not installed"):
+            Selection.from_dict(sent).load()
+
+    def test_a_blocked_plugin_is_refused(self, sent, world):
+        world("flash", settings=Settings(block=frozenset({"flash"})))
+
+        with pytest.raises(PluginLoadError, match="may not be used here"):
+            Selection.from_dict(sent).load()
+        assert "scratch_flash.plugin" not in sys.modules
+
+    def test_terms_that_do_not_hold_here_are_refused(self, sent, world):
+        world("flash")
+        sent["agreement"]["block_size"] = 24
+
+        with pytest.raises(PluginLoadError, match="block_size=24 asked, supported: 128, multiples of 16"):
+            Selection.from_dict(sent).load()
+
+
+class TestRegister:
+    def test_a_registered_backend_is_selected_like_any(self, both, request_of, tmp_path, plugin_source):
+        (tmp_path / "notebook_plugin.py").write_text(plugin_source)
+        manifest = tmp_path / "notebook.toml"
+        manifest.write_text(
+            'api = "1.0"\nbackend = { name = "mine", summary = "by hand" }\n'
+            '[supports]\ndevice_type = "cuda"\ncompute_capability = "9.0"\ndtype = "bfloat16"\nhead_size = 64\n'
+            'features = ["custom_mask"]\n'
+        )
+
+        name = attnplug.register("notebook_plugin", manifest=manifest)
+        attnplug.register("notebook_plugin", manifest=manifest)
+
+        assert name == "mine"
+        assert attnplug.load(request_of(paged=False, custom_mask=True)).id == "mine/default"
+
+    def test_nothing_is_half_registered(self, both, request_of, tmp_path, flash_manifest):
+        generation = both.generation
+        broken = tmp_path / "broken.toml"
+        broken.write_text("api = 3")
+        twin = tmp_path / "twin.toml"
+        twin.write_text(flash_manifest)
+
+        with pytest.raises(ManifestError):
+            attnplug.register("anything", manifest=broken)
+        with pytest.raises(DuplicateBackendError):
+            attnplug.register("anything", manifest=twin)
+
+        assert both.generation == generation
+        assert attnplug.select(request_of()).id == "flash/hopper"

@@ -1,0 +1,154 @@
+"""A whole model: common block size and layout, least graph level, groups."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.manifest.parse import parse_manifest
+from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.negotiate import Question, negotiate
+from attnplug.negotiation.plan import passing_terms, share_terms
+from attnplug.request.device import Device
+from attnplug.selection.plan import Plan
+
+
+def test_layers_that_ask_alike_form_a_group(both, request_of):
+    layers = {f"layers.{i}": request_of(sliding_window=128 if i % 2 else None) for i in range(5)}
+
+    plan = attnplug.plan(layers)
+
+    assert [group.layers for group in plan.groups] == [("layers.0", "layers.2", "layers.4"), ("layers.1", "layers.3")]
+    assert plan["layers.3"].requirements.sliding_window == 128
+    assert {group.selection.id for group in plan.groups} == {"flash/hopper"}
+
+
+def test_paged_layers_share_block_size_and_layout(both, request_of):
+    plan = attnplug.plan({"a": request_of(), "b": request_of(sinks=True), "c": request_of()})
+
+    assert [plan[name].id for name in "abc"] == ["flash/hopper", "flash/new", "flash/hopper"]
+    assert {plan[name].agreement.block_size for name in "abc"} == {16} == {plan.block_size}
+    assert plan.kv_layout == "NHD"
+
+
+def test_the_smaller_group_yields(world, request_of, flash_manifest):
+    coarse = flash_manifest.replace("block_size = [128, { multiple_of = 16 }]", "block_size = 24")
+    world("generic", flash=(coarse, None))
+
+    plan = attnplug.plan({"a": request_of(), "b": request_of(), "c": request_of(sinks=True)})
+
+    assert plan["a"].id == "flash/hopper"
+    assert plan["c"].id == "generic/default"
+    assert plan["c"].decided_by == "common block size and layout"
+    assert plan.block_size == 16
+
+
+def test_the_weakest_group_sets_the_graph_level(both, request_of):
+    plan = attnplug.plan({"a": request_of(), "b": request_of(sinks=True)})
+
+    assert plan.cudagraph == "never"
+    assert plan.weakest.layers == ("b",)
+    assert attnplug.plan({"a": request_of(), "b": request_of(alibi="linear")}).cudagraph == "uniform_batch"
+
+
+def test_layers_without_a_cache_do_not_take_part(both, request_of):
+    plan = attnplug.plan({"a": request_of(paged=False), "b": request_of(alibi="linear")})
+
+    assert plan["a"].agreement.block_size is None
+    assert plan.block_size == 256
+
+
+def test_nothing_in_common_is_an_error_with_everyones_sizes(world, request_of, flash_manifest):
+    world(flash=(flash_manifest.replace("block_size = [128, { multiple_of = 16 }]", "block_size = 24"), None))
+
+    with pytest.raises(NoBackendError) as caught:
+        attnplug.plan({"a": request_of(alibi="linear"), "b": request_of(sinks=True)})
+
+    assert "a (1 layers), flash/old: blocks of 256, 512, 768, 1024; NHD" in str(caught.value)
+    assert "b (1 layers), flash/new: blocks of 24; NHD" in str(caught.value)
+
+
+def test_a_layer_that_nothing_serves_is_named(both, request_of):
+    with pytest.raises(NoBackendError, match=r"of layer 'b'"):
+        attnplug.plan({"a": request_of(), "b": request_of(custom_mask=True)})
+
+
+def test_no_layers_are_no_plan(both):
+    with pytest.raises(RequirementsError, match="no layers"):
+        attnplug.plan({})
+
+
+def test_scopes_apply(both, request_of):
+    with attnplug.using(backend="flash/old"):
+        plan = attnplug.plan({"a": request_of()})
+
+    assert (plan["a"].id, plan.block_size) == ("flash/old", 256)
+    assert attnplug.plan({"a": request_of()}, Device.cuda("8.0"))["a"].id == "flash/old"
+
+
+def test_a_plan_travels(both, request_of):
+    plan = attnplug.plan({"a": request_of(), "b": request_of(sinks=True)})
+
+    again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+
+    assert again == plan == pickle.loads(pickle.dumps(plan))
+    assert again["b"].load().id == "flash/new"
+
+
+SIZES = [
+    "{ multiple_of = 16 }",
+    "[128, { multiple_of = 64 }]",
+    "{ multiple_of = 48, max = 480 }",
+    "[32, 96]",
+    "{ min = 1 }",
+    "7",
+]
+LAYOUTS = ['"NHD"', '["HND", "NHD"]', '"HND"']
+
+
+def candidate(name, size, layout):
+    manifest = parse_manifest(
+        f'api = "1.0"\nbackend = {{ name = "{name}", summary = "s" }}\n'
+        '[supports]\ndevice_type = "cpu"\ndtype = "float32"\n'
+        f'head_size = 64\nfeatures = ["paged"]\nblock_size = {size}\nkv_layout = {layout}\n'
+    )
+    return examine(manifest, manifest.variants[0], lambda _: None)
+
+
+offers = st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(LAYOUTS)), min_size=1, max_size=3)
+
+
+@given(st.lists(offers, min_size=1, max_size=3))
+def test_shared_terms_pass_everywhere_or_none_exist(groups):
+    question = Question(
+        attnplug.Requirements(head_size=64, num_q_heads=1, num_kv_heads=1, dtype="float32"), Device.cpu()
+    )
+    entries = [(question, [candidate(f"b{i}", *offer) for i, offer in enumerate(group)]) for group in groups]
+    union = [{terms for c in candidates for terms in passing_terms(c, question)} for _, candidates in entries]
+
+    shared = share_terms(entries)
+
+    if shared is None:
+        assert not set.intersection(*union) or not _some_choice(entries)
+    else:
+        for picked, terms in shared:
+            pinned = Question(question.requirements.evolve(**terms), Device.cpu())
+            assert not negotiate(picked, pinned).objections
+        assert len({tuple(terms.values()) for _, terms in shared}) == 1
+
+
+def _some_choice(entries):
+    """Whether any choice of candidates has common terms, by trying them all."""
+    found = [set()]
+    first = True
+    for question, candidates in entries:
+        allowed = [set(passing_terms(c, question)) for c in candidates]
+        found = allowed if first else [f & a for f in found for a in allowed if f & a]
+        first = False
+    return any(found)

@@ -1,0 +1,329 @@
+"""Asking: which one, why this one, why not the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+
+import pytest
+
+import attnplug
+from attnplug.errors import NoBackendError, RequirementsError, SettingsError, UnknownBackendError
+from attnplug.request.device import Device
+from attnplug.request.settings import Settings
+from attnplug.selection import state as process
+from attnplug.selection.explanation import Explanation
+from attnplug.selection.selection import Selection
+
+
+def statuses(explanation):
+    return {verdict.id: verdict.status for verdict in explanation.verdicts if verdict.status != "absent"}
+
+
+def verdict(explanation, name):
+    return next(v for v in explanation.verdicts if v.id == name)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "chosen"),
+    [
+        ("9.0", {}, "flash/hopper"),
+        ("8.0", {}, "flash/old"),
+        ("10.0", {}, "flash/new"),
+        ("9.0", {"sinks": True}, "flash/new"),
+        ("9.0", {"alibi": "linear"}, "flash/old"),
+        ("8.0", {"sinks": True}, "generic/default"),
+        ("12.0", {"dtype": "float32"}, "generic/default"),
+        ("9.0", {"block_size": 32}, "flash/hopper"),
+        ("8.0", {"block_size": 32}, "generic/default"),
+        ("10.0", {"cudagraph": "single_token_decode"}, "flash/old"),
+    ],
+)
+def test_the_best_that_can_serve_is_chosen(both, request_of, device, asked, chosen):
+    assert attnplug.select(request_of(**asked), Device.cuda(device)).id == chosen
+
+
+def test_an_agreement_settles_what_was_left_open(both, request_of):
+    terms = attnplug.select(request_of(sinks=True)).agreement
+
+    assert (terms.block_size, terms.kv_layout, terms.kv_cache_dtype, terms.cudagraph) == (
+        128,
+        "NHD",
+        "bfloat16",
+        "never",
+    )
+    assert attnplug.select(request_of()).agreement.cudagraph == "always"
+    assert attnplug.select(request_of(block_size=48)).agreement.block_size == 48
+    assert attnplug.select(request_of(sinks=True, paged=False)).agreement.block_size is None
+
+
+def test_every_candidate_has_a_verdict_with_all_reasons(both, request_of):
+    explanation = attnplug.explain(request_of(alibi="linear", dtype="float32", sinks=True))
+
+    assert explanation.chosen is None
+    reasons = verdict(explanation, "flash/new").reasons
+    assert [(r.code, r.field) for r in reasons] == [("unsupported", "dtype"), ("undeclared", "alibi")]
+    assert reasons[0].wanted == "float32"
+    assert reasons[0].supported == "bfloat16, float16"
+    assert "flash/new lacks" not in str(explanation)
+    assert "this variant lacks dtype=float32, alibi=linear" in str(explanation)
+
+
+def test_absent_plugins_are_offered_by_name(both, request_of):
+    absent = verdict(attnplug.explain(request_of()), "flashinfer")
+
+    assert absent.status == "absent"
+    assert str(absent.remedy) == "pip install attnplug-flashinfer"
+
+
+def test_a_missing_library_is_told_from_a_refusal(world, request_of):
+    world("flash", "generic", missing=("flash-hopper", "flash-new"))
+
+    explanation = attnplug.explain(request_of(sinks=True))
+
+    assert statuses(explanation) == {
+        "generic/default": "chosen",
+        "flash/new": "lacks_dependency",
+        "flash/hopper": "refused",
+        "flash/old": "refused",
+    }
+    assert str(verdict(explanation, "flash/new").remedy) == "pip install 'flash-new >=4'"
+    assert [r.code for r in verdict(explanation, "flash/hopper").reasons] == ["undeclared", "missing"]
+
+
+def test_assume_installed_answers_what_if(world, request_of):
+    world("flash", "generic", missing=("flash-old", "flash-hopper", "flash-new"), device=Device.cpu())
+
+    picks = {
+        capability: attnplug.explain(request_of(), Device.cuda(capability), assume_installed=True).chosen.id
+        for capability in ("8.0", "9.0", "10.0")
+    }
+
+    assert picks == {"8.0": "flash/old", "9.0": "flash/hopper", "10.0": "flash/new"}
+    assert attnplug.select(request_of(), Device.cuda("9.0")).id == "generic/default"
+
+
+class TestNames:
+    def test_one_name_is_strict(self, both, request_of):
+        with pytest.raises(NoBackendError) as caught:
+            attnplug.select(request_of(sinks=True), backend="flash/hopper")
+
+        assert isinstance(caught.value.explanation, Explanation)
+        assert "sinks=True asked, supported: only False" in str(caught.value)
+        assert "permit others with 'auto'" in caught.value.remedy
+
+    def test_a_list_is_an_order(self, both, request_of):
+        assert attnplug.select(request_of(), backend=["flash/new", "flash/hopper"]).id == "flash/new"
+        assert attnplug.select(request_of(), backend=["generic", "auto"]).id == "generic/default"
+        assert attnplug.select(request_of(sinks=True), backend=["flash/hopper", "auto"]).id == "flash/new"
+        with pytest.raises(NoBackendError):
+            attnplug.select(request_of(sinks=True), backend=["flash/hopper", "flash/old"])
+
+    def test_aliases_select(self, both, request_of):
+        assert attnplug.select(request_of(), backend="FLASH").id == "flash/hopper"
+        assert attnplug.select(request_of(), backend="FLASH/new").id == "flash/new"
+
+    @pytest.mark.parametrize("name", ["flsh", "flash/newer", "nothing/at/all"])
+    def test_unknown_names_are_told(self, both, request_of, name):
+        with pytest.raises(UnknownBackendError) as caught:
+            attnplug.select(request_of(), backend=name)
+        assert repr(name) in str(caught.value)
+
+    @pytest.mark.parametrize("value", [[], [""], [3], ""])
+    def test_no_name_is_no_list(self, both, request_of, value):
+        with pytest.raises(SettingsError, match="in order"):
+            attnplug.select(request_of(), backend=value)
+
+
+class TestPrecedence:
+    def test_call_over_scope_over_environment_over_automatic(self, world, request_of):
+        settings = Settings(backend=("generic",), sources={"backend": "environment variable ATTNPLUG_BACKEND"})
+        world("flash", "generic", settings=settings)
+
+        by_environment = attnplug.select(request_of())
+        with attnplug.using(backend="flash/old"):
+            by_scope = attnplug.select(request_of())
+            by_call = attnplug.select(request_of(), backend="flash/new")
+            with attnplug.using(backend=["flash/hopper"]):
+                inner = attnplug.select(request_of())
+        after = attnplug.select(request_of())
+
+        assert [s.id for s in (by_environment, by_scope, by_call, inner, after)] == [
+            "generic/default",
+            "flash/old",
+            "flash/new",
+            "flash/hopper",
+            "generic/default",
+        ]
+        assert by_environment.provenance["backend"] == "environment variable ATTNPLUG_BACKEND"
+        assert by_scope.provenance["backend"] == "using"
+        assert by_call.provenance["backend"] == "the call"
+
+    def test_the_device_travels_the_same_way(self, both, request_of):
+        with attnplug.using(device=Device.cuda("10.0")):
+            assert attnplug.select(request_of()).device == Device.cuda("10.0")
+            assert attnplug.select(request_of(), Device.cuda("8.0")).id == "flash/old"
+
+    def test_options_are_validated_and_recorded(self, both, request_of):
+        plain = attnplug.select(request_of())
+        with attnplug.using(options={"flash": {"splits": 2}}):
+            scoped = attnplug.select(request_of())
+            called = attnplug.select(request_of(), options={"FLASH": {"splits": "3"}})
+
+        assert [dict(s.agreement.options) for s in (plain, scoped)] == [{"splits": 0}, {"splits": 2}]
+        assert scoped.provenance["options.flash.splits"] == "using"
+        assert dict(called.agreement.options) in ({"splits": 2}, {"splits": 3})
+        with pytest.raises(SettingsError, match="did you mean 'splits'"):
+            attnplug.select(request_of(), options={"flash": {"split": 1}})
+        with pytest.raises(SettingsError, match="int from 0"):
+            attnplug.select(request_of(), options={"flash": {"splits": -1}})
+        with pytest.raises(UnknownBackendError):
+            attnplug.select(request_of(), options={"nobody": {"x": 1}})
+        with pytest.raises(SettingsError, match="by backend"):
+            attnplug.select(request_of(), options={"flash": 3})
+
+
+class TestRanking:
+    def test_emulation_ranks_below_and_embedded_last(self, both, request_of):
+        explanation = attnplug.explain(request_of())
+
+        assert [v.id for v in explanation.verdicts if v.status in ("chosen", "eligible")] == [
+            "flash/hopper",
+            "flash/new",
+            "flash/old",
+            "generic/default",
+        ]
+        assert explanation.chosen.decided_by == "the plugin's preference"
+        assert dict(verdict(explanation, "generic/default").emulated) == {"paged": "gathers"}
+
+    def test_a_measured_profile_wins(self, world, request_of, tmp_path):
+        profile = tmp_path / "profile.toml"
+        profile.write_text(
+            "[[measured]]\nwhen = { head_size = 64 }\n"
+            'microseconds = { "flash/old" = 10, "flash/new" = 20, "generic/default" = 1 }\n'
+        )
+        world("flash", "generic", settings=Settings(profile=str(profile)))
+
+        assert attnplug.select(request_of()).id == "flash/old"
+        assert attnplug.select(request_of()).decided_by == "measured profile"
+        assert attnplug.select(request_of(head_size=128)).id == "flash/hopper"
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "x",
+            "[[measured]]\nwhen = {}",
+            "[[measured]]\nmicroseconds = { a = 0 }",
+            "[[measured]]\nwhen = { hed = 1 }\nmicroseconds = {}",
+        ],
+    )
+    def test_a_wrong_profile_is_refused(self, world, request_of, tmp_path, text):
+        profile = tmp_path / "wrong.toml"
+        profile.write_text(text)
+        world("generic", settings=Settings(profile=str(profile)))
+
+        with pytest.raises(SettingsError, match=r"wrong\.toml"):
+            attnplug.select(request_of())
+
+    def test_a_tie_by_name_says_how_to_settle_it(self, world, request_of, flash_manifest):
+        twin = flash_manifest.replace('name = "flash", aliases = ["FLASH"]', 'name = "flush"')
+        twin = twin.replace('order = ["hopper", "new", "old"]', 'order = ["hopper"]')
+        world("flash", twin=(twin, None))
+
+        explanation = attnplug.explain(request_of())
+
+        assert explanation.chosen.id == "flash/hopper"
+        assert explanation.chosen.decided_by == "the plugin's preference"
+        only = attnplug.explain(request_of(), backend=["auto"])
+        assert only.chosen.id == "flash/hopper"
+        tied = attnplug.explain(request_of(alibi="linear"))
+        assert tied.chosen.decided_by == "name"
+        assert "'flash/old' and 'flush/old' tie" in tied.tie
+        assert "ATTNPLUG_PROFILE" in str(tied)
+
+
+class TestMemory:
+    def test_the_same_question_is_answered_once(self, both, request_of, caplog):
+        with caplog.at_level(logging.INFO, "attnplug"):
+            first = attnplug.select(request_of())
+            again = attnplug.select(request_of())
+
+        assert again is first
+        records = [record for record in caplog.records if hasattr(record, "selection")]
+        assert [record.selection for record in records] == [first]
+
+    def test_a_change_of_the_registry_asks_again(self, both, request_of):
+        first = attnplug.select(request_of())
+        both.mark_broken("flash/hopper", attnplug.Reason("broken", "flash/hopper", None, "it failed"))
+
+        second = attnplug.select(request_of())
+
+        assert (first.id, second.id) == ("flash/hopper", "flash/new")
+        assert verdict(attnplug.explain(request_of()), "flash/hopper").status == "broken"
+
+    def test_refresh_reads_everything_again(self, both, request_of, monkeypatch):
+        attnplug.select(request_of())
+        monkeypatch.setenv("ATTNPLUG_BLOCK", "")
+        attnplug.refresh()
+
+        assert attnplug.registry() is not both
+
+    def test_memory_is_bounded(self, both, request_of, monkeypatch):
+        monkeypatch.setattr(process, "_MOST_DECISIONS", 8)
+        for window in range(1, 30):
+            attnplug.select(request_of(sliding_window=window))
+
+        state = process.current()
+        assert len(state.decisions) <= 8
+        assert len(state.hot) <= 9
+        assert attnplug.select(request_of(sliding_window=1)).requirements.sliding_window == 1
+
+
+class TestTransport:
+    def test_json_round_trip(self, both, request_of):
+        selection = attnplug.select(request_of(sinks=True), options={"flash": {"splits": 2}})
+
+        again = Selection.from_dict(json.loads(json.dumps(selection.to_dict())))
+
+        assert again == selection
+        assert again.agreement == selection.agreement
+        assert [str(v.remedy) for v in again.verdicts] == [str(v.remedy) for v in selection.verdicts]
+
+    def test_pickle_round_trip(self, both, request_of):
+        selection = attnplug.select(request_of())
+
+        assert pickle.loads(pickle.dumps(selection)) == selection
+
+    def test_an_error_with_every_verdict_pickles(self, both, request_of):
+        with pytest.raises(NoBackendError) as caught:
+            attnplug.select(request_of(custom_mask=True))
+
+        again = pickle.loads(pickle.dumps(caught.value))
+
+        assert str(again) == str(caught.value)
+        assert again.explanation.verdicts == caught.value.explanation.verdicts
+
+
+def test_nothing_can_serve_says_so_for_everyone(both, request_of):
+    with pytest.raises(NoBackendError) as caught:
+        attnplug.select(request_of(custom_mask=True, sinks=True))
+
+    text = str(caught.value)
+    assert all(name in text for name in ("flash/old", "flash/hopper", "flash/new", "generic/default", "flashinfer"))
+    assert "lacks sinks=True, custom_mask=True" in text
+
+
+def test_a_question_is_a_requirements(both):
+    with pytest.raises(RequirementsError, match="the question is an"):
+        attnplug.select({"head_size": 64})
+
+
+def test_explanations_print_without_a_terminal(both, request_of, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+    text = str(attnplug.explain(request_of(sinks=True)))
+
+    assert text.splitlines()[0].startswith("asked: head_size=64")
+    assert "chosen: flash/new (decided by embedded last)" in text
+    assert max(map(len, text.splitlines())) <= 80
