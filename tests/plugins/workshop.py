@@ -18,8 +18,8 @@ PLUGINS = Path(__file__).parent
 _BUILD = """
 import sys
 from hatchling.builders.wheel import WheelBuilder
-for folder in sys.argv[2:]:
-    print(next(WheelBuilder(folder).build(directory=sys.argv[1], versions=["standard"])))
+for folder in sys.argv[3:]:
+    print(next(WheelBuilder(folder).build(directory=sys.argv[2], versions=[sys.argv[1]])))
 """
 
 
@@ -29,23 +29,26 @@ class Workshop:
 
     Args:
         folder: Where the wheels go.
+        kind: ``standard``, or ``editable`` for wheels that point at the sources here.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "standard") -> None:
         self.folder = folder
+        self.kind = kind
         self._wheels: dict[str, Path] = {}
 
     def build(self, *names: str) -> list[Path]:
         """Return the wheels of these plugins."""
         missing = [name for name in dict.fromkeys(names) if name not in self._wheels]
         if missing:
-            command = [sys.executable, "-c", _BUILD, str(self.folder), *(str(PLUGINS / name) for name in missing)]
+            folders = (str(PLUGINS / name) for name in missing)
+            command = [sys.executable, "-c", _BUILD, self.kind, str(self.folder), *folders]
             built = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
             self._wheels.update(zip(missing, map(Path, built), strict=True))
         return [self._wheels[name] for name in names]
 
     def install(self, target: Path, *names: str) -> Path:
-        """Unpack the wheels of these plugins into a folder for ``sys.path``, as an installer does; return the folder."""
+        """Unpack the wheels of these plugins into a folder for ``sys.path``, as an installer does; return it."""
         target.mkdir(parents=True, exist_ok=True)
         for wheel in self.build(*names):
             with ZipFile(wheel) as archive:
@@ -60,13 +63,15 @@ def run(code: str, *sites: Path, home: Path, **environment: str) -> Any:
     Args:
         code: The program.
         sites: Folders for ``sys.path``.
-        home: Where the user's configuration is looked for.
+        home: Where the program and the user's configuration are.
         environment: Further variables; those of the project that are set outside are not seen.
     """
+    program = home / "program.py"
+    program.write_text(code, encoding="utf-8")
     outside = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
     variables = {"PYTHONPATH": os.pathsep.join(map(str, sites)), "XDG_CONFIG_HOME": str(home), "HOME": str(home)}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", str(program)],
         env={**outside, **variables, **environment},
         cwd=home,
         capture_output=True,
