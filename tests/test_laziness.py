@@ -63,7 +63,7 @@ def test_deciding_imports_no_backend_and_nothing_heavy(code: str) -> None:
     found = _imported(f"import attnplug; {code}")
 
     assert not found & HEAVY
-    assert _third_party(found) <= {"attr", "attrs", "packaging", "platformdirs"}
+    assert _third_party(found) <= {"attr", "attrs", "packaging", "platformdirs", "tomli"}
 
 
 def test_loading_is_what_imports_the_contract() -> None:
