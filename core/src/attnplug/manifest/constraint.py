@@ -2,18 +2,20 @@
 The values that a field may have: ordered alternatives, each one value or a range.
 
 Written in TOML as ``64``, ``{ multiple_of = 8, max = 256 }`` or an ordered list of those. One meaning everywhere:
-membership, intersection and the
-nearest allowed value are defined here and nowhere else.
+membership, intersection and the nearest allowed value are defined here and nowhere else.
 """
 
 from __future__ import annotations
 
 from math import lcm
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from attnplug.request.domain import Domain, Integer, Names
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @frozen
@@ -96,9 +98,10 @@ class Constraint:
 
     def members(self, limit: int = 1024) -> tuple[Any, ...]:
         """Return the allowed values, preferred ones first, then rising; of whole numbers only those up to `limit`."""
-        if isinstance(self.domain, Integer):
-            return tuple(dict.fromkeys((*self.choices(), *filter(self.allows, range(self.domain.min, limit + 1)))))
-        return self.choices()
+        if not isinstance(self.domain, Integer):
+            return self.choices()
+        rising = sorted({value for a in self.alternatives for value in _up_to(limit, self.domain, a)})
+        return tuple(dict.fromkeys((*self.choices(), *rising)))
 
     def nearest(self, value: Any) -> Any:
         """
@@ -164,6 +167,16 @@ def _lowest(domain: Domain, alternative: Alternative) -> Any:
     else:
         value = alternative.min if alternative.min is not None else alternative.max
     return value if _admits(domain, alternative, value) else None
+
+
+def _up_to(limit: int, domain: Integer, alternative: Alternative) -> Sequence[int]:
+    """Return the whole numbers of an alternative, up to a limit."""
+    if isinstance(alternative, Exact):
+        return (alternative.value,) if alternative.value <= limit else ()
+    step = alternative.multiple_of or 1
+    low = max(domain.min, alternative.min if alternative.min is not None else domain.min)
+    high = limit if alternative.max is None else min(limit, alternative.max)
+    return range(_up(low, step), high + 1, step)
 
 
 def _around(domain: Domain, alternative: Alternative, value: Any) -> list[Any]:

@@ -1,14 +1,14 @@
 """
 Where a key stands in a TOML file, for error messages.
 
-TOML parsers keep no positions. This scan runs only when something is wrong, and it may be approximate: it finds the
-line of the deepest part of the key path
-that it can see, which is where an author looks first.
+TOML parsers keep no positions. This scan may be approximate: it finds the line of the deepest part of the key path that
+it can see, which is where an author looks first. A text is scanned once, since every rule of a manifest has a line.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def locate(text: str, path: Sequence[str | int]) -> int | None:
     return _inside(text, best[1], path[best[0] :])
 
 
+@lru_cache(maxsize=2)
 def _keys(text: str) -> list[tuple[int, tuple[str | int, ...]]]:
     """List (line, key path) of every table header and every key at the start of a line."""
     found: list[tuple[int, tuple[str | int, ...]]] = []

@@ -273,14 +273,14 @@ class _Reader:
 
     def keys(self, data: Mapping[str, Any], where: tuple[str | int, ...], known: tuple[str, ...]) -> None:
         for key in data:
-            place = ".".join(map(str, where)) or "the manifest"
-            self.check(
-                key in known,
-                (*where, key),
-                f"the key {key!r} in {place}{near(key, known)}",
-                f"the keys are {', '.join(known)}",
-                "correct or remove it",
-            )
+            if key not in known:  # looking for a near name takes longer than reading the whole manifest
+                place = ".".join(map(str, where)) or "the manifest"
+                raise self.fail(
+                    (*where, key),
+                    f"the key {key!r} in {place}{near(key, known)}",
+                    f"the keys are {', '.join(known)}",
+                    "correct or remove it",
+                )
 
     def table(
         self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...], known: tuple[str, ...] = ()
@@ -327,7 +327,6 @@ class _Reader:
         form: str,
     ) -> _T:
         value: _T = data.get(key, default)
-        self.check(
-            key not in data or good(value), (*where, key), f"{key} = {value!r}", f"{key!r} is {form}", "correct it"
-        )
+        if key in data and not good(value):  # as above: writing out a table costs more than reading it
+            raise self.fail((*where, key), f"{key} = {value!r}", f"{key!r} is {form}", "correct it")
         return value

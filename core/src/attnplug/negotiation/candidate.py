@@ -59,15 +59,7 @@ class Candidate:
     _memo: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
     _fixed_rules: tuple[Rule, ...] = field(init=False, repr=False)
     _free_rules: tuple[Rule, ...] = field(init=False, repr=False)
-
-    _choices: dict[str, tuple[Any, ...]] = field(init=False, repr=False)
-
-    @_choices.default
-    def _choices_of_free_fields(self) -> dict[str, tuple[Any, ...]]:
-        """Values beyond the first of each alternative matter only where rules judge them."""
-        declared = {name: self.supports(name) for name in _FREE}
-        ruled = bool(self._free_rules)
-        return {name: (c.members() if ruled else c.choices()) if c else () for name, c in declared.items()}
+    _choices: dict[str, tuple[Any, ...]] = field(factory=dict, init=False, repr=False)
 
     @_fixed_rules.default
     def _rules_of_asked_fields(self) -> tuple[Rule, ...]:
@@ -101,8 +93,17 @@ class Candidate:
         return None if known is _SERVES else known
 
     def choices(self, name: str) -> tuple[Any, ...]:
-        """Return the values of a free field to try, in declared order."""
-        return self._choices[name]
+        """
+        Return the values of a free field to try, in declared order; remembered.
+
+        Values beyond the first of each alternative matter only where rules judge them.
+        """
+        known = self._choices.get(name)
+        if known is None:
+            declared = self.supports(name)
+            values = () if declared is None else declared.members() if self._free_rules else declared.choices()
+            known = self._choices[name] = values
+        return known
 
     def supports(self, name: str) -> Constraint | None:
         """Return the constraint of a declared field."""
