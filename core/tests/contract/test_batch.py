@@ -28,6 +28,18 @@ def test_a_paged_batch_has_no_key_starts():
     assert batch.slot_mapping.tolist() == [3 * 4, 4 * 4 + 2, 4 * 4 + 3]
 
 
+def test_a_batch_is_made_of_its_tensors():
+    starts, lengths = torch.tensor([0, 2], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+
+    batch = Batch(
+        query_start_loc=starts, seq_lens=lengths, num_reqs=1, num_actual_tokens=2, max_query_len=2, max_seq_len=2
+    )
+
+    assert batch.query_start_loc_cpu is starts
+    assert batch.seq_lens_cpu is lengths
+    assert batch.common_prefix_len == 0
+
+
 def test_a_tensor_on_the_cpu_is_its_own_host_copy():
     batch = make_batch([1], [3])
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from attnplug.batching import pad_batch
 from attnplug.contract import Batch, Parallel
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 from core.tests.contract.toy import ToyBackend
@@ -259,9 +260,22 @@ def test_slots_are_in_the_cache(batch, builder, slot, padded):
         builder.build(batch)
 
 
-def test_a_slot_belongs_to_one_token(batch, builder):
+@pytest.mark.parametrize("num_blocks", [NUM_BLOCKS, None])
+def test_a_slot_belongs_to_one_token(batch, num_blocks):
+    builder = make_builder(make_backend(), num_blocks=num_blocks)
+
     with refused(CacheError, given="slot 28 was given to two tokens", remedy="a slot of its own"):
         builder.build(other(batch, "slot_mapping", slice(2, 4), 28))
+
+
+def test_the_null_blocks_slots_are_refused_where_the_cache_is_unknown(batch):
+    with refused(CacheError, given="token 0 has slot 3", allowed="slots are 4:"):
+        make_builder(make_backend(), num_blocks=None).build(other(batch, "slot_mapping", 0, 3))
+
+
+def test_a_huge_slot_is_refused_where_the_cache_is_unknown(batch):
+    with refused(CacheError, given=f"token 0 has slot {2**50}"):
+        make_builder(make_backend(), num_blocks=None).build(other(batch, "slot_mapping", 0, 2**50))
 
 
 @pytest.mark.parametrize(("queries", "lengths"), [(QUERIES, LENGTHS), ([1, 1], [5, 9])])
@@ -305,10 +319,30 @@ def test_a_shared_prefix_is_whole_blocks_that_all_requests_have_computed(batch):
         builder.build(evolve(shared(batch), common_prefix_len=3))
     with refused(BatchError, given="common_prefix_len=-4", allowed="multiple of the block size"):
         builder.build(evolve(shared(batch), common_prefix_len=-4))
-    with refused(BatchError, given="first 1 blocks differ", allowed="same blocks"):
+    with refused(BatchError, given="the first 1 blocks differ", allowed="same blocks"):
         builder.build(evolve(batch, common_prefix_len=4))
     with refused(BatchError, given="common_prefix_len=8", allowed="a request has 4 tokens computed"):
         builder.build(evolve(shared(batch, 2), common_prefix_len=8))
+    with refused(BatchError, given="common_prefix_len=8", allowed="a request has 4 tokens computed"):
+        computed = torch.tensor([4, 8, 4], dtype=torch.int32)
+        builder.build(evolve(shared(batch, 2), common_prefix_len=8, num_computed_tokens_cpu=computed))
+
+
+def test_padded_requests_share_no_prefix():
+    builder = make_builder(make_backend(cascade=True))
+    batch = shared(make_batch([1, 3], [5, 7]))
+
+    assert builder.build(evolve(pad_batch(batch, 4), common_prefix_len=4)).num_prefills == 3
+
+
+def test_a_shared_prefix_is_checked_as_far_as_the_host_knows():
+    builder = make_builder(make_backend(cascade=True, host_lengths="absent", device="meta"))
+    batch = make_batch([1, 3], [5, 7], device="meta")
+    unknown = evolve(batch, seq_lens_cpu=None, block_table_cpu=None, common_prefix_len=4)
+
+    assert builder.build(unknown).batch.common_prefix_len == 4
+    with refused(BatchError, given="common_prefix_len=4", allowed="a request has 3 tokens computed"):
+        builder.build(evolve(unknown, num_computed_tokens_cpu=int32(4, 3)))
 
 
 def test_a_mask_was_negotiated(batch, builder):
@@ -410,6 +444,26 @@ def test_encoder_lengths_belong_to_cross_attention(batch, builder):
         cross_builder().build(changed(good, encoder_seq_lens=int32(6, 9)))
     with refused(CacheError, given="request 1 has block 0"):
         cross_builder().build(other(good, "block_table", (1, 1), 0))
+
+
+def test_encoder_lengths_may_be_absent_with_the_others():
+    builder = cross_builder(host_lengths="absent", device="meta")
+    batch = cross_batch([6, 5], [])
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens")
+    moved = {name: getattr(batch, name).to("meta") for name in names}
+
+    metadata = builder.build(evolve(batch, **moved, seq_lens_cpu=None, encoder_seq_lens_cpu=None))
+
+    assert metadata.highest_block == NUM_BLOCKS - 1
+
+
+def test_a_mask_is_as_long_as_the_host_can_tell():
+    builder = make_builder(make_backend(custom_mask=True, host_lengths="upper_bound"))
+    batch = make_batch(QUERIES, LENGTHS)
+
+    assert builder.build(evolve(batch, custom_mask=torch.ones(99, dtype=torch.bool))).num_decodes == 2
+    with refused(TensorError, given="custom_mask of (9, 9)"):
+        builder.build(evolve(batch, custom_mask=torch.ones(9, 9, dtype=torch.bool)))
 
 
 def test_encoder_lengths_need_a_host_copy_where_lengths_are_exact():

@@ -81,5 +81,11 @@ def test_a_scale_without_effect_is_refused(scale):
         make_layer(make_backend(kv_cache_dtype="fp8_e4m3"), **scale)
 
 
+def test_scales_without_values_pass_as_they_are():
+    tensor = torch.ones(1, device="meta")
+
+    assert make_layer(fp8(device="meta"), k_scale_tensor=tensor).layer.k_scale_tensor is tensor
+
+
 def test_a_scale_of_one_needs_no_cache_that_scales():
     assert make_layer(make_backend(), k_scale=1.0, q_scale=1.0).layer.k_scale == 1.0

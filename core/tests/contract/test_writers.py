@@ -65,6 +65,20 @@ def test_write_kv_writes_the_slots_and_skips_padding():
     assert torch.equal(cache, expected)
 
 
+def test_slots_on_a_device_are_not_read():
+    class Recorder(ToyImpl):
+        def _write_kv(self, key, value, kv_cache, slot_mapping):
+            self.seen = slot_mapping
+
+    backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": Recorder}), device="meta")
+    impl = make_layer(backend, cache_write="host")
+    rows, slots = torch.zeros(1, 2, 8, device="meta"), torch.tensor([4], device="meta")
+
+    impl.write_kv(rows, rows, backend.make_cache(2), slots)
+
+    assert impl.seen is slots
+
+
 def test_nothing_is_written_twice():
     backend = make_backend()
     cache = backend.make_cache(NUM_BLOCKS)
@@ -88,6 +102,7 @@ def test_nothing_is_written_twice():
         (TensorError, "slot_mapping of (2,)", {"slot_mapping": torch.tensor([4, 5])}),
         (TensorError, "slot_mapping of (1, 1)", {"slot_mapping": torch.tensor([[4]])}),
         (TensorError, "without K/V", {"value": None}),
+        (TensorError, "slot_mapping of (1,) int64 on meta", {"slot_mapping": torch.tensor([4], device="meta")}),
         (TensorError, "key of (1, 3, 8)", {"key": torch.zeros(1, 3, 8)}),
         (TensorError, "on meta", {"key": torch.zeros(1, 2, 8, device="meta")}),
         (CacheError, "(2, 32, 4, 2, 4)", {"kv_cache": torch.zeros(2, 32, 4, 2, 4)}),

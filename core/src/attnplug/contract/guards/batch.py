@@ -69,7 +69,7 @@ class BatchGuard:
         self._check_counts(batch)
         starts, query_lens = self._check_queries(batch)
         seq_lens = self._check_lengths(batch, query_lens)
-        check_negotiated(batch, self._agreement, self._device_type)
+        check_negotiated(batch, self._agreement, query_lens, self._device_type)
         num_decodes = self._split(batch, query_lens)
         if self._pages is not None:
             rows, highest = self._pages.check(batch, query_lens, seq_lens)

@@ -13,13 +13,21 @@ from attnplug.errors import BatchError, NotNegotiatedError
 if TYPE_CHECKING:
     from typing import NoReturn
 
+    from torch import Tensor
+
     from attnplug.contract.batch import Batch
     from attnplug.negotiation.agreement import Agreement
 
 
-def check_negotiated(batch: Batch, agreement: Agreement, device_type: str) -> None:
+def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
     """
     Check that the batch brings what was asked for, and nothing else.
+
+    Args:
+        batch: The batch.
+        agreement: What was negotiated.
+        query_lens: ``(num_reqs,)`` int32 on the CPU.
+        device_type: Where the batch's tensors have to be.
 
     Raises:
         NotNegotiatedError: It brings what was not asked for.
@@ -31,13 +39,13 @@ def check_negotiated(batch: Batch, agreement: Agreement, device_type: str) -> No
             f"a batch with causal={batch.causal!r}", f"causal={asked.causal} was negotiated", f"causal={batch.causal}"
         )
     if batch.common_prefix_len:
-        _check_prefix(batch, agreement)
+        _check_prefix(batch, agreement, query_lens)
     if batch.encoder_seq_lens is not None or asked.attn_type == "encoder_decoder":
         _check_encoder(batch, agreement, device_type)
     if batch.dcp_local_seq_lens is not None or asked.dcp_size > 1:
         _check_local(batch, agreement, device_type)
     if batch.custom_mask is not None or asked.custom_mask:
-        _check_mask(batch, agreement, device_type)
+        _check_mask(batch, agreement, query_lens, device_type)
 
 
 def _refuse(given: str, allowed: str, wanted: str) -> NoReturn:
@@ -46,7 +54,7 @@ def _refuse(given: str, allowed: str, wanted: str) -> NoReturn:
     )
 
 
-def _check_prefix(batch: Batch, agreement: Agreement) -> None:
+def _check_prefix(batch: Batch, agreement: Agreement, query_lens: Tensor) -> None:
     length, size = batch.common_prefix_len, agreement.block_size
     if not agreement.requirements.cascade or size is None:
         _refuse(f"a batch with common_prefix_len={length}", "cascade was not asked for", "cascade=True")
@@ -56,22 +64,30 @@ def _check_prefix(batch: Batch, agreement: Agreement) -> None:
             f"it is a multiple of the block size {size}",
             f"pass {max(0, length // size * size)}",
         )
-    _check_prefix_is_computed(batch)
-    table = batch.block_table_cpu
-    blocks = length // size
-    if table is not None and not bool((table[:, :blocks] == table[:1, :blocks]).all()):
+    running = query_lens > 0  # padded requests attend nothing
+    _check_prefix_blocks(batch, running, length // size)
+    _check_prefix_is_computed(batch, running, query_lens)
+
+
+def _check_prefix_blocks(batch: Batch, running: Tensor, blocks: int) -> None:
+    if batch.block_table_cpu is None:
+        return
+    table = batch.block_table_cpu[running, :blocks]
+    if not bool((table == table[:1]).all()):
         raise BatchError(
-            f"common_prefix_len={length} was given, and the first {blocks} blocks differ between requests",
+            f"common_prefix_len={batch.common_prefix_len} was given, and the first {blocks} blocks differ",
             "a shared prefix lies in the same blocks for every request",
             "pass the length that is really shared, or 0",
         )
 
 
-def _check_prefix_is_computed(batch: Batch) -> None:
-    if batch.seq_lens_cpu is None or batch.query_start_loc_cpu is None:
-        return
+def _check_prefix_is_computed(batch: Batch, running: Tensor, query_lens: Tensor) -> None:
     computed = batch.num_computed_tokens_cpu
-    shortest = int((batch.seq_lens_cpu - batch.query_start_loc_cpu.diff() if computed is None else computed).amin())
+    if computed is None:
+        if batch.seq_lens_cpu is None:
+            return
+        computed = batch.seq_lens_cpu - query_lens
+    shortest = int(computed[running].amin())
     if batch.common_prefix_len > shortest:
         raise BatchError(
             f"common_prefix_len={batch.common_prefix_len} was given",
@@ -143,24 +159,14 @@ def _check_positive(name: str, low: int) -> None:
         )
 
 
-def _check_mask(batch: Batch, agreement: Agreement, device_type: str) -> None:
+def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
     if not agreement.requirements.custom_mask:
         _refuse("a batch with a custom_mask", "custom_mask was not asked for", "custom_mask=True")
     if batch.custom_mask is None:
         raise BatchError(
             "no custom_mask was given", "custom_mask was negotiated: each batch brings its mask", "pass custom_mask=..."
         )
-    shape = tuple(batch.custom_mask.shape)
-    if (
-        batch.seq_lens_cpu is not None
-        and batch.query_start_loc_cpu is not None
-        and agreement.requirements.host_lengths == "exact"
-    ):
-        shape = (int((batch.seq_lens_cpu.long() * batch.query_start_loc_cpu.diff().long()).sum()),)
-    check_index(
-        "custom_mask",
-        batch.custom_mask,
-        shape if len(shape) == 1 else (batch.custom_mask.numel(),),
-        torch.bool,
-        device_type,
-    )
+    size = batch.custom_mask.numel()
+    if batch.seq_lens_cpu is not None and agreement.requirements.host_lengths == "exact":
+        size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
+    check_index("custom_mask", batch.custom_mask, (size,), torch.bool, device_type)

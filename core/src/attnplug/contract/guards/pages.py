@@ -32,8 +32,8 @@ class PageGuard:
         self._chunk = asked.attention_chunk if not self._is_cross and asked.dcp_size == 1 else None
         self._places = not self._is_cross and asked.dcp_size == 1
         self._column_starts = torch.empty(0, dtype=torch.int32)
-        self._owner = torch.empty(0, dtype=torch.int64)
-        self._tokens = torch.empty(0, dtype=torch.int64)
+        self._owner = torch.empty(0, dtype=torch.int32)
+        self._tokens = torch.empty(0, dtype=torch.int32)
 
     def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None) -> tuple[int, int]:
         """
@@ -197,29 +197,37 @@ class PageGuard:
                 "padding rows are never written",
                 f"pass {PAD_SLOT_ID} for them",
             )
-        self._check_unique(written, high)
+        self._check_unique(written)
         return high // self._size
 
-    def _check_unique(self, slots: Tensor, high: int) -> None:
-        """Each slot remembers the last token that names it; if no two share one, every token finds itself. Linear."""
-        count = slots.shape[0]
-        if self._owner.shape[0] <= high:
-            self._owner = torch.empty(max(high + 1, (self._num_blocks or 0) * self._size), dtype=torch.int64)
-        tokens = self._token_numbers(count)
-        self._owner.index_copy_(0, slots, tokens)
-        owners = self._owner.index_select(0, slots)
-        if not torch.equal(owners, tokens):
-            slot = int(slots[int(owners.ne(tokens).int().argmax())])
+    def _check_unique(self, slots: Tensor) -> None:
+        twice = self._twice(slots) if self._num_blocks is None else self._twice_in_cache(slots, self._num_blocks)
+        if twice is not None:
             raise CacheError(
-                f"slot {slot} was given to two tokens",
+                f"slot {twice} was given to two tokens",
                 "each slot holds the K/V of one token",
                 "pass a slot of its own for every token",
             )
 
+    def _twice(self, slots: Tensor) -> int | None:
+        """Return a slot that occurs twice, in a cache of unknown size."""
+        ordered = slots.sort().values
+        twice = ordered[1:][ordered.diff() == 0]
+        return int(twice[0]) if twice.numel() else None
+
+    def _twice_in_cache(self, slots: Tensor, num_blocks: int) -> int | None:
+        """The same without sorting: each slot remembers the last token that names it, so all find themselves or not."""
+        if not self._owner.shape[0]:
+            self._owner = torch.empty(num_blocks * self._size, dtype=torch.int32)
+        tokens = self._token_numbers(slots.shape[0])
+        self._owner.index_copy_(0, slots, tokens)
+        owners = self._owner.index_select(0, slots)
+        return None if torch.equal(owners, tokens) else int(slots[int(owners.ne(tokens).int().argmax())])
+
     def _token_numbers(self, count: int) -> Tensor:
-        """``(count,)`` int64 0, 1, 2, ..., kept between steps."""
+        """``(count,)`` int32 0, 1, 2, ..., kept between steps."""
         if self._tokens.shape[0] != count:
-            self._tokens = torch.arange(count)
+            self._tokens = torch.arange(count, dtype=torch.int32)
         return self._tokens
 
     def _refuse_slot(self, slots: Tensor) -> NoReturn:
