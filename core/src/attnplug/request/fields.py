@@ -75,6 +75,7 @@ _CACHE_DTYPE: Final = Name(
     aliases=FLOAT_ALIASES,
     open=True,
 )
+_QUANTIZED: Final = Name(values=("fp8_e4m3", "fp8_e5m2", "int8", "int4", "nvfp4"), aliases=FLOAT_ALIASES, open=True)
 _FEATURE: Final = Name(open=True, text="a dotted name such as 'acme.rope_fused'")
 
 GRAPH_LEVELS: Final = ("never", "single_token_decode", "uniform_batch", "always")
@@ -143,7 +144,7 @@ _ALL: Final = (
         neutral="exact",
     ),
     Field("per_head_scales", "engine", Flag(), "quantization scales are per head", neutral=False),
-    Field("output_quant", "engine", _CACHE_DTYPE, "the output is quantized to this dtype"),
+    Field("output_quant", "engine", _QUANTIZED, "the output is quantized to this dtype"),
     Field("features", "engine", Names(each=_FEATURE), "open features, by dotted name", neutral=()),
     Field("device_type", "device", Word(), "device type, as torch names it", required=True),
     Field("vendor", "device", Word(), "who made the device; undeclared admits NVIDIA for cuda, anyone elsewhere"),
