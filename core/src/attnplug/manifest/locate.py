@@ -24,6 +24,9 @@ def locate(text: str, path: Sequence[str | int]) -> int | None:
 
     Returns None where not even the first part is found.
     """
+    exact = _lines(text).get(tuple(path))
+    if exact is not None:
+        return exact
     best: tuple[int, int] | None = None
     for line, prefix in _keys(text):
         depth = _shared(prefix, path)
@@ -53,6 +56,12 @@ def _keys(text: str) -> list[tuple[int, tuple[str | int, ...]]]:
         elif key := _KEY.match(line):
             found.append((number, table + _split(key[1])))
     return found
+
+
+@lru_cache(maxsize=2)
+def _lines(text: str) -> dict[tuple[str | int, ...], int]:
+    """Return the first line of every key path that is written out."""
+    return {path: line for line, path in reversed(_keys(text))}
 
 
 def _split(dotted: str) -> tuple[str, ...]:

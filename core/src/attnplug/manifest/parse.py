@@ -16,7 +16,7 @@ from attnplug.manifest.conditions import parse_conditions
 from attnplug.manifest.installed import check_requirement
 from attnplug.manifest.locate import locate
 from attnplug.manifest.schema import CONTRACT_API, Jit, Manifest, Option, Preference, Rule, Variant
-from attnplug.manifest.supports import parse_supports
+from attnplug.manifest.supports import Declared, complete, parse_supports
 from attnplug.request.fields import near
 from attnplug.request.toml import parse_toml
 
@@ -133,9 +133,11 @@ class _Reader:
 
     def variants(self, data: Mapping[str, Any]) -> tuple[Variant, ...]:
         tables = self.table(data, "variants", ()) or {DEFAULT_VARIANT: {}}
-        return tuple(self.variant(name, tables[name], data) for name in tables)
+        supports = parse_supports(self.fail, data.get("supports", {}), ("supports",))
+        rules = self.rules(data, ())
+        return tuple(self.variant(name, tables[name], supports, rules) for name in tables)
 
-    def variant(self, name: str, data: Any, shared: Mapping[str, Any]) -> Variant:
+    def variant(self, name: str, data: Any, shared: Declared, rules: tuple[Rule, ...]) -> Variant:
         where = ("variants", name)
         self.check(
             isinstance(data, Mapping), where, f"{name} = {data!r}", "a variant is a table", f"write [variants.{name}]"
@@ -148,14 +150,15 @@ class _Reader:
             "rename it",
         )
         self.keys(data, where, _VARIANT_KEYS)
-        supports, features = parse_supports(self.fail, shared.get("supports", {}), data.get("supports", {}), where)
+        own = parse_supports(self.fail, data.get("supports", {}), (*where, "supports"))
+        declared = complete(self.fail, shared.under(own), where)
         emulates = {
             key: self.text_of(data["emulates"], key, (*where, "emulates"))
             for key in self.table(data, "emulates", where)
         }
         for key in emulates:
             self.check(
-                key in supports or key in features,
+                key in declared.fields or key in declared.features,
                 (*where, "emulates", key),
                 f"emulates {key!r}",
                 "what is emulated is supported too",
@@ -172,12 +175,12 @@ class _Reader:
         return Variant(
             name=name,
             summary=self.text_of(data, "summary", where) if "summary" in data else "",
-            supports=MappingProxyType(supports),
-            features=features,
+            supports=MappingProxyType(dict(declared.fields)),
+            features=declared.features,
             requires=self.requirements(data, "requires", where),
             jit=jit,
             emulates=MappingProxyType(emulates),
-            rules=self.rules(shared, ()) + self.rules(data, where),
+            rules=rules + self.rules(data, where),
         )
 
     def rules(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> tuple[Rule, ...]:

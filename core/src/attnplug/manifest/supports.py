@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from attrs import evolve, frozen
+
 from attnplug.errors import ManifestError
 from attnplug.manifest.constraint import Alternative, Constraint, Exact, Range
 from attnplug.request.domain import Flag, Integer, Name, Names, Table
@@ -15,41 +17,63 @@ Path = tuple["str | int", ...]
 
 DECLARABLE = tuple(item.name for item in fields_of("model", "engine", "device") if item.name != "features")
 MUST_DECLARE = tuple(name for name in DECLARABLE if FIELDS[name].required and not FIELDS[name].open)
+OPTIONAL = tuple(name for name in DECLARABLE if not FIELDS[name].required)
 _BOUNDS = ("min", "max", "multiple_of")
 
 
-def parse_supports(fail: Fail, shared: Any, own: Any, where: Path) -> tuple[dict[str, Constraint], tuple[str, ...]]:
+@frozen
+class Declared:
     """
-    Merge the shared table with a variant's own: a field replaces the shared one, features add to the shared ones.
+    One `supports` table, read.
 
-    Returns:
-        The constraint of each declared field, and the open features.
+    Attributes:
+        fields: The constraint of each field that it declares or lists as a feature.
+        features: The open features that it lists.
+    """
+
+    fields: Mapping[str, Constraint]
+    features: tuple[str, ...] = ()
+
+    def under(self, own: Declared) -> Declared:
+        """Return this table with a variant's own on top: a field replaces the shared one, features add to them."""
+        return Declared({**self.fields, **own.fields}, tuple(dict.fromkeys((*self.features, *own.features))))
+
+
+def parse_supports(fail: Fail, table: Any, where: Path) -> Declared:
+    """
+    Read one table.
 
     Raises:
-        ManifestError: A field is unknown, a value is outside its domain, or a field that must be declared is missing.
+        ManifestError: A field is unknown, or a value is outside its domain.
     """
-    found: dict[str, Constraint] = {}
-    features: list[str] = []
-    for table, place in ((shared, ("supports",)), (own, (*where, "supports"))):
-        if not isinstance(table, Mapping):
-            raise fail(place, f"supports = {table!r}", "supports is a table of fields", "write supports = { ... }")
-        declared, listed = _fields(fail, table, place)
-        features += listed
-        found |= {name: _anything(FIELDS[name]) for name in listed if name in FIELDS} | declared
+    if not isinstance(table, Mapping):
+        raise fail(where, f"supports = {table!r}", "supports is a table of fields", "write supports = { ... }")
+    listed = _features(fail, table.get("features", []), (*where, "features"))
+    anything = {name: _anything(FIELDS[name]) for name in listed if name in FIELDS}
+    return Declared(anything | _fields(fail, table, where), tuple(name for name in listed if name not in FIELDS))
+
+
+def complete(fail: Fail, declared: Declared, where: Path) -> Declared:
+    """
+    Check that a variant declares what every variant has to, and fill in what follows.
+
+    Raises:
+        ManifestError: A field that must be declared is missing.
+    """
     for name in MUST_DECLARE:
-        if name not in found:
+        if name not in declared.fields:
             raise fail(
                 where,
                 f"no {name!r} in supports",
                 f"every variant declares {', '.join(MUST_DECLARE)}",
                 f"declare {name}",
             )
-    if "paged" in found:
-        _complete_cache(fail, found, where)
-    return found, tuple(dict.fromkeys(name for name in features if name not in FIELDS))
+    if "paged" in declared.fields:
+        return evolve(declared, fields=_complete_cache(fail, declared.fields, where))
+    return declared
 
 
-def _complete_cache(fail: Fail, found: dict[str, Constraint], where: Path) -> None:
+def _complete_cache(fail: Fail, found: Mapping[str, Constraint], where: Path) -> Mapping[str, Constraint]:
     """
     A paged cache has a block size, which only the author knows, and a layout: tokens before heads unless said
     otherwise.
@@ -61,7 +85,7 @@ def _complete_cache(fail: Fail, found: dict[str, Constraint], where: Path) -> No
             "a paged cache has blocks of a supported size",
             "declare block_size",
         )
-    found.setdefault("kv_layout", Constraint(FIELDS["kv_layout"].domain, (Exact("NHD"),)))
+    return {"kv_layout": Constraint(FIELDS["kv_layout"].domain, (Exact("NHD"),)), **found}
 
 
 def parse_constraint(fail: Fail, item: Field, value: Any, where: Path) -> Constraint:
@@ -82,7 +106,7 @@ def parse_constraint(fail: Fail, item: Field, value: Any, where: Path) -> Constr
     return Constraint(item.domain, tuple(_alternative(fail, item, part, where) for part in parts))
 
 
-def _fields(fail: Fail, table: Mapping[str, Any], where: Path) -> tuple[dict[str, Constraint], list[str]]:
+def _fields(fail: Fail, table: Mapping[str, Any], where: Path) -> dict[str, Constraint]:
     declared = {}
     for name, value in table.items():
         if name == "features":
@@ -95,7 +119,7 @@ def _fields(fail: Fail, table: Mapping[str, Any], where: Path) -> tuple[dict[str
                 "correct the name",
             )
         declared[name] = parse_constraint(fail, FIELDS[name], value, (*where, name))
-    return declared, _features(fail, table.get("features", []), (*where, "features"))
+    return declared
 
 
 def _features(fail: Fail, value: Any, where: Path) -> list[str]:
@@ -103,11 +127,10 @@ def _features(fail: Fail, value: Any, where: Path) -> list[str]:
         raise fail(
             where, f"features = {value!r}", "features is a list of names", 'write features = ["sliding_window", ...]'
         )
-    optional = [name for name in DECLARABLE if not FIELDS[name].required]
     for name in value:
-        if name not in optional and "." not in name:
-            allowed = f"a feature is an optional field ({', '.join(optional)}) or an open name with a dot"
-            raise fail((*where, name), f"the feature {name!r}{near(name, optional)}", allowed, "correct the name")
+        if name not in OPTIONAL and "." not in name:
+            allowed = f"a feature is an optional field ({', '.join(OPTIONAL)}) or an open name with a dot"
+            raise fail((*where, name), f"the feature {name!r}{near(name, OPTIONAL)}", allowed, "correct the name")
     return list(value)
 
 
