@@ -148,6 +148,21 @@ def test_another_major_version_is_its_own_error():
         parse_manifest(GOOD.replace('"1.0"', '"2.0"', 1))
 
 
+def test_a_newer_minor_version_may_know_more_fields():
+    more = GOOD.replace("dtype = [", 'rotary = "neox"\ndtype = [', 1)
+    more = more.replace('"sliding_window", ', '"sliding_window", "rotary_cache", ', 1)
+    newer = more.replace('api = "1.0"', 'api = "1.7"')
+
+    manifest = parse_manifest(newer)
+
+    assert "rotary" not in manifest.variants[0].supports
+    assert "rotary_cache" not in manifest.variants[0].features
+    with pytest.raises(ManifestError, match="rotary"):
+        parse_manifest(more)
+    with pytest.raises(ManifestError, match="the key 'unless'"):  # what may narrow a claim is never passed over
+        parse_manifest(newer.replace("because =", "unless = 1\nbecause =", 1))
+
+
 @pytest.mark.parametrize("value", ['"text"', "{ max = 3, min = '9' }", "{}", "{ min = 3, max = 2 }"])
 def test_ranges_that_cannot_be(value):
     with pytest.raises(ManifestError):

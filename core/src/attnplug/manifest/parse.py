@@ -96,7 +96,7 @@ class _Reader:
             "a name is lower-case letters, digits and _",
             "rename it",
         )
-        variants = self.variants(data)
+        variants = self.variants(data, newer=api > CONTRACT_API)
         return Manifest(
             path=self.path,
             api=api,
@@ -131,13 +131,13 @@ class _Reader:
             )
         return found
 
-    def variants(self, data: Mapping[str, Any]) -> tuple[Variant, ...]:
+    def variants(self, data: Mapping[str, Any], *, newer: bool) -> tuple[Variant, ...]:
         tables = self.table(data, "variants", ()) or {DEFAULT_VARIANT: {}}
-        supports = parse_supports(self.fail, data.get("supports", {}), ("supports",))
+        supports = parse_supports(self.fail, data.get("supports", {}), ("supports",), newer=newer)
         rules = self.rules(data, ())
-        return tuple(self.variant(name, tables[name], supports, rules) for name in tables)
+        return tuple(self.variant(name, tables[name], supports, rules, newer=newer) for name in tables)
 
-    def variant(self, name: str, data: Any, shared: Declared, rules: tuple[Rule, ...]) -> Variant:
+    def variant(self, name: str, data: Any, shared: Declared, rules: tuple[Rule, ...], *, newer: bool) -> Variant:
         where = ("variants", name)
         self.check(
             isinstance(data, Mapping), where, f"{name} = {data!r}", "a variant is a table", f"write [variants.{name}]"
@@ -150,7 +150,7 @@ class _Reader:
             "rename it",
         )
         self.keys(data, where, _VARIANT_KEYS)
-        own = parse_supports(self.fail, data.get("supports", {}), (*where, "supports"))
+        own = parse_supports(self.fail, data.get("supports", {}), (*where, "supports"), newer=newer)
         declared = complete(self.fail, shared.under(own), where)
         emulates = {
             key: self.text_of(data["emulates"], key, (*where, "emulates"))

@@ -39,18 +39,27 @@ class Declared:
         return Declared({**self.fields, **own.fields}, tuple(dict.fromkeys((*self.features, *own.features))))
 
 
-def parse_supports(fail: Fail, table: Any, where: Path) -> Declared:
+def parse_supports(fail: Fail, table: Any, where: Path, *, newer: bool) -> Declared:
     """
     Read one table.
+
+    Args:
+        fail: Makes the error for a place in the file.
+        table: The table.
+        where: Where it stands.
+        newer: Whether the manifest is of a newer minor version of the contract. Fields that this core does not know
+            are passed over then: nobody can ask it for them, so that leaving them out claims nothing.
 
     Raises:
         ManifestError: A field is unknown, or a value is outside its domain.
     """
     if not isinstance(table, Mapping):
         raise fail(where, f"supports = {table!r}", "supports is a table of fields", "write supports = { ... }")
-    listed = _features(fail, table.get("features", []), (*where, "features"))
+    listed = _features(fail, table.get("features", []), (*where, "features"), newer=newer)
     anything = {name: _anything(FIELDS[name]) for name in listed if name in FIELDS}
-    return Declared(anything | _fields(fail, table, where), tuple(name for name in listed if name not in FIELDS))
+    return Declared(
+        anything | _fields(fail, table, where, newer=newer), tuple(name for name in listed if name not in FIELDS)
+    )
 
 
 def complete(fail: Fail, declared: Declared, where: Path) -> Declared:
@@ -106,32 +115,32 @@ def parse_constraint(fail: Fail, item: Field, value: Any, where: Path) -> Constr
     return Constraint(item.domain, tuple(_alternative(fail, item, part, where) for part in parts))
 
 
-def _fields(fail: Fail, table: Mapping[str, Any], where: Path) -> dict[str, Constraint]:
+def _fields(fail: Fail, table: Mapping[str, Any], where: Path, *, newer: bool) -> dict[str, Constraint]:
     declared = {}
     for name, value in table.items():
-        if name == "features":
-            continue
-        if name not in DECLARABLE:
+        if name in DECLARABLE:
+            declared[name] = parse_constraint(fail, FIELDS[name], value, (*where, name))
+        elif name != "features" and not newer:
             raise fail(
                 (*where, name),
                 f"the field {name!r} in supports{near(name, DECLARABLE)}",
                 f"the fields are {', '.join(DECLARABLE)}, features",
                 "correct the name",
             )
-        declared[name] = parse_constraint(fail, FIELDS[name], value, (*where, name))
     return declared
 
 
-def _features(fail: Fail, value: Any, where: Path) -> list[str]:
+def _features(fail: Fail, value: Any, where: Path, *, newer: bool) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
         raise fail(
             where, f"features = {value!r}", "features is a list of names", 'write features = ["sliding_window", ...]'
         )
+    known = [name for name in value if name in OPTIONAL or "." in name]
     for name in value:
-        if name not in OPTIONAL and "." not in name:
+        if name not in known and (not newer or name in FIELDS):
             allowed = f"a feature is an optional field ({', '.join(OPTIONAL)}) or an open name with a dot"
             raise fail((*where, name), f"the feature {name!r}{near(name, OPTIONAL)}", allowed, "correct the name")
-    return list(value)
+    return known
 
 
 def _anything(item: Field) -> Constraint:
