@@ -49,8 +49,12 @@ def test_scales_per_head_are_tensors():
 
     assert layer.k_scale is None
     assert layer.k_scale_tensor is heads
-    with refused(LayerError, given="beside a scale per head", remedy="leave k_scale out"):
+    with refused(LayerError, given="k_scale=0.5 and a tensor too", remedy="k_scale_tensor of (2,) alone"):
         make_layer(backend, k_scale=0.5, k_scale_tensor=heads)
+    with refused(LayerError, given="k_scale=None and no tensor", allowed="per_head_scales was asked for"):
+        make_layer(backend)
+    with refused(LayerError, given="v_scale_tensor=-1.0"):
+        make_layer(backend, k_scale_tensor=heads, v_scale_tensor=torch.tensor([1.0, -1.0]))
     with refused(TensorError, given="k_scale_tensor of (2,)", remedy="per_head_scales=True"):
         make_layer(fp8(), k_scale_tensor=heads)
 
@@ -82,9 +86,11 @@ def test_a_scale_without_effect_is_refused(scale):
 
 
 def test_scales_without_values_pass_as_they_are():
-    tensor = torch.ones(1, device="meta")
+    tensor, heads = torch.ones(1, device="meta"), torch.ones(2, device="meta")
 
     assert make_layer(fp8(device="meta"), k_scale_tensor=tensor).layer.k_scale_tensor is tensor
+    per_head = make_layer(fp8(device="meta", per_head_scales=True), k_scale_tensor=heads, v_scale_tensor=heads)
+    assert per_head.layer.k_scale_tensor is heads
 
 
 def test_a_scale_of_one_needs_no_cache_that_scales():

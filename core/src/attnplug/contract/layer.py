@@ -52,7 +52,8 @@ class Layer:
         v_scale: The same for values.
         q_scale_tensor: The same on the device, float32 with one element, or ``(num_q_heads,)`` where per-head scales
             were asked for.
-        k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head.
+        k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head. Per-head scales have no default, and no host
+            float.
         v_scale_tensor: The same for values, ``(num_kv_heads,)`` per head.
         output_scale: Scale of a quantized output, float32, one element.
         output_block_scale: Where the output's block scales are written, for formats that have them.

@@ -152,9 +152,10 @@ class PageGuard:
         """Whether each used entry is above 0: the usual table ends in zeros, and three operations clear it."""
         starts = self._starts(table.shape[1])
         # Raises an unused entry (start >= keys) to at least 1, and leaves a used one as it is or below 1.
-        raised = torch.maximum(table, starts + 1 - keys.unsqueeze(1))
+        raised = starts + 1 - keys.unsqueeze(1)
+        torch.maximum(table, raised, out=raised)
         if first_keys is not None:
-            raised = torch.maximum(raised, first_keys.unsqueeze(1) + (1 - self._size) - starts)
+            torch.maximum(raised, first_keys.unsqueeze(1) + (1 - self._size) - starts, out=raised)
         return int(raised.amin()) >= 1
 
     def _used(self, width: int, keys: Tensor, first_keys: Tensor | None) -> Tensor:

@@ -63,55 +63,67 @@ def _refuse_effect(layer: Layer, name: str, agreement: Agreement) -> tuple[float
 
 def _complete(layer: Layer, name: str, agreement: Agreement, device: torch.device) -> tuple[float | None, Tensor]:
     host, tensor = getattr(layer, name), getattr(layer, f"{name}_tensor")
-    if host is not None and not (isinstance(host, (int, float)) and isfinite(host) and host > 0):
-        raise LayerError(
-            f"layer {layer.name!r} has {name}={host!r}",
-            "a scale is a positive finite number",
-            "check the checkpoint's scales",
-        )
+    if agreement.requirements.per_head_scales:
+        return None, _per_head(layer, name, host, tensor, agreement, device)
+    if host is not None:
+        _check_positive(layer, name, [host])
     if tensor is None:
         host = 1.0 if host is None else float(host)
         return host, torch.full((1,), host, dtype=torch.float32, device=device)
-    heads = _check_shape(layer, name, tensor, agreement, device)
+    _check_form(layer, f"{name}_tensor", tensor, ((1,), ()), agreement, device)
     if tensor.is_meta:
         return host, tensor
-    values = tensor.flatten().tolist()
-    if not all(isfinite(value) and value > 0 for value in values):
+    value = float(tensor)
+    _check_positive(layer, f"{name}_tensor", [value])
+    if host is not None and abs(host - value) > 1e-6 * value:
         raise LayerError(
-            f"layer {layer.name!r} has {name}_tensor={values}",
-            "a scale is a positive finite number",
-            "check the checkpoint's scales",
-        )
-    if heads:
-        _refuse_host_float(layer, name, host)
-        return None, tensor
-    if host is not None and abs(host - values[0]) > 1e-6 * abs(values[0]):
-        raise LayerError(
-            f"layer {layer.name!r} has {name}={host!r} and {name}_tensor={values[0]!r}",
+            f"layer {layer.name!r} has {name}={host!r} and {name}_tensor={value!r}",
             "both are the same scale, once for the host and once for the device",
             "pass one of them; the other follows",
         )
-    return values[0], tensor
+    return value, tensor
 
 
-def _check_shape(layer: Layer, name: str, tensor: Tensor, agreement: Agreement, device: torch.device) -> bool:
-    """Whether the tensor holds a scale per head."""
+def _per_head(
+    layer: Layer, name: str, host: float | None, tensor: Tensor | None, agreement: Agreement, device: torch.device
+) -> Tensor:
     asked = agreement.requirements
     heads = asked.num_q_heads if name == "q_scale" else asked.num_kv_heads
-    shapes = ((heads,),) if asked.per_head_scales else ((), (1,))
-    if tuple(tensor.shape) in shapes and tensor.dtype == torch.float32 and tensor.device.type == device.type:
-        return asked.per_head_scales
-    raise TensorError(
-        f"layer {layer.name!r} has {name}_tensor of {describe(tensor)}",
-        f"with per_head_scales={asked.per_head_scales}, it is {' or '.join(map(str, shapes))} float32 on {device.type}",
-        f"reshape it, or select again with per_head_scales={not asked.per_head_scales}",
-    )
-
-
-def _refuse_host_float(layer: Layer, name: str, host: float | None) -> None:
-    if host is not None:
+    if tensor is None or host is not None:
         raise LayerError(
-            f"layer {layer.name!r} has {name}={host!r} beside a scale per head",
-            "scales per head are tensors; one host float cannot stand for them",
-            f"leave {name} out of the layer",
+            f"layer {layer.name!r} has {name}={host!r} and " + ("no tensor" if tensor is None else "a tensor too"),
+            "per_head_scales was asked for, and one host float cannot stand for the scales of all heads",
+            f"pass {name}_tensor of ({heads},) alone, or select again with per_head_scales=False",
         )
+    _check_form(layer, f"{name}_tensor", tensor, ((heads,),), agreement, device)
+    if not tensor.is_meta:
+        _check_positive(layer, f"{name}_tensor", tensor.tolist())
+    return tensor
+
+
+def _check_positive(layer: Layer, name: str, values: list[float]) -> None:
+    for value in values:
+        if not (isinstance(value, (int, float)) and isfinite(value) and value > 0):
+            raise LayerError(
+                f"layer {layer.name!r} has {name}={value!r}",
+                "a scale is a positive finite number",
+                "check the checkpoint's scales",
+            )
+
+
+def _check_form(
+    layer: Layer,
+    name: str,
+    tensor: Tensor,
+    shapes: tuple[tuple[int, ...], ...],
+    agreement: Agreement,
+    device: torch.device,
+) -> None:
+    if tuple(tensor.shape) in shapes and tensor.dtype == torch.float32 and tensor.device.type == device.type:
+        return
+    per_head = agreement.requirements.per_head_scales
+    raise TensorError(
+        f"layer {layer.name!r} has {name} of {describe(tensor)}",
+        f"with per_head_scales={per_head}, it is {' or '.join(map(str, shapes))} float32 on {device.type}",
+        f"reshape it, or select again with per_head_scales={not per_head}",
+    )
