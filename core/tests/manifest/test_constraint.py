@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.manifest.constraint import Constraint, Exact, Range
@@ -54,6 +54,7 @@ worlds = st.sampled_from(
 )
 
 
+@settings(max_examples=300)
 @given(st.data(), worlds)
 def test_intersection_allows_exactly_what_both_allow(data, world):
     strategy, universe = world
@@ -65,6 +66,7 @@ def test_intersection_allows_exactly_what_both_allow(data, world):
         assert both.allows(value) == (a.allows(value) and b.allows(value)) == swapped.allows(value)
 
 
+@settings(max_examples=300)
 @given(st.data(), worlds)
 def test_intersection_with_itself_changes_nothing(data, world):
     strategy, universe = world
@@ -73,6 +75,7 @@ def test_intersection_with_itself_changes_nothing(data, world):
     assert [v for v in universe if a.intersect(a).allows(v)] == [v for v in universe if a.allows(v)]
 
 
+@settings(max_examples=300)
 @given(st.data(), worlds)
 def test_intersection_is_associative(data, world):
     strategy, universe = world
@@ -103,6 +106,7 @@ def test_nearest_level_is_nearest(constraint, value):
     assert (found is None) if not members else (distance(found) == min(map(distance, members)))
 
 
+@settings(max_examples=300)
 @given(st.data(), worlds)
 def test_first_choices_and_nearest_are_members(data, world):
     strategy, universe = world

@@ -142,9 +142,9 @@ def _meet(domain: Domain, ours: Alternative, theirs: Alternative) -> Alternative
             return ours
         return theirs if domain.allows(ours.value, theirs.value) else None
     if isinstance(ours, Exact):
-        return ours if _admits(domain, theirs, ours.value) else None
+        return _meet_exact(domain, ours, theirs)
     if isinstance(theirs, Exact):
-        return theirs if _admits(domain, ours, theirs.value) else None
+        return _meet_exact(domain, theirs, ours)
     multiples = [m for m in (ours.multiple_of, theirs.multiple_of) if m is not None]
     met = Range(
         max((b for b in (ours.min, theirs.min) if b is not None), key=domain.rank, default=None),
@@ -152,6 +152,13 @@ def _meet(domain: Domain, ours: Alternative, theirs: Alternative) -> Alternative
         lcm(*multiples) if multiples else None,
     )
     return met if _lowest(domain, met) is not None else None
+
+
+def _meet_exact(domain: Domain, exact: Exact, other: Alternative) -> Alternative | None:
+    family = domain.span(exact.value)
+    if family is not None:
+        return _meet(domain, Range(*family), other)
+    return exact if _admits(domain, other, exact.value) else None
 
 
 def _lowest(domain: Domain, alternative: Alternative) -> Any:

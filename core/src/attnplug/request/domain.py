@@ -47,6 +47,11 @@ class Domain:
         """Whether a value that a manifest lists admits the asked `value`."""
         return bool(allowed == value)
 
+    def span(self, allowed: Any) -> tuple[Any, Any] | None:
+        """Return the lowest and the highest value that a listed value admits, where it admits more than itself."""
+        del allowed
+        return None
+
     def dump(self, value: Any) -> Any:
         """Return `value` as JSON can carry it; `canonical` reads it back."""
         return value
@@ -241,6 +246,12 @@ class Capability(Domain):
     def allows(self, allowed: ComputeCapability, value: ComputeCapability) -> bool:
         """Whether the code that a manifest lists runs on the asked hardware."""
         return allowed.runs(value)
+
+    def span(self, allowed: ComputeCapability) -> tuple[ComputeCapability, ComputeCapability] | None:
+        """Return the ends of a family; minor numbers have one digit."""
+        if allowed.suffix != "f":
+            return None
+        return ComputeCapability(allowed.major, allowed.minor), ComputeCapability(allowed.major, 9)
 
     def dump(self, value: ComputeCapability) -> str:
         """Return a plain JSON value."""
