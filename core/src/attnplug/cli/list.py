@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.cli.exits import OK
 from attnplug.cli.output import say, say_json
-from attnplug.negotiation.remedy import Remedy
-from attnplug.selection import state as process
+from attnplug.discovery.registry import Registry
+from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
     import argparse
@@ -42,13 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List what there is. It is no wrong answer that something is missing."""
-    state = process.current()
-    candidates = state.registry.candidates(state.settings)
+    settings = Settings.read()
+    registry = Registry.scan(settings)
+    candidates = registry.candidates(settings)
     if arguments.json:
-        notes = [{"subject": n.subject, "stage": n.stage, "message": n.message} for n in state.registry.notes]
-        say_json({"backends": describe(candidates, state.registry.plugins), "notes": notes})
+        notes = [{"subject": note.subject, "stage": note.stage, "message": note.message} for note in registry.notes]
+        say_json({"backends": describe(candidates, registry.plugins), "notes": notes})
     else:
-        _show(candidates, len(state.registry.notes))
+        _show(candidates, len(registry.notes))
     return OK
 
 
@@ -81,7 +82,8 @@ def _variant(candidate: Candidate) -> dict[str, Any]:
         "standing": candidate.standing,
         **(_declared(candidate.variant) if candidate.variant else {}),
         "reasons": [reason.to_dict() for reason in candidate.obstacles],
-        "remedy": _way_out(candidate).to_dict() if candidate.standing != "ready" else None,
+        "install": list(candidate.install),
+        "action": candidate.remedy,
     }
 
 
@@ -112,6 +114,8 @@ def _row(candidate: Candidate) -> Row:
 
 
 def _lines(candidate: Candidate) -> Iterable[str]:
+    from attnplug.negotiation.remedy import Remedy  # noqa: PLC0415 - as above
+
     variant, manifest = candidate.variant, candidate.manifest
     if variant is not None and manifest is not None:
         yield variant.summary or manifest.summary
@@ -120,9 +124,4 @@ def _lines(candidate: Candidate) -> Iterable[str]:
     for reason in candidate.obstacles:
         yield f"- {reason}"
     if candidate.standing != "ready":
-        yield f"way out: {_way_out(candidate)}"
-
-
-def _way_out(candidate: Candidate) -> Remedy:
-    """Return how to make a candidate ready; what it can serve then is another question."""
-    return Remedy(install=candidate.install, action=candidate.remedy)
+        yield f"way out: {Remedy(install=candidate.install, action=candidate.remedy)}"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
+import attrs
 from attrs import field, frozen
 
 from attnplug.errors import SettingsError
 from attnplug.manifest.constraint import Constraint
 from attnplug.request.fields import near
+from attnplug.request.read_only import read_only
 from attnplug.request.settings import parse_flag
 
 CONTRACT_API: Final = (1, 0)
@@ -27,6 +29,14 @@ class Holds:
 
     field: str
     constraint: Constraint
+    _known: dict[Any, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
+
+    def admits(self, value: Any) -> bool:
+        """Whether a canonical value is allowed. Remembered: the same few values are asked again and again."""
+        known = self._known.get(value)
+        if known is None:
+            known = self._known[value] = self.constraint.allows(value)
+        return known
 
     def __str__(self) -> str:
         return f"{self.field} = {self.constraint}"
@@ -162,7 +172,20 @@ class Variant:
 
 @frozen
 class Manifest:
-    """One backend, described as data."""
+    """
+    One backend, described as data.
+
+    Attributes:
+        path: Where it was read, for messages.
+        api: The contract that it was written for, (major, minor).
+        name: The backend's name.
+        summary: One line about it.
+        aliases: Its other names.
+        variants: Its candidates.
+        prefer: The orders of its own variants.
+        options: Its settings.
+        default_options: Each of them with its default.
+    """
 
     path: str
     api: tuple[int, int]
@@ -172,6 +195,11 @@ class Manifest:
     variants: tuple[Variant, ...]
     prefer: tuple[Preference, ...] = ()
     options: Mapping[str, Option] = field(factory=dict, hash=False)
+    default_options: Mapping[str, Any] = field(init=False, repr=False, eq=False)
+
+    @default_options.default
+    def _defaults(self) -> Mapping[str, Any]:
+        return read_only({name: option.default for name, option in self.options.items()})
 
     @property
     def is_newer(self) -> bool:

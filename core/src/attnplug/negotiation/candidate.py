@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attnplug.manifest.installed import VersionOf, find
 from attnplug.manifest.schema import Condition, Holds, IsAsked, IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
-from attnplug.request.fields import FIELDS
+from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +60,8 @@ class Candidate:
     _fixed_rules: tuple[Rule, ...] = field(init=False, repr=False)
     _free_rules: tuple[Rule, ...] = field(init=False, repr=False)
     _choices: dict[str, tuple[Any, ...]] = field(factory=dict, init=False, repr=False)
+    _graph_levels: tuple[str, ...] = field(init=False, repr=False)
+    _rules_graphs: bool = field(init=False, repr=False)
 
     @_fixed_rules.default
     def _rules_of_asked_fields(self) -> tuple[Rule, ...]:
@@ -68,6 +70,15 @@ class Candidate:
     @_free_rules.default
     def _rules_of_free_fields(self) -> tuple[Rule, ...]:
         return tuple(rule for rule in self._rules() if _mentions(rule, _FREE))
+
+    @_graph_levels.default
+    def _declared_graph_levels(self) -> tuple[str, ...]:
+        declared = self.supports("cudagraph")
+        return () if declared is None else tuple(filter(declared.allows, reversed(GRAPH_LEVELS)))
+
+    @_rules_graphs.default
+    def _has_rules_of_graphs(self) -> bool:
+        return any(_mentions(rule, frozenset({"cudagraph"})) for rule in self._rules())
 
     def _rules(self) -> tuple[Rule, ...]:
         return self.variant.rules if self.variant else ()
@@ -81,6 +92,16 @@ class Candidate:
     def free_rules(self) -> tuple[Rule, ...]:
         """The rules about block size or layout."""
         return self._free_rules
+
+    @property
+    def graph_levels(self) -> tuple[str, ...]:
+        """The declared CUDA graph levels, highest first."""
+        return self._graph_levels
+
+    @property
+    def rules_graphs(self) -> bool:
+        """Whether a rule is about the graph level."""
+        return self._rules_graphs
 
     def objection(self, asked: tuple[str, Any]) -> Reason | None:
         """
@@ -196,7 +217,7 @@ def holds(
     """
     if isinstance(condition, Holds):
         value = facts[condition.field]
-        return absent if value is None else condition.constraint.allows(value)
+        return absent if value is None else condition.admits(value)
     if isinstance(condition, IsAsked):
         return (condition.field in asked) == condition.asked
     return condition in installed

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from attnplug.negotiation.candidate import Candidate, holds
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device, default_vendor
-from attnplug.request.fields import FIELDS, GRAPH_LEVELS
+from attnplug.request.fields import FIELDS
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Outcome:
 
 def negotiate(candidate: Candidate, question: Question) -> Outcome:
     """Ask one candidate. What is installed plays no part here but for rules about installed versions."""
-    objections = [reason for asked in question.asked if (reason := candidate.objection(asked)) is not None]
+    objections = [reason for reason in map(candidate.objection, question.asked) if reason is not None]
     for rule in candidate.fixed_rules:
         _apply(rule, candidate, question, question.facts, objections)
     terms, objection = _settle(candidate, question)
@@ -85,14 +85,8 @@ def negotiate(candidate: Candidate, question: Question) -> Outcome:
 
 def graph_level(candidate: Candidate, question: Question) -> str:
     """Return the highest CUDA graph level that a candidate, able to serve the question, supports for it."""
-    declared = candidate.supports("cudagraph")
-    ruled = any(
-        condition.field == "cudagraph"
-        for rule in (*candidate.fixed_rules, *candidate.free_rules)
-        for condition in (*rule.when, *rule.need)
-    )
-    for level in reversed(GRAPH_LEVELS):
-        if declared is not None and declared.allows(level) and (not ruled or _serves_level(candidate, question, level)):
+    for level in candidate.graph_levels:
+        if not candidate.rules_graphs or _serves_level(candidate, question, level):
             return level
     return question.requirements.cudagraph
 

@@ -15,7 +15,7 @@ from attrs import frozen
 _FORM = re.compile(r"(\d{1,3})\.(\d)([af]?)")
 
 
-@frozen
+@frozen(cache_hash=True)
 class ComputeCapability:
     """
     One compute capability.

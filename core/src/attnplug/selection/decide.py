@@ -154,7 +154,9 @@ def _agree(candidate: Candidate, question: Question, terms: Mapping[str, Any], s
     )
 
 
-def _options(candidate: Candidate, settings: Settings) -> dict[str, Any]:
+def _options(candidate: Candidate, settings: Settings) -> Mapping[str, Any]:
+    if candidate.manifest is not None and not settings.options:
+        return candidate.manifest.default_options  # nearly always, and for every candidate that can serve
     given: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name in (*candidate.aliases, candidate.backend):
