@@ -91,10 +91,17 @@ def _outcomes(text: bytes) -> Iterator[Outcome]:
     from attnplug.hosts.transformers.registration import register  # noqa: PLC0415 - imports torch and transformers
 
     register()  # says what is missing, if something is
+    import torch  # noqa: PLC0415 - as above
+
     from attnplug.hosts.transformers.demonstration import EXAMPLES, cut_prompts, demonstrate  # noqa: PLC0415 - as above
 
-    for example in EXAMPLES:
-        yield demonstrate(example, cut_prompts(text), _NEW_TOKENS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the models are tiny, and threads that wait for each other are not
+    try:
+        for example in EXAMPLES:
+            yield demonstrate(example, cut_prompts(text), _NEW_TOKENS)
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager
@@ -114,14 +121,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _show(outcome: Outcome, *, first: bool, origin: str) -> None:
-    from attnplug.cli.rows import wrapped  # noqa: PLC0415 - JSON does without
+    from attnplug.cli.explain.layers import abbreviated  # noqa: PLC0415 - JSON does without
+    from attnplug.cli.rows import wrapped  # noqa: PLC0415 - likewise
 
     if first:
         shape = f"{len(outcome.expected)} pieces of {origin}, {outcome.expected.shape[1]} new tokens each"
         say("\n".join(wrapped(f"Random weights in float32, a token per byte, {shape}, padded on the left.")))
     say(f"\n{outcome.example.name}: {outcome.example.about}")
     for names, selection in _groups(outcome.decisions):
-        say("\n".join(wrapped(f"{_numbers(names)} -> {selection.id}{_asked(selection)}", "  ")))
+        say("\n".join(wrapped(f"{abbreviated(names)} -> {selection.id}{_asked(selection)}", "  ")))
         for line in _others(selection):
             say("\n".join(wrapped(line, "      ")))
     say(f"  continues with {' '.join(map(str, outcome.tokens[0, :12].tolist()))} ...")
@@ -146,12 +154,6 @@ def _groups(decisions: Mapping[str, Selection]) -> list[tuple[list[str], Selecti
     return list(found.values())
 
 
-def _numbers(names: Sequence[str]) -> str:
-    """Return the layers' numbers: ``layers 0, 2``."""
-    numbers = [next(part for part in name.split(".") if part.isdigit()) for name in names]
-    return f"layer{'s' * (len(numbers) > 1)} {', '.join(numbers)}"
-
-
 def _asked(selection: Selection) -> str:
     """Return what the layers ask for beside their shape, and which criterion decided."""
     shape = {"head_size", "num_q_heads", "num_kv_heads", "dtype"}
@@ -171,11 +173,13 @@ def _sentence(outcome: Outcome) -> str:
 
 
 def _conclude(outcomes: Sequence[Outcome]) -> None:
-    absent = sorted({v.id for o in outcomes for s in o.decisions.values() for v in s.verdicts if v.status in _NOT_HERE})
-    if absent:
-        from attnplug.cli.rows import wrapped  # noqa: PLC0415 - JSON does without
+    from attnplug.cli.rows import wrapped  # noqa: PLC0415 - JSON does without
 
-        say("\n" + "\n".join(wrapped(f"not installed here: {', '.join(absent)} (attnplug list says what they need)")))
+    verdicts = [v for o in outcomes for s in o.decisions.values() for v in s.verdicts if v.status in _NOT_HERE]
+    if verdicts:
+        say("\nnot installed here:")
+        for verdict in {verdict.id: verdict for verdict in verdicts}.values():
+            say("\n".join(wrapped(f"{verdict.id}: {verdict.remedy}", "  ")))
     good = [outcome for outcome in outcomes if outcome.agrees]
     tokens = sum(outcome.num_equal for outcome in outcomes)
     total = sum(outcome.expected.numel() for outcome in outcomes)

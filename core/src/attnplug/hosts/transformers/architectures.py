@@ -117,6 +117,7 @@ _WINDOWED: Final = (
     )
     | _each("gemma3_text", _decoder(listed(every(6, field="sliding_window_pattern")), _ALL))
     | _each("gemma3n_text", _decoder(listed(every(5)), _ALL + " num_kv_shared_layers"))
+    | _each("gemma4_text", _decoder(listed(), _ALL + " num_kv_shared_layers per_layer_config"))
     | _each("gpt_oss", _decoder(listed(every(2)), _ALL, sinks=_EVERYWHERE))
     | _each("flint", _decoder(listed(), _ALL, sinks=_EVERYWHERE))
     | _each("granite_swa", _decoder(listed(first_of(4)), _WINDOW, sinks=_EVERYWHERE))

@@ -142,8 +142,9 @@ def _refuse_lost_queries(mask: Mask, queries: Tensor, pattern: Pattern, layer: s
             lost = lost & ~padding[:, rows]
         if bool(lost.any()):
             sequence, query = (int(i) for i in lost.nonzero()[0])
+            how = "sees nothing newer than the query before it" if pattern.causal else "attends keys, and not itself"
             raise NotNegotiatedError(
-                f"{layer}: by the mask query {start + query} of sequence {sequence} attends keys, and not itself",
+                f"{layer}: by the mask of this call query {start + query} of sequence {sequence} {how}",
                 f"{pattern} was negotiated, where only what the padding mask marks as padding may do so",
                 _REMEDY,
             )

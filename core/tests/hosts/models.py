@@ -1,0 +1,117 @@
+"""Tiny models of real architectures, with weights that make every token depend on all of its context."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+PAD = 256
+WINDOW = 6
+SIZES: dict[str, Any] = {
+    "vocab_size": 257,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+ENCODER_SIZES: dict[str, Any] = {
+    name: SIZES[name]
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def config(name, **changes):
+    """Return the configuration of a tiny model."""
+    return _CONFIGS[name](changes)
+
+
+_CONFIGS = {
+    "llama": lambda more: transformers.LlamaConfig(**(SIZES | more)),
+    "qwen3": lambda more: transformers.Qwen3Config(**(SIZES | more)),
+    "mistral": lambda more: transformers.MistralConfig(**(SIZES | {"sliding_window": WINDOW} | more)),
+    "gemma2": lambda more: transformers.Gemma2Config(
+        **(SIZES | {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8} | more)
+    ),
+    "gpt_oss": lambda more: transformers.GptOssConfig(**(SIZES | EXPERTS | {"sliding_window": WINDOW} | more)),
+    "llama4": lambda more: transformers.Llama4TextConfig(
+        **(SIZES | EXPERTS | {"num_experts_per_tok": 1, "attention_chunk_size": 8, "intermediate_size_mlp": 48} | more)
+    ),
+    "gpt2": lambda more: transformers.GPT2Config(
+        **({"vocab_size": 257, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128} | more)
+    ),
+    "bert": lambda more: transformers.BertConfig(**(ENCODER_SIZES | {"pad_token_id": PAD} | more)),
+    "modernbert": lambda more: transformers.ModernBertConfig(
+        **(ENCODER_SIZES | {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": PAD} | more)
+    ),
+    "bart": lambda more: transformers.BartConfig(
+        **(
+            {"vocab_size": 257, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32}
+            | {"decoder_ffn_dim": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": PAD}
+            | {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2, "forced_eos_token_id": None}
+            | more
+        )
+    ),
+    "whisper": lambda more: transformers.WhisperConfig(
+        **(
+            {"vocab_size": 257, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 32}
+            | {"decoder_ffn_dim": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "pad_token_id": PAD}
+            | {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 32}
+            | {"bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+            | more
+        )
+    ),
+}
+
+_HEADS = {"bert": "AutoModel", "modernbert": "AutoModel", "bart": "AutoModelForSeq2SeqLM", "whisper": "AutoModel"}
+
+
+def model(name, seed=0, dtype=torch.float32, **changes):
+    """Return a tiny model on eager attention, with weights of unit gain and sharp queries and keys."""
+    auto = getattr(transformers, _HEADS.get(name, "AutoModelForCausalLM"))
+    made = auto.from_config(config(name, **changes), attn_implementation="eager", dtype=torch.float32).eval()
+    source = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for label, weight in made.named_parameters():
+            noise = torch.randn(weight.shape, generator=source)
+            if "sinks" in label:
+                weight.copy_(noise + 2)
+            elif weight.ndim > 1:
+                sharp = 3.0 if any(part in label for part in ("q_proj", "k_proj", "query", "key")) else 1.0
+                weight.copy_(noise * sharp * weight.shape[-1] ** -0.5)
+    return made.to(dtype)
+
+
+def prompts(*lengths, right=False, seed=1):
+    """Return ids and attention mask of random prompts, padded on the left (or on the right)."""
+    source = torch.Generator().manual_seed(seed)
+    ids = torch.full((len(lengths), max(lengths)), PAD)
+    for row, length in enumerate(lengths):
+        columns = slice(0, length) if right else slice(max(lengths) - length, None)
+        ids[row, columns] = torch.randint(0, 256, (length,), generator=source)
+    return ids, (ids != PAD).long()
+
+
+def generate(made, ids, mask, new_tokens=16, **how):
+    """Return the tokens that follow the prompts, and the least margin by which one was chosen."""
+    found = made.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        min_new_tokens=new_tokens,
+        max_new_tokens=new_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **how,
+    )
+    best = torch.stack(found.logits, 1).topk(2).values
+    return found.sequences[:, ids.shape[1] :], float((best[..., 0] - best[..., 1]).min())

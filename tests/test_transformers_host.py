@@ -1,0 +1,110 @@
+"""The host as its user meets it: two calls, and a model of the library runs through attnplug."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODEL = """\
+import torch, transformers
+from attnplug.hosts import transformers as host
+torch.set_num_threads(1)
+sizes = dict(vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
+config = transformers.MistralConfig(**sizes, num_key_value_heads=2, head_dim=8, sliding_window=5, pad_token_id=256)
+ids = torch.arange(24).view(2, 12)
+mask = torch.ones_like(ids)
+mask[0, :4] = 0
+"""
+
+
+def run(code):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+
+
+def test_two_calls_and_a_model_runs_through_attnplug():
+    done = run(
+        MODEL
+        + """
+assert host.register() == host.register() == host.KEY == "attnplug"
+torch.manual_seed(0)
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnplug").eval()
+with torch.no_grad():
+    found = model(ids, attention_mask=mask).logits
+    model.set_attn_implementation("eager")
+    expected = model(ids, attention_mask=mask).logits
+torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
+assert not torch.equal(found, expected)
+print({name: selection.id for name, selection in host.selections(model).items()})
+"""
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str({f"model.layers.{i}.self_attn": "torch/sdpa" for i in range(2)})
+
+
+def test_without_registering_the_library_does_not_know_the_name():
+    done = run(MODEL + "transformers.AutoModelForCausalLM.from_config(config, attn_implementation='attnplug')")
+
+    assert "ValueError" in done.stderr
+    assert "attnplug" in done.stderr
+
+
+def test_the_library_does_not_take_the_name_for_its_own():
+    done = run(
+        MODEL
+        + """
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils.generic import is_flash_attention_requested
+key = host.register()
+assert not is_flash_attention_requested(requested_attention_implementation=key)
+assert "sdpa" not in key and "flex" not in key and "/" not in key and "paged" not in key
+assert key in transformers.AttentionInterface._global_mapping
+assert key in AttentionMaskInterface._global_mapping  # without it padding would be lost
+assert AttentionMaskInterface()[key] is not AttentionMaskInterface()["sdpa"]
+"""
+    )
+
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("missing", ["transformers", "torch"])
+def test_a_missing_library_is_named_with_the_way_out(missing):
+    done = run(
+        f"""
+import sys
+sys.modules[{missing!r}] = None
+from attnplug.hosts import transformers as host
+assert len(host.requirements({{
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "dtype": "bfloat16",
+}})) == 2
+host.register()
+"""
+    )
+
+    assert "attnplug.errors.AttnplugError: the host 'transformers' was asked for" in done.stderr
+    assert "pip install 'attnplug[transformers]'" in done.stderr
+
+
+def test_a_setting_of_the_environment_decides():
+    done = run(
+        "import os; os.environ['ATTNPLUG_BACKEND'] = 'flash_attn'\n"
+        + MODEL
+        + """
+host.register()
+model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnplug").eval()
+with torch.no_grad():
+    model(ids)
+"""
+    )
+
+    assert "NoBackendError" in done.stderr
+    assert "pip install attnplug-flash-attn" in done.stderr
+    assert "ATTNPLUG_BACKEND" in done.stderr
