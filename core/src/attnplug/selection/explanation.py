@@ -69,11 +69,20 @@ class Explanation:
         yield from _wrapped(f"asked: {_asked(self.requirements.to_dict())}", width, "")
         yield f"device: {self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
         yield f"chosen: {self.chosen.id if self.chosen else 'none'}" + self._decision()
+        absent = [verdict for verdict in self.verdicts if verdict.status == "absent"]
         for verdict in self.verdicts:
+            if verdict in absent:
+                continue
             yield ""
             yield f"{verdict.id}  {verdict.status}" + (f"  ({verdict.distribution})" if verdict.distribution else "")
             for line in detail(verdict):
                 yield from _wrapped(line, width, _INDENT)
+        if absent:
+            yield ""
+            yield "not installed, so not asked:"
+            longest = max(len(verdict.id) for verdict in absent)
+            for verdict in absent:
+                yield f"{_INDENT}{verdict.id:<{longest}}  {verdict.remedy}"
         if self.tie:
             yield ""
             yield from _wrapped(self.tie, width, "")
