@@ -40,7 +40,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "fused without LSE":
         monkeypatch.setattr(kernels, "fused_cpu_op", lambda: None)
     if request.param == "written out":
-        monkeypatch.setattr(shape, "choose_kernel", lambda *_: kernels.written_out)
+        monkeypatch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
 
 
 @given(cases(features=FEATURES), layouts, st.booleans(), st.booleans())
@@ -68,7 +68,7 @@ def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, wri
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shape, "sizes_on", lambda _: sizes)
         if written_out:
-            patch.setattr(shape, "choose_kernel", lambda *_: kernels.written_out)
+            patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
         check(load(case, layout, return_lse=True), realise(case))
 
 

@@ -90,6 +90,8 @@ class SdpaImpl(AttentionImpl):
             results.clear(start, end, self._sinks)
         for group in plan.groups:
             key, value = source.of(group)
+            if not plan.kernel.fused:
+                key, value = _as_float32(key), _as_float32(value)
             taken = group.queries.taken
             rows = query[taken] if isinstance(taken, slice) else query.index_select(0, taken)
             rows = rows.view(group.members, group.rows, *query.shape[1:])
@@ -102,7 +104,7 @@ class SdpaImpl(AttentionImpl):
         (first, last), (low, high) = tile.rows, tile.keys
         rows = query[:, first:last]
         folded = rows.transpose(1, 2) if tile.causal else self._fold(rows)
-        out, lse = plan.kernel(
+        out, lse = plan.kernel.attend(
             folded, key[:, :, low:high], value[:, :, low:high], tile.mask, self._call, causal=tile.causal
         )
         out = self._unfold(out, last - first, folded=not tile.causal)
@@ -123,3 +125,10 @@ class SdpaImpl(AttentionImpl):
         if folded:
             return out.view(*out.shape[:2], rows, -1, out.shape[-1]).transpose(1, 2)
         return out.view(-1, *self._heads, rows, out.shape[-1]).permute(0, 3, 1, 2, 4)
+
+
+def _as_float32(rows: Tensor) -> Tensor:
+    """Return rows in float32, each head's together: matrix products would else copy them, slower, at every tile."""
+    if rows.dtype == torch.float32 and rows.is_contiguous():
+        return rows
+    return torch.empty(rows.shape, dtype=torch.float32, device=rows.device).copy_(rows)

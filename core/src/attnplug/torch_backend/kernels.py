@@ -7,7 +7,7 @@ All of them take query heads folded onto their KV head, so that keys are read on
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 from attrs import frozen
@@ -35,7 +35,7 @@ class Call:
     soft_cap: float | None
 
 
-class Kernel(Protocol):
+class Attend(Protocol):
     """Attends one tile."""
 
     def __call__(
@@ -54,15 +54,30 @@ class Kernel(Protocol):
         """
 
 
+@frozen
+class Kernel:
+    """
+    A way to attend, and how its tiles have to look.
+
+    Attributes:
+        attend: Attends one tile.
+        fused: Whether it keeps no scores in memory, takes the layer's dtype and has a causal form. Otherwise tiles are
+            small, and keys and values come in float32.
+    """
+
+    attend: Attend
+    fused: bool
+
+
 def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
     """Return the fastest kernel that expresses what was asked for, on a type of device."""
     if asked.logits_soft_cap is not None or asked.head_size != asked.head_size_v:
-        return written_out
+        return WRITTEN_OUT
     op = fused_cpu_op() if device_type == "cpu" else None
     if op is not None:
-        return partial(fused_on_cpu, op)
+        return Kernel(partial(_fused_on_cpu, op), fused=True)
     # The public function returns no LSE, without which neither a caller's LSE nor a sink can be served.
-    return written_out if asked.return_lse or asked.sinks else fused
+    return WRITTEN_OUT if asked.return_lse or asked.sinks else FUSED
 
 
 @cache
@@ -82,7 +97,7 @@ def fused_cpu_op() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return op.default if names >= expected and len(schema.returns) == 2 else None
 
 
-def fused_on_cpu(
+def _fused_on_cpu(
     op: Callable[..., tuple[Tensor, Tensor]],
     query: Tensor,
     key: Tensor,
@@ -96,7 +111,7 @@ def fused_on_cpu(
     return op(query, key, value, is_causal=causal, attn_mask=mask, scale=call.scale)
 
 
-def fused(
+def _fused(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend with torch's own choice of a fused kernel, without LSE."""
@@ -107,12 +122,12 @@ def fused(
     return out, None
 
 
-def written_out(
+def _written_out(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in plain float32 arithmetic: whatever no fused kernel expresses, on any device."""
     del causal
-    scores = (query.float() * call.scale) @ key.float().transpose(-1, -2)
+    scores = (query.float() * call.scale) @ key.transpose(-1, -2)
     if call.soft_cap is not None:
         scores = scores.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
     if mask is not None:
@@ -120,4 +135,8 @@ def written_out(
     highest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
-    return (weights @ value.float()).div_(total), total.log_().add_(highest).squeeze(-1)
+    return (weights @ value).div_(total), total.log_().add_(highest).squeeze(-1)
+
+
+FUSED: Final = Kernel(_fused, fused=True)
+WRITTEN_OUT: Final = Kernel(_written_out, fused=False)

@@ -45,11 +45,14 @@ class Stored:
 
     Attributes:
         slots: ``(members * keys,)`` int64 slots.
-        head_rows: ``(members * num_kv_heads * keys,)`` int64 rows of heads-first pages; None for tokens-first ones.
+        rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, which bring the heads of a member one
+            after another; None where whole tokens are taken.
+        steps: Rows from one block to the next, one slot to the next, and one head to the next, as `rows` counts them.
     """
 
     slots: Tensor
-    head_rows: Tensor | None
+    rows: Tensor | None
+    steps: tuple[int, int, int]
 
 
 @frozen(eq=False)

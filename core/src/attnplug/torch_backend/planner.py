@@ -92,16 +92,14 @@ class _Planner:
         where = _together([span.request for span in group], 1)
         table = table[where] if where else table.index_select(0, self._index([span.request for span in group]))
         blocks = table.long().gather(1, torch.div(positions, size, rounding_mode="floor"))
-        offsets = positions % size
-        return Stored((blocks * size + offsets).view(-1), self._head_rows(blocks, offsets, size))
+        offsets, steps = positions % size, self._shape.row_steps
+        rows = None if steps is None else self._head_rows(blocks * steps[0] + offsets * steps[1], steps[2])
+        return Stored((blocks * size + offsets).view(-1), rows, steps or (0, 0, 0))
 
-    def _head_rows(self, blocks: Tensor, offsets: Tensor, size: int) -> Tensor | None:
-        """A heads-first page has all its tokens of head 0, then those of head 1, ..."""
-        if not self._shape.heads_first:
-            return None
-        heads = self._shape.num_kv_heads
-        head = torch.arange(heads, device=self._device).view(heads, 1) * size
-        return ((blocks * (size * heads) + offsets).unsqueeze(1) + head).view(-1)
+    def _head_rows(self, first_heads: Tensor, step: int) -> Tensor:
+        """``(members * heads * keys,)`` from the rows ``(members, keys)`` of head 0."""
+        heads = torch.arange(self._shape.num_kv_heads, device=self._device) * step
+        return (first_heads.unsqueeze(1) + heads.view(-1, 1)).view(-1)
 
     # -- tiles -------------------------------------------------------------------------------------------------------
 
@@ -129,7 +127,7 @@ class _Planner:
 
     def _is_square(self, rows: int, keys: int) -> bool:
         sight = self._shape.sight
-        return self._shape.takes_causal and 1 < rows == keys and sight.right == 0 and not 0 <= sight.left < keys - 1
+        return self._shape.kernel.fused and 1 < rows == keys and sight.right == 0 and not 0 <= sight.left < keys - 1
 
     def _cuts(self, members: int, rows: int, keys: int) -> list[tuple[int, int]]:
         step = self._shape.rows_per_tile(members, keys)

@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.torch_backend.grouping import Budget
-from attnplug.torch_backend.kernels import Kernel, choose_kernel, written_out
+from attnplug.torch_backend.kernels import Kernel, choose_kernel
 from attnplug.torch_backend.masks import Sight
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ class Shape:
         ratio: Query heads per KV head: their rows are folded into one.
         num_kv_heads: Key and value heads.
         block_size: Slots per block; None for dense calls.
-        heads_first: Whether pages are heads-first.
+        row_steps: How rows of `head_size` elements follow each other in the cache, as in `Stored.steps`; None where whole tokens
+            are gathered.
         kernel: What attends a tile.
         mask_dtype: Dtype of the masks.
         tile_rows: Most query positions of a tile.
@@ -72,7 +73,7 @@ class Shape:
     ratio: int
     num_kv_heads: int
     block_size: int | None
-    heads_first: bool
+    row_steps: tuple[int, int, int] | None
     kernel: Kernel
     mask_dtype: torch.dtype
     tile_rows: int
@@ -84,11 +85,6 @@ class Shape:
     def _sight(self) -> Sight:
         left, right = self.window
         return Sight(left, 0 if self.causal else right)
-
-    @property
-    def takes_causal(self) -> bool:
-        """Whether the kernel has a causal form without a mask."""
-        return self.kernel is not written_out
 
     def rows_per_tile(self, members: int, keys: int) -> int:
         """Return how many query positions a tile of such a group takes."""
@@ -109,10 +105,24 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str) ->
         ratio=asked.gqa_ratio,
         num_kv_heads=asked.num_kv_heads,
         block_size=agreement.block_size,
-        heads_first=agreement.kv_layout == "HND",
+        row_steps=_row_steps(agreement, kernel),
         kernel=kernel,
-        mask_dtype=torch.float32 if kernel is written_out else torch_dtype(asked.dtype),
+        mask_dtype=torch_dtype(asked.dtype) if kernel.fused else torch.float32,
         tile_rows=tile_rows,
-        tile_scores=sizes.scores if kernel is written_out else None,
+        tile_scores=None if kernel.fused else sizes.scores,
         budget=Budget(sizes.keys, sizes.mask // asked.gqa_ratio, int(sizes.call / per_score), tile_rows),
     )
+
+
+def _row_steps(agreement: Agreement, kernel: Kernel) -> tuple[int, int, int] | None:
+    """
+    Heads one after another suit matrix products best, which would else copy; fused kernels take tokens as they come.
+
+    Of heads-first pages, rows of one head are all that lies together.
+    """
+    heads, size = agreement.requirements.num_kv_heads, agreement.block_size
+    if size is None:
+        return None
+    if agreement.kv_layout == "HND":
+        return size * heads, 1, size
+    return None if kernel.fused else (size * heads, heads, 1)

@@ -63,17 +63,9 @@ def _from_rows(rows: Tensor, given: Given, group: Group) -> Tensor:
 def _from_pages(pages: Tensor, stored: Stored, group: Group, out: Tensor) -> Tensor:
     """Rows of the cache, gathered into memory that is used again: fresh memory would cost more than the copy."""
     heads, size = pages.shape[2:]
-    rows = _as_head_rows(pages)
-    if stored.head_rows is not None and rows is not None:
-        torch.index_select(rows, 0, stored.head_rows, out=out.view(-1, size))
+    if stored.rows is not None and pages.stride() == (*(step * size for step in stored.steps), 1):
+        flat = pages.as_strided((pages.numel() // size, size), (size, 1))
+        torch.index_select(flat, 0, stored.rows, out=out.view(-1, size))
         return out.view(group.members, heads, group.keys, size)
     gathered = pages_as_tokens(pages, stored.slots, out=out.view(-1, heads, size))
     return gathered.view(group.members, group.keys, heads, size).transpose(1, 2)
-
-
-def _as_head_rows(pages: Tensor) -> Tensor | None:
-    """Return heads-first pages as ``(num_blocks * num_kv_heads * block_size, size)`` without a copy, or None."""
-    blocks, block_size, heads, size = pages.shape
-    if pages.stride() != (heads * block_size * size, size, block_size * size, 1):
-        return None
-    return pages.as_strided((blocks * heads * block_size, size), (size, 1))
