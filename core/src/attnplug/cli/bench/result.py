@@ -1,0 +1,112 @@
+"""A run of the benchmarks, and the ways to write it down."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.cli.bench.measurement import Measurement, told
+from attnplug.errors import RequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_TITLE: Final = "# Budgets of the selection"
+
+
+@frozen
+class Result:
+    """
+    What was measured, and on what.
+
+    Attributes:
+        command: The command that measured.
+        machine: What the numbers depend on.
+        measurements: The numbers.
+    """
+
+    command: str
+    machine: Mapping[str, Any]
+    measurements: tuple[Measurement, ...]
+
+    @property
+    def within(self) -> bool:
+        """Whether every budget is kept."""
+        return all(measurement.within for measurement in self.measurements)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        numbers = [measurement.to_dict() for measurement in self.measurements]
+        return {"command": self.command, "machine": dict(self.machine), "measurements": numbers}
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Return what the numbers depend on, ready to read."""
+        versions = ", ".join(f"{name} {version}" for name, version in self.machine["versions"].items())
+        return [
+            ("processor", f"{self.machine['processor']}, {self.machine['processors']} of them"),
+            ("load before", str(self.machine["load"])),
+            ("system", str(self.machine["system"])),
+            ("Python", str(self.machine["python"])),
+            ("versions", versions),
+            ("installed distributions", str(self.machine["distributions"])),
+            ("command", f"`{self.command}`"),
+        ]
+
+    def page(self) -> str:
+        """Return the result as Markdown."""
+        rows = [
+            f"| {m.what} | {told(m.median, m.unit)} | {told(m.best, m.unit)} | {_budget(m)} | {m.verdict or '-'} |"
+            for m in self.measurements
+        ]
+        return "\n".join(
+            [
+                _TITLE,
+                "",
+                "Written by `attnplug bench`; not edited by hand. The median is held against the budget.",
+                "",
+                "| what | value |",
+                "| --- | --- |",
+                *(f"| {name} | {value} |" for name, value in self.facts()),
+                "",
+                "| what | median | best | budget | verdict |",
+                "| --- | --- | --- | --- | --- |",
+                *rows,
+                "",
+            ]
+        )
+
+    def write(self, file: Path) -> None:
+        """
+        Write the result, as Markdown or JSON by the file's suffix.
+
+        Raises:
+            RequestError: The suffix is another one, or the file cannot be written.
+        """
+        text = self.page() if check_suffix(file) == ".md" else json.dumps(self.to_dict(), indent=2) + "\n"
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RequestError(
+                f"--output {str(file)!r} was given", f"it cannot be written: {error.strerror}", "name another file"
+            ) from error
+
+
+def check_suffix(file: Path) -> str:
+    """
+    Return the suffix of a file that a result can be written to.
+
+    Raises:
+        RequestError: It can be written neither as Markdown nor as JSON.
+    """
+    if file.suffix not in (".md", ".json"):
+        raise RequestError(
+            f"--output {str(file)!r} was given", "a result is written as .md or .json", "name such a file"
+        )
+    return file.suffix
+
+
+def _budget(measurement: Measurement) -> str:
+    return "-" if measurement.budget is None else f"{measurement.budget:g} {measurement.unit}"

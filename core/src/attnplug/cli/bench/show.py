@@ -1,0 +1,34 @@
+"""A result as a person reads it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.cli.bench.measurement import told
+from attnplug.cli.output import console, is_terminal, say
+from attnplug.cli.rows import STYLES, wrapped
+
+if TYPE_CHECKING:
+    from attnplug.cli.bench.measurement import Measurement
+    from attnplug.cli.bench.result import Result
+
+
+def show(result: Result) -> None:
+    """Write a result."""
+    for name, value in result.facts():
+        say("\n".join(wrapped(f"{name}: {value}")))
+    for measurement in result.measurements:
+        say()
+        _show(measurement)
+
+
+def _show(measurement: Measurement) -> None:
+    head = f"{measurement.name:13} {told(measurement.median, measurement.unit):>9}"
+    best = f"  best {told(measurement.best, measurement.unit)}"
+    budget = "" if measurement.budget is None else f"  budget {measurement.budget:g} {measurement.unit}"
+    if is_terminal():
+        style = STYLES["ready" if measurement.within else "broken"]
+        console().print(f"[bold]{head}[/][dim]{best}[/]{budget}  [{style}]{measurement.verdict}[/]")
+    else:
+        say(f"{head}{best}{budget}  {measurement.verdict}".rstrip())
+    say("\n".join(wrapped(measurement.what, "    ")))
