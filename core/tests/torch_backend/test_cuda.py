@@ -1,0 +1,144 @@
+"""The embedded backend on an NVIDIA GPU: the cases of the CPU tests, and what only a GPU can show."""
+
+from __future__ import annotations
+
+import random
+import time
+from statistics import median
+
+import pytest
+import torch
+
+import attnplug
+from attnplug.contract import Batch
+from attnplug.errors import CacheError
+from attnplug.request.device import Device
+from attnplug.testing import Case, check, realise, run
+from attnplug.testing.cases import random_case
+from attnplug.testing.running import limits_of
+
+pytestmark = pytest.mark.gpu
+
+VARIANTS = ["torch/sdpa"]
+FEATURES = ("sliding_window", "logits_soft_cap", "sinks", "head_size_v", "causal")
+LONG = {
+    "plain": {},
+    "window": {"sliding_window": 100},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "sinks and window": {"sinks": True, "sliding_window": 7},
+    "bidirectional": {"causal": False},
+}
+
+
+@pytest.fixture(scope="module")
+def device():
+    return Device.current()
+
+
+@pytest.fixture(params=VARIANTS)
+def load(request, device):
+    """Load a variant for a case, on this GPU."""
+
+    def make(case, layout="NHD", **engine):
+        paged = {} if engine.get("paged") is False else {"block_size": case.block_size, "kv_layout": layout}
+        return attnplug.load(case.requirements(**paged, **engine), device, backend=request.param)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_random_batches_match_the_oracle(load, dtype, layout, record_property):
+    generator = random.Random(7)
+    cases = [random_case(generator, features=FEATURES, dtype=dtype) for _ in range(60)]
+    for case in cases:
+        check(load(case, layout, return_lse=True), realise(case))
+        check(load(case, paged=False, return_lse=True), realise(case))
+    record_property("batches", 2 * len(cases))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("asked", LONG)
+def test_prompts_longer_than_a_tile(load, asked, dtype):
+    lengths = {"query_lens": (1, 1, 300, 300, 520), "context_lens": (700, 30, 150, 150, 0)}
+    case = Case(**lengths, dtype=dtype, num_padding_tokens=3, **LONG[asked])
+
+    check(load(case, return_lse=True), realise(case))
+
+
+def test_build_and_forward_do_not_wait_for_the_device(load):
+    lengths = {"query_lens": (1, 1, 40, 70), "context_lens": (100, 33, 20, 0)}
+    case = Case(**lengths, dtype="bfloat16", sinks=True, num_padding_tokens=2)
+    backend, scene = load(case), realise(case)
+    run(backend, scene)  # the first call may set kernels up
+    impl = backend.make_impl(scene.layer(device=backend.device))
+    call = scene.paged(backend, backend.device)
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metadata = builder.build(call.batch)
+        impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_refused_batch_leaves_the_cache_alone(load):
+    case = Case(query_lens=(5,), context_lens=(3,), dtype="bfloat16")
+    backend, scene = load(case), realise(case)
+    impl = backend.make_impl(scene.layer(device=backend.device))
+    call = scene.paged(backend, backend.device)
+    small = backend.make_state(attnplug.Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=8, num_blocks=1))
+    before = call.cache.clone()
+
+    with pytest.raises(CacheError):
+        backend.make_builder([impl], small).build(call.batch)
+
+    assert torch.equal(call.cache.nan_to_num(), before.nan_to_num())
+
+
+def test_blocks_travel_between_host_and_device(load):
+    case = Case(query_lens=(5,), context_lens=(3,), dtype="bfloat16")
+    backend = load(case)
+    there, here = backend.make_cache(6), backend.make_cache(6, device="cpu")
+    there.copy_(torch.randn(there.shape))
+
+    backend.swap_blocks(there, here, [(2, 4), (5, 1)])
+    back = backend.make_cache(6)
+    backend.swap_blocks(here, back, [(4, 3)])
+
+    assert torch.equal(here[:, 4], there[:, 2].cpu())
+    assert torch.equal(here[:, 1], there[:, 5].cpu())
+    assert torch.equal(back[:, 3], there[:, 2])
+
+
+@pytest.mark.parametrize("work", ["decode 64 x 4096", "prefill 4 x 4096"])
+def test_time_of_a_forward(load, work, record_property):
+    """No bound, a number for the report: bfloat16, 32 query heads, 8 KV heads of 128, blocks of 16."""
+    requests, queries = (64, 1) if work.startswith("decode") else (4, 4096)
+    asked = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16", block_size=16)
+    backend = attnplug.load(asked, Device.current(), backend="torch")
+    blocks, tokens = requests * 256 + 1, requests * queries
+    table = torch.arange(1, blocks, dtype=torch.int32).view(requests, 256)
+    slots = (table.long() * 16).repeat_interleave(16, 1) + torch.arange(16).repeat(256)
+    slots = slots[:, 4096 - queries :].flatten()
+    lengths = ([queries] * requests, [4096] * requests)
+    batch = Batch.from_lengths(*lengths, block_table=table, slot_mapping=slots, device="cuda")
+    limits = attnplug.Limits(max_num_reqs=requests, max_num_tokens=tokens, max_seq_len=4096, num_blocks=blocks)
+    impl, cache = backend.make_impl(attnplug.Layer(name="layer", scale=128**-0.5)), backend.make_cache(blocks)
+    builder = backend.make_builder([impl], backend.make_state(limits))
+    on_gpu = {"device": "cuda", "dtype": torch.bfloat16}
+    key, query = torch.randn(tokens, 8, 128, **on_gpu), torch.randn(tokens, 32, 128, **on_gpu)
+    output = torch.empty(tokens, 4096, **on_gpu)
+
+    metadata = builder.build(batch)
+    times = []
+    for _ in range(20):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        impl.forward(query, key, key, cache, metadata, output)
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - start))
+
+    record_property(f"{work}, median of 20", f"{median(times[3:]):.0f} us")
+    assert bool(output.isfinite().all())
