@@ -16,9 +16,10 @@ from attnplug.selection import state as process
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch):
-    """Leave the settings of this machine out, and put the process back as it was."""
+    """Leave the settings of this machine out, name the backend, and put the process back as it was."""
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
         monkeypatch.delenv(name)
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "torch/sdpa")  # which one ranks first is not the host's business
     before, process._state = process._state, None
     yield
     process._state = before

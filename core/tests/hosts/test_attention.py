@@ -309,13 +309,13 @@ class TestBinding:
         attend(module, *tensors(), None)
         first = bound(module).selection
 
-        with attnplug.using(backend="torch/sdpa"):
+        with attnplug.using(backend=["torch/sdpa", "auto"]):
             attend(module, *tensors(), None)
             inside = bound(module).selection
         attend(module, *tensors(), None)
 
-        assert "backend" in inside.provenance
-        assert "backend" not in first.provenance
+        assert inside.provenance["backend"] == "using"
+        assert first.provenance["backend"] != "using"
         assert bound(module).selection == first
 
     def test_layers_that_ask_for_the_same_share_a_build(self, host, monkeypatch):

@@ -51,9 +51,13 @@ def attention(query, key, value, mask):
     return torch.nan_to_num(scores.softmax(-1)) @ value
 
 
+def pack_up(mask, pattern, layer="layer"):
+    return pack(mask, pattern, layer, torch.device("cpu"))
+
+
 def through_packing(mask, pattern, query, key, value):
     """Attend sequence by sequence on packed tensors, as the contract has it, and unpack."""
-    packing = pack(mask, pattern, "layer")
+    packing = pack_up(mask, pattern)
     if packing.batch is None:
         return torch.zeros_like(query).transpose(1, 2)
     q, k, v = packing.pack_queries(query), packing.pack_keys(key), packing.pack_keys(value)
@@ -139,7 +143,7 @@ def test_cross_attention_keeps_every_query():
 def test_decodes_stand_first():
     padding = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
 
-    batch = pack(ask(causal(), 4, 4, batch=4, padding=padding), CAUSAL, "layer").batch
+    batch = pack_up(ask(causal(), 4, 4, batch=4, padding=padding), CAUSAL).batch
 
     assert batch.query_start_loc.tolist() == [0, 1, 2, 5, 9]
     assert batch.seq_lens.tolist() == [1, 1, 3, 4]
@@ -148,13 +152,13 @@ def test_decodes_stand_first():
 def test_keys_that_nobody_attends_are_left_out():
     window = Pattern(True, left=2)
 
-    batch = pack(ask(causal(3), 1, 10, q_offset=9), window, "layer").batch
+    batch = pack_up(ask(causal(3), 1, 10, q_offset=9), window).batch
 
     assert batch.key_start_loc.tolist() == [0, 3]
 
 
 def test_without_padding_nothing_is_gathered():
-    packing = pack(ask(causal(), 4, 4, batch=2), CAUSAL, "layer")
+    packing = pack_up(ask(causal(), 4, 4, batch=2), CAUSAL)
     query = torch.randn(2, HEADS, 4, SIZE)
 
     assert packing.queries is None
@@ -165,7 +169,7 @@ def test_without_padding_nothing_is_gathered():
 def test_a_mask_is_packed_once_for_all_layers():
     mask = ask(causal(), 4, 4)
 
-    assert pack(mask, CAUSAL, "a") is pack(mask, CAUSAL, "b")
+    assert pack_up(mask, CAUSAL, "a") is pack_up(mask, CAUSAL, "b")
 
 
 def test_a_large_mask_is_looked_at_in_pieces(monkeypatch):
@@ -175,7 +179,7 @@ def test_a_large_mask_is_looked_at_in_pieces(monkeypatch):
 
     assert_same(ask(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=2), padding)
     with pytest.raises(NotNegotiatedError, match="query 3 of sequence 1 does not attend key 0"):
-        pack(ask(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=3), "layer")
+        pack_up(ask(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=3))
 
 
 def prefix(batch, head, query, key):
@@ -216,7 +220,7 @@ def anti_causal(batch, head, query, key):
 @pytest.mark.parametrize("vmap", [False, True])
 def test_another_mask_than_the_negotiated_one_is_refused(function, pattern, vmap):
     with pytest.raises(NotNegotiatedError, match=r"layers\.3: by the mask") as refused:
-        pack(ask(function, 7, 7, use_vmap=vmap), pattern, "layers.3")
+        pack_up(ask(function, 7, 7, use_vmap=vmap), pattern, "layers.3")
 
     assert str(pattern) in refused.value.allowed
     assert "attn_implementation='eager'" in refused.value.remedy
@@ -226,7 +230,7 @@ def test_a_hole_in_the_padding_of_a_windowed_layer_is_refused():
     padding = torch.tensor([[1, 1, 0, 1, 1, 1]]).bool()
 
     with pytest.raises(NotNegotiatedError, match="holes in the padding"):
-        pack(ask(causal(3), 6, 6, padding=padding), Pattern(True, left=2), "layer")
+        pack_up(ask(causal(3), 6, 6, padding=padding), Pattern(True, left=2))
     assert_same(ask(causal(), 6, 6, padding=padding), CAUSAL, padding)
 
 
@@ -236,7 +240,7 @@ def test_the_offset_of_a_static_cache_is_read_when_the_mask_is_made():
 
     offset.add_(1)  # as the cache of the first layer does
 
-    assert pack(mask, CAUSAL, "layer").batch.seq_lens.tolist() == [5]
+    assert pack_up(mask, CAUSAL).batch.seq_lens.tolist() == [5]
 
 
 def test_a_prepared_mask_is_passed_through():
@@ -278,7 +282,7 @@ class TestDenseMask:
         prepared = self.lower().repeat(2, 1, 1, 1)
         prepared[0, :, :, :2] = False
 
-        packing = pack(DenseMask.of(prepared, 2, 4, 4), CAUSAL, "layer")
+        packing = pack_up(DenseMask.of(prepared, 2, 4, 4), CAUSAL)
 
         assert packing.batch.seq_lens.tolist() == [2, 4]
 
@@ -292,7 +296,7 @@ class TestDenseMask:
         prepared[..., 2:] = False
 
         with pytest.raises(NotNegotiatedError, match="query 2 of sequence 0 sees nothing newer"):
-            pack(DenseMask.of(prepared, 1, 4, 4), CAUSAL, "layer")
+            pack_up(DenseMask.of(prepared, 1, 4, 4), CAUSAL)
 
     def test_heads_that_differ_are_refused(self):
         with pytest.raises(NotNegotiatedError, match="all heads"):
@@ -314,7 +318,7 @@ class TestDenseMask:
         near = torch.ones(4, 6, dtype=torch.bool).tril(1).triu(-1)[None, None]
 
         with pytest.raises(NotNegotiatedError):
-            pack(DenseMask.of(near, 1, 4, 6), Pattern(False, 1, 1), "layer")
+            pack_up(DenseMask.of(near, 1, 4, 6), Pattern(False, 1, 1))
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (1, 6)])
@@ -323,7 +327,7 @@ def test_no_mask_means_everything_up_to_the_token_itself(queries, keys):
 
     assert_same(mask, CAUSAL)
     with pytest.raises(NotNegotiatedError):
-        pack(mask, Pattern(True, left=1), "layer")
+        pack_up(mask, Pattern(True, left=1))
 
 
 def test_no_mask_and_more_keys_than_queries_is_refused():

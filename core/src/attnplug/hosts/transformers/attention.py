@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,9 +17,11 @@ from attnplug.hosts.transformers.packing import pack
 from attnplug.hosts.transformers.pattern import Pattern
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from torch import Tensor, nn
 
-    from attnplug.hosts.transformers.packing import Mask
+    from attnplug.hosts.transformers.packing import Mask, Packing
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -73,17 +76,28 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
         sinks=s_aux is not None,
         is_causal=is_causal,
     )
-    binding = _bind(module, call, name, scaling, s_aux, query.device)
-    pattern = Pattern.of(binding.requirements)
-    packing = pack(_mask(attention_mask, module, call, pattern, query, key), pattern, binding.impl.layer.name)
+    with _current(query.device):
+        binding = _bind(module, call, name, scaling, s_aux, query.device)
+        pattern = Pattern.of(binding.requirements)
+        mask = _mask(attention_mask, module, call, pattern, query, key)
+        packing = pack(mask, pattern, binding.impl.layer.name, query.device)
+        return _run(binding, packing, query, key, value), None
+
+
+def _run(binding: Binding, packing: Packing, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    heads, size = query.shape[1], value.shape[3]
     if packing.batch is None:
-        return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3]), None
+        return query.new_zeros(query.shape[0], query.shape[2], heads, size)
     packed = packing.pack_queries(query)
-    output = packed.new_empty(packed.shape[0], query.shape[1] * value.shape[3])
+    output = packed.new_empty(packed.shape[0], heads * size)
     metadata = binding.group.metadata(packing.batch)
     binding.impl.forward(packed, packing.pack_keys(key), packing.pack_keys(value), None, metadata, output)
-    heads = output.view(packed.shape[0], query.shape[1], value.shape[3])
-    return packing.unpack(heads, query.shape[0], query.shape[2]), None
+    return packing.unpack(output.view(-1, heads, size), query.shape[0], query.shape[2])
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one: backends know its type, and a model may be spread over several of that type."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _name(module: nn.Module) -> str:

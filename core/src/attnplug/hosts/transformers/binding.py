@@ -149,7 +149,7 @@ def bind(
     with _lock:
         backend = _backend(requirements, where)
         impl = backend.make_impl(Layer(name=name, scale=scale, sinks=None if sinks is None else sinks.detach()))
-        group = _group(backend, impl)
+        group = _group(backend, impl, device)
         # Loading may have left a candidate out; what select says from now on is what this binding is compared with.
         made = Binding(call, requirements, select(requirements, where), impl, group, stamp, scale, device)
         _bindings[module] = made
@@ -193,8 +193,8 @@ def _backend(requirements: Requirements, where: Device | None) -> Backend:
     return backend
 
 
-def _group(backend: Backend, impl: AttentionImpl) -> Group:
-    key = (id(backend), impl.plan_key)
+def _group(backend: Backend, impl: AttentionImpl, device: torch.device) -> Group:
+    key = (id(backend), impl.plan_key, device)
     group = _made.groups.get(key)
     if group is None:
         group = Group(backend, impl)

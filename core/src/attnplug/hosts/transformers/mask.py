@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Final, NoReturn
 
 import torch
@@ -46,6 +47,7 @@ class AskedMask:
     use_vmap: bool
     device: torch.device
     packings: dict[Any, Any] = field(factory=dict, repr=False)
+    _whole: Tensor | None = field(default=None, init=False, repr=False)
 
     ndim = 4
     dtype = torch.bool
@@ -62,6 +64,10 @@ class AskedMask:
     def rows(self) -> Iterator[tuple[int, Tensor]]:
         """Yield ``(first query, (batch, queries, keys) bool)``, a piece at a time, True attends, padding included."""
         step = max(1, _ROWS_AT_ONCE // max(1, self.batch_size * self.kv_length))
+        if step >= self.q_length > 0:
+            self._whole = self._evaluate(0, self.q_length) if self._whole is None else self._whole
+            yield 0, self._whole
+            return
         for start in range(0, self.q_length, step):
             yield start, self._evaluate(start, min(step, self.q_length - start))
 
@@ -182,6 +188,7 @@ class DenseMask:
         return torch.arange(queries, device=self.device) if queries == keys else None
 
 
+@lru_cache(maxsize=64)  # layers that bring no mask share this one, and with it what is planned for it
 def asked_by_nobody(batch_size: int, q_length: int, kv_length: int, *, causal: bool, device: torch.device) -> AskedMask:
     """
     Return the mask of a call that brings none: everything, or everything up to the query's own token.

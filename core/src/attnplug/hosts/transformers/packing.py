@@ -52,7 +52,7 @@ class Packing:
         return padded
 
 
-def pack(mask: Mask, pattern: Pattern, layer: str) -> Packing:
+def pack(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
     """
     Hold the mask against the pattern, and return the sequences that it consists of.
 
@@ -63,13 +63,14 @@ def pack(mask: Mask, pattern: Pattern, layer: str) -> Packing:
         mask: What the library asks for.
         pattern: What the layer negotiated.
         layer: The layer's name, for the message.
+        device: Where the layer is; parts of a model may be elsewhere than its masks.
 
     Raises:
         NotNegotiatedError: The mask is another one.
     """
-    if pattern not in mask.packings:
-        mask.packings[pattern] = _pack_mask(mask, pattern, layer)
-    packing: Packing = mask.packings[pattern]
+    if (pattern, device) not in mask.packings:
+        mask.packings[pattern, device] = _pack_mask(mask, pattern, layer, device)
+    packing: Packing = mask.packings[pattern, device]
     return packing
 
 
@@ -78,7 +79,7 @@ def _pack(padded: Tensor, rows: tuple[Tensor, Tensor] | None) -> Tensor:
     return tokens.flatten(0, 1) if rows is None else tokens[rows]
 
 
-def _pack_mask(mask: Mask, pattern: Pattern, layer: str) -> Packing:
+def _pack_mask(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
     queries, keys = _visible(mask, pattern)
     _refuse_lost_queries(mask, queries, pattern, layer)
     query_lens, key_lens = queries.sum(1), keys.sum(1)
@@ -90,7 +91,7 @@ def _pack_mask(mask: Mask, pattern: Pattern, layer: str) -> Packing:
         differs = (expected != asked) & queries[:, rows, None]
         if bool(differs.any()):
             raise _mismatch(differs, asked, start, pattern, layer)
-    return _rows_of(queries, keys, query_lens, key_lens, pattern)
+    return _rows_of(queries.to(device), keys.to(device), torch.stack([query_lens, key_lens]).tolist(), pattern)
 
 
 def _visible(mask: Mask, pattern: Pattern) -> tuple[Tensor, Tensor]:
@@ -161,8 +162,7 @@ def _mismatch(differs: Tensor, asked: Tensor, start: int, pattern: Pattern, laye
     )
 
 
-def _rows_of(queries: Tensor, keys: Tensor, query_lens: Tensor, key_lens: Tensor, pattern: Pattern) -> Packing:
-    lengths = torch.stack([query_lens, key_lens]).tolist()
+def _rows_of(queries: Tensor, keys: Tensor, lengths: list[list[int]], pattern: Pattern) -> Packing:
     alive = [row for row, length in enumerate(lengths[0]) if length]
     order = sorted(alive, key=lambda row: lengths[0][row] > 1)
     if not order:
