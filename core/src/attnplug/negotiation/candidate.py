@@ -21,7 +21,8 @@ Standing = Literal["ready", "absent", "lacks_dependency", "refused", "broken"]
 _SERVES: Final = Reason(
     "unsupported", "", None, ""
 )  # marks "no objection" in the memo, where None means "not asked yet"
-_FREE: Final = frozenset({"block_size", "kv_layout"})
+FREE: Final = frozenset({"block_size", "kv_layout"})
+"""The fields that a negotiation settles where they are left open."""
 
 
 @frozen(eq=False)
@@ -65,11 +66,11 @@ class Candidate:
 
     @_fixed_rules.default
     def _rules_of_asked_fields(self) -> tuple[Rule, ...]:
-        return tuple(rule for rule in self._rules() if not _mentions(rule, _FREE))
+        return tuple(rule for rule in self._rules() if not _mentions(rule, FREE))
 
     @_free_rules.default
     def _rules_of_free_fields(self) -> tuple[Rule, ...]:
-        return tuple(rule for rule in self._rules() if _mentions(rule, _FREE))
+        return tuple(rule for rule in self._rules() if _mentions(rule, FREE))
 
     @_graph_levels.default
     def _declared_graph_levels(self) -> tuple[str, ...]:

@@ -8,13 +8,12 @@ pass. All objections are collected; nothing stops at the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from attnplug.negotiation.candidate import Candidate, holds
+from attnplug.negotiation.candidate import FREE, Candidate, holds
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device, default_vendor
 from attnplug.request.fields import FIELDS
@@ -37,6 +36,7 @@ class Question:
         facts: Every field with its value.
         asked: The (field, value) pairs that a candidate has to declare.
         names: Their names.
+        asked_terms: Those of the free fields that are not left open.
     """
 
     requirements: Requirements
@@ -44,6 +44,7 @@ class Question:
     facts: dict[str, Any] = field(init=False)
     asked: tuple[tuple[str, Any], ...] = field(init=False)
     names: frozenset[str] = field(init=False)
+    asked_terms: tuple[tuple[str, Any], ...] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         device = self.device.facts()
@@ -58,6 +59,8 @@ class Question:
             ),
         )
         put(self, "names", frozenset(name for name, _ in self.asked))
+        terms = ((name, self.facts[name]) for name in ("block_size", "kv_layout"))
+        put(self, "asked_terms", tuple(term for term in terms if term[1] is not None))
 
 
 @frozen
@@ -131,12 +134,13 @@ def _plain(condition: Condition, facts: dict[str, Any]) -> Any:
 
 def _settle(candidate: Candidate, question: Question) -> tuple[Mapping[str, Any], list[Reason]]:
     """Return the first terms that pass, or the objections to the first ones."""
+    rules = _live_rules(candidate, question)
+    if not rules:  # then the first terms pass if any do: nothing but what was asked for stands against them
+        objections = [reason for reason in map(candidate.objection, question.asked_terms) if reason is not None]
+        return ({} if objections else next(_all_terms(candidate, question))), objections
     first: list[Reason] | None = None
-    if not question.requirements.paged:
-        objections = judge_terms(candidate, question, _NO_TERMS)
-        return ({} if objections else _NO_TERMS), objections
     for terms in _all_terms(candidate, question):
-        objections = judge_terms(candidate, question, terms)
+        objections = _judge(candidate, question, terms, rules)
         if not objections:
             return terms, []
         first = objections if first is None else first
@@ -148,20 +152,42 @@ def judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, An
     Return the objections of a candidate to settled terms: a block size and a layout, or None for both without a paged
     cache.
     """
+    return _judge(candidate, question, terms, _live_rules(candidate, question))
+
+
+def _judge(candidate: Candidate, question: Question, terms: Mapping[str, Any], rules: Sequence[Rule]) -> list[Reason]:
     objections = [
         reason for term in terms.items() if term[1] is not None and (reason := candidate.objection(term)) is not None
     ]
-    if candidate.free_rules:
+    if rules:
         facts = {**question.facts, **terms}
-        for rule in candidate.free_rules:
+        for rule in rules:
             _apply(rule, candidate, question, facts, objections)
     return objections
+
+
+def _live_rules(candidate: Candidate, question: Question) -> list[Rule]:
+    """Return the rules about free fields that some terms can bring to bear: whose other conditions hold."""
+    return [rule for rule in candidate.free_rules if _is_live(rule, candidate, question)]
+
+
+def _is_live(rule: Rule, candidate: Candidate, question: Question) -> bool:
+    for condition in rule.when:
+        if condition.field not in FREE and not holds(
+            condition, question.facts, question.names, candidate.installed, absent=False
+        ):
+            return False
+    return True
 
 
 def _all_terms(candidate: Candidate, question: Question) -> Iterator[Mapping[str, Any]]:
     """Yield terms in declared order."""
     asked = question.requirements
+    if not asked.paged:
+        yield _NO_TERMS
+        return
     sizes = candidate.choices("block_size") if asked.block_size is None else (asked.block_size,)
     layouts = candidate.choices("kv_layout") if asked.kv_layout is None else (asked.kv_layout,)
-    for size, layout in product(sizes or (None,), layouts or (None,)):
-        yield {"block_size": size, "kv_layout": layout}
+    for size in sizes or (None,):
+        for layout in layouts or (None,):
+            yield {"block_size": size, "kv_layout": layout}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from attrs import field, frozen
 
@@ -14,6 +14,10 @@ from attnplug.negotiation.remedy import Remedy
 Status = Literal["chosen", "eligible", "refused", "absent", "lacks_dependency", "broken"]
 
 
+def _nothing() -> None:
+    return None
+
+
 @frozen
 class Verdict:
     """
@@ -22,32 +26,37 @@ class Verdict:
     Attributes:
         id: ``backend/variant``.
         status: ``chosen``, ``eligible`` (it could serve too), ``refused`` (it cannot serve this),
-            ``absent`` (not installed), ``lacks_dependency`` (it could
-            serve, and something that it requires is missing) or ``broken``.
+            ``absent`` (not installed), ``lacks_dependency`` (it could serve, and something that it requires is
+            missing) or ``broken``.
         reasons: Everything that stands against it, not only the first.
         emulated: Asked-for features that it emulates, and at what cost.
-        agreement: The terms, where it is chosen or eligible.
         distribution: The distribution that offers it, with its version.
+
+    The agreement and the remedy are worked out when they are first read, since most never are.
     """
 
     id: str
     status: Status
     reasons: tuple[Reason, ...] = ()
     emulated: Mapping[str, str] = field(factory=dict, hash=False)
-    agreement: Agreement | None = None
     distribution: str = ""
-    _find_remedy: Callable[[], Remedy | None] = field(default=lambda: None, repr=False, eq=False, alias="find_remedy")
-    _found: list[Remedy | None] = field(factory=list, init=False, repr=False, eq=False)
+    _agree: Callable[[], Agreement | None] = field(default=_nothing, repr=False, eq=False, alias="agree")
+    _find_remedy: Callable[[], Remedy | None] = field(default=_nothing, repr=False, eq=False, alias="find_remedy")
+    _found: dict[str, Any] = field(factory=dict, init=False, repr=False, eq=False)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The terms, where it is chosen or eligible."""
+        if "agreement" not in self._found:
+            self._found["agreement"] = self._agree()
+        return cast("Agreement | None", self._found["agreement"])
 
     @property
     def remedy(self) -> Remedy | None:
-        """
-        The smallest change that makes the candidate serve; None where it already does. Worked out when first read,
-        since most are never read.
-        """
-        if not self._found:
-            self._found.append(self._find_remedy())
-        return self._found[0]
+        """The smallest change that makes the candidate serve; None where it already does."""
+        if "remedy" not in self._found:
+            self._found["remedy"] = self._find_remedy()
+        return cast("Remedy | None", self._found["remedy"])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, the remedy included."""
@@ -65,13 +74,14 @@ class Verdict:
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
         """Read what `to_dict` wrote."""
         remedy = Remedy.from_dict(data["remedy"]) if data["remedy"] else None
+        agreement = Agreement.from_dict(data["agreement"]) if data["agreement"] else None
         return cls(
             id=data["id"],
             status=data["status"],
             reasons=tuple(Reason.from_dict(reason) for reason in data["reasons"]),
             emulated=data["emulated"],
-            agreement=Agreement.from_dict(data["agreement"]) if data["agreement"] else None,
             distribution=data["distribution"],
+            agree=lambda: agreement,
             find_remedy=lambda: remedy,
         )
 

@@ -64,7 +64,7 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
             if policy.admits(candidate):
                 able.append(candidate)
             else:
-                others.append(_able(candidate, question, outcome.terms, settings, "eligible"))
+                others.append(_able(candidate, question, outcome.terms, settings))
             continue
         others.append(_unable(registry, candidate, question, settings, () if outcome is None else outcome.objections))
     return Answers(question, rank(able, question, policy), terms, tuple(others))
@@ -112,17 +112,10 @@ def conclude(
     if first is None:
         return Explanation(question.requirements, question.device, None, answers.others, assume_installed)
     order = (first, *(candidate for candidate in ranked.candidates if candidate is not first))
-    verdicts = tuple(
-        _able(
-            c,
-            question,
-            terms if terms is not None and c is first else answers.terms[c.id],
-            settings,
-            "chosen" if c is first else "eligible",
-        )
-        for c in order
-    )
     agreement = _agree(first, question, answers.terms[first.id] if terms is None else terms, settings)
+    verdicts = tuple(
+        _able(c, question, answers.terms[c.id], settings, agreement if c is first else None) for c in order
+    )
     decided_by = ranked.decided_by if first is ranked.candidates[0] else "common block size and layout"
     everyone = verdicts + answers.others
     selection = Selection(agreement, question.device, everyone, decided_by, settings.sources)
@@ -130,14 +123,21 @@ def conclude(
 
 
 def _able(
-    candidate: Candidate, question: Question, terms: Mapping[str, Any], settings: Settings, status: Any
+    candidate: Candidate,
+    question: Question,
+    terms: Mapping[str, Any],
+    settings: Settings,
+    agreement: Agreement | None = None,
 ) -> Verdict:
+    """Return the verdict on a candidate that can serve, and is chosen if it has an agreement already."""
+    if settings.options:
+        _options(candidate, settings)  # what is wrong with them is raised now, whoever is chosen
     return Verdict(
         candidate.id,
-        status,
+        "eligible" if agreement is None else "chosen",
         emulated=emulated(candidate, question),
-        agreement=_agree(candidate, question, terms, settings),
         distribution=candidate.distribution,
+        agree=lambda: agreement or _agree(candidate, question, terms, settings),
     )
 
 
