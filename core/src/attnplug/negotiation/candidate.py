@@ -137,14 +137,17 @@ class Candidate:
         constraint = self.supports(name)
         item = FIELDS[name]
         if constraint is None:
-            return (
-                None
-                if item.open
-                else Reason("undeclared", name, item.domain.dump(value), f"only {_neutral_text(name)}")
-            )
+            if item.open or (name == "vendor" and self._admits_vendor(value)):
+                return None
+            return Reason("undeclared", name, item.domain.dump(value), f"only {_neutral_text(name)}")
         return (
             None if constraint.allows(value) else Reason("unsupported", name, item.domain.dump(value), str(constraint))
         )
+
+    def _admits_vendor(self, vendor: str) -> bool:
+        """Without a declaration cuda means NVIDIA; other device types are as good as their name."""
+        types = self.supports("device_type")
+        return vendor == "nvidia" or types is None or not types.allows("cuda")
 
     def _object_to_features(self, names: Iterable[str]) -> Reason | None:
         declared = self.variant.features if self.variant else ()
@@ -242,7 +245,7 @@ def _neutral_text(name: str) -> str:
         "head_size_v": "head_size_v = head_size",
         "kv_cache_dtype": "the dtype",
         "causal": "the attention type's own mask",
-        "vendor": "the usual vendor",
+        "vendor": "nvidia",
     }
     item = FIELDS[name]
     return followed.get(name) or ("none" if item.neutral is None else str(item.neutral))

@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from attnplug.negotiation.candidate import FREE, Candidate, holds
 from attnplug.negotiation.reason import Reason
-from attnplug.request.device import Device, default_vendor
+from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 from attnplug.request.requirements import Requirements
 
@@ -55,7 +55,7 @@ class Question:
             "asked",
             (
                 *self.requirements.asked(),
-                *((name, value) for name, value in device.items() if _device_asks(name, value, self.device)),
+                *(fact for fact in device.items() if fact[1] is not None),
             ),
         )
         put(self, "names", frozenset(name for name, _ in self.asked))
@@ -96,12 +96,6 @@ def graph_level(candidate: Candidate, question: Question) -> str:
 
 def _serves_level(candidate: Candidate, question: Question, level: str) -> bool:
     return not negotiate(candidate, Question(question.requirements.evolve(cudagraph=level), question.device)).objections
-
-
-def _device_asks(name: str, value: Any, device: Device) -> bool:
-    if name == "vendor":
-        return value is not None and (value != default_vendor(device.type))
-    return value is not None
 
 
 def _apply(

@@ -147,7 +147,7 @@ _ALL: Final = (
     Field("output_quant", "engine", _QUANTIZED, "the output is quantized to this dtype"),
     Field("features", "engine", Names(each=_FEATURE), "open features, by dotted name", neutral=()),
     Field("device_type", "device", Word(), "device type, as torch names it", required=True),
-    Field("vendor", "device", Word(), "who made the device; undeclared admits NVIDIA for cuda, anyone elsewhere"),
+    Field("vendor", "device", Word(), "who made the device; undeclared, a variant for cuda admits NVIDIA only"),
     Field("compute_capability", "device", Capability(), "CUDA compute capability"),
     Field("device_name", "device", Text(), "the device's product name", open=True),
     Field("num_multiprocessors", "device", Integer(), "streaming multiprocessors", open=True),

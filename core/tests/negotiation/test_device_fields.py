@@ -1,0 +1,71 @@
+"""Vendors, and facts that a described device leaves open."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug.manifest.parse import parse_manifest
+from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.negotiate import Question, negotiate
+from attnplug.negotiation.remedy import find_remedy
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+
+ASKED = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="float16", paged=False)
+AMD, INTEL = Device("cuda", vendor="amd"), Device("xpu", vendor="intel")
+
+
+def candidate(supports):
+    head = 'api = "1.0"\nbackend = { name = "acme", summary = "s" }\n[supports]\ndtype = "float16"\nhead_size = 64\n'
+    manifest = parse_manifest(head + supports)
+    return examine(manifest, manifest.variants[0], lambda _: None)
+
+
+def objections(supports, device):
+    return [str(reason) for reason in negotiate(candidate(supports), Question(ASKED, device)).objections]
+
+
+@pytest.mark.parametrize(
+    ("supports", "device", "said"),
+    [
+        ('device_type = "cuda"\ncompute_capability = { min = "8.0" }', Device.cuda("9.0"), []),
+        (
+            'device_type = "cuda"\ncompute_capability = { min = "8.0" }',
+            AMD,
+            ["vendor=amd asked, supported: only nvidia"],
+        ),
+        (
+            'device_type = ["cpu", "cuda"]\ncompute_capability = "9.0"',
+            AMD,
+            ["vendor=amd asked, supported: only nvidia"],
+        ),
+        ('device_type = "cuda"\nvendor = "amd"', AMD, []),
+        (
+            'device_type = "cuda"\nvendor = "amd"\ncompute_capability = "9.0"',
+            Device.cuda("9.0"),
+            ["vendor=nvidia asked, supported: amd"],
+        ),
+        ('device_type = "cuda"\nvendor = ["nvidia", "amd"]\ncompute_capability = "9.0"', AMD, []),
+        ('device_type = "xpu"', INTEL, []),
+        ('device_type = "xpu"\nvendor = "other"', INTEL, ["vendor=intel asked, supported: other"]),
+        ('device_type = "cuda"', Device.cuda("9.0"), ["compute_capability=9.0 asked, supported: only none"]),
+        (
+            'device_type = "cuda"\ncompute_capability = "9.0"\ndevice_name = "NVIDIA H200"',
+            Device.cuda("9.0", name="NVIDIA H100"),
+            ["device_name=NVIDIA H100 asked, supported: NVIDIA H200"],
+        ),
+        ('device_type = "cuda"\ncompute_capability = "9.0"\ndevice_name = "NVIDIA H200"', Device.cuda("9.0"), []),
+        ('device_type = "cuda"\ncompute_capability = "9.0"', Device.cuda("9.0", name="anything"), []),
+    ],
+)
+def test_devices(supports, device, said):
+    assert objections(supports, device) == said
+
+
+def test_the_way_out_of_a_wrong_vendor_is_another_device():
+    for_amd = candidate('device_type = "cuda"\nvendor = "amd"')
+
+    remedy = find_remedy(for_amd, Question(ASKED, Device.cuda("9.0")), lambda stands: stands)
+
+    assert remedy.device == AMD
+    assert not negotiate(for_amd, Question(*remedy.apply(ASKED, Device.cuda("9.0")))).objections
