@@ -40,7 +40,7 @@ _CONFIGS = {
     "qwen3": lambda more: transformers.Qwen3Config(**(SIZES | more)),
     "mistral": lambda more: transformers.MistralConfig(**(SIZES | {"sliding_window": WINDOW} | more)),
     "gemma2": lambda more: transformers.Gemma2Config(
-        **(SIZES | {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 8} | more)
+        **(SIZES | {"sliding_window": WINDOW, "attn_logit_softcapping": 5.0, "query_pre_attn_scalar": 5} | more)
     ),
     "gpt_oss": lambda more: transformers.GptOssConfig(**(SIZES | EXPERTS | {"sliding_window": WINDOW} | more)),
     "llama4": lambda more: transformers.Llama4TextConfig(
@@ -76,9 +76,14 @@ _HEADS = {"bert": "AutoModel", "modernbert": "AutoModel", "bart": "AutoModelForS
 
 
 def model(name, seed=0, dtype=torch.float32, **changes):
-    """Return a tiny model on eager attention, with weights of unit gain and sharp queries and keys."""
+    """Return a tiny model on eager attention."""
     auto = getattr(transformers, _HEADS.get(name, "AutoModelForCausalLM"))
-    made = auto.from_config(config(name, **changes), attn_implementation="eager", dtype=torch.float32).eval()
+    made = auto.from_config(config(name, **changes), attn_implementation="eager", dtype=torch.float32)
+    return sharpen(made, seed).to(dtype)
+
+
+def sharpen(made, seed=0):
+    """Draw weights of unit gain, and sharp queries and keys, so that tokens depend on what is attended."""
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, weight in made.named_parameters():
@@ -88,7 +93,7 @@ def model(name, seed=0, dtype=torch.float32, **changes):
             elif weight.ndim > 1:
                 sharp = 3.0 if any(part in label for part in ("q_proj", "k_proj", "query", "key")) else 1.0
                 weight.copy_(noise * sharp * weight.shape[-1] ** -0.5)
-    return made.to(dtype)
+    return made.eval()
 
 
 def prompts(*lengths, right=False, seed=1):

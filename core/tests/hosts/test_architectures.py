@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from attnplug.hosts.transformers import requirements
 from attnplug.hosts.transformers.architectures import ARCHITECTURES
 from attnplug.hosts.transformers.patterns import full
+from core.tests.hosts.models import sharpen
 
 TOKENS = 14
 SIZES = {
@@ -136,6 +137,23 @@ def test_requirements_are_what_the_modules_ask_for(host, witness, model_type):
         assert asked.logits_soft_cap == rest.get("softcap")
         assert rest.get("sliding_window") in (None, asked.sliding_window)
         assert torch.equal(mask[0, 0].expand(query[2], -1), attended(asked, query[2], key[2]))
+
+
+@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
+def test_padded_sequences_come_out_the_same(host, mirror, model_type):
+    auto = transformers.AutoModelForCausalLM if model_type in DECODERS else transformers.AutoModel
+    made = sharpen(auto.from_config(tiny(model_type), attn_implementation="eager"))
+    ids = torch.randint(3, 300, (3, TOKENS), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, : TOKENS - 1] = 0
+
+    def run(implementation):
+        made.set_attn_implementation(implementation)
+        with torch.no_grad():
+            return made(input_ids=ids, attention_mask=mask)[0][mask.bool()]
+
+    expected = run("eager")
+    torch.testing.assert_close(run("attnplug"), expected, rtol=1e-3, atol=1e-3)
 
 
 def _match(found, name):

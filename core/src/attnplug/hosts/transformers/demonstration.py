@@ -61,7 +61,7 @@ EXAMPLES: Final = (
         "Gemma 2",
         f"soft-capped scores, a sliding window of {_WINDOW} tokens in every other layer",
         lambda: transformers.Gemma2Config(
-            **_SIZES, sliding_window=_WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=16
+            **_SIZES, sliding_window=_WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=24
         ),
     ),
     Example(
