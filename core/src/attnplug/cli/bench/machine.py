@@ -6,9 +6,11 @@ import os
 import platform
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from attnplug.cli.doctor.environment import environment
+
+_CPUINFO: Final = Path("/proc/cpuinfo")
 
 
 def machine() -> dict[str, Any]:
@@ -27,7 +29,7 @@ def machine() -> dict[str, Any]:
 def _processor() -> str:
     """Return the processor's model. Linux tells it in a file, and other systems through `platform`."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = _CPUINFO.read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")

@@ -29,7 +29,7 @@ need = {{ sliding_window = false, alibi = false, dcp_size = false }}
 because = "the shared prefix is one dense pass over every cached key"
 
 [[prefer]]
-order = ["v{last}", "v0"]
+order = ["v{last}"]
 when = {{ compute_capability = "9.0" }}
 because = "decode of 64 requests"
 

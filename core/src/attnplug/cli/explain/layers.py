@@ -1,4 +1,4 @@
-"""Names of many layers in few words: ``layers.{0,2..24}.self_attn``."""
+"""Names of many layers in few words, written as shells expand them: ``layers.{0..24..2}.self_attn``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def abbreviated(names: Sequence[str]) -> str:
 
 
 def _progression(numbers: Sequence[int]) -> str:
-    """Write numbers with every run of three or more in equal steps as ``first..last``, or ``first,second..last``."""
+    """Write numbers with every run of three or more in equal steps as ``first..last`` or ``first..last..step``."""
     if len(numbers) == 1:
         return str(numbers[0])
     parts: list[str] = []
@@ -45,4 +45,4 @@ def _run(numbers: Sequence[int]) -> int:
 
 def _written(run: Sequence[int]) -> str:
     step = run[1] - run[0]
-    return f"{run[0]}..{run[-1]}" if step == 1 else f"{run[0]},{run[1]}..{run[-1]}"
+    return f"{run[0]}..{run[-1]}" if step == 1 else f"{run[0]}..{run[-1]}..{step}"

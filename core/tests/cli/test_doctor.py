@@ -1,0 +1,222 @@
+"""``attnplug doctor``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attnplug
+from attnplug.cli.doctor import report
+from attnplug.cli.look import Sight
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+ALONE = """\
+api = "{api}"
+backend = {{ name = "alone", summary = "on the CPU, {what}" }}
+[supports]
+device_type = "cpu"
+dtype = {dtype}
+head_size = {{ multiple_of = 48 }}
+{more}
+"""
+
+
+def _alone(api: str = "1.0", dtype: str = '"float32"', more: str = "") -> str:
+    return ALONE.format(api=api, what="dense", dtype=dtype, more=more)
+
+
+def _trials(told) -> dict[str, tuple[str, str]]:
+    return {trial["id"]: (trial["status"], trial["text"]) for trial in told.json["trials"]}
+
+
+def test_a_sound_environment_has_no_problems(run, site) -> None:
+    told = run("doctor", "--json")
+
+    assert told.code == 0
+    assert told.json["problems"] == []
+    assert told.json["versions"]["attnplug"] == attnplug.__version__
+    assert told.json["device"]["type"] in ("cpu", "cuda")
+    assert told.json["trials"] == []
+    assert "flash" in {backend["name"] for backend in told.json["backends"]}
+
+
+def test_settings_are_told_with_their_sources(run, site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('block = ["int8_ixformer"]\n[options.flash]\nsplits = 2\n')
+    monkeypatch.setenv("ATTNPLUG_CONFIG", str(file))
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flash,auto")
+    monkeypatch.setenv("ATTNPLUG_OPT_TORCH__X", "1")
+
+    told = run("doctor", "--json")
+
+    rows = {row["name"]: (row["value"], row["source"]) for row in told.json["settings"]}
+    assert rows == {
+        "backend": (["flash", "auto"], "environment variable ATTNPLUG_BACKEND"),
+        "allow": (None, "default"),
+        "block": (["int8_ixformer"], f"file {file}"),
+        "strict": (False, "default"),
+        "profile": (None, "default"),
+        "options.flash.splits": (2, "the configuration file"),
+        "options.torch.x": ("1", "environment variable ATTNPLUG_OPT_TORCH__X"),
+    }
+
+
+def test_a_setting_without_effect_is_a_warning(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_BAKEND", "flash")
+    monkeypatch.setenv("ATTNPLUG_BLOCK", "flsh")
+
+    told = run("doctor")
+
+    assert told.code == 0
+    assert told.err == ""
+    text = " ".join(told.out.split())
+    assert "'ATTNPLUG_BAKEND' is not a setting and has no effect; did you mean 'ATTNPLUG_BACKEND'?" in text
+    assert "'flsh' in the setting block (environment variable ATTNPLUG_BLOCK) means no backend" in text
+
+
+def test_a_setting_that_does_not_parse_is_a_problem_among_others(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_STRICT", "maybe")
+    site.add("alone", "api = 3")
+
+    told = run("doctor", "--load", "--json")
+
+    assert told.code == 1
+    assert [problem["subject"] for problem in told.json["problems"]] == ["settings", "alone"]
+    assert told.json["problems"][0]["remedy"] == "set ATTNPLUG_STRICT=1 or ATTNPLUG_STRICT=0, or unset it"
+    assert _trials(told)["flash/host"][0] == "not_asked"
+
+
+def test_odd_neighbours_are_notes(run, site) -> None:
+    site.metadata("neighbour", "1.0", "[console_scripts]\nno equals sign\n")
+    site.add("alone", _alone(api="1.9"))
+
+    told = run("doctor")
+
+    text = " ".join(told.out.split())
+    assert told.code == 0
+    assert "neighbour 1.0: its entry_points.txt has the line 'no equals sign'" in text
+    assert "'alone' is written for contract 1.9" in text
+
+
+def test_broken_plugins_are_problems_with_a_way_out(run, site) -> None:
+    malformed = site.add("alone", _alone(dtype="3"))
+    site.add("future", _alone(api="2.0").replace("alone", "future"))
+    site.add("flash", _alone().replace("alone", "flash"), distribution="rival")
+
+    told = run("doctor", "--json")
+    problems = {problem["subject"]: problem for problem in told.json["problems"]}
+
+    assert told.code == 1
+    assert problems.keys() == {"alone", "future", "flash"}
+    assert f"{malformed}:5" in problems["alone"]["what"]
+    assert "2.0" in problems["future"]["what"]
+    assert "attnplug-flash" in problems["flash"]["remedy"]
+    assert all(problem["remedy"] for problem in problems.values())
+
+
+def test_what_is_blocked_on_purpose_is_no_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.add("alone", "api = 3")
+    monkeypatch.setenv("ATTNPLUG_BLOCK", "alone")
+
+    assert run("doctor", "--json").json["problems"] == []
+
+
+def test_that_nothing_is_ready_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_ALLOW", "flash/new")
+
+    told = run("doctor", "--json")
+
+    assert told.code == 1
+    assert told.json["problems"] == [
+        {
+            "subject": "selection",
+            "what": "no backend is ready, so that nothing can be selected",
+            "remedy": "pip install 'flash-new >=4' for flash/new",
+        }
+    ]
+
+
+def test_that_everything_is_kept_out_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_ALLOW", "")
+
+    assert "allow one" in run("doctor", "--json").json["problems"][0]["remedy"]
+
+
+def test_a_device_that_is_not_there_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> Sight:
+        raise attnplug.errors.DeviceError("CUDA_VISIBLE_DEVICES='7' was set", "there is none", "unset it")
+
+    monkeypatch.setattr(report, "look", absent)
+
+    assert run("doctor", "--json").json["problems"] == [
+        {"subject": "device", "what": "CUDA_VISIBLE_DEVICES='7' was set; there is none", "remedy": "unset it"}
+    ]
+
+
+def test_an_overlooked_device_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "look", lambda: Sight(attnplug.Device.cpu(), "how", "a driver is here", "install it"))
+
+    told = run("doctor")
+
+    assert told.code == 1
+    assert "problems\n    device: a driver is here\n      way out: install it\n\n1 problem\n" in told.out
+
+
+def test_plain_text_says_what_stands_in_the_way(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+    told = run("doctor")
+
+    assert told.out.startswith("environment\n    attnplug ")
+    assert "    backend = automatic  (default)\n    allow = all  (default)\n    block = none  (default)\n" in told.out
+    assert (
+        "    flash/new  lacks dependency  (attnplug-flash 1.0): flash-new >=4 is required and not installed\n"
+        in told.out
+    )
+    assert told.out.endswith("\nnothing is broken\n")
+    assert "loading" not in told.out
+
+
+def test_loading_imports_each_ready_plugin(run, site) -> None:
+    site.add("alone", _alone())
+
+    told = run("doctor", "--load", "--json")
+
+    trials = _trials(told)
+    assert told.code == 0
+    assert trials["flash/host"][0] == trials["alone/default"][0] == "loaded"
+    assert trials["flash/old"][0] == "not_asked"
+    assert "cuda" in trials["flash/old"][1]
+    assert "flash/new" not in trials
+    assert "this plugin talks while it is imported" in told.err
+
+
+def test_a_probe_that_refuses_is_a_problem(run, site) -> None:
+    probe = "Reason('probe', 'alone', None, 'no compiler', 'install one')"
+    site.add("alone", _alone(), probe=probe)
+
+    told = run("doctor", "--load")
+
+    assert told.code == 1
+    assert "alone/default  failed" in told.out
+    problems = " ".join(told.out.rpartition("problems\n")[2].split())
+    assert "it refuses this machine: no compiler: install one way out: install one 1 problem" in problems
+
+
+def test_a_candidate_is_asked_for_what_it_can_serve(run, site) -> None:
+    needs_more = '[[rules]]\nwhen = { return_lse = false }\nbecause = "it always writes one"\n'
+    site.add("alone", _alone(more=f'features = ["return_lse"]\n{needs_more}'))
+
+    assert _trials(run("doctor", "--load", "--json"))["alone/default"][0] == "loaded"
+
+
+def test_what_nothing_simple_can_be_asked_of_is_left_alone(run, site) -> None:
+    site.add("alone", _alone(more='num_q_heads = 8\nnum_kv_heads = 3\nfeatures = ["return_lse"]'))
+
+    status, text = _trials(run("doctor", "--load", "--json"))["alone/default"]
+
+    assert status == "not_asked"
+    assert "num_q_heads=8 and num_kv_heads=3" in text

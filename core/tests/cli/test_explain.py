@@ -1,0 +1,196 @@
+"""``attnplug explain``."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import attnplug
+from attnplug.cli.explain import field_options
+from attnplug.cli.look import Sight
+from attnplug.cli.parser import Parser
+from attnplug.request.fields import fields_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYER = {"head_size": 64, "num_q_heads": 64, "num_kv_heads": 8, "dtype": "bfloat16"}
+OPTIONS = ["--head-size", "64", "--num-q-heads", "64", "--num-kv-heads", "8", "--dtype", "bfloat16"]
+HOPPER = ["--device", "cuda:9.0"]
+
+
+def _statuses(explanation: dict[str, Any]) -> dict[str, str]:
+    return {verdict["id"]: verdict["status"] for verdict in explanation["verdicts"]}
+
+
+def test_the_answer_is_explain_s(run, site) -> None:
+    told = run("explain", *OPTIONS, "--sinks", *HOPPER, "--json")
+
+    expected = attnplug.explain(attnplug.Requirements(**LAYER, sinks=True), attnplug.Device.cuda("9.0"))
+    assert told.json == {"explanations": [{"layers": [], **json.loads(json.dumps(expected.to_dict()))}], "plans": []}
+    assert told.code == 0
+
+
+def test_plain_text_is_what_an_explanation_prints(run, site) -> None:
+    told = run("explain", *OPTIONS, *HOPPER)
+
+    assert told.out == f"{attnplug.explain(attnplug.Requirements(**LAYER), attnplug.Device.cuda('9.0'))}\n\n"
+    assert "chosen: flash/old" in told.out
+
+
+def test_a_supposed_library_makes_its_candidate_eligible(run, site) -> None:
+    plain = run("explain", *OPTIONS, *HOPPER, "--json").json["explanations"][0]
+    supposed = run("explain", *OPTIONS, *HOPPER, "--json", "--assume-installed").json["explanations"][0]
+
+    assert _statuses(plain)["flash/new"] == "lacks_dependency"
+    assert _statuses(supposed)["flash/new"] in ("chosen", "eligible")
+    assert supposed["assumed_installed"] is True
+
+
+def test_devices_stand_side_by_side(run, site) -> None:
+    devices = ["--device", "cuda:8.0", "--device", "cuda:9.0", "--device", "cuda:10.0", "--device", "cuda:9.0"]
+
+    told = run("explain", *OPTIONS, "--backend", "flash", *devices, "--assume-installed")
+
+    head, *rows = (line.split("  ") for line in told.out.split("\n\n")[0].splitlines())
+    found = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
+    assert [cell.strip() for cell in head if cell.strip()] == ["candidate", "cuda:8.0", "cuda:9.0", "cuda:10.0"]
+    assert found["flash/old"] == ["chosen", "eligible", "refused: compute_capability"]
+    assert found["flash/new"] == ["refused: compute_capability", "chosen", "chosen"]
+    assert told.out.count("\ndevice: cuda:") == 3
+    assert told.code == 0
+
+
+def test_one_device_that_cannot_serve_makes_the_answer_no(run, site) -> None:
+    told = run("explain", *OPTIONS, "--backend", "flash/old", *HOPPER, "--device", "cpu", "--json")
+
+    assert told.code == 1
+    assert [found["chosen"] for found in told.json["explanations"]] == ["flash/old", None]
+
+
+def test_backends_are_tried_in_the_given_order(run, site) -> None:
+    listed = ["--backend", "flash/new", "--backend", "torch", "--backend", "auto"]
+
+    explanation = run("explain", *OPTIONS, *HOPPER, *listed, "--json").json["explanations"][0]
+
+    assert explanation["chosen"].startswith("torch/")
+    assert _statuses(explanation)["flash/old"] == "eligible"
+    assert explanation["provenance"]["backend"] == "the call"
+
+
+def test_options_of_a_plugin_are_part_of_the_agreement(run, site) -> None:
+    told = run("explain", *OPTIONS, *HOPPER, "--option", "flash.splits=3", "--json")
+
+    agreement = told.json["explanations"][0]["verdicts"][0]["agreement"]
+    assert agreement["options"] == {"splits": 3}
+
+
+@pytest.mark.parametrize(
+    ("option", "given"),
+    [
+        ("flash.splits", "--option 'flash.splits' was given"),
+        ("splits=3", "--option 'splits=3' was given"),
+        ("flash.splits=-1", "splits='-1' was given"),
+        ("flash.split=3", "the option 'split' of 'flash' was given by the call; did you mean 'splits'?"),
+        ("nothing.splits=3", "the backend 'nothing' was asked for"),
+    ],
+)
+def test_a_wrong_option_is_a_wrong_question(run, site, option: str, given: str) -> None:
+    told = run("explain", *OPTIONS, *HOPPER, "--option", option)
+
+    assert told.code == 2
+    assert given in told.err
+
+
+def test_requirements_come_as_json_or_from_a_file_and_options_win(run, empty, tmp_path: Path) -> None:
+    file = tmp_path / "layer.json"
+    file.write_text(json.dumps({**LAYER, "sinks": True}))
+
+    written = run("explain", "--requirements", json.dumps(LAYER), "--json").json["explanations"][0]
+    read = run("explain", "--requirements", f"@{file}", "--no-sinks", "--head-size", "96", "--json").json
+
+    assert written["requirements"] == LAYER
+    assert read["explanations"][0]["requirements"] == {**LAYER, "head_size": 96}
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ([], "no requirements were given"),
+        (["--requirements", "{"], "'{' was given"),
+        (["--requirements", "[1]"], "'[1]' was given"),
+        (["--requirements", "@/nowhere/layer.json"], "'@/nowhere/layer.json' was given"),
+        (["--requirements", '{"head_sizes": 64}'], "'head_sizes' was given; did you mean 'head_size'?"),
+        (["--requirements", "{}", "--config", "x"], "--requirements and --config were given"),
+        ([*OPTIONS, "--assume", "llama"], "--assume was given without --config"),
+        ([*OPTIONS, "--partial"], "--partial was given without --config"),
+        (["--config", "x", "--sinks"], "--sinks and --config were given"),
+        (["--config", "/nowhere/config.json"], "'/nowhere/config.json' was given as the configuration"),
+        ([*OPTIONS, "--device", "gpu:x"], "compute capability 'x' was given"),
+        ([*OPTIONS, "--block-sparse", "3,"], "'3,' is not a table of names"),
+        ([*OPTIONS, "--kv-layout", "NDH"], "kv_layout='NDH' was given"),
+    ],
+)
+def test_a_wrong_question_is_refused(run, words: list[str], given: str) -> None:
+    told = run("explain", *words)
+
+    assert (told.code, told.out) == (2, "")
+    assert given in told.err
+
+
+def _parsed(*words: str) -> dict[str, Any]:
+    parser = Parser("test", "")
+    field_options.add_field_options(parser)
+    return field_options.given_fields(parser.parse_args(words))
+
+
+SAMPLES = {
+    "--block-sparse": ('{"local_blocks": 16}', {"local_blocks": 16}),
+    "--logits-soft-cap": ("30", 30.0),
+    "--features": ("acme.x", ["acme.x"]),
+    "--phases": ("decode", ["decode"]),
+}
+
+
+@pytest.mark.parametrize("item", fields_of("model", "engine"), ids=lambda item: item.name)
+def test_every_field_is_an_option(item) -> None:
+    option = field_options.option_of(item.name)
+
+    assert _parsed() == {}
+    if type(item.domain).__name__ == "Flag":
+        assert _parsed(option) == {item.name: True}
+        assert _parsed(option.replace("--", "--no-", 1)) == {item.name: False}
+        return
+    fallback = ("7", 7) if type(item.domain).__name__ == "Integer" else ("word", "word")
+    text, value = SAMPLES.get(option, fallback)
+    assert _parsed(option, text) == {item.name: value}
+
+
+def test_names_add_up() -> None:
+    assert _parsed("--feature", "acme.x", "--features", "acme.y,acme.z") == {"features": ["acme.x", "acme.y", "acme.z"]}
+
+
+def test_torch_is_not_imported(start, site) -> None:
+    code = (
+        "import sys; from attnplug.cli.main import main;"
+        f"code = main(['explain', *{OPTIONS}, '--device', 'cuda:8.0', '--device', 'cuda:10.0', '--assume-installed']);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers', 'rich')) or code)"
+    )
+
+    told = start("-c", code)
+
+    assert told.code == 0, told.err
+    assert "flash/new  chosen" in told.out
+
+
+def test_a_device_that_may_have_been_overlooked_is_told(run, empty, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "attnplug.cli.explain.look", lambda: Sight(attnplug.Device.cpu(), "", "there may be another", "name it")
+    )
+
+    assert run("explain", *OPTIONS).err == (
+        "attnplug explain: the device is cpu, though there may be another: name it\n"
+    )
+    assert run("explain", *OPTIONS, *HOPPER).err == ""

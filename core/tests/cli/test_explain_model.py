@@ -1,0 +1,177 @@
+"""``attnplug explain --config``: every layer of a model, and the plan that they share."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_hidden_layers": 6,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "dtype": "bfloat16",
+}
+SMALL = """\
+api = "1.0"
+backend = { name = "small", summary = "small blocks, windows only" }
+[supports]
+device_type = "cuda"
+compute_capability = "9.0"
+dtype = "bfloat16"
+head_size = 64
+features = ["paged", "sliding_window", "sinks"]
+block_size = 16
+[variants.windowed]
+[[variants.windowed.rules]]
+when = { sliding_window = false }
+because = "it keeps a window"
+"""
+LARGE = (
+    SMALL.replace("small", "large")
+    .replace("block_size = 16", "block_size = 32")
+    .replace("sliding_window = false", "sliding_window = true")
+)
+HOPPER = ["--device", "cuda:9.0"]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GPT_OSS))
+    return str(file)
+
+
+def test_each_group_of_layers_is_explained_once(run, site, config: str) -> None:
+    told = run("explain", "--config", config, *HOPPER, "--assume-installed", "--json")
+
+    windowed, full = told.json["explanations"]
+    assert told.code == 0
+    assert windowed["layers"] == [f"layers.{i}.self_attn" for i in (0, 2, 4)]
+    assert full["layers"] == [f"layers.{i}.self_attn" for i in (1, 3, 5)]
+    assert windowed["requirements"]["sliding_window"] == 128
+    assert "sliding_window" not in full["requirements"]
+    assert windowed["chosen"] == full["chosen"] == "flash/new"
+    assert all(found["requirements"]["sinks"] for found in (windowed, full))
+
+
+def test_the_plan_says_what_the_layers_share(run, site, config: str) -> None:
+    engine = ["--block-size", "32", "--kv-layout", "NHD"]
+
+    told = run("explain", "--config", config, *HOPPER, "--assume-installed", *engine, "--json")
+
+    (plan,) = told.json["plans"]
+    assert (plan["block_size"], plan["kv_layout"], plan["cudagraph"]) == (32, "NHD", "never")
+    assert [(group["id"], len(group["layers"])) for group in plan["groups"]] == [("flash/new", 3), ("flash/new", 3)]
+    assert plan["device"]["compute_capability"] == "9.0"
+
+
+def test_plain_text_names_layers_and_ends_with_the_plan(run, site, config: str) -> None:
+    told = run("explain", "--config", config, *HOPPER, "--assume-installed")
+
+    assert told.out.startswith("layers.{0..4..2}.self_attn (3 layers)\nasked: ")
+    assert told.out.rstrip().endswith(
+        "plan on cuda:9.0: block_size=128 kv_layout=NHD cudagraph=never\n"
+        "    flash/new  layers.{0..4..2}.self_attn (3 layers)\n"
+        "    flash/new  layers.{1..5..2}.self_attn (3 layers)"
+    )
+
+
+def test_dense_calls_have_no_blocks(run, site, config: str) -> None:
+    told = run("explain", "--config", config, *HOPPER, "--no-paged", "--json")
+
+    assert [found["requirements"]["paged"] for found in told.json["explanations"]] == [False, False]
+    assert told.json["plans"][0]["block_size"] is None
+
+
+def test_another_dtype_may_be_asked_for(run, site, config: str) -> None:
+    told = run("explain", "--config", config, "--dtype", "float32", "--device", "cpu", "--json")
+
+    assert {found["requirements"]["dtype"] for found in told.json["explanations"]} == {"float32"}
+
+
+def test_several_devices_answer_for_the_whole_model(run, site, config: str) -> None:
+    told = run("explain", "--config", config, *HOPPER, "--device", "cpu", "--assume-installed")
+
+    assert told.out.count("candidate") == 2
+    assert told.out.count("\nplan on ") == 2
+
+
+def test_backends_that_share_no_block_size_make_no_plan(run, empty, config: str) -> None:
+    empty.add("small", SMALL)
+    empty.add("large", LARGE)
+    chosen = ["--backend", "small", "--backend", "large"]
+
+    told = run("explain", "--config", config, *HOPPER, *chosen, "--json")
+    text = run("explain", "--config", config, *HOPPER, *chosen)
+
+    assert told.code == text.code == 1
+    assert [found["chosen"] for found in told.json["explanations"]] == ["small/windowed", "large/windowed"]
+    assert "no choice of backends gives them one block size" in told.json["plans"][0]["error"]["allowed"]
+    assert "plan on cuda:9.0: none\n" in text.out
+    assert "layers.0.self_attn (3 layers), small/windowed: blocks of 16; NHD" in text.out
+
+
+def test_a_layer_that_nothing_serves_makes_no_plan(run, empty, config: str) -> None:
+    empty.add("small", SMALL)
+
+    told = run("explain", "--config", config, *HOPPER, "--backend", "small")
+
+    assert told.code == 1
+    assert told.out.rstrip().endswith(
+        "plan on cuda:9.0: none\n"
+        "no backend can serve the requirements of layer 'layers.1.self_attn' among 'small' (the call)"
+    )
+
+
+def test_a_lower_graph_level_of_one_group_is_told(run, empty, config: str) -> None:
+    graphs = SMALL.replace("block_size = 16", 'block_size = 16\ncudagraph = { max = "always" }').replace(
+        "small", "quick"
+    )
+    empty.add("quick", graphs)
+    empty.add("large", LARGE.replace("block_size = 32", "block_size = 16"))
+
+    told = run("explain", "--config", config, *HOPPER, "--backend", "quick", "--backend", "large")
+
+    assert "cudagraph=never\n    the graph level is that of large/windowed\n" in told.out
+
+
+def test_a_hybrid_model_needs_to_be_told_apart(run, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    hybrid = {"model_type": "lfm2", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
+    hybrid |= {"hidden_size": 512, "dtype": "float32", "layer_types": ["conv", "full_attention"]}
+    file.write_text(json.dumps(hybrid))
+
+    refused = run("explain", "--config", str(file))
+    partial = run("explain", "--config", str(file), "--partial", "--json")
+
+    assert refused.code == 2
+    assert [found["layers"] for found in partial.json["explanations"]] == [["layers.1.self_attn"]]
+
+
+def test_an_unknown_model_type_is_read_as_another(run, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**GPT_OSS, "model_type": "mine"}))
+
+    unknown = run("explain", "--config", str(file))
+    assumed = run("explain", "--config", str(file), "--assume", "gpt_oss", "--device", "cpu", "--json")
+
+    assert unknown.code == 2
+    assert [found["requirements"]["sinks"] for found in assumed.json["explanations"]] == [True, True]
+
+
+def test_neither_torch_nor_transformers_is_imported(start, site, config: str) -> None:
+    code = (
+        "import sys; from attnplug.cli.main import main;"
+        f"code = main(['explain', '--config', {config!r}, '--device', 'cuda:9.0']);"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers')) or code)"
+    )
+
+    assert start("-c", code).code == 0

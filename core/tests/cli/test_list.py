@@ -1,0 +1,103 @@
+"""``attnplug list``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
+
+KEYS = {"name", "aliases", "summary", "distribution", "module", "embedded", "api", "manifest", "variants"}
+
+
+def _backend(told, name: str):
+    return next(backend for backend in told.json["backends"] if backend["name"] == name)
+
+
+def test_a_plugin_is_listed_with_its_variants(run, site) -> None:
+    told = run("list", "--json")
+
+    flash = _backend(told, "flash")
+    assert told.code == 0
+    assert flash.keys() == KEYS
+    assert flash["distribution"] == "attnplug-flash 1.0"
+    assert flash["module"] == "scratch_flash_flash.plugin"
+    assert (flash["api"], flash["aliases"], flash["embedded"]) == ("1.0", ["FLASH"], False)
+    assert {v["id"]: v["standing"] for v in flash["variants"]} == {
+        "flash/old": "ready",
+        "flash/new": "lacks_dependency",
+        "flash/host": "ready",
+    }
+
+
+def test_what_is_missing_is_listed_with_what_to_install(run, site) -> None:
+    new = _backend(run("list", "--json"), "flash")["variants"][1]
+
+    assert new["requires"] == ["flash-new >=4"]
+    assert [(reason["code"], reason["field"]) for reason in new["reasons"]] == [("missing", "flash-new >=4")]
+    assert new["install"] == ["flash-new >=4"]
+    assert new["supports"]["block_size"] == "128, multiples of 16"
+
+
+def test_a_published_plugin_is_listed_while_it_is_absent(run, empty) -> None:
+    absent = next(backend for backend in run("list", "--json").json["backends"] if not backend["manifest"])
+
+    assert absent["variants"][0]["standing"] == "absent"
+    assert absent["variants"][0]["install"]
+
+
+def test_what_the_settings_keep_out_stays_listed(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_BLOCK", "flash/old")
+
+    old = _backend(run("list", "--json"), "flash")["variants"][0]
+
+    assert old["standing"] == "refused"
+    assert "ATTNPLUG_BLOCK" in old["action"]
+
+
+def test_a_broken_plugin_does_not_hide_the_others(run, site) -> None:
+    site.add("aaa", "api = ")
+
+    told = run("list", "--json")
+
+    assert _backend(told, "aaa")["variants"][0]["standing"] == "broken"
+    assert _backend(told, "flash")["variants"][0]["standing"] == "ready"
+
+
+def test_plain_text_says_standing_origin_and_way_out(run, site) -> None:
+    told = run("list")
+
+    assert "flash/old  ready  (attnplug-flash 1.0)\n    three libraries behind one name\n" in told.out
+    assert "    - flash-new >=4 is required and not installed\n    way out: pip install 'flash-new >=4'\n" in told.out
+
+
+def test_notes_are_counted_and_left_to_doctor(run, site) -> None:
+    site.metadata("neighbour", "1.0", "[console_scripts]\nno equals sign\n")
+
+    told = run("list")
+
+    assert told.out.endswith("1 note about this environment: see `attnplug doctor`\n")
+    assert run("list", "--json").json["notes"][0]["subject"] == "neighbour 1.0"
+
+
+def test_json_imports_nothing_heavy(start, site) -> None:
+    code = (
+        "import sys; from attnplug.cli.main import main; main(['list', '--json']);"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
+    )
+
+    told = start("-c", code)
+
+    assert told.code == 0
+    imported = set(told.err.strip("[]\n").replace("'", "").split(", "))
+    assert {"attr", "argparse", "attnplug"} <= imported
+    assert not imported & {
+        "torch",
+        "rich",
+        "cattrs",
+        "numpy",
+        "pluggy",
+        "packaging",
+        "transformers",
+        "scratch_flash_flash",
+    }

@@ -1,0 +1,166 @@
+"""The command as a whole: verbs, errors in three lines, exit codes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import attnplug
+from attnplug.cli import list as listing
+from attnplug.cli.parser import VERBS
+
+ONE_LAYER = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
+
+
+def test_help_lists_every_verb_and_the_exit_codes(run) -> None:
+    told = run("--help")
+
+    assert told.code == 0
+    assert all(f"  {verb} " in told.out and summary in told.out for verb, summary in VERBS.items())
+    assert "exit codes:" in told.out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(run, verb: str) -> None:
+    told = run(verb, "--help")
+
+    assert told.code == 0
+    assert told.out.startswith(f"usage: attnplug {verb}")
+    assert "--json" in told.out
+
+
+def test_the_version_is_the_core_s(run) -> None:
+    assert run("--version").out == f"attnplug {attnplug.__version__}\n"
+
+
+def test_without_a_verb_help_goes_to_standard_error(run) -> None:
+    told = run()
+
+    assert (told.code, told.out) == (2, "")
+    assert "verbs:" in told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["lst"], "the verb 'lst' was given; did you mean 'list'?"),
+        (["--verison"], "'--verison' is not an option; did you mean '--version'?"),
+        (["list", "--jsn"], "'--jsn' is not an option; did you mean '--json'?"),
+        (["list", "flash"], "'flash' is not an option"),
+        (["explain", "--head-size", "many"], "'many' is not a whole number from 1 on"),
+        (["explain", "--head-size"], "expected one argument"),
+        (["explain", "--head", "64"], "'--head' is not an option; did you mean '--head-size'?"),
+    ],
+)
+def test_a_wrong_command_line_is_answered_in_three_lines(run, words: list[str], given: str) -> None:
+    told = run(*words)
+
+    assert (told.code, told.out) == (2, "")
+    first, allowed, remedy = told.err.splitlines()
+    assert given in first
+    assert allowed.startswith("  allowed: ")
+    assert remedy.startswith("  way out: ")
+
+
+def test_impossible_requirements_are_a_wrong_question(run) -> None:
+    told = run("explain", *ONE_LAYER, "--num-kv-heads", "3")
+
+    assert told.code == 2
+    assert "num_q_heads=8 and num_kv_heads=3 were given" in told.err
+
+
+def test_an_unknown_backend_is_a_wrong_question(run, site) -> None:
+    told = run("explain", *ONE_LAYER, "--backend", "flsh")
+
+    assert told.code == 2
+    assert "'flsh' was asked for; did you mean 'flash'?" in told.err
+
+
+def test_what_is_installed_may_be_the_mistake(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.add("flash", "", distribution="other")
+    monkeypatch.setenv("ATTNPLUG_STRICT", "1")
+
+    assert run("list").code == 1
+
+
+def test_a_setting_that_does_not_parse_is_a_wrong_question(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_STRICT", "maybe")
+
+    told = run("list")
+
+    assert told.code == 2
+    assert told.err.startswith("attnplug: ATTNPLUG_STRICT='maybe' is set\n  allowed: ")
+
+
+@pytest.mark.parametrize("words", [["lst", "--json"], ["explain", "--json", "--head-size", "0"]])
+def test_an_error_is_json_too_where_json_was_asked_for(run, words: list[str]) -> None:
+    told = run(*words)
+
+    assert told.code == 2
+    error = told.json["error"]
+    assert error["type"] in ("RequestError", "RequirementsError")
+    assert f"{error['given']}\n  allowed: {error['allowed']}\n  way out: {error['remedy']}\n" in told.err
+
+
+def test_the_place_of_a_malformed_manifest_is_told(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = site.add("broken", 'api = "1.0"\nbackend = 3\n')
+    monkeypatch.setenv("ATTNPLUG_STRICT", "1")
+
+    told = run("list", "--json")
+
+    assert told.json["error"]["path"] == str(path)
+    assert told.json["error"]["line"] == 2
+
+
+def test_the_strict_setting_shows_where_an_error_comes_from(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = run("explain", "--head-size", "0")
+    monkeypatch.setenv("ATTNPLUG_STRICT", "1")
+    loud = run("explain", "--head-size", "0")
+
+    assert quiet.code == loud.code == 2
+    assert "Traceback" not in quiet.err
+    assert "Traceback" in loud.err
+    assert quiet.err.removeprefix("attnplug: ") in loud.err
+
+
+def test_an_interrupt_ends_quietly(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(listing, "run", interrupted)
+
+    told = run("list")
+
+    assert (told.code, told.out, told.err) == (130, "", "")
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = subprocess.run([sys.executable, "-m", "attnplug.cli", "list"], stdout=writing, stderr=-1, check=False)
+    os.close(writing)
+
+    assert process.returncode == 141
+    assert process.stderr == b""
+
+
+def test_an_output_of_few_letters_gets_escapes(start, site) -> None:
+    site.add("wide", FEW.replace("SUMMARY", "fast \N{GREEK SMALL LETTER MU}s"))
+
+    told = start("-X", "utf8=0", "-m", "attnplug.cli", "list", PYTHONIOENCODING="ascii", LC_ALL="C")
+
+    assert told.code == 0, told.err
+    assert r"fast \u03bcs" in told.out
+
+
+FEW = """\
+api = "1.0"
+backend = { name = "wide", summary = "SUMMARY" }
+[supports]
+device_type = "cpu"
+dtype = "float32"
+head_size = { min = 1 }
+"""

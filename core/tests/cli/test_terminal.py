@@ -1,0 +1,94 @@
+"""What a person sees: tables of 80 columns, in color unless that is not wanted."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LAYER = ["--head-size", "64", "--num-q-heads", "64", "--num-kv-heads", "8", "--dtype", "bfloat16"]
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def _fits(text: str) -> bool:
+    return max(map(len, _plain(text).splitlines())) <= 80
+
+
+def test_a_list_is_a_table_in_color(on_terminal, site) -> None:
+    shown = on_terminal("list")
+
+    assert shown.code == 0
+    assert "\x1b[" in shown.out
+    assert _fits(shown.out)
+    assert re.search(r"flash/new +lacks dependency +three libraries behind one name", _plain(shown.out))
+    assert re.search(r"way out: pip install 'flash-new >=4'", _plain(shown.out))
+
+
+def test_no_color_is_honored(on_terminal, site) -> None:
+    shown = on_terminal("list", NO_COLOR="1")
+
+    assert "\x1b[3" not in shown.out
+    assert "what it is, and what is missing" in shown.out
+
+
+def test_an_explanation_is_a_table_under_its_question(on_terminal, site) -> None:
+    shown = on_terminal("explain", *LAYER, "--device", "cuda:9.0", "--assume-installed", "--backend", "flash")
+
+    text = _plain(shown.out)
+    assert shown.code == 0
+    assert _fits(shown.out)
+    assert text.startswith("asked   head_size=64 num_q_heads=64 num_kv_heads=8 dtype=bfloat16\n")
+    assert "device  cuda:9.0, kernel libraries assumed installed\nchosen  flash/new  decided by name\n" in text
+    assert re.search(r"flash/host +refused +- device_type=cuda asked, supported: cpu", text)
+    assert "'flash/new' and 'flash/old' tie" in text
+
+
+def test_devices_stand_side_by_side(on_terminal, site) -> None:
+    devices = ["--device", "cuda:8.0", "--device", "cuda:10.0"]
+
+    shown = on_terminal("explain", *LAYER, *devices, "--backend", "flash", "--assume-installed")
+
+    assert _fits(shown.out)
+    assert re.search(r"flash/new +refused: compute_capability +chosen", _plain(shown.out))
+
+
+def test_that_nothing_can_serve_is_seen(on_terminal, site) -> None:
+    shown = on_terminal("explain", *LAYER, "--device", "cpu", "--backend", "flash/new")
+
+    assert shown.code == 1
+    assert "chosen  none" in _plain(shown.out)
+
+
+def test_a_model_ends_with_its_plan(on_terminal, site, tmp_path: Path) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 4, "num_attention_heads": 8, "hidden_size": 512}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+
+    shown = on_terminal("explain", "--config", str(tmp_path), "--device", "cuda:9.0")
+
+    assert shown.code == 0
+    assert _plain(shown.out).startswith("layers.{0..3}.self_attn (4 layers)\nasked   ")
+    assert "plan on cuda:9.0: block_size=256" in shown.out
+
+
+def test_problems_are_seen_last(on_terminal, site) -> None:
+    sound = on_terminal("doctor")
+    site.add("alone", "api = 3")
+    broken = on_terminal("doctor")
+
+    assert (sound.code, broken.code) == (0, 1)
+    assert _plain(sound.out).endswith("\nnothing is broken\n")
+    assert _plain(broken.out).endswith("\n1 problem\n")
+    assert "\x1b[1;31mproblems" in broken.out
+
+
+def test_a_benchmark_tells_its_verdict(on_terminal, empty) -> None:
+    shown = on_terminal("bench", "cached", "--repeats", "1")
+
+    assert shown.code in (0, 1)
+    assert re.search(r"cached +[0-9.]+ us  best [0-9.]+ us  budget 0.3 us  (within|over)\n", _plain(shown.out))
