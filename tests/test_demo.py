@@ -129,6 +129,18 @@ def test_a_backend_that_is_not_here(text, capsys):
     assert "flash_attn" in capsys.readouterr().err
 
 
+def test_without_transformers_the_extra_is_named(tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError('not here')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "attnplug.cli", "demo"], capture_output=True, text=True, check=False, env=environment
+    )
+
+    assert done.returncode == 1
+    assert "pip install 'attnplug[transformers]'" in done.stderr
+
+
 @pytest.mark.parametrize(("name", "said"), [("missing.md", "does not open"), ("short.md", "has 3 bytes")])
 def test_a_text_that_will_not_do(tmp_path, name, said, capsys):
     (tmp_path / "short.md").write_text("abc")

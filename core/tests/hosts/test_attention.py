@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, Qwen2MoeConfig
+from transformers import LlamaConfig, Qwen2MoeConfig, T5Config
 
 import attnplug
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
@@ -239,6 +239,7 @@ class TestConfiguration:
         hybrid = Qwen2MoeConfig(layer_types=["full_attention"] * 24)
         assert described(Module(hybrid, index=3)).index == 3
         assert described(Module(hybrid, index=99)) is None
+        assert described(Module(T5Config())) is None
         assert described(Module(None)) is None
         assert described(nn.Linear(2, 2)) is None
 

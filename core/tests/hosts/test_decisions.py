@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from core.tests.hosts.models import model, prompts
@@ -46,3 +47,9 @@ def test_the_models_dtype_is_asked_for(host):
     found = host.selections(model("llama", dtype=torch.bfloat16))
 
     assert {s.requirements.dtype for s in found.values()} == {"bfloat16"}
+
+
+def test_the_hosts_names(host):
+    assert host.KEY == "attnplug"
+    with pytest.raises(AttributeError, match="no attribute 'unregister'"):
+        host.unregister()

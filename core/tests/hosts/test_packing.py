@@ -314,6 +314,11 @@ class TestDenseMask:
         with pytest.raises(TensorError, match=r"is of shape \(2, 1, 4, 4\)"):
             DenseMask.of(torch.ones(shape, dtype=torch.bool), 2, 4, 4)
 
+    def test_a_prepared_window_of_an_encoder(self):
+        near = torch.ones(5, 5, dtype=torch.bool).tril(1).triu(-1)[None, None]
+
+        assert_same(DenseMask.of(near, 2, 5, 5), Pattern(False, 1, 1))
+
     def test_a_window_needs_to_know_which_key_is_the_querys_own(self):
         near = torch.ones(4, 6, dtype=torch.bool).tril(1).triu(-1)[None, None]
 
@@ -328,6 +333,11 @@ def test_no_mask_means_everything_up_to_the_token_itself(queries, keys):
     assert_same(mask, CAUSAL)
     with pytest.raises(NotNegotiatedError):
         pack_up(mask, Pattern(True, left=1))
+
+
+def test_a_call_without_queries_is_refused():
+    with pytest.raises(NotNegotiatedError, match="without queries"):
+        pack_up(ask(causal(), 0, 4), CAUSAL)
 
 
 def test_no_mask_and_more_keys_than_queries_is_refused():
