@@ -32,9 +32,10 @@ def show(answers: Sequence[Answer]) -> None:
 
 
 def side_by_side(answers: Sequence[Answer], index: int) -> Grid:
-    """Return each candidate's verdict on every device, for one group of layers."""
+    """Return the verdict of each installed candidate on every device, for one group of layers."""
     columns = [{verdict.id: verdict for verdict in answer.parts[index].explanation.verdicts} for answer in answers]
-    return [(id_, [column[id_] for column in columns]) for id_ in sorted(columns[0])]
+    installed = sorted(id_ for id_, verdict in columns[0].items() if verdict.status != "absent")
+    return [(id_, [column[id_] for column in columns]) for id_ in installed]
 
 
 def brief(verdict: Verdict) -> str:
@@ -78,10 +79,16 @@ def _show_part(part: Part) -> None:
     assumed = ", kernel libraries assumed installed" if explanation.assumed_installed else ""
     console().print(f"[dim]device[/]  {escape(str(explanation.device))}{assumed}")
     console().print(f"[dim]chosen[/]  {_chosen(part)}\n")
-    console().print(table([_row(verdict) for verdict in explanation.verdicts], "terms, reasons, and the way out"))
-    say()
+    installed = [verdict for verdict in explanation.verdicts if verdict.status != "absent"]
+    absent = [verdict for verdict in explanation.verdicts if verdict.status == "absent"]
+    console().print(table([_row(verdict) for verdict in installed], "terms, reasons, and the way out"))
+    if absent:
+        longest = max(len(verdict.id) for verdict in absent)
+        listed = [f"{verdict.id:{longest}}  {verdict.remedy}" for verdict in absent]
+        console().print("\n".join(["", "not installed, so not asked", *map(escape, listed)]), style="dim")
     if explanation.tie:
-        say("\n".join(wrapped(explanation.tie)))
+        say("\n".join(["", *wrapped(explanation.tie)]))
+    say()
 
 
 def _show_layers(part: Part) -> None:
