@@ -220,3 +220,17 @@ def test_what_nothing_simple_can_be_asked_of_is_left_alone(run, site) -> None:
 
     assert status == "not_asked"
     assert "num_q_heads=8 and num_kv_heads=3" in text
+
+
+def test_that_torch_is_missing_is_a_problem_and_no_crash(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_torch(_: object) -> None:
+        raise ModuleNotFoundError("No module named 'torch'")
+
+    monkeypatch.setattr(attnplug.Selection, "load", without_torch)
+
+    told = run("doctor", "--load", "--json")
+
+    problem = next(problem for problem in told.json["problems"] if problem["subject"] == "flash/host")
+    assert told.code == 1
+    assert problem["what"] == "No module named 'torch'"
+    assert problem["remedy"] == "pip install 'attnplug[torch]'"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from timeit import repeat
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +23,7 @@ _BUDGETS: Final = {"the same object": 0.3, "an equal copy": 0.8}
 
 def measure(repeats: int) -> Iterator[Measurement]:
     """Measure loops, the loop's own cost included."""
-    with interpreter() as python:
+    with interpreter([1]) as python:
         times = python.answer(_CHILD.format(repeats))
     for (what, budget), samples in zip(_BUDGETS.items(), times, strict=True):
         text = f"`select` of a question that was decided before, asked with {what}; each sample is {_LOOPS} calls"
@@ -31,7 +32,8 @@ def measure(repeats: int) -> Iterator[Measurement]:
 
 def child(repeats: int) -> None:
     """Measure in this process, and print seconds a call."""
-    asked = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="float32")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the made-up plugin serves the CPU, whatever is installed
+    asked = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
     copy = Requirements.from_dict(asked.to_dict())
     select(asked)
     call = "select(question)"

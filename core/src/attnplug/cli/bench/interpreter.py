@@ -50,7 +50,7 @@ class Interpreter:
         if done.returncode:
             raise AttnplugError(
                 f"a measuring process ended with {done.returncode}",
-                f"it printed {done.stderr.strip()!r}",
+                f"it printed\n{done.stderr.strip()}",
                 "see whether `attnplug doctor` finds a problem",
             )
         return done.stdout

@@ -67,6 +67,8 @@ def _try(candidate: Candidate, device: Device) -> Trial:
         selection.load()
     except AttnplugError as error:
         return Trial(candidate.id, "failed", f"{error.given}; {error.allowed}", error.remedy)
+    except ImportError as error:  # what loading itself needs, whatever the plugin
+        return Trial(candidate.id, "failed", str(error), "pip install 'attnplug[torch]'")
     return Trial(candidate.id, "loaded", f"in {time.perf_counter() - start:.1f} s")
 
 
