@@ -31,8 +31,23 @@ class Holds:
     constraint: Constraint
     _known: dict[Any, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
-    def admits(self, value: Any) -> bool:
-        """Whether a canonical value is allowed. Remembered: the same few values are asked again and again."""
+    def holds(
+        self, facts: Mapping[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
+    ) -> bool:
+        """
+        Decide the condition. The answers are remembered, since the same few values are asked again and again.
+
+        Args:
+            facts: Every field's value, canonical.
+            asked: Names of the fields that ask for something.
+            installed: The ``installed`` conditions that are true.
+            absent: The answer for a field that has no value (no window, no block size): false in ``when``,
+                true in ``need``.
+        """
+        del asked, installed
+        value = facts[self.field]
+        if value is None:
+            return absent
         known = self._known.get(value)
         if known is None:
             known = self._known[value] = self.constraint.allows(value)
@@ -49,6 +64,13 @@ class IsAsked:
     field: str
     asked: bool
 
+    def holds(
+        self, facts: Mapping[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
+    ) -> bool:
+        """Decide the condition; arguments as for `Holds`."""
+        del facts, installed, absent
+        return (self.field in asked) == self.asked
+
     def __str__(self) -> str:
         return f"{self.field} {'asked for' if self.asked else 'not asked for'}"
 
@@ -59,6 +81,13 @@ class IsInstalled:
 
     requirements: tuple[str, ...]
     field: str = "installed"
+
+    def holds(
+        self, facts: Mapping[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
+    ) -> bool:
+        """Decide the condition; arguments as for `Holds`."""
+        del facts, asked, absent
+        return self in installed
 
     def __str__(self) -> str:
         return f"installed: {' or '.join(self.requirements)}"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from attrs import field, frozen
 
 from attnplug.manifest.installed import VersionOf, find
-from attnplug.manifest.schema import Condition, Holds, IsAsked, IsInstalled, Manifest, Rule, Variant
+from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 
@@ -104,15 +104,19 @@ class Candidate:
         """Whether a rule is about the graph level."""
         return self._rules_graphs
 
-    def objection(self, asked: tuple[str, Any]) -> Reason | None:
+    def objections(self, asked: Iterable[tuple[str, Any]]) -> list[Reason]:
         """
-        Return why the asked (field, value) is not served, or None. Remembered: the same few values are asked again
-        and again.
+        Return why asked (field, value) pairs are not served; nothing for those that are. Remembered: the same few
+        values are asked again and again.
         """
-        known = self._memo.get(asked)
-        if known is None:
-            known = self._memo[asked] = self._object(*asked) or _SERVES
-        return None if known is _SERVES else known
+        known, found = self._memo, []
+        for item in asked:
+            reason = known.get(item)
+            if reason is None:
+                reason = known[item] = self._object(*item) or _SERVES
+            if reason is not _SERVES:
+                found.append(reason)
+        return found
 
     def choices(self, name: str) -> tuple[Any, ...]:
         """
@@ -198,33 +202,6 @@ def examine(
         installed=frozenset(true),
         distribution=distribution,
     )
-
-
-def holds(
-    condition: Condition,
-    facts: dict[str, Any],
-    asked: frozenset[str],
-    installed: frozenset[IsInstalled],
-    *,
-    absent: bool,
-) -> bool:
-    """
-    Decide a condition.
-
-    Args:
-        condition: The condition.
-        facts: Every field's value.
-        asked: Names of the fields that ask for something.
-        installed: The ``installed`` conditions that are true.
-        absent: The answer for a field that has no value (no window, no block size): false in ``when``,
-            true in ``need``.
-    """
-    if isinstance(condition, Holds):
-        value = facts[condition.field]
-        return absent if value is None else condition.admits(value)
-    if isinstance(condition, IsAsked):
-        return (condition.field in asked) == condition.asked
-    return condition in installed
 
 
 def _unmet(text: str, version_of: VersionOf) -> Reason | None:

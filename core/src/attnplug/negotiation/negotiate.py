@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from attnplug.negotiation.candidate import FREE, Candidate, holds
+from attnplug.negotiation.candidate import FREE, Candidate
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
@@ -79,7 +79,7 @@ class Outcome:
 
 def negotiate(candidate: Candidate, question: Question) -> Outcome:
     """Ask one candidate. What is installed plays no part here but for rules about installed versions."""
-    objections = [reason for reason in map(candidate.objection, question.asked) if reason is not None]
+    objections = candidate.objections(question.asked)
     for rule in candidate.fixed_rules:
         _apply(rule, candidate, question, question.facts, objections)
     terms, objection = _settle(candidate, question)
@@ -102,14 +102,14 @@ def _apply(
     rule: Rule, candidate: Candidate, question: Question, facts: dict[str, Any], objections: list[Reason]
 ) -> None:
     for condition in rule.when:
-        if not holds(condition, facts, question.names, candidate.installed, absent=False):
+        if not condition.holds(facts, question.names, candidate.installed, absent=False):
             return
     if not rule.need:
         objections.append(_refusal(rule, facts))
     objections.extend(
         Reason("rule", condition.field, _plain(condition, facts), str(condition), rule.because)
         for condition in rule.need
-        if not holds(condition, facts, question.names, candidate.installed, absent=True)
+        if not condition.holds(facts, question.names, candidate.installed, absent=True)
     )
 
 
@@ -130,7 +130,7 @@ def _settle(candidate: Candidate, question: Question) -> tuple[Mapping[str, Any]
     """Return the first terms that pass, or the objections to the first ones."""
     rules = _live_rules(candidate, question)
     if not rules:  # then the first terms pass if any do: nothing but what was asked for stands against them
-        objections = [reason for reason in map(candidate.objection, question.asked_terms) if reason is not None]
+        objections = candidate.objections(question.asked_terms)
         return ({} if objections else next(_all_terms(candidate, question))), objections
     first: list[Reason] | None = None
     for terms in _all_terms(candidate, question):
@@ -150,9 +150,7 @@ def judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, An
 
 
 def _judge(candidate: Candidate, question: Question, terms: Mapping[str, Any], rules: Sequence[Rule]) -> list[Reason]:
-    objections = [
-        reason for term in terms.items() if term[1] is not None and (reason := candidate.objection(term)) is not None
-    ]
+    objections = candidate.objections(term for term in terms.items() if term[1] is not None)
     if rules:
         facts = {**question.facts, **terms}
         for rule in rules:
@@ -167,8 +165,8 @@ def _live_rules(candidate: Candidate, question: Question) -> list[Rule]:
 
 def _is_live(rule: Rule, candidate: Candidate, question: Question) -> bool:
     for condition in rule.when:
-        if condition.field not in FREE and not holds(
-            condition, question.facts, question.names, candidate.installed, absent=False
+        if condition.field not in FREE and not condition.holds(
+            question.facts, question.names, candidate.installed, absent=False
         ):
             return False
     return True

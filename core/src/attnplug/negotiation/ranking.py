@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 
 from attnplug.manifest.schema import Condition
-from attnplug.negotiation.candidate import Candidate, holds
+from attnplug.negotiation.candidate import Candidate
 
 if TYPE_CHECKING:
     from attnplug.negotiation.negotiate import Question
@@ -120,11 +120,11 @@ def emulated(candidate: Candidate, question: Question) -> dict[str, str]:
 
 def _key(candidate: Candidate, question: Question, policy: Policy, order: Sequence[str]) -> tuple[Any, ...]:
     return (
-        _place(candidate, policy.listed),
+        _place(candidate, policy.listed) if policy.listed else 0,
         candidate.embedded,
         policy.profile.get(candidate.id, float("inf")),
         len(emulated(candidate, question)),
-        _place(candidate, order),
+        _place(candidate, order) if order else 0,
         candidate.backend,
         _preferred(candidate, question),
         candidate.id,
@@ -160,4 +160,7 @@ def _preferred(candidate: Candidate, question: Question) -> int:
 
 def _all_hold(when: Sequence[Condition], question: Question, candidate: Candidate | None = None) -> bool:
     installed = candidate.installed if candidate else frozenset()
-    return all(holds(condition, question.facts, question.names, installed, absent=False) for condition in when)
+    for condition in when:  # noqa: SIM110 - every candidate of every decision comes by here, and a generator costs more
+        if not condition.holds(question.facts, question.names, installed, absent=False):
+            return False
+    return True

@@ -179,7 +179,7 @@ def _with_cache(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
 def _objected(candidate: Candidate, question: Question) -> tuple[str, ...]:
     """Return the fields whose values the candidate does not declare."""
     free = tuple((name, value) for name in ("block_size", "kv_layout") if (value := question.facts[name]) is not None)
-    return tuple(asked[0] for asked in (*question.asked, *free) if candidate.objection(asked) is not None)
+    return tuple(asked[0] for asked in (*question.asked, *free) if candidate.objections((asked,)))
 
 
 def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, ...]:

@@ -154,7 +154,7 @@ def multiprocessors(cores: int, capability: tuple[int, int]) -> int:
 def _from_initialized_torch() -> Device | None:
     """A process that already holds a CUDA context has the exact answer, visible devices and their order included."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    if torch is None or not torch.cuda.is_initialized():  # is_available would start CUDA's driver: 150 ms
         return None
     return _from_torch_cuda(torch)
 

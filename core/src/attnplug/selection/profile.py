@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from attnplug.errors import ManifestError, SettingsError
 from attnplug.manifest.conditions import parse_conditions
 from attnplug.manifest.schema import Condition
-from attnplug.negotiation.candidate import holds
 from attnplug.request.toml import parse_toml
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ def measured(path: str | None, question: Question) -> Mapping[str, float]:
         SettingsError: The file cannot be read or is not a profile.
     """
     for when, times in read_profile(path) if path else ():
-        if all(holds(condition, question.facts, question.names, frozenset(), absent=False) for condition in when):
+        if all(condition.holds(question.facts, question.names, frozenset(), absent=False) for condition in when):
             return times
     return {}
 
