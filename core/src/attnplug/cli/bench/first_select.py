@@ -12,17 +12,22 @@ from attnplug.cli.bench.measurement import Measurement
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from attnplug.cli.bench.interpreter import Interpreter
+
 NAME: Final = "first-select"
 PLUGINS: Final = 5
 _VARIANTS: Final = 3
 _BUDGET: Final = 15.0
 _CODE: Final = """\
 from time import perf_counter
-from attnplug import Requirements, select
+from attnplug import Device, Requirements, select
 asked = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
-start = perf_counter()
-select(asked)
-print(perf_counter() - start)
+times = [perf_counter()]
+select(asked, Device.cpu())
+times.append(perf_counter())
+Device.current()
+times.append(perf_counter())
+print([after - before for before, after in zip(times, times[1:])])
 """
 # Importing torch leaves so many objects that the next allocations set off a full collection of garbage, wherever they
 # are made. It belongs to torch, takes some tenths of a second, and is done before.
@@ -38,9 +43,13 @@ def measure(repeats: int) -> Iterator[Measurement]:
     )
     with interpreter([_VARIANTS] * made) as python:
         python.answer(_CODE)
-        yield Measurement(NAME, what, tuple(python.answer(_CODE) for _ in range(repeats)), "ms", _BUDGET)
+        yield from _measurements(python, _CODE, what, repeats)
         if find_spec("torch") is not None:
-            times = tuple(python.answer(_WITH_TORCH) for _ in range(max(1, repeats // 3)))
-            yield Measurement(
-                NAME, "the same in a process that has imported torch, as every host has", times, "ms", _BUDGET
-            )
+            what = "the same in a process that has imported torch, as every host has"
+            yield from _measurements(python, _WITH_TORCH, what, max(1, repeats // 3))
+
+
+def _measurements(python: Interpreter, code: str, what: str, repeats: int) -> Iterator[Measurement]:
+    selecting, looking = zip(*(python.answer(code) for _ in range(repeats)), strict=True)
+    yield Measurement(NAME, what, selecting, "ms", _BUDGET)
+    yield Measurement(NAME, "and looking for the device, where the call names none", looking, "ms")

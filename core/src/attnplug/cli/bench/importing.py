@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import TYPE_CHECKING, Final
 
 from attnplug.cli.bench.interpreter import interpreter
@@ -22,10 +23,11 @@ _CODES: Final = (
 
 
 def measure(repeats: int) -> Iterator[Measurement]:
-    """Measure whole processes; each sample is the difference between one that imports and one that does nothing."""
+    """Measure whole processes in turn; each sample is one that imports, less the median of those that do nothing."""
     with interpreter() as python:
         for code, what, budget in _CODES:
             python.seconds("-c", code)  # compiles what is not compiled yet
             pairs = [(python.seconds("-c", "pass"), python.seconds("-c", code)) for _ in range(repeats)]
-            samples = tuple(importing - bare for bare, importing in pairs)
+            nothing = statistics.median(bare for bare, _ in pairs)
+            samples = tuple(importing - nothing for _, importing in pairs)
             yield Measurement(NAME, f"{what}, over a process that does nothing", samples, "ms", budget)
