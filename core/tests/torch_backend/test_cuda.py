@@ -66,6 +66,7 @@ def test_prompts_longer_than_a_tile(load, asked, dtype):
     check(load(case, return_lse=True), realise(case))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_build_and_forward_do_not_wait_for_the_device(load):
     lengths = {"query_lens": (1, 1, 40, 70), "context_lens": (100, 33, 20, 0)}
     case = Case(**lengths, dtype="bfloat16", sinks=True, num_padding_tokens=2)

@@ -151,7 +151,7 @@ class Scene:
             written: Whether the new tokens are in the cache already, as hosts that write it themselves leave it.
         """
         cache = backend.make_cache(self.num_blocks, device="cpu" if device is None else device)
-        self.fill(cache, written=written)
+        self._fill_from_host(backend, cache, written=written)
         batch = Batch.from_lengths(
             self.case.query_lens,
             self.case.seq_lens,
@@ -163,6 +163,13 @@ class Scene:
         query, output, lse = self._rows(device)
         key, value = (self._new_rows(rows).to(device) for rows in (self.keys, self.values))
         return Paged(query, key, value, batch, output, lse, cache)
+
+    def _fill_from_host(self, backend: Backend, cache: Cache, *, written: bool) -> None:
+        """Loops over slots are slow on a device: fill a cache on the CPU, and copy it over."""
+        here = backend.make_cache(self.num_blocks, device="cpu")
+        self.fill(here, written=written)
+        for mine, theirs in zip(key_and_value_pages(here), key_and_value_pages(cache), strict=True):
+            theirs.copy_(mine)
 
     def fill(self, cache: Cache, *, written: bool = False, poison: float = torch.nan) -> None:
         """

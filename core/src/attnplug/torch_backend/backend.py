@@ -1,4 +1,4 @@
-"""The variant `torch/sdpa`."""
+"""The embedded backend: its variants differ in the kernel that attends a tile."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from typing import TYPE_CHECKING
 
 from attnplug.contract.backend import Backend
 from attnplug.contract.dtypes import torch_dtype
-from attnplug.torch_backend.builder import SdpaBuilder
-from attnplug.torch_backend.impl import SdpaImpl
+from attnplug.torch_backend.builder import TorchBuilder
+from attnplug.torch_backend.impl import TorchImpl
 from attnplug.torch_backend.metadata import TorchMetadata
 from attnplug.torch_backend.shape import sizes_on
+from attnplug.torch_backend.warmup import run_zeros
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attnplug.contract.limits import Limits
+    from attnplug.contract.state import GraphKey
 
 
-class SdpaBackend(Backend):
-    """Attention on `scaled_dot_product_attention` and the kernels beneath it, over pages that are gathered first."""
+class TorchBackend(Backend):
+    """Attention on torch's own kernels, over pages that are gathered first. The variant `sdpa`."""
 
-    impl_class = SdpaImpl
-    builder_class = SdpaBuilder
+    impl_class = TorchImpl
+    builder_class = TorchBuilder
     metadata_class = TorchMetadata
 
     def workspace_bytes(self, limits: Limits) -> int:
@@ -27,6 +31,16 @@ class SdpaBackend(Backend):
         asked = self.agreement.requirements
         if not asked.paged:
             return 0
-        keys = max(limits.max_seq_len, min(sizes_on(self.device.type).keys, limits.max_num_reqs * limits.max_seq_len))
+        longest = max(2, limits.max_seq_len)  # a single key may be padded to two
+        keys = max(longest, min(sizes_on(self.device.type).keys, limits.max_num_reqs * longest))
         width = asked.num_kv_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
         return keys * width * torch_dtype(self.agreement.kv_cache_dtype).itemsize
+
+
+class FlexBackend(TorchBackend):
+    """The same on compiled FlexAttention. The variant `flex`."""
+
+    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+        """Compile what batches of these shapes run. Lengths are dynamic: one short and one long query is enough."""
+        for shape in shapes:
+            run_zeros(self, shape)

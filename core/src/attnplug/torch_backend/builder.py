@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnplug.contract.state import State
 
 
-class SdpaBuilder(MetadataBuilder):
+class TorchBuilder(MetadataBuilder):
     """Makes one `Plan` per plan key: the kernel calls of a step, with every index and mask that they need."""
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:

@@ -42,12 +42,14 @@ class Budget:
         scores: Most elements of a mask that requests of different lengths need.
         slack: Padded scores that cost as much as one more kernel call.
         ragged_rows: Most rows of a request that shares a group with requests of other lengths.
+        least_keys: Keys that every group is padded to.
     """
 
     keys: int
     scores: int
     slack: int
     ragged_rows: int
+    least_keys: int = 1
 
 
 def spans_of(
@@ -111,7 +113,7 @@ def group_spans(spans: Sequence[Span], budget: Budget) -> list[list[Span]]:
 def _fits(group: list[Span], span: Span, rows: int, keys: int, used: int, budget: Budget) -> bool:
     size = len(group) + 1
     last = group[-1]
-    if last.fresh != span.fresh or size * keys > budget.keys:
+    if last.fresh != span.fresh or size * max(keys, budget.least_keys) > budget.keys:
         return False
     if (last.rows, last.keys) == (span.rows, span.keys) and used == len(group) * span.rows * span.keys:
         return True

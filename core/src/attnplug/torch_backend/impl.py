@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnplug.torch_backend.plan import Plan, Tile
 
 
-class SdpaImpl(AttentionImpl):
+class TorchImpl(AttentionImpl):
     """
     Attends group by group, tile by tile, as the plan says.
 

@@ -7,7 +7,7 @@ All of them take query heads folded onto their KV head, so that keys are read on
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from attrs import frozen
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.request.requirements import Requirements
+    from attnplug.torch_backend.masks import Sight
 
 
 @frozen
@@ -39,7 +40,7 @@ class Attend(Protocol):
     """Attends one tile."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Call, *, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """
         Return the output ``(members, heads, rows, head_size_v)`` and float32 LSE ``(members, heads, rows)``, or None.
@@ -48,9 +49,25 @@ class Attend(Protocol):
             query: ``(members, heads, rows, head_size)``.
             key: ``(members, num_kv_heads, keys, head_size)``.
             value: ``(members, num_kv_heads, keys, head_size_v)``.
-            mask: ``(members or 1, 1, rows, keys)`` additive, or None.
+            mask: ``(members or 1, 1, rows, keys)`` additive, or None; what `Kernel.make_mask` returns, if it has one.
             call: Scale and soft cap.
             causal: Whether row i sees keys up to i. The tile is square then, has no mask, and its heads are not folded.
+        """
+
+
+class MakeMask(Protocol):
+    """Makes the mask of a whole group."""
+
+    def __call__(self, sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> Any:
+        """
+        Return the mask.
+
+        Args:
+            sight: Who sees whom.
+            lens: ``(2, members)`` int64: rows and keys of each member, whose last row stands at its last key.
+            rows: The most rows.
+            keys: The most keys.
+            ratio: Query heads per KV head: each row is repeated so often.
         """
 
 
@@ -63,10 +80,16 @@ class Kernel:
         attend: Attends one tile.
         fused: Whether it keeps no scores in memory, takes the layer's dtype and has a causal form. Otherwise tiles are
             small, and keys and values come in float32.
+        make_mask: Makes a mask of its own for a whole group, which is one tile then; None takes additive masks.
+        least_keys: Keys that a group is padded to.
+        heads_first: Whether keys are best gathered one head after another: matrix products copy anything else.
     """
 
     attend: Attend
     fused: bool
+    make_mask: MakeMask | None = None
+    least_keys: int = 1
+    heads_first: bool = False
 
 
 def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
@@ -78,6 +101,14 @@ def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
         return Kernel(partial(_fused_on_cpu, op), fused=True)
     # The public function returns no LSE, without which neither a caller's LSE nor a sink can be served.
     return WRITTEN_OUT if asked.return_lse or asked.sinks else FUSED
+
+
+def flex_kernel() -> Kernel:
+    """Return FlexAttention. Its module, and the compiler behind it, load here."""
+    from attnplug.torch_backend import flex  # noqa: PLC0415 - costs a second that the other variant does not need
+
+    # A single key would be a size of one, and those compile graphs of their own.
+    return Kernel(flex.attend, fused=True, make_mask=flex.make_mask, least_keys=2, heads_first=True)
 
 
 @cache
@@ -139,4 +170,4 @@ def _written_out(
 
 
 FUSED: Final = Kernel(_fused, fused=True)
-WRITTEN_OUT: Final = Kernel(_written_out, fused=False)
+WRITTEN_OUT: Final = Kernel(_written_out, fused=False, heads_first=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from attrs import frozen
 from torch import Tensor
 
@@ -16,13 +18,14 @@ class Tile:
     Attributes:
         rows: Rows of each member, as ``(start, end)``.
         keys: Keys of each member, likewise.
-        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, or None where every row sees every key.
+        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, or the kernel's own; None where every row
+            sees every key.
         causal: Whether the tile is a square in which row i sees keys up to i; it has no mask then.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    mask: Tensor | None = None
+    mask: Any = None
     causal: bool = False
 
 
@@ -45,8 +48,8 @@ class Stored:
 
     Attributes:
         slots: ``(members * keys,)`` int64 slots.
-        rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, which bring the heads of a member one
-            after another; None where whole tokens are taken.
+        rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, which bring the heads of a member
+            one after another; None where whole tokens are taken.
         steps: Rows from one block to the next, one slot to the next, and one head to the next, as `rows` counts them.
     """
 

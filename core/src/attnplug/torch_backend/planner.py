@@ -39,18 +39,20 @@ class _Planner:
         self._block_table = batch.block_table
         # A batch without pages brings all keys with the call: dense calls, and profiling runs of paged layers.
         self._key_starts = cast("Tensor", batch.key_start_loc_cpu).tolist() if batch.block_table is None else None
-        self._template = self._make_template([group for group in groups if _is_even(group)])
+        even = [] if shape.kernel.make_mask else [group for group in groups if _is_even(group)]
+        self._template = self._make_template(even)
 
     def group(self, group: list[Span]) -> Group:
         """Return the plan of one group."""
         rows, keys = max(span.rows for span in group), max(span.keys for span in group)
+        keys = max(keys, self._shape.kernel.least_keys)
         return Group(
             members=len(group),
             rows=rows,
             keys=keys,
             queries=self._queries(group, rows),
             source=self._source(group, keys),
-            tiles=tuple(self._even_tiles(len(group), rows, keys) if _is_even(group) else self._ragged_tiles(group)),
+            tiles=tuple(self._tiles(group, rows, keys)),
         )
 
     # -- query rows --------------------------------------------------------------------------------------------------
@@ -103,9 +105,20 @@ class _Planner:
 
     # -- tiles -------------------------------------------------------------------------------------------------------
 
-    def _ragged_tiles(self, group: list[Span]) -> list[Tile]:
-        shape, rows, keys = self._shape, max(span.rows for span in group), max(span.keys for span in group)
-        lens = self._index([*(span.rows for span in group), *(span.keys for span in group)]).view(2, -1)
+    def _tiles(self, group: list[Span], rows: int, keys: int) -> list[Tile]:
+        make_mask = self._shape.kernel.make_mask
+        if make_mask is not None:
+            mask = make_mask(self._shape.sight, self._lens(group), rows, keys, self._shape.ratio)
+            return [Tile((0, rows), (0, keys), mask)]
+        if _is_even(group):
+            return self._even_tiles(len(group), rows, keys)
+        return self._ragged_tiles(group, rows, keys)
+
+    def _lens(self, group: list[Span]) -> Tensor:
+        return self._index([*(span.rows for span in group), *(span.keys for span in group)]).view(2, -1)
+
+    def _ragged_tiles(self, group: list[Span], rows: int, keys: int) -> list[Tile]:
+        shape, lens = self._shape, self._lens(group)
         mask = ragged_mask(shape.sight, lens[0], lens[1], rows, keys, repeat=shape.ratio, dtype=shape.mask_dtype)
         return [
             Tile((start, end), (0, keys), mask[:, :, start * shape.ratio : end * shape.ratio])

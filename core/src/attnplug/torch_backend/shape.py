@@ -9,7 +9,7 @@ from attrs import field, frozen
 
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.torch_backend.grouping import Budget
-from attnplug.torch_backend.kernels import Kernel, choose_kernel
+from attnplug.torch_backend.kernels import Kernel, choose_kernel, flex_kernel
 from attnplug.torch_backend.masks import Sight
 
 if TYPE_CHECKING:
@@ -58,8 +58,8 @@ class Shape:
         ratio: Query heads per KV head: their rows are folded into one.
         num_kv_heads: Key and value heads.
         block_size: Slots per block; None for dense calls.
-        row_steps: How rows of `head_size` elements follow each other in the cache, as in `Stored.steps`; None where whole tokens
-            are gathered.
+        row_steps: How rows of `head_size` elements follow each other in the cache, as in `Stored.steps`; None where
+            whole tokens are gathered.
         kernel: What attends a tile.
         mask_dtype: Dtype of the masks.
         tile_rows: Most query positions of a tile.
@@ -96,7 +96,7 @@ class Shape:
 def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str) -> Shape:
     """Return what a plan has to know of the layers of an agreement that share a window."""
     asked, sizes = agreement.requirements, sizes_on(device_type)
-    kernel = choose_kernel(asked, device_type)
+    kernel = choose_kernel(asked, device_type) if agreement.variant == "sdpa" else flex_kernel()
     tile_rows = max(1, sizes.rows // asked.gqa_ratio)
     per_score = asked.num_q_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
     return Shape(
@@ -110,14 +110,14 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str) ->
         mask_dtype=torch_dtype(asked.dtype) if kernel.fused else torch.float32,
         tile_rows=tile_rows,
         tile_scores=None if kernel.fused else sizes.scores,
-        budget=Budget(sizes.keys, sizes.mask // asked.gqa_ratio, int(sizes.call / per_score), tile_rows),
+        budget=Budget(
+            sizes.keys, sizes.mask // asked.gqa_ratio, int(sizes.call / per_score), tile_rows, kernel.least_keys
+        ),
     )
 
 
 def _row_steps(agreement: Agreement, kernel: Kernel) -> tuple[int, int, int] | None:
     """
-    Heads one after another suit matrix products best, which would else copy; fused kernels take tokens as they come.
-
     Of heads-first pages, rows of one head are all that lies together.
     """
     heads, size = agreement.requirements.num_kv_heads, agreement.block_size
@@ -125,4 +125,4 @@ def _row_steps(agreement: Agreement, kernel: Kernel) -> tuple[int, int, int] | N
         return None
     if agreement.kv_layout == "HND":
         return size * heads, 1, size
-    return None if kernel.fused else (size * heads, heads, 1)
+    return (size * heads, heads, 1) if kernel.heads_first else None

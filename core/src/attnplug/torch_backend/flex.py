@@ -1,0 +1,177 @@
+"""Compiled FlexAttention: soft caps, windows, sinks and LSE in one kernel that keeps no scores."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import count
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import frozen
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from attnplug.torch_backend.masks import Sight
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from attnplug.torch_backend.kernels import Call
+
+BLOCK: Final = 128
+"""Rows and keys of a block of the mask: the kernel skips blocks that nobody sees, and masks only those seen in part."""
+
+_FAR: Final = 2**30
+_FACTS: Final = 5
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Call, *, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attend a group with the compiled kernel. One memory order, or each would compile again."""
+    del causal
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    bend = None if call.soft_cap is None else soft_cap(call.soft_cap, query.device)
+    kernel = compiled(_kind(query, value, call), bend is not None)
+    return kernel(query, key, value, bend, mask, call.scale)
+
+
+@frozen
+class Kind:
+    """
+    What the compiler makes graphs of their own for, however dynamic the lengths are.
+
+    Attributes:
+        heads: Key and value heads.
+        size: Size of a query and key head.
+        size_v: Size of a value head.
+        dtype: Their dtype.
+        device: Where they live.
+        alone: Whether the group has one member.
+        short: Whether it has so few rows that the kernel splits keys instead of rows; a single row is 0.
+        scale: Factor of the scores.
+    """
+
+    heads: int
+    size: int
+    size_v: int
+    dtype: torch.dtype
+    device: torch.device
+    alone: bool
+    short: int
+    scale: float
+
+
+def _kind(query: Tensor, value: Tensor, call: Call) -> Kind:
+    members, heads, rows, size = query.shape
+    short = 0 if rows == 1 else 1 if rows < BLOCK else 2
+    return Kind(heads, size, value.shape[3], query.dtype, query.device, members == 1, short, call.scale)
+
+
+@cache
+def compiled(kind: Kind, bent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:  # noqa: FBT001 - part of a cache key
+    """
+    Return the kernel for a kind of group, compiled.
+
+    Each kind has a function of its own, since the compiler gives up on one that it had to compile often. Sizes that are
+    equal the first time are taken to be equal always: so it sees unequal ones first, and makes a general graph.
+    """
+    code = _flex.__code__.replace(co_name=f"flex_{abs(hash((kind, bent)))}")
+    own = FunctionType(code, _flex.__globals__, closure=_flex.__closure__)
+    kernel = torch.compile(own, dynamic=True, fullgraph=True)
+    query, key, value, mask = unequal_sizes(kind)
+    kernel(query, key, value, soft_cap(1.0, kind.device) if bent else None, mask, kind.scale)
+    return kernel
+
+
+def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
+    """Return arguments of a kind, no two of whose sizes are equal, except where the kind says so."""
+    taken = {1, 2, _FACTS, kind.heads, kind.size, kind.size_v}
+    members = 1 if kind.alone else next(n for n in count(3) if n not in taken)
+    taken.add(members)
+    rows = 1 if kind.short == 0 else next(n for n in count(33) if n not in taken)
+    if kind.short == 2:
+        row_blocks = next(n for n in count(3) if n not in taken)
+        taken.add(row_blocks)
+        rows = row_blocks * BLOCK - 3
+    key_blocks = next(n for n in count(3) if n not in taken)
+    keys = rows + key_blocks * BLOCK - rows % BLOCK - 5
+    lens = torch.tensor([[rows] * members, [keys] * members], device=kind.device)
+    sizes = ((rows, kind.size), (keys, kind.size), (keys, kind.size_v))
+    query, key, value = (
+        torch.zeros(members, kind.heads, *size, dtype=kind.dtype, device=kind.device) for size in sizes
+    )
+    return query, key, value, make_mask(Sight(-1, 0), lens, rows, keys, 1)
+
+
+def _flex(
+    query: Tensor, key: Tensor, value: Tensor, bend: Any, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    out, aux = flex_attention(
+        query, key, value, score_mod=bend, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True)
+    )
+    return out, aux.lse
+
+
+@cache
+def soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
+    """Return what bends scores. The cap is a tensor, so that another cap does not compile again."""
+    limit = torch.tensor(cap, device=device)
+
+    def bend(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        del batch, head, row, key
+        return torch.tanh(score / limit) * limit
+
+    return bend
+
+
+def make_mask(sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> BlockMask:
+    """Return the block mask of a group, worked out from lengths on the device; see `kernels.MakeMask`."""
+    num_rows, num_keys = lens.int()
+    left = _FAR if sight.left < 0 else sight.left
+    right = _FAR if sight.right < 0 else sight.right
+    # One tensor holds all that the mask function reads: other values do not compile again.
+    facts = torch.stack([num_rows, num_keys, *(torch.full_like(num_rows, n) for n in (left, right, ratio))], dim=1)
+
+    def seen(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        del head
+        position = torch.minimum(row // facts[batch, 4], facts[batch, 0] - 1) + facts[batch, 1] - facts[batch, 0]
+        near = (key >= position - facts[batch, 2]) & (key <= position + facts[batch, 3])
+        return (key < facts[batch, 1]) & near
+
+    partial, full = _blocks(num_rows, num_keys, (left, right), rows, keys, ratio)
+    return BlockMask.from_kv_blocks(
+        *_ordered(partial),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(rows * ratio, keys),
+        compute_q_blocks=False,
+    )
+
+
+def _blocks(
+    num_rows: Tensor, num_keys: Tensor, window: tuple[int, int], rows: int, keys: int, ratio: int
+) -> tuple[Tensor, Tensor]:
+    """Return which blocks ``(members, row blocks, key blocks)`` are seen in part, and which as a whole."""
+    left, right = window
+    # Two blocks at least: sizes of one would compile a graph of their own.
+    start = torch.arange(max(2, -(-rows * ratio // BLOCK)), device=num_rows.device) * BLOCK
+    last_row = num_rows.unsqueeze(1) - 1
+    first = torch.minimum(torch.div(start, ratio, rounding_mode="floor"), last_row)
+    last = torch.minimum(torch.div(start + BLOCK - 1, ratio, rounding_mode="floor"), last_row)
+    shift, ends = (num_keys - num_rows).unsqueeze(1), num_keys.unsqueeze(1)
+    low, high = first + shift - left, torch.minimum(last + shift + right + 1, ends)
+    full_low, full_high = last + shift - left, torch.minimum(first + shift + right + 1, ends)
+    key = torch.arange(max(2, -(-keys // BLOCK)), device=num_rows.device) * BLOCK
+    some = (key < high.unsqueeze(2)) & (key + BLOCK > low.unsqueeze(2))
+    full = (key >= full_low.unsqueeze(2)) & (key + BLOCK <= full_high.unsqueeze(2))
+    return some & ~full, full
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(members, 1, row blocks)`` counts of the marked key blocks, and their numbers, marked ones first."""
+    numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32).unsqueeze(1), numbers.int().unsqueeze(1)

@@ -1,0 +1,130 @@
+"""The variant flex without its compiler: block masks by brute force, and the eager kernel against the oracle."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.request.device import Device
+from attnplug.testing import Case, check, realise
+from attnplug.testing.strategies import cases
+from attnplug.torch_backend import flex
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.masks import Sight
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCK = 8
+sights = st.builds(Sight, left=st.sampled_from([-1, 0, 5, 20]), right=st.sampled_from([-1, 0, 9]))
+
+
+@pytest.fixture
+def _eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(flex, "compiled", lambda *_: flex._flex)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"[\s\S]*flex_attention called without torch.compile")
+        yield
+
+
+@pytest.fixture
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flex, "BLOCK", BLOCK)
+
+
+def load(case: Case, **engine: object) -> TorchBackend:
+    """The variant on the CPU, where no selection leads to it."""
+    selection = attnplug.select(case.requirements(**engine), Device.cpu(), backend="torch/sdpa")
+    return TorchBackend(evolve(selection, agreement=evolve(selection.agreement, variant="flex")))
+
+
+@pytest.mark.usefixtures("_small_blocks")
+@given(
+    sights, st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=3), st.sampled_from([1, 3])
+)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
+    sight: Sight, lens: list[tuple[int, int]], ratio: int
+) -> None:
+    num_rows = [rows for rows, _ in lens]
+    num_keys = [rows + context for rows, context in lens]
+
+    mask = flex.make_mask(sight, torch.tensor([num_rows, num_keys]), max(num_rows), max(num_keys), ratio)
+
+    row, key = torch.arange(max(num_rows) * ratio), torch.arange(max(num_keys))
+    for member, (rows, keys) in enumerate(zip(num_rows, num_keys, strict=True)):
+        position = (row // ratio).clamp(max=rows - 1) + keys - rows
+        seen = sight.of(key - position.unsqueeze(1)) & (key < keys)
+        shown = mask.mask_mod(torch.tensor(member), torch.tensor(0), row.unsqueeze(1), key)
+        assert torch.equal(shown, seen)
+        kinds = {
+            "partial": (mask.kv_num_blocks, mask.kv_indices),
+            "full": (mask.full_kv_num_blocks, mask.full_kv_indices),
+        }
+        for block in range(-(-len(row) // BLOCK)):
+            listed = {
+                kind: set(indices[member, 0, block, : counts[member, 0, block]].tolist())
+                for kind, (counts, indices) in kinds.items()
+            }
+            for column in range(-(-len(key) // BLOCK)):
+                part = seen[block * BLOCK : (block + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+                whole = bool(part.all()) and (column + 1) * BLOCK <= keys
+                assert (column in listed["full"]) == whole
+                assert (column in listed["partial"]) == (bool(part.any()) and not whole)
+
+
+@pytest.mark.usefixtures("_eager")
+@given(
+    cases(features=("sliding_window", "logits_soft_cap", "sinks", "head_size_v", "causal"), head_size=16),
+    st.sampled_from(["NHD", "HND"]),
+    st.booleans(),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_batches(case: Case, layout: str, paged: bool) -> None:
+    pages = {"block_size": case.block_size, "kv_layout": layout} if paged else {}
+    check(load(case, paged=paged, return_lse=True, **pages), realise(case))
+
+
+@pytest.mark.usefixtures("_eager")
+def test_prompts_longer_than_a_block() -> None:
+    case = Case(query_lens=(1, 150, 200), context_lens=(300, 40, 0), sliding_window=60, logits_soft_cap=5.0, sinks=True)
+
+    check(load(case, return_lse=True), realise(case))
+
+
+def test_other_caps_share_a_function_per_device() -> None:
+    assert flex.soft_cap(30.0, torch.device("cpu")) is flex.soft_cap(30.0, torch.device("cpu"))
+    assert flex.soft_cap(30.0, torch.device("cpu")) is not flex.soft_cap(50.0, torch.device("cpu"))
+
+
+@given(
+    st.builds(
+        flex.Kind,
+        heads=st.integers(1, 16),
+        size=st.sampled_from([16, 32, 64, 128]),
+        size_v=st.sampled_from([16, 32, 64, 128]),
+        dtype=st.just(torch.float32),
+        device=st.just(torch.device("cpu")),
+        alone=st.booleans(),
+        short=st.integers(0, 2),
+        scale=st.just(1.0),
+    )
+)
+@settings(max_examples=30)
+def test_the_first_sizes_are_of_their_kind_and_unequal(kind: flex.Kind) -> None:
+    query, key, value, mask = flex.unequal_sizes(kind)
+
+    rows, keys, numbers = query.shape[2], key.shape[2], mask.kv_indices.shape
+    assert (query.shape[0] == 1) == kind.alone
+    assert kind.short == (0 if rows == 1 else 1 if rows < flex.BLOCK else 2)
+    assert key.shape[:3] == value.shape[:3]
+    assert (numbers[2], numbers[3]) == (max(2, -(-rows // flex.BLOCK)), max(2, -(-keys // flex.BLOCK)))
+    free = [n for n in (query.shape[0], rows, keys, numbers[2], numbers[3]) if n > 2]
+    assert len({*free, kind.heads, kind.size, kind.size_v}) == len(free) + len({kind.heads, kind.size, kind.size_v})

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from attrs import evolve
+
+import attnplug
+from attnplug.contract import GraphKey, Limits
+from attnplug.request.device import Device
+from attnplug.testing import Case
+from attnplug.torch_backend import flex, plugin
+from attnplug.torch_backend.backend import FlexBackend, TorchBackend
+
+if TYPE_CHECKING:
+    import torch
+
+
+def requirements(**asked: object) -> attnplug.Requirements:
+    return attnplug.Requirements(**{"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "float32", **asked})
+
+
+def test_reading_the_plugin_imports_no_torch() -> None:
+    code = "import sys, attnplug.torch_backend.plugin; sys.exit('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "first"),
+    [
+        ({}, "sdpa"),
+        ({"causal": False}, "sdpa"),
+        ({"sinks": True}, "flex"),
+        ({"return_lse": True}, "flex"),
+        ({"sliding_window": 256}, "flex"),
+        ({"logits_soft_cap": 50.0}, "flex"),
+    ],
+    ids=str,
+)
+def test_a_gpu_gets_the_variant_that_is_faster_for_what_is_asked(asked: dict[str, object], first: str) -> None:
+    on_gpu = attnplug.explain(requirements(**asked), Device.cuda("9.0"), assume_installed=True)
+    ranks = [verdict.id for verdict in on_gpu.verdicts if verdict.id.startswith("torch/")]
+
+    assert ranks[0] == f"torch/{first}"
+    assert len(ranks) == 2
+    assert attnplug.select(requirements(**asked), Device.cpu(), backend="torch").id == "torch/sdpa"
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"alibi": "linear"}, {"attention_chunk": 64}, {"kv_cache_dtype": "fp8"}, {"cascade": True}, {"dcp_size": 2}],
+    ids=str,
+)
+def test_what_is_not_there_is_refused(asked: dict[str, object]) -> None:
+    with pytest.raises(attnplug.NoBackendError):
+        attnplug.select(requirements(**asked), Device.cpu(), backend="torch/sdpa")
+
+
+def test_the_probe_wants_a_c_compiler_for_flex_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    selection = attnplug.select(requirements(), Device.cpu(), backend="torch/sdpa")
+    arguments = (selection.agreement, selection.device)
+
+    monkeypatch.setattr(plugin.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
+    assert plugin.attnplug_probe("flex", *arguments) is None
+    monkeypatch.setattr(plugin.shutil, "which", lambda _: None)
+    assert plugin.attnplug_probe("sdpa", *arguments) is None
+    assert "C compiler" in str(plugin.attnplug_probe("flex", *arguments))
+
+
+def test_the_workspace_holds_the_longest_request() -> None:
+    backend = attnplug.load(requirements(), Device.cpu(), backend="torch/sdpa")
+    per_key = 2 * 2 * 64 * 4
+    limits = Limits(max_num_reqs=4, max_num_tokens=512, max_seq_len=1000)
+
+    assert backend.workspace_bytes(limits) == 4 * 1000 * per_key
+    assert backend.workspace_bytes(evolve(limits, max_num_reqs=1000)) == 2**15 * per_key
+    assert backend.workspace_bytes(evolve(limits, max_seq_len=10**6)) == 10**6 * per_key
+
+
+def test_dense_calls_need_no_workspace() -> None:
+    backend = attnplug.load(requirements(paged=False), Device.cpu(), backend="torch/sdpa")
+
+    assert backend.workspace_bytes(Limits(max_num_reqs=4, max_num_tokens=512, max_seq_len=1000)) == 0
+
+
+@pytest.mark.parametrize("shape", [GraphKey(1, 40), GraphKey(3, 3, 1), GraphKey(3, 50), GraphKey(2, 8, 4)], ids=str)
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
+def test_warming_up_runs_each_shape(shape: GraphKey, paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[tuple[int, ...]] = []
+
+    def attend(query: torch.Tensor, key: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        ran.append((query.shape[0], query.shape[2] // 2))
+        return query, query[..., 0].float()
+
+    monkeypatch.setattr(flex, "compiled", lambda *_: attend)
+    case = Case(query_lens=(), context_lens=(), sinks=True)
+    selection = attnplug.select(case.requirements(paged=paged), Device.cpu(), backend="torch/sdpa")
+    agreement = evolve(selection.agreement, variant="flex")
+
+    FlexBackend(evolve(selection, agreement=agreement)).warmup([shape])
+
+    assert sum(members * rows for members, rows in ran) >= shape.num_tokens
+
+
+def test_variants_share_all_but_the_kernel() -> None:
+    selection = attnplug.select(requirements(), Device.cpu(), backend="torch/sdpa")
+
+    assert plugin.attnplug_backend("sdpa", selection.agreement) is TorchBackend
+    assert plugin.attnplug_backend("flex", selection.agreement) is FlexBackend
