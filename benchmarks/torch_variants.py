@@ -3,9 +3,9 @@ Compares the variants of the embedded backend through the public contract.
 
     python benchmarks/torch_variants.py [--device cuda] [--dtype bfloat16] [--variants sdpa,flex] [--threads 1] [--json]
 
-Each line is the time of one forward of one layer, cache write and gathering included: the median of several runs after a
-warm-up that compiles. `build` is planned once and not counted, as an engine with many layers hardly notices it; its time is
-shown beside.
+Each line is the time of one forward of one layer, cache write and gathering included: the median of several runs after
+a warm-up that compiles. `build` is planned once and not counted, as an engine with many layers hardly notices it; its
+time is shown beside.
 """
 
 from __future__ import annotations
