@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 
 import pytest
+from platformdirs import user_config_path
 
 from attnplug.errors import SettingsError
+from attnplug.request import settings
 from attnplug.request.settings import Settings, parse_flag
 
 
@@ -65,6 +67,17 @@ def test_nothing_set_is_automatic(config, monkeypatch):
 
     assert settings == Settings()
     assert (settings.allow, settings.backend) == (None, ())
+
+
+@pytest.mark.parametrize("given", [None, "", "/etc/somewhere", "somewhere"])
+@pytest.mark.parametrize("home", ["/home/somebody", "/"])
+def test_the_default_folder_is_the_one_of_the_platform(monkeypatch, given, home):
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    if given is not None:
+        monkeypatch.setenv("XDG_CONFIG_HOME", given)
+
+    assert settings._user_folder() == user_config_path("attnplug", appauthor=False)
 
 
 def test_the_default_file_may_be_missing_and_a_named_one_may_not(tmp_path, monkeypatch):
