@@ -85,11 +85,11 @@ def test_build_and_forward_do_not_wait_for_the_device(load):
 
 
 def test_a_refused_batch_leaves_the_cache_alone(load):
-    case = Case(query_lens=(5,), context_lens=(3,), dtype="bfloat16")
+    case = Case(query_lens=(5,), context_lens=(3,), dtype="bfloat16", block_size=4)  # two blocks, where one is allowed
     backend, scene = load(case), realise(case)
     impl = backend.make_impl(scene.layer(device=backend.device))
     call = scene.paged(backend, backend.device)
-    small = backend.make_state(attnplug.Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=8, num_blocks=1))
+    small = backend.make_state(attnplug.Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=8, num_blocks=2))
     before = call.cache.clone()
 
     with pytest.raises(CacheError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import warnings
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, realise
+from attnplug.testing import Case, check, random_case, realise
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import flex
 from attnplug.torch_backend.backend import TorchBackend
@@ -121,10 +123,32 @@ def test_other_caps_share_a_function_per_device() -> None:
 def test_the_first_sizes_are_of_their_kind_and_unequal(kind: flex.Kind) -> None:
     query, key, value, mask = flex.unequal_sizes(kind)
 
-    rows, keys, numbers = query.shape[2], key.shape[2], mask.kv_indices.shape
+    rows, keys, numbers = query.shape[2], key.shape[1], mask.kv_indices.shape
     assert (query.shape[0] == 1) == kind.alone
     assert kind.short == (0 if rows == 1 else 1 if rows < flex.BLOCK else 2)
     assert key.shape[:3] == value.shape[:3]
     assert (numbers[2], numbers[3]) == (max(2, -(-rows // flex.BLOCK)), max(2, -(-keys // flex.BLOCK)))
     free = [n for n in (query.shape[0], rows, keys, numbers[2], numbers[3]) if n > 2]
     assert len({*free, kind.heads, kind.size, kind.size_v}) == len(free) + len({kind.heads, kind.size, kind.size_v})
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_each_kind_of_group_is_one_graph(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced by the compiler, with nothing generated: the graphs are the same for every device."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    flex.compiled.cache_clear()
+    torch._dynamo.reset()
+    generator, kinds = random.Random(3), set()
+    kind_of = flex._kind
+    monkeypatch.setattr(flex, "_kind", lambda *args: kinds.add(kind_of(*args)) or kind_of(*args))
+    fixed = {"dtype": "float32", "head_size": 64, "num_kv_heads": 2, "logits_soft_cap": None}
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    for _ in range(40):
+        case = random_case(generator, features=("sliding_window", "sinks", "causal"), **fixed)
+        case = evolve(case, num_q_heads=generator.choice([2, 4, 14]))
+        check(load(case, block_size=case.block_size, kv_layout=layout), realise(case))
+
+    flex.compiled.cache_clear()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == len(kinds)
+    assert len(kinds) >= 5

@@ -32,10 +32,15 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Attend a group with the compiled kernel. One memory order, or each would compile again."""
     del causal
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    query, key, value = query.contiguous(), _tokens_first(key), _tokens_first(value)
     bend = None if call.soft_cap is None else soft_cap(call.soft_cap, query.device)
     kernel = compiled(_kind(query, value, call), bend is not None)
     return kernel(query, key, value, bend, mask, call.scale)
+
+
+def _tokens_first(rows: Tensor) -> Tensor:
+    """Return ``(members, keys, heads, size)``, contiguous, as tokens are gathered."""
+    return rows.transpose(1, 2).contiguous()
 
 
 @frozen
@@ -99,16 +104,15 @@ def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
     key_blocks = next(n for n in count(3) if n not in taken)
     keys = rows + key_blocks * BLOCK - rows % BLOCK - 5
     lens = torch.tensor([[rows] * members, [keys] * members], device=kind.device)
-    sizes = ((rows, kind.size), (keys, kind.size), (keys, kind.size_v))
-    query, key, value = (
-        torch.zeros(members, kind.heads, *size, dtype=kind.dtype, device=kind.device) for size in sizes
-    )
+    shapes = ((kind.heads, rows, kind.size), (keys, kind.heads, kind.size), (keys, kind.heads, kind.size_v))
+    query, key, value = (torch.zeros(members, *shape, dtype=kind.dtype, device=kind.device) for shape in shapes)
     return query, key, value, make_mask(Sight(-1, 0), lens, rows, keys, 1)
 
 
 def _flex(
     query: Tensor, key: Tensor, value: Tensor, bend: Any, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor | None]:
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
     out, aux = flex_attention(
         query, key, value, score_mod=bend, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True)
     )

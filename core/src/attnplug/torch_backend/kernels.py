@@ -7,7 +7,7 @@ All of them take query heads folded onto their KV head, so that keys are read on
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import torch
 from attrs import frozen
@@ -82,14 +82,15 @@ class Kernel:
             small, and keys and values come in float32.
         make_mask: Makes a mask of its own for a whole group, which is one tile then; None takes additive masks.
         least_keys: Keys that a group is padded to.
-        heads_first: Whether keys are best gathered one head after another: matrix products copy anything else.
+        order: What follows each other in gathered keys: "tokens", "heads", or "any" for what suits the cache. Matrix
+            products copy anything but heads.
     """
 
     attend: Attend
     fused: bool
     make_mask: MakeMask | None = None
     least_keys: int = 1
-    heads_first: bool = False
+    order: Literal["tokens", "heads", "any"] = "any"
 
 
 def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
@@ -108,7 +109,7 @@ def flex_kernel() -> Kernel:
     from attnplug.torch_backend import flex  # noqa: PLC0415 - costs a second that the other variant does not need
 
     # A single key would be a size of one, and those compile graphs of their own.
-    return Kernel(flex.attend, fused=True, make_mask=flex.make_mask, least_keys=2, heads_first=True)
+    return Kernel(flex.attend, fused=True, make_mask=flex.make_mask, least_keys=2, order="tokens")
 
 
 @cache
@@ -170,4 +171,4 @@ def _written_out(
 
 
 FUSED: Final = Kernel(_fused, fused=True)
-WRITTEN_OUT: Final = Kernel(_written_out, fused=False, heads_first=True)
+WRITTEN_OUT: Final = Kernel(_written_out, fused=False, order="heads")

@@ -117,12 +117,8 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str) ->
 
 
 def _row_steps(agreement: Agreement, kernel: Kernel) -> tuple[int, int, int] | None:
-    """
-    Of heads-first pages, rows of one head are all that lies together.
-    """
-    heads, size = agreement.requirements.num_kv_heads, agreement.block_size
-    if size is None:
+    """In heads-first pages rows of one head lie together, in tokens-first ones whole tokens."""
+    heads, size, heads_first = agreement.requirements.num_kv_heads, agreement.block_size, agreement.kv_layout == "HND"
+    if size is None or kernel.order == "tokens" or (kernel.order == "any" and not heads_first):
         return None
-    if agreement.kv_layout == "HND":
-        return size * heads, 1, size
-    return (size * heads, heads, 1) if kernel.heads_first else None
+    return (size * heads, 1, size) if heads_first else (size * heads, heads, 1)
