@@ -2,11 +2,13 @@
 A pytest plugin that writes what a run on a GPU showed: device, versions, command, outcome and numbers, as one page.
 
 A test contributes a number by pytest's own ``record_property("decode, 64 x 4096", "286 us")``.
-A number without hardware, versions and command is no evidence, so nothing is published in another way.
+A number without hardware, versions and command is no evidence, so nothing is published in another way. The revision
+is git's; the environment variable REVISION names it where the tree travels without its history.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import pytest
 
@@ -40,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Start to collect where a report is asked for."""
     path = config.getoption("--gpu-report")
     if path is not None:
-        config.pluginmanager.register(Collector(path, " ".join(["pytest", *config.invocation_params.args])))
+        config.pluginmanager.register(Collector(path, " ".join(_command(config.invocation_params.args))))
 
 
 class Collector:
@@ -90,8 +92,13 @@ def machine() -> dict[str, str]:
         "device": _device(),
         "Python": platform.python_version(),
         **dict(_versions()),
-        "revision": _output("git", "describe", "--always", "--dirty"),
+        "revision": os.environ.get("REVISION") or _output("git", "describe", "--always", "--dirty") or "unknown",
     }
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    """Return the command without the place of its report, which is one machine's own."""
+    return ["pytest", *(argument for argument in arguments if not argument.startswith("--gpu-report"))]
 
 
 def _device() -> str:
