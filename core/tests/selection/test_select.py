@@ -262,6 +262,16 @@ class TestMemory:
         assert (first.id, second.id) == ("flash/hopper", "flash/new")
         assert verdict(attnplug.explain(request_of()), "flash/hopper").status == "broken"
 
+    def test_the_device_of_this_machine_is_not_looked_for_where_one_is_given(self, world, request_of, monkeypatch):
+        def look():
+            raise AssertionError
+
+        world("flash", "generic", device=None)
+        monkeypatch.setattr(Device, "current", look)
+
+        assert attnplug.select(request_of(), Device.cuda("9.0")).id == "flash/hopper"
+        assert attnplug.explain(request_of(), Device.cuda("9.0")).chosen is not None
+
     def test_refresh_reads_everything_again(self, both, request_of, monkeypatch):
         attnplug.select(request_of())
         monkeypatch.setenv("ATTNPLUG_BLOCK", "")

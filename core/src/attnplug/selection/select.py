@@ -126,7 +126,7 @@ def _select(requirements: Requirements, asked: Overrides) -> Selection:
     explanation = _explain(state, requirements, device, settings)
     if explanation.chosen is None:
         raise no_backend(explanation, settings)
-    if settings is state.settings and device is state.device:
+    if settings is state.settings and state.is_own(device):
         state.hot[requirements] = explanation.chosen
     return explanation.chosen
 

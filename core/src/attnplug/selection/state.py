@@ -50,6 +50,10 @@ class State:
             self._device = Device.current()
         return self._device
 
+    def is_own(self, device: Device) -> bool:
+        """Whether a device is the one of this process. It is not looked for to answer: that takes NVML 10 to 30 ms."""
+        return device is self._device
+
     def remember(self, key: Hashable, explanation: Explanation) -> bool:
         """Keep a decision; return whether it is a new one. The oldest goes when there are too many."""
         if len(self.decisions) >= _MOST_DECISIONS:
