@@ -35,7 +35,7 @@ def test_reading_the_plugin_imports_no_torch() -> None:
         ({"causal": False}, "sdpa"),
         ({"sinks": True}, "flex"),
         ({"return_lse": True}, "flex"),
-        ({"sliding_window": 256}, "flex"),
+        ({"sliding_window": 256}, "sdpa"),
         ({"logits_soft_cap": 50.0}, "flex"),
     ],
     ids=str,
