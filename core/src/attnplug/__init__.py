@@ -74,7 +74,7 @@ __all__ = ["__version__", *sorted(_HOMES)]  # noqa: PLE0604 - the names are text
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(import_module(f"attnplug.{_HOMES[name]}"), name)
+        value = getattr(_import(f"attnplug.{_HOMES[name]}", name), name)
         globals()[name] = value
         return value
     if name == "__version__":
@@ -83,6 +83,16 @@ def __getattr__(name: str) -> Any:
         return version("attnplug")
     msg = f"module 'attnplug' has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+def _import(module: str, name: str) -> Any:
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        msg = f"attnplug.{name} needs torch, which is not installed\n  way out: pip install 'attnplug[torch]'"
+        raise ImportError(msg, name="torch") from error
 
 
 def __dir__() -> list[str]:

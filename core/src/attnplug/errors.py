@@ -7,7 +7,8 @@ Each one is built from three sentences: what was given or asked, what is true or
     ├── RequestError (ValueError)           the question itself is wrong
     │   ├── RequirementsError               unknown, contradictory or impossible requirements
     │   ├── DeviceError                     a device that does not exist or does not parse
-    │   └── SettingsError                   an environment variable, a setting or a plugin option
+    │   ├── SettingsError                   an environment variable, a setting or a plugin option
+    │   └── DecisionError                   what another process sent is no decision
     ├── ManifestError (ValueError)          an attnplug.toml breaks a rule; carries the path and the line
     │   └── ApiVersionError                 it speaks another major version of the contract
     ├── RegistryError                       what is installed contradicts itself
@@ -68,6 +69,10 @@ class DeviceError(RequestError):
 
 class SettingsError(RequestError):
     """An environment variable, a configuration file or a plugin option is wrong."""
+
+
+class DecisionError(RequestError):
+    """What should be a decision of another process is none."""
 
 
 class ManifestError(AttnplugError, ValueError):

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from attnplug.errors import DeviceError
-from attnplug.request.device import Device, multiprocessors
+from attnplug.request import device as module
+from attnplug.request.device import Device, is_unseen, multiprocessors
 
 
 class Nvml(SimpleNamespace):
@@ -160,6 +161,28 @@ def test_other_accelerators_are_named(monkeypatch, no_torch):
     monkeypatch.setitem(sys.modules, "torch", torch_double(accelerator=SimpleNamespace(type="xpu")))
 
     assert Device.current() == Device("xpu")
+
+
+@pytest.mark.parametrize(
+    ("driver", "torch", "bindings", "visible", "unseen"),
+    [
+        (True, False, False, None, True),
+        (False, False, False, None, False),
+        (True, True, False, None, False),
+        (True, False, True, None, False),
+        (True, False, False, "", False),
+    ],
+)
+def test_a_gpu_that_nothing_can_see(monkeypatch, no_torch, driver, torch, bindings, visible, unseen):
+    monkeypatch.setattr(module.os.path, "exists", lambda path: driver and path.startswith("/dev/"))
+    monkeypatch.setattr(module, "find_spec", lambda _: bindings or None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    if torch:
+        monkeypatch.setitem(sys.modules, "torch", torch_double())
+
+    assert is_unseen() is unseen
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import attnplug
 from attnplug.contract.backend import Backend
 from attnplug.errors import (
+    DecisionError,
     DuplicateBackendError,
     ManifestError,
     NoBackendError,
@@ -17,6 +18,7 @@ from attnplug.errors import (
     PluginLoadError,
 )
 from attnplug.request.settings import Settings
+from attnplug.selection.plan import Plan
 from attnplug.selection.selection import Selection
 
 REFUSING_PROBE = """{source}
@@ -195,6 +197,36 @@ class TestElsewhere:
 
         with pytest.raises(PluginLoadError, match="block_size=24 asked, supported: 128, multiples of 16"):
             Selection.from_dict(sent).load()
+
+    @pytest.mark.parametrize(
+        ("change", "said"),
+        [
+            ({"cudagraph": "always"}, "cudagraph would be 'never', not 'always'"),
+            ({"kv_cache_dtype": "float16"}, "kv_cache_dtype would be 'bfloat16', not 'float16'"),
+            ({"kv_layout": None}, "block_size and kv_layout would be True, not False"),
+            ({"block_size": None}, "block_size and kv_layout would be True, not False"),
+            ({"options": {"foo": 1}}, "the option 'foo' of 'flash'"),
+            ({"options": {}}, "options would be {'splits': 0}, not {}"),
+        ],
+    )
+    def test_terms_that_were_changed_are_refused(self, sent, world, change, said):
+        world("flash")
+        sent["agreement"].update(change)
+
+        with pytest.raises(PluginLoadError) as caught:
+            Selection.from_dict(sent).load()
+        assert said in str(caught.value)
+
+    @pytest.mark.parametrize(
+        "change", [lambda d: d.pop("verdicts"), lambda d: d.update(more=1), lambda d: d["agreement"].pop("variant")]
+    )
+    def test_what_is_no_decision_is_refused(self, sent, change):
+        change(sent)
+
+        with pytest.raises(DecisionError, match=r"whole and unchanged"):
+            Selection.from_dict(sent)
+        with pytest.raises(DecisionError):
+            Plan.from_dict(sent)
 
 
 class TestRegister:

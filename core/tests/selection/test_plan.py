@@ -84,6 +84,12 @@ def test_no_layers_are_no_plan(both):
         attnplug.plan({})
 
 
+@pytest.mark.parametrize("layers", [[1], {"a": {}}])
+def test_other_things_are_no_layers(both, layers):
+    with pytest.raises(RequirementsError, match="by name"):
+        attnplug.plan(layers)
+
+
 def test_scopes_apply(both, request_of):
     with attnplug.using(backend="flash/old"):
         plan = attnplug.plan({"a": request_of()})

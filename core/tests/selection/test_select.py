@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 import attnplug
-from attnplug.errors import NoBackendError, RequirementsError, SettingsError, UnknownBackendError
+from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import state as process
@@ -130,7 +130,7 @@ class TestNames:
             attnplug.select(request_of(), backend=name)
         assert repr(name) in str(caught.value)
 
-    @pytest.mark.parametrize("value", [[], [""], [3], ""])
+    @pytest.mark.parametrize("value", [[], [""], [3], "", 3])
     def test_no_name_is_no_list(self, both, request_of, value):
         with pytest.raises(SettingsError, match="in order"):
             attnplug.select(request_of(), backend=value)
@@ -182,6 +182,34 @@ class TestPrecedence:
             attnplug.select(request_of(), options={"nobody": {"x": 1}})
         with pytest.raises(SettingsError, match="by backend"):
             attnplug.select(request_of(), options={"flash": 3})
+
+    @pytest.mark.parametrize("device", ["cuda:8.0", Device.cuda("8.0")])
+    def test_a_device_may_be_its_text(self, both, request_of, device):
+        assert attnplug.select(request_of(), device).id == "flash/old"
+        with attnplug.using(device=device):
+            assert attnplug.explain(request_of()).chosen.id == "flash/old"
+
+    @pytest.mark.parametrize("device", [3, object()])
+    def test_another_device_is_refused(self, both, request_of, device):
+        with pytest.raises(DeviceError, match=r"Device\.cuda"):
+            attnplug.select(request_of(), device)
+
+    def test_options_are_checked_where_their_backend_cannot_serve(self, both, request_of):
+        question = request_of(dtype="float32")  # the flash plugin refuses it
+
+        with pytest.raises(SettingsError, match="int from 0"):
+            attnplug.select(question, options={"flash": {"splits": -1}})
+        with pytest.raises(SettingsError, match="hold for all of its variants"):
+            attnplug.select(question, options={"flash/new": {"splits": 1}})
+        assert attnplug.select(question, options={"flashinfer": {"waits": 1}}).id == "generic/default"
+
+    def test_what_is_permitted_is_said(self, both, request_of):
+        with pytest.raises(NoBackendError) as caught:
+            attnplug.select(request_of(), backend="flashinfer")
+
+        assert "permitted: flashinfer\n" in str(caught.value)
+        assert "pip install attnplug-flashinfer" in caught.value.remedy
+        assert "blocksparse" not in caught.value.remedy
 
 
 class TestRanking:
@@ -289,6 +317,18 @@ class TestMemory:
         assert len(state.hot) <= 9
         assert attnplug.select(request_of(sliding_window=1)).requirements.sliding_window == 1
 
+    def test_a_device_that_nothing_could_see_is_looked_for_again(self, world, request_of, monkeypatch):
+        world("flash", "generic", device=None)
+        seen = iter([Device.cpu(), Device.cuda("9.0")])
+        unseen = iter([True])
+        monkeypatch.setattr(process.Device, "current", lambda: next(seen))
+        monkeypatch.setattr(process, "is_unseen", lambda: next(unseen))
+
+        first, second = attnplug.select(request_of()), attnplug.select(request_of())
+
+        assert (first.id, second.id) == ("generic/default", "flash/hopper")
+        assert attnplug.select(request_of()) is second
+
 
 class TestTransport:
     def test_json_round_trip(self, both, request_of):
@@ -322,6 +362,12 @@ def test_nothing_can_serve_says_so_for_everyone(both, request_of):
     text = str(caught.value)
     assert all(name in text for name in ("flash/old", "flash/hopper", "flash/new", "generic/default", "flashinfer"))
     assert "lacks sinks=True, custom_mask=True" in text
+
+
+def test_a_selection_reads_in_a_line(both, request_of):
+    text = "flash/new on cuda:9.0: block_size=128 kv_layout=NHD kv_cache_dtype=bfloat16 cudagraph=never"
+
+    assert str(attnplug.select(request_of(sinks=True))) == text
 
 
 def test_a_question_is_a_requirements(both):

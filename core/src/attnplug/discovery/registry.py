@@ -53,7 +53,7 @@ class Registry:
         version_of: VersionOf | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._plugins = tuple(plugins)
+        self._given = tuple(plugins)
         self._found_notes = tuple(notes)
         self._known = read_known() if known is None else known
         self._version_of = version_of
@@ -89,7 +89,14 @@ class Registry:
             Note(alias, "alias", f"is claimed by {contest.who}, and selects none of them")
             for alias, contest in self._contested().items()
         )
-        return (*self._found_notes, *newer, *aliases)
+        borrowed = (
+            Note(alias, "alias", f"is the name of another backend, and does not select {given.name!r} ({given.label})")
+            for given, plugin in zip(self._given, self._plugins, strict=True)
+            if given.manifest and plugin.manifest
+            for alias in given.manifest.aliases
+            if alias not in plugin.manifest.aliases
+        )
+        return (*self._found_notes, *newer, *aliases, *borrowed)
 
     @property
     def generation(self) -> int:
@@ -174,7 +181,7 @@ class Registry:
             DuplicateBackendError: Another one of that name is there; nothing changes.
         """
         with _lock:
-            if plugin in self._plugins:
+            if plugin in self._given:
                 return
             rivals = usable_of((p for p in self._plugins if p.name == plugin.name), self._settings)
             if rivals:
@@ -183,11 +190,13 @@ class Registry:
                     f"{rivals[0].label} offers {plugin.name!r} already, in {rivals[0].module!r}",
                     f"give it another name in its manifest, or set ATTNPLUG_BLOCK={rivals[0].distribution} and refresh",
                 )
-            self._plugins = (*self._plugins, plugin)
+            self._given = (*self._given, plugin)
             self._renew()
 
     def _renew(self) -> None:
         """Forget what was lined up; then, not before, change the generation, so that nothing old passes for new."""
+        names = {plugin.name for plugin in self._given} | {known.name for known in self._known.plugins}
+        self._plugins = tuple(_under_own_names(plugin, names) for plugin in self._given)
         self._lineups: dict[Hashable, Lineup] = {}
         self._generation = next(_generations)
 
@@ -260,6 +269,14 @@ class Registry:
             if name in absent
             else "correct the name, or install the distribution that offers it",
         )
+
+
+def _under_own_names(plugin: Plugin, names: set[str]) -> Plugin:
+    """Take away aliases that are another backend's name: whoever asks for that name means that backend."""
+    if plugin.manifest is None or names.isdisjoint(plugin.manifest.aliases):
+        return plugin
+    own = tuple(alias for alias in plugin.manifest.aliases if alias not in names)
+    return attrs.evolve(plugin, manifest=attrs.evolve(plugin.manifest, aliases=own))
 
 
 def _newer(manifest: Manifest) -> str:

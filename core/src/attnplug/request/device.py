@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -14,6 +15,9 @@ from attnplug.request.capability import ComputeCapability, parse_capability
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and either's under WSL
+_HIDDEN = ("", "-1", "NoDevFiles")
 
 # FP32 lanes per multiprocessor, by compute capability (CUDA C++ Programming Guide, table of arithmetic throughput;
 # 128 where a newer one is not listed).
@@ -141,6 +145,19 @@ class Device:
         return f"{self.type}{capability}" + (f" ({self.name})" if self.name else "")
 
 
+def is_unseen() -> bool:
+    """
+    Whether a GPU is likely here that nothing in this process can see: its driver's files are there, NVML's bindings are
+    not, and torch is not imported. `Device.current` says CPU then, for want of a better answer.
+    """
+    return (
+        "torch" not in sys.modules
+        and os.environ.get("CUDA_VISIBLE_DEVICES") not in _HIDDEN
+        and any(os.path.exists(path) for path in _DRIVERS)  # noqa: PTH110 - asked on every question of such a process
+        and find_spec("pynvml") is None
+    )
+
+
 def default_vendor(device_type: str) -> str | None:
     """Return the vendor that a device type implies."""
     return "nvidia" if device_type == "cuda" else None
@@ -188,7 +205,7 @@ def _from_torch_cuda(torch: Any) -> Device:
 def _from_nvml() -> Device | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = None if visible is None else visible.split(",")[0].strip()
-    if first is not None and first in ("", "-1", "NoDevFiles"):
+    if first is not None and first in _HIDDEN:
         return Device.cpu()
     try:
         import pynvml  # noqa: PLC0415 - optional, and only worth its import when a device is looked for

@@ -16,6 +16,7 @@ from attnplug.negotiation.ranking import Policy, Ranked, emulated, rank
 from attnplug.negotiation.remedy import find_remedy
 from attnplug.negotiation.verdict import Verdict
 from attnplug.selection.explanation import Explanation
+from attnplug.selection.options import check_options, options_of
 from attnplug.selection.profile import measured
 from attnplug.selection.selection import Selection
 
@@ -51,8 +52,9 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
     Raises:
         UnknownBackendError: A listed backend is neither installed nor known.
     """
-    for name in (*settings.backend, *settings.options):
+    for name in settings.backend:
         registry.resolve(name)
+    check_options(registry, settings)
     policy = Policy(settings.backend, measured(settings.profile, question), registry.default_orders)
     able: list[Candidate] = []
     terms: dict[str, Mapping[str, Any]] = {}
@@ -110,7 +112,9 @@ def conclude(
     question, ranked = answers.question, answers.ranked
     first = pick or next(iter(ranked.candidates), None)
     if first is None:
-        return Explanation(question.requirements, question.device, None, answers.others, assume_installed)
+        return Explanation(
+            question.requirements, question.device, None, answers.others, assume_installed, settings.backend
+        )
     order = (first, *(candidate for candidate in ranked.candidates if candidate is not first))
     agreement = _agree(first, question, answers.terms[first.id] if terms is None else terms, settings)
     verdicts = tuple(
@@ -119,7 +123,7 @@ def conclude(
     decided_by = ranked.decided_by if first is ranked.candidates[0] else "common block size and layout"
     everyone = verdicts + answers.others
     selection = Selection(agreement, question.device, everyone, decided_by, settings.sources)
-    return Explanation(question.requirements, question.device, selection, everyone, assume_installed)
+    return Explanation(question.requirements, question.device, selection, everyone, assume_installed, settings.backend)
 
 
 def _able(
@@ -130,8 +134,6 @@ def _able(
     agreement: Agreement | None = None,
 ) -> Verdict:
     """Return the verdict on a candidate that can serve, and is chosen if it has an agreement already."""
-    if settings.options:
-        _options(candidate, settings)  # what is wrong with them is raised now, whoever is chosen
     return Verdict(
         candidate.id,
         "eligible" if agreement is None else "chosen",
@@ -150,22 +152,8 @@ def _agree(candidate: Candidate, question: Question, terms: Mapping[str, Any], s
         kv_layout=terms["kv_layout"],
         kv_cache_dtype=question.requirements.kv_cache_dtype,
         cudagraph=graph_level(candidate, question),
-        options=_options(candidate, settings),
+        options=options_of(candidate.manifest, settings) if candidate.manifest else {},
     )
-
-
-def _options(candidate: Candidate, settings: Settings) -> Mapping[str, Any]:
-    if candidate.manifest is not None and not settings.options:
-        return candidate.manifest.default_options  # nearly always, and for every candidate that can serve
-    given: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for name in (*candidate.aliases, candidate.backend):
-        for option, value in settings.options.get(name, {}).items():
-            given[option] = value
-            sources[option] = settings.sources.get(f"options.{name}.{option}") or settings.sources.get(
-                "options", "the call"
-            )
-    return candidate.manifest.read_options(given, sources) if candidate.manifest else {}
 
 
 def _unable(

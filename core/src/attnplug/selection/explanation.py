@@ -30,6 +30,7 @@ class Explanation:
         chosen: The decision, or None where nothing can serve.
         verdicts: The answer of every candidate: the chosen one, the eligible ones as ranked, then the rest by name.
         assumed_installed: Whether missing kernel libraries were supposed to be there.
+        listed: The backends that were permitted, in order; empty for all.
     """
 
     requirements: Requirements
@@ -37,6 +38,7 @@ class Explanation:
     chosen: Selection | None
     verdicts: tuple[Verdict, ...]
     assumed_installed: bool = False
+    listed: tuple[str, ...] = ()
 
     @property
     def tie(self) -> str:
@@ -59,6 +61,7 @@ class Explanation:
             "provenance": dict(self.chosen.provenance) if self.chosen else {},
             "tie": self.tie,
             "assumed_installed": self.assumed_installed,
+            "listed": list(self.listed),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
 
@@ -68,6 +71,8 @@ class Explanation:
     def _lines(self, width: int) -> Iterator[str]:
         yield from _wrapped(f"asked: {_asked(self.requirements.to_dict())}", width, "")
         yield f"device: {self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
+        if self.listed:
+            yield f"permitted: {', '.join(self.listed)}"
         yield f"chosen: {self.chosen.id if self.chosen else 'none'}" + self._decision()
         absent = [verdict for verdict in self.verdicts if verdict.status == "absent"]
         for verdict in self.verdicts:

@@ -9,10 +9,18 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from attnplug.errors import AttnplugError, NoBackendError, PluginContractError, PluginError, PluginLoadError
-from attnplug.negotiation.negotiate import Question, judge_terms, negotiate
+from attnplug.errors import (
+    AttnplugError,
+    NoBackendError,
+    PluginContractError,
+    PluginError,
+    PluginLoadError,
+    SettingsError,
+)
+from attnplug.negotiation.negotiate import Question, graph_level, judge_terms, negotiate
 from attnplug.negotiation.ranking import AUTO
 from attnplug.negotiation.reason import Reason
+from attnplug.request.device import is_unseen
 from attnplug.selection import state as process
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, select
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.backend import Backend
     from attnplug.discovery.plugin import Plugin
+    from attnplug.negotiation.candidate import Candidate
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import Options
@@ -32,7 +41,7 @@ _log = logging.getLogger("attnplug")
 
 def load(
     requirements: Requirements,
-    device: Device | None = None,
+    device: Device | str | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
@@ -49,6 +58,9 @@ def load(
         NoBackendError: Nothing can serve, or everything that could has failed to load.
         PluginError: The one named backend, or any under the strict setting, failed to load.
     """
+    if is_unseen():
+        import attnplug.contract.dtypes  # noqa: F401, PLC0415 - it imports torch, as loading will: now it can see the GPU
+
     failure: PluginError | None = None
     while True:
         try:
@@ -125,7 +137,38 @@ def _same_plugin(selection: Selection) -> Plugin:
             f"here it cannot serve: {'; '.join(map(str, objections))}",
             "select again in this process",
         )
+    _check_terms(selection, candidate, question)
     return plugin
+
+
+def _check_terms(selection: Selection, candidate: Candidate, question: Question) -> None:
+    """Make sure that the candidate would agree here to exactly what was agreed on there."""
+    agreed, asked = selection.agreement, selection.requirements
+    try:
+        options = candidate.manifest.read_options(agreed.options, {}) if candidate.manifest else {}
+    except SettingsError as error:
+        raise PluginLoadError(
+            f"{selection.id!r} was selected with {error.given}", error.allowed, error.remedy
+        ) from error
+    here = {
+        "block_size and kv_layout": bool(asked.paged),
+        "kv_cache_dtype": asked.kv_cache_dtype,
+        "cudagraph": graph_level(candidate, question),
+        "options": options,
+    }
+    there = {
+        "block_size and kv_layout": agreed.block_size is not None and agreed.kv_layout is not None,
+        "kv_cache_dtype": agreed.kv_cache_dtype,
+        "cudagraph": agreed.cudagraph,
+        "options": dict(agreed.options),
+    }
+    differing = [f"{name} would be {here[name]!r}, not {there[name]!r}" for name in here if here[name] != there[name]]
+    if differing:
+        raise PluginLoadError(
+            f"{selection.id!r} was selected on other terms",
+            f"here {'; '.join(differing)}",
+            "select again in this process",
+        )
 
 
 def _import(plugin: Plugin) -> ModuleType:

@@ -12,14 +12,14 @@ from attnplug.errors import NoBackendError, RequirementsError
 from attnplug.negotiation.negotiate import Question
 from attnplug.negotiation.plan import passing_terms, share_terms
 from attnplug.request.fields import GRAPH_LEVELS
+from attnplug.request.requirements import Requirements
 from attnplug.selection.decide import Answers, ask, conclude
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, log_decision, no_backend
-from attnplug.selection.selection import Selection
+from attnplug.selection.selection import Selection, no_decision
 
 if TYPE_CHECKING:
     from attnplug.request.device import Device
-    from attnplug.request.requirements import Requirements
     from attnplug.request.settings import Options, Settings
 
 
@@ -86,7 +86,14 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Plan:
-        """Read what `to_dict` wrote."""
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DecisionError: It is something else.
+        """
+        if not isinstance(data, Mapping) or set(data) != {"groups"}:
+            raise no_decision(data)
         return cls(
             tuple(Group(tuple(group["layers"]), Selection.from_dict(group["selection"])) for group in data["groups"])
         )
@@ -97,7 +104,7 @@ class Plan:
 
 def plan(
     layers: Mapping[str, Requirements],
-    device: Device | None = None,
+    device: Device | str | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
@@ -122,6 +129,12 @@ def plan(
         NoBackendError: A layer cannot be served, or no choice gives a common block size and layout.
         RequirementsError: `layers` is empty.
     """
+    if not isinstance(layers, Mapping) or not all(isinstance(asked, Requirements) for asked in layers.values()):
+        raise RequirementsError(
+            f"layers={layers!r} was given",
+            "a plan is for the layers of one model, by name: {layer name: Requirements}",
+            "build a Requirements for each layer",
+        )
     if not layers:
         raise RequirementsError(
             "no layers were given", "a plan is for the layers of one model", "pass {layer name: Requirements}"

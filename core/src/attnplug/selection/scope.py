@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
-from attnplug.errors import SettingsError
+from attnplug.errors import DeviceError, SettingsError
 from attnplug.request.device import Device
 from attnplug.request.read_only import read_only
 
@@ -73,7 +73,9 @@ _SCOPE: ContextVar[Overrides | None] = ContextVar("attnplug_scope", default=None
 current_scope = _SCOPE.get
 
 
-def overrides(source: str, backend: BackendNames | None, options: Options | None, device: Device | None) -> Overrides:
+def overrides(
+    source: str, backend: BackendNames | None, options: Options | None, device: Device | str | None
+) -> Overrides:
     """
     Check keywords as a user gave them.
 
@@ -81,14 +83,16 @@ def overrides(source: str, backend: BackendNames | None, options: Options | None
         SettingsError: A list of backends is empty or holds something else than names, or options are not
             tables by backend.
     """
-    names = () if backend is None else (backend,) if isinstance(backend, str) else tuple(backend)
+    names = _names(backend)
     if (backend is not None and not names) or not all(isinstance(name, str) and name for name in names):
         raise SettingsError(
             f"backend={backend!r} was given by {source}",
             "backend is a name, or a list of names in order, ending in 'auto' to permit others",
             "leave it out",
         )
-    if options is not None and not all(isinstance(table, Mapping) for table in options.values()):
+    if options is not None and not (
+        isinstance(options, Mapping) and all(isinstance(table, Mapping) for table in options.values())
+    ):
         raise SettingsError(
             f"options={options!r} was given by {source}",
             "options is a table of tables, by backend",
@@ -97,12 +101,30 @@ def overrides(source: str, backend: BackendNames | None, options: Options | None
     flat = tuple((name, option, value) for name, table in (options or {}).items() for option, value in table.items())
     sources = {"backend": source} if names else {}
     sources |= {f"options.{name}.{option}": source for name, option, _ in flat}
-    return Overrides(names, device, flat, {**sources, **({"device": source} if device else {})})
+    return Overrides(names, _device(device), flat, {**sources, **({"device": source} if device else {})})
+
+
+def _names(backend: Any) -> tuple[Any, ...]:
+    if backend is None or isinstance(backend, str):
+        return () if backend is None else (backend,)
+    return tuple(backend) if isinstance(backend, Sequence) else (backend,)
+
+
+def _device(device: Any) -> Device | None:
+    if device is None or isinstance(device, Device):
+        return device
+    if isinstance(device, str):
+        return Device.parse(device)
+    raise DeviceError(
+        f"device={device!r} was given",
+        "a device is an attnplug.Device, or its text such as 'cpu' or 'cuda:9.0'",
+        "leave it out for this process's own, or describe another with Device.cuda('9.0')",
+    )
 
 
 @contextmanager
 def using(
-    *, backend: BackendNames | None = None, options: Options | None = None, device: Device | None = None
+    *, backend: BackendNames | None = None, options: Options | None = None, device: Device | str | None = None
 ) -> Iterator[None]:
     """
     Select with these keywords inside the ``with`` block, in this context only. Blocks nest; a call's own keywords win.
@@ -110,10 +132,11 @@ def using(
     Args:
         backend: A name (that one or nothing), or names in order; ``"auto"`` among them permits any other.
         options: Options by backend.
-        device: The device to ask about.
+        device: The device to ask about, or its text.
 
     Raises:
         SettingsError: A keyword is wrong.
+        DeviceError: The device is none.
     """
     token = _SCOPE.set(overrides("using", backend, options, device).over(_SCOPE.get()))
     try:

@@ -24,7 +24,7 @@ _log = logging.getLogger("attnplug")
 
 def select(
     requirements: Requirements,
-    device: Device | None = None,
+    device: Device | str | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
@@ -53,7 +53,7 @@ def select(
 
 def explain(
     requirements: Requirements,
-    device: Device | None = None,
+    device: Device | str | None = None,
     *,
     backend: BackendNames | None = None,
     options: Options | None = None,
@@ -101,11 +101,9 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
         if settings.backend
         else ""
     )
-    ways = [
-        f"{verdict.id}: {verdict.remedy}"
-        for verdict in explanation.verdicts
-        if verdict.remedy is not None and verdict.remedy.possible
-    ]
+    offered = [v for v in explanation.verdicts if v.remedy is not None and v.remedy.possible]
+    permitted = [v for v in offered if {v.id, v.id.partition("/")[0]} & set(settings.backend)]
+    ways = [f"{verdict.id}: {verdict.remedy}" for verdict in permitted or offered]
     ways += (
         ["permit others with 'auto' in the list"]
         if settings.backend and any(v.status == "eligible" for v in explanation.verdicts)

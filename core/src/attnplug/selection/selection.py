@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from attnplug.errors import DecisionError
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
@@ -74,6 +76,11 @@ class Selection:
 
         return load_selection(self)
 
+    def __str__(self) -> str:
+        terms = self.agreement
+        pages = f" block_size={terms.block_size} kv_layout={terms.kv_layout}" if terms.block_size is not None else ""
+        return f"{self.id} on {self.device}:{pages} kv_cache_dtype={terms.kv_cache_dtype} cudagraph={terms.cudagraph}"
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values. Another process that reads them loads exactly this decision."""
         return {
@@ -86,14 +93,37 @@ class Selection:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Selection:
-        """Read what `to_dict` wrote."""
-        return cls(
-            agreement=Agreement.from_dict(data["agreement"]),
-            device=Device.from_dict(data["device"]),
-            verdicts=tuple(Verdict.from_dict(verdict) for verdict in data["verdicts"]),
-            decided_by=data["decided_by"],
-            provenance=data["provenance"],
-        )
+        """
+        Read what `to_dict` wrote.
+
+        Raises:
+            DecisionError: It is something else.
+            RequestError: Its requirements or its device are none.
+        """
+        if not isinstance(data, Mapping) or set(data) != _KEYS:
+            raise no_decision(data)
+        try:
+            return cls(
+                agreement=Agreement.from_dict(data["agreement"]),
+                device=Device.from_dict(data["device"]),
+                verdicts=tuple(Verdict.from_dict(verdict) for verdict in data["verdicts"]),
+                decided_by=data["decided_by"],
+                provenance=data["provenance"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise no_decision(data) from error
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Selection.from_dict, (self.to_dict(),)
+
+
+_KEYS = {"agreement", "device", "verdicts", "decided_by", "provenance"}
+
+
+def no_decision(data: object) -> DecisionError:
+    """Return the error for data that `to_dict` has not written."""
+    return DecisionError(
+        f"{reprlib.repr(data)} was received",
+        "a decision is what Selection.to_dict or Plan.to_dict returned, whole and unchanged",
+        "send it as JSON from the process that decided; both sides need the same version of attnplug",
+    )

@@ -14,7 +14,7 @@ from threading import RLock
 from attrs import define, field
 
 from attnplug.discovery.registry import Registry
-from attnplug.request.device import Device
+from attnplug.request.device import Device, is_unseen
 from attnplug.request.requirements import Requirements
 from attnplug.request.settings import Settings
 from attnplug.selection.explanation import Explanation
@@ -45,10 +45,16 @@ class State:
 
     @property
     def device(self) -> Device:
-        """The device of this process, looked for when first needed."""
-        if self._device is None:
-            self._device = Device.current()
-        return self._device
+        """
+        The device of this process, looked for when first needed. A CPU that was named only because nothing could see
+        the GPU is not kept: torch may be imported later, and see it.
+        """
+        if self._device is not None:
+            return self._device
+        found = Device.current()
+        if found.type != "cpu" or not is_unseen():
+            self._device = found
+        return found
 
     def is_own(self, device: Device) -> bool:
         """Whether a device is the one of this process. It is not looked for to answer: that takes NVML 10 to 30 ms."""

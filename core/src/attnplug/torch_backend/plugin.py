@@ -26,10 +26,26 @@ def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
 
 @hookimpl
 def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Triton compiles a launcher for its kernels with a C compiler, which no wheel brings."""
-    del agreement, device
+    """
+    Ask torch for the device, and for Triton a C compiler: it compiles a launcher for its kernels, and no wheel brings
+    one.
+    """
+    del agreement
+    missing = _missing_device(device)
+    if missing is not None:
+        return missing
     compilers = (os.environ.get("CC", ""), "gcc", "clang", "cc")
     if variant != "flex" or any(shutil.which(compiler) for compiler in compilers):
         return None
     because = "install gcc or clang, or set CC to a C compiler"
     return Reason("probe", variant, None, "Triton needs a C compiler, and none is on the PATH", because)
+
+
+def _missing_device(device: Device) -> Reason | None:
+    """A torch built for the CPU knows what a CUDA device is, and has none."""
+    import torch  # noqa: PLC0415 - as above
+
+    if device.type == "cpu" or torch.get_device_module(device.type).is_available():
+        return None
+    because = f"install a torch that is built for {device.type}, or select for Device.cpu()"
+    return Reason("probe", "torch", None, f"this torch ({torch.__version__}) sees no {device.type} device", because)

@@ -78,6 +78,7 @@ class ForwardGuard:
             or output.dtype != self._output_dtype
             or output.device != device
             or output.stride(1) != 1
+            or (output.stride(0) == 0 and tokens > 1)
         ):
             self._refuse("output", output, (tokens, self._output_width), self._output_dtype, device)
         if lse is not None:
@@ -85,6 +86,7 @@ class ForwardGuard:
         keys = self._check_pair(key, value, device)
         if torch.is_grad_enabled() and (
             query.requires_grad
+            or output.requires_grad
             or (key is not None and key.requires_grad)
             or (value is not None and value.requires_grad)
         ):
@@ -162,7 +164,12 @@ class ForwardGuard:
                 "return_lse was not asked for, so the chosen backend may not fill it",
                 "select again with return_lse=True, or pass lse=None",
             )
-        if lse.shape != (tokens, self._num_q_heads) or lse.dtype != torch.float32 or lse.device != device:
+        if (
+            lse.shape != (tokens, self._num_q_heads)
+            or lse.dtype != torch.float32
+            or lse.device != device
+            or (lse.stride(0) == 0 and tokens > 1)
+        ):
             self._refuse("lse", lse, (tokens, self._num_q_heads), torch.float32, device)
 
     def _check_metadata(self, metadata: Metadata, tokens: int, keys: int | None) -> None:
@@ -219,6 +226,14 @@ class ForwardGuard:
                 f"slots from {low} to {high} were given",
                 f"slots are {size} to {blocks * size - 1}, or -1 for rows not written; block 0 is a null block",
                 "compute slots from the block table (attnplug.batching)",
+            )
+        written = slots[slots >= 0].sort().values
+        twice = written[1:][written.diff() == 0]
+        if twice.numel():
+            raise CacheError(
+                f"slot {int(twice[0])} was given to two tokens",
+                "each slot holds the K/V of one token",
+                "pass a slot of its own for every token",
             )
 
     def _check_device(self, name: str, tensor: Tensor) -> None:

@@ -1,0 +1,59 @@
+"""A backend's own settings: collected from every level, validated by its manifest, never dropped."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnplug.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnplug.discovery.registry import Registry
+    from attnplug.manifest.schema import Manifest
+    from attnplug.request.settings import Settings
+
+
+def check_options(registry: Registry, settings: Settings) -> None:
+    """
+    Check everything that is set for installed backends, whether or not they can serve.
+
+    Options of a known backend that is not installed wait for it: only its manifest can say whether they are right.
+
+    Raises:
+        SettingsError: An option is unknown or its value is not allowed, or options are given for one variant.
+        UnknownBackendError: A name is neither installed nor known.
+    """
+    for name in settings.options:
+        if "/" in name:
+            raise SettingsError(
+                f"options for {name!r} were given by {_source(settings, name)}",
+                "options belong to a backend, and hold for all of its variants",
+                f"give them to {name.partition('/')[0]!r}",
+            )
+        registry.resolve(name)
+    for plugin in registry.plugins if settings.options else ():
+        if plugin.manifest is not None:
+            options_of(plugin.manifest, settings)
+
+
+def options_of(manifest: Manifest, settings: Settings) -> Mapping[str, Any]:
+    """
+    Return every option of a backend with its value: set under its name, under an alias, or the default.
+
+    Raises:
+        SettingsError: An option is unknown or its value is not allowed.
+    """
+    if not settings.options:
+        return manifest.default_options  # nearly always, and for every candidate that can serve
+    given: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name in (*manifest.aliases, manifest.name):
+        for option, value in settings.options.get(name, {}).items():
+            given[option] = value
+            sources[option] = _source(settings, f"{name}.{option}")
+    return manifest.read_options(given, sources)
+
+
+def _source(settings: Settings, name: str) -> str:
+    return settings.sources.get(f"options.{name}") or settings.sources.get("options", "the call")
