@@ -192,3 +192,26 @@ def test_numbers_that_the_library_would_fill_in_have_to_be_written_out(model_typ
 
 def test_every_described_type_is_one_of_the_library():
     assert set(ARCHITECTURES) <= set(CONFIG_MAPPING)
+
+
+def _uneven(name):
+    """Return a configuration of one layer whose eight heads do not divide its hidden size."""
+    defaults = CONFIG_MAPPING[name]().to_dict()
+    optional = {"num_key_value_heads": 8, "layer_types": ["full_attention"], "pad_token_id": 0, "head_dim": None}
+    sizes = {"hidden_size": 66, "num_attention_heads": 8, "num_hidden_layers": 1, "vocab_size": 100}
+    experts = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    present = {key: value for key, value in (optional | experts).items() if key in defaults}
+    return CONFIG_MAPPING[name](**sizes, intermediate_size=32, **present)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, known in ARCHITECTURES.items() if known.floors))
+def test_modules_that_floor_the_size_of_heads_run_that_way(name):
+    config = _uneven(name)
+    described = requirements({**config.to_dict(), "head_dim": None}, dtype="float32")
+    made = transformers.AutoModel.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    attention = [module for end in described for path, module in made.named_modules() if path.endswith(end)]
+
+    with torch.no_grad():
+        made.eval()(torch.ones(1, 4, dtype=torch.long))
+
+    assert {layer.head_size for layer in described.values()} == {module.head_dim for module in attention} == {8}

@@ -196,6 +196,79 @@ def test_what_cannot_be_described_is_refused(config, said):
         requirements(config)
 
 
+@pytest.mark.parametrize(
+    "name", ["num_key_value_heads", "num_attention_heads", "hidden_size", "num_hidden_layers", "head_dim"]
+)
+@pytest.mark.parametrize("value", [0, -1, "32", True, False, 2.5, [8]])
+def test_a_field_that_is_no_whole_number_is_refused_by_name_and_value(name, value):
+    with pytest.raises(RequirementsError, match=re.escape(f"{name}={value!r}")):
+        requirements(LLAMA | {name: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (MISTRAL, "sliding_window"),
+        (LLAMA4, "attention_chunk_size"),
+        (BART, "encoder_layers"),
+        (BART, "decoder_attention_heads"),
+        (LLAMA | {"model_type": "modernbert", "num_hidden_layers": 3}, "local_attention"),
+        (LLAMA4 | {"no_rope_layers": None}, "no_rope_layer_interval"),
+        (
+            MISTRAL | {"model_type": "gemma3_text", "head_dim": 8, "attn_logit_softcapping": None},
+            "sliding_window_pattern",
+        ),
+    ],
+)
+@pytest.mark.parametrize("value", [0, "6"])
+def test_numbers_of_single_architectures_are_checked_too(config, name, value):
+    with pytest.raises(RequirementsError, match=re.escape(f"{name}={value!r}")):
+        requirements(config | {name: value})
+
+
+def test_whole_numbers_may_be_written_as_floats_and_none_is_absent():
+    assert requirements(LLAMA | {"num_key_value_heads": 2.0, "head_dim": None}) == requirements(LLAMA)
+    assert only(LLAMA | {"num_key_value_heads": None}).num_kv_heads == 8
+    assert windows(QWEN2 | {"max_window_layers": 0}) == [128, 128]
+
+
+def test_heads_that_do_not_divide_the_hidden_size_are_refused_unless_the_module_floors():
+    uneven = {"hidden_size": 66}
+    with pytest.raises(RequirementsError, match="66 is no multiple of 8"):
+        requirements(LLAMA | uneven)
+    with pytest.raises(RequirementsError, match="4 is no multiple of 8"):
+        requirements(MISTRAL | {"hidden_size": 4})
+    with pytest.raises(RequirementsError, match="66 is no multiple of 4"):
+        requirements(BART | {"d_model": 66})
+    assert only(LLAMA | uneven | {"head_dim": 16}).head_size == 16
+    assert only(MISTRAL | uneven).head_size == 8
+
+
+def test_the_field_that_is_missing_is_the_architectures_own():
+    sinks = MISTRAL | {"model_type": "gpt_oss", "head_dim": 64, "sliding_window": None}
+    modern = LLAMA | {"model_type": "modernbert", "num_hidden_layers": 3, "local_attention": None}
+
+    with pytest.raises(RequirementsError, match="names no 'sliding_window'"):
+        requirements(sinks)
+    with pytest.raises(RequirementsError, match="names no 'local_attention'"):
+        requirements(modern)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ways"),
+    [
+        ({"model_type": "made_up"}, ("assume='llama'", "--assume llama")),
+        ({"dtype": None}, ("dtype='bfloat16'", "--dtype bfloat16")),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, ("partial=True", "--partial")),
+    ],
+)
+def test_ways_out_are_spelled_for_python_and_for_the_command_line(changes, ways):
+    with pytest.raises(RequirementsError) as caught:
+        requirements(LLAMA | changes)
+
+    assert all(way in caught.value.remedy for way in ways)
+
+
 def test_a_model_of_which_some_layers_are_attention():
     hybrid = LLAMA | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final, Literal
 
+import attrs
 from attrs import field, frozen
 
 from attnplug.hosts.transformers.patterns import (
@@ -23,8 +24,8 @@ from attnplug.hosts.transformers.patterns import (
 Family = Literal["decoder", "encoder", "encoder_decoder"]
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def _words(names: str | frozenset[str]) -> frozenset[str]:
+    return frozenset(names.split()) if isinstance(names, str) else names
 
 
 @frozen(kw_only=True)
@@ -42,6 +43,7 @@ class Architecture:
         soft_cap: The field that holds the soft cap of the scores.
         sinks: The layer kinds that have learned sinks.
         alibi: The form of the ALiBi bias.
+        floors: Whether the module rounds the size of its heads down where the heads do not divide the hidden size.
     """
 
     family: Family = "decoder"
@@ -52,6 +54,7 @@ class Architecture:
     soft_cap: str = ""
     sinks: frozenset[str] = frozenset()
     alibi: str | None = None
+    floors: bool = False
 
 
 def _each(names: str, architecture: Architecture) -> dict[str, Architecture]:
@@ -159,7 +162,16 @@ _ENCODER_DECODERS: Final = _each(
     "bart blenderbot blenderbot-small m2m_100 marian mbart pegasus plbart speech_to_text whisper", _BART
 )
 
-ARCHITECTURES: Final[dict[str, Architecture]] = {**_PLAIN, **_WINDOWED, **_HYBRID, **_ENCODERS, **_ENCODER_DECODERS}
+_ALL_TYPES: Final = {**_PLAIN, **_WINDOWED, **_HYBRID, **_ENCODERS, **_ENCODER_DECODERS}
+_FLOORING: Final = _words(
+    "apertus cohere ernie4_5 ernie4_5_moe exaone4 exaone_moe glm4_moe granite granite_swa granitemoe granitemoe_swa"
+    " granitemoeshared lfm2 lfm2_moe mistral mixtral nanochat nemotron nomic_bert olmo olmo2 olmo3 phi phi3 phimoe"
+    " qwen2 qwen2_moe qwen3_moe seed_oss smollm3 starcoder2"
+)
+
+ARCHITECTURES: Final[dict[str, Architecture]] = {
+    name: attrs.evolve(architecture, floors=name in _FLOORING) for name, architecture in _ALL_TYPES.items()
+}
 """Model type -> how its configuration is read."""
 
 _RELATIVE: Final = "it adds a learned bias of relative position to the scores"

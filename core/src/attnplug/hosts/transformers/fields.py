@@ -49,6 +49,42 @@ class Fields:
             raise self.missing(names[0])
         return value
 
+    def integer(self, *names: str, least: int = 1) -> int | None:
+        """
+        Return the first of these fields that is set, as a whole number; None where none is set.
+
+        Args:
+            names: Field names, which mean the same.
+            least: The smallest number that makes sense.
+
+        Raises:
+            RequirementsError: It is text, a truth value, a fraction, or below `least`. Zero is not taken for absent.
+        """
+        name = next((name for name in names if self.data.get(name) is not None), None)
+        if name is None:
+            return None
+        value = self.data[name]
+        whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+        if not whole or value < least:
+            raise RequirementsError(
+                f"{self.origin} has {name}={value!r}",
+                f"{name!r} is a whole number, at least {least}",
+                f"correct {name!r} in the configuration",
+            )
+        return int(value)
+
+    def need_integer(self, *names: str, least: int = 1) -> int:
+        """
+        Return `integer` of these fields.
+
+        Raises:
+            RequirementsError: None of them is set, or it is no such number.
+        """
+        value = self.integer(*names, least=least)
+        if value is None:
+            raise self.missing(names[0])
+        return value
+
     def missing(self, name: str) -> RequirementsError:
         """Return the error for a field that has to be there."""
         return RequirementsError(

@@ -58,7 +58,7 @@ def every(period: int, *, field: str = "") -> Pattern:
     """Every `period`-th layer is full and the others are windowed; `field` overrides the period."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
-        step = int(fields.get(field) or period) if field else period
+        step = (fields.integer(field) if field else None) or period
         return [SLIDING if (index + 1) % step else FULL for index in range(count)]
 
     return pattern
@@ -68,7 +68,7 @@ def first_of(period: int, *, field: str = "") -> Pattern:
     """The first of every `period` layers is full and the others are windowed; `field` overrides the period."""
 
     def pattern(fields: Fields, count: int) -> Sequence[str]:
-        step = int(fields.get(field) or period) if field else period
+        step = (fields.integer(field) if field else None) or period
         return [SLIDING if index % step else FULL for index in range(count)]
 
     return pattern
@@ -78,7 +78,7 @@ def late(fields: Fields, count: int) -> Sequence[str]:
     """Layers from `max_window_layers` on are windowed, if the model uses its window at all."""
     if not fields.get("use_sliding_window") or fields.get("sliding_window") is None:
         return [FULL] * count
-    first = int(fields.need("max_window_layers"))
+    first = fields.need_integer("max_window_layers", least=0)
     return [SLIDING if index >= first else FULL for index in range(count)]
 
 
@@ -98,5 +98,5 @@ def _rope_layers(fields: Fields, count: int) -> Sequence[object]:
     given = fields.get("no_rope_layers")
     if given:
         return list(given)
-    interval = int(fields.get("no_rope_layer_interval") or 4)
+    interval = fields.integer("no_rope_layer_interval") or 4
     return [(index + 1) % interval != 0 for index in range(count)]

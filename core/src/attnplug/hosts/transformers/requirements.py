@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from os import PathLike
 
 _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_dtype")
+_LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+_HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 @frozen
@@ -123,7 +126,8 @@ def _architecture(fields: Fields, assume: str | None) -> Architecture:
         raise RequirementsError(
             f"{fields.origin} is of model type {name!r}",
             f"that is none of the {len(ARCHITECTURES)} model types in attnplug.hosts.transformers.architectures",
-            "build the Requirements by hand, or pass assume='llama' (or another one described) if its layers are alike",
+            "build the Requirements by hand, or pass assume='llama' (or another one described) if its layers are"
+            " alike; on the command line, --assume llama",
         )
     architecture = ARCHITECTURES[name]
     for spelled in sorted(architecture.spelled):
@@ -153,7 +157,7 @@ def _dtype(fields: Fields, dtype: str | None) -> str:
         raise RequirementsError(
             f"{fields.origin} names no dtype",
             "a backend is chosen for one dtype",
-            "pass dtype='bfloat16' (or 'float16', 'float32')",
+            "pass dtype='bfloat16' (or 'float16', 'float32'); on the command line, --dtype bfloat16",
         )
     return str(found)
 
@@ -163,10 +167,10 @@ def _layers(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any
         yield from _two_stacks(fields, architecture, wanted)
         return
     causal = _is_causal(fields, architecture)
-    count = int(fields.need("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    count = fields.need_integer(*_LAYERS)
     for index, kind in enumerate(architecture.pattern(fields, count)):
         if kind in (FULL, SLIDING, CHUNKED):
-            shape = _heads(fields.layer(index))
+            shape = _heads(fields.layer(index), architecture)
             masked = _mask(fields, architecture, kind, causal=causal)
             shared = _shares_cache(fields, index, count, wanted)
             yield ModelLayer(architecture.path.format(index), index, _require(wanted, {**shape, **masked, **shared}))
@@ -191,44 +195,52 @@ def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool
         "logits_soft_cap": cap,
         "sinks": kind in architecture.sinks,
         "alibi": architecture.alibi,
-        "sliding_window": _window(fields, causal=causal) if kind == SLIDING else None,
-        "attention_chunk": int(fields.need("attention_chunk_size")) if kind == CHUNKED else None,
+        "sliding_window": _window(fields, architecture, causal=causal) if kind == SLIDING else None,
+        "attention_chunk": fields.need_integer("attention_chunk_size") if kind == CHUNKED else None,
     }
 
 
-def _window(fields: Fields, *, causal: bool) -> int:
+def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
     """Return the tokens that a token attends on one side, itself included; encoders count without itself."""
-    width = fields.get("sliding_window")
-    if width is None:
-        width = int(fields.need("local_attention")) // 2
-    return int(width) if causal else int(width) + 1
+    both_sides = fields.get("sliding_window") is None and "local_attention" in architecture.spelled
+    width = fields.need_integer("local_attention") // 2 if both_sides else fields.need_integer("sliding_window")
+    return width if causal else width + 1
 
 
-def _heads(
-    fields: Fields, heads: tuple[str, ...] = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-) -> dict[str, Any]:
-    count = int(fields.need(*heads))
-    kv_heads = 1 if fields.get("multi_query") else int(fields.get("num_key_value_heads") or count)
-    size = fields.get("head_dim")
-    if size is None:
-        size = int(fields.need("hidden_size", "n_embd", "d_model", "dim")) // count
-    return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": int(size)}
+def _heads(fields: Fields, architecture: Architecture, heads: tuple[str, ...] = _HEADS) -> dict[str, Any]:
+    count = fields.need_integer(*heads)
+    kv_heads = 1 if fields.get("multi_query") else fields.integer("num_key_value_heads") or count
+    size = fields.integer("head_dim") or _divided(fields, architecture, count)
+    return {"num_q_heads": count, "num_kv_heads": kv_heads, "head_size": size}
+
+
+def _divided(fields: Fields, architecture: Architecture, count: int) -> int:
+    """Return the size of a head where the configuration names none."""
+    hidden = fields.need_integer(*_HIDDEN)
+    if hidden < count or (hidden % count and not architecture.floors):
+        raise RequirementsError(
+            f"{fields.origin} has a hidden size of {hidden} and {count} attention heads",
+            f"{hidden} is no multiple of {count}, and transformers' {fields.model_type!r} does not run that way",
+            "correct the hidden size or the number of heads, or name the size of a head in 'head_dim'",
+        )
+    return hidden // count
 
 
 def _shares_cache(fields: Fields, index: int, count: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
     """The last `num_kv_shared_layers` read the cache of an earlier layer; in dense calls keys come with the call."""
-    shared = int(fields.get("num_kv_shared_layers") or 0)
+    shared = fields.integer("num_kv_shared_layers", least=0) or 0
     return {"kv_sharing": bool(wanted["paged"]) and index >= count - shared}
 
 
 def _two_stacks(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any]) -> Iterator[ModelLayer]:
-    encoder, decoder = _heads(fields, ("encoder_attention_heads",)), _heads(fields, ("decoder_attention_heads",))
+    encoder = _heads(fields, architecture, ("encoder_attention_heads",))
+    decoder = _heads(fields, architecture, ("decoder_attention_heads",))
     stacks = (("encoder", "encoder_layers", "encoder", encoder), ("decoder", "decoder_layers", "decoder", decoder))
     for stack, layers, attn_type, shape in stacks:
-        for index in range(int(fields.need(layers))):
+        for index in range(fields.need_integer(layers)):
             name = architecture.path.replace("{stack}", stack).format(index)
             yield ModelLayer(name, index, _require(wanted, {**shape, "attn_type": attn_type}))
-    for index in range(int(fields.need("decoder_layers"))):
+    for index in range(fields.need_integer("decoder_layers")):
         yield ModelLayer(
             architecture.cross.format(index), index, _require(wanted, {**decoder, "attn_type": "encoder_decoder"})
         )
@@ -247,12 +259,12 @@ def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[Model
     if architecture.family == "encoder_decoder":
         return
     described = {layer.index for layer in layers}
-    count = int(fields.need("num_hidden_layers", "n_layer", "n_layers", "num_layers"))
+    count = fields.need_integer(*_LAYERS)
     kinds = architecture.pattern(fields, count)
     others = {kinds[index] for index in range(count) if index not in described}
     if others:
         raise RequirementsError(
             f"{fields.origin}: {count - len(described)} of {count} layers are {', '.join(sorted(others))}",
             "those are not attention over keys, and no backend here serves them",
-            "pass partial=True for the requirements of the attention layers alone",
+            "pass partial=True for the requirements of the attention layers alone; on the command line, --partial",
         )
