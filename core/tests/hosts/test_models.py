@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 import transformers
@@ -236,8 +238,11 @@ def test_compiling_into_one_graph_is_refused(host):
     made.set_attn_implementation("attnplug")
     ids, mask = prompts(5)
 
-    with pytest.raises(Exception, match=r"(?s)torch.compiler.disable.*(make_mask|attend)"):
+    with pytest.raises(Exception, match=r"(?s)torch.compiler.disable.*(make_mask|attend)") as caught:
         logits(torch.compile(made, backend="eager", fullgraph=True), ids, mask)
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:
+        assert "attnplug does not support torch.compile(fullgraph=True)" in str(caught.value)
+        assert "call torch.compile without fullgraph=True" in str(caught.value)
 
 
 def test_padding_is_what_the_mask_says_and_not_a_token(host):

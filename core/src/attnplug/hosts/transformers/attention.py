@@ -15,6 +15,7 @@ from attnplug.hosts.transformers.described import described
 from attnplug.hosts.transformers.mask import AskedMask, DenseMask, asked_by_nobody
 from attnplug.hosts.transformers.packing import pack
 from attnplug.hosts.transformers.pattern import Pattern
+from attnplug.hosts.transformers.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from attnplug.hosts.transformers.packing import Mask, Packing
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def attend(  # noqa: PLR0913, PLR0917 - the library's signature
     module: nn.Module,
     query: Tensor,

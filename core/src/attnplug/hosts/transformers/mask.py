@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from attnplug.errors import NotNegotiatedError, TensorError
+from attnplug.hosts.transformers.uncompiled import uncompiled
 
 _ROWS_AT_ONCE: Final = 1 << 24
 """Elements of a mask that are evaluated at once: 16 MiB of booleans."""
@@ -213,7 +214,7 @@ def asked_by_nobody(batch_size: int, q_length: int, kv_length: int, *, causal: b
     )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def make_mask(  # noqa: PLR0913 - the library's signature
     batch_size: int,
     q_length: int,
