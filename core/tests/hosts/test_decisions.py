@@ -25,11 +25,15 @@ def test_decisions_before_the_first_run_are_those_after_it(host):
 
 
 def test_names_are_the_modules_own(host):
-    assert list(host.selections(model("gpt2"))) == ["transformer.h.0.attn", "transformer.h.1.attn"]
+    made = model("gpt2")
+    made.set_attn_implementation("attnplug")
+
+    assert list(host.selections(made)) == ["transformer.h.0.attn", "transformer.h.1.attn"]
 
 
 def test_modules_without_a_number_are_all_found(host, mirror):
     made = model("whisper")
+    made.set_attn_implementation("attnplug")
 
     found = host.selections(made)
 
@@ -44,9 +48,26 @@ def test_modules_without_a_number_are_all_found(host, mirror):
 
 
 def test_the_models_dtype_is_asked_for(host):
-    found = host.selections(model("llama", dtype=torch.bfloat16))
+    made = model("llama", dtype=torch.bfloat16)
+    made.set_attn_implementation("attnplug")
+
+    found = host.selections(made)
 
     assert {s.requirements.dtype for s in found.values()} == {"bfloat16"}
+
+
+def test_a_model_on_another_attention_has_no_decisions(host):
+    made = model("llama")
+    assert host.selections(made) == {}
+
+    made.set_attn_implementation("attnplug")
+    ids, mask = prompts(5)
+    with torch.no_grad():
+        made(ids, attention_mask=mask)
+    assert host.selections(made).keys() == {f"model.layers.{i}.self_attn" for i in range(4)}
+
+    made.set_attn_implementation("eager")
+    assert host.selections(made) == {}
 
 
 def test_the_hosts_names(host):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.hosts.transformers.binding import bound, device_of
 from attnplug.hosts.transformers.described import described
+from attnplug.hosts.transformers.registration import KEY
 from attnplug.selection.select import select
 
 if TYPE_CHECKING:
@@ -18,10 +19,13 @@ if TYPE_CHECKING:
 
 def selections(model: PreTrainedModel) -> dict[str, Selection]:
     """
-    Return the decision for every attention module that has run through attnplug, and for those that will.
+    Return the decision for every attention module that runs through attnplug.
 
-    A module that has not run yet is decided on as its configuration describes it, in the model's dtype and on its
-    device. A layer of which the configuration says nothing is absent until it has run.
+    Those are the modules whose configuration has the attention implementation ``"attnplug"``. An empty mapping means
+    that the model was never switched to it, or has been switched back, or that its classes do not let their attention
+    be replaced, in which case transformers leaves the setting as it was. A module that has not run yet is decided on as
+    its configuration describes it, in the model's dtype and on its device. A layer of which the configuration says
+    nothing is absent until it has run.
 
     Args:
         model: A model of transformers.
@@ -34,6 +38,8 @@ def selections(model: PreTrainedModel) -> dict[str, Selection]:
     """
     found: dict[str, Selection] = {}
     for name, module in model.named_modules():
+        if not _is_switched(getattr(module, "config", model.config)):
+            continue
         binding = bound(module)
         if binding is not None:
             found[name] = binding.selection
@@ -43,6 +49,10 @@ def selections(model: PreTrainedModel) -> dict[str, Selection]:
             asked = layer.requirements.evolve(dtype=str(model.dtype).removeprefix("torch."), kv_cache_dtype="auto")
             found[name] = select(asked, device_of(model.device))
     return found
+
+
+def _is_switched(config: object) -> bool:
+    return getattr(config, "_attn_implementation", None) == KEY
 
 
 def _is_attention(name: str, layer: ModelLayer) -> bool:
