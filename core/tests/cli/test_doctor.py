@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pytest
+
 import attnplug
 from attnplug.cli.doctor import report
 from attnplug.cli.look import Sight
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 ALONE = """\
 api = "{api}"
@@ -87,6 +87,73 @@ def test_a_setting_that_does_not_parse_is_a_problem_among_others(run, site, monk
     assert [problem["subject"] for problem in told.json["problems"]] == ["settings", "alone"]
     assert told.json["problems"][0]["remedy"] == "set ATTNPLUG_STRICT=1 or ATTNPLUG_STRICT=0, or unset it"
     assert _trials(told)["flash/host"][0] == "not_asked"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "what", "remedy"),
+    [
+        ("BACKEND", "flsh", "the backend 'flsh' was asked for; did you mean 'flash'?", "correct the name"),
+        ("BACKEND", "flsh,auto", "the backend 'flsh' was asked for", "correct the name"),
+        ("BACKEND", "flash/hst", "'flash' has the variants", "name one of them"),
+        ("BACKEND", "flash/new", "flash-new >=4 is required and not installed", "pip install 'flash-new >=4'"),
+        ("OPT_FLASH__SPLITZ", "1", "the option 'splitz' of 'flash'", "correct the name"),
+        ("OPT_FLASH__SPLITS", "-1", "number of splits", "its default is 0"),
+        ("OPT_FLASH__SPLITS", "many", "splits='many' was given by environment variable", "its default is 0"),
+        ("OPT_FLSH__SPLITS", "1", "the backend 'flsh' was asked for", "correct the name"),
+    ],
+)
+def test_settings_on_which_every_selection_fails_are_problems(
+    run, site, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, what: str, remedy: str
+) -> None:
+    monkeypatch.setenv(f"ATTNPLUG_{variable}", value)
+
+    told = run("doctor", "--json")
+
+    assert told.code == 1
+    assert len(told.json["problems"]) == 1
+    problem = told.json["problems"][0]
+    assert what in problem["what"]
+    assert remedy in problem["remedy"]
+    assert f"ATTNPLUG_{variable}" in problem["subject"] + problem["what"]
+
+
+def test_every_wrong_setting_is_a_problem_of_its_own(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flsh,nothing")
+    monkeypatch.setenv("ATTNPLUG_OPT_FLASH__A", "1")
+    monkeypatch.setenv("ATTNPLUG_OPT_FLASH__B", "1")
+
+    assert len(run("doctor", "--json").json["problems"]) == 4
+
+
+def test_a_listed_backend_that_is_absent_is_a_problem_unless_others_are_permitted(
+    run, site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flash/new")
+    remedy = run("doctor", "--json").json["problems"][0]["remedy"]
+    assert remedy.endswith("permit others: flash/new,auto")
+
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flash/new,auto")
+    assert run("doctor", "--json").json["problems"] == []
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flash/new,flash/host")
+    assert run("doctor", "--json").json["problems"] == []
+
+
+def test_options_of_a_variant_are_a_problem(run, site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text('[options."flash/new"]\nsplits = 2\n')
+    monkeypatch.setenv("ATTNPLUG_CONFIG", str(file))
+
+    (problem,) = run("doctor", "--json").json["problems"]
+
+    assert problem["what"].startswith("options for 'flash/new' were given")
+    assert problem["remedy"] == "give them to 'flash'"
+
+
+def test_settings_that_work_are_no_problems(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "FLASH")
+    monkeypatch.setenv("ATTNPLUG_OPT_FLASH__SPLITS", "3")
+
+    assert run("doctor", "--json").json["problems"] == []
 
 
 def test_odd_neighbours_are_notes(run, site) -> None:

@@ -9,6 +9,7 @@ import attrs
 from attrs import frozen
 
 from attnplug.cli.doctor.collect import collected_warnings
+from attnplug.cli.doctor.configured import problems_of_settings
 from attnplug.cli.doctor.environment import environment
 from attnplug.cli.doctor.problem import Problem, problems_of
 from attnplug.cli.doctor.trial import Trial, try_all
@@ -94,6 +95,7 @@ def examine(*, load: bool) -> Report:
         registry = Registry.scan(attrs.evolve(settings, strict=False))
         candidates = registry.candidates(attrs.evolve(settings, strict=False))
         problems += problems_of(candidates)
+        problems += problems_of_settings(registry, candidates, settings)
         trials = tuple(try_all(candidates, sight.device)) if load else ()
     problems += [Problem(trial.id, trial.text, trial.remedy) for trial in trials if trial.status == "failed"]
     return Report(
