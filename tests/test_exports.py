@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -55,3 +57,18 @@ def test_a_star_import_brings_exactly_the_public_names() -> None:
     exec("from attnplug import *", namespace)  # noqa: S102 - the statement is the thing under test
 
     assert set(namespace) - {"__builtins__"} == set(attnplug.__all__)
+
+
+def test_names_that_need_torch_say_so_without_it() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import attnplug\n"
+        "try: attnplug.Layer\n"
+        "except ImportError as error: print(error)\n"
+        "attnplug.select, attnplug.Requirements"
+    )
+
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "attnplug.Layer needs torch" in ran.stdout
+    assert "pip install 'attnplug[torch]'" in ran.stdout

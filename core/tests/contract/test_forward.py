@@ -227,7 +227,7 @@ def test_queries_that_the_host_quantizes_have_the_caches_dtype():
     assert make_layer(make_backend(cls)).query_dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "output"])
 def test_there_is_no_backward_pass(name):
     call = Call()
     tensor = call.parts[name].requires_grad_()
@@ -237,6 +237,15 @@ def test_there_is_no_backward_pass(name):
     assert call.is_untouched()
     with torch.no_grad():
         call.run(**{name: tensor})
+
+
+def test_rows_of_the_output_are_rows_of_their_own():
+    call = Call()
+    width = call.parts["output"].shape[1]
+
+    with refused(TensorError, given="output", allowed="(5, 32)"):
+        call.run(output=torch.zeros(1, width).expand(5, width))
+    assert call.is_untouched()
 
 
 # --- metadata and cache -------------------------------------------------------------------------------------------

@@ -96,6 +96,11 @@ def test_nothing_is_written_twice():
     ("kind", "given", "change"),
     [
         (CacheError, "slots from 128", {"slot_mapping": torch.tensor([128])}),
+        (
+            CacheError,
+            "slot 8 was given to two tokens",
+            {"slot_mapping": torch.tensor([8, -1, 8]), "key": torch.zeros(3, 2, 8), "value": torch.zeros(3, 2, 8)},
+        ),
         (CacheError, "slots from -2", {"slot_mapping": torch.tensor([-2])}),
         (CacheError, "slots from 3", {"slot_mapping": torch.tensor([3])}),
         (TensorError, "slot_mapping of (1,) int32", {"slot_mapping": torch.tensor([4], dtype=torch.int32)}),

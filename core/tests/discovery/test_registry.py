@@ -222,6 +222,22 @@ def test_problems_stand_as_they_are(registry: Any) -> None:
     assert [reason.code for reason in only(found, "new").obstacles] == ["api"]
 
 
+def test_the_name_of_another_backend_is_no_alias(registry: Any, plugin: Any) -> None:
+    borrowing = plugin("acme", aliases=("ACME", "other", "published"))
+    made = registry(borrowing, plugin("other"))
+
+    made.resolve("other")
+    named = {c.backend for c in made.candidates(Settings()) if "other" in (c.backend, *c.aliases)}
+
+    assert named == {"other"}
+    assert made.plugin("acme").manifest.aliases == ("ACME",)
+    assert [note.subject for note in made.notes if "another backend" in note.message] == ["other", "published"]
+    assert {c.backend for c in made.candidates(Settings(block=frozenset({"other"}))) if c.standing == "refused"} == {
+        "other"
+    }
+    made.register(borrowing)  # the same as given: nothing changes
+
+
 @pytest.fixture
 def problems(site: Any, manifest: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Plugin]:
     """Return a maker of plugins with a problem, read from files."""

@@ -110,3 +110,14 @@ def test_variants_share_all_but_the_kernel() -> None:
 
     assert plugin.attnplug_backend("sdpa", selection.agreement) is TorchBackend
     assert plugin.attnplug_backend("flex", selection.agreement) is FlexBackend
+
+
+def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    agreement = attnplug.select(requirements(), Device.cuda("9.0"), backend="torch/sdpa").agreement
+
+    reason = plugin.attnplug_probe("sdpa", agreement, Device.cuda("9.0"))
+
+    assert reason is not None
+    assert "sees no cuda device" in str(reason)
+    assert plugin.attnplug_probe("sdpa", agreement, Device.cpu()) is None
