@@ -23,7 +23,7 @@ _EPILOG: Final = """\
 standings:
   ready             everything that it requires is installed
   lacks dependency  the plugin is here, and something that it requires is not
-  absent            a published plugin that is not installed
+  absent            a plugin that is known by name and not installed
   refused           the settings keep it out, or it speaks another version of the contract
   broken            it cannot be used: its manifest is malformed, or two distributions claim its name
 
