@@ -94,15 +94,15 @@ def compiled(kind: Kind, bent: bool) -> Callable[..., tuple[Tensor, Tensor | Non
 def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
     """Return arguments of a kind, no two of whose sizes are equal, except where the kind says so."""
     taken = {1, 2, _FACTS, kind.heads, kind.size, kind.size_v}
-    members = 1 if kind.alone else next(n for n in count(3) if n not in taken)
-    taken.add(members)
-    rows = 1 if kind.short == 0 else next(n for n in count(33) if n not in taken)
-    if kind.short == 2:
-        row_blocks = next(n for n in count(3) if n not in taken)
-        taken.add(row_blocks)
-        rows = row_blocks * BLOCK - 3
-    key_blocks = next(n for n in count(3) if n not in taken)
-    keys = rows + key_blocks * BLOCK - rows % BLOCK - 5
+
+    def unused(start: int) -> int:
+        taken.add(size := next(n for n in count(start) if n not in taken))
+        return size
+
+    members = 1 if kind.alone else unused(3)
+    row_blocks = unused(3)
+    rows = (1, unused(33), unused(row_blocks * BLOCK - 50))[kind.short]
+    keys = unused(unused(row_blocks + 1) * BLOCK - 50)
     lens = torch.tensor([[rows] * members, [keys] * members], device=kind.device)
     shapes = ((kind.heads, rows, kind.size), (keys, kind.heads, kind.size), (keys, kind.heads, kind.size_v))
     query, key, value = (torch.zeros(members, *shape, dtype=kind.dtype, device=kind.device) for shape in shapes)
