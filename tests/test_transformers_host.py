@@ -38,11 +38,13 @@ torch.manual_seed(0)
 model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="attnplug").eval()
 with torch.no_grad():
     found = model(ids, attention_mask=mask).logits
+    decisions = host.selections(model)
     model.set_attn_implementation("eager")
     expected = model(ids, attention_mask=mask).logits
 torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-4)
 assert not torch.equal(found, expected)
-print({name: selection.backend for name, selection in host.selections(model).items()})
+assert host.selections(model) == {}
+print({name: selection.backend for name, selection in decisions.items()})
 """
     )
 
