@@ -84,6 +84,27 @@ def test_plain_text_names_layers_and_ends_with_the_plan(run, site, config: str) 
     )
 
 
+def test_what_is_permitted_is_told_for_each_group(run, site, config: str) -> None:
+    told = run("explain", "--config", config, *HOPPER, "--assume-installed", "--backend", "flash", "--json")
+
+    assert [found["listed"] for found in told.json["explanations"]] == [["flash"], ["flash"]]
+    assert all(found["assumed_installed"] for found in told.json["explanations"])
+
+
+def test_a_plan_may_choose_otherwise_than_for_a_group_alone(run, empty, config: str) -> None:
+    empty.add("small", SMALL)
+    empty.add("large", LARGE)
+    empty.add("spare", LARGE.replace("large", "spare").replace("block_size = 32", "block_size = 16"))
+    listed = ["--backend", "small", "--backend", "large", "--backend", "spare"]
+
+    told = run("explain", "--config", config, *HOPPER, *listed, "--json")
+
+    _, full = told.json["explanations"]
+    assert told.code == 0
+    assert (full["chosen"], full["decided_by"]) == ("spare/windowed", "common block size and layout")
+    assert told.json["plans"][0]["block_size"] == 16
+
+
 def test_dense_calls_have_no_blocks(run, site, config: str) -> None:
     told = run("explain", "--config", config, *HOPPER, "--no-paged", "--json")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attnplug.cli.explain.question import ONE_LAYER
 from attnplug.cli.failure import describe
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug.request.requirements import Requirements
+    from attnplug.selection.selection import Selection
 
 
 @frozen
@@ -32,6 +33,10 @@ class Part:
 
     layers: tuple[str, ...]
     explanation: Explanation
+
+    def decided(self, selection: Selection) -> Part:
+        """Return the part as a plan decided it, which may be otherwise than for these layers alone."""
+        return Part(self.layers, evolve(self.explanation, chosen=selection, verdicts=selection.verdicts))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -86,23 +91,15 @@ def answer(layers: Mapping[str, Requirements], device: Device, *, assume_install
         assume_installed: Suppose that the kernel libraries that installed plugins require are there.
         keywords: ``backend`` and ``options``, as for `select`.
     """
+    parts = _each(layers, device, assume_installed=assume_installed, **keywords)
     if ONE_LAYER in layers:
-        return Answer(device, _each(layers, device, assume_installed=assume_installed, **keywords))
+        return Answer(device, parts)
     try:
         decided = plan(layers, device, assume_installed=assume_installed, **keywords)
     except NoBackendError as failure:
-        parts = _each(layers, device, assume_installed=assume_installed, **keywords)
         return Answer(device, parts, failure=failure)
-    parts = tuple(
-        Part(
-            group.layers,
-            Explanation(
-                group.selection.requirements, device, group.selection, group.selection.verdicts, assume_installed
-            ),
-        )
-        for group in decided.groups
-    )
-    return Answer(device, parts, decided)
+    chosen = {group.selection.requirements: group.selection for group in decided.groups}
+    return Answer(device, tuple(part.decided(chosen[part.explanation.requirements]) for part in parts), decided)
 
 
 def _each(layers: Mapping[str, Requirements], device: Device, **keywords: Any) -> tuple[Part, ...]:

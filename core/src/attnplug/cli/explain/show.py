@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from attnplug.cli.explain.answer import Answer, Part
     from attnplug.negotiation.verdict import Verdict
+    from attnplug.selection.explanation import Explanation
 
 Grid = list[tuple[str, list["Verdict"]]]
 
@@ -72,13 +73,14 @@ def _show_part(part: Part) -> None:
         say(f"{part.explanation}\n")
         return
     from rich.markup import escape  # noqa: PLC0415 - only a terminal needs rich
+    from rich.table import Table  # noqa: PLC0415 - likewise
 
     explanation = part.explanation
-    asked = " ".join(f"{name}={value}" for name, value in explanation.requirements.to_dict().items())
-    console().print(f"[dim]asked[/]   {escape(asked)}", soft_wrap=False)
-    assumed = ", kernel libraries assumed installed" if explanation.assumed_installed else ""
-    console().print(f"[dim]device[/]  {escape(str(explanation.device))}{assumed}")
-    console().print(f"[dim]chosen[/]  {_chosen(part)}\n")
+    heading = Table.grid(padding=(0, 2, 0, 0))
+    for name, text in _heading(explanation):
+        heading.add_row(f"[dim]{name}[/]", escape(text))
+    heading.add_row("[dim]chosen[/]", f"{_chosen(part)}\n")
+    console().print(heading)
     installed = [verdict for verdict in explanation.verdicts if verdict.status != "absent"]
     absent = [verdict for verdict in explanation.verdicts if verdict.status == "absent"]
     console().print(table([_row(verdict) for verdict in installed], "terms, reasons, and the way out"))
@@ -89,6 +91,14 @@ def _show_part(part: Part) -> None:
     if explanation.tie:
         say("\n".join(["", *wrapped(explanation.tie)]))
     say()
+
+
+def _heading(explanation: Explanation) -> Iterator[tuple[str, str]]:
+    yield "asked", " ".join(f"{name}={value}" for name, value in explanation.requirements.to_dict().items())
+    assumed = ", kernel libraries assumed installed" if explanation.assumed_installed else ""
+    yield "device", f"{explanation.device}{assumed}"
+    if explanation.listed:
+        yield "permitted", ", ".join(explanation.listed)
 
 
 def _show_layers(part: Part) -> None:
