@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 import attnplug
 from attnplug.contract import Batch, Layer, Limits
@@ -27,7 +27,7 @@ from attnplug.request.device import Device
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract import AttentionImpl, Metadata
+    from attnplug.contract import AttentionImpl, Backend, Metadata
 
 BLOCK = 16
 
@@ -80,7 +80,7 @@ def measure(work: Work, variant: str, options: argparse.Namespace) -> Timing | s
         block_size=BLOCK, **work.asked,
     )  # fmt: skip
     try:
-        backend = attnplug.load(asked, device, backend=f"torch/{variant}")
+        backend = load(asked, device, variant)
     except attnplug.AttnplugError as error:
         return str(error).splitlines()[0]
     sinks = torch.zeros(options.heads[0], device=options.device) if asked.sinks else None
@@ -100,6 +100,25 @@ def measure(work: Work, variant: str, options: argparse.Namespace) -> Timing | s
     call(metadata)
     forward = min(timed(lambda: call(metadata), sync) for _ in range(options.runs))
     return Timing(work.name, variant, *(round(1e3 * seconds, 3) for seconds in (first, build, forward)))
+
+
+def load(asked: attnplug.Requirements, device: Device, variant: str) -> Backend:
+    """Load a variant; flex also where no selection leads to it, on the CPU, to see whether one should."""
+    if (device.type, variant) != ("cpu", "flex"):
+        return attnplug.load(asked, device, backend=f"torch/{variant}")
+    from attnplug.torch_backend import backend, flex  # noqa: PLC0415 - not every torch has it
+
+    flex._flex = without_lse  # noqa: SLF001 - on the CPU it returns none
+    selection = attnplug.select(asked, device, backend="torch/sdpa")
+    return backend.FlexBackend(evolve(selection, agreement=evolve(selection.agreement, variant="flex")))
+
+
+def without_lse(query: Any, key: Any, value: Any, bend: Any, mask: Any, scale: float) -> tuple[Any, None]:
+    """The kernel of the variant flex, as far as the CPU has it."""
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - as above
+
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    return flex_attention(query, key, value, score_mod=bend, block_mask=mask, scale=scale), None
 
 
 def make_batch(work: Work, pages: list[int], device: str) -> Batch:

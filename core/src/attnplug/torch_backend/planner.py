@@ -93,8 +93,8 @@ class _Planner:
         positions = self._positions(group, keys, [span.first_key for span in group])
         where = _together([span.request for span in group], 1)
         table = table[where] if where else table.index_select(0, self._index([span.request for span in group]))
-        blocks = table.long().gather(1, torch.div(positions, size, rounding_mode="floor"))
-        offsets, steps = positions % size, self._shape.row_steps
+        columns, offsets = _divide(positions, size)
+        blocks, steps = table.long().gather(1, columns), self._shape.row_steps
         rows = None if steps is None else self._head_rows(blocks * steps[0] + offsets * steps[1], steps[2])
         return Stored((blocks * size + offsets).view(-1), rows, steps or (0, 0, 0))
 
@@ -176,6 +176,14 @@ class _Planner:
             return index
         # From pinned memory the copy is ordered with the stream, and the host goes on.
         return index.pin_memory().to(self._device, non_blocking=True)
+
+
+def _divide(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return quotients and remainders. Integer division is most of a build, and block sizes are powers of two."""
+    shift = size.bit_length() - 1
+    if size == 1 << shift:
+        return positions >> shift, positions & (size - 1)
+    return torch.div(positions, size, rounding_mode="floor"), positions % size
 
 
 def _is_even(group: list[Span]) -> bool:
