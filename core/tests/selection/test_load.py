@@ -133,6 +133,16 @@ def test_strict_raises_where_it_happens(world, request_of, flash_manifest):
         attnplug.load(request_of())
 
 
+def test_loading_without_torch_says_so(both, request_of, monkeypatch):
+    def fails(name):
+        raise ModuleNotFoundError(name="torch")
+
+    with monkeypatch.context() as patch, pytest.raises(PluginLoadError, match=r"attnplug\[torch\]"):
+        patch.setattr("attnplug.selection.load.import_module", fails)
+        attnplug.load(request_of(), backend="flash/hopper")
+    assert attnplug.load(request_of()).id == "flash/hopper"
+
+
 def test_selecting_and_explaining_import_no_plugin(both, request_of):
     attnplug.select(request_of())
     str(attnplug.explain(request_of(sinks=True)))

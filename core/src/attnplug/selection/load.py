@@ -59,8 +59,7 @@ def load(
         PluginError: The one named backend, or any under the strict setting, failed to load.
     """
     if is_unseen():
-        import attnplug.contract.dtypes  # noqa: F401, PLC0415 - it imports torch, as loading will: now it can see the GPU
-
+        _import_contract("a backend")  # loading imports torch anyway, and now it can see the GPU
     failure: PluginError | None = None
     while True:
         try:
@@ -88,6 +87,7 @@ def load_selection(selection: Selection) -> Backend:
         PluginContractError: It does not keep the contract.
     """
     plugin = _same_plugin(selection)
+    _import_contract(repr(selection.id))
     try:
         manager = _register(_import(plugin), plugin)
         _probe(manager, selection)
@@ -98,6 +98,19 @@ def load_selection(selection: Selection) -> Backend:
             Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.allowed, error.given),
         )
         raise
+
+
+def _import_contract(what: str) -> None:
+    try:
+        import_module("attnplug.contract.backend")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise PluginLoadError(
+            f"{what} was to be loaded",
+            "the contract is written in torch, which is not installed",
+            "pip install 'attnplug[torch]'",
+        ) from error
 
 
 def _same_plugin(selection: Selection) -> Plugin:

@@ -25,16 +25,27 @@ def check_options(registry: Registry, settings: Settings) -> None:
         UnknownBackendError: A name is neither installed nor known.
     """
     for name in settings.options:
-        if "/" in name:
-            raise SettingsError(
-                f"options for {name!r} were given by {_source(settings, name)}",
-                "options belong to a backend, and hold for all of its variants",
-                f"give them to {name.partition('/')[0]!r}",
-            )
-        registry.resolve(name)
+        check_owner(registry, name)
     for plugin in registry.plugins if settings.options else ():
         if plugin.manifest is not None:
             options_of(plugin.manifest, settings)
+
+
+def check_owner(registry: Registry, name: str) -> None:
+    """
+    Check that options can belong to what a name selects.
+
+    Raises:
+        SettingsError: It is one variant.
+        UnknownBackendError: It is neither installed nor known.
+    """
+    if "/" in name:
+        raise SettingsError(
+            f"options for {name!r} were given",
+            "options belong to a backend, and hold for all of its variants",
+            f"give them to {name.partition('/')[0]!r}",
+        )
+    registry.resolve(name)
 
 
 def options_of(manifest: Manifest, settings: Settings) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attnplug.cli.doctor.problem import Problem
 from attnplug.errors import AttnplugError, SettingsError
 from attnplug.negotiation.ranking import AUTO, Policy
+from attnplug.selection.options import check_owner
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -69,19 +70,9 @@ def _wrong_options(registry: Registry, settings: Settings) -> Iterator[Problem]:
 def _unresolved_owner(registry: Registry, backend: str, source: str) -> Iterator[Problem]:
     """Options of a known backend that is not installed wait for it; nobody will ever read those of an unknown one."""
     try:
-        _refuse_variant(backend)
-        registry.resolve(backend)
+        check_owner(registry, backend)
     except AttnplugError as error:
         yield Problem.of(source, error)
-
-
-def _refuse_variant(backend: str) -> None:
-    if "/" in backend:
-        raise SettingsError(
-            f"options for {backend!r} were given",
-            "options belong to a backend, and hold for all of its variants",
-            f"give them to {backend.partition('/')[0]!r}",
-        )
 
 
 def _wrong_option(manifest: Manifest, option: str, value: object, source: str) -> Iterator[Problem]:
