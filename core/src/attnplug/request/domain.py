@@ -8,6 +8,7 @@ ordered and described.
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ _OPEN_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
 
 @frozen(kw_only=True)
-class Domain:
+class Domain(ABC):
     """
     A set of values.
 
@@ -29,6 +30,7 @@ class Domain:
 
     text: str
 
+    @abstractmethod
     def canonical(self, value: Any) -> Any:
         """
         Return the one value that `value` means.
@@ -36,7 +38,6 @@ class Domain:
         Raises:
             ValueError: `value` is not of this domain.
         """
-        raise NotImplementedError
 
     def rank(self, value: Any) -> Any:
         """Return what ranges compare, or None where values have no order."""
