@@ -42,10 +42,10 @@ class Work:
     asked: dict[str, Any]
 
 
-def works(scale: int) -> list[Work]:
-    """The steps, for prompts of `scale` tokens."""
+def works(scale: int, requests: int) -> list[Work]:
+    """The steps, for prompts of `scale` tokens and so many requests that decode."""
     prompt, nothing = (scale,), (0,)
-    decode, contexts = (1,) * 16, tuple(scale * (i + 1) // 16 - 1 for i in range(16))
+    decode, contexts = (1,) * requests, tuple(scale * (i + 1) // requests - 1 for i in range(requests))
     return [
         Work("prefill", prompt, nothing, {}),
         Work("prefill, window 256", prompt, nothing, {"sliding_window": 256}),
@@ -53,11 +53,11 @@ def works(scale: int) -> list[Work]:
         Work("prefill, sinks", prompt, nothing, {"sinks": True}),
         Work("chunk of 256", (256,), (scale - 256,), {}),
         Work("chunk of 256, soft cap", (256,), (scale - 256,), {"logits_soft_cap": 50.0}),
-        Work("decode 16, one length", decode, (scale - 1,) * 16, {}),
-        Work("decode 16, many lengths", decode, contexts, {}),
-        Work("decode 16, window 256", decode, contexts, {"sliding_window": 256}),
-        Work("decode 16, soft cap", decode, contexts, {"logits_soft_cap": 50.0}),
-        Work("decode 16 and a chunk of 256", (*decode, 256), (*contexts, 0), {}),
+        Work(f"decode {requests}, one length", decode, (scale - 1,) * requests, {}),
+        Work(f"decode {requests}, many lengths", decode, contexts, {}),
+        Work(f"decode {requests}, window 256", decode, contexts, {"sliding_window": 256}),
+        Work(f"decode {requests}, soft cap", decode, contexts, {"logits_soft_cap": 50.0}),
+        Work(f"decode {requests} and a chunk of 256", (*decode, 256), (*contexts, 0), {}),
     ]
 
 
@@ -164,6 +164,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--variants", default="sdpa,flex")
     parser.add_argument("--tokens", type=int, default=None, help="prompt length; 2048 on the CPU, 8192 on CUDA")
+    parser.add_argument("--requests", type=int, default=16, help="requests that decode")
     parser.add_argument("--heads", type=lambda text: tuple(map(int, text.split(","))), default=(32, 8))
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--runs", type=int, default=5)
@@ -185,7 +186,7 @@ def main() -> None:
         "tokens": tokens,
     }  # fmt: skip
     print(json.dumps(header), file=sys.stderr)
-    for work in works(tokens):
+    for work in works(tokens, options.requests):
         if options.only not in work.name:
             continue
         for variant in options.variants.split(","):

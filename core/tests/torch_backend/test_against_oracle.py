@@ -64,7 +64,7 @@ def test_every_kernel(case: Case, layout: str) -> None:
 @given(cases(features=FEATURES), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
 @settings(max_examples=100)
 def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, written_out: bool) -> None:
-    sizes = Sizes(keys=64, mask=10 * scores, scores=scores, rows=rows, call=scores)
+    sizes = Sizes(gathered=2**12, mask=10 * scores, scores=scores, rows=rows, call=scores)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shape, "sizes_on", lambda _: sizes)
         if written_out:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnplug.contract.backend import Backend
-from attnplug.contract.dtypes import torch_dtype
 from attnplug.torch_backend.builder import TorchBuilder
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug.torch_backend.metadata import TorchMetadata
-from attnplug.torch_backend.shape import sizes_on
+from attnplug.torch_backend.shape import bytes_per_key, keys_at_once
 from attnplug.torch_backend.warmup import run_zeros
 
 if TYPE_CHECKING:
@@ -28,13 +27,11 @@ class TorchBackend(Backend):
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the buffers that pages are gathered into: K/V of one group, shared by all layers."""
-        asked = self.agreement.requirements
-        if not asked.paged:
+        if not self.agreement.requirements.paged:
             return 0
         longest = max(2, limits.max_seq_len)  # a single key may be padded to two
-        keys = max(longest, min(sizes_on(self.device.type).keys, limits.max_num_reqs * longest))
-        width = asked.num_kv_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
-        return keys * width * torch_dtype(self.agreement.kv_cache_dtype).itemsize
+        at_once = min(keys_at_once(self.agreement, self.device.type), limits.max_num_reqs * longest)
+        return max(longest, at_once) * bytes_per_key(self.agreement)
 
 
 class FlexBackend(TorchBackend):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.torch_backend.planner import make_plan
-from attnplug.torch_backend.shape import Shape, shape_of
+from attnplug.torch_backend.shape import Shape, bytes_per_key, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -23,8 +23,9 @@ class TorchBuilder(MetadataBuilder):
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
+        keys = state.workspace.numel() // bytes_per_key(self.agreement) or None
         self._shapes: dict[Hashable, Shape] = {
-            key: shape_of(self.agreement, group[0].window, backend.device.type)
+            key: shape_of(self.agreement, group[0].window, backend.device.type, keys)
             for key, group in self.plan_groups.items()
         }
 

@@ -22,29 +22,43 @@ class Sizes:
     How large pieces become on a type of device.
 
     Attributes:
-        keys: Most keys that are gathered at once, unless one request has more.
+        gathered: Most bytes of keys and values that are gathered at once, unless one request has more.
         mask: Most elements of the mask of one group.
         scores: Most scores that the written-out kernel holds at once.
         rows: Most rows of a tile, query heads folded.
         call: What one more kernel call costs, in multiplications that would take as long.
     """
 
-    keys: int
+    gathered: int
     mask: int
     scores: int
     rows: int
     call: float
 
 
-# CPU: scores and masks that stay in its caches; a call costs about 50 us, in which one core multiplies 2e6 times.
+# CPU: what one core's part of the caches holds, so that what was gathered or scored is still there when it is read. A
+# call costs about 50 us, in which one core multiplies 2e6 times.
 # Elsewhere: large enough to fill a GPU; a call's launches cost about as long as 1e9 multiplications.
-_SIZES: Final = {"cpu": Sizes(keys=2**15, mask=2**22, scores=2**21, rows=256, call=2e6)}
-_SIZES_ELSEWHERE: Final = Sizes(keys=2**18, mask=2**26, scores=2**27, rows=2048, call=1e9)
+_SIZES: Final = {"cpu": Sizes(gathered=2**23, mask=2**22, scores=2**21, rows=256, call=2e6)}
+_SIZES_ELSEWHERE: Final = Sizes(gathered=2**30, mask=2**26, scores=2**27, rows=2048, call=1e9)
 
 
 def sizes_on(device_type: str) -> Sizes:
     """Return the sizes for a type of device."""
     return _SIZES.get(device_type, _SIZES_ELSEWHERE)
+
+
+def bytes_per_key(agreement: Agreement) -> int:
+    """Return what a key and its value take in all heads."""
+    asked = agreement.requirements
+    width = asked.num_kv_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
+    return width * torch_dtype(agreement.kv_cache_dtype).itemsize
+
+
+def keys_at_once(agreement: Agreement, device_type: str) -> int:
+    """Return how many keys are gathered at once at most, unless one request has more."""
+    shares = torch.get_num_threads() if device_type == "cpu" else 1
+    return max(1, shares * sizes_on(device_type).gathered // bytes_per_key(agreement))
 
 
 @frozen(kw_only=True)
@@ -93,8 +107,16 @@ class Shape:
         return max(1, min(self.tile_rows, self.tile_scores // (members * self.num_kv_heads * self.ratio * keys)))
 
 
-def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str) -> Shape:
-    """Return what a plan has to know of the layers of an agreement that share a window."""
+def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None = None) -> Shape:
+    """
+    Return what a plan has to know of the layers of an agreement that share a window.
+
+    Args:
+        agreement: The agreement.
+        window: Positions seen to the left and to the right, -1 for all.
+        device_type: Where it runs.
+        keys: How many keys the workspace holds; None where there is none.
+    """
     asked, sizes = agreement.requirements, sizes_on(device_type)
     kernel = choose_kernel(asked, device_type) if agreement.variant == "sdpa" else flex_kernel()
     tile_rows = max(1, sizes.rows // asked.gqa_ratio)
@@ -111,7 +133,11 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str) ->
         tile_rows=tile_rows,
         tile_scores=None if kernel.fused else sizes.scores,
         budget=Budget(
-            sizes.keys, sizes.mask // asked.gqa_ratio, int(sizes.call / per_score), tile_rows, kernel.least_keys
+            keys or keys_at_once(agreement, device_type),
+            sizes.mask // asked.gqa_ratio,
+            int(sizes.call / per_score),
+            tile_rows,
+            kernel.least_keys,
         ),
     )
 
