@@ -94,6 +94,10 @@ def test_a_variant_that_no_report_covers_is_unverified(tmp_path: Path) -> None:
     (evidence / "h200.md").write_text("| `test_values[acme/fast]` | passed | - |", encoding="utf-8")
 
     assert _rows(capabilities.page(root))["checked"] == ["[h200.md](evidence/h200.md)", "unverified"]
+    (evidence / "b200.md").write_text(
+        "| `acme_backend/test_slow_on_gpu.py::test_values` | passed | - |", encoding="utf-8"
+    )
+    assert _rows(capabilities.page(root))["checked"][1] == "[b200.md](evidence/b200.md)"
 
 
 def test_a_variant_for_the_cpu_is_checked_by_every_run(tmp_path: Path) -> None:
