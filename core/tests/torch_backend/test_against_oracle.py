@@ -170,6 +170,17 @@ def test_a_profiling_run_succeeds(case: Case, paged: bool, empty_cache: bool) ->
     assert bool((call.output[:rows] != 12288.0).any()), "it computes, so that the memory it takes is measured"
 
 
+def test_a_touched_padding_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(query_lens=(2,), context_lens=(0,), num_padding_tokens=1)
+    backend, scene = load(case), realise(case)
+    ran = run(backend, scene)
+    ran.call.output[-1, -1] = 0
+
+    monkeypatch.setattr("attnplug.testing.running.run", lambda *_, **__: ran)
+    with pytest.raises(AssertionError, match="output: rows beyond the batch's 2 tokens were written"):
+        check(backend, scene)
+
+
 def test_requests_that_are_padding_compute_nothing() -> None:
     case = Case(query_lens=(1, 4, 0, 0), context_lens=(5, 3, 0, 0))
 
