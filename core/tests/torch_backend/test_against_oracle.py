@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.testing import Case, assert_close, check, realise, run
+from attnplug.testing import Case, assert_close, check, limits_of, realise, run
 from attnplug.testing.scene import key_and_value_pages
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
@@ -155,6 +155,28 @@ def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str) -> 
 
     for got, wanted in zip(key_and_value_pages(cache), key_and_value_pages(expected), strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@given(cases(features=("sliding_window", "logits_soft_cap", "sinks")), layouts, st.integers(0, 2))
+@settings(max_examples=40)
+def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, layer: int) -> None:
+    scene, backend = realise(case), load(case, layout)
+    # The layers lie inside each block: no page follows the one before it.
+    heads, size = case.num_kv_heads, case.head_size
+    page = (case.block_size, heads) if layout == "NHD" else (heads, case.block_size)
+    layers = torch.zeros(2, scene.num_blocks, 3, *page, size, dtype=scene.keys[0].dtype)
+    layers = layers.movedim(2, 0) if layout == "NHD" else layers.movedim(2, 0).transpose(3, 4)
+    call = scene.paged(backend)
+    scene.fill(layers[layer])
+    impl = backend.make_impl(scene.layer())
+    metadata = backend.make_builder([impl], backend.make_state(limits_of(scene))).build(call.batch)
+
+    impl.forward(call.query, call.key, call.value, layers[layer], metadata, call.output)
+
+    got = call.output[: case.num_tokens].view(case.num_tokens, case.num_q_heads, -1)
+    assert_close(got, scene.expected().output, dtype=got.dtype, scale=scene.largest_value)
+    others = [other for other in range(3) if other != layer]
+    assert not layers[others].any(), "the other layers' caches are not touched"
 
 
 @given(cases(features=FEATURES), st.booleans(), st.booleans())
