@@ -115,6 +115,7 @@ def serves(raw, requirements, device):
         "device_type": device.type,
         "compute_capability": str(device.compute_capability) if device.compute_capability else None,
     }
+    supports = {"phases": ["prefill", "decode"], **supports}  # undeclared is both, and each of them
     for field, value in facts.items():
         if field in ("block_size", "kv_layout") or (
             field not in ("head_size", "dtype", "device_type") and not is_asked(field, value, facts)

@@ -10,7 +10,7 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import GraphKey, Limits
 from attnplug.request.device import Device
-from attnplug.testing import Case
+from attnplug.testing import Case, check, realise
 from attnplug.torch_backend import flex, plugin
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
 
@@ -122,3 +122,18 @@ def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason is not None
     assert "sees no cuda device" in str(reason)
     assert plugin.attnplug_probe("sdpa", agreement, Device.cpu()) is None
+
+
+@pytest.mark.parametrize("phases", [("decode",), ("prefill",)])
+def test_a_host_may_ask_for_one_phase(phases: tuple[str, ...]) -> None:
+    assert attnplug.load(requirements(phases=phases), Device.cpu()).id == "torch/sdpa"
+
+
+@pytest.mark.parametrize(
+    ("phase", "lengths"), [("decode", {"query_lens": (1, 1, 1)}), ("prefill", {"query_lens": (5, 9, 1)})]
+)
+def test_one_phase_alone_gives_what_both_give(phase: str, lengths: dict[str, tuple[int, ...]]) -> None:
+    case = Case(**lengths, context_lens=(20, 3, 40))
+    asked = case.requirements(block_size=case.block_size, phases=(phase,))
+
+    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))

@@ -9,6 +9,7 @@ from attrs import field, frozen
 from attnplug.manifest.installed import VersionOf, find
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
+from attnplug.request.domain import Names
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 
 if TYPE_CHECKING:
@@ -143,6 +144,8 @@ class Candidate:
         if constraint is None:
             if item.open or (name == "vendor" and self._admits_vendor(value)):
                 return None
+            if isinstance(item.domain, Names) and set(value) <= set(item.neutral):
+                return None  # a part of what everyone serves: one phase of the two
             return Reason("undeclared", name, item.domain.dump(value), f"only {_neutral_text(name)}")
         return (
             None if constraint.allows(value) else Reason("unsupported", name, item.domain.dump(value), str(constraint))

@@ -157,6 +157,8 @@ def _changes(candidate: Candidate, question: Question) -> Iterator[dict[str, Any
     mentioned = {condition.field for rule in rules for condition in (*rule.when, *rule.need)}
     if mentioned & {"block_size", "kv_layout"}:
         mentioned.add("paged")  # without a paged cache there is no block size for a rule to refuse
+    if "decode_query_len" in mentioned:
+        mentioned.add("phases")  # only a request that decodes has a decode query length
     ruled = tuple(name for name in _ENGINE if name in mentioned and name not in objected)
     options = {name: _options(candidate, question, name) for name in (*objected, *ruled)}
     for size in range(len(ruled) + 1):

@@ -51,6 +51,7 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
 
     Raises:
         UnknownBackendError: A listed backend is neither installed nor known.
+        SettingsError: An option of an installed backend is unknown or not allowed.
     """
     for name in settings.backend:
         registry.resolve(name)
@@ -85,7 +86,7 @@ def decide(
 
     Raises:
         UnknownBackendError: A listed backend is neither installed nor known.
-        SettingsError: An option of a backend that can serve is unknown or not allowed.
+        SettingsError: An option of an installed backend is unknown or not allowed.
     """
     answers = ask(registry, Question(requirements, device), settings, assume_installed=assume_installed)
     return conclude(answers, settings, assume_installed=assume_installed)
