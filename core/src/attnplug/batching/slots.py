@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attnplug.batching.positions import padded_rows, requests_and_positions
 from attnplug.contract.batch import PAD_SLOT_ID
 from attnplug.errors import BatchError
 
@@ -42,20 +43,11 @@ def slots_of_new_tokens(
         BatchError: A request on the CPU has more tokens than its row of the block table has slots, or there are fewer
             padded tokens than tokens.
     """
-    total = num_tokens if num_padded_tokens is None else num_padded_tokens
-    if total < num_tokens:
-        raise BatchError(
-            f"num_padded_tokens={total} was given for {num_tokens} tokens",
-            "padding adds rows",
-            "pass at least num_tokens, or leave num_padded_tokens out",
-        )
+    total = padded_rows(num_tokens, num_padded_tokens)
     slots = torch.full((total,), PAD_SLOT_ID, dtype=torch.int64, device=block_table.device)
     if not num_tokens:
         return slots
-    rows = torch.arange(num_tokens, device=block_table.device)
-    starts = query_start_loc.long()
-    requests = torch.searchsorted(starts[1:], rows, right=True)
-    positions = num_computed_tokens.long()[requests] + rows - starts[requests]
+    requests, positions = requests_and_positions(query_start_loc, num_computed_tokens, num_tokens)
     columns = positions // block_size
     _check_columns(block_table, columns, block_size)
     slots[:num_tokens] = block_table[requests, columns].long() * block_size + positions % block_size

@@ -1,0 +1,139 @@
+"""A block table that is written row by row, and keeps its rows from step to step."""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from attnplug.errors import BatchError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+_FIRST_ROWS, _FIRST_COLUMNS = 16, 16
+
+
+class BlockRows:
+    """
+    Rows of physical blocks in one growing buffer.
+
+    Most requests have in a step the blocks that they had in the step before, so that a row is compared, which takes
+    a fraction of a microsecond, and written only where it differs. An array of the standard library is filled faster
+    than a tensor; `table` hands out copies, which later steps do not change.
+    """
+
+    def __init__(self) -> None:
+        self._given: list[list[int | None]] = []
+        self._counts: list[int] = []
+        self._holes: list[int] = []
+        self._cells = array("i", bytes(4 * _FIRST_ROWS * _FIRST_COLUMNS))
+        self._tensor = _view(self._cells, _FIRST_COLUMNS)
+
+    def put(self, row: int, blocks: Sequence[int | None]) -> tuple[int, int]:
+        """
+        Write the blocks of one request into a row, at most one behind the last one written.
+
+        Args:
+            row: The row.
+            blocks: Physical blocks, None or 0 for one that is freed.
+
+        Returns:
+            The blocks without freed ones at the end, and the number of leading blocks that end with the last freed one.
+
+        Raises:
+            BatchError: A block is negative, or no whole number. The row is not changed.
+        """
+        if row < len(self._given) and self._given[row] == blocks:
+            return self._counts[row], self._holes[row]
+        values, holes = _values(row, blocks)
+        count = len(values)
+        if row == len(self._given):
+            self._given.append([])
+            self._counts.append(0)
+            self._holes.append(0)
+        self._reserve(row + 1, count)
+        self._write(row, values, self._counts[row])
+        self._given[row], self._counts[row], self._holes[row] = list(blocks), count, holes
+        return count, holes
+
+    def is_freed(self, row: int, start: int, end: int) -> bool:
+        """Whether a column of a row, in ``[start, end)``, holds no block."""
+        first = row * self._tensor.shape[1]
+        return 0 in self._cells[first + start : first + end]
+
+    def table(self, rows: int, columns: int | None = None, padded_rows: int | None = None) -> Tensor:
+        """
+        Return a copy of the first rows as an int32 tensor; unused entries and padded rows hold the null block.
+
+        Args:
+            rows: Rows in use.
+            columns: Columns of the result; None is what the longest row needs.
+            padded_rows: Rows of the result; None is `rows`.
+
+        Raises:
+            BatchError: A row is longer than `columns`.
+        """
+        longest = max(self._counts[:rows], default=0)
+        columns = longest if columns is None else columns
+        if columns < longest:
+            raise BatchError(
+                f"a block table of {columns} columns was asked for",
+                f"a request of this step has {longest} blocks",
+                f"ask for {longest} columns or more",
+            )
+        found = torch.zeros(rows if padded_rows is None else padded_rows, columns, dtype=torch.int32)
+        found[:rows, :longest] = self._tensor[:rows, :longest]
+        return found
+
+    def _write(self, row: int, values: array[int], old_count: int) -> None:
+        start, count = row * self._tensor.shape[1], len(values)
+        self._cells[start : start + count] = values
+        if old_count > count:
+            self._cells[start + count : start + old_count] = array("i", bytes(4 * (old_count - count)))
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        """Make room; what grows doubles."""
+        had_rows, had_columns = self._tensor.shape
+        if rows <= had_rows and columns <= had_columns:
+            return
+        rows = had_rows if rows <= had_rows else max(rows, 2 * had_rows)
+        columns = had_columns if columns <= had_columns else max(columns, 2 * had_columns)
+        old, self._cells = self._tensor, array("i", bytes(4 * rows * columns))
+        self._tensor = _view(self._cells, columns)
+        self._tensor[:had_rows, :had_columns] = old
+
+
+def _view(cells: array[int], columns: int) -> Tensor:
+    return torch.frombuffer(cells, dtype=torch.int32).view(-1, columns)
+
+
+def _values(row: int, blocks: Sequence[int | None]) -> tuple[array[int], int]:
+    """Return the blocks as numbers, freed ones as 0 and none of these at the end, and where the last one ends."""
+    numbers = [block or 0 for block in blocks] if None in blocks else cast("Sequence[int]", blocks)
+    try:
+        values, least = array("i", numbers), min(numbers, default=1)
+    except (TypeError, OverflowError):
+        raise _no_blocks(row, blocks) from None
+    if least < 0:
+        raise _no_blocks(row, blocks)
+    if least > 0:
+        return values, 0
+    while values and not values[-1]:
+        values.pop()
+    return values, max((column + 1 for column, block in enumerate(values) if not block), default=0)
+
+
+def _no_blocks(row: int, blocks: Sequence[int | None]) -> BatchError:
+    wrong = next(
+        (block for block in blocks if block is not None and not (isinstance(block, int) and 0 <= block < 2**31)),
+        blocks,
+    )
+    return BatchError(
+        f"request {row} was given with the block {wrong!r}",
+        "a block is a whole number from 0 on that fits int32; None and 0 stand for freed ones",
+        "pass the block numbers that the cache was allocated with",
+    )

@@ -1,0 +1,37 @@
+"""How far back a step's queries attend: what lies before it may be freed."""
+
+from __future__ import annotations
+
+
+def first_attended_key(
+    num_computed_tokens: int, *, sliding_window: int | None = None, attention_chunk: int | None = None
+) -> int:
+    """
+    Return the first key that any query of a request's next step attends: the start index of its sliding window.
+
+    Args:
+        num_computed_tokens: Tokens of the request that are cached already; its first query stands there.
+        sliding_window: Tokens that a token attends, itself included; None for all.
+        attention_chunk: Tokens per chunk of chunked-local attention; None for none.
+    """
+    first = 0 if sliding_window is None else max(0, num_computed_tokens - sliding_window + 1)
+    if attention_chunk is None:
+        return first
+    return max(first, num_computed_tokens - num_computed_tokens % attention_chunk)
+
+
+def num_freeable_blocks(
+    num_computed_tokens: int,
+    block_size: int,
+    *,
+    sliding_window: int | None = None,
+    attention_chunk: int | None = None,
+) -> int:
+    """
+    Return how many blocks at a request's start no later query attends, so that a host may free them.
+
+    They keep their columns in the block table, and may hold the null block there. Arguments as for
+    `first_attended_key`; `block_size` is the slots per block.
+    """
+    first = first_attended_key(num_computed_tokens, sliding_window=sliding_window, attention_chunk=attention_chunk)
+    return first // block_size
