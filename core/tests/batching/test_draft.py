@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching import BatchDraft, positions_of
-from attnplug.contract import PAD_SLOT_ID
+import attnplug
+from attnplug.batching import BatchDraft, first_attended_key, num_freeable_blocks, positions_of
+from attnplug.contract import PAD_SLOT_ID, Limits
+from attnplug.contract.guards.batch import BatchGuard
 from attnplug.errors import BatchError
 
 requests = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 40), st.integers(0, 2)), min_size=1, max_size=6)
@@ -58,3 +61,196 @@ def test_agrees_with_a_loop_over_tokens_step_after_step(steps, block_size, more_
         assert (batch.num_reqs, batch.num_actual_tokens) == (len(lens) + more_reqs, starts[-1])
         assert (batch.max_query_len, batch.max_seq_len) == (max(q for q, *_ in lens), max(q + c for q, c, _ in lens))
         assert {t.dtype for t in (batch.query_start_loc, batch.seq_lens, batch.block_table)} == {torch.int32}
+
+
+def agreement(**asked):
+    fields = {"head_size": 16, "num_q_heads": 2, "num_kv_heads": 2, "dtype": "float32", **asked}
+    return attnplug.select(attnplug.Requirements(**fields), "cpu", backend="torch/sdpa").agreement
+
+
+@given(requests, st.sampled_from([1, 8]), st.integers(1, 20) | st.none(), st.booleans())
+def test_the_guards_of_a_builder_take_what_it_makes(lens, block_size, window, frees):
+    lens = ordered(lens)
+    tables = allocate(lens, block_size)
+    agreed = agreement(block_size=block_size, sliding_window=window)
+    draft = BatchDraft.of(agreed)
+    for (query_len, computed, _), blocks in zip(lens, tables, strict=True):
+        freed = num_freeable_blocks(computed, block_size, sliding_window=window) if frees else 0
+        draft.add(query_len, computed, [None] * freed + blocks[freed:])
+
+    facts = BatchGuard(
+        agreed, Limits(max_num_reqs=9, max_num_tokens=99, max_seq_len=99, num_blocks=10_000), torch.device("cpu")
+    ).check(draft.finish())
+
+    assert facts.num_decodes == sum(query_len == 1 for query_len, *_ in lens)
+
+
+@given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 1), st.sampled_from([1, 4, 16]))
+def test_a_block_that_is_attended_may_not_be_freed(computed, reach, chunked, block_size):
+    """Free one block more than `num_freeable_blocks` allows: the builder's guard and the draft both refuse it."""
+    kind = ("sliding_window", "attention_chunk")[chunked]
+    first = computed // reach * reach if chunked else max(0, computed - (reach - 1))
+    assert first_attended_key(computed, **{kind: reach}) == first
+    freeable = num_freeable_blocks(computed, block_size, **{kind: reach})
+    assert freeable * block_size <= first < (freeable + 1) * block_size
+    blocks = list(range(1, computed // block_size + 2))
+    draft = BatchDraft(block_size, **{kind: reach})
+
+    draft.add(1, computed, [0] * freeable + blocks[freeable:])
+    with pytest.raises(BatchError, match=f"its first {freeable} blocks may be freed"):
+        draft.add(1, computed, [0] * (freeable + 1) + [*blocks, 1][freeable + 1 :])
+
+    assert draft.num_reqs == 1
+
+
+def test_without_a_window_no_block_may_be_freed():
+    draft = BatchDraft(4)
+
+    with pytest.raises(BatchError, match="without a block that its step attends"):
+        draft.add(1, 7, [None, 3])
+
+
+def test_freed_blocks_behind_the_length_are_nothing():
+    draft = BatchDraft(4)
+
+    draft.add(1, 2, [5, None, 6, 0, 0])
+
+    assert draft.finish().block_table.tolist() == [[5, 0, 6]]
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ((0, 3, [1]), "query_len=0"),
+        ((1, -1, [1]), "num_computed_tokens=-1"),
+        ((1, 4, [1]), "1 blocks for 5 tokens"),
+        ((1, 4, [1, None]), "1 blocks for 5 tokens"),
+        ((1, 0, [-3]), "the block -3"),
+        ((1, 0, [2**31]), "the block 2147483648"),
+        ((1, 0, [1.5]), "the block 1.5"),
+        ((1, 0, [None, "a"]), "the block 'a'"),
+    ],
+)
+def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
+    draft = BatchDraft(4)
+    draft.add(1, 5, [1, 2])
+
+    with pytest.raises(BatchError, match=said):
+        draft.add(*given_)
+
+    assert (draft.num_reqs, draft.num_tokens) == (1, 1)
+    draft.add(2, 0, [7])
+    batch = draft.finish()
+    assert batch.block_table.tolist() == [[1, 2], [7, 0]]
+    assert batch.slot_mapping.tolist() == [9, 28, 29]
+
+
+def test_a_negative_write_from_is_refused():
+    with pytest.raises(BatchError, match="write_from=-1"):
+        BatchDraft(4).add(1, 0, [1], write_from=-1)
+
+
+@pytest.mark.parametrize("name", ["block_size", "sliding_window", "attention_chunk"])
+def test_numbers_of_the_draft_are_positive(name):
+    with pytest.raises(BatchError, match=f"{name}=0"):
+        BatchDraft(**{"block_size": 4, name: 0})
+
+
+@pytest.mark.parametrize(("threshold", "length"), [(1, 1), (4, 3)])
+def test_a_decode_behind_a_prefill_is_refused(threshold, length):
+    draft = BatchDraft(4, decode_query_len=threshold)
+    draft.add(threshold, 0, [1])
+    draft.add(threshold + 1, 0, [2, 3])
+
+    with pytest.raises(BatchError, match=f"request 2 has {length} query tokens and was added behind request 1"):
+        draft.add(length, 0, [4])
+
+    draft.clear()
+    assert draft.add(length, 0, [4]) == 0
+
+
+def test_a_backend_for_prefills_alone_has_no_decodes():
+    draft = BatchDraft.of(agreement(phases=("prefill",), block_size=4))
+    draft.add(3, 0, [1])
+
+    assert draft.add(1, 0, [2]) == 1
+
+
+def test_only_a_paged_cache_has_slots():
+    with pytest.raises(BatchError, match="paged=False"):
+        BatchDraft.of(agreement(paged=False))
+
+
+def test_a_cache_that_is_spread_over_ranks_is_refused():
+    agreed = agreement(block_size=4)
+    spread = evolve(agreed, requirements=agreed.requirements.evolve(dcp_size=2))
+
+    with pytest.raises(BatchError, match="dcp_size=2"):
+        BatchDraft.of(spread)
+
+
+@given(st.integers(1, 6), st.integers(0, 9), st.integers(0, 20))
+def test_tokens_before_write_from_have_no_slot(query_len, computed, write_from):
+    draft = BatchDraft(4)
+    draft.add(1, 2, [9])
+    draft.add(query_len, computed, [1, 2, 3, 4], write_from=write_from)
+
+    batch = draft.finish(num_tokens=8)
+
+    slots = [p + 4 if p >= write_from else PAD_SLOT_ID for p in range(computed, computed + query_len)]
+    assert batch.slot_mapping.tolist() == [38, *slots, *[PAD_SLOT_ID] * (7 - query_len)]
+
+
+def test_sizes_that_do_not_hold_the_step_are_refused_and_the_draft_is_kept():
+    draft = BatchDraft(4)
+    draft.add(1, 5, [1, 2])
+    draft.add(3, 0, [3])
+
+    for sizes, said in (
+        ({"num_reqs": 1}, "2 requests are to be padded to 1"),
+        ({"num_tokens": 3}, "4 tokens are to be padded to 3"),
+        ({"num_blocks": 1}, "a block table of 1 columns"),
+    ):
+        with pytest.raises(BatchError, match=said):
+            draft.finish(**sizes)
+
+    assert draft.finish(num_blocks=5).block_table.tolist() == [[1, 2, 0, 0, 0], [3, 0, 0, 0, 0]]
+    with pytest.raises(BatchError, match="no requests"):
+        draft.finish()
+
+
+def test_a_host_uploads_by_itself_and_keeps_host_copies():
+    uploaded = {}
+
+    def upload(name, host):
+        uploaded[name] = host
+        return host.clone()
+
+    draft = BatchDraft(4, upload=upload)
+    draft.add(2, 3, [5, 6])
+    batch = draft.finish(causal=False)
+
+    assert set(uploaded) == {"query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions"}
+    for name in set(uploaded) - {"positions"}:
+        assert getattr(batch, f"{name}_cpu") is uploaded[name]
+        assert getattr(batch, name) is not uploaded[name]
+    assert positions_of(batch).tolist() == [3, 4]
+    assert not batch.causal
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_many_steps_in_flight_keep_their_values():
+    draft = BatchDraft(16, device="cuda")
+    batches = []
+    for step in range(50):
+        for row in range(64):
+            draft.add(1, 100 + step, [row * 10 + column + 1 for column in range(10)])
+        batches.append(draft.finish(num_reqs=80, num_tokens=80))
+    for batch in batches:
+        for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
+            assert getattr(batch, name).is_cuda
+            assert torch.equal(getattr(batch, name).cpu(), getattr(batch, f"{name}_cpu"))
+        assert positions_of(batch).cpu().tolist() == [
+            *batch.num_computed_tokens_cpu[:64].tolist(),
+            *[0] * 16,
+        ]

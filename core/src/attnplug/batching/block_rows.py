@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -113,10 +113,13 @@ def _view(cells: array[int], columns: int) -> Tensor:
 
 def _values(row: int, blocks: Sequence[int | None]) -> tuple[array[int], int]:
     """Return the blocks as numbers, freed ones as 0 and none of these at the end, and where the last one ends."""
-    numbers = [block or 0 for block in blocks] if None in blocks else cast("Sequence[int]", blocks)
     try:
-        values, least = array("i", numbers), min(numbers, default=1)
-    except (TypeError, OverflowError):
+        values, least = _converted(blocks)
+    except TypeError:
+        if None not in blocks:
+            raise _no_blocks(row, blocks) from None
+        return _values(row, [block or 0 for block in blocks])
+    except OverflowError:
         raise _no_blocks(row, blocks) from None
     if least < 0:
         raise _no_blocks(row, blocks)
@@ -125,6 +128,10 @@ def _values(row: int, blocks: Sequence[int | None]) -> tuple[array[int], int]:
     while values and not values[-1]:
         values.pop()
     return values, max((column + 1 for column, block in enumerate(values) if not block), default=0)
+
+
+def _converted(blocks: Sequence[Any]) -> tuple[array[int], int]:
+    return array("i", blocks), min(blocks, default=1)
 
 
 def _no_blocks(row: int, blocks: Sequence[int | None]) -> BatchError:
