@@ -1,0 +1,160 @@
+"""How the next token is chosen from the logits."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import torch
+from attrs import frozen
+
+from attnplug.errors import LimitsError, TensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from torch import Tensor
+
+    from attnplug.hosts.transformers.engine.request import Request
+
+
+def _refuse(name: str, value: object, allowed: str, remedy: str) -> None:
+    raise LimitsError(f"{name}={value!r} was given", f"{name} is {allowed}", remedy)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+@frozen(kw_only=True)
+class Sampling:
+    """
+    How one request's tokens are chosen. The filters apply in this order, each to what the one before left over.
+
+    Raises:
+        LimitsError: A value is out of its range.
+
+    Attributes:
+        temperature: Logits are divided by it; 0 takes the likeliest token, and of equal ones the lowest.
+        top_k: Only the k likeliest tokens, of equal ones the lowest; None keeps all.
+        top_p: Only the fewest likeliest tokens whose probabilities sum up to at least this much; None keeps all.
+        seed: Equal seeds draw equal tokens from equal logits, whatever else is in the batch; None draws anew each time.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        if not _is_number(self.temperature) or not 0 <= self.temperature < float("inf"):
+            _refuse("temperature", self.temperature, "a finite number from 0 on", "pass 0 for greedy decoding, or 1.0")
+        if self.top_k is not None and (type(self.top_k) is not int or self.top_k < 1):
+            _refuse("top_k", self.top_k, "a whole number from 1 on, or None", "leave top_k out to keep all tokens")
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
+            _refuse("top_p", self.top_p, "above 0 and at most 1, or None", "leave top_p out to keep all tokens")
+        if self.seed is not None and type(self.seed) is not int:
+            _refuse("seed", self.seed, "a whole number, or None", "pass an int")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether nothing is drawn."""
+        return self.temperature == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether some tokens are never drawn."""
+        return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
+
+
+class Sampler:
+    """
+    Chooses one token for each request of a batch.
+
+    A request draws one number per token from a generator of its own, and its row is computed by itself: what it gets
+    depends neither on its neighbors nor on how often it was preempted.
+    """
+
+    def __init__(self) -> None:
+        self._generators: WeakKeyDictionary[Request, Random] = WeakKeyDictionary()
+
+    def sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
+        """
+        Choose the next token of each request.
+
+        Args:
+            logits: ``(len(requests), vocabulary)`` floats; minus infinity rules a token out.
+            requests: The requests, in the order of the rows.
+
+        Returns:
+            ``(len(requests),)`` int64, on the device of the logits.
+
+        Raises:
+            TensorError: There is not one row for each request.
+        """
+        if logits.dim() != 2 or logits.shape[0] != len(requests):
+            raise TensorError(
+                f"logits of shape {tuple(logits.shape)} came for {len(requests)} requests",
+                f"logits are ({len(requests)}, vocabulary): one row for each request that samples",
+                "select the last row of each request that samples",
+            )
+        tokens = logits.argmax(dim=-1)
+        rows = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
+        if rows:
+            drawing = [requests[row] for row in rows]
+            index = torch.tensor(rows, device=logits.device)
+            probabilities = filtered_probabilities(logits[index], [request.sampling for request in drawing])
+            tokens[index] = _pick(probabilities, [self._draw(request) for request in drawing])
+        return tokens
+
+    def _draw(self, request: Request) -> float:
+        if request not in self._generators:
+            self._generators[request] = Random(request.sampling.seed)
+        return self._generators[request].random()
+
+
+def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """
+    Return the probability of each token after temperature, top-k and top-p.
+
+    Args:
+        logits: ``(rows, vocabulary)`` floats.
+        samplings: One for each row, none of them greedy.
+
+    Returns:
+        ``(rows, vocabulary)`` float64. A filtered row need not sum up to 1.
+    """
+    temperatures = _column([sampling.temperature for sampling in samplings], logits)
+    scores = logits.double()
+    # The highest score becomes 0 before the division, so that no temperature is too low.
+    probabilities = ((scores - scores.amax(-1, keepdim=True)) / temperatures).softmax(-1)
+    rows = [row for row, sampling in enumerate(samplings) if sampling.filters]
+    if rows:
+        index = torch.tensor(rows, device=logits.device)
+        probabilities[index] = _filter(probabilities[index], [samplings[row] for row in rows])
+    return probabilities
+
+
+def _filter(probabilities: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """Set to zero what top-k and top-p rule out, in ``(rows, vocabulary)`` probabilities."""
+    size = probabilities.shape[-1]
+    # Stable: of equal tokens the lowest comes first, on every device and in every batch.
+    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
+    top_k = _column([sampling.top_k or size for sampling in samplings], probabilities)
+    ranked = ranked.where(torch.arange(size, device=ranked.device) < top_k, 0.0)
+    mass = ranked.cumsum(-1)
+    top_p = _column([sampling.top_p or 1.0 for sampling in samplings], probabilities)
+    # A token stays while those before it have not reached the mass; without top-p that is all that top-k left.
+    ranked = ranked.where((mass - ranked < top_p * mass[:, -1:]) | (top_p == 1.0), 0.0)
+    return torch.zeros_like(probabilities).scatter_(-1, order, ranked)
+
+
+def _pick(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
+    """Return for each row the token at which the summed probabilities pass its draw's share: (rows,) int64."""
+    mass = probabilities.cumsum(-1)
+    targets = _column(draws, probabilities) * mass[:, -1:]
+    return torch.searchsorted(mass, targets, right=True).squeeze(-1)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
