@@ -13,12 +13,13 @@ if TYPE_CHECKING:
 @frozen
 class Span:
     """
-    What one request computes: its last rows over its last keys. Rows and keys that nothing needs are cut off.
+    What one request, or one chunk of it, computes: its last rows over its last keys. Rows and keys that nothing needs
+    are cut off.
 
     Attributes:
         request: Its index in the batch.
         rows: Query rows that attend something.
-        keys: Keys that some row attends, up to the last one.
+        keys: Keys that some row attends, up to the last one; the last row stands there.
         first_row: The first of the rows, counted in the batch's query rows.
         first_key: The first of the keys, counted in the request.
         fresh: Whether all keys come with this step's call, so that they need not be fetched from the cache.
@@ -43,6 +44,7 @@ class Budget:
         slack: Padded scores that cost as much as one more kernel call.
         ragged_rows: Most rows of a request that shares a group with requests of other lengths.
         least_keys: Keys that every group is padded to.
+        even: Whether requests of one size share a group whatever its mask takes: it needs none of its own then.
     """
 
     keys: int
@@ -50,25 +52,33 @@ class Budget:
     slack: int
     ragged_rows: int
     least_keys: int = 1
+    even: bool = True
 
 
 def spans_of(
-    query_lens: Sequence[int], seq_lens: Sequence[int], window: tuple[int, int], *, causal: bool
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    window: tuple[int, int],
+    *,
+    causal: bool,
+    chunk: int | None = None,
 ) -> tuple[list[Span], list[tuple[int, int]]]:
     """
     Return the spans of a batch, and the row ranges ``(start, end)`` that attend nothing.
 
     Rows stand at the end of their sequence. A row attends nothing where its request has no keys, or where there are
-    more queries than keys and its position lies before all of them.
+    more queries than keys and its position lies before all of them. With chunks a request has a span per chunk that its
+    rows touch: each is a sequence of its own, whose last row stands at its last key like any other's.
 
     Args:
         query_lens: Query rows per request.
         seq_lens: Keys per request.
         window: Positions seen to the left and to the right, -1 for all.
         causal: Whether no later position is seen.
+        chunk: Positions per chunk, beyond which nothing is seen; None for no chunks.
     """
     left, right = window
-    reach = 0 if causal else right
+    reach = 0 if causal or chunk else right
     spans, empty = [], []
     start = 0
     for request, (rows, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
@@ -80,13 +90,29 @@ def spans_of(
         if blind:
             empty.append((start, start + blind))
         if rows > blind:
-            first_position = keys - rows + blind
-            first_key = max(0, first_position - left) if left >= 0 else 0
-            spans.append(
-                Span(request, rows - blind, keys - first_key, start + blind, first_key, fresh=1 < rows == keys)
-            )
+            position = keys - rows + blind
+            first_key = max(0, position - left) if left >= 0 else 0
+            if chunk is None:
+                fresh = 1 < rows == keys
+                spans.append(Span(request, rows - blind, keys - first_key, start + blind, first_key, fresh))
+            else:
+                spans += _chunk_spans(request, (position, keys), start + blind - position, left, chunk)
         start += rows
     return spans, empty
+
+
+def _chunk_spans(request: int, positions: tuple[int, int], shift: int, left: int, chunk: int) -> list[Span]:
+    """Return a span per chunk that rows at these positions touch; row and position differ by `shift`."""
+    spans = []
+    position, end = positions
+    while position < end:
+        begin = position - position % chunk
+        last = min(end, begin + chunk)
+        first_key = max(begin, position - left) if left >= 0 else begin
+        rows, keys = last - position, last - first_key
+        spans.append(Span(request, rows, keys, shift + position, first_key, fresh=1 < rows == keys))
+        position = last
+    return spans
 
 
 def group_spans(spans: Sequence[Span], budget: Budget) -> list[list[Span]]:
@@ -107,7 +133,7 @@ def group_spans(spans: Sequence[Span], budget: Budget) -> list[list[Span]]:
             rows, keys, used = span.rows, span.keys, 0
         used += span.rows * span.keys
         most_rows, most_keys = rows, keys
-    return [sorted(group, key=lambda s: s.request) for group in groups]
+    return [sorted(group, key=lambda s: s.first_row) for group in groups]
 
 
 def _fits(group: list[Span], span: Span, rows: int, keys: int, used: int, budget: Budget) -> bool:
@@ -116,7 +142,7 @@ def _fits(group: list[Span], span: Span, rows: int, keys: int, used: int, budget
     if last.fresh != span.fresh or size * max(keys, budget.least_keys) > budget.keys:
         return False
     if (last.rows, last.keys) == (span.rows, span.keys) and used == len(group) * span.rows * span.keys:
-        return True
+        return budget.even or size * rows * keys <= budget.scores
     padded = size * rows * keys
     wasted = padded - used - span.rows * span.keys
     return rows <= budget.ragged_rows and padded <= budget.scores and wasted <= budget.slack

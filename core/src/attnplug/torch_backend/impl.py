@@ -41,13 +41,14 @@ class TorchImpl(AttentionImpl):
 
     def __init__(self, layer: Layer, agreement: Agreement) -> None:
         super().__init__(layer, agreement)
-        self._call = Call(self.scale, self.logits_soft_cap)
         self._heads = (self.num_kv_heads, self.num_queries_per_kv)
+        slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.view(self._heads)
+        self._call = Call(self.scale, self.logits_soft_cap, agreement.requirements.alibi, slopes)
         self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
 
     @property
     def plan_key(self) -> Hashable:
-        """Scale and cap enter at the kernel call: layers that see the same keys share a plan."""
+        """Scale, cap and slopes enter at the kernel call: layers that see the same keys share a plan."""
         return self.window
 
     def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
@@ -64,11 +65,11 @@ class TorchImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        key, value = cast("Tensor", key), cast("Tensor", value)  # no shared caches here: K/V always come
         slots = metadata.batch.slot_mapping
-        if self.forward_writes and kv_cache is not None and slots is not None:
+        if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
             self._write_kv(key, value, kv_cache, slots)
-        source = Source(key, value, kv_cache, metadata.workspace)
+        # Without K/V everything is cached, and the plan reads nothing else.
+        source = Source(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.workspace)
         self._run(self.plan(metadata), query, source, self._results(output, lse))
 
     def _profile(
@@ -109,6 +110,8 @@ class TorchImpl(AttentionImpl):
         )
         out = self._unfold(out, last - first, folded=not tile.causal)
         lse = None if lse is None else self._unfold(lse.unsqueeze(-1), last - first, folded=not tile.causal).squeeze(-1)
+        if tile.blind is not None:
+            out, lse = _without(tile.blind[:, :, None, None], out, lse)
         if self._sinks is not None and lse is not None:
             out = out * torch.sigmoid(lse - self._sinks).unsqueeze(-1)
             lse = torch.logaddexp(lse, self._sinks)
@@ -125,6 +128,12 @@ class TorchImpl(AttentionImpl):
         if folded:
             return out.view(*out.shape[:2], rows, -1, out.shape[-1]).transpose(1, 2)
         return out.view(-1, *self._heads, rows, out.shape[-1]).permute(0, 3, 1, 2, 4)
+
+
+def _without(blind: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Return what rows that attend nothing have: output 0 and LSE -inf. Which these are only the device knows."""
+    lse = None if lse is None else lse.masked_fill(blind, -torch.inf)
+    return out.masked_fill(blind.unsqueeze(-1), 0), lse
 
 
 def _as_float32(rows: Tensor) -> Tensor:

@@ -7,22 +7,23 @@ All of them take query heads folded onto their KV head, so that keys are read on
 from __future__ import annotations
 
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 import torch
 from attrs import frozen
+from torch import Tensor
 from torch.nn import functional
+
+from attnplug.torch_backend.alibi import Slanted, lower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from attnplug.request.requirements import Requirements
     from attnplug.torch_backend.masks import Sight
 
 
-@frozen
+@frozen(eq=False)
 class Call:
     """
     What a layer adds to a tile.
@@ -30,10 +31,14 @@ class Call:
     Attributes:
         scale: Factor of the scores.
         soft_cap: Scores become ``cap * tanh(score / cap)``; None for none.
+        alibi: Form of the ALiBi distances; None for none.
+        slopes: ``(num_kv_heads, ratio)`` float32, where there are distances.
     """
 
     scale: float
     soft_cap: float | None
+    alibi: str | None = None
+    slopes: Tensor | None = None
 
 
 class Attend(Protocol):
@@ -49,8 +54,9 @@ class Attend(Protocol):
             query: ``(members, heads, rows, head_size)``.
             key: ``(members, num_kv_heads, keys, head_size)``.
             value: ``(members, num_kv_heads, keys, head_size_v)``.
-            mask: ``(members or 1, 1, rows, keys)`` additive, or None; what `Kernel.make_mask` returns, if it has one.
-            call: Scale and soft cap.
+            mask: ``(members or 1, 1, rows, keys)`` additive, or None; `Slanted` where ALiBi was asked for; what
+                `Kernel.make_mask` returns, if it has one.
+            call: Scale, soft cap and slopes.
             causal: Whether row i sees keys up to i. The tile is square then, has no mask, and its heads are not folded.
         """
 
@@ -95,7 +101,7 @@ class Kernel:
 
 def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
     """Return the fastest kernel that expresses what was asked for, on a type of device."""
-    if asked.logits_soft_cap is not None or asked.head_size != asked.head_size_v:
+    if asked.logits_soft_cap is not None or asked.alibi is not None or asked.head_size != asked.head_size_v:
         return WRITTEN_OUT
     op = fused_cpu_op() if device_type == "cpu" else None
     if op is not None:
@@ -162,13 +168,15 @@ def _fused(
 
 
 def _written_out(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Slanted | None, call: Call, *, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in plain float32 arithmetic: whatever no fused kernel expresses, on any device."""
     del causal
     scores = (query.float() * call.scale) @ key.transpose(-1, -2)
     if call.soft_cap is not None:
         scores = scores.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
+    if isinstance(mask, Slanted):
+        scores, mask = lower(scores, cast("Tensor", call.slopes), mask.far), mask.mask
     if mask is not None:
         scores = scores.add_(mask)
     highest = scores.amax(-1, keepdim=True)

@@ -94,8 +94,13 @@ def ragged_mask(
     Returns:
         ``(members, 1, rows * repeat, keys)``.
     """
+    seen = ragged_sight(sight, num_rows, num_keys, rows, keys)
+    return additive(seen.repeat_interleave(repeat, 1), dtype).unsqueeze(1)
+
+
+def ragged_sight(sight: Sight, num_rows: Tensor, num_keys: Tensor, rows: int, keys: int) -> Tensor:
+    """Return which rows see which keys, ``(members, rows, keys)``; arguments as for `ragged_mask`."""
     row = torch.minimum(torch.arange(rows, device=num_rows.device), num_rows.unsqueeze(1) - 1)
     position = row + (num_keys - num_rows).unsqueeze(1)
     key = torch.arange(keys, device=num_rows.device)
-    seen = sight.of(key - position.unsqueeze(2)) & (key < num_keys.unsqueeze(1)).unsqueeze(1)
-    return additive(seen.repeat_interleave(repeat, 1), dtype).unsqueeze(1)
+    return sight.of(key - position.unsqueeze(2)) & (key < num_keys.unsqueeze(1)).unsqueeze(1)

@@ -18,15 +18,18 @@ class Tile:
     Attributes:
         rows: Rows of each member, as ``(start, end)``.
         keys: Keys of each member, likewise.
-        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, or the kernel's own; None where every row
-            sees every key.
+        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, with distances where ALiBi was asked for (`Slanted`),
+            or the kernel's own; None where every row sees every key.
         causal: Whether the tile is a square in which row i sees keys up to i; it has no mask then.
+        blind: ``(members, rows)`` whether a row attends nothing, where only the device knows; such a row is computed
+            over all keys, and its result is thrown away.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
     mask: Any = None
     causal: bool = False
+    blind: Tensor | None = None
 
 
 @frozen(eq=False)

@@ -71,6 +71,9 @@ class Shape:
         causal: Whether no later position is seen.
         ratio: Query heads per KV head: their rows are folded into one.
         num_kv_heads: Key and value heads.
+        chunk: Positions per chunk of chunked-local attention, or None.
+        alibi: Form of the ALiBi distances, or None.
+        reads_call: Whether keys that come with the call are read there; a layer that shares a cache reads that alone.
         block_size: Slots per block; None for dense calls.
         row_steps: How rows of `head_size` elements follow each other in the cache, as in `Stored.steps`; None where
             whole tokens are gathered.
@@ -86,6 +89,9 @@ class Shape:
     causal: bool
     ratio: int
     num_kv_heads: int
+    chunk: int | None
+    alibi: str | None
+    reads_call: bool
     block_size: int | None
     row_steps: tuple[int, int, int] | None
     kernel: Kernel
@@ -126,6 +132,9 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, ke
         causal=bool(asked.causal),
         ratio=asked.gqa_ratio,
         num_kv_heads=asked.num_kv_heads,
+        chunk=asked.attention_chunk,
+        alibi=asked.alibi,
+        reads_call=not asked.kv_sharing and asked.attn_type != "encoder_decoder",
         block_size=agreement.block_size,
         row_steps=_row_steps(agreement, kernel),
         kernel=kernel,
@@ -138,6 +147,7 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, ke
             int(sizes.call / per_score),
             tile_rows,
             kernel.least_keys,
+            even=not asked.custom_mask,
         ),
     )
 
