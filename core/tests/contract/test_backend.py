@@ -103,26 +103,6 @@ def test_a_plan_reaches_its_layers():
         stranger.plan(metadata)
 
 
-def test_a_slot_that_nobody_fills_is_refused():
-    builder = make_builder(make_backend(agreed_graphs="always"))
-    with refused(NotNegotiatedError, given="a graph slot", allowed="takes no slots", remedy="slot=None"):
-        builder.build(make_batch([1], [3]), slot=object())
-
-
-@pytest.mark.parametrize("level", ["never", "always"])
-def test_a_slot_needs_a_graph_level(level):
-    planning = type("Planning", (Planning,), {"takes_slots": True})
-    backend = make_backend(type("B", (ToyBackend,), {"builder_class": planning}), agreed_graphs=level)
-    impl = make_layer(backend)
-    builder = make_builder(backend, impl)
-
-    if level == "never":
-        with refused(NotNegotiatedError, given="a graph slot"):
-            builder.build(make_batch([1], [3]), slot="slot")
-    else:
-        assert impl.plan(builder.build(make_batch([1], [3]), slot="slot")) == (1, False, "slot")
-
-
 def test_metadata_describes_the_batch_that_was_checked():
     class Lying(MetadataBuilder):
         def _build(self, batch, *, fast, slot):

@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.check import check_backend_class
     from attnplug.contract.dtypes import torch_dtype
+    from attnplug.contract.graph_key import GraphKey
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.kv_cache import Cache, CacheTensor
     from attnplug.contract.layer import Layer
     from attnplug.contract.limits import Limits, Parallel
     from attnplug.contract.metadata import Metadata
-    from attnplug.contract.state import GraphKey, State
+    from attnplug.contract.slot import GraphSlot
+    from attnplug.contract.state import State, Step
 
 _HOMES = {
     "PAD_SLOT_ID": "batch",
@@ -31,13 +33,15 @@ _HOMES = {
     "Batch": "batch",
     "Cache": "kv_cache",
     "CacheTensor": "kv_cache",
-    "GraphKey": "state",
+    "GraphKey": "graph_key",
+    "GraphSlot": "slot",
     "Layer": "layer",
     "Limits": "limits",
     "Metadata": "metadata",
     "MetadataBuilder": "builder",
     "Parallel": "limits",
     "State": "state",
+    "Step": "state",
     "check_backend_class": "check",
     "torch_dtype": "dtypes",
 }
@@ -50,12 +54,14 @@ __all__ = [
     "Cache",
     "CacheTensor",
     "GraphKey",
+    "GraphSlot",
     "Layer",
     "Limits",
     "Metadata",
     "MetadataBuilder",
     "Parallel",
     "State",
+    "Step",
     "check_backend_class",
     "torch_dtype",
 ]

@@ -17,7 +17,7 @@ from attnplug.contract.guards.limits import check_limits
 from attnplug.contract.kv_cache import Cache, CacheTensor, device_of, tensor_of
 from attnplug.contract.limits import Parallel
 from attnplug.contract.metadata import Metadata
-from attnplug.contract.state import GraphKey, State
+from attnplug.contract.state import State
 from attnplug.errors import CacheError, LayerError, LimitsError, PluginContractError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug.contract.graph_key import GraphKey
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.layer import Layer
     from attnplug.contract.limits import Limits

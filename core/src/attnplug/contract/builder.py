@@ -5,11 +5,19 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
+from attrs import evolve
+
+from attnplug.contract.advance import StepTokens, advanced_batch
+from attnplug.contract.cascade import cascade_pays
 from attnplug.contract.guards.batch import BatchGuard, Facts
-from attnplug.errors import NotNegotiatedError, PluginContractError
+from attnplug.contract.guards.graph import graph_level, runs_at
+from attnplug.contract.slot import GraphSlot
+from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
+
+    from torch import Tensor
 
     from attnplug.contract.backend import Backend
     from attnplug.contract.batch import Batch
@@ -29,7 +37,8 @@ class MetadataBuilder:
     stream order only, and nothing in it waits for the device. One builder serves one thread, and one microbatch.
 
     Attributes:
-        takes_slots: Whether `_build` can write into a graph slot's tensors. False refuses a slot.
+        takes_slots: Whether `_build` keeps everything that a replay reads in the slot (`GraphSlot.once`), at one
+            address. False refuses slots.
         backend: The backend.
         agreement: What was negotiated.
         impls: The implementations that this builder serves.
@@ -52,10 +61,18 @@ class MetadataBuilder:
         self.plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]] = MappingProxyType(groups)
         self._guard = BatchGuard(self.agreement, self.limits, backend.device)
 
+    @property
+    def graph_level(self) -> str:
+        """The highest kind of batch that can be replayed from a graph."""
+        return graph_level(self.agreement, self.limits) if self.takes_slots else "never"
+
     @final
-    def build(self, batch: Batch, *, fast: bool = False, slot: Any = None) -> Metadata:
+    def build(self, batch: Batch, *, fast: bool = False, slot: GraphSlot | None = None) -> Metadata:
         """
         Check the batch against the agreement and the limits, then plan.
+
+        With a slot the batch is padded to its shape and written into its tensors: all that a graph reads stays where it
+        is. Capture is ``build(slot.dummy_batch(), slot=slot)``, a replay is ``build(batch, slot=slot)``.
 
         Args:
             batch: This step's requests.
@@ -63,24 +80,161 @@ class MetadataBuilder:
             slot: The graph slot of `State` whose tensors are written; None runs eagerly.
 
         Raises:
-            BatchError: Numbers of the batch contradict each other, the agreement or the limits.
+            BatchError: Numbers of the batch contradict each other, the agreement, the limits or the slot's shape.
             NotNegotiatedError: The batch, or the slot, uses what was not asked for at selection.
             TensorError: A tensor of the batch has the wrong shape, dtype or device.
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
+            PluginContractError: The plugin's metadata for a slot differs from that of the capture.
         """
-        if slot is not None and (not self.takes_slots or self.agreement.cudagraph == "never"):
-            raise NotNegotiatedError(
-                "a graph slot was given to build",
-                f"{self.agreement.id} builds eagerly here: its builder takes no slots in this agreement",
-                "build with slot=None, or select again with the cudagraph level that the batch needs",
-            )
-        batch.derived[self] = self._guard.check(batch)
-        return self._build(batch, fast=fast, slot=slot)
+        if slot is None:
+            batch.derived[self] = self._guard.check(batch)
+            return self._build(batch, fast=fast, slot=None)
+        self._check_slot(slot)
+        facts = self._guard.check(batch)
+        seen = slot.take(batch, self)
+        seen.derived[self] = facts.in_slot(slot, self.agreement.requirements)
+        return slot.seal(self._build(seen, fast=fast, slot=slot), self, batch)
 
-    def _build(self, batch: Batch, *, fast: bool, slot: Any) -> Metadata:
-        """Return the metadata of a checked batch. `slot` is None unless `takes_slots`."""
+    @final
+    def can_run_in_cudagraph(self, batch: Batch) -> bool:
+        """Whether a batch like this one can be replayed from a graph; a slot of its shape has to exist besides."""
+        return (
+            runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len)
+            and not batch.common_prefix_len
+            and self._can_run_in_cudagraph(batch)
+        )
+
+    @final
+    def update_block_table(
+        self,
+        metadata: Metadata,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        *,
+        block_table_cpu: Tensor | None = None,
+        slot_mapping_cpu: Tensor | None = None,
+    ) -> Metadata:
+        """
+        Return metadata of the same requests with another cache group's pages. The original is left alone.
+
+        Args:
+            metadata: Eager metadata of a builder with the same agreement.
+            block_table: ``(num_reqs, max_blocks)`` int32.
+            slot_mapping: ``(tokens,)`` int64.
+            block_table_cpu: Host copy, optional on a device.
+            slot_mapping_cpu: Host copy, optional on a device.
+
+        Raises:
+            BatchError: The metadata is of another agreement or made for a graph slot, or the table is too short.
+            TensorError: A tensor has the wrong shape, dtype or device.
+            CacheError: A slot or a block is outside the cache, given twice, or the null block.
+        """
+        self._check_own(metadata)
+        if metadata.slot is not None:
+            raise BatchError(
+                f"metadata of {metadata.slot} was given to update_block_table",
+                "a graph reads the slot's own tensors, and each builder has some of its own",
+                "build(batch, slot=slot) with the other group's block table",
+            )
+        given = {"block_table": (block_table, block_table_cpu), "slot_mapping": (slot_mapping, slot_mapping_cpu)}
+        fields: dict[str, Any] = {}
+        for name, (tensor, host) in given.items():
+            fields[name] = tensor
+            fields[f"{name}_cpu"] = tensor if host is None and tensor.device.type == "cpu" else host
+        batch: Batch = evolve(metadata.batch, **fields)
+        batch.derived[self] = self._guard.check(batch)
+        return self._update_block_table(metadata, batch)
+
+    @final
+    def advance_step(
+        self,
+        metadata: Metadata,
+        *,
+        tokens: StepTokens | None = None,
+        num_queries: int | None = None,
+        prefills_to_decodes: bool = False,
+    ) -> Metadata:
+        """
+        Return the metadata of the next step, in which each request decodes the token that was sampled for it.
+
+        All is computed on the device, and the host's copies advance by one too, so that nothing waits for the sampler.
+        Eager metadata is left alone; with a graph slot, the slot's tensors are written.
+
+        Args:
+            metadata: What this builder returned for the step before.
+            tokens: The model's inputs, which are advanced in place; None leaves them to the host.
+            num_queries: Requests that go on: the first ones. The others are padding from now on. None is all that have
+                a query.
+            prefills_to_decodes: Whether requests with several query tokens turn into decodes; False refuses them.
+
+        Raises:
+            BatchError: There are prefills, there is no room for another token, or the tokens do not fit.
+            NotNegotiatedError: The batch has a custom mask, or a cache that is spread over ranks.
+        """
+        self._check_own(metadata)
+        slot = metadata.slot
+        before = metadata.batch if slot is None else slot.given(self)
+        batch = advanced_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
+        count = batch.num_actual_tokens
+        if tokens is not None:
+            tokens.check(count)
+        if slot is not None:
+            advanced = self.build(batch, fast=True, slot=slot)
+        else:
+            batch.derived[self] = self._guard.check(batch)
+            advanced = self._advance_step(metadata, batch)
+        if tokens is not None:  # last: a refusal leaves the model's inputs as they were
+            tokens.advance(before.seq_lens[:count])
+        return advanced
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: Sequence[int]) -> bool:
+        """
+        Whether attending a shared prefix once is expected to be faster than attending it in every request.
+
+        A host sets `Batch.common_prefix_len` where it is, and 0 elsewhere. The default is the published heuristic, see
+        `attnplug.contract.cascade`; False where cascade was not negotiated.
+
+        Args:
+            common_prefix_len: Tokens that all requests share, in the same blocks.
+            query_lens: New tokens of each request.
+        """
+        asked = self.agreement.requirements
+        return asked.cascade and cascade_pays(
+            common_prefix_len,
+            query_lens,
+            num_q_heads=asked.num_q_heads,
+            num_kv_heads=asked.num_kv_heads,
+            use_alibi=asked.alibi is not None,
+            use_sliding_window=asked.sliding_window is not None,
+            use_local_attention=asked.attention_chunk is not None,
+            num_sms=self.backend.selection.device.num_multiprocessors or 1,
+            dcp_world_size=asked.dcp_size,
+        )
+
+    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+        """
+        Return the metadata of a checked batch. `slot` is None unless `takes_slots`.
+
+        With a slot, the batch's device tensors are those that a graph reads, its numbers those of the captured shape
+        (``max_seq_len`` a bound, ``num_actual_tokens`` padding included), and its host copies those of this step.
+        """
         del fast, slot
         return self.describe(batch)
+
+    def _can_run_in_cudagraph(self, batch: Batch) -> bool:
+        """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
+        del batch
+        return True
+
+    def _update_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
+        """Return the metadata of a checked batch with other pages. The default plans anew; override it to reuse."""
+        del metadata
+        return self._build(batch, fast=False, slot=None)
+
+    def _advance_step(self, metadata: Metadata, batch: Batch) -> Metadata:
+        """Return the metadata of the checked next step. The default plans anew; override it to advance a plan."""
+        del metadata
+        return self._build(batch, fast=True, slot=None)
 
     def describe(self, batch: Batch, *, plans: Mapping[Hashable, Any] | None = None, **more: Any) -> Metadata:
         """
@@ -111,5 +265,28 @@ class MetadataBuilder:
             num_key_rows=facts.num_key_rows,
             highest_block=facts.highest_block,
             plans=_NO_PLANS if plans is None else plans,
+            slot=facts.slot,
             **more,
         )
+
+    def _check_slot(self, slot: GraphSlot) -> None:
+        if self.graph_level == "never":
+            raise NotNegotiatedError(
+                "a graph slot was given to build",
+                f"{self.agreement.id} builds eagerly here: its builder takes no slots in this agreement",
+                "build with slot=None, or select again with the cudagraph level that the batch needs",
+            )
+        if not isinstance(slot, GraphSlot) or self.state.slots.get(slot.key) is not slot:
+            raise BatchError(
+                f"the slot {slot!r} was given to a builder of {self.agreement.id}",
+                "a slot belongs to the state that the builder was made with, until it is released",
+                "pass a slot of builder.state",
+            )
+
+    def _check_own(self, metadata: Metadata) -> None:
+        if not isinstance(metadata, self.backend.metadata_class) or metadata.agreement != self.agreement:
+            raise BatchError(
+                f"metadata ({type(metadata).__name__}) of another builder was given",
+                f"it is a {self.backend.metadata_class.__name__} built for the same agreement, {self.agreement.id}",
+                "pass what a builder of this backend returned",
+            )

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import field, frozen
 
 from attnplug.contract.batch import Batch
+from attnplug.contract.slot import GraphSlot
 from attnplug.negotiation.agreement import Agreement
 
 
@@ -31,6 +32,7 @@ class Metadata:
         num_key_rows: K/V rows that a call brings.
         highest_block: An upper bound of the block numbers that this step touches; -1 where no host copy tells.
         plans: A plan per plan key, for libraries that plan.
+        slot: The graph slot whose tensors it is made of; None runs eagerly.
     """
 
     agreement: Agreement
@@ -42,3 +44,4 @@ class Metadata:
     num_key_rows: int
     highest_block: int = -1
     plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}))
+    slot: GraphSlot | None = None

@@ -1,40 +1,53 @@
-"""What outlives a step: one state per backend, variant and device, which owns the workspace."""
+"""What outlives a step: one object per backend, variant and device, which owns the workspace and the graphs' inputs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import frozen
 
+from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract.guards.graph import check_key, graph_level
 from attnplug.contract.limits import Parallel
+from attnplug.contract.metadata import Metadata
+from attnplug.contract.persistent import PersistentInputs
+from attnplug.contract.slot import GraphSlot
+from attnplug.errors import LimitsError, NotNegotiatedError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
+    from attnplug.contract.batch import Batch
+    from attnplug.contract.graph_key import GraphKey
     from attnplug.contract.limits import Limits
 
 
-@frozen
-class GraphKey:
+@frozen(eq=False)
+class Step:
     """
-    The shape of a batch that is prepared ahead, for warm-up and capture.
+    One step, built.
 
     Attributes:
-        num_reqs: Requests.
-        num_tokens: Query tokens.
-        query_len: The query length that all requests share; None where they differ.
+        slot: The slot whose graph is to be replayed; None runs eagerly.
+        metadata: What each builder built.
     """
 
-    num_reqs: int
-    num_tokens: int
-    query_len: int | None = None
+    slot: GraphSlot | None
+    metadata: Mapping[MetadataBuilder, Metadata]
 
 
 class State:
     """
-    Owns the workspace that all builders of one backend share. Plugins subclass it for what else must outlive a step.
+    Owns the workspace and the graph slots that all builders of one backend share. Plugins subclass it for what else
+    must outlive a step.
 
     Attributes:
         backend: The backend that it serves.
@@ -51,6 +64,10 @@ class State:
         self.device = device
         self.parallel = Parallel() if parallel is None else parallel
         self._workspace: Tensor | None = None
+        self._slots: dict[GraphKey, GraphSlot] = {}
+        self._inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs] = WeakKeyDictionary()
+        self._max_batch_size = 0
+        self._is_capturing = False
 
     @property
     def workspace(self) -> Tensor:
@@ -59,3 +76,123 @@ class State:
             size = self.backend.workspace_bytes(self.limits)
             self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._workspace
+
+    @property
+    def slots(self) -> Mapping[GraphKey, GraphSlot]:
+        """The slots that have been captured, by their shape."""
+        return MappingProxyType(self._slots)
+
+    @contextmanager
+    def graph_capture(self, max_batch_size: int) -> Iterator[None]:
+        """
+        Make slots inside this context, and capture with them. They live on afterwards, until `release_slots`.
+
+        If the body raises, the slots that it made are dropped.
+
+        Args:
+            max_batch_size: Most requests of a captured batch.
+
+        Raises:
+            NotNegotiatedError: No graph level was agreed on.
+            LimitsError: `max_batch_size` is beyond the limits, differs from that of slots that still live, or a
+                capture is under way.
+        """
+        self._check_capture(max_batch_size)
+        before = set(self._slots)
+        self._max_batch_size, self._is_capturing = max_batch_size, True
+        _ = self.workspace  # allocated ahead: memory that a capture allocates belongs to its graph
+        try:
+            yield
+        except BaseException:
+            self._slots = {key: slot for key, slot in self._slots.items() if key in before}
+            raise
+        finally:
+            self._is_capturing = False
+
+    def slot(self, key: GraphKey, *, host_owned_inputs: bool = False) -> GraphSlot:
+        """
+        Return the slot of a shape; inside `graph_capture` it is made if need be.
+
+        Args:
+            key: The shape.
+            host_owned_inputs: Whether graphs read the host's own tensors, which then come padded and never move.
+
+        Raises:
+            LimitsError: There is none outside a capture, or the agreed level or the limits do not allow the shape.
+        """
+        found = self._slots.get(key)
+        if found is not None and found.host_owned_inputs == host_owned_inputs:
+            return found
+        if found is not None or not self._is_capturing:
+            raise LimitsError(
+                f"a slot for {key} with host_owned_inputs={host_owned_inputs} was asked for",
+                "it was made with the other value" if found else "slots are made inside State.graph_capture",
+                "enter state.graph_capture(max_batch_size) first, and ask for each shape in one way",
+            )
+        check_key(key, self.backend.agreement, self.limits, self._max_batch_size)
+        self._slots[key] = GraphSlot(self, key, host_owned_inputs=host_owned_inputs)
+        return self._slots[key]
+
+    def release_slots(self) -> None:
+        """Drop all slots and what they hold. No graph that was captured with them may be replayed any more."""
+        self._slots.clear()
+        self._inputs.clear()
+
+    def find_slot(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphSlot | None:
+        """
+        Return the smallest slot that all these builders have captured and all their batches fit, or None.
+
+        Args:
+            batches: One step's batch of each builder.
+        """
+        found = [slot for slot in self._slots.values() if _serves(slot, batches)]
+        return min(found, key=lambda slot: (slot.key.num_tokens, slot.key.num_reqs, slot.max_seq_len), default=None)
+
+    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch]) -> Step:
+        """
+        Pick a slot, or none, and build the step.
+
+        Args:
+            batches: One step's batch of each builder.
+
+        Raises:
+            ContractError: A batch is refused; see `MetadataBuilder.build`.
+        """
+        slot = self.find_slot(batches) if self._slots else None
+        return Step(slot, {builder: builder.build(batch, slot=slot) for builder, batch in batches.items()})
+
+    def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
+        """Return the tensors that the graphs of a builder read."""
+        if builder not in self._inputs:
+            agreement = self.backend.agreement
+            self._inputs[builder] = PersistentInputs(agreement, self.limits, self._max_batch_size, self.device)
+        return self._inputs[builder]
+
+    def _check_capture(self, max_batch_size: int) -> None:
+        level = graph_level(self.backend.agreement, self.limits)
+        if level == "never":
+            raise NotNegotiatedError(
+                "a graph capture was begun",
+                f"{self.backend.id} runs without CUDA graphs in this agreement",
+                "select again with the cudagraph level that you need",
+            )
+        if type(max_batch_size) is not int or not 1 <= max_batch_size <= self.limits.max_num_reqs:
+            self._refuse(max_batch_size, f"the state was made for max_num_reqs={self.limits.max_num_reqs}")
+        if self._is_capturing:
+            self._refuse(max_batch_size, "another capture of this state is under way")
+        if self._slots and max_batch_size != self._max_batch_size:
+            self._refuse(max_batch_size, f"its slots were made for {self._max_batch_size}, and live")
+
+    def _refuse(self, max_batch_size: int, allowed: str) -> None:
+        raise LimitsError(
+            f"graph_capture({max_batch_size!r}) was entered",
+            allowed,
+            "capture all shapes at once, largest batch named; release_slots() frees those there are",
+        )
+
+
+def _serves(slot: GraphSlot, batches: Mapping[MetadataBuilder, Batch]) -> bool:
+    return all(
+        slot.is_captured(builder) and slot.fits(batch) and builder.can_run_in_cudagraph(batch)
+        for builder, batch in batches.items()
+    )

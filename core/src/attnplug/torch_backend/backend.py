@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnplug.contract.limits import Limits
-    from attnplug.contract.state import GraphKey
+    from attnplug.contract.graph_key import GraphKey
 
 
 class TorchBackend(Backend):

@@ -11,6 +11,7 @@ from attnplug.contract.guards.dense import check_dense
 from attnplug.contract.guards.index import check_index, check_mirror
 from attnplug.contract.guards.negotiated import check_negotiated
 from attnplug.contract.guards.pages import PageGuard
+from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from attnplug.contract.batch import Batch
     from attnplug.contract.limits import Limits
     from attnplug.negotiation.agreement import Agreement
+    from attnplug.request.requirements import Requirements
 
 _COUNTS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
 
@@ -35,6 +37,7 @@ class Facts:
         num_prefill_tokens: Query tokens of the others.
         num_key_rows: K/V rows that a call brings.
         highest_block: An upper bound of the blocks in use, -1 where nothing tells.
+        slot: The graph slot that the batch was written into.
     """
 
     num_decodes: int
@@ -43,6 +46,21 @@ class Facts:
     num_prefill_tokens: int
     num_key_rows: int
     highest_block: int
+    slot: GraphSlot | None = None
+
+    def in_slot(self, slot: GraphSlot, asked: Requirements) -> Facts:
+        """Return the facts of the slot's shape: in a graph they are the same for every batch."""
+        key, has_slots = slot.key, asked.attn_type != "encoder_decoder"
+        decodes = key.query_len is not None and key.query_len <= asked.decode_query_len
+        return Facts(
+            num_decodes=key.num_reqs if decodes else 0,
+            num_prefills=0 if decodes else key.num_reqs,
+            num_decode_tokens=key.num_tokens if decodes else 0,
+            num_prefill_tokens=0 if decodes else key.num_tokens,
+            num_key_rows=key.num_tokens if has_slots else 0,
+            highest_block=self.highest_block,
+            slot=slot,
+        )
 
 
 class BatchGuard:

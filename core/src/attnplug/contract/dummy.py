@@ -1,0 +1,52 @@
+"""Batches that stand in for real ones: for warm-up, and while a graph is captured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.contract.batch import PAD_SLOT_ID, Batch
+
+if TYPE_CHECKING:
+    from attnplug.contract.graph_key import GraphKey
+    from attnplug.negotiation.agreement import Agreement
+
+
+def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Batch:
+    """
+    Return a valid batch of this shape, full, that writes nothing into a cache.
+
+    With pages, every request has a token of context (or none, where the longest sequence is its query), all of them in
+    block 1: a cache of two blocks is enough.
+
+    Args:
+        agreement: What was negotiated.
+        key: The shape.
+        device: Where the batch goes.
+    """
+    asked, lens = agreement.requirements, query_lens_of(key)
+    if not asked.paged:
+        return Batch.from_lengths(lens, device=device, causal=bool(asked.causal))
+    most = max(lens)
+    longest = most if key.max_seq_len == most else most + 1
+    cross = asked.attn_type == "encoder_decoder"
+    rest = {"encoder_seq_lens": torch.ones(len(lens), dtype=torch.int32)} if cross else {}
+    return Batch.from_lengths(
+        lens,
+        [min(length + 1, longest) for length in lens],
+        block_table=torch.ones(len(lens), -(-longest // (agreement.block_size or 1)), dtype=torch.int32),
+        slot_mapping=torch.full((0 if cross else sum(lens),), PAD_SLOT_ID, dtype=torch.int64),
+        device=device,
+        causal=bool(asked.causal),
+        **{name: tensor.to(device) for name, tensor in rest.items()},
+        **{f"{name}_cpu": tensor for name, tensor in rest.items()},
+    )
+
+
+def query_lens_of(key: GraphKey) -> list[int]:
+    """Return query lengths of this shape, decodes first: where they differ, the last request has what others leave."""
+    if key.query_len is not None:
+        return [key.query_len] * key.num_reqs
+    even = max(1, key.num_tokens // key.num_reqs)
+    return [even] * (key.num_reqs - 1) + [key.num_tokens - even * (key.num_reqs - 1)]

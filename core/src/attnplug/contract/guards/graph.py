@@ -1,0 +1,115 @@
+"""Which batches fit which captured shape, and which shapes a level allows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.errors import BatchError, LimitsError
+from attnplug.request.fields import GRAPH_LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnplug.contract.batch import Batch
+    from attnplug.contract.graph_key import GraphKey
+    from attnplug.contract.limits import Limits
+    from attnplug.contract.slot import GraphSlot
+    from attnplug.negotiation.agreement import Agreement
+
+
+def graph_level(agreement: Agreement, limits: Limits) -> str:
+    """Return the level that graphs are used at: the agreed one, or less where the host said so."""
+    return agreement.cudagraph if limits.cudagraph is None else limits.cudagraph
+
+
+def runs_at(level: str, batch: Batch, decode_query_len: int) -> bool:
+    """Whether a graph level covers a batch. Padded requests, of query length 0, count for nothing."""
+    if level in {"never", "always"}:
+        return level == "always"
+    shortest, longest = _query_range(batch)
+    most = 1 if level == "single_token_decode" else decode_query_len
+    return shortest == longest <= most
+
+
+def fits(slot: GraphSlot, batch: Batch) -> bool:
+    """Whether a batch can be padded to the shape of a slot."""
+    return next(_misfits(slot, batch), None) is None
+
+
+def check_fits(slot: GraphSlot, batch: Batch) -> None:
+    """
+    Check a batch against the shape of a slot.
+
+    Raises:
+        BatchError: It cannot be padded to it.
+    """
+    for given, allowed in _misfits(slot, batch):
+        raise BatchError(
+            f"a batch with {given} was given for the slot {slot.key}",
+            allowed,
+            "pass a batch that the slot fits (State.find_slot finds one), or build with slot=None",
+        )
+
+
+def check_key(key: GraphKey, agreement: Agreement, limits: Limits, max_batch_size: int) -> None:
+    """
+    Check a shape that is to be captured.
+
+    Raises:
+        LimitsError: The level does not allow it, or it is larger than the limits.
+    """
+    level = graph_level(agreement, limits)
+    asked = agreement.requirements
+    if GRAPH_LEVELS.index(key.level) > GRAPH_LEVELS.index(level):
+        _refuse(key, f"it needs the graph level {key.level!r}, and {level!r} is in use")
+    if key.query_len is not None and level != "always" and key.query_len > asked.decode_query_len:
+        _refuse(key, f"decode_query_len={asked.decode_query_len} was negotiated")
+    for name, given, most in (
+        ("max_batch_size", key.num_reqs, max_batch_size),
+        ("max_num_tokens", key.num_tokens, limits.max_num_tokens),
+        ("max_seq_len", key.max_seq_len or 1, limits.max_seq_len),
+    ):
+        if given > most:
+            _refuse(key, f"{name}={most}")
+
+
+def _refuse(key: GraphKey, allowed: str) -> None:
+    raise LimitsError(
+        f"a slot for {key} was asked for", allowed, "ask for a smaller shape, or select and limit for larger ones"
+    )
+
+
+def _misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield what the batch has, and what the slot takes in its place."""
+    key = slot.key
+    for name, most in (
+        ("num_reqs", key.num_reqs),
+        ("num_actual_tokens", key.num_tokens),
+        ("max_seq_len", slot.max_seq_len),
+    ):
+        if getattr(batch, name) > most:
+            yield f"{name}={getattr(batch, name)}", f"it takes up to {most}"
+    if key.query_len is not None and _query_range(batch) != (key.query_len, key.query_len):
+        yield f"queries of {_query_range(batch)} tokens at least and at most", f"every query has {key.query_len}"
+    if batch.common_prefix_len:
+        yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
+    if batch.custom_mask is not None:
+        yield "a custom_mask", "its size differs from step to step"
+    if batch.key_start_loc is not None:
+        yield "a key_start_loc", "graphs read K/V from a paged cache"
+    if slot.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, key.num_tokens):
+        yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
+
+
+def _num_slots(batch: Batch) -> int:
+    return 0 if batch.slot_mapping is None else batch.slot_mapping.shape[0]
+
+
+def _query_range(batch: Batch) -> tuple[int, int]:
+    """Return the shortest and the longest query of the requests that have one."""
+    host = batch.query_start_loc_cpu
+    if host is None:
+        return 0, batch.max_query_len
+    lens = host.diff()
+    shortest, longest = (int(end) for end in lens.aminmax())
+    return (int(lens[lens > 0].amin()) if shortest == 0 < longest else shortest), longest

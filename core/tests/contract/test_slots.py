@@ -1,0 +1,442 @@
+"""Graph slots: what a captured graph reads stays where it is, and holds the step's values."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import attrs
+import pytest
+import torch
+from attrs import evolve, frozen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug.contract import GraphKey, Metadata, MetadataBuilder
+from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginContractError
+from core.tests.contract.toy import ToyBackend
+from core.tests.contract.world import (
+    NUM_BLOCKS,
+    limits,
+    make_backend,
+    make_batch,
+    make_builder,
+    make_layer,
+    make_qkv,
+    page_out,
+    refused,
+)
+
+
+class Capturing(MetadataBuilder):
+    """Has nothing but the batch, whose tensors the core keeps in place."""
+
+    takes_slots = True
+
+
+class CapturingBackend(ToyBackend):
+    builder_class = Capturing
+
+
+def world(level="always", cls=CapturingBackend, **asked):
+    """Return a backend, a layer, and its builder."""
+    backend = make_backend(cls, agreed_graphs=level, **asked)
+    impl = make_layer(backend)
+    return backend, impl, make_builder(backend, impl)
+
+
+def capture(builder, *keys, **how):
+    with builder.state.graph_capture(builder.limits.max_num_reqs):
+        slots = [builder.state.slot(key, **how) for key in keys]
+        return slots, [builder.build(slot.dummy_batch(), slot=slot) for slot in slots]
+
+
+def run(impl, metadata, query, key, value, pages):
+    """Run a call over a copy of the pages; return output and pages."""
+    output, cache = torch.full((query.shape[0], impl.output_width), 7.0), pages.clone()
+    impl.forward(query, key, value, cache, metadata, output)
+    return output, cache
+
+
+# --- replay -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=6), min_size=2, max_size=4), st.integers(0, 2))
+def test_a_replay_computes_its_own_batch(steps, spare):
+    """What was captured is called again, as a graph would: it has to see what the last build wrote, and nothing else."""
+    backend, impl, _ = world("single_token_decode")
+    builder = make_builder(backend, impl, num_blocks=2 * NUM_BLOCKS)
+    reqs = max(map(len, steps)) + spare
+    (slot,), (captured,) = capture(builder, GraphKey(reqs, reqs, 1))
+    pages = torch.randn(backend.make_cache(NUM_BLOCKS * 2).shape)
+    for lens in steps:
+        batch = make_batch([1] * len(lens), lens)
+        query, key, value, _ = make_qkv(backend, reqs)
+
+        expected, written = run(impl, builder.build(batch), query, key, value, pages)
+        builder.build(batch, slot=slot)
+        output, cache = run(impl, captured, query, key, value, pages)
+
+        count = len(lens)
+        torch.testing.assert_close(output[:count], expected[:count])
+        assert torch.equal(cache, written)
+
+
+def test_padding_has_no_query_no_keys_and_no_slot():
+    _, _, builder = world()
+    (slot,), _ = capture(builder, GraphKey(4, 4, 1))
+    builder.build(make_batch([1] * 4, [9, 9, 9, 9]), slot=slot)
+
+    seen = builder.build(make_batch([1, 1], [5, 3]), slot=slot).batch
+
+    assert seen.query_start_loc.tolist() == seen.query_start_loc_cpu.tolist() == [0, 1, 2, 2, 2]
+    assert seen.seq_lens.tolist() == seen.seq_lens_cpu.tolist() == [5, 3, 0, 0]
+    assert seen.slot_mapping[2:].tolist() == [-1, -1]
+    assert not seen.block_table[2:].any()
+    assert (seen.num_reqs, seen.num_actual_tokens, seen.max_query_len, seen.max_seq_len) == (4, 4, 1, 64)
+
+
+def test_mixed_batches_are_captured_whole():
+    backend, impl, builder = world("always")
+    (slot,), (captured,) = capture(builder, GraphKey(4, 16))
+    batch = make_batch([1, 5, 3], [4, 9, 3])
+    query, key, value, _ = make_qkv(backend, 16)
+    pages = torch.randn(backend.make_cache(NUM_BLOCKS).shape)
+
+    expected, _ = run(impl, builder.build(batch), query, key, value, pages)
+    builder.build(batch, slot=slot)
+    output, _ = run(impl, captured, query, key, value, pages)
+
+    torch.testing.assert_close(output[:9], expected[:9])
+    assert (captured.num_decodes, captured.num_prefills, captured.num_prefill_tokens) == (0, 4, 16)
+
+
+def test_slots_of_one_builder_read_one_memory():
+    _, _, builder = world()
+    (small, large), (first, second) = capture(builder, GraphKey(2, 2, 1), GraphKey(8, 8, 1))
+
+    assert first.batch.block_table.data_ptr() == second.batch.block_table.data_ptr()
+    assert small is not large
+    assert dict(builder.state.slots) == {small.key: small, large.key: large}
+
+
+def test_builders_have_memory_of_their_own():
+    backend, impl, builder = world()
+    other = backend.make_builder([impl], builder.state)
+    with builder.state.graph_capture(2):
+        slot = builder.state.slot(GraphKey(2, 2, 1))
+        mine, theirs = (each.build(slot.dummy_batch(), slot=slot) for each in (builder, other))
+
+    builder.build(make_batch([1, 1], [8, 9]), slot=slot)
+
+    assert mine.batch.seq_lens.tolist() == [8, 9]
+    assert theirs.batch.seq_lens.tolist() == [2, 2]
+
+
+def test_a_bad_batch_leaves_the_slot_alone():
+    _, _, builder = world()
+    (slot,), (captured,) = capture(builder, GraphKey(2, 2, 1))
+    builder.build(make_batch([1, 1], [8, 9]), slot=slot)
+    bad = make_batch([1, 1], [5, 6])
+    bad.slot_mapping[0] = 3
+
+    with pytest.raises(Exception, match="slot"):
+        builder.build(bad, slot=slot)
+    with pytest.raises(BatchError):
+        builder.build(make_batch([1] * 3, [2] * 3), slot=slot)
+
+    assert captured.batch.seq_lens.tolist() == [8, 9]
+
+
+# --- inputs of the host -------------------------------------------------------------------------------------------
+
+
+def test_a_host_may_own_the_inputs():
+    _, _, builder = world()
+    table, slots = page_out([1, 1], [5, 3])
+    batch = make_batch([1, 1], [5, 3], width=16)
+    with builder.state.graph_capture(2):
+        slot = builder.state.slot(GraphKey(2, 2, 1), host_owned_inputs=True)
+        metadata = builder.build(batch, slot=slot)
+
+    assert metadata.batch.block_table is batch.block_table
+    batch.seq_lens.copy_(torch.tensor([4, 3]))
+    batch.slot_mapping.copy_(torch.tensor([7, 14]))
+    builder.build(evolve(batch, max_seq_len=4), slot=slot)
+
+    with refused(BatchError, given="block_table", allowed="captured with", remedy="host_owned_inputs=False"):
+        builder.build(evolve(batch, block_table=table, block_table_cpu=table, slot_mapping_cpu=slots), slot=slot)
+
+
+def test_a_host_pads_the_inputs_that_it_owns():
+    _, _, builder = world()
+    with builder.state.graph_capture(4):
+        slot = builder.state.slot(GraphKey(4, 4, 1), host_owned_inputs=True)
+        with refused(BatchError, given="num_reqs=2", allowed="the host pads"):
+            builder.build(make_batch([1, 1], [5, 3]), slot=slot)
+
+
+# --- which slot ---------------------------------------------------------------------------------------------------
+
+
+def test_the_smallest_slot_is_found():
+    _, _, builder = world("uniform_batch", decode_query_len=4)
+    keys = [GraphKey(8, 8, 1), GraphKey(2, 2, 1), GraphKey(4, 4, 1, 32), GraphKey(4, 16, 4)]
+    capture(builder, *keys)
+
+    def found(query_lens, seq_lens):
+        step = builder.state.begin_forward({builder: make_batch(query_lens, seq_lens)})
+        assert step.metadata[builder].slot is step.slot
+        return step.slot and step.slot.key
+
+    assert found([1], [3]) == keys[1]
+    assert found([1] * 3, [8] * 3) == keys[2]
+    assert found([1] * 3, [33, 2, 2]) == keys[0]
+    assert found([4] * 3, [8] * 3) == keys[3]
+    assert found([3] * 3, [8] * 3) is None  # no shape of that query length
+    assert found([1, 2], [8] * 2) is None  # not uniform
+    assert found([1, 9], [8, 9]) is None  # a prefill
+    assert found([1] * 9, [2] * 9) is None  # too many
+
+
+@pytest.mark.parametrize(
+    ("level", "covered"),
+    [
+        ("never", []),
+        ("single_token_decode", [(1, 1)]),
+        ("uniform_batch", [(1, 1), (3, 3)]),
+        ("always", [(1, 1), (3, 3), (1, 3), (9, 9)]),
+    ],
+)
+def test_levels_cover_batches(level, covered):
+    _, _, builder = world(level, decode_query_len=4)
+    shapes = [(1, 1), (3, 3), (1, 3), (9, 9)]
+    batches = {shape: make_batch(list(shape), [9, 9]) for shape in shapes}
+    assert [shape for shape in shapes if builder.can_run_in_cudagraph(batches[shape])] == covered
+    assert builder.graph_level == level
+
+
+def test_a_lower_level_of_the_host_counts():
+    backend, impl, _ = world("always")
+    builder = backend.make_builder([impl], backend.make_state(limits(cudagraph="single_token_decode")))
+    assert builder.graph_level == "single_token_decode"
+    assert not builder.can_run_in_cudagraph(make_batch([2], [3]))
+    with builder.state.graph_capture(2), refused(LimitsError, given="GraphKey", allowed="'always'"):
+        builder.state.slot(GraphKey(2, 4))
+
+
+def test_a_plugin_may_exclude_batches():
+    picky = type("Picky", (Capturing,), {"_can_run_in_cudagraph": lambda _, batch: batch.max_seq_len < 5})
+    _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
+    capture(builder, GraphKey(2, 2, 1))
+    assert builder.state.find_slot({builder: make_batch([1], [4])}) is not None
+    assert builder.state.find_slot({builder: make_batch([1], [5])}) is None
+
+
+def test_only_what_was_captured_is_found():
+    backend, impl, builder = world()
+    capture(builder, GraphKey(2, 2, 1))
+    late = backend.make_builder([impl], builder.state)
+    assert builder.state.find_slot({late: make_batch([1], [4])}) is None
+
+
+# --- capture ------------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_made_inside_a_capture():
+    _, _, builder = world()
+    state, key = builder.state, GraphKey(2, 2, 1)
+    with refused(LimitsError, given="GraphKey", allowed="inside State.graph_capture"):
+        state.slot(key)
+    (slot,), _ = capture(builder, key)
+    assert state.slot(key) is slot
+    with refused(LimitsError, given="host_owned_inputs=True", allowed="the other value"):
+        state.slot(key, host_owned_inputs=True)
+
+
+def test_a_failed_capture_leaves_no_slot():
+    _, _, builder = world()
+    (before,), _ = capture(builder, GraphKey(2, 2, 1))
+    with pytest.raises(RuntimeError), builder.state.graph_capture(16):
+        builder.state.slot(GraphKey(4, 4, 1))
+        raise RuntimeError
+    assert list(builder.state.slots.values()) == [before]
+    capture(builder, GraphKey(4, 4, 1))
+
+
+@pytest.mark.parametrize("size", [0, 17, True, 2.0])
+def test_a_capture_is_within_the_limits(size):
+    _, _, builder = world()
+    with refused(LimitsError, given="graph_capture", allowed="max_num_reqs=16"), builder.state.graph_capture(size):
+        pass
+
+
+def test_one_capture_at_a_time():
+    _, _, builder = world()
+    with builder.state.graph_capture(4):
+        with refused(LimitsError, given="graph_capture(4)", allowed="under way"), builder.state.graph_capture(4):
+            pass
+        builder.state.slot(GraphKey(4, 4, 1))
+    with refused(LimitsError, allowed="made for 4"), builder.state.graph_capture(8):
+        pass
+
+
+def test_released_slots_are_refused_and_freed():
+    _, _, builder = world()
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    gone = weakref.ref(slot)
+
+    builder.state.release_slots()
+
+    with refused(BatchError, given="GraphSlot", allowed="until it is released"):
+        builder.build(make_batch([1], [2]), slot=slot)
+    del slot, _
+    gc.collect()
+    assert gone() is None
+    with builder.state.graph_capture(8):
+        pass
+
+
+def test_no_graphs_without_an_agreement():
+    _, _, builder = world("never")
+    with refused(NotNegotiatedError, given="capture", remedy="cudagraph"), builder.state.graph_capture(2):
+        pass
+
+
+def test_a_builder_that_takes_no_slots_refuses_them():
+    _, _, taking = world()
+    (slot,), _ = capture(taking, GraphKey(2, 2, 1))
+    builder = make_builder(make_backend(agreed_graphs="always"))
+    assert builder.graph_level == "never"
+    with refused(NotNegotiatedError, given="a graph slot", allowed="takes no slots", remedy="slot=None"):
+        builder.build(make_batch([1], [3]), slot=slot)
+
+
+def test_a_slot_of_another_state_is_refused():
+    backend, impl, builder = world()
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    other = make_builder(backend, impl)
+    for wrong in (slot, "slot"):
+        with refused(BatchError, given="slot", allowed="belongs to the state"):
+            other.build(make_batch([1], [3]), slot=wrong)
+
+
+@pytest.mark.parametrize(
+    ("key", "allowed"),
+    [
+        (GraphKey(17, 17, 1), "max_batch_size=16"),
+        (GraphKey(2, 65), "max_num_tokens=64"),
+        (GraphKey(2, 2, 1, 65), "max_seq_len=64"),
+    ],
+)
+def test_a_shape_is_within_the_limits(key, allowed):
+    _, _, builder = world()
+    with builder.state.graph_capture(16), refused(LimitsError, given="GraphKey", allowed=allowed):
+        builder.state.slot(key)
+
+
+def test_a_decode_shape_has_at_most_the_agreed_query_length():
+    _, _, builder = world("uniform_batch", decode_query_len=2)
+    with builder.state.graph_capture(16), refused(LimitsError, allowed="decode_query_len=2"):
+        builder.state.slot(GraphKey(2, 6, 3))
+
+
+@pytest.mark.parametrize(
+    "fields", [(0, 1), (1, 0), (2, 1), (2, 3, 1), (1, 1, 0), (1, 1, 1, 0), (True, 1), (1.0, 1), (1, 1, True)]
+)
+def test_impossible_shapes_are_refused(fields):
+    with refused(LimitsError, given="GraphKey"):
+        GraphKey(*fields)
+
+
+def test_shapes_name_their_level():
+    assert [GraphKey(2, 2, 1).level, GraphKey(2, 4, 2).level, GraphKey(2, 4).level] == [
+        "single_token_decode",
+        "uniform_batch",
+        "always",
+    ]
+
+
+@pytest.mark.parametrize("asked", [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}])
+def test_the_dummy_batch_is_valid_and_writes_nothing(asked):
+    backend, impl, builder = world("uniform_batch", decode_query_len=3, **asked)
+    for key in (GraphKey(3, 3, 1), GraphKey(3, 9, 3), GraphKey(3, 9, 3, 3)):
+        _, (metadata,) = capture(builder, key)
+        assert not (metadata.batch.slot_mapping >= 0).any()
+    if not asked:
+        pages = torch.zeros(backend.make_cache(2).shape)
+        query, key, value, _ = make_qkv(backend, 9)
+        _, cache = run(impl, metadata, query, key, value, pages)
+        assert not cache.any()
+
+
+# --- what a graph freezes -----------------------------------------------------------------------------------------
+
+
+@frozen(eq=False, kw_only=True)
+class Rich(Metadata):
+    number: object
+    tensor: torch.Tensor
+    nested: object
+
+
+@frozen
+class Part:
+    buffer: torch.Tensor
+
+
+def plugin(make):
+    """Return a world whose builder returns Rich metadata of ``make(batch, slot)``."""
+
+    class Builder(Capturing):
+        def _build(self, batch, *, fast, slot):
+            return self.describe(batch, **make(batch, slot))
+
+    return world(cls=type("B", (ToyBackend,), {"builder_class": Builder, "metadata_class": Rich}))
+
+
+def steady(batch, slot):
+    buffer = slot.once("buffer", lambda: torch.zeros(8))
+    buffer[: batch.num_reqs] = batch.seq_lens.float()
+    tail = [slot.once("object", object), "text", None]
+    return {"number": batch.num_reqs, "tensor": buffer, "nested": {"part": Part(buffer[2:]), "tail": tail}}
+
+
+def test_metadata_in_the_slot_is_taken():
+    _, _, builder = plugin(steady)
+    (slot,), (captured,) = capture(builder, GraphKey(2, 2, 1))
+    builder.build(make_batch([1, 1], [8, 9]), slot=slot)
+    assert captured.tensor[:2].tolist() == [8, 9]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("number", lambda batch, _: {"number": batch.seq_lens_cpu.tolist()[0]}),
+        ("tensor", lambda batch, _: {"tensor": batch.seq_lens.float()}),
+        ("tensor", lambda batch, slot: {"tensor": slot.once("buffer", object)[: int(batch.seq_lens_cpu[0])]}),
+        ("nested", lambda _, __: {"nested": object()}),
+        ("nested", lambda batch, _: {"nested": [1] * int(batch.seq_lens_cpu[0])}),
+        ("nested", lambda _, __: {"nested": Part(torch.zeros(3))}),
+    ],
+)
+def test_metadata_that_a_graph_would_not_see_is_refused(name, change):
+    """A plugin that hands a new tensor or number to a replay would compute the step of the capture, silently."""
+    keep = []  # memory that is freed may be given out again, at the same address
+
+    def make(batch, slot):
+        keep.append({**steady(batch, slot), **change(batch, slot)})
+        return keep[-1]
+
+    _, _, builder = plugin(make)
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    with pytest.raises(PluginContractError, match=rf"whose .*{name}.* changed since the capture"):
+        builder.build(make_batch([1, 1], [4, 5]), slot=slot)
+
+
+def test_slots_show_what_they_are():
+    _, _, builder = world()
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    assert repr(slot) == f"GraphSlot({slot.key}, of toy/plain)"
+    assert attrs.asdict(slot.key)["num_reqs"] == 2
