@@ -2,12 +2,15 @@
 
 from attnplug.ops.gather import gather_dense, gather_packed, pages_as_tokens
 from attnplug.ops.merge import merge_attention_states
+from attnplug.ops.quantize import dequantize, quantize
 from attnplug.ops.write import write_cache
 
 __all__ = [
+    "dequantize",
     "gather_dense",
     "gather_packed",
     "merge_attention_states",
     "pages_as_tokens",
+    "quantize",
     "write_cache",
 ]

@@ -5,22 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from attnplug.contract.kv_cache import is_narrow_float
 from attnplug.errors import TensorError
 from attnplug.ops.gather import as_slots
+from attnplug.ops.quantize import quantize
 
 
-def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
+def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor | None = None) -> None:
     """
     Write each row into its slot; rows whose slot is PAD_SLOT_ID (any negative one) are skipped.
 
     Nothing but the given slots changes, block 0 included, and a device is never waited for. The order in memory is the
-    cache's own affair: an HND cache is given as its NHD view. Rows are converted to the cache's dtype, not quantized.
+    cache's own affair: an HND cache is given as its NHD view. Rows are converted to the cache's dtype; for 8-bit floats they are
+    divided by the scale, and what is too large becomes the largest number.
 
     Args:
-        rows: ``(tokens, num_kv_heads, head_size)``; rows beyond the slot mapping are not read.
+        rows: ``(tokens, num_kv_heads, head_size)``; rows beyond the slot mapping are not read. Rows that are in the
+            dtype of an 8-bit cache are quantized already.
         pages: ``(num_blocks, block_size, num_kv_heads, head_size)``, of any strides; written in place.
         slot_mapping: ``(n,)`` int64 with ``n <= tokens``, no slot twice. Where some are padded, no other may be
             slot 0: the null block is never given to a request.
+        scale: Of an 8-bit float cache: float32, one element or ``(num_kv_heads,)``; None is 1.
 
     Raises:
         TensorError: The shapes do not fit together.
@@ -32,7 +37,11 @@ def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor) -> None:
             "rows are (tokens, num_kv_heads, head_size), at least as many as slots, with the heads of the pages",
             "pass this step's K or V and its slot mapping",
         )
-    rows = rows[:num_slots].to(pages.dtype)
+    rows = rows[:num_slots]
+    if is_narrow_float(pages.dtype):
+        rows = rows if rows.dtype == pages.dtype else quantize(rows, pages.dtype, scale)
+        rows, pages = rows.view(torch.uint8), pages.view(torch.uint8)
+    rows = rows.to(pages.dtype)
     if pages.device.type == "cpu":
         _write_selected(rows, pages, slot_mapping)
     else:

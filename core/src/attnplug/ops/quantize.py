@@ -1,0 +1,55 @@
+"""Rounds rows to 8-bit floats and back: ``x ~ scale * quantized``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Final
+
+import torch
+from torch import Tensor
+
+_WIDE: Final = {2: torch.int32, 4: torch.int64}
+
+
+def quantize(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+    """
+    Return rows in an 8-bit float, divided by their scale.
+
+    What is too large becomes the largest number of the dtype: a plain conversion would make it NaN or infinite. NaN stays
+    NaN.
+
+    Args:
+        rows: ``(tokens, num_kv_heads, size)``.
+        dtype: float8_e4m3fn or float8_e5m2.
+        scale: float32, one element or ``(num_kv_heads,)``; None is 1. A tensor, since devices divide by host numbers
+            inexactly.
+    """
+    limit = torch.finfo(dtype).max
+    rows = rows.float()
+    if scale is not None:
+        rows = rows / scale.view(-1, 1)
+    return rows.clamp(-limit, limit).to(dtype)
+
+
+def dequantize(narrow: Tensor, out: Tensor) -> Tensor:
+    """
+    Write 8-bit floats into `out`, without a scale, and return it. Every wider float holds them exactly.
+
+    Args:
+        narrow: Contiguous, in float8_e4m3fn or float8_e5m2.
+        out: Contiguous, of the same shape, in float32, bfloat16 or float16.
+    """
+    if narrow.device.type != "cpu" or narrow.numel() % 2:
+        return out.copy_(narrow)
+    # Looking two up at once takes a tenth of the time that torch's conversion takes on the CPU.
+    table = _pairs(narrow.dtype, out.dtype)
+    codes = narrow.view(-1).view(torch.int16).int().bitwise_and_(0xFFFF)
+    torch.index_select(table, 0, codes, out=out.view(-1).view(table.dtype))
+    return out
+
+
+@cache
+def _pairs(narrow: torch.dtype, dtype: torch.dtype) -> Tensor:
+    """Return what each two bytes stand for, as ``(65536,)`` integers that hold two numbers."""
+    codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    return codes.view(torch.uint8).view(narrow).to(dtype).view(_WIDE[dtype.itemsize])

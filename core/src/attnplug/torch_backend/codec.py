@@ -1,0 +1,73 @@
+"""What an 8-bit cache does to keys and values on their way in, and what has to be made up for on their way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from attnplug.contract.dtypes import torch_dtype
+from attnplug.contract.kv_cache import is_narrow_float
+from attnplug.ops.quantize import dequantize, quantize
+
+if TYPE_CHECKING:
+    from attnplug.contract.layer import Layer
+    from attnplug.negotiation.agreement import Agreement
+
+
+@frozen(eq=False)
+class Codec:
+    """
+    Scales of a layer whose cache holds 8-bit floats: ``x ~ scale * quantized``.
+
+    Kernels read the quantized numbers themselves, which every wider dtype holds exactly. A key's scale is a factor of its
+    scores, a value's one of the output, so that neither rounds anything. Only where one number does not stand for the
+    scales of all heads, or where a kernel is compiled for the factor of its scores, are keys multiplied.
+
+    Attributes:
+        narrow: Dtype of the cache.
+        dtype: Dtype of the layer.
+        key_scale: float32, one element or ``(num_kv_heads,)``; None for 1.
+        value_scale: The same of values.
+        of_scores: Factor of the scores.
+        of_keys: ``(1 or num_kv_heads, 1)`` factor of keys that were read; None for 1.
+        of_outputs: ``(1 or num_kv_heads, 1, 1)`` factor of outputs; None for 1.
+    """
+
+    narrow: torch.dtype
+    dtype: torch.dtype
+    key_scale: Tensor | None
+    value_scale: Tensor | None
+    of_scores: float
+    of_keys: Tensor | None
+    of_outputs: Tensor | None
+
+    def encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the cache keeps of new keys and values."""
+        return quantize(key, self.narrow, self.key_scale), quantize(value, self.narrow, self.value_scale)
+
+    def decode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what kernels read of encoded rows ``(tokens, num_kv_heads, size)``, in fresh memory."""
+        key, value = (dequantize(rows, torch.empty_like(rows, dtype=self.dtype)) for rows in (key, value))
+        return key if self.of_keys is None else key.mul_(self.of_keys), value
+
+
+def codec_of(layer: Layer, agreement: Agreement) -> Codec | None:
+    """Return the codec of a completed layer; None where its cache holds rows as they are."""
+    narrow = torch_dtype(agreement.kv_cache_dtype)
+    if not is_narrow_float(narrow):
+        return None
+    key_scale = None if layer.k_scale == 1.0 else layer.k_scale_tensor
+    value_scale = None if layer.v_scale == 1.0 else layer.v_scale_tensor
+    folds = layer.k_scale is not None and agreement.variant != "flex"
+    return Codec(
+        narrow,
+        torch_dtype(agreement.requirements.dtype),
+        key_scale,
+        value_scale,
+        of_scores=layer.k_scale if folds and layer.k_scale is not None else 1.0,
+        of_keys=None if folds or key_scale is None else key_scale.view(-1, 1),
+        of_outputs=None if value_scale is None else value_scale.view(-1, 1, 1),
+    )

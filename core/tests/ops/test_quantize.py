@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.ops import dequantize, quantize, write_cache
+from attnplug.testing.rounding import nearest
+
+NARROW = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+narrow = st.sampled_from(list(NARROW))
+wide = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+
+
+@given(narrow, wide, st.sampled_from([None, 0.01, 0.3, 7.0]), st.integers(0, 2**16))
+def test_rounds_to_the_nearest(dtype: torch.dtype, source: torch.dtype, scale: float | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = (torch.randn(5, 2, 7, generator=generator) * 10 ** torch.randn(5, 2, 7, generator=generator)).to(source)
+
+    quantized = quantize(rows, dtype, None if scale is None else torch.tensor([scale]))
+
+    scaled = rows.float() if scale is None else rows.float() / torch.tensor(scale)
+    assert torch.equal(quantized.double(), nearest(scaled.double(), dtype))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_what_is_too_large_becomes_the_largest_and_nan_stays(dtype: torch.dtype) -> None:
+    largest = NARROW[dtype]
+    rows = torch.tensor([2 * largest, -2 * largest, largest, torch.inf, -torch.inf, torch.nan]).view(1, 1, -1)
+
+    quantized = quantize(rows, dtype).double().flatten().tolist()
+    halved = quantize(rows, dtype, torch.tensor(0.5)).double().flatten().tolist()
+
+    assert quantized[:5] == halved[:5] == [largest, -largest, largest, largest, -largest]
+    assert quantized[5] != quantized[5]
+    assert halved[5] != halved[5]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_heads_have_their_own_scales(dtype: torch.dtype) -> None:
+    rows = torch.full((2, 3, 4), 12.0)
+
+    quantized = quantize(rows, dtype, torch.tensor([1.0, 2.0, 12.0]))
+
+    assert quantized[1, :, 0].float().tolist() == [12.0, 6.0, 1.0]
+
+
+@given(narrow, wide, st.booleans())
+def test_every_code_comes_back_exactly(dtype: torch.dtype, target: torch.dtype, odd: bool) -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)[int(odd) :].contiguous()
+    rows = codes.view(dtype)
+
+    got = dequantize(rows, torch.empty(rows.shape, dtype=target))
+
+    torch.testing.assert_close(got, rows.to(target), rtol=0, atol=0, equal_nan=True)
+
+
+@given(narrow, st.sampled_from([None, 0.25]), st.booleans())
+def test_a_cache_is_written_alike_by_rows_and_by_quantized_rows(
+    dtype: torch.dtype, scale: float | None, heads_first: bool
+) -> None:
+    pages = [torch.zeros(3, 4, 2, 5, dtype=torch.uint8).view(dtype) for _ in range(2)]
+    if heads_first:
+        pages = [page.transpose(1, 2).contiguous().transpose(1, 2) for page in pages]
+    rows = torch.randn(3, 2, 5) * 300
+    slots, tensor = torch.tensor([5, -1, 11]), None if scale is None else torch.tensor([scale])
+
+    write_cache(rows, pages[0], slots, tensor)
+    write_cache(quantize(rows, dtype, tensor), pages[1], slots)
+
+    wanted = quantize(rows, dtype, tensor).float()
+    for page in pages:
+        assert torch.equal(page[1, 1].float(), wanted[0])
+        assert torch.equal(page[2, 3].float(), wanted[2])
+        assert page.float().count_nonzero() == (wanted[0] != 0).sum() + (wanted[2] != 0).sum()
