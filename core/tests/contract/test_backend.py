@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnplug.contract import AttentionImpl, Backend, GraphKey, Layer, MetadataBuilder, State
-from attnplug.errors import LayerError, LimitsError, NotNegotiatedError, PluginContractError
+from attnplug.errors import LayerError, LimitsError, PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
 
