@@ -1,0 +1,89 @@
+"""The backends of a model: one per group of layers that share it, with the builder that plans for them once a step."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from attnplug.contract.backend import Backend
+from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract.layer import Layer
+from attnplug.hosts.transformers.binding import device_of
+from attnplug.hosts.transformers.engine.layers import PagedLayer
+from attnplug.selection.plan import Plan, plan
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from attnplug.contract.limits import Limits
+    from attnplug.hosts.transformers.engine.layers import Learned
+    from attnplug.request.settings import Options
+    from attnplug.selection.scope import BackendNames
+
+
+@frozen(eq=False)
+class Groups:
+    """
+    What `attnplug.plan` decided, loaded.
+
+    Attributes:
+        plan: The decision.
+        backends: The backend of each group.
+        layers: The layers in the model's order; each knows the number of its group.
+        block_size: Tokens per block, common to all.
+    """
+
+    plan: Plan
+    backends: tuple[Backend, ...]
+    layers: tuple[PagedLayer, ...]
+    block_size: int
+
+    @classmethod
+    def of(
+        cls,
+        learned: Sequence[Learned],
+        device: torch.device,
+        backend: BackendNames | None = None,
+        options: Options | None = None,
+    ) -> Groups:
+        """
+        Choose for all layers together, and load each choice once.
+
+        Raises:
+            NoBackendError: Nothing can serve a layer.
+            PluginError: What was chosen does not load.
+        """
+        chosen = plan(
+            {layer.name: layer.requirements for layer in learned}, device_of(device), backend=backend, options=options
+        )
+        backends = tuple(group.selection.load() for group in chosen.groups)
+        numbers = {name: number for number, group in enumerate(chosen.groups) for name in group.layers}
+        layers = tuple(_ready(layer, backends[numbers[layer.name]], numbers[layer.name]) for layer in learned)
+        return cls(chosen, backends, layers, chosen.block_size or 1)
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block takes in the caches of all layers."""
+        return sum(self.backends[layer.group].bytes_per_block for layer in self.layers)
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the bytes of all workspaces."""
+        return sum(backend.workspace_bytes(limits) for backend in self.backends)
+
+    def make_builders(self, limits: Limits) -> tuple[MetadataBuilder, ...]:
+        """Return the builder of each group, with a state of its own."""
+        return tuple(
+            backend.make_builder(
+                [layer.impl for layer in self.layers if layer.group == number], backend.make_state(limits)
+            )
+            for number, backend in enumerate(self.backends)
+        )
+
+
+def _ready(learned: Learned, backend: Backend, group: int) -> PagedLayer:
+    sinks = learned.sinks[0]
+    layer = Layer(name=learned.name, scale=learned.scale, sinks=None if sinks is None else sinks.detach())
+    return PagedLayer(learned, backend.make_impl(layer), group)

@@ -1,0 +1,46 @@
+"""Lends a model's attention to engines, and gives it back when the last of them is done."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from attnplug.errors import RequirementsError
+from attnplug.hosts.transformers.engine.attention import KEY, register
+
+_lent: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+"""Model -> the attention implementation that each of its engines has found; the first one is the model's own."""
+
+_lock = threading.Lock()
+
+
+def lend(model: Any) -> None:
+    """
+    Put a model on the engine's attention.
+
+    Raises:
+        RequirementsError: Its classes do not let their attention be replaced.
+    """
+    with _lock:
+        register()
+        found = model.config._attn_implementation  # noqa: SLF001 - the library has no public name for it
+        model.set_attn_implementation(KEY)
+        if model.config._attn_implementation != KEY:  # noqa: SLF001 - likewise
+            raise RequirementsError(
+                f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
+                "the engine answers the attention calls that transformers' AttentionInterface makes",
+                "keep transformers' own attention for this model",
+            )
+        _lent.setdefault(model, []).append(found)
+
+
+def give_back(model: Any) -> None:
+    """End one engine's loan; after the last one the model has the attention again that it had before the first."""
+    with _lock:
+        first, *rest = _lent[model]
+        if rest:
+            _lent[model] = [first, *rest[1:]]
+        else:
+            del _lent[model]
+            model.set_attn_implementation(first)

@@ -1,0 +1,90 @@
+"""Runs one step on the model: prepare the inputs, build once per group, call the model."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from attnplug.hosts.transformers.engine.inputs import InputMaker, Inputs
+from attnplug.hosts.transformers.engine.paged import PagedStep
+from attnplug.hosts.transformers.engine.trial import no_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from attnplug.contract.builder import MetadataBuilder
+    from attnplug.contract.kv_cache import Cache
+    from attnplug.contract.metadata import Metadata
+    from attnplug.hosts.transformers.engine.groups import Groups
+    from attnplug.hosts.transformers.engine.step import Step
+
+
+class Runner:
+    """
+    The model with its backends.
+
+    `prepare`, `build` and `forward` are the three parts of a step: a captured graph takes the place of the last one, on
+    tensors that the first two have written.
+
+    Args:
+        model: The model, lent to the engine.
+        groups: Its backends.
+    """
+
+    def __init__(self, model: Any, groups: Groups) -> None:
+        self.device: torch.device = model.device
+        self._model = model
+        self._layers = {layer.learned.module: layer for layer in groups.layers}
+        self._inputs = InputMaker(groups.block_size, self.device)
+        self._mask = no_mask(self.device)
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._builders: Sequence[MetadataBuilder] = ()
+        self._caches: Mapping[str, Cache] = {}
+
+    def equip(self, builders: Sequence[MetadataBuilder], caches: Mapping[str, Cache]) -> None:
+        """Take the builder of each group and the cache of each layer; only `measure` runs without."""
+        self._builders, self._caches = builders, caches
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        """Return ``(requests that sample, vocabulary)`` logits, in the order of ``step.sampling``."""
+        inputs = self.prepare(step)
+        return self.forward(inputs, self.build(inputs))
+
+    @torch.inference_mode()
+    def measure(self, num_tokens: int, num_rows: int, max_seq_len: int) -> None:
+        """Run a step of this size without caches."""
+        ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=self.device)
+        positions = torch.arange(num_tokens, device=self.device)[None] % max_seq_len
+        rows = torch.arange(min(num_rows, num_tokens), device=self.device)
+        self._call(ids, positions, rows, PagedStep(self._layers, {}, (), self._mask))
+
+    def prepare(self, step: Step) -> Inputs:
+        """Return the step's tensors."""
+        return self._inputs.make(step)
+
+    def build(self, inputs: Inputs) -> tuple[Metadata, ...]:
+        """Return the step's metadata, one for each group."""
+        return tuple(builder.build(inputs.batch) for builder in self._builders)
+
+    def forward(self, inputs: Inputs, metadata: Sequence[Metadata]) -> Tensor:
+        """Call the model, and return the logits of the rows that sample."""
+        step = PagedStep(self._layers, self._caches, metadata, self._mask)
+        return self._call(inputs.input_ids, inputs.positions, inputs.rows, step)
+
+    def _call(self, ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep) -> Tensor:
+        keep = {"logits_to_keep": 0 if rows is None else rows} if self._keeps else {}
+        output = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self._mask,
+            use_cache=False,
+            attnplug_step=step,
+            **keep,
+        )
+        step.check_complete()
+        logits: Tensor = output.logits[0]
+        return logits if rows is None or self._keeps else logits[rows]
