@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import count
+from typing import TYPE_CHECKING
 
 from attnplug.errors import CacheError, LimitsError
-from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -13,6 +13,7 @@ from attnplug.errors import LimitsError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
     from torch import Tensor
 
     from attnplug.hosts.transformers.engine.request import Request

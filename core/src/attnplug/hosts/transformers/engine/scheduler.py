@@ -10,6 +10,7 @@ from attnplug.hosts.transformers.engine.step import Scheduled, Step
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
     from attnplug.hosts.transformers.engine.blocks import BlockPool
     from attnplug.hosts.transformers.engine.request import Request
 
