@@ -264,7 +264,8 @@ def test_a_failed_capture_leaves_no_slot():
             builder.state.slot(GraphKey(4, 4, 1))
             raise RuntimeError
 
-    pytest.raises(RuntimeError, fail)
+    with pytest.raises(RuntimeError):
+        fail()
     assert list(builder.state.slots.values()) == [before]
     capture(builder, GraphKey(4, 4, 1))
 

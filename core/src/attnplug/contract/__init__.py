@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnplug.contract.advance import StepTokens
     from attnplug.contract.backend import Backend
     from attnplug.contract.batch import PAD_SLOT_ID, Batch
     from attnplug.contract.builder import MetadataBuilder
@@ -42,6 +43,7 @@ _HOMES = {
     "Parallel": "limits",
     "State": "state",
     "Step": "state",
+    "StepTokens": "advance",
     "check_backend_class": "check",
     "torch_dtype": "dtypes",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "Parallel",
     "State",
     "Step",
+    "StepTokens",
     "check_backend_class",
     "torch_dtype",
 ]
