@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from attrs import frozen
@@ -13,11 +13,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from attnplug.errors import NotNegotiatedError, TensorError
 from attnplug.hosts.transformers.arguments import check_arguments
 from attnplug.hosts.transformers.call import Call
-from attnplug.hosts.transformers.mask import make_mask
+from attnplug.hosts.transformers.mask import AskedMask, make_mask
 from attnplug.hosts.transformers.uncompiled import uncompiled
-
-if TYPE_CHECKING:
-    from attnplug.hosts.transformers.mask import AskedMask
 
 KEY: Final = "attnplug_engine"
 """The attention implementation's name in transformers."""
@@ -120,9 +117,13 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
         sinks=s_aux is not None,
         is_causal=is_causal,
     )
-    rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    output = attnplug_step.answer(Asked(module, call, *rows, attention_mask, scaling, s_aux))
+    asked = Asked(module, call, _rows(query), _rows(key), _rows(value), attention_mask, scaling, s_aux)
+    output = attnplug_step.answer(asked)
     return output.view(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor[0].transpose(0, 1)
 
 
 def _check_tensors(query: Tensor, key: Tensor, value: Tensor, name: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,8 @@ from attnplug.hosts.transformers.engine.trial import learn
 from attnplug.hosts.transformers.requirements import model_layers
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from attnplug.request.settings import Options
     from attnplug.selection.scope import BackendNames
     from attnplug.selection.selection import Selection
@@ -64,7 +65,7 @@ class Engine:
         LimitsError: A number is out of its range, or memory does not suffice.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a choice of whoever runs the engine, with a default
         self,
         model: Any,
         *,
@@ -209,7 +210,7 @@ class Engine:
         requests: list[Request] = []
         try:
             for prompt in prompts:
-                requests.append(
+                requests.append(  # noqa: PERF401 - those before one that is refused have to be known
                     self.submit(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stops)
                 )
             while not all(request.is_finished for request in requests):

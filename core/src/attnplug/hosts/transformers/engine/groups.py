@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from attnplug.contract.backend import Backend
-from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.layer import Layer
 from attnplug.hosts.transformers.binding import device_of
 from attnplug.hosts.transformers.engine.layers import PagedLayer
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.limits import Limits
     from attnplug.hosts.transformers.engine.layers import Learned
     from attnplug.request.settings import Options

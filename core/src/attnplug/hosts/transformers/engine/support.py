@@ -65,8 +65,11 @@ def _of_kind(model: Any) -> Iterator[tuple[str, str, str]]:
         yield "an encoder-decoder", "the engine runs causal language models of one stack", _KEEP
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
         yield "a model without a language-model head", "tokens are sampled from its logits", "load it for causal LM"
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" not in parameters:
         yield "its forward takes no position_ids", "requests of one step stand at different positions", _KEEP
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        yield "its forward takes no further keywords", "the step reaches the attention function as one", _KEEP
     if model.training:
         yield "it is in training mode", "dropout is a training feature", "call model.eval() first"
     devices = {str(parameter.device) for parameter in model.parameters()}
@@ -100,8 +103,7 @@ def _of_rotation(name: str, module: Any, max_seq_len: int) -> Iterator[tuple[str
         if max_seq_len > fixed:
             yield (
                 f"{name} has rotary embeddings of type {kind!r}",
-                f"beyond {fixed} positions their frequencies depend on the longest sequence of a step, so that a"
-                " request's tokens would depend on the others",
+                f"beyond {fixed} positions their frequencies depend on the longest sequence of a step",
                 f"pass max_seq_len={fixed}",
             )
 
@@ -113,7 +115,6 @@ def _of_temperature(name: str, module: Any, most: int) -> Iterator[tuple[str, st
         if most >= floor:
             yield (
                 f"{name} scales its queries by position",
-                f"from position {floor:g} on it takes positions from transformers' cache object, which the engine has"
-                " not",
+                f"from {floor:g} on it takes positions from transformers' cache object, and the engine has none",
                 f"pass max_seq_len and max_num_tokens below {floor:g}",
             )
