@@ -4,7 +4,15 @@ Pure functions of a batch: who decodes, who prefills, which slots and pages they
 Hosts and builders share them. Sizes come from host copies or from the caller, so that nothing here waits for a device.
 """
 
+from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
 from attnplug.batching.draft import BatchDraft
+from attnplug.batching.hyperparameters import Hyperparameters, infer_global_hyperparameters, per_layer_parameters
+from attnplug.batching.local_chunks import (
+    LocalChunks,
+    local_chunk_batch,
+    make_local_attention_virtual_batches,
+    max_local_chunks,
+)
 from attnplug.batching.padding import pad_batch, pad_rows, padded_size
 from attnplug.batching.pages import Pages, pages_of
 from attnplug.batching.positions import positions_of, positions_of_new_tokens
@@ -15,15 +23,24 @@ from attnplug.batching.split import Split, split_decodes_and_prefills
 
 __all__ = [
     "BatchDraft",
+    "Hyperparameters",
+    "LocalChunks",
     "Pages",
     "Reordering",
     "Split",
     "first_attended_key",
+    "infer_global_hyperparameters",
+    "local_chunk_batch",
+    "make_local_attention_virtual_batches",
+    "max_local_chunks",
+    "max_local_tokens_per_dcp_rank",
     "num_freeable_blocks",
+    "num_local_tokens_per_dcp_rank",
     "pad_batch",
     "pad_rows",
     "padded_size",
     "pages_of",
+    "per_layer_parameters",
     "positions_of",
     "positions_of_new_tokens",
     "reorder_batch_to_split_decodes_and_prefills",

@@ -1,0 +1,211 @@
+"""Virtual requests against a loop over tokens, and chunked-local attention served by a backend that has none."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.batching import local_chunk_batch, make_local_attention_virtual_batches, max_local_chunks, pad_batch
+from attnplug.contract import Batch, Limits
+from attnplug.contract.guards.batch import BatchGuard
+from attnplug.errors import BatchError
+from attnplug.testing import assert_close, realise
+from attnplug.testing.strategies import cases
+
+lengths = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=1, max_size=5)
+sizes = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 4)).map(lambda pair: (pair[0] * pair[1], pair[0]))
+
+
+def starts_of(query_lens):
+    return torch.tensor([0, *query_lens]).cumsum(0).int()
+
+
+def cut_token_by_token(lens, chunk):
+    """``(request, chunk, query length, sequence length)`` of each run of queries in one chunk."""
+    found = []
+    for request, (query, computed) in enumerate(lens):
+        positions = range(computed, computed + query)
+        for index, run in groupby(positions, key=lambda position: position // chunk):
+            *_, last = together = list(run)
+            found.append((request, index, len(together), last - index * chunk + 1))
+    return found
+
+
+def test_the_published_example():
+    virtual = make_local_attention_virtual_batches(
+        4, starts_of([4, 10, 5]), torch.tensor([6, 17, 9]), torch.arange(27).view(3, 9), 2
+    )
+
+    assert virtual.query_lens.tolist() == [2, 2, 1, 4, 4, 1, 4, 1]
+    assert virtual.query_start_loc.tolist() == [0, 2, 4, 5, 9, 13, 14, 18, 19]
+    assert virtual.seq_lens.tolist() == [4, 2, 4, 4, 4, 1, 4, 1]
+    assert virtual.block_table.tolist() == [
+        [0, 1],
+        [2, 3],
+        [11, 12],
+        [13, 14],
+        [15, 16],
+        [17, 17],
+        [20, 21],
+        [22, 23],
+    ]
+
+
+@given(lengths, sizes, st.integers(0, 3))
+def test_agrees_with_a_loop_over_tokens(lens, chunk_and_block, spare):
+    chunk, block_size = chunk_and_block
+    seq_lens = [query + computed for query, computed in lens]
+    columns = max(-(-length // block_size) for length in seq_lens) + spare
+    table = torch.randint(1, 999, (len(lens), columns), dtype=torch.int32)
+
+    virtual = make_local_attention_virtual_batches(
+        chunk, starts_of([query for query, _ in lens]), torch.tensor(seq_lens, dtype=torch.int32), table, block_size
+    )
+
+    expected = cut_token_by_token(lens, chunk)
+    assert virtual.query_lens.tolist() == [query for _, _, query, _ in expected]
+    assert virtual.seq_lens.tolist() == [length for *_, length in expected]
+    assert virtual.query_start_loc.tolist() == starts_of(virtual.query_lens.tolist()).tolist()
+    assert virtual.block_table.shape == (len(expected), chunk // block_size)
+    for row, (request, index, _, length) in zip(virtual.block_table.tolist(), expected, strict=True):
+        used, first = -(-length // block_size), index * chunk // block_size
+        assert row[:used] == table[request, first : first + used].tolist()
+    assert {getattr(virtual, name).dtype for name in virtual.__slots__ if name != "__weakref__"} == {torch.int32}
+
+
+@given(lengths, st.integers(1, 9), st.integers(0, 3))
+def test_the_bound_holds_and_is_reached(lens, chunk, idle):
+    tokens = sum(query for query, _ in lens)
+
+    assert len(cut_token_by_token(lens, chunk)) <= max_local_chunks(len(lens) + idle, tokens, chunk)
+    widest = [(2 + 3 * chunk, chunk - 1)] * len(lens)  # one token, three whole chunks, one token
+    if chunk > 1:
+        total = sum(query for query, _ in widest)
+        assert len(cut_token_by_token(widest, chunk)) == max_local_chunks(len(lens), total, chunk)
+
+
+@given(lengths.filter(lambda lens: any(query for query, _ in lens)), sizes, st.integers(0, 2))
+def test_a_virtual_batch_passes_the_guards_of_a_builder(lens, chunk_and_block, more):
+    chunk, block_size = chunk_and_block
+    asked = attnplug.Requirements(
+        head_size=16, num_q_heads=1, num_kv_heads=1, dtype="float32", block_size=block_size, phases=("prefill",)
+    )
+    agreed = attnplug.select(asked, "cpu", backend="torch/sdpa").agreement
+    batch = pad_batch(paged(lens, block_size), len(lens) + more, sum(query for query, _ in lens) + more)
+
+    virtual = local_chunk_batch(batch, chunk, block_size)
+
+    limits = Limits(
+        max_num_reqs=max_local_chunks(batch.num_reqs, batch.num_actual_tokens, chunk),
+        max_num_tokens=batch.num_actual_tokens,
+        max_seq_len=chunk,
+        num_blocks=999,
+    )
+    facts = BatchGuard(agreed, limits, torch.device("cpu")).check(virtual)
+    assert facts.num_prefill_tokens == batch.num_actual_tokens
+    assert virtual.slot_mapping is batch.slot_mapping
+
+
+def paged(lens, block_size):
+    seq_lens = [query + computed for query, computed in lens]
+    columns = max(-(-length // block_size) for length in seq_lens)
+    table = torch.arange(1, 1 + columns * len(lens), dtype=torch.int32).view(len(lens), columns)
+    slots = [
+        int(table[request, position // block_size]) * block_size + position % block_size
+        for request, (query, computed) in enumerate(lens)
+        for position in range(computed, computed + query)
+    ]
+    return Batch.from_lengths(
+        [query for query, _ in lens], seq_lens, block_table=table, slot_mapping=torch.tensor(slots, dtype=torch.int64)
+    )
+
+
+@given(cases(attention_chunk=None, block_size=4), st.integers(1, 4), st.sampled_from(["NHD", "HND"]))
+@settings(max_examples=60)
+def test_plain_causal_attention_over_virtual_requests_is_chunked_local_attention(case, blocks, layout):
+    chunk = blocks * case.block_size
+    plain = case.requirements(block_size=case.block_size, kv_layout=layout, phases=("prefill",))
+    backend = attnplug.load(plain, "cpu", backend="torch/sdpa")
+    scene = realise(evolve(case, attention_chunk=chunk))
+    call = scene.paged(backend)
+    virtual = local_chunk_batch(call.batch, chunk, case.block_size)
+    limits = Limits(
+        max_num_reqs=max(1, virtual.num_reqs), max_num_tokens=case.num_tokens, max_seq_len=chunk, num_blocks=10**4
+    )
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(limits))
+
+    impl.forward(call.query, call.key, call.value, call.cache, builder.build(virtual), call.output)
+
+    output = call.output[: case.num_tokens].view(case.num_tokens, case.num_q_heads, -1)
+    assert_close(output, scene.expected().output, dtype=output.dtype, scale=scene.largest_value)
+
+
+@pytest.mark.parametrize(("chunk", "block_size"), [(6, 4), (0, 4), (4, 0), (2, 4)])
+def test_a_chunk_is_a_multiple_of_a_block(chunk, block_size):
+    with pytest.raises(BatchError, match=f"attn_chunk_size={chunk} and block_size={block_size}"):
+        make_local_attention_virtual_batches(
+            chunk, starts_of([1]), torch.tensor([1]), torch.ones(1, 1, dtype=torch.int32), block_size
+        )
+
+
+@pytest.mark.parametrize(
+    ("starts", "ends", "said"),
+    [
+        ([0, 3], [2], "request 0 has a sequence of 2 tokens and a query of 3"),
+        ([0, 3, 2], [3, 4], "request 1 has a sequence of 4 tokens and a query of -1"),
+        ([0, 3], [3, 4], "one entry more"),
+        ([0, 1], [9], "1 columns of 4 slots"),
+    ],
+)
+def test_contradicting_lengths_are_refused(starts, ends, said):
+    with pytest.raises(BatchError, match=said):
+        make_local_attention_virtual_batches(
+            4, torch.tensor(starts), torch.tensor(ends), torch.ones(len(ends), 1, dtype=torch.int32), 4
+        )
+
+
+@pytest.mark.parametrize("name", ["query_start_loc", "seq_lens"])
+def test_lengths_on_a_device_are_refused(name):
+    host = {"query_start_loc": starts_of([1]), "seq_lens": torch.tensor([1])}
+    given_ = {**host, name: host[name].to("meta")}
+
+    with pytest.raises(BatchError, match=f"pass the batch's {name}_cpu"):
+        make_local_attention_virtual_batches(4, **given_, block_table=torch.ones(1, 1), block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("brought", "said"),
+    [
+        ({"causal": False}, "causal=False"),
+        ({"custom_mask": torch.ones(2, dtype=torch.bool)}, "a custom mask"),
+        ({"encoder_seq_lens": torch.ones(1)}, "encoder lengths"),
+        ({"dcp_local_seq_lens": torch.ones(1)}, "DCP-local lengths"),
+        ({"key_start_loc": torch.ones(2)}, "key_start_loc"),
+        ({"seq_lens_cpu": None}, "without query_start_loc_cpu, seq_lens_cpu or block_table"),
+        ({"block_table": None}, "without query_start_loc_cpu, seq_lens_cpu or block_table"),
+    ],
+)
+def test_other_batches_are_refused(brought, said):
+    with pytest.raises(BatchError, match=said):
+        local_chunk_batch(evolve(paged([(1, 1)], 4), **brought), 4, 4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_table_follows_and_keeps_its_host_copy():
+    batch = paged([(3, 5), (9, 2)], 2)
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+    there = evolve(batch, **{name: getattr(batch, name).cuda() for name in names})
+
+    virtual, here = local_chunk_batch(there, 4, 2), local_chunk_batch(batch, 4, 2)
+
+    for name in names:
+        assert getattr(virtual, name).is_cuda
+        assert torch.equal(getattr(virtual, name).cpu(), getattr(here, name))
+        assert torch.equal(getattr(virtual, f"{name}_cpu"), getattr(here, name))
