@@ -62,6 +62,16 @@ def test_each_mask_shows_exactly_these_keys(asked: dict[str, object], seen: list
     assert sums == pytest.approx([sum(2.0**key for key in keys) for keys in seen])
 
 
+def test_a_mask_hides_what_else_would_be_seen() -> None:
+    value = torch.tensor([1.0, 2.0, 4.0]).view(3, 1, 1)
+    mask = torch.tensor([[True, True, True], [False, True, True], [False, False, False]])
+
+    result = attend(torch.zeros(3, 1, 2), torch.zeros(3, 1, 2), value, scale=1.0, custom_mask=mask)
+
+    assert result.output.flatten().tolist() == [1.0, 2.0, 0.0]
+    assert result.lse.flatten().tolist() == [0.0, 0.0, -INF]
+
+
 def test_two_scores_are_weighted_by_the_logistic_function() -> None:
     query, key = torch.tensor([[[1.0]]]), torch.tensor([[[2.0]], [[-1.0]]])
     value = torch.tensor([[[1.0]], [[0.0]]])

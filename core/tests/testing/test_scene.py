@@ -15,11 +15,13 @@ from attnplug.testing.strategies import cases
 
 @given(cases(features=FEATURES))
 def test_cases_are_batches_that_an_engine_could_make(case: Case) -> None:
-    decodes = [n == 1 for n in case.query_lens]
+    decodes = [n <= case.decode_query_len for n in case.query_lens]
     assert decodes == sorted(decodes, reverse=True), "decodes come first"
     assert len(case.query_lens) == len(case.context_lens) >= 1
     assert case.num_q_heads % case.num_kv_heads == 0
     assert case.requirements().sinks == case.sinks
+    assert case.requirements().paged == case.may_be_paged
+    assert len(case.encoder_lens) == (len(case.query_lens) if case.is_cross else 0)
 
 
 @given(cases())
@@ -38,6 +40,35 @@ def test_every_key_lies_in_its_own_slot_and_all_others_are_poisoned(case: Case) 
             for position in range(context_len):
                 block = scene.block_table[request, position // case.block_size]
                 assert torch.equal(pages[block, position % case.block_size], rows[request][position])
+
+
+@given(cases(features=("kv_sharing", "decode_query_len"), attn_type="encoder_decoder"))
+def test_encoder_keys_are_cached_after_the_first_step(case: Case) -> None:
+    scene = realise(case)
+    pages = torch.zeros(2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+
+    scene.fill(pages)
+
+    cached = [bool(context) for context in case.context_lens]
+    lens = zip(case.encoder_lens, cached, strict=True)
+    assert (~pages[0, ..., 0, 0].isnan()).sum() == sum(keys for keys, is_cached in lens if is_cached)
+    new = scene.slot_mapping.shape[0] - case.num_padding_tokens
+    assert new == sum(keys for keys, is_cached in zip(case.encoder_lens, cached, strict=True) if not is_cached)
+    assert scene.expected().output.shape[0] == case.num_tokens
+
+
+def test_masks_hide_some_keys_and_all_of_some_rows() -> None:
+    scene = realise(Case(query_lens=(1, 40), context_lens=(30, 10), custom_mask=True))
+
+    assert scene.masks is not None
+    assert [mask.shape for mask in scene.masks] == [(1, 31), (40, 50)]
+    seen = scene.masks[1].float().mean(1)
+    assert 0 < int((seen == 0).sum()) < 40
+    assert int(((seen > 0) & (seen < 1)).sum()) > 0
+    # The first rows see what their mask and their position allow: nothing where either hides it.
+    lse = scene.expected().lse[1:, 0]
+    causal = torch.ones(40, 50, dtype=torch.bool).tril(10)
+    assert torch.equal(lse.isinf(), ~(scene.masks[1] & causal).any(1))
 
 
 @given(cases())

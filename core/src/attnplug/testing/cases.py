@@ -14,7 +14,20 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-FEATURES: Final = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "head_size_v", "causal")
+FEATURES: Final = (
+    "attn_type",
+    "sliding_window",
+    "attention_chunk",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "head_size_v",
+    "causal",
+    "custom_mask",
+    "kv_sharing",
+    "decode_query_len",
+    "kv_cache_dtype",
+)
 """The fields that `random_case` leaves alone unless it is told that they may vary."""
 
 
@@ -34,12 +47,22 @@ class Case:
         block_size: Slots per block.
         num_spare_blocks: Blocks of the cache that no request uses, beside the null block.
         num_padding_tokens: Rows after the batch's last token; they hold NaN, and nothing may read or write them.
+        attn_type: As in the requirements. The keys of cross attention are an encoder's, `encoder_lens` of them.
+        encoder_lens: Encoder tokens per request, for cross attention. A request without context is in its first step,
+            which brings their K/V; the others have them in the cache.
         causal: Whether a token attends no later token.
         sliding_window: As in the requirements.
         attention_chunk: As in the requirements.
         logits_soft_cap: As in the requirements.
         alibi: As in the requirements.
         sinks: As in the requirements.
+        custom_mask: As in the requirements.
+        kv_sharing: As in the requirements: all K/V are in the cache, and none come with the call.
+        decode_query_len: As in the requirements.
+        kv_cache_dtype: As in the requirements.
+        k_scale: Scale of the keys in an 8-bit cache; per head it is the mean of scales that differ.
+        v_scale: The same of the values.
+        per_head_scales: As in the requirements.
         gain: Factor of the queries. Around 1 the scores are of size 1; a larger one makes some key dominate.
         seed: Seed of the tensors and of the block table.
     """
@@ -54,19 +77,50 @@ class Case:
     block_size: int = 16
     num_spare_blocks: int = 2
     num_padding_tokens: int = 0
+    attn_type: str = "decoder"
+    encoder_lens: tuple[int, ...] = ()
     causal: bool = True
     sliding_window: int | None = None
     attention_chunk: int | None = None
     logits_soft_cap: float | None = None
     alibi: str | None = None
     sinks: bool = False
+    custom_mask: bool = False
+    kv_sharing: bool = False
+    decode_query_len: int = 1
+    kv_cache_dtype: str = "auto"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    per_head_scales: bool = False
     gain: float = 1.0
     seed: int = 0
 
     @property
     def seq_lens(self) -> tuple[int, ...]:
-        """Keys per request, this step's included."""
+        """Tokens per request, this step's included."""
         return tuple(query + context for query, context in zip(self.query_lens, self.context_lens, strict=True))
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the keys are an encoder's."""
+        return self.attn_type == "encoder_decoder"
+
+    @property
+    def may_be_paged(self) -> bool:
+        """Whether its keys may live in a cache; those of encoders never do."""
+        return self.attn_type in ("decoder", "encoder_decoder")
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        """Keys per request: its tokens, or the encoder's."""
+        return self.encoder_lens if self.is_cross else self.seq_lens
+
+    @property
+    def first_new_keys(self) -> tuple[int, ...]:
+        """The first key per request whose K/V come with a paged call; those before it are in the cache."""
+        if not self.is_cross:
+            return self.context_lens
+        return tuple(keys if context else 0 for keys, context in zip(self.encoder_lens, self.context_lens, strict=True))
 
     @property
     def num_tokens(self) -> int:
@@ -76,7 +130,10 @@ class Case:
     @property
     def window(self) -> tuple[int, int]:
         """Positions attended to the left and to the right; -1 for all."""
-        return (-1, -1) if self.sliding_window is None else (self.sliding_window - 1, 0)
+        if self.sliding_window is None:
+            return -1, -1
+        left = self.sliding_window - 1
+        return left, left if self.attn_type == "encoder_only" else 0
 
     def requirements(self, **engine: Any) -> Requirements:
         """Return what this case asks of a backend, with the engine fields that the caller adds."""
@@ -86,12 +143,18 @@ class Case:
             num_q_heads=self.num_q_heads,
             num_kv_heads=self.num_kv_heads,
             dtype=self.dtype,
+            attn_type=self.attn_type,
             causal=self.causal,
             sliding_window=self.sliding_window,
             attention_chunk=self.attention_chunk,
             logits_soft_cap=self.logits_soft_cap,
             alibi=self.alibi,
             sinks=self.sinks,
+            custom_mask=self.custom_mask,
+            kv_sharing=self.kv_sharing,
+            decode_query_len=self.decode_query_len,
+            kv_cache_dtype=self.kv_cache_dtype,
+            per_head_scales=self.per_head_scales,
             **engine,
         )
 
@@ -132,7 +195,13 @@ def random_case(generator: random.Random, *, features: Collection[str] = (), **f
 def draw_case(draw: Draw, *, features: Collection[str] = (), **fixed: Any) -> Case:
     """Return a case drawn from any source. Arguments as for `random_case`."""
     heads = draw.among((1, 2, 3))
-    query_lens, context_lens = _lengths(draw)
+    drawn = _features(draw, features, fixed)
+    asked = {**drawn, **fixed}
+    query_lens, context_lens = _lengths(draw, asked.get("decode_query_len", 1))
+    if asked.get("attn_type") in ("encoder", "encoder_only"):
+        context_lens = (0,) * len(query_lens)
+    if asked.get("attn_type") == "encoder_decoder":
+        drawn["encoder_lens"] = tuple(draw.among((draw.integer(1, 20), draw.integer(21, 90), 0)) for _ in query_lens)
     case = Case(
         query_lens=query_lens,
         context_lens=context_lens,
@@ -145,28 +214,57 @@ def draw_case(draw: Draw, *, features: Collection[str] = (), **fixed: Any) -> Ca
         num_padding_tokens=draw.among((0, 1, 5)),
         gain=draw.among((1.0, 4.0)),
         seed=draw.integer(0, 2**16),
-        **_features(draw, features),
+        **drawn,
     )
     return evolve(case, **fixed)
 
 
-def _lengths(draw: Draw) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _lengths(draw: Draw, decode_query_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Decodes, then prefills: first ones, chunked ones, and ones whose chunk is much shorter than their context."""
     num_decodes = draw.integer(0, 4)
     num_prefills = draw.integer(0 if num_decodes else 1, 3)
-    query_lens = (1,) * num_decodes + tuple(draw.integer(2, 40) for _ in range(num_prefills))
+    query_lens = tuple(draw.integer(1, decode_query_len) for _ in range(num_decodes))
+    query_lens += tuple(draw.integer(decode_query_len + 1, 40) for _ in range(num_prefills))
     context_lens = tuple(draw.among((0, draw.integer(1, 20), draw.integer(21, 90))) for _ in query_lens)
     return query_lens, context_lens
 
 
-def _features(draw: Draw, features: Collection[str]) -> dict[str, Any]:
-    choices: dict[str, tuple[Any, ...]] = {
-        "sliding_window": (None, 1, 3, 17, 64),
-        "attention_chunk": (None, 16, 32),
-        "logits_soft_cap": (None, 2.0, 30.0),
-        "alibi": (None, "linear", "sqrt"),
-        "sinks": (False, True),
-        "head_size_v": (None, 8, 24),
-        "causal": (True, False),
-    }
-    return {name: draw.among(choices[name]) for name in FEATURES if name in features}
+_CHOICES: Final[dict[str, tuple[Any, ...]]] = {
+    "attn_type": ("decoder", "encoder", "encoder_only", "encoder_decoder"),
+    "sliding_window": (None, 1, 3, 17, 64),
+    "attention_chunk": (None, 16, 32, 5),
+    "logits_soft_cap": (None, 2.0, 30.0),
+    "alibi": (None, "linear", "sqrt"),
+    "sinks": (False, True),
+    "head_size_v": (None, 8, 24),
+    "causal": (True, False),
+    "custom_mask": (False, True),
+    "kv_sharing": (False, True),
+    "decode_query_len": (1, 2, 5),
+    "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
+}
+
+
+def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Values of features that go together: encoders are not causal, and have neither a cache nor distances to share."""
+    drawn = {name: draw.among(_CHOICES[name]) for name in FEATURES if name in features and name not in fixed}
+    attn_type = {**drawn, **fixed}.get("attn_type", "decoder")
+    if attn_type != "decoder":
+        drawn["causal"] = False
+    if drawn.get("kv_cache_dtype", "auto") != "auto":
+        # Normal K/V stay inside what each dtype holds at a scale of 1, and pass the largest e4m3 at the smallest.
+        drawn |= {name: draw.among((1.0, 0.3, 0.004)) for name in ("k_scale", "v_scale")}
+        drawn["per_head_scales"] = draw.among((False, True))
+    without = _WITHOUT[attn_type]
+    return {name: value for name, value in drawn.items() if name not in without}
+
+
+_QUANTIZED: Final = ("kv_cache_dtype", "k_scale", "v_scale", "per_head_scales")
+
+# Encoder tokens are at no distance from decoder tokens, and a mask over paged ones has no agreed shape.
+_WITHOUT: Final[dict[str, tuple[str, ...]]] = {
+    "decoder": (),
+    "encoder": ("kv_sharing", *_QUANTIZED),
+    "encoder_only": ("kv_sharing", *_QUANTIZED),
+    "encoder_decoder": ("sliding_window", "attention_chunk", "alibi", "custom_mask"),
+}

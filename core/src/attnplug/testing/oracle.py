@@ -41,6 +41,7 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     alibi: str | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    custom_mask: Tensor | None = None,
 ) -> Attended:
     """
     Attend the keys of one request.
@@ -62,11 +63,13 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         alibi: ``"linear"``: scores lose ``slope * distance``; ``"sqrt"``: they lose ``slope * sqrt(distance)``.
         alibi_slopes: ``(num_q_heads,)``.
         sinks: ``(num_q_heads,)`` logits that take part in the softmax and have no value.
+        custom_mask: ``(queries, keys)`` bool: what is False is not attended, whatever else allows it.
     """
     num_queries, num_q_heads, _ = query.shape
     group = num_q_heads // key.shape[1]
     queries = torch.arange(num_queries) + key.shape[0] - num_queries
     visible = _visible(queries, torch.arange(key.shape[0]), window, attention_chunk, causal=causal)
+    visible = visible if custom_mask is None else visible & custom_mask
     distance = (queries[:, None] - torch.arange(key.shape[0])[None, :]).abs().double()
 
     output = torch.zeros(num_queries, num_q_heads, value.shape[2], dtype=torch.float64)

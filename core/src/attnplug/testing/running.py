@@ -14,6 +14,8 @@ from attnplug.testing.scene import CANARY, Dense, Paged
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.kv_cache import Cache
     from attnplug.testing.scene import Scene
 
 
@@ -39,7 +41,7 @@ def limits_of(scene: Scene) -> Limits:
     return Limits(
         max_num_reqs=len(case.query_lens),
         max_num_tokens=case.num_tokens + case.num_padding_tokens,
-        max_seq_len=max(1, *case.seq_lens),
+        max_seq_len=max(1, *case.seq_lens, *case.key_lens),
         num_blocks=max(2, scene.num_blocks),
     )
 
@@ -60,12 +62,19 @@ def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:
     asked = backend.agreement.requirements
     call: Dense | Paged = scene.paged(backend, device) if asked.paged else scene.dense(device)
     cache = call.cache if isinstance(call, Paged) else None
-    if host_writes and cache is not None and call.batch.slot_mapping is not None:
-        impl.write_kv(call.key, call.value, cache, call.batch.slot_mapping)
+    if impl.host_writes and cache is not None:
+        _write(impl, call, cache)
     lse = call.lse if asked.return_lse else None
     impl.forward(call.query, call.key, call.value, cache, builder.build(call.batch), call.output, lse=lse)
     tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
     return Ran(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])
+
+
+def _write(impl: AttentionImpl, call: Dense | Paged, cache: Cache) -> None:
+    """Write what is new, as a host does that writes the cache itself."""
+    slots = call.batch.slot_mapping
+    if call.key is not None and call.value is not None and slots is not None:
+        impl.write_kv(call.key, call.value, cache, slots)
 
 
 def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:

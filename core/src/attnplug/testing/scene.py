@@ -17,6 +17,7 @@ from attnplug.contract.kv_cache import Cache
 from attnplug.contract.layer import Layer
 from attnplug.testing.cases import Case
 from attnplug.testing.oracle import Attended, attend
+from attnplug.testing.rounding import Rounding
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
@@ -32,16 +33,16 @@ class Dense:
 
     Attributes:
         query: ``(tokens + padding, num_q_heads, head_size)``; padding rows hold NaN, here and in the other inputs.
-        key: ``(keys, num_kv_heads, head_size)``, all keys of one request after another.
-        value: ``(keys, num_kv_heads, head_size_v)``.
+        key: ``(keys, num_kv_heads, head_size)``, all keys of one request after another; None where all are cached.
+        value: ``(keys, num_kv_heads, head_size_v)``, or None likewise.
         batch: The batch.
         output: ``(tokens + padding, num_q_heads * head_size_v)``.
         lse: ``(tokens + padding, num_q_heads)`` float32.
     """
 
     query: Tensor
-    key: Tensor
-    value: Tensor
+    key: Tensor | None
+    value: Tensor | None
     batch: Batch
     output: Tensor
     lse: Tensor
@@ -50,10 +51,11 @@ class Dense:
 @frozen(eq=False)
 class Paged(Dense):
     """
-    The arguments of one paged call: `key` and `value` are the new tokens' only.
+    The arguments of one paged call: `key` and `value` are the new tokens' only, or those of new encoders.
 
     Attributes:
-        cache: The context's K/V; every other slot, those of the new tokens and the null block included, holds NaN.
+        cache: The K/V that do not come with the call; every other slot, those of the new tokens and the null block
+            included, holds NaN.
     """
 
     cache: Cache
@@ -67,13 +69,15 @@ class Scene:
     Attributes:
         case: The case.
         queries: Per request, ``(query_len, num_q_heads, head_size)``.
-        keys: Per request, ``(seq_len, num_kv_heads, head_size)``.
-        values: Per request, ``(seq_len, num_kv_heads, head_size_v)``.
+        keys: Per request, ``(key_len, num_kv_heads, head_size)``.
+        values: Per request, ``(key_len, num_kv_heads, head_size_v)``.
         sinks: ``(num_q_heads,)`` float32, or None.
         alibi_slopes: ``(num_q_heads,)`` float32, or None.
+        masks: Per request, ``(query_len, key_len)`` bool, or None.
         block_table: ``(num_reqs, max_blocks)`` int32: shuffled blocks, never block 0. Unused entries name no block.
         num_blocks: Blocks of the cache, the null block included.
         scale: Factor of the scores.
+        rounding: What an 8-bit cache makes of keys and values; None where they are cached as they are.
     """
 
     case: Case
@@ -82,30 +86,44 @@ class Scene:
     values: tuple[Tensor, ...]
     sinks: Tensor | None
     alibi_slopes: Tensor | None
+    masks: tuple[Tensor, ...] | None
     block_table: Tensor
     num_blocks: int
     scale: float
+    rounding: Rounding | None = None
     _results: list[Attended] = field(init=False, factory=list)
 
     @property
     def largest_value(self) -> float:
         """The largest absolute value: what the tolerance of an output is relative to."""
-        return max((float(value.abs().max()) for value in self.values if value.numel()), default=0.0)
+        return max((float(value.abs().max()) for value in self.seen[1] if value.numel()), default=0.0)
+
+    @property
+    def seen(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Keys and values as attention sees them: those of an 8-bit cache rounded, whichever step brings them."""
+        rounding = self.rounding
+        if rounding is None:
+            return self.keys, self.values
+        return (
+            tuple(rounding.seen(rows, rounding.key_scale) for rows in self.keys),
+            tuple(rounding.seen(rows, rounding.value_scale) for rows in self.values),
+        )
 
     def expected(self) -> Attended:
         """Return the oracle's result for the whole batch, ``(tokens, ...)``. Computed once."""
         if not self._results:
-            parts = [self._expected(request) for request in range(len(self.queries))]
+            keys, values = self.seen
+            parts = [self._expected(request, keys[request], values[request]) for request in range(len(self.queries))]
             joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("output", "lse", "lse_with_sink"))
             self._results.append(Attended(*joined))
         return self._results[0]
 
-    def _expected(self, request: int) -> Attended:
+    def _expected(self, request: int, keys: Tensor, values: Tensor) -> Attended:
         case = self.case
         return attend(
             self.queries[request],
-            self.keys[request],
-            self.values[request],
+            keys,
+            values,
             scale=self.scale,
             causal=case.causal,
             window=case.window,
@@ -114,20 +132,38 @@ class Scene:
             alibi=case.alibi,
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
+            custom_mask=None if self.masks is None else self.masks[request],
         )
 
     def layer(self, name: str = "layer", device: torch.device | str = "cpu", cache_write: str | None = None) -> Layer:
         """Return the layer, with everything that the case's requirements leave to it."""
         sinks = None if self.sinks is None else self.sinks.to(device)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(device)
-        return Layer(name=name, scale=self.scale, sinks=sinks, alibi_slopes=slopes, cache_write=cache_write)
+        return Layer(
+            name=name,
+            scale=self.scale,
+            sinks=sinks,
+            alibi_slopes=slopes,
+            kv_sharing_target="earlier" if self.case.kv_sharing else None,
+            cache_write=cache_write,
+            **self._scales(device),
+        )
+
+    def _scales(self, device: torch.device | str) -> dict[str, Any]:
+        """Keys get theirs as a tensor, values as a number where one is enough: a host may give either."""
+        if self.rounding is None:
+            return {}
+        key = {"k_scale_tensor": self.rounding.key_scale.to(device)}
+        if self.case.per_head_scales:
+            return {**key, "v_scale_tensor": self.rounding.value_scale.to(device)}
+        return {**key, "v_scale": self.case.v_scale}
 
     @property
     def slot_mapping(self) -> Tensor:
-        """``(tokens + padding,)`` int64: the slot of each new token, PAD_SLOT_ID for padding."""
+        """``(tokens + padding,)`` int64: the slot of each new K/V row, PAD_SLOT_ID for padding."""
         case, slots = self.case, []
-        for request, (query_len, context_len) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
-            slots += [self._slot(request, context_len + i) for i in range(query_len)]
+        for request, (first, last) in enumerate(zip(case.first_new_keys, case.key_lens, strict=True)):
+            slots += [self._slot(request, position) for position in range(first, last)]
         return torch.tensor(slots + [PAD_SLOT_ID] * case.num_padding_tokens, dtype=torch.int64)
 
     def _slot(self, request: int, position: int) -> int:
@@ -136,7 +172,13 @@ class Scene:
 
     def dense(self, device: torch.device | str | None = None) -> Dense:
         """Return a dense call: all keys given whole."""
-        batch = Batch.from_lengths(self.case.query_lens, self.case.seq_lens, device=device, causal=self.case.causal)
+        batch = Batch.from_lengths(
+            self.case.query_lens,
+            self.case.key_lens,
+            device=device,
+            causal=self.case.causal,
+            custom_mask=self._custom_mask(device),
+        )
         query, output, lse = self._rows(device)
         keys, values = torch.cat(self.keys), torch.cat(self.values)
         return Dense(query, keys.to(device), values.to(device), batch, output, lse)
@@ -159,33 +201,53 @@ class Scene:
             slot_mapping=self.slot_mapping,
             device=device,
             causal=self.case.causal,
+            custom_mask=self._custom_mask(device),
+            **self._encoder(device),
         )
         query, output, lse = self._rows(device)
-        key, value = (self._new_rows(rows).to(device) for rows in (self.keys, self.values))
+        key, value = (self._new_rows(rows, device) for rows in (self.keys, self.values))
         return Paged(query, key, value, batch, output, lse, cache)
+
+    def _encoder(self, device: torch.device | str | None) -> dict[str, Tensor]:
+        if not self.case.is_cross:
+            return {}
+        lens = torch.tensor(self.case.encoder_lens, dtype=torch.int32)
+        return {"encoder_seq_lens": lens.to(device), "encoder_seq_lens_cpu": lens}
+
+    def _custom_mask(self, device: torch.device | str | None) -> Tensor | None:
+        return None if self.masks is None else torch.cat([mask.flatten() for mask in self.masks]).to(device)
 
     def _fill_from_host(self, backend: Backend, cache: Cache, *, written: bool) -> None:
         """Loops over slots are slow on a device: fill a cache on the CPU, and copy it over."""
         here = backend.make_cache(self.num_blocks, device="cpu")
-        self.fill(here, written=written)
+        self.fill(here, written=written or self.case.kv_sharing)
         for mine, theirs in zip(key_and_value_pages(here), key_and_value_pages(cache), strict=True):
             theirs.copy_(mine)
 
     def fill(self, cache: Cache, *, written: bool = False, poison: float = torch.nan) -> None:
         """
-        Put the context of every request into a cache and poison all other slots, with plain loops.
+        Put what is cached of every request into a cache and poison all other slots, with plain loops.
 
         Args:
             cache: What `Backend.make_cache` returned for one role ``"kv"``, or for the roles ``"k"`` and ``"v"``.
-            written: Whether the new tokens are put there too.
+            written: Whether the new tokens are put there too, as where a cache is shared.
             poison: What the other slots get.
         """
-        for pages, rows in zip(key_and_value_pages(cache), (self.keys, self.values), strict=True):
-            pages.fill_(poison)
-            for request, filled in enumerate(self.case.seq_lens if written else self.case.context_lens):
+        for pages, rows in zip(key_and_value_pages(cache), self._cached(), strict=True):
+            pages.copy_(torch.tensor(poison).to(pages.dtype))
+            for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
                 for position in range(filled):
                     block, offset = divmod(self._slot(request, position), self.case.block_size)
                     pages[block, offset] = rows[request][position].to(pages)
+
+    def _cached(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        rounding = self.rounding
+        if rounding is None:
+            return self.keys, self.values
+        return (
+            tuple(rounding.cached(rows, rounding.key_scale) for rows in self.keys),
+            tuple(rounding.cached(rows, rounding.value_scale) for rows in self.values),
+        )
 
     def _rows(self, device: torch.device | str | None) -> tuple[Tensor, Tensor, Tensor]:
         case = self.case
@@ -196,8 +258,9 @@ class Scene:
         lse = torch.full((rows, case.num_q_heads), CANARY, dtype=torch.float32, device=device)
         return query.to(device), output, lse
 
-    def _new_rows(self, rows: tuple[Tensor, ...]) -> Tensor:
-        return self._padded(torch.cat([r[c:] for r, c in zip(rows, self.case.context_lens, strict=True)]))
+    def _new_rows(self, rows: tuple[Tensor, ...], device: torch.device | str | None) -> Tensor | None:
+        new = torch.cat([r[first:] for r, first in zip(rows, self.case.first_new_keys, strict=True)])
+        return None if self.case.kv_sharing or not new.shape[0] else self._padded(new).to(device)
 
     def _padded(self, rows: Tensor) -> Tensor:
         return torch.cat([rows, rows.new_full((self.case.num_padding_tokens, *rows.shape[1:]), torch.nan)])
@@ -220,8 +283,8 @@ def realise(case: Case) -> Scene:
 
     size_v = case.head_size_v or case.head_size
     queries = (case.gain * normal(n, case.num_q_heads, case.head_size) for n in case.query_lens)
-    keys = (normal(n, case.num_kv_heads, case.head_size) for n in case.seq_lens)
-    values = (normal(n, case.num_kv_heads, size_v) for n in case.seq_lens)
+    keys = (normal(n, case.num_kv_heads, case.head_size) for n in case.key_lens)
+    values = (normal(n, case.num_kv_heads, size_v) for n in case.key_lens)
     slopes: dict[str, Any] = {"start": -1.0, "end": -4.0, "steps": case.num_q_heads}
     block_table, num_blocks = _shuffled_blocks(case)
     return Scene(
@@ -231,15 +294,36 @@ def realise(case: Case) -> Scene:
         values=tuple(rows.to(dtype) for rows in values),
         sinks=normal(case.num_q_heads) if case.sinks else None,
         alibi_slopes=torch.logspace(base=2.0, **slopes) if case.alibi else None,
+        masks=_masks(case) if case.custom_mask else None,
         block_table=block_table,
         num_blocks=num_blocks,
         scale=case.head_size**-0.5,
+        rounding=_rounding(case),
     )
 
 
+def _rounding(case: Case) -> Rounding | None:
+    if case.kv_cache_dtype in ("auto", case.dtype):
+        return None
+    heads = case.num_kv_heads if case.per_head_scales else 1
+    spread = torch.linspace(0.5, 1.5, heads) if heads > 1 else torch.ones(1)
+    return Rounding(torch_dtype(case.kv_cache_dtype), case.k_scale * spread, case.v_scale * spread.flip(0))
+
+
+def _masks(case: Case) -> tuple[Tensor, ...]:
+    """Masks that hide about half of the keys, and from some rows all of them."""
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def mask(rows: int, keys: int) -> Tensor:
+        share = torch.tensor([0.0, 0.5, 1.0])[torch.randint(0, 3, (rows, 1), generator=generator)]
+        return torch.rand(rows, keys, generator=generator) < share
+
+    return tuple(mask(rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
+
+
 def _shuffled_blocks(case: Case) -> tuple[Tensor, int]:
-    counts = [-(-max(length, 0) // case.block_size) for length in case.seq_lens]
-    num_blocks = 1 + sum(counts) + case.num_spare_blocks
+    counts = [-(-max(length, 0) // case.block_size) for length in case.key_lens]
+    num_blocks = max(2, 1 + sum(counts) + case.num_spare_blocks)
     blocks = list(range(1, num_blocks))
     random.Random(case.seed).shuffle(blocks)
     nowhere = num_blocks + 10**6
