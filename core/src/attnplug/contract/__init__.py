@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from attnplug.contract.layer import Layer
     from attnplug.contract.limits import Limits, Parallel
     from attnplug.contract.metadata import Metadata
+    from attnplug.contract.op import forward_context
     from attnplug.contract.slot import GraphSlot
     from attnplug.contract.state import State, Step
 
@@ -45,6 +46,7 @@ _HOMES = {
     "Step": "state",
     "StepTokens": "advance",
     "check_backend_class": "check",
+    "forward_context": "op",
     "torch_dtype": "dtypes",
 }
 
@@ -66,6 +68,7 @@ __all__ = [
     "Step",
     "StepTokens",
     "check_backend_class",
+    "forward_context",
     "torch_dtype",
 ]
 

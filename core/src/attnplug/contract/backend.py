@@ -159,7 +159,8 @@ class Backend(ABC):
                 "an implementation keeps the layer that it was given",
                 "call super().__init__(layer, agreement) first, and leave self.layer alone",
             )
-        impl.bind(ForwardGuard(impl, self.cache_tensors(2), self.metadata_class, self.device))
+        specs = self.cache_tensors(2)
+        impl.bind(ForwardGuard(impl, specs, self.metadata_class, self.device), tuple(specs))
         return impl
 
     @final

@@ -15,7 +15,7 @@ from attnplug.errors import PluginContractError
 _PARTS = {"builder_class": MetadataBuilder, "metadata_class": Metadata, "state_class": State}
 _GUARDED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("", Backend, ("make_cache", "make_impl", "make_state", "make_builder")),
-    ("impl_class", AttentionImpl, ("forward", "write_kv", "bind")),
+    ("impl_class", AttentionImpl, ("forward", "attend", "write_kv", "bind")),
     ("builder_class", MetadataBuilder, ("build", "can_run_in_cudagraph", "update_block_table", "advance_step")),
 )
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias, final
 
+import torch
+
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.guards.scales import UNQUANTIZED
 from attnplug.contract.guards.writers import settle_writers
+from attnplug.contract.op import enlist, tensors_of
 from attnplug.errors import LayerError, PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    import torch
     from torch import Tensor
 
     from attnplug.contract.guards.forward import ForwardGuard
@@ -55,6 +57,7 @@ class AttentionImpl(ABC):
         forward_writes: The phases in which `_forward` writes the given K/V into the cache; empty where the host does,
             or the layer has no cache of its own.
         host_writes: The phases in which the host does, through `write_kv`.
+        cache_roles: The roles of its cache, in order.
     """
 
     cache_write: ClassVar[CacheWrite | Mapping[str, CacheWrite]]
@@ -62,7 +65,10 @@ class AttentionImpl(ABC):
     static_scales: ClassVar[frozenset[str]] = frozenset()
     query_quantization: ClassVar[Literal["impl", "host"]] = "impl"
 
+    cache_roles: tuple[str, ...] = ()
+
     _guard: ForwardGuard | None = None
+    _handle: int = 0
 
     def __init__(self, layer: Layer, agreement: Agreement) -> None:
         asked = agreement.requirements
@@ -156,6 +162,28 @@ class AttentionImpl(ABC):
             self._forward(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
 
     @final
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Cache | None,
+        output: Tensor,
+        *,
+        lse: Tensor | None = None,
+    ) -> None:
+        """
+        Do what `forward` does, as one opaque op that ``torch.compile(fullgraph=True)`` takes into its graph.
+
+        The metadata is the one in force (`attnplug.contract.forward_context`), so that a compiled model serves every
+        step. Arguments and errors are those of `forward`.
+        """
+        if not self._handle:
+            self._refuse_unbound()
+        tensors = tensors_of(kv_cache, self.cache_roles)
+        torch.ops.attnplug.attend(query, key, value, tensors, output, lse, self._handle)
+
+    @final
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
         """
         Write new K/V into the cache, apart from forward.
@@ -176,9 +204,11 @@ class AttentionImpl(ABC):
         self._write_kv(key, value, kv_cache, slot_mapping)
 
     @final
-    def bind(self, guard: ForwardGuard) -> None:
-        """Take the guard of this layer's calls; `Backend.make_impl` hands it over."""
+    def bind(self, guard: ForwardGuard, cache_roles: tuple[str, ...]) -> None:
+        """Take the guard of this layer's calls and the roles of its cache; `Backend.make_impl` hands them over."""
         self._guard = guard
+        self.cache_roles = cache_roles
+        self._handle = enlist(self)
 
     def plan(self, metadata: Metadata) -> Any:
         """

@@ -1,0 +1,114 @@
+"""
+Attention as one opaque custom op, so that `torch.compile(fullgraph=True)` sees a call that writes its outputs.
+
+A graph cannot take metadata as an argument: it is another object at each step. So the step's metadata is put in force
+around the model, by layer name, and the op finds it there.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+
+from attnplug.errors import BatchError, LayerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.kv_cache import Cache
+    from attnplug.contract.metadata import Metadata
+
+_in_force: ContextVar[Mapping[str, Metadata | None] | None] = ContextVar("attnplug_metadata", default=None)
+_impls: WeakValueDictionary[int, AttentionImpl] = WeakValueDictionary()
+_handles: Final = count(1)
+
+
+@contextmanager
+def forward_context(metadata: Mapping[str, Metadata | None]) -> Iterator[None]:
+    """
+    Put a step's metadata in force, for `AttentionImpl.attend`, in this thread or task alone.
+
+    Args:
+        metadata: What each layer's builder returned, by layer name; None is a profiling run.
+    """
+    token = _in_force.set(metadata)
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+
+
+def metadata_in_force(layer: str) -> Metadata | None:
+    """
+    Return the step's metadata of a layer.
+
+    Raises:
+        BatchError: None is in force.
+    """
+    metadata = _in_force.get()
+    if metadata is None or layer not in metadata:
+        raise BatchError(
+            f"layer {layer!r} was run without metadata",
+            "no forward_context is in force"
+            if metadata is None
+            else f"the forward_context in force has metadata for {', '.join(map(repr, metadata)) or 'no layer'}",
+            "run the model inside attnplug.contract.forward_context({layer name: metadata})",
+        )
+    return metadata[layer]
+
+
+def enlist(impl: AttentionImpl) -> int:
+    """Return the number by which graphs name an implementation, as long as it lives."""
+    handle = next(_handles)
+    _impls[handle] = impl
+    return handle
+
+
+def tensors_of(kv_cache: Cache | None, roles: tuple[str, ...]) -> list[Tensor]:
+    """Return the tensors of a cache in the order of its roles, as the op takes them; none where there is no cache."""
+    if kv_cache is None:
+        return []
+    return [kv_cache] if isinstance(kv_cache, torch.Tensor) else [kv_cache[role] for role in roles]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    kv_cache: list[Tensor],
+    output: Tensor,
+    lse: Tensor | None,
+    layer: int,
+) -> None:
+    impl = _impls.get(layer)
+    if impl is None:
+        raise LayerError(
+            f"layer number {layer} was run by a compiled graph",
+            "its implementation is gone",
+            "keep the implementations as long as the graphs, and compile again for new ones",
+        )
+    cache: Any = dict(zip(impl.cache_roles, kv_cache, strict=True)) if len(kv_cache) > 1 else next(iter(kv_cache), None)
+    impl.forward(query, key, value, cache, metadata_in_force(impl.layer.name), output, lse=lse)
+
+
+def _fake(*arguments: Any) -> None:
+    """Tell the compiler all that there is to know: nothing is returned, and the schema names what is written."""
+    del arguments
+
+
+_library: Final[Any] = torch.library.Library("attnplug", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "attend(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, Tensor(c!)? lse, "
+    "int layer) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("attnplug::attend", _fake, lib=_library)

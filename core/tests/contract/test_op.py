@@ -1,0 +1,151 @@
+"""Attention as one op: what `torch.compile(fullgraph=True)` makes of it, eagerly and with metadata of other steps."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from attnplug.contract import CacheTensor, Layer, forward_context
+from attnplug.errors import BatchError, CacheError, LayerError
+from core.tests.contract.toy import ToyBackend, ToyImpl
+from core.tests.contract.world import make_backend, make_batch, make_builder, make_layer, make_qkv, refused
+
+
+class Model(nn.Module):
+    """A layer between two operations, as in a model."""
+
+    def __init__(self, impl, pages, *, lse=False):
+        super().__init__()
+        self.impl = impl
+        self.pages = pages
+        self.lse = lse
+
+    def forward(self, query, key, value):
+        output = torch.zeros(query.shape[0], self.impl.output_width)
+        lse = torch.zeros(query.shape[0], query.shape[1]) if self.lse else None
+        self.impl.attend(query * 2, key, value, self.pages, output, lse=lse)
+        return output + 1 if lse is None else (output + 1, lse)
+
+
+STEPS = [([1, 6], [3, 6]), ([1, 1], [3, 5]), ([1], [9]), ([1, 4], [6, 4]), ([3], [3])]
+
+
+NEEDS_CXX = pytest.mark.skipif(shutil.which("g++") is None, reason="on the CPU inductor compiles with g++")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, on the way to its compilers
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager", pytest.param("inductor", marks=NEEDS_CXX)])
+def test_a_compiled_model_serves_every_step(compiler):
+    """One graph without a break; other metadata does not compile again, and writes into the cache are seen."""
+    backend = make_backend(return_lse=True)
+    impl = make_layer(backend)
+    builder = make_builder(backend, impl)
+    pages = torch.randn(backend.make_cache(32).shape)
+    model = Model(impl, pages, lse=True)
+    torch.compiler.reset()
+    graphs = []
+
+    def counting(graph, inputs):
+        graphs.append(graph)
+        compile_graph = torch._dynamo.backends.registry.lookup_backend(compiler)
+        return compile_graph(graph, inputs)
+
+    compiled = torch.compile(model, backend=counting, fullgraph=True, dynamic=True)
+    for query_lens, seq_lens in STEPS:
+        metadata = builder.build(make_batch(query_lens, seq_lens))
+        query, key, value, output = make_qkv(backend, sum(query_lens))
+        expected, lse, cache = output.clone(), torch.zeros(query.shape[:2]), pages.clone()
+        impl.forward(query * 2, key, value, cache, metadata, expected, lse=lse)
+        with forward_context({"layers.0": metadata}), torch.no_grad():
+            found, found_lse = compiled(query, key, value)
+        torch.testing.assert_close(found, expected + 1)
+        torch.testing.assert_close(found_lse, lse)
+        assert torch.equal(pages, cache)
+    assert len(graphs) == 2  # a single row is compiled by itself
+
+
+def test_the_schema_names_what_is_written():
+    backend = make_backend()
+    impl = make_layer(backend)
+    query, key, value, output = make_qkv(backend, 2)
+    pages = backend.make_cache(8)
+    metadata = make_builder(backend, impl).build(make_batch([2], [2]))
+    with forward_context({"layers.0": metadata}):
+        torch.library.opcheck(
+            torch.ops.attnplug.attend,
+            (query, key, value, [pages], output, None, impl._handle),
+            test_utils=("test_schema", "test_faketensor"),
+        )
+
+
+def test_caches_of_several_roles_and_none():
+    class Roles(ToyImpl):
+        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+            super()._forward(query, key, value, torch.stack([kv_cache["v"], kv_cache["k"]]), metadata, output, lse)
+
+    class RolesBackend(ToyBackend):
+        impl_class = Roles
+
+        def cache_tensors(self, num_blocks):
+            shape = (num_blocks, 4, 2, 8)
+            return {role: CacheTensor(shape, torch.float32, 0) for role in ("v", "k")}
+
+    backend = make_backend(RolesBackend)
+    impl = make_layer(backend, cache_write="host")
+    metadata = make_builder(backend, impl).build(make_batch([1], [5]))
+    query, key, value, output = make_qkv(backend, 1)
+    cache = {role: torch.randn(tensor.shape) for role, tensor in backend.make_cache(8).items()}
+    expected = output.clone()
+    impl.forward(query, key, value, cache, metadata, expected)
+    with forward_context({"layers.0": metadata}):
+        impl.attend(query, key, value, dict(reversed(cache.items())), output)
+    assert torch.equal(output, expected)
+
+    dense = make_backend(paged=False)
+    layer = make_layer(dense)
+    with forward_context({"layers.0": None}):
+        layer.attend(query, key, value, None, output)  # a profiling run
+
+
+def test_no_metadata_is_an_error_that_says_so():
+    backend = make_backend()
+    impl = make_layer(backend)
+    query, key, value, output = make_qkv(backend, 1)
+    call = (query, key, value, backend.make_cache(4), output)
+    with refused(BatchError, given="'layers.0'", allowed="no forward_context", remedy="forward_context("):
+        impl.attend(*call)
+    with forward_context({"layers.7": None}), refused(BatchError, allowed="'layers.7'"):
+        impl.attend(*call)
+    with forward_context({"layers.0": None}):
+        impl.attend(*call)
+        with ThreadPoolExecutor() as pool, refused(BatchError, allowed="no forward_context"):
+            pool.submit(impl.attend, *call).result()
+
+
+def test_refusals_pass_through():
+    backend = make_backend()
+    impl = make_layer(backend)
+    query, key, value, output = make_qkv(backend, 1)
+    metadata = make_builder(backend, impl).build(make_batch([1], [5]))
+    with forward_context({"layers.0": metadata}), refused(CacheError, given="no cache"):
+        impl.attend(query, key, value, None, output)
+
+
+def test_a_layer_that_is_gone_is_named():
+    backend = make_backend()
+    impl = make_layer(backend)
+    handle = impl._handle
+    query, key, value, output = make_qkv(backend, 1)
+    unbound = ToyImpl(impl.layer, backend.agreement)
+    with refused(LayerError, given="constructed by itself"):
+        unbound.attend(query, key, value, None, output)
+    del impl
+    gc.collect()
+    with refused(LayerError, given=f"layer number {handle}", allowed="gone"):
+        torch.ops.attnplug.attend(query, key, value, [], output, None, handle)
+    assert isinstance(backend.make_impl(Layer(name="new")), ToyImpl)
