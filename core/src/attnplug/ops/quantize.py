@@ -15,8 +15,8 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> T
     """
     Return rows in an 8-bit float, divided by their scale.
 
-    What is too large becomes the largest number of the dtype: a plain conversion would make it NaN or infinite. NaN stays
-    NaN.
+    What is too large becomes the largest number of the dtype, which a plain conversion would make NaN or infinite. NaN
+    stays NaN.
 
     Args:
         rows: ``(tokens, num_kv_heads, size)``.

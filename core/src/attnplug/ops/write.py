@@ -16,8 +16,8 @@ def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor
     Write each row into its slot; rows whose slot is PAD_SLOT_ID (any negative one) are skipped.
 
     Nothing but the given slots changes, block 0 included, and a device is never waited for. The order in memory is the
-    cache's own affair: an HND cache is given as its NHD view. Rows are converted to the cache's dtype; for 8-bit floats they are
-    divided by the scale, and what is too large becomes the largest number.
+    cache's own affair: an HND cache is given as its NHD view. Rows are converted to the cache's dtype; for 8-bit floats
+    they are divided by the scale, and what is too large becomes the largest number.
 
     Args:
         rows: ``(tokens, num_kv_heads, head_size)``; rows beyond the slot mapping are not read. Rows that are in the

@@ -1,9 +1,34 @@
-"""What rounding to an 8-bit float is, written to be checked by reading: every number of the dtype is compared."""
+"""What an 8-bit cache makes of K/V, written to be checked by reading: every number of the dtype is compared."""
 
 from __future__ import annotations
 
 import torch
+from attrs import frozen
 from torch import Tensor
+
+
+@frozen(eq=False)
+class Rounding:
+    """
+    A cache dtype and the scales of a layer.
+
+    Attributes:
+        dtype: float8_e4m3fn or float8_e5m2.
+        key_scale: float32, ``(1,)`` or ``(num_kv_heads,)``.
+        value_scale: The same of values.
+    """
+
+    dtype: torch.dtype
+    key_scale: Tensor
+    value_scale: Tensor
+
+    def cached(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """Return the numbers that the cache holds of rows ``(tokens, num_kv_heads, size)``, in float64."""
+        return nearest((rows.float() / scale[:, None]).double(), self.dtype)
+
+    def seen(self, rows: Tensor, scale: Tensor) -> Tensor:
+        """Return what attention sees of such rows, in float64."""
+        return self.cached(rows, scale) * scale[:, None].double()
 
 
 def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:

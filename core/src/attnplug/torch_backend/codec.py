@@ -22,9 +22,9 @@ class Codec:
     """
     Scales of a layer whose cache holds 8-bit floats: ``x ~ scale * quantized``.
 
-    Kernels read the quantized numbers themselves, which every wider dtype holds exactly. A key's scale is a factor of its
-    scores, a value's one of the output, so that neither rounds anything. Only where one number does not stand for the
-    scales of all heads, or where a kernel is compiled for the factor of its scores, are keys multiplied.
+    Kernels read the quantized numbers themselves, which every wider dtype holds exactly. A key's scale is a factor of
+    its scores, a value's one of the output, so that neither rounds anything. Only where one number does not stand for
+    the scales of all heads, or where a kernel is compiled for the factor of its scores, are keys multiplied.
 
     Attributes:
         narrow: Dtype of the cache.

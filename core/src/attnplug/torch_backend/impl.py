@@ -9,6 +9,7 @@ import torch
 from attnplug.contract.batch import Batch
 from attnplug.contract.impl import AttentionImpl
 from attnplug.ops.write import write_cache
+from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.kernels import Call
 from attnplug.torch_backend.planner import make_plan
 from attnplug.torch_backend.results import Results
@@ -38,12 +39,15 @@ class TorchImpl(AttentionImpl):
 
     cache_write: ClassVar[CacheWrite] = "either"
     lse_includes_sink = True
+    static_scales: ClassVar[frozenset[str]] = frozenset("kv")
 
     def __init__(self, layer: Layer, agreement: Agreement) -> None:
         super().__init__(layer, agreement)
         self._heads = (self.num_kv_heads, self.num_queries_per_kv)
         slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.view(self._heads)
-        self._call = Call(self.scale, self.logits_soft_cap, agreement.requirements.alibi, slopes)
+        self._codec = codec_of(layer, agreement)
+        scale = self.scale if self._codec is None else self.scale * self._codec.of_scores
+        self._call = Call(scale, self.logits_soft_cap, agreement.requirements.alibi, slopes)
         self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
 
     @property
@@ -52,6 +56,8 @@ class TorchImpl(AttentionImpl):
         return self.window
 
     def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
+        if self._codec is not None and key.dtype != self._codec.narrow:
+            key, value = self._codec.encode(key, value)
         for rows, pages in zip((key, value), key_and_value_pages(kv_cache), strict=True):
             write_cache(rows, pages, slot_mapping)
 
@@ -65,12 +71,14 @@ class TorchImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        slots = metadata.batch.slot_mapping
+        plan, slots = self.plan(metadata), metadata.batch.slot_mapping
+        if self._codec is not None and key is not None and value is not None:
+            key, value = self._codec.encode(key, value)
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
             self._write_kv(key, value, kv_cache, slots)
         # Without K/V everything is cached, and the plan reads nothing else.
-        source = Source(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.workspace)
-        self._run(self.plan(metadata), query, source, self._results(output, lse))
+        source = Source(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.workspace, self._codec)
+        self._run(plan, query, source, self._results(output, lse))
 
     def _profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
@@ -80,7 +88,10 @@ class TorchImpl(AttentionImpl):
             return
         batch = Batch.from_lengths([query.shape[0]], [key.shape[0]])
         shape = shape_of(self.agreement, self.window, query.device.type)
-        self._run(make_plan(shape, batch, query.device), query, Source(key, value), self._results(output, lse))
+        if self._codec is not None:
+            key, value = self._codec.encode(key, value)
+        source = Source(key, value, codec=self._codec)
+        self._run(make_plan(shape, batch, query.device), query, source, self._results(output, lse))
 
     def _results(self, output: Tensor, lse: Tensor | None) -> Results:
         heads = output.view(-1, *self._heads, self.head_size_v)
@@ -112,6 +123,8 @@ class TorchImpl(AttentionImpl):
         lse = None if lse is None else self._unfold(lse.unsqueeze(-1), last - first, folded=not tile.causal).squeeze(-1)
         if tile.blind is not None:
             out, lse = _without(tile.blind[:, :, None, None], out, lse)
+        if self._codec is not None and self._codec.of_outputs is not None:
+            out = out * self._codec.of_outputs
         if self._sinks is not None and lse is not None:
             out = out * torch.sigmoid(lse - self._sinks).unsqueeze(-1)
             lse = torch.logaddexp(lse, self._sinks)

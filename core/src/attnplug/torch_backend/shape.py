@@ -8,6 +8,7 @@ import torch
 from attrs import field, frozen
 
 from attnplug.contract.dtypes import torch_dtype
+from attnplug.contract.kv_cache import is_narrow_float
 from attnplug.torch_backend.grouping import Budget
 from attnplug.torch_backend.kernels import Kernel, choose_kernel, flex_kernel
 from attnplug.torch_backend.masks import Sight
@@ -49,10 +50,10 @@ def sizes_on(device_type: str) -> Sizes:
 
 
 def bytes_per_key(agreement: Agreement) -> int:
-    """Return what a key and its value take in all heads."""
-    asked = agreement.requirements
+    """Return what a key and its value take in all heads where they are gathered, and decoded if the cache is narrow."""
+    asked, cached = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
     width = asked.num_kv_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
-    return width * torch_dtype(agreement.kv_cache_dtype).itemsize
+    return width * (cached.itemsize + (torch_dtype(asked.dtype).itemsize if is_narrow_float(cached) else 0))
 
 
 def keys_at_once(agreement: Agreement, device_type: str) -> int:
