@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.request.device import Device
 from attnplug.testing import Case, assert_close, check, limits_of, realise, run
+from attnplug.testing.cases import FEATURES
 from attnplug.testing.scene import key_and_value_pages
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
@@ -21,8 +22,14 @@ from attnplug.torch_backend.shape import Sizes
 if TYPE_CHECKING:
     from attnplug.contract import Backend
 
-FEATURES = ("sliding_window", "logits_soft_cap", "sinks", "head_size_v", "causal")
+SELF = tuple(name for name in FEATURES if name != "attn_type")
+DENSE = tuple(name for name in FEATURES if name not in ("kv_sharing", "kv_cache_dtype", "per_head_scales"))
 layouts = st.sampled_from(["NHD", "HND"])
+
+
+def paged_cases(**fixed: object) -> st.SearchStrategy[Case]:
+    """Cases with every feature that a cache can have."""
+    return cases(features=SELF, **fixed) | cases(features=SELF, attn_type="encoder_decoder", **fixed)
 
 
 def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
@@ -43,25 +50,29 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
 
 
-@given(cases(features=FEATURES), layouts, st.booleans(), st.booleans())
+@given(paged_cases(), layouts, st.booleans(), st.booleans())
 @settings(max_examples=200)
 def test_paged(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
     check(load(case, layout, return_lse=return_lse), realise(case), host_writes=host_writes)
 
 
-@given(cases(features=FEATURES), st.booleans())
+@given(cases(features=DENSE), st.booleans())
+@settings(max_examples=200)
 def test_dense(case: Case, return_lse: bool) -> None:
     check(load_dense(case, return_lse=return_lse), realise(case))
 
 
 @pytest.mark.usefixtures("kernel")
-@given(case=cases(features=("sliding_window", "sinks", "causal")), layout=layouts)
-@settings(max_examples=40)
+@given(
+    case=cases(features=("sliding_window", "attention_chunk", "alibi", "sinks", "causal", "custom_mask")),
+    layout=layouts,
+)
+@settings(max_examples=60)
 def test_every_kernel(case: Case, layout: str) -> None:
     check(load(case, layout), realise(case))
 
 
-@given(cases(features=FEATURES), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
+@given(paged_cases(), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
 @settings(max_examples=100)
 def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, written_out: bool) -> None:
     sizes = Sizes(gathered=2**12, mask=10 * scores, scores=scores, rows=rows, call=scores)
@@ -76,7 +87,7 @@ def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, wri
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=4).filter(
         lambda lens: any(queries for queries, _ in lens)
     ),
-    cases(features=("sliding_window", "sinks", "logits_soft_cap"), causal=False),
+    cases(features=("sliding_window", "attention_chunk", "alibi", "sinks", "logits_soft_cap"), causal=False),
 )
 @example([(4, 0), (2, 5), (0, 3)], Case(query_lens=(), context_lens=(), causal=False, sinks=True))
 @example([(9, 3)], Case(query_lens=(), context_lens=(), causal=False, sliding_window=2))
@@ -90,7 +101,18 @@ def test_rows_that_attend_nothing_are_zero(lens: list[tuple[int, int]], case: Ca
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"sliding_window": 100}, {"logits_soft_cap": 5.0}, {"sinks": True, "sliding_window": 7}, {"causal": False}],
+    [
+        {},
+        {"sliding_window": 100},
+        {"logits_soft_cap": 5.0},
+        {"sinks": True, "sliding_window": 7},
+        {"causal": False},
+        {"attention_chunk": 200},
+        {"alibi": "linear"},
+        {"alibi": "sqrt", "sliding_window": 90},
+        {"custom_mask": True},
+        {"kv_sharing": True},
+    ],
     ids=str,
 )
 def test_prompts_longer_than_a_tile(asked: dict[str, object], dtype: str) -> None:
@@ -105,7 +127,7 @@ def test_prompts_longer_than_a_tile(asked: dict[str, object], dtype: str) -> Non
     check(load(case, return_lse=True), realise(case))
 
 
-@given(cases(features=FEATURES, dtype="float32"))
+@given(paged_cases(dtype="float32"))
 @settings(max_examples=30)
 def test_both_layouts_give_the_same(case: Case) -> None:
     scene = realise(case)
@@ -115,7 +137,7 @@ def test_both_layouts_give_the_same(case: Case) -> None:
     torch.testing.assert_close(nhd.output, hnd.output, rtol=1e-5, atol=1e-5)
 
 
-@given(cases(features=FEATURES, dtype="float32"), st.integers(0, 1000))
+@given(paged_cases(dtype="float32"), st.integers(0, 1000))
 @settings(max_examples=30)
 def test_where_pages_lie_does_not_matter(case: Case, seed: int) -> None:
     scene = realise(case)
@@ -124,7 +146,11 @@ def test_where_pages_lie_does_not_matter(case: Case, seed: int) -> None:
     assert torch.equal(run(load(case), scene).output, run(load(case), moved).output)
 
 
-@given(st.integers(2, 70), st.lists(st.integers(1, 69), max_size=4), cases(features=FEATURES, causal=True))
+@given(
+    st.integers(2, 70),
+    st.lists(st.integers(1, 69), max_size=4),
+    cases(features=set(SELF) - {"custom_mask", "causal"}, causal=True),
+)
 @settings(max_examples=40)
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[int], case: Case) -> None:
     case = evolve(case, query_lens=(length,), context_lens=(0,), num_padding_tokens=0)
@@ -144,8 +170,11 @@ def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[i
         assert_close(output, exact[start:end], dtype=output.dtype, scale=whole.largest_value)
 
 
-@given(cases(), layouts)
-@settings(max_examples=30)
+@given(
+    cases(features=("kv_sharing", "decode_query_len")) | cases(features=("kv_sharing",), attn_type="encoder_decoder"),
+    layouts,
+)
+@settings(max_examples=60)
 def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str) -> None:
     scene, backend = realise(case), load(case, layout)
     expected = backend.make_cache(scene.num_blocks)
@@ -179,12 +208,21 @@ def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, laye
     assert not layers[others].any(), "the other layers' caches are not touched"
 
 
-@given(cases(features=FEATURES), st.booleans(), st.booleans())
+@given(cases(features=SELF), st.booleans())
 @settings(max_examples=20)
-def test_a_profiling_run_succeeds(case: Case, paged: bool, empty_cache: bool) -> None:
-    backend, scene = load(case) if paged else load_dense(case), realise(case)
+def test_a_profiling_run_of_pages_succeeds(case: Case, empty_cache: bool) -> None:
+    profile(load(case), case, torch.empty(0) if empty_cache else None)
+
+
+@given(cases(features=set(DENSE) - {"attn_type"}))
+@settings(max_examples=20)
+def test_a_dense_profiling_run_succeeds(case: Case) -> None:
+    profile(load_dense(case), case, None)
+
+
+def profile(backend: Backend, case: Case, cache: torch.Tensor | None) -> None:
+    scene = realise(case)
     impl, call = backend.make_impl(scene.layer()), scene.dense()
-    cache = torch.empty(0) if paged and empty_cache else None
     rows = min(call.key.shape[0], call.query.shape[0])
 
     impl.forward(call.query[:rows], call.key[:rows], call.value[:rows], cache, None, call.output[:rows])
