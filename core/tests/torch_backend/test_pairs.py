@@ -1,0 +1,89 @@
+"""Each feature with each other one, against the oracle, whatever else the random batches draw."""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+
+import attnplug
+from attnplug.request.device import Device
+from attnplug.testing import Case, check, random_case, realise
+
+ASKED: dict[str, dict[str, object]] = {
+    "window": {"sliding_window": 7},
+    "chunk": {"attention_chunk": 12},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "linear ALiBi": {"alibi": "linear"},
+    "square-root ALiBi": {"alibi": "sqrt"},
+    "sinks": {"sinks": True},
+    "another value head": {"head_size_v": 24},
+    "bidirectional": {"causal": False},
+    "mask": {"custom_mask": True},
+    "shared cache": {"kv_sharing": True},
+    "long decodes": {"decode_query_len": 5},
+    "encoder": {"attn_type": "encoder", "causal": False},
+    "encoder only": {"attn_type": "encoder_only", "causal": False},
+    "cross attention": {"attn_type": "encoder_decoder", "causal": False},
+}
+PAIRS = [
+    (one, other)
+    for one, other in combinations(ASKED, 2)
+    if not ASKED[one].keys() & ASKED[other].keys() - {"causal"}
+    and not ("shared cache" in (one, other) and {one, other} & {"encoder", "encoder only"})
+]
+REFUSED = [(one, "cross attention") for one in ("window", "chunk", "linear ALiBi", "square-root ALiBi")]
+
+
+def cases(*names: str, count: int = 3) -> list[Case]:
+    generator = random.Random(str(names))
+    fixed = {field: value for name in names for field, value in ASKED[name].items()}
+    return [random_case(generator, **fixed) for _ in range(count)]
+
+
+def check_all(case: Case, **engine: object) -> None:
+    if case.may_be_paged and not (case.is_cross and case.custom_mask):
+        asked = case.requirements(block_size=case.block_size, return_lse=True, **engine)
+        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+    if not case.kv_sharing:
+        asked = case.requirements(paged=False, return_lse=True)
+        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+
+
+@pytest.mark.parametrize(("one", "other"), [pair for pair in PAIRS if pair not in REFUSED], ids=" and ".join)
+def test_pairs_of_features(one: str, other: str) -> None:
+    for case in cases(one, other):
+        check_all(case)
+
+
+@pytest.mark.parametrize("feature", ASKED)
+def test_features_heads_first(feature: str) -> None:
+    for case in cases(feature):
+        check_all(case, **({"kv_layout": "HND"} if case.may_be_paged else {}))
+
+
+@pytest.mark.parametrize("feature", [name for name in ASKED if name not in ("encoder", "encoder only", "long decodes")])
+def test_features_of_decodes_alone(feature: str) -> None:
+    fixed = {"query_lens": (5, 1, 3), "context_lens": (9, 40, 0), "decode_query_len": 5}
+    fixed |= {"encoder_lens": (30, 7, 12)} if feature == "cross attention" else {}
+
+    for case in (random_case(random.Random(seed), **fixed, **ASKED[feature]) for seed in range(2)):
+        asked = case.requirements(block_size=case.block_size, phases=("decode",))
+        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+
+
+@pytest.mark.parametrize(("one", "other"), REFUSED, ids=" and ".join)
+@pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
+def test_distances_to_an_encoder_are_refused(one: str, other: str, paged: bool) -> None:
+    case = Case(query_lens=(1,), context_lens=(1,), encoder_lens=(3,), **ASKED[one], **ASKED[other])
+
+    with pytest.raises(attnplug.NoBackendError, match="an encoder's tokens"):
+        attnplug.select(case.requirements(paged=paged), Device.cpu(), backend="torch/sdpa")
+
+
+def test_a_mask_over_the_pages_of_an_encoder_is_refused() -> None:
+    case = Case(query_lens=(1,), context_lens=(1,), encoder_lens=(3,), custom_mask=True, **ASKED["cross attention"])
+
+    with pytest.raises(attnplug.NoBackendError, match="as wide as seq_lens"):
+        attnplug.select(case.requirements(), Device.cpu(), backend="torch/sdpa")
