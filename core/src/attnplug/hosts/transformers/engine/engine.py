@@ -99,15 +99,15 @@ class Engine:
             self._groups = Groups.of(learn(model, layers, kv_cache_dtype), model.device, backend, options)
             self._runner = Runner(model, self._groups)
             self.limits = self._equip(limits, memory_fraction)
+            self._scheduler = Scheduler(
+                BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=reuse_prefixes),
+                max_num_reqs=max_num_reqs,
+                max_num_tokens=max_num_tokens,
+                max_seq_len=limits.max_seq_len,
+            )
         except BaseException:
             self._end()
             raise
-        self._scheduler = Scheduler(
-            BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=reuse_prefixes),
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=limits.max_seq_len,
-        )
         self._sampler = Sampler()
         self._ids = count()
         self._vocabulary = model.get_input_embeddings().num_embeddings
