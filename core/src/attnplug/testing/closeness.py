@@ -36,14 +36,33 @@ _TOLERANCES: Final = {
     torch.float16: Tolerance(atol=2**-10, rtol=2**-10, lse=4e-3),
 }
 
+# Keys of an 8-bit cache that were multiplied by their scale are rounded to the dtype once more: half an eps in each
+# element of a key, which moves a score several times as far as rounding the score would.
+_SCALED_KEYS: Final = 4
 
-def tolerance(dtype: torch.dtype) -> Tolerance:
-    """Return the tolerance of a dtype: float32, bfloat16 or float16."""
-    return _TOLERANCES[dtype]
+
+def tolerance(dtype: torch.dtype, *, scaled_keys: bool = False) -> Tolerance:
+    """
+    Return the tolerance of a dtype.
+
+    Args:
+        dtype: float32, bfloat16 or float16.
+        scaled_keys: Whether keys may have been multiplied by a scale, and rounded.
+    """
+    limit = _TOLERANCES[dtype]
+    if not scaled_keys or dtype == torch.float32:
+        return limit
+    return Tolerance(*(_SCALED_KEYS * part for part in (limit.atol, limit.rtol, limit.lse)))
 
 
 def assert_close(
-    actual: Tensor, exact: Tensor, *, dtype: torch.dtype, scale: float = 1.0, what: str = "output"
+    actual: Tensor,
+    exact: Tensor,
+    *,
+    dtype: torch.dtype,
+    scale: float = 1.0,
+    what: str = "output",
+    scaled_keys: bool = False,
 ) -> None:
     """
     Assert that a result is the exact one up to the rounding of its dtype.
@@ -54,11 +73,12 @@ def assert_close(
         dtype: The dtype that was computed in.
         scale: The largest absolute value among the values (for outputs).
         what: ``"output"`` or ``"lse"``: which tolerance holds, and what a failure is called.
+        scaled_keys: Whether keys may have been multiplied by a scale, and rounded.
 
     Raises:
         AssertionError: With the worst element, both its values, and the tolerance.
     """
-    limit = tolerance(dtype)
+    limit = tolerance(dtype, scaled_keys=scaled_keys)
     atol, rtol = (limit.lse, limit.lse) if what == "lse" else (limit.atol * scale, limit.rtol)
     got = actual.detach().cpu().double()
     if got.shape != exact.shape:

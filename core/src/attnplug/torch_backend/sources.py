@@ -12,10 +12,10 @@ from torch import Tensor
 from attnplug.contract.kv_cache import Cache
 from attnplug.ops.gather import pages_as_tokens
 from attnplug.ops.quantize import dequantize
+from attnplug.torch_backend.codec import Codec
 from attnplug.torch_backend.plan import Given
 
 if TYPE_CHECKING:
-    from attnplug.torch_backend.codec import Codec
     from attnplug.torch_backend.plan import Group, Stored
 
 
