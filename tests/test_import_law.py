@@ -39,6 +39,7 @@ BENEATH = {
 # Arrows that only an import inside a function may follow, each with its reason.
 LATE = {
     ("selection", "contract"): "loading checks the class that a plugin hands over; selecting must not pay for torch",
+    ("batching", "selection"): "the layout in force is a setting, and a utility of hosts; no other one needs settings",
     ("cli", "contract"): "only the verbs that run a model need it",
     ("cli", "batching"): "likewise",
     ("cli", "ops"): "likewise",

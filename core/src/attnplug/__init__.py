@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements as Requirements
     from attnplug.request.settings import Settings as Settings
     from attnplug.selection.explanation import Explanation as Explanation
+    from attnplug.selection.kv_layout import kv_cache_layout as kv_cache_layout
     from attnplug.selection.load import load as load
     from attnplug.selection.plan import Plan as Plan
     from attnplug.selection.plan import plan as plan
@@ -60,6 +61,7 @@ _HOMES: Final = {
     "Settings": "request.settings",
     "Verdict": "negotiation.verdict",
     "explain": "selection.select",
+    "kv_cache_layout": "selection.kv_layout",
     "load": "selection.load",
     "plan": "selection.plan",
     "refresh": "selection.state",

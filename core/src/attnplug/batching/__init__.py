@@ -4,6 +4,11 @@ Pure functions of a batch: who decodes, who prefills, which slots and pages they
 Hosts and builders share them. Sizes come from host copies or from the caller, so that nothing here waits for a device.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
 from attnplug.batching.draft import BatchDraft
 from attnplug.batching.hyperparameters import Hyperparameters, infer_global_hyperparameters, per_layer_parameters
@@ -21,6 +26,9 @@ from attnplug.batching.reorder import Reordering, reorder_batch_to_split_decodes
 from attnplug.batching.slots import slots_of_new_tokens
 from attnplug.batching.split import Split, split_decodes_and_prefills
 
+if TYPE_CHECKING:
+    from attnplug.selection.kv_layout import kv_cache_layout as kv_cache_layout
+
 __all__ = [
     "BatchDraft",
     "Hyperparameters",
@@ -30,6 +38,7 @@ __all__ = [
     "Split",
     "first_attended_key",
     "infer_global_hyperparameters",
+    "kv_cache_layout",
     "local_chunk_batch",
     "make_local_attention_virtual_batches",
     "max_local_chunks",
@@ -47,3 +56,11 @@ __all__ = [
     "slots_of_new_tokens",
     "split_decodes_and_prefills",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Settings are read by who asks for one: batches are built without them."""
+    if name != "kv_cache_layout":
+        message = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return import_module("attnplug.selection.kv_layout").kv_cache_layout

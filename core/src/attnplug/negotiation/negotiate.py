@@ -37,6 +37,7 @@ class Question:
         asked: The (field, value) pairs that a candidate has to declare.
         names: Their names.
         asked_terms: Those of the free fields that are not left open.
+        origins: Where values come from that whoever asks has not stated, by field: a setting, say.
     """
 
     requirements: Requirements
@@ -45,6 +46,7 @@ class Question:
     asked: tuple[tuple[str, Any], ...] = field(init=False)
     names: frozenset[str] = field(init=False)
     asked_terms: tuple[tuple[str, Any], ...] = field(init=False)
+    origins: Mapping[str, str] = field(factory=dict, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         device = self.device.facts()

@@ -12,18 +12,22 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from attrs import field, frozen
 
 from attnplug.errors import SettingsError
-from attnplug.request.fields import near
+from attnplug.request.fields import FIELDS, near
 from attnplug.request.read_only import read_only
 from attnplug.request.toml import parse_toml
+
+if TYPE_CHECKING:
+    from attnplug.request.domain import Name
 
 PREFIX = "ATTNPLUG_"
 OPTION_PREFIX = "ATTNPLUG_OPT_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+_LAYOUT = cast("Name", FIELDS["kv_layout"].domain)
 _log = logging.getLogger("attnplug")
 
 Options = Mapping[str, Mapping[str, Any]]
@@ -44,6 +48,8 @@ class Settings:
         block: Backends that may not be used. A blocked backend's code never runs.
         strict: Whether a plugin's failure is raised where it happens instead of being recorded.
         profile: File of measured times, or None.
+        kv_layout: The layout that paged caches are asked for where their requirements leave it open; None leaves it to
+            the negotiation.
         options: Options of each backend, raw as read; each backend's manifest validates its own.
         sources: Where each setting comes from.
     """
@@ -53,6 +59,7 @@ class Settings:
     block: frozenset[str] = frozenset()
     strict: bool = False
     profile: str | None = None
+    kv_layout: str | None = None
     options: Options = field(factory=dict, converter=_frozen_options, hash=False)
     sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
 
@@ -111,12 +118,30 @@ def parse_names(text: str, name: str) -> tuple[str, ...]:
     return names
 
 
+def parse_layout(value: Any, name: str) -> str:
+    """
+    Read a layout of the cache.
+
+    Raises:
+        SettingsError: It is none.
+    """
+    try:
+        return str(_LAYOUT.canonical(value))
+    except ValueError as error:
+        raise SettingsError(
+            f"{name}={value!r} is set{near(str(value).upper(), _LAYOUT.values)}",
+            f"it is {error}",
+            f"set {name}={_LAYOUT.values[0]}, or unset it and each backend's own order decides",
+        ) from None
+
+
 _VARIABLES: Mapping[str, Callable[[str, str], Any]] = {
     "backend": parse_names,
     "allow": lambda text, name: frozenset(parse_names(text, name)),
     "block": lambda text, name: frozenset(parse_names(text, name)),
     "strict": parse_flag,
     "profile": lambda text, _: text or None,
+    "kv_layout": parse_layout,
 }
 
 
@@ -203,13 +228,15 @@ def _checked(file: Path, name: str, value: Any) -> Any:
         return tuple(names) if name == "backend" else frozenset(names)
     if (name == "strict" and isinstance(value, bool)) or (name == "profile" and isinstance(value, str)):
         return value
+    if name == "kv_layout":
+        return parse_layout(value, f"kv_layout in {str(file)!r}")
     if name == "options":
         return value
     known = (*_VARIABLES, "options")
     raise SettingsError(
         f"{name} = {value!r} stands in {str(file)!r}{near(name, known) if name not in known else ''}",
         "the settings are backend, allow, block (a name or a list of names), strict (true or false), profile (a file), "
-        "[options.BACKEND]",
+        "kv_layout ('NHD' or 'HND'), [options.BACKEND]",
         "correct or remove the line",
     )
 

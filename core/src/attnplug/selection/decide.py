@@ -16,6 +16,7 @@ from attnplug.negotiation.ranking import Policy, Ranked, emulated, rank
 from attnplug.negotiation.remedy import find_remedy
 from attnplug.negotiation.verdict import Verdict
 from attnplug.selection.explanation import Explanation
+from attnplug.selection.kv_layout import name_origin, name_way_out, pose, provenance
 from attnplug.selection.options import check_options, options_of
 from attnplug.selection.profile import measured
 from attnplug.selection.selection import Selection
@@ -88,7 +89,7 @@ def decide(
         UnknownBackendError: A listed backend is neither installed nor known.
         SettingsError: An option of an installed backend is unknown or not allowed.
     """
-    answers = ask(registry, Question(requirements, device), settings, assume_installed=assume_installed)
+    answers = ask(registry, pose(requirements, device, settings), settings, assume_installed=assume_installed)
     return conclude(answers, settings, assume_installed=assume_installed)
 
 
@@ -113,9 +114,7 @@ def conclude(
     question, ranked = answers.question, answers.ranked
     first = pick or next(iter(ranked.candidates), None)
     if first is None:
-        return Explanation(
-            question.requirements, question.device, None, answers.others, assume_installed, settings.backend
-        )
+        return _explanation(question, None, answers.others, settings, assume_installed=assume_installed)
     order = (first, *(candidate for candidate in ranked.candidates if candidate is not first))
     agreement = _agree(first, question, answers.terms[first.id] if terms is None else terms, settings)
     verdicts = tuple(
@@ -123,8 +122,27 @@ def conclude(
     )
     decided_by = ranked.decided_by if first is ranked.candidates[0] else "common block size and layout"
     everyone = verdicts + answers.others
-    selection = Selection(agreement, question.device, everyone, decided_by, settings.sources)
-    return Explanation(question.requirements, question.device, selection, everyone, assume_installed, settings.backend)
+    selection = Selection(agreement, question.device, everyone, decided_by, provenance(question, settings))
+    return _explanation(question, selection, everyone, settings, assume_installed=assume_installed)
+
+
+def _explanation(
+    question: Question,
+    chosen: Selection | None,
+    verdicts: tuple[Verdict, ...],
+    settings: Settings,
+    *,
+    assume_installed: bool,
+) -> Explanation:
+    return Explanation(
+        question.requirements,
+        question.device,
+        chosen,
+        verdicts,
+        assume_installed,
+        settings.backend,
+        tuple(question.origins.items()),
+    )
 
 
 def _able(
@@ -168,7 +186,7 @@ def _unable(
     return Verdict(
         candidate.id,
         status,
-        reasons=(*objections, *candidate.obstacles),
+        reasons=(*name_origin(objections, question), *candidate.obstacles),
         distribution=candidate.distribution,
-        find_remedy=lambda: find_remedy(candidate, question, relaxed),
+        find_remedy=lambda: name_way_out(find_remedy(candidate, question, relaxed), question),
     )

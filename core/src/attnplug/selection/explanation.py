@@ -31,6 +31,7 @@ class Explanation:
         verdicts: The answer of every candidate: the chosen one, the eligible ones as ranked, then the rest by name.
         assumed_installed: Whether missing kernel libraries were supposed to be there.
         listed: The backends that were permitted, in order; empty for all.
+        origins: The (field, origin) pairs of requirements that a setting has stated, and not the caller.
     """
 
     requirements: Requirements
@@ -39,6 +40,7 @@ class Explanation:
     verdicts: tuple[Verdict, ...]
     assumed_installed: bool = False
     listed: tuple[str, ...] = ()
+    origins: tuple[tuple[str, str], ...] = ()
 
     @property
     def tie(self) -> str:
@@ -62,6 +64,7 @@ class Explanation:
             "tie": self.tie,
             "assumed_installed": self.assumed_installed,
             "listed": list(self.listed),
+            "origins": dict(self.origins),
             "verdicts": [verdict.to_dict() for verdict in self.verdicts],
         }
 
@@ -71,6 +74,8 @@ class Explanation:
     def _lines(self, width: int) -> Iterator[str]:
         yield from _wrapped(f"asked: {_asked(self.requirements.to_dict())}", width, "")
         yield f"device: {self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
+        for name, origin in self.origins:
+            yield f"set: {name}={getattr(self.requirements, name)} by {origin}"
         if self.listed:
             yield f"permitted: {', '.join(self.listed)}"
         yield f"chosen: {self.chosen.id if self.chosen else 'none'}" + self._decision()

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from attnplug.errors import NoBackendError, RequirementsError
-from attnplug.negotiation.negotiate import Question
 from attnplug.negotiation.plan import passing_terms, share_terms
 from attnplug.request.fields import GRAPH_LEVELS
 from attnplug.request.requirements import Requirements
 from attnplug.selection.decide import Answers, ask, conclude
+from attnplug.selection.kv_layout import pose
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, log_decision, no_backend
 from attnplug.selection.selection import Selection, no_decision
 
 if TYPE_CHECKING:
+    from attnplug.negotiation.negotiate import Question
     from attnplug.request.device import Device
     from attnplug.request.settings import Options, Settings
 
@@ -140,10 +141,8 @@ def plan(
             "no layers were given", "a plan is for the layers of one model", "pass {layer name: Requirements}"
         )
     state, where, settings = context(overrides("the call", backend, options, device))
-    groups = _by_requirements(layers)
-    answers = [
-        ask(state.registry, Question(asked, where), settings, assume_installed=assume_installed) for asked in groups
-    ]
+    groups = _by_question(layers, where, settings)
+    answers = [ask(state.registry, question, settings, assume_installed=assume_installed) for question in groups]
     for names, answer in zip(groups.values(), answers, strict=True):
         if not answer.ranked.candidates:
             raise no_backend(conclude(answer, settings), settings, layer=names[0])
@@ -165,12 +164,21 @@ def plan(
     )
 
 
-def _by_requirements(layers: Mapping[str, Requirements]) -> dict[Requirements, tuple[str, ...]]:
-    """Collect the layers that ask for the same; most layers first, since their preference counts most."""
-    found: dict[Requirements, list[str]] = {}
+def _by_question(
+    layers: Mapping[str, Requirements], device: Device, settings: Settings
+) -> dict[Question, tuple[str, ...]]:
+    """
+    Collect the layers that ask for the same under these settings; most layers first, since their preference counts
+    most.
+    """
+    posed = {asked: pose(asked, device, settings) for asked in dict.fromkeys(layers.values())}
+    first: dict[Requirements, Question] = {}
+    for question in sorted(posed.values(), key=lambda question: not question.origins):
+        first.setdefault(question.requirements, question)
+    found: dict[Question, list[str]] = {}
     for name, asked in layers.items():
-        found.setdefault(asked, []).append(name)
-    return {asked: tuple(names) for asked, names in sorted(found.items(), key=lambda item: -len(item[1]))}
+        found.setdefault(first[posed[asked].requirements], []).append(name)
+    return {question: tuple(names) for question, names in sorted(found.items(), key=lambda item: -len(item[1]))}
 
 
 def _nothing_common(names: Sequence[tuple[str, ...]], answers: Sequence[Answers], settings: Settings) -> NoBackendError:

@@ -17,6 +17,7 @@ from attrs import evolve, field, frozen
 from attnplug.errors import DeviceError, SettingsError
 from attnplug.request.device import Device
 from attnplug.request.read_only import read_only
+from attnplug.request.settings import parse_layout
 
 if TYPE_CHECKING:
     from attnplug.request.settings import Options, Settings
@@ -33,12 +34,14 @@ class Overrides:
         backend: Backends in order of preference; empty means not given.
         device: The device, or None.
         options: Options by backend.
+        kv_layout: The layout that paged caches are asked for where their requirements leave it open, or None.
         sources: Where each came from.
     """
 
     backend: tuple[str, ...] = ()
     device: Device | None = None
     options: tuple[tuple[str, str, Any], ...] = ()
+    kv_layout: str | None = None
     sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
 
     def over(self, below: Overrides | None) -> Overrides:
@@ -50,12 +53,13 @@ class Overrides:
             self.backend or below.backend,
             self.device or below.device,
             tuple((backend, name, value) for (backend, name), value in merged.items()),
+            self.kv_layout or below.kv_layout,
             {**below.sources, **self.sources},
         )
 
     def over_settings(self, settings: Settings) -> Settings:
         """Return the settings as they are under these keywords."""
-        if not self.backend and not self.options:
+        if not self.backend and not self.options and self.kv_layout is None:
             return settings
         options = {backend: dict(values) for backend, values in settings.options.items()}
         for backend, name, value in self.options:
@@ -63,6 +67,7 @@ class Overrides:
         return evolve(
             settings,
             backend=self.backend or settings.backend,
+            kv_layout=self.kv_layout or settings.kv_layout,
             options=options,
             sources={**settings.sources, **self.sources},
         )
@@ -74,14 +79,18 @@ current_scope = _SCOPE.get
 
 
 def overrides(
-    source: str, backend: BackendNames | None, options: Options | None, device: Device | str | None
+    source: str,
+    backend: BackendNames | None,
+    options: Options | None,
+    device: Device | str | None,
+    kv_layout: str | None = None,
 ) -> Overrides:
     """
     Check keywords as a user gave them.
 
     Raises:
-        SettingsError: A list of backends is empty or holds something else than names, or options are not
-            tables by backend.
+        SettingsError: A list of backends is empty or holds something else than names, options are not
+            tables by backend, or the layout is none.
     """
     names = _names(backend)
     if (backend is not None and not names) or not all(isinstance(name, str) and name for name in names):
@@ -101,7 +110,10 @@ def overrides(
     flat = tuple((name, option, value) for name, table in (options or {}).items() for option, value in table.items())
     sources = {"backend": source} if names else {}
     sources |= {f"options.{name}.{option}": source for name, option, _ in flat}
-    return Overrides(names, _device(device), flat, {**sources, **({"device": source} if device else {})})
+    layout = None if kv_layout is None else parse_layout(kv_layout, "kv_layout")
+    given = {"device": device, "kv_layout": layout}
+    sources |= {name: source for name, value in given.items() if value}
+    return Overrides(names, _device(device), flat, layout, sources)
 
 
 def _names(backend: Any) -> tuple[Any, ...]:
@@ -124,7 +136,11 @@ def _device(device: Any) -> Device | None:
 
 @contextmanager
 def using(
-    *, backend: BackendNames | None = None, options: Options | None = None, device: Device | str | None = None
+    *,
+    backend: BackendNames | None = None,
+    options: Options | None = None,
+    device: Device | str | None = None,
+    kv_layout: str | None = None,
 ) -> Iterator[None]:
     """
     Select with these keywords inside the ``with`` block, in this context only. Blocks nest; a call's own keywords win.
@@ -133,12 +149,13 @@ def using(
         backend: A name (that one or nothing), or names in order; ``"auto"`` among them permits any other.
         options: Options by backend.
         device: The device to ask about, or its text.
+        kv_layout: ``"NHD"`` or ``"HND"``: what paged caches are asked for where their requirements leave it open.
 
     Raises:
         SettingsError: A keyword is wrong.
         DeviceError: The device is none.
     """
-    token = _SCOPE.set(overrides("using", backend, options, device).over(_SCOPE.get()))
+    token = _SCOPE.set(overrides("using", backend, options, device, kv_layout).over(_SCOPE.get()))
     try:
         yield
     finally:

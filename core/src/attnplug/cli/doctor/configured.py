@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 
 
 def problems_of_settings(registry: Registry, candidates: Iterable[Candidate], settings: Settings) -> Iterator[Problem]:
-    """Yield what is wrong with the listed backends and with the options of backends."""
+    """Yield what is wrong with the listed backends, the layout of the cache, and the options of backends."""
+    candidates = tuple(candidates)
     wrong = tuple(_unresolved(registry, settings))
     yield from wrong
     if settings.backend and not wrong:
-        yield from _nothing_permitted(tuple(candidates), settings)
+        yield from _nothing_permitted(candidates, settings)
+    yield from _nobodys_layout(candidates, settings)
     yield from _wrong_options(registry, settings)
 
 
@@ -46,6 +48,22 @@ def _nothing_permitted(candidates: Sequence[Candidate], settings: Settings) -> I
     listed = ", ".join(map(repr, settings.backend))
     yield Problem(
         _source(settings, "backend"), f"{listed} and nothing else is permitted; {why}", _way_in(permitted, settings)
+    )
+
+
+def _nobodys_layout(candidates: Sequence[Candidate], settings: Settings) -> Iterator[Problem]:
+    """Told where some ready backend has paged caches, and none of them in this layout."""
+    asked = (("paged", True),)
+    policy = Policy(settings.backend)
+    paged = [c for c in candidates if c.standing == "ready" and policy.admits(c) and not c.objections(asked)]
+    layout = settings.kv_layout
+    if layout is None or not paged or any(not c.objections((("kv_layout", layout),)) for c in paged):
+        return
+    why = "; ".join(f"{c.id}: {c.supports('kv_layout') or 'declares no layout'}" for c in paged)
+    yield Problem(
+        _source(settings, "kv_layout"),
+        f"kv_layout={layout!r} is asked of every paged cache, and no backend that is ready serves it; {why}",
+        "set one of these layouts, or unset it",
     )
 
 

@@ -22,7 +22,7 @@ from attnplug.negotiation.candidate import Candidate
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 
-_NAMES = ("backend", "allow", "block", "strict", "profile")
+_NAMES = ("backend", "allow", "block", "strict", "profile", "kv_layout")
 
 
 @frozen

@@ -54,7 +54,7 @@ def _standing(candidate: Candidate) -> str:
 def _value(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(value) or ("automatic" if name == "backend" else "none")
-    return {"allow": "all"}.get(name, "none") if value is None else str(value)
+    return {"allow": "all", "kv_layout": "each backend's own"}.get(name, "none") if value is None else str(value)
 
 
 def _say_title(title: str) -> None:

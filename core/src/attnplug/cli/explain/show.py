@@ -97,6 +97,8 @@ def _heading(explanation: Explanation) -> Iterator[tuple[str, str]]:
     yield "asked", " ".join(f"{name}={value}" for name, value in explanation.requirements.to_dict().items())
     assumed = ", kernel libraries assumed installed" if explanation.assumed_installed else ""
     yield "device", f"{explanation.device}{assumed}"
+    for name, origin in explanation.origins:
+        yield "set", f"{name}={getattr(explanation.requirements, name)} by {origin}"
     if explanation.listed:
         yield "permitted", ", ".join(explanation.listed)
 
