@@ -3,16 +3,26 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.torch_backend.grouping import Budget, group_spans, spans_of
+from attnplug.torch_backend.grouping import Budget, Span, group_spans, spans_of
 
 lens = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=6)
 windows = st.sampled_from([(-1, -1), (0, 0), (3, 0), (2, 2), (-1, 1), (100, 0)])
 budgets = st.builds(
-    Budget, keys=st.integers(1, 60), scores=st.integers(0, 400), slack=st.integers(0, 60), ragged_rows=st.integers(0, 8)
+    Budget,
+    keys=st.integers(1, 60),
+    scores=st.integers(0, 400),
+    slack=st.integers(0, 60),
+    ragged_rows=st.integers(0, 8),
+    even=st.booleans(),
 )
 
 
-def seen(row: int, rows: int, keys: int, window: tuple[int, int], *, causal: bool) -> list[int]:
+chunks = st.sampled_from([1, 3, 4, 50])
+
+
+def seen(
+    row: int, rows: int, keys: int, window: tuple[int, int], *, causal: bool, chunk: int | None = None
+) -> list[int]:
     left, right = window
     position = keys - rows + row
     return [
@@ -21,6 +31,7 @@ def seen(row: int, rows: int, keys: int, window: tuple[int, int], *, causal: boo
         if not (causal and key > position)
         and (left < 0 or key >= position - left)
         and (right < 0 or key <= position + right)
+        and (chunk is None or key // chunk == position // chunk)
     ]
 
 
@@ -46,6 +57,41 @@ def test_spans_hold_all_that_is_seen_and_nothing_before(
         start += rows
 
 
+@given(lens, windows, st.booleans(), chunks)
+def test_each_chunk_that_rows_touch_is_a_sequence_of_its_own(
+    lens: list[tuple[int, int]], window: tuple[int, int], causal: bool, chunk: int
+) -> None:
+    spans, empty = spans_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal, chunk=chunk)
+
+    starts = [sum(rows for rows, _ in lens[:request]) for request in range(len(lens))]
+    owner = {span.first_row + row: (span, row) for span in spans for row in range(span.rows)}
+    assert sum(span.rows for span in spans) == len(owner), "no row is in two spans"
+    blank = {row for start, end in empty for row in range(start, end)}
+    touched = set()
+    for request, (rows, keys) in enumerate(lens):
+        for row in range(rows):
+            view = seen(row, rows, keys, window, causal=causal, chunk=chunk)
+            assert (starts[request] + row in blank) == (not view)
+            if view:
+                span, place = owner.pop(starts[request] + row)
+                assert span.request == request
+                assert span.first_key + span.keys - span.rows + place == keys - rows + row, "it stands where it stood"
+                assert span.first_key <= min(view)
+                assert max(view) < span.first_key + span.keys
+                assert (span.first_key + span.keys - 1) // chunk == view[0] // chunk == span.first_key // chunk
+                assert not span.fresh or span.first_key >= keys - rows
+                touched.add((request, view[0] // chunk))
+    assert not owner
+    assert len(spans) == len(touched)
+    for span in spans:
+        views = [
+            view
+            for row in range(span.first_row, span.first_row + span.rows)
+            if (view := seen(row - starts[span.request], *lens[span.request], window, causal=causal, chunk=chunk))
+        ]
+        assert span.first_key == min(view[0] for view in views), "nothing before what is seen is read"
+
+
 @given(lens, windows, budgets)
 def test_every_span_is_in_one_group_of_bounded_size(
     lens: list[tuple[int, int]], window: tuple[int, int], budget: Budget
@@ -54,6 +100,7 @@ def test_every_span_is_in_one_group_of_bounded_size(
 
     groups = group_spans(spans, budget)
 
+    assert all(len(group) * rows * keys <= budget.scores for group, rows, keys in _sizes(groups) if not budget.even)
     assert sorted(span.request for group in groups for span in group) == sorted(span.request for span in spans)
     for group in groups:
         requests = [span.request for span in group]
@@ -68,6 +115,15 @@ def test_every_span_is_in_one_group_of_bounded_size(
         if wasted:
             assert rows <= budget.ragged_rows
             assert len(group) * rows * keys <= budget.scores
+
+
+def _sizes(groups: list[list[Span]]) -> list[tuple[list[Span], int, int]]:
+    """Groups of several, with their rows and keys."""
+    return [
+        (group, max(span.rows for span in group), max(span.keys for span in group))
+        for group in groups
+        if len(group) > 1
+    ]
 
 
 def test_requests_of_one_size_share_a_call_whatever_padding_costs() -> None:

@@ -37,6 +37,8 @@ def test_reading_the_plugin_imports_no_torch() -> None:
         ({"return_lse": True}, "flex"),
         ({"sliding_window": 256}, "sdpa"),
         ({"logits_soft_cap": 50.0}, "flex"),
+        ({"alibi": "linear"}, "flex"),
+        ({"attn_type": "encoder_only"}, "sdpa"),
     ],
     ids=str,
 )
@@ -51,12 +53,20 @@ def test_a_gpu_gets_the_variant_that_is_faster_for_what_is_asked(asked: dict[str
 
 @pytest.mark.parametrize(
     "asked",
-    [{"alibi": "linear"}, {"attention_chunk": 64}, {"kv_cache_dtype": "fp8"}, {"cascade": True}, {"dcp_size": 2}],
+    [{"block_sparse": {"size": 64}}, {"kv_cache_dtype": "int8"}, {"output_quant": "fp8"}, {"dcp_size": 2}],
     ids=str,
 )
 def test_what_is_not_there_is_refused(asked: dict[str, object]) -> None:
     with pytest.raises(attnplug.NoBackendError):
         attnplug.select(requirements(**asked), Device.cpu(), backend="torch/sdpa")
+
+
+def test_flex_leaves_masks_to_the_other_variant() -> None:
+    found = attnplug.explain(requirements(custom_mask=True), Device.cuda("9.0"), assume_installed=True)
+    verdicts = {verdict.id: verdict for verdict in found.verdicts}
+
+    assert not verdicts["torch/sdpa"].reasons
+    assert [reason.field for reason in verdicts["torch/flex"].reasons] == ["custom_mask"]
 
 
 def test_the_probe_wants_a_c_compiler_for_flex_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,163 @@
+"""Layers whose keys are not their own: shared caches, and encoders; and decodes of several tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.contract import Batch, Limits
+from attnplug.errors import BatchError, CacheError
+from attnplug.request.device import Device
+from attnplug.testing import Case, assert_close, check, limits_of, realise, run
+from attnplug.testing.scene import key_and_value_pages
+from attnplug.testing.strategies import cases
+
+if TYPE_CHECKING:
+    from attnplug.contract import AttentionImpl, Backend, Metadata
+    from attnplug.testing import Paged, Scene
+
+CROSS = {"attn_type": "encoder_decoder", "causal": False}
+
+
+def load(case: Case, **engine: object) -> Backend:
+    asked = case.requirements(block_size=case.block_size, **engine)
+    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+
+
+def prepare(backend: Backend, scene: Scene) -> tuple[AttentionImpl, Paged, Metadata]:
+    impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
+    return impl, call, backend.make_builder([impl], backend.make_state(limits_of(scene))).build(call.batch)
+
+
+@given(cases(features=("attention_chunk", "sliding_window", "sinks", "decode_query_len"), kv_sharing=True))
+@settings(max_examples=40)
+def test_a_layer_that_shares_a_cache_ignores_keys_of_its_own(case: Case) -> None:
+    scene, backend = realise(case), load(case)
+    impl, call, metadata = prepare(backend, scene)
+    before = [pages.clone() for pages in key_and_value_pages(call.cache)]
+    shape = (call.query.shape[0], case.num_kv_heads, case.head_size)
+    key = torch.full(shape, torch.nan, dtype=call.query.dtype)
+
+    impl.forward(call.query, key, key, call.cache, metadata, call.output)
+
+    got = call.output[: case.num_tokens].view(case.num_tokens, case.num_q_heads, -1)
+    assert_close(got, scene.expected().output, dtype=got.dtype, scale=scene.largest_value)
+    for pages, as_before in zip(key_and_value_pages(call.cache), before, strict=True):
+        torch.testing.assert_close(pages, as_before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_nobody_writes_a_shared_cache() -> None:
+    case = Case(query_lens=(1, 3), context_lens=(5, 0), kv_sharing=True)
+    scene, backend = realise(case), load(case)
+    impl, call, _ = prepare(backend, scene)
+    key = torch.zeros(4, case.num_kv_heads, case.head_size)
+
+    assert not impl.forward_writes
+    with pytest.raises(CacheError, match="nobody does"):
+        impl.write_kv(key, key, call.cache, call.batch.slot_mapping)
+
+
+@pytest.mark.parametrize("host_writes", [False, True])
+@pytest.mark.parametrize("contexts", [(3, 0, 0), (0, 0, 0), (2, 9, 4)], ids=["mixed", "first steps", "later steps"])
+def test_requests_in_different_steps_of_cross_attention(contexts: tuple[int, ...], host_writes: bool) -> None:
+    case = Case(query_lens=(1, 1, 6), context_lens=contexts, encoder_lens=(40, 17, 33), num_padding_tokens=2, **CROSS)
+
+    ran = check(load(case, return_lse=True), realise(case), host_writes=host_writes)
+
+    assert (ran.call.key is None) == all(contexts), "K/V come with first steps alone"
+
+
+def test_what_the_first_step_writes_the_later_ones_read() -> None:
+    case = Case(query_lens=(4, 7), context_lens=(0, 0), encoder_lens=(30, 21), **CROSS)
+    scene, backend = realise(case), load(case)
+    impl, first, metadata = prepare(backend, scene)
+    impl.forward(first.query, first.key, first.value, first.cache, metadata, first.output)
+    later = realise(evolve(case, query_lens=(1, 1), context_lens=(4, 7), seed=9))
+    later = evolve(later, keys=scene.keys, values=scene.values, block_table=scene.block_table)
+    _, call, metadata = prepare(backend, later)
+
+    impl.forward(call.query, None, None, first.cache, metadata, call.output)
+
+    got = call.output.view(2, case.num_q_heads, -1)
+    assert_close(got, later.expected().output, dtype=got.dtype, scale=later.largest_value)
+
+
+def test_an_encoder_may_be_longer_than_what_is_decoded_but_not_than_the_limits() -> None:
+    case = Case(query_lens=(1,), context_lens=(2,), encoder_lens=(1500,), **CROSS)
+    scene, backend = realise(case), load(case)
+    check(backend, scene)
+    impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
+    limits = Limits(max_num_reqs=1, max_num_tokens=1, max_seq_len=448)
+
+    with pytest.raises(BatchError, match="max_seq_len=448, which counts the keys of a request: here the encoder's"):
+        backend.make_builder([impl], backend.make_state(limits)).build(call.batch)
+
+
+def test_dense_cross_attention_takes_a_mask() -> None:
+    case = Case(query_lens=(1, 6), context_lens=(3, 0), encoder_lens=(9, 20), custom_mask=True, sinks=True, **CROSS)
+    asked = case.requirements(paged=False, return_lse=True)
+
+    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(5, 9), max_size=2), st.booleans())
+@settings(max_examples=30)
+def test_decodes_of_several_tokens_are_decodes(decodes: list[int], prefills: list[int], both: bool) -> None:
+    prefills = prefills if both else []
+    lens = (*decodes, *prefills)
+    case = Case(query_lens=lens, context_lens=(20,) * len(lens), decode_query_len=4)
+    scene, backend = realise(case), load(case, phases=("prefill", "decode") if both else ("decode",))
+
+    _, _, metadata = prepare(backend, scene)
+
+    assert (metadata.num_decodes, metadata.num_decode_tokens) == (len(decodes), sum(decodes))
+    assert (metadata.num_prefills, metadata.num_prefill_tokens) == (len(prefills), sum(prefills))
+    check(backend, scene)
+
+
+def test_tokens_decoded_together_give_what_they_give_one_by_one() -> None:
+    case = Case(query_lens=(4,), context_lens=(30,), decode_query_len=4, attention_chunk=16, alibi="linear")
+    scene, backend = realise(case), load(case)
+    together = run(backend, scene).output
+
+    for token in range(4):
+        alone = evolve(
+            scene,
+            case=evolve(case, query_lens=(1,), context_lens=(30 + token,)),
+            queries=(scene.queries[0][token : token + 1],),
+            keys=(scene.keys[0][: 31 + token],),
+            values=(scene.values[0][: 31 + token],),
+        )
+        torch.testing.assert_close(run(backend, alone).output[0], together[token], rtol=1e-5, atol=1e-5)
+
+
+def test_a_mask_without_a_row_gives_zeros_and_the_sink() -> None:
+    case = Case(query_lens=(1, 3), context_lens=(20, 0), custom_mask=True, sinks=True)
+    blind = realise(case)
+    blind = evolve(blind, masks=tuple(torch.zeros_like(mask) for mask in blind.masks or ()))
+
+    ran = check(load(case, return_lse=True), blind)
+
+    assert not ran.output.any()
+    assert torch.equal(ran.lse, blind.sinks.expand(4, -1))  # type: ignore[union-attr]
+
+
+def test_a_window_of_an_encoder_looks_to_both_sides() -> None:
+    asked = attnplug.Requirements(
+        head_size=16, num_q_heads=1, num_kv_heads=1, dtype="float32", attn_type="encoder_only", sliding_window=2
+    )
+    backend = attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    impl = backend.make_impl(attnplug.Layer(name="layer"))
+    builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=1, max_num_tokens=4, max_seq_len=4)))
+    query, output = torch.zeros(4, 1, 16), torch.empty(4, 16)
+    value = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1).expand(4, 1, 16).contiguous()
+
+    impl.forward(query, query, value, None, builder.build(Batch.from_lengths([4], causal=False)), output)
+
+    torch.testing.assert_close(output[:, 0], torch.tensor([3 / 2, 7 / 3, 14 / 3, 12 / 2]))
