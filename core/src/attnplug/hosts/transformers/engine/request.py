@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from secrets import randbits
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
@@ -52,6 +53,7 @@ class Request:
         max_new_tokens: The most that is generated.
         sampling: How tokens are chosen.
         stop_tokens: Generating one of these ends the request; it is kept as the last token.
+        seed: What its draws follow from: the one of `sampling`, or one of its own.
         num_prompt_tokens: Tokens of the prompt.
         num_computed: Tokens at the front whose keys and values are cached.
         num_reused: Those of them that the last admission found in the cache.
@@ -65,6 +67,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(factory=Sampling)
     stop_tokens: frozenset[int] = field(default=frozenset(), converter=_to_stop_tokens)
+    seed: int = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(init=False, default=0)
     num_reused: int = field(init=False, default=0)
@@ -74,6 +77,7 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
+        self.seed = randbits(64) if self.sampling.seed is None else self.sampling.seed
         if not self.tokens:
             raise BatchError("an empty prompt was given", "a prompt has at least one token", "pass the start token")
         if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from random import Random
+from hashlib import blake2b
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 import torch
 from attrs import frozen
@@ -39,7 +38,7 @@ class Sampling:
         temperature: Logits are divided by it; 0 takes the likeliest token, and of equal ones the lowest.
         top_k: Only the k likeliest tokens, of equal ones the lowest; None keeps all.
         top_p: Only the fewest likeliest tokens whose probabilities sum up to at least this much; None keeps all.
-        seed: Equal seeds draw equal tokens from equal logits, whatever else is in the batch; None draws anew each time.
+        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is another seed for every request.
     """
 
     temperature: float = 0.0
@@ -68,50 +67,43 @@ class Sampling:
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
 
 
-class Sampler:
+def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """
-    Chooses one token for each request of a batch.
+    Choose the next token of each request.
 
-    A request draws one number per token from a generator of its own, and its row is computed by itself: what it gets
-    depends neither on its neighbors nor on how often it was preempted.
+    A row is computed by itself, and what is drawn follows from the request's seed and the token's position: neither
+    the neighbors nor being preempted nor a repeated step change it.
+
+    Args:
+        logits: ``(len(requests), vocabulary)`` floats; minus infinity rules a token out.
+        requests: The requests, in the order of the rows.
+
+    Returns:
+        ``(len(requests),)`` int64, on the device of the logits.
+
+    Raises:
+        TensorError: There is not one row for each request, or a row to draw from has NaN or rules out all tokens.
     """
+    if logits.dim() != 2 or logits.shape[0] != len(requests):
+        raise TensorError(
+            f"logits of shape {tuple(logits.shape)} came for {len(requests)} requests",
+            f"logits are ({len(requests)}, vocabulary): one row for each request that samples",
+            "select the last row of each request that samples",
+        )
+    tokens = logits.argmax(dim=-1)
+    rows = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
+    if rows:
+        drawing = [requests[row] for row in rows]
+        index = torch.tensor(rows, device=logits.device)
+        probabilities = filtered_probabilities(logits[index], [request.sampling for request in drawing])
+        tokens[index] = _pick(probabilities, [draw(request.seed, len(request.tokens)) for request in drawing])
+    return tokens
 
-    def __init__(self) -> None:
-        self._generators: WeakKeyDictionary[Request, Random] = WeakKeyDictionary()
 
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """
-        Choose the next token of each request.
-
-        Args:
-            logits: ``(len(requests), vocabulary)`` floats; minus infinity rules a token out.
-            requests: The requests, in the order of the rows.
-
-        Returns:
-            ``(len(requests),)`` int64, on the device of the logits.
-
-        Raises:
-            TensorError: There is not one row for each request.
-        """
-        if logits.dim() != 2 or logits.shape[0] != len(requests):
-            raise TensorError(
-                f"logits of shape {tuple(logits.shape)} came for {len(requests)} requests",
-                f"logits are ({len(requests)}, vocabulary): one row for each request that samples",
-                "select the last row of each request that samples",
-            )
-        tokens = logits.argmax(dim=-1)
-        rows = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
-        if rows:
-            drawing = [requests[row] for row in rows]
-            index = torch.tensor(rows, device=logits.device)
-            probabilities = filtered_probabilities(logits[index], [request.sampling for request in drawing])
-            tokens[index] = _pick(probabilities, [self._draw(request) for request in drawing])
-        return tokens
-
-    def _draw(self, request: Request) -> float:
-        if request not in self._generators:
-            self._generators[request] = Random(request.sampling.seed)
-        return self._generators[request].random()
+def draw(seed: int, position: int) -> float:
+    """Return a number from 0 to below 1 that looks random, and is always the same for one seed and position."""
+    digest = blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53  # as many bits as a double holds
 
 
 def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -132,19 +124,19 @@ def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Ten
     rows = [row for row, sampling in enumerate(samplings) if sampling.filters]
     if rows:
         index = torch.tensor(rows, device=logits.device)
-        probabilities[index] = _filter(probabilities[index], [samplings[row] for row in rows])
+        probabilities[index] = _filter(probabilities[index], logits[index], [samplings[row] for row in rows])
     return probabilities
 
 
-def _filter(probabilities: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+def _filter(probabilities: Tensor, logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
     """Set to zero what top-k and top-p rule out, in ``(rows, vocabulary)`` probabilities."""
-    size = probabilities.shape[-1]
+    size = logits.shape[-1]
     # Stable: of equal tokens the lowest comes first, on every device and in every batch.
-    ranked, order = probabilities.sort(dim=-1, descending=True, stable=True)
-    top_k = _column([sampling.top_k or size for sampling in samplings], probabilities)
-    ranked = ranked.where(torch.arange(size, device=ranked.device) < top_k, 0.0)
+    order = logits.sort(dim=-1, descending=True, stable=True).indices
+    top_k = _column([sampling.top_k or size for sampling in samplings], logits)
+    ranked = probabilities.gather(-1, order).where(torch.arange(size, device=logits.device) < top_k, 0.0)
     mass = ranked.cumsum(-1)
-    top_p = _column([sampling.top_p or 1.0 for sampling in samplings], probabilities)
+    top_p = _column([sampling.top_p or 1.0 for sampling in samplings], logits)
     # A token stays while those before it have not reached the mass; without top-p that is all that top-k left.
     ranked = ranked.where((mass - ranked < top_p * mass[:, -1:]) | (top_p == 1.0), 0.0)
     return torch.zeros_like(probabilities).scatter_(-1, order, ranked)
@@ -153,9 +145,19 @@ def _filter(probabilities: Tensor, samplings: Sequence[Sampling]) -> Tensor:
 def _pick(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
     """Return for each row the token at which the summed probabilities pass its draw's share: (rows,) int64."""
     mass = probabilities.cumsum(-1)
+    if not bool((mass[:, -1] > 0).all()):  # NaN is not above 0 either
+        raise TensorError(
+            "a row of logits has no likeliest token",
+            "logits are numbers, and not all of a row are minus infinity",
+            "look for the first NaN in the model's layers",
+        )
     targets = _column(draws, probabilities) * mass[:, -1:]
     return torch.searchsorted(mass, targets, right=True).squeeze(-1)
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
+
+
+class Sampler:  # noqa: D101
+    sample = staticmethod(sample)

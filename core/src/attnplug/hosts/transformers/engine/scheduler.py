@@ -148,22 +148,29 @@ class Scheduler:
         return chosen
 
     def _admit(self, budget: int) -> list[Scheduled]:
+        if not self._waiting:
+            return []
         chosen: list[Scheduled] = []
+        # Each of the running may need one more block: an admission into those would soon be undone.
+        kept = sum(map(self._may_grow, self._running))
         while self._waiting and budget > 0 and len(self._running) < self.max_num_reqs:
             request = next(iter(self._waiting))
-            if not self._enter(request):
+            if not self._enter(request, kept):
                 break
+            kept += self._may_grow(request)
             chosen.append(_chunk(request, budget))
             budget -= chosen[-1].num_new_tokens
         return chosen
 
-    def _enter(self, request: Request) -> bool:
-        """Give the first in line the blocks of its known tokens, unless too few are free."""
+    def _enter(self, request: Request, kept: int) -> bool:
+        """Give the first in line the blocks of its known tokens, unless too few are free besides those kept."""
         pool = self.pool
+        if pool.num_free <= kept:  # it needs at least one: spare the look for its prefix
+            return False
         # The last token is computed even if it is cached: its logits choose the next one.
         reused = pool.match(request.tokens)[: (request.num_tokens - 1) // pool.block_size]
         needed = pool.blocks_for(request.num_tokens) - len(reused)
-        if pool.spare(reused) < needed + self._num_growing():
+        if pool.spare(reused) < needed + kept:
             return False
         pool.share(reused)
         request.blocks = reused + pool.allocate(needed)
@@ -172,10 +179,6 @@ class Scheduler:
         del self._waiting[request]
         self._running[request] = None
         return True
-
-    def _num_growing(self) -> int:
-        """Return how many of the running may need one more block: admitting into those would soon be undone."""
-        return sum(len(request.blocks) < self._most_blocks(request) for request in self._running)
 
     def _make_room(self, request: Request) -> bool:
         """Give a decode the slot of its token; the youngest make room for it, and it may be the youngest itself."""
@@ -213,6 +216,9 @@ class Scheduler:
         if request.is_finished:
             self._leave(request)
             request.status = "finished"
+
+    def _may_grow(self, request: Request) -> bool:
+        return len(request.blocks) < self._most_blocks(request)
 
     def _most_blocks(self, request: Request) -> int:
         """Return the blocks of a request at its longest: the last token that it generates is never computed."""
