@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching import pad_batch, pad_rows, padded_size
+from attnplug.batching import pad_batch, pad_block_table, pad_rows, padded_size
 from attnplug.contract import PAD_SLOT_ID, Batch
 from attnplug.errors import BatchError
 
@@ -24,6 +24,36 @@ def test_pad_rows_keeps_the_rows_and_fills_the_new_ones() -> None:
 def test_padding_never_drops_rows() -> None:
     with pytest.raises(BatchError, match="3 rows are to be padded to 2"):
         pad_rows(torch.zeros(3), 2, 0)
+
+
+@given(st.integers(1, 3), st.integers(0, 3), st.integers(0, 3), st.integers(0, 3))
+def test_a_padded_block_table_names_the_null_block(rows: int, columns: int, more_rows: int, more_columns: int) -> None:
+    table = torch.randint(1, 99, (rows, columns), dtype=torch.int32)
+
+    padded = pad_block_table(table, rows + more_rows, columns + more_columns)
+
+    assert padded.dtype == torch.int32
+    assert (
+        padded.tolist()
+        == [*(row + [0] * more_columns for row in table.tolist())] + [[0] * (columns + more_columns)] * more_rows
+    )
+    assert torch.equal(pad_block_table(table, rows + more_rows), padded[:, :columns])
+
+
+def test_padding_never_drops_columns() -> None:
+    with pytest.raises(BatchError, match="3 columns is to be padded to 2"):
+        pad_block_table(torch.ones(1, 3), 1, 2)
+
+
+def test_a_batch_is_padded_to_the_columns_of_a_graph() -> None:
+    batch = Batch.from_lengths([1], [5], block_table=torch.ones(1, 2, dtype=torch.int32))
+
+    padded = pad_batch(batch, 2, num_blocks=4)
+
+    assert padded.block_table is not None
+    assert padded.block_table.tolist() == [[1, 1, 0, 0], [0, 0, 0, 0]]
+    assert padded.block_table_cpu is not None
+    assert torch.equal(padded.block_table_cpu, padded.block_table)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(0, 3), st.integers(0, 5))

@@ -6,7 +6,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching import pages_of
+from attnplug.batching import pad_batch, pad_pages, pages_of
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
 
@@ -47,3 +47,29 @@ def test_pages_and_host_lengths_are_needed(missing: str) -> None:
 
     with pytest.raises(BatchError, match=f"{missing}=absent"):
         pages_of(evolve(batch, **{missing: None}), 16)
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.integers(0, 3), st.integers(0, 5))
+def test_padded_pages_are_the_pages_of_the_padded_batch(seq_lens: list[int], more_reqs: int, more_pages: int) -> None:
+    table = torch.randint(1, 99, (len(seq_lens), -(-max(seq_lens) // 4)), dtype=torch.int32)
+    batch = Batch.from_lengths([min(n, 1) for n in seq_lens], seq_lens, block_table=table)
+    plain, reqs = pages_of(batch, 4), len(seq_lens) + more_reqs
+    count = plain.indices.shape[0]
+
+    padded = pad_pages(plain, reqs, count + more_pages)
+
+    expected = pages_of(pad_batch(batch, reqs), 4)
+    for name in ("indptr", "last_page_len", "indptr_cpu", "last_page_len_cpu"):
+        assert torch.equal(getattr(padded, name), getattr(expected, name))
+        assert getattr(padded, name).dtype == torch.int32
+    assert padded.indptr[len(seq_lens) :].tolist() == [count] * (more_reqs + 1)
+    assert padded.last_page_len[len(seq_lens) :].tolist() == [0] * more_reqs
+    assert padded.indices.tolist() == plain.indices.tolist() + [0] * more_pages
+
+
+@pytest.mark.parametrize("sizes", [(1, None), (2, 2)])
+def test_padding_drops_neither_requests_nor_pages(sizes: tuple[int, int | None]) -> None:
+    batch = Batch.from_lengths([1, 1], [3, 7], block_table=torch.ones(2, 2, dtype=torch.int32))
+
+    with pytest.raises(BatchError, match="are to be padded to"):
+        pad_pages(pages_of(batch, 4), *sizes)

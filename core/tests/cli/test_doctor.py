@@ -150,6 +150,19 @@ def test_options_of_a_variant_are_a_problem(run, site, tmp_path: Path, monkeypat
     assert problem["remedy"] == "give them to 'flash'"
 
 
+def test_a_layout_that_no_ready_backend_has_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_KV_LAYOUT", "HND")
+    assert run("doctor", "--json").json["problems"] == [], "the embedded backend has both"
+
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "flash")
+    (problem,) = run("doctor", "--json").json["problems"]
+
+    assert problem["subject"] == "environment variable ATTNPLUG_KV_LAYOUT"
+    assert "kv_layout='HND'" in problem["what"]
+    assert "flash/host" in problem["what"]
+    assert "unset it" in problem["remedy"]
+
+
 def test_settings_that_work_are_no_problems(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_BACKEND", "FLASH")
     monkeypatch.setenv("ATTNPLUG_OPT_FLASH__SPLITS", "3")

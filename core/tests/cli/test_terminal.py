@@ -54,6 +54,14 @@ def test_an_explanation_is_a_table_under_its_question(on_terminal, site) -> None
     assert "'flash/new' and 'flash/old' tie" in text
 
 
+def test_what_a_setting_asks_is_told_with_its_origin(on_terminal, site) -> None:
+    shown = on_terminal("explain", *LAYER, "--device", "cuda:9.0", ATTNPLUG_KV_LAYOUT="HND")
+
+    text = _plain(shown.out)
+    assert re.search(r"^set +kv_layout=HND by environment variable ATTNPLUG_KV_LAYOUT *$", text, re.MULTILINE)
+    assert _fits(shown.out)
+
+
 def test_devices_stand_side_by_side(on_terminal, site) -> None:
     devices = ["--device", "cuda:8.0", "--device", "cuda:10.0"]
 

@@ -104,6 +104,9 @@ def test_unknown_variables_are_warned_about_with_the_near_match(config, caplog):
         ("backnd = 'x'", "did you mean 'backend'"),
         ("strict = 'yes'", "strict = 'yes'"),
         ("allow = ['a', '']", "allow"),
+        ("kv_layout = 'hnd'", "did you mean 'HND'"),
+        ("kv_layout = 3", "kv_layout in"),
+        ("kv_layot = 'HND'", "did you mean 'kv_layout'"),
         ("options = 3", "options = 3"),
         ("options = { a = 1 }", "options"),
         ("= 3", "it is not TOML"),
@@ -138,3 +141,25 @@ def test_empty_names_are_refused(config):
 
     with pytest.raises(SettingsError, match="separated by commas"):
         read({"ATTNPLUG_BACKEND": "a,,b"}, config)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_a_layout_is_set_by_file_or_environment(config, layout):
+    config.write_text(f"kv_layout = '{layout}'\n")
+    other = "HND" if layout == "NHD" else "NHD"
+
+    by_file, by_both = read({}, config), read({"ATTNPLUG_KV_LAYOUT": other}, config)
+
+    assert (by_file.kv_layout, by_file.sources["kv_layout"]) == (layout, f"file {config}")
+    assert (by_both.kv_layout, by_both.sources["kv_layout"]) == (other, "environment variable ATTNPLUG_KV_LAYOUT")
+
+
+@pytest.mark.parametrize(("text", "said"), [("hnd", "; did you mean 'HND'?"), ("HDN", "'HND'"), ("", "unset it")])
+def test_another_layout_is_an_error_that_names_the_variable(config, text, said):
+    config.write_text("")
+
+    with pytest.raises(SettingsError) as caught:
+        read({"ATTNPLUG_KV_LAYOUT": text}, config)
+
+    assert f"ATTNPLUG_KV_LAYOUT={text!r}" in str(caught.value)
+    assert said in str(caught.value)

@@ -18,8 +18,8 @@ from attnplug.batching.local_chunks import (
     make_local_attention_virtual_batches,
     max_local_chunks,
 )
-from attnplug.batching.padding import pad_batch, pad_rows, padded_size
-from attnplug.batching.pages import Pages, pages_of
+from attnplug.batching.padding import NULL_BLOCK, pad_batch, pad_block_table, pad_rows, padded_size
+from attnplug.batching.pages import Pages, pad_pages, pages_of
 from attnplug.batching.positions import positions_of, positions_of_new_tokens
 from attnplug.batching.reach import first_attended_key, num_freeable_blocks
 from attnplug.batching.reorder import Reordering, reorder_batch_to_split_decodes_and_prefills
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from attnplug.selection.kv_layout import kv_cache_layout as kv_cache_layout
 
 __all__ = [
+    "NULL_BLOCK",
     "BatchDraft",
     "Hyperparameters",
     "LocalChunks",
@@ -46,6 +47,8 @@ __all__ = [
     "num_freeable_blocks",
     "num_local_tokens_per_dcp_rank",
     "pad_batch",
+    "pad_block_table",
+    "pad_pages",
     "pad_rows",
     "padded_size",
     "pages_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import evolve
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.batch import Batch
+
+
+NULL_BLOCK: Final = 0
+"""The block that no request gets: padding may point to it."""
 
 
 def padded_size(size: int, sizes: Sequence[int]) -> int | None:
@@ -40,9 +44,35 @@ def pad_rows(tensor: Tensor, rows: int, fill: float) -> Tensor:
     return torch.cat([tensor, added])
 
 
-def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None) -> Batch:
+def pad_block_table(block_table: Tensor, num_reqs: int, num_blocks: int | None = None) -> Tensor:
     """
-    Return the batch with padded requests at its end and padded rows in its slot mapping.
+    Return the block table with rows and columns of the null block added.
+
+    Args:
+        block_table: ``(num_reqs, max_blocks)`` integers, on any device.
+        num_reqs: Rows of the result.
+        num_blocks: Columns of the result; None leaves them.
+
+    Raises:
+        BatchError: The table is larger than that.
+    """
+    rows, columns = block_table.shape
+    if num_blocks is None or num_blocks == columns:
+        return pad_rows(block_table, num_reqs, NULL_BLOCK)
+    if num_blocks < columns:
+        raise BatchError(
+            f"a block table of {columns} columns is to be padded to {num_blocks}",
+            "padding adds columns",
+            "pass the blocks of the longest sequence that there may be: ceil(max_seq_len / block_size)",
+        )
+    wider = block_table.new_full((rows, num_blocks), NULL_BLOCK)
+    wider[:, :columns] = block_table
+    return pad_rows(wider, num_reqs, NULL_BLOCK)
+
+
+def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None, num_blocks: int | None = None) -> Batch:
+    """
+    Return the batch with padded requests at its end, padded rows in its slot mapping and columns in its block table.
 
     Padded requests have no query tokens, no keys and the null block; padded rows have no slot. `num_actual_tokens`
     stays: padding is never computed.
@@ -51,6 +81,7 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None) -> Bat
         batch: The batch; not changed.
         num_reqs: Requests after padding.
         num_tokens: Rows of the slot mapping after padding; None leaves them.
+        num_blocks: Columns of the block table after padding; None leaves them.
 
     Raises:
         BatchError: The batch is larger than that, or has a custom mask, whose rows no padding can follow.
@@ -64,6 +95,10 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None) -> Bat
     padded: dict[str, Any] = {"num_reqs": num_reqs}
     for name in _PER_REQUEST:
         _pad(batch, padded, name, num_reqs, 0)
+    for name in ("block_table", "block_table_cpu"):
+        table: Tensor | None = getattr(batch, name)
+        if table is not None:
+            padded[name] = pad_block_table(table, num_reqs, num_blocks)
     for name in _CUMULATIVE:
         # Every row before it is used, so that its end is where the padded requests start and end.
         _pad(batch, padded, name, num_reqs + 1, None)
@@ -89,8 +124,6 @@ _PER_REQUEST = (
     "seq_lens",
     "seq_lens_cpu",
     "num_computed_tokens_cpu",
-    "block_table",
-    "block_table_cpu",
     "encoder_seq_lens",
     "encoder_seq_lens_cpu",
     "dcp_local_seq_lens",

@@ -9,6 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attnplug.batching.padding import NULL_BLOCK, pad_rows
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
@@ -44,6 +45,27 @@ def pages_of(batch: Batch, block_size: int) -> Pages:
         BatchError: The batch has no pages, no host lengths, or a block table with too few columns.
     """
     return batch.once(("pages", block_size), lambda: _pages_of(batch, block_size))
+
+
+def pad_pages(pages: Pages, num_reqs: int, num_indices: int | None = None) -> Pages:
+    """
+    Return the pages with padded requests at their end, as a captured graph needs them.
+
+    A padded request has no pages: it starts and ends where the last one ends, and its last page has no used slots.
+
+    Args:
+        pages: The pages; not changed.
+        num_reqs: Requests after padding.
+        num_indices: Entries of `indices` after padding, the null block in the new ones; None leaves them.
+
+    Raises:
+        BatchError: There are more requests or pages than that.
+    """
+    added = num_reqs - pages.last_page_len.shape[0]
+    indices = pages.indices if num_indices is None else pad_rows(pages.indices, num_indices, NULL_BLOCK)
+    last, last_cpu = (pad_rows(each, num_reqs, 0) for each in (pages.last_page_len, pages.last_page_len_cpu))
+    indptr, indptr_cpu = (torch.cat([each, each[-1:].expand(added)]) for each in (pages.indptr, pages.indptr_cpu))
+    return Pages(indptr, indices, last, indptr_cpu, last_cpu)
 
 
 def _pages_of(batch: Batch, block_size: int) -> Pages:
