@@ -71,9 +71,9 @@ class PersistentInputs:
         if batch.block_table is not None and batch.slot_mapping is not None:
             fields["block_table"] = self._put_table(self._block_table[:reqs], batch.block_table)
             fields["block_table_cpu"] = fields["block_table"] if self._device.type == "cpu" else None
-            rows = tokens if batch.slot_mapping.shape[0] else 0
-            slots = batch.slot_mapping[: batch.num_actual_tokens] if rows else batch.slot_mapping
-            fields["slot_mapping"] = self._put(self._slot_mapping[:rows], slots, PAD_SLOT_ID)
+            # A graph writes no K/V of an encoder: those come at the first step of a request.
+            rows, used = (tokens, batch.num_actual_tokens) if batch.encoder_seq_lens is None else (0, 0)
+            fields["slot_mapping"] = self._put(self._slot_mapping[:rows], batch.slot_mapping[:used], PAD_SLOT_ID)
             fields["slot_mapping_cpu"] = fields["slot_mapping"] if self._device.type == "cpu" else None
         return as_captured(evolve(batch, **fields), key, max_seq_len)
 

@@ -84,13 +84,23 @@ def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:
     Raises:
         AssertionError: They are not.
     """
-    ran, exact, case = run(backend, scene, host_writes=host_writes), scene.expected(), scene.case
-    dtype, scaled = ran.output.dtype, scene.rounding is not None
-    assert_close(ran.output, exact.output, dtype=dtype, scale=scene.largest_value, scaled_keys=scaled)
-    if backend.agreement.requirements.return_lse:
-        wanted = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
-        assert_close(ran.lse, wanted, dtype=dtype, what="lse", scaled_keys=scaled)
+    ran, case = run(backend, scene, host_writes=host_writes), scene.case
+    compare(ran, backend, scene)
     for name, rows in (("output", ran.call.output[case.num_tokens :]), ("lse", ran.call.lse[case.num_tokens :])):
         if not torch.equal(rows, torch.full_like(rows, CANARY)):
             raise AssertionError(f"{name}: rows beyond the batch's {case.num_tokens} tokens were written")
     return ran
+
+
+def compare(ran: Ran, backend: Backend, scene: Scene) -> None:
+    """
+    Assert that output and LSE are the oracle's.
+
+    Raises:
+        AssertionError: They are not.
+    """
+    exact, dtype, scaled = scene.expected(), ran.output.dtype, scene.rounding is not None
+    assert_close(ran.output, exact.output, dtype=dtype, scale=scene.largest_value, scaled_keys=scaled)
+    if backend.agreement.requirements.return_lse:
+        wanted = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
+        assert_close(ran.lse, wanted, dtype=dtype, what="lse", scaled_keys=scaled)

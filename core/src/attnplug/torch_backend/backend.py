@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attnplug.contract.backend import Backend
-from attnplug.torch_backend.builder import TorchBuilder
+from attnplug.torch_backend.builder import FlexBuilder, TorchBuilder
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug.torch_backend.metadata import TorchMetadata
-from attnplug.torch_backend.shape import bytes_per_key, keys_at_once
+from attnplug.torch_backend.shape import aligned, bytes_per_key, keys_at_once
 from attnplug.torch_backend.warmup import run_zeros
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract.limits import Limits
     from attnplug.contract.graph_key import GraphKey
+    from attnplug.contract.limits import Limits
 
 
 class TorchBackend(Backend):
@@ -29,13 +29,15 @@ class TorchBackend(Backend):
         """Return the size of the buffers that pages are gathered into: K/V of one group, shared by all layers."""
         if not self.agreement.requirements.paged:
             return 0
-        longest = max(2, limits.max_seq_len)  # a single key may be padded to two
+        longest = aligned(limits.max_seq_len)
         at_once = min(keys_at_once(self.agreement, self.device.type), limits.max_num_reqs * longest)
         return max(longest, at_once) * bytes_per_key(self.agreement)
 
 
 class FlexBackend(TorchBackend):
     """The same on compiled FlexAttention. The variant `flex`."""
+
+    builder_class = FlexBuilder
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Compile what batches of these shapes run. Lengths are dynamic: one short and one long query is enough."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.errors import BatchError
+from attnplug.torch_backend.captured import CapturedPlan
 from attnplug.torch_backend.planner import make_plan
 from attnplug.torch_backend.shape import Shape, bytes_per_key, shape_of
 
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
     from attnplug.contract.batch import Batch
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.metadata import Metadata
+    from attnplug.contract.slot import GraphSlot
     from attnplug.contract.state import State
+    from attnplug.torch_backend.plan import Plan
 
 
 class TorchBuilder(MetadataBuilder):
     """Makes one `Plan` per plan key: the kernel calls of a step, with every index and mask that they need."""
+
+    takes_slots = True
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
@@ -30,12 +35,17 @@ class TorchBuilder(MetadataBuilder):
             for key, group in self.plan_groups.items()
         }
 
-    def _build(self, batch: Batch, *, fast: bool, slot: Any) -> Metadata:
-        del fast, slot
+    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+        del fast
         self._check_encoder(batch)
-        device = batch.query_start_loc.device
-        plans = {key: make_plan(shape, batch, device) for key, shape in self._shapes.items()}
+        plans = {key: self._plan(key, shape, batch, slot) for key, shape in self._shapes.items()}
         return self.describe(batch, plans=plans, workspace=self.state.workspace)
+
+    def _plan(self, key: Hashable, shape: Shape, batch: Batch, slot: GraphSlot | None) -> Plan:
+        device = batch.query_start_loc.device
+        if slot is None:
+            return make_plan(shape, batch, device)
+        return slot.once((self, key), lambda: CapturedPlan(shape, slot, device)).write(batch)
 
     def _check_encoder(self, batch: Batch) -> None:
         """Keys are gathered into a workspace that holds `max_seq_len` of them per request, whoever they come from."""
@@ -46,3 +56,9 @@ class TorchBuilder(MetadataBuilder):
                 f"the state was made for max_seq_len={most}, which counts the keys of a request: here the encoder's",
                 f"make the state with Limits(max_seq_len={int(lens.max())}, ...) or more",
             )
+
+
+class FlexBuilder(TorchBuilder):
+    """Block masks are made anew at each step, elsewhere in memory: no graph could read them."""
+
+    takes_slots = False

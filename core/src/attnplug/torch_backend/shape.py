@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.kv_cache import is_narrow_float
@@ -62,6 +62,11 @@ def keys_at_once(agreement: Agreement, device_type: str) -> int:
     return max(1, shares * sizes_on(device_type).gathered // bytes_per_key(agreement))
 
 
+def aligned(keys: int) -> int:
+    """Return how many keys a request is padded to at most: kernels want masks whose rows start at 16 bytes."""
+    return -(-keys // 8) * 8
+
+
 @frozen(kw_only=True)
 class Shape:
     """
@@ -83,6 +88,7 @@ class Shape:
         tile_rows: Most query positions of a tile.
         tile_scores: Most scores of a tile, all its heads and members counted; None where the kernel keeps none.
         budget: Sizes of the groups.
+        cascade: The same for batches with a shared prefix, whose kernel has to return LSEs; None where none come.
         sight: Who sees whom, from `window` and `causal`.
     """
 
@@ -100,6 +106,7 @@ class Shape:
     tile_rows: int
     tile_scores: int | None
     budget: Budget
+    cascade: Shape | None = None
     sight: Sight = field(init=False)
 
     @sight.default
@@ -124,6 +131,15 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, ke
         device_type: Where it runs.
         keys: How many keys the workspace holds; None where there is none.
     """
+    asked = agreement.requirements
+    shape = _shape_of(agreement, window, device_type, keys)
+    if not asked.cascade:
+        return shape
+    with_lse = evolve(agreement, requirements=evolve(asked, return_lse=True))
+    return evolve(shape, cascade=_shape_of(with_lse, window, device_type, keys))
+
+
+def _shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None) -> Shape:
     asked, sizes = agreement.requirements, sizes_on(device_type)
     kernel = choose_kernel(asked, device_type) if agreement.variant == "sdpa" else flex_kernel()
     tile_rows = max(1, sizes.rows // asked.gqa_ratio)

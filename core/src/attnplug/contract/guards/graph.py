@@ -95,10 +95,24 @@ def _misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
         yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
     if batch.custom_mask is not None:
         yield "a custom_mask", "its size differs from step to step"
+    if batch.encoder_seq_lens is not None:
+        yield from _encoder_misfits(slot, batch)
     if batch.key_start_loc is not None:
         yield "a key_start_loc", "graphs read K/V from a paged cache"
-    if slot.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, key.num_tokens):
+    slots = key.num_tokens if batch.encoder_seq_lens is None else 0
+    if slot.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
         yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
+
+
+def _encoder_misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Cross attention reads what the encoder wrote at the first step of a request, which is not in the graph."""
+    host = batch.slot_mapping_cpu
+    written = _num_slots(batch) if host is None else int((host >= 0).sum())
+    if written:
+        yield f"{written} encoder tokens to write", "the K/V of the encoder are written eagerly"
+    if batch.encoder_seq_lens_cpu is not None and int(batch.encoder_seq_lens_cpu.amax()) > slot.max_seq_len:
+        longest = int(batch.encoder_seq_lens_cpu.amax())
+        yield f"an encoder_seq_lens of {longest}", f"it takes up to {slot.max_seq_len}"
 
 
 def _num_slots(batch: Batch) -> int:

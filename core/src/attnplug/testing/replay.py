@@ -1,0 +1,108 @@
+"""Runs a scene as a replay: captured with a batch that stands in, then computed from what a build wrote."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from attnplug.contract.graph_key import GraphKey
+from attnplug.contract.limits import Limits
+from attnplug.testing.running import Ran, compare
+from attnplug.testing.scene import CANARY, Paged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from attnplug.contract.backend import Backend
+    from attnplug.testing.cases import Case
+    from attnplug.testing.scene import Scene
+
+
+def padded_for(case: Case, spare: int) -> Case:
+    """Return a case of equally long queries with room for so many more requests in its rows."""
+    return evolve(case, num_padding_tokens=spare * case.query_lens[0])
+
+
+def check_replays(backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, max_seq_len: int) -> list[Ran]:
+    """
+    Capture one shape, replay it for every scene, and assert that each result is the oracle's.
+
+    On a CUDA device the forward is captured in a graph. Elsewhere it is called again with the metadata of the capture,
+    which sees the same as a graph would: the tensors of that time, and its numbers.
+
+    Args:
+        backend: Loaded for the requirements of the scenes, with a graph level.
+        scenes: Uniform batches of one query length; their cases differ in lengths alone.
+        num_reqs: Requests of the captured shape; scenes have room for them (`padded_for`).
+        max_seq_len: The longest sequence of the captured shape.
+
+    Raises:
+        AssertionError: A result is not the oracle's.
+    """
+    first, query_len = scenes[0], scenes[0].case.query_lens[0]
+    device, key = backend.device, GraphKey(num_reqs, num_reqs * query_len, query_len, max_seq_len)
+    impl = backend.make_impl(first.layer(device=device))
+    limits = Limits(max_num_reqs=num_reqs, max_num_tokens=key.num_tokens, max_seq_len=max_seq_len)
+    builder = backend.make_builder([impl], backend.make_state(limits))
+    calls = [_roomy(scene, backend, num_reqs) for scene in scenes]
+    static = _roomy(max(scenes, key=lambda scene: scene.num_blocks), backend, num_reqs)
+    lse = static.lse if backend.agreement.requirements.return_lse else None
+    keys = (static.key, static.value)
+    with builder.state.graph_capture(num_reqs):
+        slot = builder.state.slot(key)
+        metadata = builder.build(slot.dummy_batch(), slot=slot)
+        replay = _capture(
+            lambda: impl.forward(static.query, *keys, static.cache, metadata, static.output, lse=lse), device
+        )
+    results = []
+    for scene, call in zip(scenes, calls, strict=True):
+        _copy_inputs(call, static)
+        builder.build(call.batch, slot=slot)
+        replay()
+        tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
+        ran = Ran(call, static.output[:tokens].clone().view(tokens, heads, -1), static.lse[:tokens].clone())
+        compare(ran, backend, scene)
+        results.append(ran)
+    return results
+
+
+def _roomy(scene: Scene, backend: Backend, num_reqs: int) -> Paged:
+    call = scene.paged(backend, backend.device)
+    rows = num_reqs * scene.case.query_lens[0]
+    if call.query.shape[0] != rows:
+        raise AssertionError(f"a scene of {call.query.shape[0]} rows was given for {rows}: make its case `padded_for`")
+    return call
+
+
+def _copy_inputs(call: Paged, static: Paged) -> None:
+    """Put a scene where the graph reads: rows, and pages into the front of the largest cache."""
+    static.output.fill_(CANARY)
+    static.lse.fill_(CANARY)
+    for mine, theirs in ((static.query, call.query), (static.key, call.key), (static.value, call.value)):
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs)
+    for mine, theirs in zip(_pages(static.cache), _pages(call.cache), strict=True):
+        mine[: theirs.shape[0]].copy_(theirs)
+
+
+def _pages(cache: Any) -> list[torch.Tensor]:
+    """Tensors with blocks first, as bytes where floats are narrow."""
+    tensors = [cache["k"], cache["v"]] if isinstance(cache, dict) else [cache[0], cache[1]]
+    return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
+
+
+def _capture(forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    if device.type != "cuda":
+        forward()
+        return forward
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        forward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    return graph.replay

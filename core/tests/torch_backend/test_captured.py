@@ -1,0 +1,115 @@
+"""Graph slots of the embedded backend: what a replay computes, from what a build wrote, is what the oracle says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.contract import GraphKey, Limits
+from attnplug.errors import NoBackendError
+from attnplug.request.device import Device
+from attnplug.testing import Case, realise
+from attnplug.testing.cases import FEATURES
+from attnplug.testing.replay import check_replays, padded_for
+from attnplug.testing.strategies import cases
+from attnplug.torch_backend import kernels, shape
+
+SERVED = tuple(name for name in FEATURES if name not in {"attn_type", "custom_mask", "cascade"})
+LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=5)
+
+
+def load(case: Case, layout: str = "NHD", **engine: object):
+    asked = case.requirements(block_size=case.block_size, kv_layout=layout, cudagraph="uniform_batch", **engine)
+    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+
+
+def scenes_of(case: Case, steps: list[list[int]], query_len: int, num_reqs: int):
+    """Scenes of one shape and one layer, which differ in how many requests there are and how long they are."""
+    scenes = [
+        realise(
+            padded_for(
+                evolve(
+                    case,
+                    query_lens=(query_len,) * len(lens),
+                    context_lens=tuple(lens),
+                    decode_query_len=query_len,
+                    seed=case.seed,
+                ),
+                num_reqs - len(lens),
+            )
+        )
+        for lens in steps
+    ]
+    return [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
+
+
+@settings(max_examples=120)
+@given(
+    case=cases(features=SERVED, kv_sharing=False),
+    steps=st.lists(LENGTHS, min_size=1, max_size=3),
+    query_len=st.sampled_from([1, 1, 2, 5]),
+    spare=st.integers(0, 2),
+    longer=st.sampled_from([0, 1, 30]),
+    layout=st.sampled_from(["NHD", "HND"]),
+    return_lse=st.booleans(),
+)
+def test_replays(case, steps, query_len, spare, longer, layout, return_lse):
+    num_reqs = max(map(len, steps)) + spare
+    longest = max(max(lens) for lens in steps) + query_len + longer
+    scenes = scenes_of(case, steps, query_len, num_reqs)
+    backend = load(scenes[0].case, layout, return_lse=return_lse)
+    check_replays(backend, scenes, num_reqs=num_reqs, max_seq_len=longest)
+
+
+@settings(max_examples=30)
+@given(case=cases(features=SERVED, kv_sharing=False), lens=LENGTHS, query_len=st.sampled_from([1, 3]))
+def test_replays_in_pieces(case, lens, query_len):
+    """Few keys at once: the requests of a shape are several groups; few scores: their rows are several tiles."""
+    sizes = shape.Sizes(gathered=2**12, mask=2**10, scores=64, rows=2, call=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shape, "sizes_on", lambda _: sizes)
+        patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+        scenes = scenes_of(case, [lens], query_len, len(lens))
+        check_replays(load(scenes[0].case), scenes, num_reqs=len(lens), max_seq_len=max(lens) + query_len)
+
+
+@settings(max_examples=30)
+@given(case=cases(features=("logits_soft_cap", "sinks", "head_size_v"), attn_type="encoder_decoder"), lens=LENGTHS)
+def test_replays_of_cross_attention(case, lens):
+    num_reqs = len(lens) + 1
+    fixed = evolve(case, query_lens=(1,) * len(lens), context_lens=(3,) * len(lens), encoder_lens=tuple(lens))
+    scene = realise(padded_for(fixed, 1))
+    check_replays(load(fixed), [scene], num_reqs=num_reqs, max_seq_len=max(4, *lens))
+
+
+def test_padding_does_not_bring_nan_into_the_model():
+    case = padded_for(Case(query_lens=(1,), context_lens=(5,), decode_query_len=1), 3)
+    (ran,) = check_replays(load(case), [realise(case)], num_reqs=4, max_seq_len=16)
+    assert not ran.output.isnan().any()
+
+
+@pytest.mark.parametrize("wanted", [{"paged": False}, {"custom_mask": True}])
+def test_what_no_graph_can_hold_is_refused(wanted):
+    asked = Case(query_lens=(1,), context_lens=(5,)).requirements().evolve(**wanted)
+    with pytest.raises(NoBackendError, match="a graph does not"):
+        attnplug.load(asked.evolve(cudagraph="single_token_decode"), Device.cpu(), backend="torch/sdpa")
+    backend = attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    assert backend.agreement.cudagraph == "never"
+
+
+def test_mixed_batches_run_eagerly():
+    case = Case(query_lens=(1, 4), context_lens=(5, 0))
+    backend = load(case)
+    assert backend.agreement.cudagraph == "uniform_batch"
+    scene = realise(case)
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=8, max_seq_len=16)))
+    with builder.state.graph_capture(4):
+        slot = builder.state.slot(GraphKey(4, 4, 1))
+        builder.build(slot.dummy_batch(), slot=slot)
+    assert builder.state.find_slot({builder: scene.paged(backend).batch}) is None
+    assert torch.equal(slot.dummy_batch().seq_lens, torch.full((4,), 2, dtype=torch.int32))
