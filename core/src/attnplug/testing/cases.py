@@ -63,6 +63,7 @@ class Case:
         k_scale: Scale of the keys in an 8-bit cache; per head it is the mean of scales that differ.
         v_scale: The same of the values.
         per_head_scales: As in the requirements.
+        common_prefix_len: Tokens at the start that all requests share, in the same blocks, all of them context.
         gain: Factor of the queries. Around 1 the scores are of size 1; a larger one makes some key dominate.
         seed: Seed of the tensors and of the block table.
     """
@@ -92,6 +93,7 @@ class Case:
     k_scale: float = 1.0
     v_scale: float = 1.0
     per_head_scales: bool = False
+    common_prefix_len: int = 0
     gain: float = 1.0
     seed: int = 0
 
@@ -137,6 +139,7 @@ class Case:
 
     def requirements(self, **engine: Any) -> Requirements:
         """Return what this case asks of a backend, with the engine fields that the caller adds."""
+        engine = {"cascade": self.common_prefix_len > 0, **engine}
         return Requirements(
             head_size=self.head_size,
             head_size_v=self.head_size_v,
@@ -157,6 +160,13 @@ class Case:
             per_head_scales=self.per_head_scales,
             **engine,
         )
+
+    def with_shared_prefix(self, blocks: int) -> Case:
+        """Return the case with so many more blocks of context, which all requests that compute something share."""
+        length = blocks * self.block_size
+        lens = zip(self.query_lens, self.context_lens, strict=True)
+        context_lens = tuple(context + length if query else context for query, context in lens)
+        return evolve(self, context_lens=context_lens, common_prefix_len=length)
 
 
 class Draw(Protocol):

@@ -20,6 +20,8 @@ from attnplug.testing.oracle import Attended, attend
 from attnplug.testing.rounding import Rounding
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from attnplug.contract.backend import Backend
 
 CANARY: Final = 12288.0
@@ -201,6 +203,7 @@ class Scene:
             slot_mapping=self.slot_mapping,
             device=device,
             causal=self.case.causal,
+            common_prefix_len=self.case.common_prefix_len,
             custom_mask=self._custom_mask(device),
             **self._encoder(device),
         )
@@ -290,8 +293,8 @@ def realise(case: Case) -> Scene:
     return Scene(
         case=case,
         queries=tuple(rows.to(dtype) for rows in queries),
-        keys=tuple(rows.to(dtype) for rows in keys),
-        values=tuple(rows.to(dtype) for rows in values),
+        keys=_shared(case, (rows.to(dtype) for rows in keys)),
+        values=_shared(case, (rows.to(dtype) for rows in values)),
         sinks=normal(case.num_q_heads) if case.sinks else None,
         alibi_slopes=torch.logspace(base=2.0, **slopes) if case.alibi else None,
         masks=_masks(case) if case.custom_mask else None,
@@ -334,4 +337,16 @@ def _shuffled_blocks(case: Case) -> tuple[Tensor, int]:
         return free[counts[row] :]
 
     reduce(give, range(len(counts)), blocks)
+    shared = case.common_prefix_len // case.block_size
+    running = [row for row, length in enumerate(case.query_lens) if length]
+    table[running, :shared] = table[running[:1], :shared]
     return table, num_blocks
+
+
+def _shared(case: Case, rows: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    """Give the requests that compute something the first one's rows where they share a prefix."""
+    mine, length = list(rows), case.common_prefix_len
+    running = [request for request, count in enumerate(case.query_lens) if count]
+    for request in running:
+        mine[request][:length] = mine[running[0]][:length]
+    return tuple(mine)

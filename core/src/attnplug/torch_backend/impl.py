@@ -9,6 +9,7 @@ import torch
 from attnplug.contract.batch import Batch
 from attnplug.contract.impl import AttentionImpl
 from attnplug.ops.write import write_cache
+from attnplug.torch_backend.cascade import merge, pass_of
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.kernels import Call
 from attnplug.torch_backend.planner import make_plan
@@ -26,15 +27,14 @@ if TYPE_CHECKING:
     from attnplug.contract.layer import Layer
     from attnplug.negotiation.agreement import Agreement
     from attnplug.torch_backend.metadata import TorchMetadata
-    from attnplug.torch_backend.plan import Plan, Tile
+    from attnplug.torch_backend.plan import Group, Plan, Tile
 
 
 class TorchImpl(AttentionImpl):
     """
     Attends group by group, tile by tile, as the plan says.
 
-    The LSE counts the sink. A sink enters after the kernel, and exactly: with sink ``s`` the denominator grows from
-    ``exp(lse)`` to ``exp(lse) + exp(s)``, so that the output shrinks by ``sigmoid(lse - s)``.
+    The LSE counts the sink. A sink enters after the kernel, and exactly: see `Results`.
     """
 
     cache_write: ClassVar[CacheWrite] = "either"
@@ -95,12 +95,23 @@ class TorchImpl(AttentionImpl):
 
     def _results(self, output: Tensor, lse: Tensor | None) -> Results:
         heads = output.view(-1, *self._heads, self.head_size_v)
-        return Results(heads, None if lse is None else lse.view(-1, *self._heads))
+        return Results(heads, None if lse is None else lse.view(-1, *self._heads), self._sinks)
 
     def _run(self, plan: Plan, query: Tensor, source: Source, results: Results) -> None:
         for start, end in plan.empty:
-            results.clear(start, end, self._sinks)
-        for group in plan.groups:
+            results.clear(start, end)
+        if plan.prefix is None:
+            self._run_groups(plan, plan.groups, query, source, results)
+            return
+        prefix, rest = (pass_of(results, plan.prefix.rows, sinks) for sinks in (None, self._sinks))
+        self._run_groups(plan, (plan.prefix,), query, source, prefix)
+        self._run_groups(plan, plan.groups, query, source, rest)
+        merge(results, prefix, rest)
+
+    def _run_groups(
+        self, plan: Plan, groups: tuple[Group, ...], query: Tensor, source: Source, results: Results
+    ) -> None:
+        for group in groups:
             key, value = source.of(group)
             if not plan.kernel.fused:
                 key, value = _as_float32(key), _as_float32(value)
@@ -125,9 +136,6 @@ class TorchImpl(AttentionImpl):
             out, lse = _without(tile.blind[:, :, None, None], out, lse)
         if self._codec is not None and self._codec.of_outputs is not None:
             out = out * self._codec.of_outputs
-        if self._sinks is not None and lse is not None:
-            out = out * torch.sigmoid(lse - self._sinks).unsqueeze(-1)
-            lse = torch.logaddexp(lse, self._sinks)
         results.put(first, last, out, lse)
 
     def _fold(self, rows: Tensor) -> Tensor:

@@ -108,8 +108,10 @@ class Plan:
         kernel: What attends each tile.
         groups: The rectangles; each row that attends something is in exactly one.
         empty: Row ranges ``(start, end)`` that attend nothing.
+        prefix: All rows against the keys that all requests share, which the other groups leave out; None for none.
     """
 
     kernel: Kernel
     groups: tuple[Group, ...]
     empty: tuple[tuple[int, int], ...]
+    prefix: Group | None = None

@@ -20,28 +20,34 @@ class Results:
     Attributes:
         output: ``(tokens, num_kv_heads, ratio, head_size_v)``, or of a group ``(members, rows, num_kv_heads, ...)``.
         lse: The same without the last axis, float32; None where nobody asked.
+        sinks: ``(num_kv_heads, ratio)`` float32, what results are put with; None for none. With sink ``s`` the
+            denominator grows from ``exp(lse)`` to ``exp(lse) + exp(s)``: the output shrinks by ``sigmoid(lse - s)``.
     """
 
     output: Tensor
     lse: Tensor | None
+    sinks: Tensor | None
 
-    def clear(self, start: int, end: int, sinks: Tensor | None) -> None:
-        """Set rows that attend nothing: output 0, and of the LSE what the sinks leave, ``(num_kv_heads, ratio)``."""
+    def clear(self, start: int, end: int) -> None:
+        """Set rows that attend nothing: output 0, and of the LSE what the sinks leave."""
         self.output[start:end] = 0
         if self.lse is not None:
-            self.lse[start:end] = -torch.inf if sinks is None else sinks
+            self.lse[start:end] = -torch.inf if self.sinks is None else self.sinks
 
     def of(self, group: Group) -> Results:
         """Return a group's results: views of these where its rows lie together, else fresh memory for `keep`."""
         shape, where = (group.members, group.rows), group.queries.put
         if isinstance(where, slice):
             lse = None if self.lse is None else self.lse[where].view(*shape, *self.lse.shape[1:])
-            return Results(self.output[where].view(*shape, *self.output.shape[1:]), lse)
+            return Results(self.output[where].view(*shape, *self.output.shape[1:]), lse, self.sinks)
         lse = None if self.lse is None else self.lse.new_empty(*shape, *self.lse.shape[1:])
-        return Results(self.output.new_empty(*shape, *self.output.shape[1:]), lse)
+        return Results(self.output.new_empty(*shape, *self.output.shape[1:]), lse, self.sinks)
 
     def put(self, start: int, end: int, output: Tensor, lse: Tensor | None) -> None:
-        """Write the rows of a tile into a group's results."""
+        """Write the rows of a tile into a group's results, as the sinks leave them."""
+        if self.sinks is not None and lse is not None:
+            output = output * torch.sigmoid(lse - self.sinks).unsqueeze(-1)
+            lse = torch.logaddexp(lse, self.sinks)
         self.output[:, start:end].copy_(output)
         if self.lse is not None and lse is not None:
             self.lse[:, start:end].copy_(lse)

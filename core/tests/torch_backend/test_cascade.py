@@ -1,0 +1,116 @@
+"""A prefix that all requests share: attended once, and as right as attending it for every request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.request.device import Device
+from attnplug.testing import Case, check, limits_of, realise, run
+from attnplug.testing.strategies import cases
+from attnplug.torch_backend import kernels, shape
+
+if TYPE_CHECKING:
+    from attnplug.contract import Backend
+    from attnplug.torch_backend.plan import Plan
+
+FEATURES = ("logits_soft_cap", "sinks", "head_size_v", "causal", "kv_sharing", "decode_query_len", "kv_cache_dtype")
+layouts = st.sampled_from(["NHD", "HND"])
+shared = st.builds(Case.with_shared_prefix, cases(features=FEATURES), st.integers(1, 6))
+
+
+def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
+    asked = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
+    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+
+
+@given(shared, layouts, st.booleans(), st.booleans())
+@settings(max_examples=120)
+def test_gives_what_the_oracle_gives(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
+    host_writes = host_writes and not case.kv_sharing
+
+    check(load(case, layout, return_lse=return_lse), realise(case), host_writes=host_writes)
+
+
+@pytest.mark.parametrize("way", ["fused without LSE", "written out"])
+@given(case=shared, layout=layouts)
+@settings(max_examples=30)
+def test_every_kernel(way: str, case: Case, layout: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if way == "written out":
+            patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+        else:
+            patch.setattr(kernels, "fused_cpu_op", lambda: None)
+        check(load(case, layout), realise(case))
+
+
+@given(shared.map(lambda case: evolve(case, dtype="float32")), layouts)
+@settings(max_examples=40)
+def test_gives_what_flat_attention_gives(case: Case, layout: str) -> None:
+    scene, backend = realise(case), load(case, layout, return_lse=True)
+    flat = evolve(scene, case=evolve(case, common_prefix_len=0))
+
+    one, other = run(backend, scene), run(backend, flat)
+
+    torch.testing.assert_close(one.output, other.output, rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(one.lse, other.lse, rtol=2e-5, atol=2e-5)
+
+
+def test_the_prefix_is_read_once() -> None:
+    case = Case(query_lens=(1, 1, 1, 5), context_lens=(3, 9, 0, 4)).with_shared_prefix(4)
+    scene, backend = realise(case), load(case)
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+
+    plan: Plan = impl.plan(builder.build(scene.paged(backend).batch))
+
+    assert plan.prefix is not None
+    assert (plan.prefix.members, plan.prefix.rows, plan.prefix.keys) == (1, 8, 64)
+    assert max(group.keys for group in plan.groups) == 10
+    assert sum(group.members for group in plan.groups) == 4
+
+
+def test_requests_that_are_padding_share_nothing() -> None:
+    case = Case(query_lens=(0, 1, 4, 0), context_lens=(0, 5, 3, 0), sinks=True).with_shared_prefix(2)
+
+    check(load(case, return_lse=True), realise(case))
+
+
+def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "fused_cpu_op", lambda: None)
+    case = Case(query_lens=(1,), context_lens=(9,)).with_shared_prefix(1)
+    scene, backend = realise(case), load(case)
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+    batch = scene.paged(backend).batch
+
+    flat: Plan = impl.plan(builder.build(evolve(batch, common_prefix_len=0)))
+    cascade: Plan = impl.plan(builder.build(batch))
+
+    assert flat.kernel is kernels.FUSED
+    assert cascade.kernel is kernels.WRITTEN_OUT
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sliding_window": 8},
+        {"attention_chunk": 16},
+        {"alibi": "linear"},
+        {"custom_mask": True},
+        {"dcp_size": 2},
+        {"attn_type": "encoder_decoder", "causal": False},
+    ],
+    ids=str,
+)
+def test_what_depends_on_distance_does_not_cascade(asked: dict[str, object]) -> None:
+    requirements = evolve(Case(query_lens=(), context_lens=()).requirements(cascade=True), **asked)
+
+    with pytest.raises(attnplug.NoBackendError):
+        attnplug.select(requirements, Device.cpu(), backend="torch/sdpa")
