@@ -9,6 +9,7 @@ import torch
 from attnplug.torch_backend.cascade import behind, prefix_shape, prefix_span
 from attnplug.torch_backend.custom import CustomMask
 from attnplug.torch_backend.grouping import group_spans, spans_of
+from attnplug.torch_backend.pages import divide, head_rows
 from attnplug.torch_backend.plan import Given, Group, Plan, Rows, Stored
 from attnplug.torch_backend.tiles import Tiler
 
@@ -116,15 +117,11 @@ class _Planner:
         positions = self._positions(group, keys, [span.first_key for span in group])
         where = _together([span.request for span in group], 1)
         table = table[where] if where else table.index_select(0, self._index([span.request for span in group]))
-        columns, offsets = _divide(positions, size)
-        blocks, steps = table.long().gather(1, columns), self._shape.row_steps
-        rows = None if steps is None else self._head_rows(blocks * steps[0] + offsets * steps[1], steps[2])
+        columns, offsets = divide(positions, size)
+        blocks, steps, rows = table.long().gather(1, columns), self._shape.row_steps, None
+        if steps is not None:
+            rows = head_rows(blocks * steps[0] + offsets * steps[1], self._shape.num_kv_heads, steps[2])
         return Stored((blocks * size + offsets).view(-1), rows, steps or (0, 0, 0))
-
-    def _head_rows(self, first_heads: Tensor, step: int) -> Tensor:
-        """``(members * heads * keys,)`` from the rows ``(members, keys)`` of head 0."""
-        heads = torch.arange(self._shape.num_kv_heads, device=self._device) * step
-        return (first_heads.unsqueeze(1) + heads.view(-1, 1)).view(-1)
 
     def _index(self, values: list[int]) -> Tensor:
         index = torch.tensor(values, dtype=torch.int64)
@@ -132,14 +129,6 @@ class _Planner:
             return index
         # From pinned memory the copy is ordered with the stream, and the host goes on.
         return index.pin_memory().to(self._device, non_blocking=True)
-
-
-def _divide(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return quotients and remainders. Integer division is most of a build, and block sizes are powers of two."""
-    shift = size.bit_length() - 1
-    if size == 1 << shift:
-        return positions >> shift, positions & (size - 1)
-    return torch.div(positions, size, rounding_mode="floor"), positions % size
 
 
 def _together(starts: list[int], length: int) -> slice | None:

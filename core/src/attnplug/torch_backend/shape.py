@@ -62,6 +62,11 @@ def keys_at_once(agreement: Agreement, device_type: str) -> int:
     return max(1, shares * sizes_on(device_type).gathered // bytes_per_key(agreement))
 
 
+def aligned(keys: int) -> int:
+    """Return how many keys a request is padded to at most: kernels want masks whose rows start at 16 bytes."""
+    return -(-keys // 8) * 8
+
+
 @frozen(kw_only=True)
 class Shape:
     """
