@@ -50,7 +50,7 @@ def test_each_query_head_has_its_slope(members: int) -> None:
     scores = torch.rand(3, 2, 4 * 3, 5)
     before = scores.clone()
 
-    lower(scores, slopes, distances)
+    lower(scores, slopes.flatten(), distances)
 
     for head, ratio, row in ((0, 0, 0), (0, 1, 3), (1, 2, 2), (1, 1, 0)):
         expected = before[:, head, row * 3 + ratio] - slopes[head, ratio] * distances[:, row]

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.request.device import Device
 from attnplug.testing import Case, check, random_case, realise
+from attnplug.testing.cases import FEATURES
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import flex
 from attnplug.torch_backend.backend import TorchBackend
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 BLOCK = 8
+CACHE = ("kv_cache_dtype", "per_head_scales")
 sights = st.builds(Sight, left=st.sampled_from([-1, 0, 5, 20]), right=st.sampled_from([-1, 0, 9]))
 
 
@@ -64,11 +66,11 @@ def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
     for member, (rows, keys) in enumerate(zip(num_rows, num_keys, strict=True)):
         position = (row // ratio).clamp(max=rows - 1) + keys - rows
         seen = sight.of(key - position.unsqueeze(1)) & (key < keys)
-        shown = mask.mask_mod(torch.tensor(member), torch.tensor(0), row.unsqueeze(1), key)
+        shown = mask.blocks.mask_mod(torch.tensor(member), torch.tensor(0), row.unsqueeze(1), key)
         assert torch.equal(shown, seen)
         kinds = {
-            "partial": (mask.kv_num_blocks, mask.kv_indices),
-            "full": (mask.full_kv_num_blocks, mask.full_kv_indices),
+            "partial": (mask.blocks.kv_num_blocks, mask.blocks.kv_indices),
+            "full": (mask.blocks.full_kv_num_blocks, mask.blocks.full_kv_indices),
         }
         for block in range(-(-len(row) // BLOCK)):
             listed = {
@@ -84,19 +86,23 @@ def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
 
 @pytest.mark.usefixtures("_eager")
 @given(
-    cases(features=("sliding_window", "logits_soft_cap", "sinks", "head_size_v", "causal"), head_size=16),
+    cases(features=set(FEATURES) - {"custom_mask", "attn_type", *CACHE}, head_size=16)
+    | cases(features=set(FEATURES) - {"custom_mask", *CACHE}, head_size=16),
     st.sampled_from(["NHD", "HND"]),
     st.booleans(),
 )
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_batches(case: Case, layout: str, paged: bool) -> None:
+    paged = (paged or case.kv_sharing) and case.may_be_paged
     pages = {"block_size": case.block_size, "kv_layout": layout} if paged else {}
     check(load(case, paged=paged, return_lse=True, **pages), realise(case))
 
 
 @pytest.mark.usefixtures("_eager")
-def test_prompts_longer_than_a_block() -> None:
-    case = Case(query_lens=(1, 150, 200), context_lens=(300, 40, 0), sliding_window=60, logits_soft_cap=5.0, sinks=True)
+@pytest.mark.parametrize("asked", [{}, {"alibi": "linear"}, {"alibi": "sqrt", "attention_chunk": 90}], ids=str)
+def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
+    asked = {"sliding_window": 60, "logits_soft_cap": 5.0, "sinks": True, **asked}
+    case = Case(query_lens=(1, 150, 200), context_lens=(300, 40, 0), **asked)
 
     check(load(case, return_lse=True), realise(case))
 
@@ -123,7 +129,7 @@ def test_other_caps_share_a_function_per_device() -> None:
 def test_the_first_sizes_are_of_their_kind_and_unequal(kind: flex.Kind) -> None:
     query, key, value, mask = flex.unequal_sizes(kind)
 
-    rows, keys, numbers = query.shape[2], key.shape[1], mask.kv_indices.shape
+    rows, keys, numbers = query.shape[2], key.shape[1], mask.blocks.kv_indices.shape
     assert (query.shape[0] == 1) == kind.alone
     assert kind.short == (0 if rows == 1 else 1 if rows < flex.BLOCK else 2)
     assert key.shape[:3] == value.shape[:3]
@@ -132,8 +138,8 @@ def test_the_first_sizes_are_of_their_kind_and_unequal(kind: flex.Kind) -> None:
     assert len({*free, kind.heads, kind.size, kind.size_v}) == len(free) + len({kind.heads, kind.size, kind.size_v})
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_each_kind_of_group_is_one_graph(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("layout", "alibi"), [("NHD", None), ("HND", "sqrt")])
+def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by the compiler, with nothing generated: the graphs are the same for every device."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     flex.compiled.cache_clear()
@@ -141,7 +147,7 @@ def test_each_kind_of_group_is_one_graph(layout: str, monkeypatch: pytest.Monkey
     generator, kinds = random.Random(3), set()
     kind_of = flex._kind
     monkeypatch.setattr(flex, "_kind", lambda *args: kinds.add(kind_of(*args)) or kind_of(*args))
-    fixed = {"dtype": "float32", "head_size": 64, "num_kv_heads": 2, "logits_soft_cap": None}
+    fixed = {"dtype": "float32", "head_size": 64, "num_kv_heads": 2, "logits_soft_cap": None, "alibi": alibi}
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     for _ in range(40):

@@ -73,10 +73,11 @@ def lower(scores: Tensor, slopes: Tensor, far: Tensor) -> Tensor:
 
     Args:
         scores: ``(members, num_kv_heads, rows * ratio, keys)``.
-        slopes: ``(num_kv_heads, ratio)``.
+        slopes: ``(num_q_heads,)``.
         far: ``(members or 1, rows, keys)``.
     """
-    heads, ratio = slopes.shape
-    per_head = scores.view(scores.shape[0], heads, -1, ratio, scores.shape[3])
+    members, heads, _, keys = scores.shape
+    ratio = slopes.shape[0] // heads
+    per_head = scores.view(members, heads, -1, ratio, keys)
     per_head.addcmul_(slopes.view(1, heads, 1, ratio, 1), far[:, None, :, None, :], value=-1)
     return scores

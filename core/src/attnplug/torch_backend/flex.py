@@ -1,4 +1,4 @@
-"""Compiled FlexAttention: soft caps, windows, sinks and LSE in one kernel that keeps no scores."""
+"""Compiled FlexAttention: soft caps, ALiBi, windows, sinks and LSE in one kernel that keeps no scores."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
+from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from attnplug.torch_backend.kernels import Call
 from attnplug.torch_backend.masks import Sight
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch import Tensor
-
-    from attnplug.torch_backend.kernels import Call
 
 BLOCK: Final = 128
 """Rows and keys of a block of the mask: the kernel skips blocks that nobody sees, and masks only those seen in part."""
 
 _FAR: Final = 2**30
 _FACTS: Final = 5
+_SLOPES: Final = 2**12 + 1  # query heads per key head that nobody has, so that no other size equals theirs
 
 
 def attend(
@@ -33,9 +33,22 @@ def attend(
     """Attend a group with the compiled kernel. One memory order, or each would compile again."""
     del causal
     query, key, value = query.contiguous(), _tokens_first(key), _tokens_first(value)
-    bend = None if call.soft_cap is None else soft_cap(call.soft_cap, query.device)
-    kernel = compiled(_kind(query, value, call), bend is not None)
-    return kernel(query, key, value, bend, mask, call.scale)
+    kernel = compiled(_kind(query, value, call), call.soft_cap is not None, call.alibi)
+    return kernel(query, key, value, bend(call, mask.facts), mask.blocks, call.scale)
+
+
+@frozen(eq=False)
+class Picture:
+    """
+    Who sees whom in a group, and where its members stand.
+
+    Attributes:
+        blocks: The mask, block by block.
+        facts: ``(members, 5)`` int32: rows, keys, positions seen to the left and right, query heads per KV head.
+    """
+
+    blocks: BlockMask
+    facts: Tensor
 
 
 def _tokens_first(rows: Tensor) -> Tensor:
@@ -76,22 +89,28 @@ def _kind(query: Tensor, value: Tensor, call: Call) -> Kind:
 
 
 @cache
-def compiled(kind: Kind, bent: bool) -> Callable[..., tuple[Tensor, Tensor | None]]:  # noqa: FBT001 - part of a cache key
+def compiled(
+    kind: Kind,
+    bent: bool,  # noqa: FBT001 - part of a cache key
+    alibi: str | None = None,
+) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """
     Return the kernel for a kind of group, compiled.
 
     Each kind has a function of its own, since the compiler gives up on one that it had to compile often. Sizes that are
     equal the first time are taken to be equal always: so it sees unequal ones first, and makes a general graph.
     """
-    code = _flex.__code__.replace(co_name=f"flex_{abs(hash((kind, bent)))}")
+    code = _flex.__code__.replace(co_name=f"flex_{abs(hash((kind, bent, alibi)))}")
     own = FunctionType(code, _flex.__globals__, closure=_flex.__closure__)
     kernel = torch.compile(own, dynamic=True, fullgraph=True)
     query, key, value, mask = unequal_sizes(kind)
-    kernel(query, key, value, soft_cap(1.0, kind.device) if bent else None, mask, kind.scale)
+    slopes = torch.zeros(kind.heads * _SLOPES, device=kind.device) if alibi else None
+    call = Call(kind.scale, 1.0 if bent else None, alibi, slopes)
+    kernel(query, key, value, bend(call, mask.facts), mask.blocks, kind.scale)
     return kernel
 
 
-def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
+def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Picture]:
     """Return arguments of a kind, no two of whose sizes are equal, except where the kind says so."""
     taken = {1, 2, _FACTS, kind.heads, kind.size, kind.size_v}
 
@@ -110,13 +129,47 @@ def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, BlockMask]:
 
 
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, bend: Any, mask: BlockMask, scale: float
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     key, value = key.transpose(1, 2), value.transpose(1, 2)
     out, aux = flex_attention(
-        query, key, value, score_mod=bend, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True)
+        query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True)
     )
     return out, aux.lse
+
+
+def bend(call: Call, facts: Tensor) -> Callable[..., Tensor] | None:
+    """Return what becomes of scores: capped, then lowered by ALiBi. None for nothing."""
+    cap = None if call.soft_cap is None else soft_cap(call.soft_cap, facts.device)
+    return cap if call.slopes is None else slanted(cap, call.slopes, facts, call.alibi)
+
+
+def slanted(
+    cap: Callable[..., Tensor] | None, slopes: Tensor, facts: Tensor, form: str | None
+) -> Callable[..., Tensor]:
+    """
+    Return what lowers scores by ``slope * distance``, after capping.
+
+    Args:
+        cap: What caps them, or None.
+        slopes: ``(num_q_heads,)`` float32. Rows of the query heads that share a key head follow each other.
+        facts: As in `Picture`.
+        form: "linear" or "sqrt".
+    """
+
+    def lower(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        score = score if cap is None else cap(score, batch, head, row, key)
+        ratio = facts[batch, 4]
+        distance = (key - _position(facts, batch, row)).abs().to(score.dtype)
+        slope = slopes[head * ratio + row % ratio]
+        return score - slope * (distance.sqrt() if form == "sqrt" else distance)
+
+    return lower
+
+
+def _position(facts: Tensor, batch: Tensor, row: Tensor) -> Tensor:
+    """Where a row stands: rows beyond a member's own repeat its last one, which stands at its last key."""
+    return torch.minimum(row // facts[batch, 4], facts[batch, 0] - 1) + facts[batch, 1] - facts[batch, 0]
 
 
 @cache
@@ -124,15 +177,15 @@ def soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
     """Return what bends scores. The cap is a tensor, so that another cap does not compile again."""
     limit = torch.tensor(cap, device=device)
 
-    def bend(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         del batch, head, row, key
         return torch.tanh(score / limit) * limit
 
-    return bend
+    return capped
 
 
-def make_mask(sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> BlockMask:
-    """Return the block mask of a group, worked out from lengths on the device; see `kernels.MakeMask`."""
+def make_mask(sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> Picture:
+    """Return the picture of a group, worked out from lengths on the device; see `kernels.MakeMask`."""
     num_rows, num_keys = lens.int()
     left = _FAR if sight.left < 0 else sight.left
     right = _FAR if sight.right < 0 else sight.right
@@ -141,12 +194,12 @@ def make_mask(sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> B
 
     def seen(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         del head
-        position = torch.minimum(row // facts[batch, 4], facts[batch, 0] - 1) + facts[batch, 1] - facts[batch, 0]
+        position = _position(facts, batch, row)
         near = (key >= position - facts[batch, 2]) & (key <= position + facts[batch, 3])
         return (key < facts[batch, 1]) & near
 
     partial, full = _blocks(num_rows, num_keys, (left, right), rows, keys, ratio)
-    return BlockMask.from_kv_blocks(
+    blocks = BlockMask.from_kv_blocks(
         *_ordered(partial),
         *_ordered(full),
         BLOCK_SIZE=BLOCK,
@@ -154,6 +207,7 @@ def make_mask(sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> B
         seq_lengths=(rows * ratio, keys),
         compute_q_blocks=False,
     )
+    return Picture(blocks, facts)
 
 
 def _blocks(

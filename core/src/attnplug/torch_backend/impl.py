@@ -44,7 +44,8 @@ class TorchImpl(AttentionImpl):
     def __init__(self, layer: Layer, agreement: Agreement) -> None:
         super().__init__(layer, agreement)
         self._heads = (self.num_kv_heads, self.num_queries_per_kv)
-        slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.view(self._heads)
+        # A copy: the compiler looks through views at what they are views of.
+        slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.clone()
         self._codec = codec_of(layer, agreement)
         scale = self.scale if self._codec is None else self.scale * self._codec.of_scores
         self._call = Call(scale, self.logits_soft_cap, agreement.requirements.alibi, slopes)

@@ -32,7 +32,7 @@ class Call:
         scale: Factor of the scores.
         soft_cap: Scores become ``cap * tanh(score / cap)``; None for none.
         alibi: Form of the ALiBi distances; None for none.
-        slopes: ``(num_kv_heads, ratio)`` float32, where there are distances.
+        slopes: ``(num_q_heads,)`` float32, where there are distances.
     """
 
     scale: float
