@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnplug.contract.limits import Limits, Parallel
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.op import forward_context
+    from attnplug.contract.phase import Phase
     from attnplug.contract.slot import GraphSlot
     from attnplug.contract.state import State, Step
 
@@ -42,6 +43,7 @@ _HOMES = {
     "Metadata": "metadata",
     "MetadataBuilder": "builder",
     "Parallel": "limits",
+    "Phase": "phase",
     "State": "state",
     "Step": "state",
     "StepTokens": "advance",
@@ -64,6 +66,7 @@ __all__ = [
     "Metadata",
     "MetadataBuilder",
     "Parallel",
+    "Phase",
     "State",
     "Step",
     "StepTokens",

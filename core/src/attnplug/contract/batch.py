@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
+import attrs
 import torch
 from attrs import field, frozen
 from torch import Tensor
@@ -161,6 +162,15 @@ class Batch:
             "max_seq_len": max(lengths, default=0),
         }
         return cls(**{**fields, **derived, **rest})
+
+    def to_dict(self) -> dict[str, Any]:
+        """
+        Return what the host gave, as plain numbers and tensors by name, for another rank: ``Batch(**data)`` there.
+
+        Nothing that a builder derived comes along.
+        """
+        fields = {field.name: getattr(self, field.name) for field in attrs.fields(Batch) if field.init}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def once(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """

@@ -9,6 +9,7 @@ from typing import Any
 from attrs import field, frozen
 
 from attnplug.contract.batch import Batch
+from attnplug.contract.phase import Phase, phase_of
 from attnplug.contract.slot import GraphSlot
 from attnplug.negotiation.agreement import Agreement
 
@@ -45,3 +46,15 @@ class Metadata:
     highest_block: int = -1
     plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}))
     slot: GraphSlot | None = None
+
+    @property
+    def decodes(self) -> Phase | None:
+        """The decodes, None where there are none. In a graph slot of decodes, all requests."""
+        return phase_of(self.batch, 0, self.num_decodes, 0, self.num_decode_tokens)
+
+    @property
+    def prefills(self) -> Phase | None:
+        """The prefills, with their query rows counted from 0; None where there are none."""
+        return phase_of(
+            self.batch, self.num_decodes, self.num_prefills, self.num_decode_tokens, self.num_prefill_tokens
+        )
