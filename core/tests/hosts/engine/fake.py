@@ -136,3 +136,5 @@ class Host:
             assert request.status == "waiting"
             assert not request.blocks
             assert not request.num_computed
+        ages = [request.id for request in (*running, *self.scheduler.waiting)]
+        assert ages == sorted(ages)  # whoever runs came before whoever waits

@@ -53,7 +53,7 @@ def test_ten_thousand_requests_leave_no_block_behind(reuse: bool) -> None:
         left = 100
         while left or alive:
             if left and random.random() < 0.3:
-                request = some_request(random, left)
+                request = some_request(random, 100 - left)
                 host.scheduler.add(request)
                 alive.append(request)
                 left -= 1

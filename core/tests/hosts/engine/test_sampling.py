@@ -32,12 +32,12 @@ def brute_force(logits: list[float], sampling: Sampling) -> list[float]:
             nucleus.append(token)
             mass += weights[token]
         kept = nucleus
-    total = sum(weights[token] for token in kept)
+    kept, total = set(kept), sum(weights[token] for token in kept)
     return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
 
 
 # Few distinct values, so that ties are common, as they are in bfloat16.
-rows = st.lists(st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 2.0, -inf]), min_size=5, max_size=5).filter(
+rows = st.lists(st.sampled_from([-3.0, -1.0, -0.0, 0.0, 0.5, 1.0, 2.0, -inf]), min_size=5, max_size=5).filter(
     lambda row: max(row) > -inf
 )
 drawn = st.builds(
@@ -58,6 +58,22 @@ def test_probabilities_are_those_of_plain_code(batch: list[tuple[list[float], Sa
     found /= found.sum(-1, keepdim=True)
     wanted = [brute_force(row, sampling) for row, sampling in batch]
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 30.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(50, None), (3000, None), (None, 0.5), (None, 0.9), (40, 0.7), (2000, 0.9)]
+)
+def test_a_large_vocabulary_is_filtered_like_a_small_one(dtype, temperature, top_k, top_p) -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4)).to(dtype)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+
+    found = filtered_probabilities(logits, [sampling, Sampling(temperature=1.0, top_k=1)])
+
+    assert found[1].nonzero().flatten().tolist() == [logits[1].argmax()]
+    wanted = torch.tensor(brute_force(logits[0].tolist(), sampling), dtype=torch.float64)
+    torch.testing.assert_close(found[0] / found[0].sum(), wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import count
+
 import pytest
 
 from attnplug.errors import BatchError, CacheError, LimitsError
@@ -7,10 +9,12 @@ from attnplug.hosts.transformers.engine.request import Request
 from attnplug.hosts.transformers.engine.scheduler import Scheduler
 from core.tests.hosts.engine import fake
 
+_ids = count()
+
 
 def add(host: fake.Host, length: int, max_new_tokens: int = 4, first: int = 0) -> Request:
     """Add a request for a prompt of `length` tokens from `first` on."""
-    request = Request(id=first, tokens=range(first, first + length), max_new_tokens=max_new_tokens)
+    request = Request(id=next(_ids), tokens=range(first, first + length), max_new_tokens=max_new_tokens)
     host.scheduler.add(request)
     return request
 
@@ -112,6 +116,27 @@ def test_who_finds_no_room_waits_and_is_not_overtaken() -> None:
     assert parts(host) == [(second, 0, 6), (third, 0, 2)]
 
 
+def test_who_comes_in_leaves_room_for_those_that_grow() -> None:
+    host = fake.Host(10, 2, max_num_tokens=20)
+    first, second = (add(host, 4, max_new_tokens=4, first=first) for first in (0, 50))
+    third = add(host, 8, max_new_tokens=1, first=80)
+    host.step()
+
+    assert host.scheduler.running == (first, second)
+    assert host.pool.num_free == 5  # enough for the third, until the others need one each
+    host.finish()
+    assert third.status == "finished"
+    assert host.scheduler.num_preemptions == 0
+
+
+def test_the_last_block_is_given_to_who_needs_one() -> None:
+    host = fake.Host(2, 4)
+    request = add(host, 3, max_new_tokens=2)
+    host.finish()
+
+    assert request.new_tokens == fake.generate(range(3), 2)
+
+
 def test_no_more_run_than_allowed() -> None:
     host = fake.Host(100, 4, max_num_reqs=2)
     requests = [add(host, 2, max_new_tokens=1, first=10 * number) for number in range(3)]
@@ -124,12 +149,13 @@ def test_the_youngest_makes_room_and_is_computed_again() -> None:
     host = fake.Host(9, 1, reuse=False, max_num_tokens=20)
     first = add(host, 2, max_new_tokens=6)
     second = add(host, 2, max_new_tokens=6, first=50)
+    third = add(host, 5, first=80)
     while not host.scheduler.num_preemptions:
         host.step()
         host.check()
 
     assert host.scheduler.running == (first,)
-    assert host.scheduler.waiting == (second,)
+    assert host.scheduler.waiting == (second, third)
     assert second.new_tokens  # what it generated is kept
     computed = len(second.tokens)
     while second not in host.scheduler.running:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import frozen
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.hosts.transformers.engine.request import Request
+
+# A thousand tokens nearly always hold what is asked for, and finding them is much cheaper than ranking a vocabulary.
+_FEW: Final = 1024
 
 
 def _refuse(name: str, value: object, allowed: str, remedy: str) -> None:
@@ -38,7 +41,7 @@ class Sampling:
         temperature: Logits are divided by it; 0 takes the likeliest token, and of equal ones the lowest.
         top_k: Only the k likeliest tokens, of equal ones the lowest; None keeps all.
         top_p: Only the fewest likeliest tokens whose probabilities sum up to at least this much; None keeps all.
-        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is another seed for every request.
+        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is another one per request.
     """
 
     temperature: float = 0.0
@@ -117,10 +120,11 @@ def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Ten
     Returns:
         ``(rows, vocabulary)`` float64. A filtered row need not sum up to 1.
     """
-    temperatures = _column([sampling.temperature for sampling in samplings], logits)
     scores = logits.double()
     # The highest score becomes 0 before the division, so that no temperature is too low.
-    probabilities = ((scores - scores.amax(-1, keepdim=True)) / temperatures).softmax(-1)
+    scores -= scores.amax(-1, keepdim=True)
+    scores /= _column([sampling.temperature for sampling in samplings], logits)
+    probabilities = scores.softmax(-1)
     rows = [row for row, sampling in enumerate(samplings) if sampling.filters]
     if rows:
         index = torch.tensor(rows, device=logits.device)
@@ -128,18 +132,33 @@ def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Ten
     return probabilities
 
 
-def _filter(probabilities: Tensor, logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Set to zero what top-k and top-p rule out, in ``(rows, vocabulary)`` probabilities."""
+def _filter(probabilities: Tensor, logits: Tensor, samplings: Sequence[Sampling], width: int = _FEW) -> Tensor:
+    """Set to zero what top-k and top-p rule out, looking at no more than the `width` likeliest if these are enough."""
     size = logits.shape[-1]
-    # Stable: of equal tokens the lowest comes first, on every device and in every batch.
-    order = logits.sort(dim=-1, descending=True, stable=True).indices
-    top_k = _column([sampling.top_k or size for sampling in samplings], logits)
-    ranked = probabilities.gather(-1, order).where(torch.arange(size, device=logits.device) < top_k, 0.0)
-    mass = ranked.cumsum(-1)
+    width = min(width, size)
+    top_k = _column([min(sampling.top_k or size, size) for sampling in samplings], logits)
     top_p = _column([sampling.top_p or 1.0 for sampling in samplings], logits)
-    # A token stays while those before it have not reached the mass; without top-p that is all that top-k left.
-    ranked = ranked.where((mass - ranked < top_p * mass[:, -1:]) | (top_p == 1.0), 0.0)
+    order = _ranking(logits).topk(width).indices
+    ranked = probabilities.gather(-1, order).where(torch.arange(width, device=logits.device) < top_k, 0.0)
+    mass = ranked.cumsum(-1)
+    enough = (top_k <= width) | ((top_k == size) & (mass[:, -1:] >= top_p))
+    if width < size and not bool(enough.all()):
+        return _filter(probabilities, logits, samplings, size)
+    total = mass[:, -1:].where(top_k < size, 1.0)
+    # A token stays while those before it have not reached their share; without top-p that is all that top-k left.
+    ranked = ranked.where((mass - ranked < top_p * total) | (top_p == 1.0), 0.0)
     return torch.zeros_like(probabilities).scatter_(-1, order, ranked)
+
+
+def _ranking(logits: Tensor) -> Tensor:
+    """
+    Return ``(rows, vocabulary)`` int64 that rise with the logits, and of equal ones are highest for the lowest token.
+
+    They are all different: what topk makes of equal values differs between devices, and ties are common in bfloat16.
+    """
+    bits = (logits.float() + 0.0).view(torch.int32)  # which turns -0.0 into 0.0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats fall where the floats rise
+    return (rising.long() << 32) + torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
 
 
 def _pick(probabilities: Tensor, draws: Sequence[float]) -> Tensor:

@@ -88,13 +88,11 @@ class Scheduler:
 
         The step changes nothing until `finish_step`: one that was not finished is simply scheduled again.
         """
-        preempted = self.num_preemptions
         chosen = self._schedule_decodes()
         budget = self.max_num_tokens - len(chosen)
         chunks = self._schedule_chunks(budget)
         budget -= sum(one.num_new_tokens for one in chunks)
-        if preempted == self.num_preemptions:  # else the one that just lost its blocks would take them back
-            chunks += self._admit(budget)
+        chunks += self._admit(budget)
         # The end of a prompt may be one token, and then counts as a decode.
         chosen += [one for one in chunks if one.num_new_tokens == 1]
         chosen += [one for one in chunks if one.num_new_tokens > 1]
