@@ -50,7 +50,8 @@ class Codec:
 
     def decode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return what kernels read of encoded rows ``(tokens, num_kv_heads, size)``, in fresh memory."""
-        key, value = (dequantize(rows, torch.empty_like(rows, dtype=self.dtype)) for rows in (key, value))
+        rows = (key.contiguous(), value.contiguous())  # a layer's K/V may come as a view that has its heads first
+        key, value = (dequantize(narrow, torch.empty_like(narrow, dtype=self.dtype)) for narrow in rows)
         return key if self.of_keys is None else key.mul_(self.of_keys), value
 
 
