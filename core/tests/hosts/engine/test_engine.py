@@ -292,6 +292,19 @@ def test_a_model_without_logits_to_keep(open_engine):
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_caches_of_8_bit_floats(open_engine, name):
+    _, prompts, expected = reference(name)
+    engine = open_engine(name, kv_cache_dtype="fp8_e4m3", max_num_tokens=64)
+
+    found = engine.generate(prompts, max_new_tokens=1)
+
+    equal = sum(one == other[:1] for one, other in zip(found, expected, strict=True))
+    assert equal >= len(prompts) // 2  # rounding changes some: these models are sharp
+    assert {selection.agreement.kv_cache_dtype for selection in engine.selections.values()} == {"fp8_e4m3"}
+    assert 4 * engine._groups.bytes_per_block == open_engine(name)._groups.bytes_per_block
+
+
 def test_half_precision(open_engine):
     made = model("llama", dtype=torch.bfloat16)
     engine = open_engine(made)

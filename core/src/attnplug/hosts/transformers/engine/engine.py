@@ -16,8 +16,8 @@ from attnplug.hosts.transformers.engine.groups import Groups
 from attnplug.hosts.transformers.engine.lending import give_back, lend
 from attnplug.hosts.transformers.engine.memory import free_bytes
 from attnplug.hosts.transformers.engine.request import Request
-from attnplug.hosts.transformers.engine.runner import Runner
-from attnplug.hosts.transformers.engine.sampling import Sampler, Sampling
+from attnplug.hosts.transformers.engine.runner import Runner, current
+from attnplug.hosts.transformers.engine.sampling import Sampling, sample
 from attnplug.hosts.transformers.engine.scheduler import Scheduler
 from attnplug.hosts.transformers.engine.support import check_model, longest
 from attnplug.hosts.transformers.engine.trial import learn
@@ -38,7 +38,8 @@ class Engine:
     Generates with an unmodified causal language model of transformers, over paged caches.
 
     The model's attention is the engine's until `close`, or until the engine is gone. One engine serves one thread;
-    several engines may run side by side, on one model too.
+    several engines may run side by side, on one model too. Of the model's generation_config the end-of-text tokens are
+    read, and nothing else: how tokens are chosen is what each request says.
 
         engine = Engine(model)
         tokens = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20)
@@ -96,9 +97,10 @@ class Engine:
         lend(model)
         self._end = weakref.finalize(self, give_back, model)
         try:
-            self._groups = Groups.of(learn(model, layers, kv_cache_dtype), model.device, backend, options)
-            self._runner = Runner(model, self._groups)
-            self.limits = self._equip(limits, memory_fraction)
+            with current(model.device):
+                self._groups = Groups.of(learn(model, layers, kv_cache_dtype), model.device, backend, options)
+                self._runner = Runner(model, self._groups)
+                self.limits = self._equip(limits, memory_fraction)
             self._scheduler = Scheduler(
                 BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=reuse_prefixes),
                 max_num_reqs=max_num_reqs,
@@ -108,7 +110,6 @@ class Engine:
         except BaseException:
             self._end()
             raise
-        self._sampler = Sampler()
         self._ids = count()
         self._vocabulary = model.get_input_embeddings().num_embeddings
 
@@ -179,7 +180,7 @@ class Engine:
         if step is None:
             return []
         logits = self._runner.run(step)
-        tokens = self._sampler.sample(logits, step.sampling).tolist()
+        tokens = sample(logits, step.sampling).tolist()
         return self._scheduler.finish_step(step, tokens)
 
     def cancel(self, request: Request) -> None:

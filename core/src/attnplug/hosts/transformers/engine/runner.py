@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from attnplug.hosts.transformers.engine.trial import no_mask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.kv_cache import Cache
@@ -51,8 +53,9 @@ class Runner:
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """Return ``(requests that sample, vocabulary)`` logits, in the order of ``step.sampling``."""
-        inputs = self.prepare(step)
-        return self.forward(inputs, self.build(inputs))
+        with current(self.device):
+            inputs = self.prepare(step)
+            return self.forward(inputs, self.build(inputs))
 
     @torch.inference_mode()
     def measure(self, num_tokens: int, num_rows: int, max_seq_len: int) -> None:
@@ -88,3 +91,8 @@ class Runner:
         step.check_complete()
         logits: Tensor = output.logits[0]
         return logits if rows is None or self._keeps else logits[rows]
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device the current one: backends know its type, and a machine may have several of that type."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
