@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import LimitsError, TensorError
 from attnplug.hosts.transformers.engine.request import Request
-from attnplug.hosts.transformers.engine.sampling import Sampling, draw, filtered_probabilities, sample
+from attnplug.hosts.transformers.engine.sampling import Sampling, _pick, draw, filtered_probabilities, sample
 
 
 def request(sampling: Sampling, tokens: tuple[int, ...] = (1,)) -> Request:
@@ -92,6 +92,13 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> Non
         assert (counts[token] > 0) == (probability > 0)
 
 
+@pytest.mark.parametrize(("draws", "wanted"), [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-53, 3)])
+def test_what_is_ruled_out_is_not_picked_at_the_edges_either(draws: float, wanted: int) -> None:
+    probabilities = torch.tensor([[0.0, 0.1, 0.0, 0.3, 0.0]], dtype=torch.float64)
+
+    assert _pick(probabilities, [draws]).tolist() == [wanted]
+
+
 def test_draws_fill_the_unit_interval_evenly() -> None:
     draws = [draw(seed, position) for seed in range(100) for position in range(100)]
     counts = Counter(int(value * 10) for value in draws)
@@ -134,11 +141,21 @@ def test_without_a_seed_each_request_has_its_own() -> None:
     assert request(Sampling(temperature=1.0, seed=-3)).seed == -3
 
 
-@pytest.mark.parametrize("temperature", [1e-300, 1e-8])
+@pytest.mark.parametrize("temperature", [1e-307, 1e-8])
 def test_almost_no_temperature_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[1.0, 30000.0, 29999.0]])
 
     assert sample(logits, [request(Sampling(temperature=temperature))]).tolist() == [1]
+
+
+def test_top_k_alone_keeps_the_unlikeliest_of_its_tokens() -> None:
+    logits = torch.tensor([[0.0, -60.0, -70.0]], dtype=torch.float64)
+    before = logits.clone()
+
+    found = filtered_probabilities(logits, [Sampling(temperature=1.0, top_k=2)])
+
+    assert (found > 0).tolist() == [[True, True, False]]
+    assert logits.equal(before)
 
 
 @pytest.mark.parametrize(

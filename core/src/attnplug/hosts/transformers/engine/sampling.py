@@ -120,7 +120,7 @@ def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Ten
     Returns:
         ``(rows, vocabulary)`` float64. A filtered row need not sum up to 1.
     """
-    scores = logits.double()
+    scores = logits.to(torch.float64, copy=True)
     # The highest score becomes 0 before the division, so that no temperature is too low.
     scores -= scores.amax(-1, keepdim=True)
     scores /= _column([sampling.temperature for sampling in samplings], logits)
