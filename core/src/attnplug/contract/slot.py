@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from attnplug.contract.dummy import dummy_batch
-from attnplug.contract.guards.frozen import check_frozen, fingerprint
+from attnplug.contract.guards.frozen import check_frozen, snapshots
 from attnplug.contract.guards.graph import check_fits, fits
 from attnplug.contract.persistent import addresses, as_captured, check_unmoved
 
@@ -62,7 +62,7 @@ class GraphSlot:
 
     def is_captured(self, builder: MetadataBuilder) -> bool:
         """Whether this builder has built into the slot."""
-        return ("fingerprint", builder) in self._kept
+        return ("captured", builder) in self._kept
 
     def take(self, batch: Batch, builder: MetadataBuilder) -> Batch:
         """
@@ -89,8 +89,11 @@ class GraphSlot:
         Raises:
             PluginContractError: A tensor moved, or a Python value changed, that a graph has frozen.
         """
-        found = fingerprint(metadata)
-        check_frozen(self.once(("fingerprint", builder), lambda: found), found, self.state.backend.id)
+        captured = self._kept.get(("captured", builder))
+        if captured is None:
+            self._kept["captured", builder] = snapshots(metadata)
+        else:
+            check_frozen(captured, metadata, self.state.backend.id)
         self._kept["given", builder] = given
         return metadata
 

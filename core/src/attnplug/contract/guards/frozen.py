@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 import torch
+from attrs import frozen
 
 from attnplug.errors import PluginContractError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attnplug.contract.metadata import Metadata
 
 # The batch has a guard of its own; block numbers are looked at by guards, not by kernels.
@@ -18,52 +22,85 @@ _UNREAD: Final = ("batch", "highest_block", "slot", "agreement")
 _NUMBERS: Final = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, slice)
 
 
-def fingerprint(metadata: Metadata) -> dict[str, Any]:
+@frozen(eq=False)
+class Snapshot:
     """
-    Return what a captured graph has frozen of metadata, by the path of each value: numbers themselves, and where
-    tensors lie.
+    A value as it was when a graph was captured.
+
+    Attributes:
+        value: The value. It is held, so that no other object gets its identity.
+        fact: What of it a graph has frozen: where a tensor lies, a number itself; None where the parts say all.
+        parts: Snapshots of what is inside, by name.
+    """
+
+    value: Any
+    fact: Any = None
+    parts: Mapping[str, Snapshot] = MappingProxyType({})
+
+    def changes(self, found: Any, path: str) -> Iterator[str]:
+        """Yield the paths of what differs in a value that a replay is to read in place of this one."""
+        if found is self.value and _is_frozen(type(found)):
+            return
+        now = snapshot(found, parts=False)
+        if now.fact != self.fact:
+            yield path
+            return
+        inside = dict(_parts(found))
+        if inside.keys() != self.parts.keys():
+            yield path
+            return
+        for name, part in self.parts.items():
+            yield from part.changes(inside[name], path + name)
+
+
+def snapshot(value: Any, *, parts: bool = True) -> Snapshot:
+    """
+    Return what a captured graph freezes of a value.
 
     It looks into attrs classes, tuples, lists and mappings. Of any other object only the identity counts.
     """
-    found: dict[str, Any] = {}
-    for field in attrs.fields(type(metadata)):
-        if field.name not in _UNREAD:
-            _walk(field.name, getattr(metadata, field.name), found)
-    return found
+    inside = dict(_parts(value))
+    if isinstance(value, torch.Tensor):
+        fact: Any = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+    elif isinstance(value, _NUMBERS):
+        fact = value
+    else:
+        fact = type(value) if inside or isinstance(value, (tuple, list, Mapping)) else id(value)
+    return Snapshot(value, fact, {name: snapshot(item) for name, item in inside.items()} if parts else {})
 
 
-def check_frozen(captured: dict[str, Any], found: dict[str, Any], plugin_id: str) -> None:
+def snapshots(metadata: Metadata) -> dict[str, Snapshot]:
+    """Return a snapshot of each field of metadata that a graph may read."""
+    names = (field.name for field in attrs.fields(type(metadata)))
+    return {name: snapshot(getattr(metadata, name)) for name in names if name not in _UNREAD}
+
+
+def check_frozen(captured: Mapping[str, Snapshot], metadata: Metadata, plugin_id: str) -> None:
     """
     Compare metadata with that of the capture.
 
     Raises:
         PluginContractError: They differ; the message names the fields.
     """
-    if captured == found:
-        return
-    changed = sorted(path for path in captured.keys() | found.keys() if captured.get(path) != found.get(path))
-    raise PluginContractError(
-        f"{plugin_id} built metadata for a graph slot whose {', '.join(changed)} changed since the capture",
-        "a replay reads the tensors of the capture, and every Python value is frozen in it",
-        "write into tensors that GraphSlot.once keeps, and bound what may grow by the slot's key",
-    )
+    changed = [path for name, before in captured.items() for path in before.changes(getattr(metadata, name), name)]
+    if changed:
+        raise PluginContractError(
+            f"{plugin_id} built metadata for a graph slot whose {', '.join(changed)} changed since the capture",
+            "a replay reads the tensors of the capture, and every Python value is frozen in it",
+            "write into tensors that GraphSlot.once keeps, and bound what may grow by the slot's key",
+        )
 
 
-def _walk(path: str, value: Any, found: dict[str, Any]) -> None:
-    if isinstance(value, torch.Tensor):
-        found[path] = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype)
-    elif isinstance(value, _NUMBERS):
-        found[path] = value
-    elif isinstance(value, (tuple, list)):
-        found[path] = len(value)
-        for index, item in enumerate(value):
-            _walk(f"{path}[{index}]", item, found)
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (tuple, list)):
+        yield from ((f"[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, Mapping):
-        found[path] = len(value)
-        for key, item in value.items():
-            _walk(f"{path}[{key!r}]", item, found)
-    elif attrs.has(type(value)):
-        for field in attrs.fields(type(value)):
-            _walk(f"{path}.{field.name}", getattr(value, field.name), found)
-    else:
-        found[path] = (id(value), value)  # held, so that no other object gets its identity
+        yield from ((f"[{key!r}]", item) for key, item in value.items())
+    elif attrs.has(type(value)) and not isinstance(value, type):
+        yield from ((f".{field.name}", getattr(value, field.name)) for field in attrs.fields(type(value)))
+
+
+def _is_frozen(cls: type) -> bool:
+    """Whether instances of a class cannot change, as far as attrs says."""
+    properties = getattr(cls, "__attrs_props__", None)
+    return bool(properties is not None and properties.is_frozen)
