@@ -181,12 +181,15 @@ def test_only_a_paged_cache_has_slots():
         BatchDraft.of(agreement(paged=False))
 
 
-def test_a_cache_that_is_spread_over_ranks_is_refused():
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [({"dcp_size": 2}, "dcp_size=2"), ({"attn_type": "encoder_decoder", "causal": False}, "'encoder_decoder'")],
+)
+def test_a_cache_that_holds_other_tokens_is_refused(asked, said):
     agreed = agreement(block_size=4)
-    spread = evolve(agreed, requirements=agreed.requirements.evolve(dcp_size=2))
 
-    with pytest.raises(BatchError, match="dcp_size=2"):
-        BatchDraft.of(spread)
+    with pytest.raises(BatchError, match=said):
+        BatchDraft.of(evolve(agreed, requirements=agreed.requirements.evolve(**asked)))
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(0, 20))

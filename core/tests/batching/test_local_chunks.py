@@ -127,7 +127,7 @@ def paged(lens, block_size):
 
 
 @given(cases(attention_chunk=None, block_size=4), st.integers(1, 4), st.sampled_from(["NHD", "HND"]))
-@settings(max_examples=60)
+@settings(max_examples=40)
 def test_plain_causal_attention_over_virtual_requests_is_chunked_local_attention(case, blocks, layout):
     chunk = blocks * case.block_size
     plain = case.requirements(block_size=case.block_size, kv_layout=layout, phases=("prefill",))

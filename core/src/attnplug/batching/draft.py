@@ -96,14 +96,15 @@ class BatchDraft:
             upload: As for the constructor.
 
         Raises:
-            BatchError: The agreement has no paged cache, or spreads it over ranks.
+            BatchError: The agreement has no paged cache, spreads it over ranks, or is for cross attention.
         """
         asked = agreement.requirements
-        if agreement.block_size is None or asked.dcp_size > 1:
+        if agreement.block_size is None or asked.dcp_size > 1 or asked.attn_type == "encoder_decoder":
             raise BatchError(
-                f"a draft was asked for paged={asked.paged} and dcp_size={asked.dcp_size}",
-                "a draft places each token in the paged cache of one rank",
-                "make dense batches with Batch.from_lengths, and those of spread caches with the host's own slots",
+                f"a draft was asked for attn_type={asked.attn_type!r}, paged={asked.paged} and "
+                f"dcp_size={asked.dcp_size}",
+                "a draft places each query token in the paged cache of one rank",
+                "make dense batches, and those whose cache holds other tokens, with Batch.from_lengths",
             )
         return cls(
             agreement.block_size,

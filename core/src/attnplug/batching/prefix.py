@@ -1,0 +1,42 @@
+"""The start that all requests of a batch share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.errors import BatchError
+
+if TYPE_CHECKING:
+    from attnplug.contract.batch import Batch
+
+
+def shared_prefix_len(batch: Batch, block_size: int) -> int:
+    """
+    Return how many cached tokens at their start all requests have in the same blocks: whole blocks, 0 for none.
+
+    It is what `Batch.common_prefix_len` may be at most; whether attending it once pays off,
+    `MetadataBuilder.use_cascade_attention` says. Requests without queries, padded ones say, do not count; a single one
+    shares nothing.
+
+    Args:
+        batch: A paged batch with host copies of its lengths and its block table.
+        block_size: Slots per block.
+
+    Raises:
+        BatchError: A host copy is missing.
+    """
+    table, lengths, starts = batch.block_table_cpu, batch.seq_lens_cpu, batch.query_start_loc_cpu
+    if table is None or lengths is None or starts is None:
+        raise BatchError(
+            "a batch without block_table_cpu, seq_lens_cpu or query_start_loc_cpu was given",
+            "a shared prefix is found on the host, so that nothing waits for the device",
+            "give the three, as BatchDraft and Batch.from_lengths do",
+        )
+    query_lens = starts.diff()
+    running = query_lens > 0
+    rows, computed = table[running], (lengths - query_lens)[running]
+    if rows.shape[0] < 2:
+        return 0
+    columns = rows[:, : max(0, int(computed.min())) // block_size]
+    same = (columns == columns[0]).all(0) & (columns[0] > 0)
+    return int(same.int().cumprod(0).sum()) * block_size
