@@ -14,19 +14,26 @@ from attnplug.contract import Batch
 from attnplug.errors import CacheError
 from attnplug.request.device import Device
 from attnplug.testing import Case, check, realise, run
-from attnplug.testing.cases import random_case
+from attnplug.testing.cases import FEATURES, random_case
 from attnplug.testing.running import limits_of
 
 pytestmark = pytest.mark.gpu
 
 VARIANTS = ["torch/sdpa"]
-FEATURES = ("sliding_window", "logits_soft_cap", "sinks", "head_size_v", "causal")
+SELF = tuple(name for name in FEATURES if name not in ("attn_type", "kv_cache_dtype", "cascade"))
+DENSE = tuple(name for name in FEATURES if name not in ("kv_sharing", "kv_cache_dtype", "cascade"))
 LONG = {
     "plain": {},
     "window": {"sliding_window": 100},
     "soft cap": {"logits_soft_cap": 5.0},
     "sinks and window": {"sinks": True, "sliding_window": 7},
     "bidirectional": {"causal": False},
+    "chunks": {"attention_chunk": 200},
+    "linear ALiBi": {"alibi": "linear"},
+    "square-root ALiBi and window": {"alibi": "sqrt", "sliding_window": 90},
+    "mask": {"custom_mask": True},
+    "shared cache": {"kv_sharing": True},
+    "cross attention": {"attn_type": "encoder_decoder", "causal": False, "encoder_lens": (500, 20, 333, 1, 0)},
 }
 
 
@@ -50,11 +57,14 @@ def load(request, device):
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_random_batches_match_the_oracle(load, dtype, layout, record_property):
     generator = random.Random(7)
-    cases = [random_case(generator, features=FEATURES, dtype=dtype) for _ in range(60)]
-    for case in cases:
+    paged = [random_case(generator, features=SELF, dtype=dtype) for _ in range(60)]
+    paged += [random_case(generator, features=SELF, attn_type="encoder_decoder", dtype=dtype) for _ in range(20)]
+    dense = [random_case(generator, features=DENSE, dtype=dtype) for _ in range(60)]
+    for case in paged:
         check(load(case, layout, return_lse=True), realise(case))
+    for case in dense:
         check(load(case, paged=False, return_lse=True), realise(case))
-    record_property("batches", 2 * len(cases))
+    record_property("batches", len(paged) + len(dense))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -67,9 +77,19 @@ def test_prompts_longer_than_a_tile(load, asked, dtype):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_build_and_forward_do_not_wait_for_the_device(load):
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sinks": True},
+        {"alibi": "sqrt", "attention_chunk": 32},
+        {"custom_mask": True, "kv_sharing": True},
+        {"attn_type": "encoder_decoder", "causal": False, "encoder_lens": (50, 20, 33, 7)},
+    ],
+    ids=str,
+)
+def test_build_and_forward_do_not_wait_for_the_device(load, asked):
     lengths = {"query_lens": (1, 1, 40, 70), "context_lens": (100, 33, 20, 0)}
-    case = Case(**lengths, dtype="bfloat16", sinks=True, num_padding_tokens=2)
+    case = Case(**lengths, dtype="bfloat16", num_padding_tokens=2, **asked)
     backend, scene = load(case), realise(case)
     run(backend, scene)  # the first call may set kernels up
     impl = backend.make_impl(scene.layer(device=backend.device))

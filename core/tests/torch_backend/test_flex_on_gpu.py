@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 
-FEATURES = ("sliding_window", "sinks", "causal")
+FEATURES = ("sliding_window", "attention_chunk", "sinks", "causal", "kv_sharing", "decode_query_len")
 
 
 def load(case: Case, **engine: object) -> Backend:
@@ -37,17 +37,30 @@ def _compiler_may_warn() -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("alibi", [None, "linear", "sqrt"])
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
-def test_random_batches(paged: bool) -> None:
+def test_random_batches(paged: bool, alibi: str | None) -> None:
     generator = random.Random(0)
     # One head size, one dtype, one number of KV heads, capped or not: each further one compiles again.
-    fixed = {"dtype": "bfloat16" if paged else "float32", "head_size": 64, "num_kv_heads": 2}
+    fixed = {"dtype": "bfloat16" if paged else "float32", "head_size": 64, "num_kv_heads": 2, "alibi": alibi}
     fixed["logits_soft_cap"] = 5.0 if paged else None
     for _ in range(60):
-        case = random_case(generator, features=FEATURES, **fixed)
+        case = random_case(generator, features=FEATURES if paged else set(FEATURES) - {"kv_sharing"}, **fixed)
         case = evolve(case, num_q_heads=generator.choice([2, 4, 14]))
         pages = {"block_size": case.block_size} if paged else {}
         check(load(case, paged=paged, return_lse=generator.random() < 0.5, **pages), realise(case))
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only", "encoder_decoder"])
+def test_encoders_and_cross_attention(attn_type: str) -> None:
+    generator = random.Random(1)
+    fixed = {"dtype": "bfloat16", "head_size": 64, "num_kv_heads": 2, "attn_type": attn_type}
+    for _ in range(20):
+        case = random_case(generator, features=("sinks",) if attn_type == "encoder_decoder" else FEATURES[:3], **fixed)
+        case = evolve(case, num_q_heads=4)
+        check(load(case, paged=False, return_lse=True), realise(case))
+        if case.may_be_paged:
+            check(load(case, block_size=case.block_size), realise(case))
 
 
 @pytest.mark.parametrize("sizes", [(16, None), (48, None), (80, 96), (256, None)], ids=str)
@@ -67,7 +80,16 @@ def test_other_head_sizes(sizes: tuple[int, int | None]) -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{}, {"sliding_window": 100}, {"logits_soft_cap": 5.0}, {"sinks": True, "sliding_window": 7}, {"causal": False}],
+    [
+        {},
+        {"sliding_window": 100},
+        {"logits_soft_cap": 5.0},
+        {"sinks": True, "sliding_window": 7},
+        {"causal": False},
+        {"attention_chunk": 200},
+        {"alibi": "linear", "logits_soft_cap": 5.0},
+        {"alibi": "sqrt", "sliding_window": 90},
+    ],
     ids=str,
 )
 def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
@@ -83,10 +105,10 @@ def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
     check(load(case, return_lse=True), realise(case))
 
 
-def test_build_and_forward_do_not_wait_for_the_device() -> None:
-    case = Case(
-        query_lens=(1, 1, 9, 40), context_lens=(30, 3, 40, 0), head_size=64, dtype="bfloat16", num_padding_tokens=2
-    )
+@pytest.mark.parametrize("asked", [{}, {"alibi": "linear", "attention_chunk": 16}], ids=str)
+def test_build_and_forward_do_not_wait_for_the_device(asked: dict[str, object]) -> None:
+    lengths = {"query_lens": (1, 1, 9, 40), "context_lens": (30, 3, 40, 0)}
+    case = Case(**lengths, head_size=64, dtype="bfloat16", num_padding_tokens=2, **asked)
     scene, backend = realise(case), load(case)
     impl = backend.make_impl(scene.layer(device="cuda"))
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))

@@ -98,8 +98,19 @@ def test_dense_calls_need_no_workspace() -> None:
 
 
 @pytest.mark.parametrize("shape", [GraphKey(1, 40), GraphKey(3, 3, 1), GraphKey(3, 50), GraphKey(2, 8, 4)], ids=str)
-@pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
-def test_warming_up_runs_each_shape(shape: GraphKey, paged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"sinks": True},
+        {"paged": False, "alibi": "sqrt"},
+        {"attention_chunk": 16, "alibi": "linear", "kv_sharing": True},
+        {"attn_type": "encoder_decoder"},
+        {"attn_type": "encoder_only", "sliding_window": 8},
+        {"kv_cache_dtype": "fp8", "per_head_scales": True},
+    ],
+    ids=str,
+)
+def test_warming_up_runs_each_shape(shape: GraphKey, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[int, ...]] = []
 
     def attend(query: torch.Tensor, key: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,8 +118,8 @@ def test_warming_up_runs_each_shape(shape: GraphKey, paged: bool, monkeypatch: p
         return query, query[..., 0].float()
 
     monkeypatch.setattr(flex, "compiled", lambda *_: attend)
-    case = Case(query_lens=(), context_lens=(), sinks=True)
-    selection = attnplug.select(case.requirements(paged=paged), Device.cpu(), backend="torch/sdpa")
+    wanted = requirements(**{"num_q_heads": 4, **asked})
+    selection = attnplug.select(wanted, Device.cpu(), backend="torch/sdpa")
     agreement = evolve(selection.agreement, variant="flex")
 
     FlexBackend(evolve(selection, agreement=agreement)).warmup([shape])

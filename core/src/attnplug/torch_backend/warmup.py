@@ -14,14 +14,14 @@ from attnplug.contract.limits import Limits
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.contract.graph_key import GraphKey
+    from attnplug.request.requirements import Requirements
 
 
 def run_zeros(backend: Backend, shape: GraphKey) -> None:
     """Build and run one step of this shape, on a cache of its own that is dropped again."""
     asked = backend.agreement.requirements
     batch = dummy_batch(backend.agreement, shape, backend.device)
-    sinks = torch.zeros(asked.num_q_heads, device=backend.device) if asked.sinks else None
-    impl = backend.make_impl(Layer(name="warmup", sinks=sinks))
+    impl = backend.make_impl(_layer(asked, backend.device))
     tokens = batch.num_actual_tokens
     limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
     builder = backend.make_builder([impl], backend.make_state(limits))
@@ -36,3 +36,15 @@ def run_zeros(backend: Backend, shape: GraphKey) -> None:
     )
     output = query.new_empty(tokens, impl.output_width)
     impl.forward(query, key, value, pages, builder.build(batch), output)
+
+
+def _layer(asked: Requirements, device: torch.device) -> Layer:
+    """Return a layer with every tensor that was asked for."""
+    scales = torch.ones(asked.num_kv_heads, device=device) if asked.per_head_scales else None
+    return Layer(
+        name="warmup",
+        sinks=torch.zeros(asked.num_q_heads, device=device) if asked.sinks else None,
+        alibi_slopes=torch.zeros(asked.num_q_heads, device=device) if asked.alibi else None,
+        k_scale_tensor=scales,
+        v_scale_tensor=scales,
+    )
