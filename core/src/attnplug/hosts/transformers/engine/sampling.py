@@ -176,7 +176,3 @@ def _pick(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
-
-
-class Sampler:  # noqa: D101
-    sample = staticmethod(sample)
