@@ -1,0 +1,84 @@
+"""The engine on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.hosts.transformers.engine import Engine, Sampling
+from core.tests.hosts.engine.reference import NAMES, NEW
+from core.tests.hosts.models import PAD, generate, model, prompts
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def on_gpu(host):
+    """Make a model with the tokens that it generates on the GPU, all of them chosen clearly."""
+
+    def make(name, dtype=torch.float32):
+        for seed in range(16):
+            torch.manual_seed(seed)
+            made = model(name, seed=seed, dtype=dtype).cuda()
+            ids, mask = prompts(19, 1, 12, 33, 7, 22, seed=seed)
+            found, margin = generate(made, ids.cuda(), mask.cuda(), NEW)
+            if margin > 1e-3:
+                break
+        return made, [[token for token in row if token != PAD] for row in ids.tolist()], found.tolist()
+
+    return make
+
+
+@pytest.mark.parametrize("backend", [["torch/sdpa"], ["auto"]])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tokens_are_those_of_transformers(on_gpu, name, backend):
+    made, asked, expected = on_gpu(name)
+    engine = Engine(made, max_num_tokens=24, max_num_reqs=4, backend=backend, max_seq_len=64)
+
+    assert engine.generate(asked, max_new_tokens=NEW) == expected
+    assert {selection.device.type for selection in engine.selections.values()} == {"cuda"}
+    engine.close()
+
+
+def test_caches_take_what_is_free(on_gpu):
+    made, _, _ = on_gpu("llama")
+    before = torch.cuda.memory_allocated()
+    engine = Engine(made, max_num_reqs=100_000, max_num_tokens=100_000, memory_fraction=0.3)
+
+    free, total = torch.cuda.mem_get_info()
+    assert (total - free) / total < 0.35
+    assert engine.limits.num_blocks <= 100_000 * 8 + 1
+    engine.close()
+    del engine
+    assert torch.cuda.memory_allocated() < before + 2**28
+
+
+def test_sampling_on_the_gpu(on_gpu):
+    made, asked, _ = on_gpu("mistral")
+    engine = Engine(made, max_num_tokens=24, max_num_reqs=6)
+    sampling = Sampling(temperature=1.2, top_p=0.9, seed=3)
+
+    crowd = engine.generate(asked, max_new_tokens=NEW, sampling=sampling)
+
+    assert engine.generate(asked[2:3], max_new_tokens=NEW, sampling=sampling) == crowd[2:3]
+    engine.close()
+
+
+def test_a_decoding_step_waits_for_the_device_once(on_gpu):
+    """The tokens come back; nothing else does."""
+    made, asked, _ = on_gpu("gemma2")
+    engine = Engine(made)
+    requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
+    for _ in range(3):
+        engine.step()
+    step = engine._scheduler.schedule()
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = engine._runner.run(step)
+        tokens = engine._sampler.sample(logits, step.sampling)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert engine._scheduler.finish_step(step, tokens.tolist()) == requests
+    engine.close()
