@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.contract.batch import PAD_SLOT_ID, Batch
     from attnplug.contract.builder import MetadataBuilder
+    from attnplug.contract.capture import capture
     from attnplug.contract.check import check_backend_class
     from attnplug.contract.dtypes import torch_dtype
     from attnplug.contract.graph_key import GraphKey
@@ -47,6 +48,7 @@ _HOMES = {
     "State": "state",
     "Step": "state",
     "StepTokens": "advance",
+    "capture": "capture",
     "check_backend_class": "check",
     "forward_context": "op",
     "torch_dtype": "dtypes",
@@ -70,6 +72,7 @@ __all__ = [
     "State",
     "Step",
     "StepTokens",
+    "capture",
     "check_backend_class",
     "forward_context",
     "torch_dtype",

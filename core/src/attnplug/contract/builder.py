@@ -66,6 +66,17 @@ class MetadataBuilder:
         """The highest kind of batch that can be replayed from a graph."""
         return graph_level(self.agreement, self.limits) if self.takes_slots else "never"
 
+    @property
+    def graph_lengths(self) -> tuple[int, ...]:
+        """
+        The longest sequences for which a host should capture slots of their own (`GraphKey.max_seq_len`), rising.
+
+        The default is the limits' alone: right for kernels whose work follows from the lengths on the device. Override
+        it where a captured forward takes as long as its longest sequence would. Longer sequences than the last run
+        eagerly.
+        """
+        return (self.limits.max_seq_len,)
+
     @final
     def build(self, batch: Batch, *, fast: bool = False, slot: GraphSlot | None = None) -> Metadata:
         """

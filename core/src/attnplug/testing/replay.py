@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
+from attnplug.contract.capture import capture
 from attnplug.contract.graph_key import GraphKey
 from attnplug.contract.limits import Limits
 from attnplug.testing.running import Ran, compare
 from attnplug.testing.scene import CANARY, Paged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from attnplug.contract.backend import Backend
     from attnplug.testing.cases import Case
@@ -53,7 +54,7 @@ def check_replays(backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, m
     with builder.state.graph_capture(num_reqs):
         slot = builder.state.slot(key)
         metadata = builder.build(slot.dummy_batch(), slot=slot)
-        replay = _capture(
+        _, replay = capture(
             lambda: impl.forward(static.query, *keys, static.cache, metadata, static.output, lse=lse), device
         )
     results = []
@@ -91,18 +92,3 @@ def _pages(cache: Any) -> list[torch.Tensor]:
     """Tensors with blocks first, as bytes where floats are narrow."""
     tensors = [cache["k"], cache["v"]] if isinstance(cache, dict) else [cache[0], cache[1]]
     return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
-
-
-def _capture(forward: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    if device.type != "cuda":
-        forward()
-        return forward
-    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        forward()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        forward()
-    return graph.replay

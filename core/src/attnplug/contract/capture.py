@@ -1,0 +1,47 @@
+"""Recording a call, to be replayed on the same tensors."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_T = TypeVar("_T")
+
+
+def capture(call: Callable[[], _T], device: torch.device, *, pool: Any = None) -> tuple[_T, Callable[[], object]]:
+    """
+    Run a call, record it, and return what the recorded run returned and how to replay it.
+
+    On CUDA the call is captured in a graph, after a run on a side stream that compiles and loads what the first use
+    would. Elsewhere a replay is the call itself, made again: it sees what a graph would see, the tensors of now, and
+    its result is copied into the tensors of the first run.
+
+    Args:
+        call: Launches work on tensors that never move; returns a tensor, a tuple of tensors, or None.
+        device: Where it runs.
+        pool: Memory to share with other graphs, as `torch.cuda.graph` takes it; such graphs replay one at a time.
+    """
+    if device.type != "cuda":
+        result = call()
+        return result, lambda: _copy(result, call())
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = call()
+    return result, graph.replay
+
+
+def _copy(kept: Any, fresh: Any) -> None:
+    if isinstance(kept, torch.Tensor):
+        kept.copy_(fresh)
+    elif isinstance(kept, tuple):
+        for old, new in zip(kept, fresh, strict=True):
+            _copy(old, new)
