@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnplug.ops import gather_dense, gather_packed, pages_as_tokens
+from attnplug.ops import gather_blocks, gather_dense, gather_packed, pages_as_tokens
 from attnplug.ops.gather import as_slots
 
 if TYPE_CHECKING:
@@ -90,3 +90,35 @@ def test_unused_entries_of_the_block_table_name_no_block() -> None:
 
     assert torch.equal(dense[0, :3], pages[1, :3])
     assert not dense[0, 3:].any()
+
+
+def padded_pages(blocks: int, block_size: int) -> Tensor:
+    return torch.randn(blocks, block_size * HEADS * SIZE + 1)[:, :-1].view(blocks, block_size, HEADS, SIZE)
+
+
+def padded_slots(blocks: int, block_size: int) -> Tensor:
+    return torch.randn(blocks, block_size, HEADS, SIZE + 1)[..., :-1]
+
+
+def heads_first_layers(blocks: int, block_size: int) -> Tensor:
+    return torch.randn(blocks, 3, HEADS, block_size, SIZE)[:, 1].transpose(1, 2)
+
+
+@given(
+    st.sampled_from([nhd, hnd, layers_inside, heads_first_layers, padded_pages, padded_slots]),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 5]),
+    st.tuples(st.integers(1, 3), st.integers(1, 4)),
+)
+def test_blocks_are_gathered_whole(
+    layout: Callable[[int, int], Tensor], blocks: int, block_size: int, shape: tuple[int, int]
+) -> None:
+    pages = layout(blocks, block_size)
+    table = torch.randint(0, blocks, shape, dtype=torch.int32)
+    out = torch.empty(table.numel() * block_size * HEADS * SIZE)
+
+    gathered = gather_blocks(pages, table, out)
+
+    assert torch.equal(gathered, torch.stack([torch.stack([pages[block] for block in row]) for row in table.tolist()]))
+    assert gathered.data_ptr() == out.data_ptr()
+    assert gathered.permute(0, 3, 1, 2, 4).flatten(2, 3).data_ptr() == out.data_ptr(), "slots of a head are one axis"

@@ -86,7 +86,7 @@ def test_the_workspace_holds_the_longest_request(monkeypatch: pytest.MonkeyPatch
     limits = Limits(max_num_reqs=4, max_num_tokens=512, max_seq_len=1000)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
 
-    assert backend.workspace_bytes(limits) == 4 * 1000 * per_key
+    assert backend.workspace_bytes(limits) == 4 * 1008 * per_key, "in whole blocks of 16"
     assert backend.workspace_bytes(evolve(limits, max_num_reqs=1000)) == 2 * 2**23
     assert backend.workspace_bytes(evolve(limits, max_seq_len=10**6)) == 10**6 * per_key
 

@@ -1,12 +1,13 @@
 """Tensor code that backends share: cache writes, gathered pages, merged states. Plain torch, on any device."""
 
-from attnplug.ops.gather import gather_dense, gather_packed, pages_as_tokens
+from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, pages_as_tokens
 from attnplug.ops.merge import merge_attention_states
 from attnplug.ops.quantize import dequantize, quantize
 from attnplug.ops.write import write_cache
 
 __all__ = [
     "dequantize",
+    "gather_blocks",
     "gather_dense",
     "gather_packed",
     "merge_attention_states",

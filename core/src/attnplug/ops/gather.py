@@ -39,6 +39,37 @@ def pages_as_tokens(pages: Tensor, slots: Tensor, *, out: Tensor | None = None) 
     return gathered if out is None else out.copy_(gathered)
 
 
+def gather_blocks(pages: Tensor, blocks: Tensor, out: Tensor) -> Tensor:
+    """
+    Return whole blocks, one number per block instead of one per slot.
+
+    Args:
+        pages: ``(num_blocks, block_size, num_kv_heads, head_size)``, of any strides.
+        blocks: ``(n, columns)`` int32 blocks of the cache.
+        out: As many elements as are gathered, in one run of memory; written.
+
+    Returns:
+        ``(n, columns, block_size, num_kv_heads, head_size)``, a view of `out`. Heads-first pages leave the slots of all
+        columns of a head one after another in memory, others whole slots: what each layout copies in the longest runs.
+    """
+    (count, columns), (num_blocks, block_size, heads, size) = blocks.shape, pages.shape
+    of_block, of_slot, of_head, _ = pages.stride()
+    if (of_slot, of_head, pages.stride(3)) == (heads * size, size, 1):
+        flat = pages.as_strided((num_blocks, block_size * heads * size), (of_block, 1))
+        torch.index_select(flat, 0, blocks.reshape(-1), out=out.view(count * columns, -1))
+        return out.view(count, columns, block_size, heads, size)
+    run = block_size * size
+    if (of_slot, pages.stride(3)) == (size, 1) and of_block % run == of_head % run == 0:
+        steps = (of_block // run, of_head // run)
+        flat = pages.as_strided(((num_blocks - 1) * steps[0] + (heads - 1) * steps[1] + 1, run), (run, 1))
+        firsts = torch.arange(heads, dtype=blocks.dtype, device=blocks.device).mul_(steps[1]).view(-1, 1)
+        rows = (blocks * steps[0]).unsqueeze(1) + firsts
+        torch.index_select(flat, 0, rows.view(-1), out=out.view(-1, run))
+        return out.view(count, heads, columns, block_size, size).permute(0, 2, 3, 1, 4)
+    gathered = out.view(count, columns, block_size, heads, size)
+    return gathered.copy_(pages.index_select(0, blocks.reshape(-1)).view(gathered.shape))
+
+
 def gather_dense(pages: Tensor, block_table: Tensor, seq_lens: Tensor, max_seq_len: int) -> Tensor:
     """
     Return each request's keys or values, padded to the longest.

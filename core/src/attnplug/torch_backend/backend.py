@@ -29,7 +29,8 @@ class TorchBackend(Backend):
         """Return the size of the buffers that pages are gathered into: K/V of one group, shared by all layers."""
         if not self.agreement.requirements.paged:
             return 0
-        longest = aligned(limits.max_seq_len)
+        size = self.agreement.block_size or 1
+        longest = -(-aligned(limits.max_seq_len) // size) * size  # whole blocks are gathered
         at_once = min(keys_at_once(self.agreement, self.device.type), limits.max_num_reqs * longest)
         return max(longest, at_once) * bytes_per_key(self.agreement)
 

@@ -45,6 +45,7 @@ class Budget:
         ragged_rows: Most rows of a request that shares a group with requests of other lengths.
         least_keys: Keys that every group is padded to.
         even: Whether requests of one size share a group whatever its mask takes: it needs none of its own then.
+        divisible: Whether requests of one size share a group whatever their keys take: they are gathered in parts.
     """
 
     keys: int
@@ -53,6 +54,7 @@ class Budget:
     ragged_rows: int
     least_keys: int = 1
     even: bool = True
+    divisible: bool = False
 
 
 def spans_of(
@@ -139,9 +141,14 @@ def group_spans(spans: Sequence[Span], budget: Budget) -> list[list[Span]]:
 def _fits(group: list[Span], span: Span, rows: int, keys: int, used: int, budget: Budget) -> bool:
     size = len(group) + 1
     last = group[-1]
-    if last.fresh != span.fresh or size * max(keys, budget.least_keys) > budget.keys:
+    if last.fresh != span.fresh:
         return False
-    if (last.rows, last.keys) == (span.rows, span.keys) and used == len(group) * span.rows * span.keys:
+    even = (last.rows, last.keys) == (span.rows, span.keys) and used == len(group) * span.rows * span.keys
+    if even and budget.divisible:
+        return True
+    if size * max(keys, budget.least_keys) > budget.keys:
+        return False
+    if even:
         return budget.even or size * rows * keys <= budget.scores
     padded = size * rows * keys
     wasted = padded - used - span.rows * span.keys

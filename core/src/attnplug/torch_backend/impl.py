@@ -113,15 +113,17 @@ class TorchImpl(AttentionImpl):
         self, plan: Plan, groups: tuple[Group, ...], query: Tensor, source: Source, results: Results
     ) -> None:
         for group in groups:
-            key, value = source.of(group)
-            if not plan.kernel.fused:
-                key, value = _as_float32(key), _as_float32(value)
             taken = group.queries.taken
             rows = query[taken] if isinstance(taken, slice) else query.index_select(0, taken)
             rows = rows.view(group.members, group.rows, *query.shape[1:])
-            target = results.of(group)
-            for tile in group.tiles:
-                self._attend(plan, tile, rows, key, value, target)
+            target, step = results.of(group), group.at_once or group.members
+            for first in range(0, group.members, step):
+                members = slice(first, min(first + step, group.members))
+                key, value = source.of(group, members)
+                if not plan.kernel.fused:
+                    key, value = _as_float32(key), _as_float32(value)
+                for tile in group.tiles:
+                    self._attend(plan, tile, rows[members], key, value, target.part(members))
             results.keep(group, target)
 
     def _attend(self, plan: Plan, tile: Tile, query: Tensor, key: Tensor, value: Tensor, results: Results) -> None:

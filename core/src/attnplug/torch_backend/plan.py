@@ -62,6 +62,38 @@ class Stored:
 
 
 @frozen(eq=False)
+class Torn:
+    """
+    Gathered blocks that end behind their request's last key. What lies there, NaN included, is another's or nobody's.
+
+    Attributes:
+        members: ``(n,)`` int64, whose blocks they are.
+        columns: ``(n,)`` int64, which of them.
+        beyond: ``(n, block_size, 1, 1)`` bool, the slots that are cleared.
+    """
+
+    members: Tensor
+    columns: Tensor
+    beyond: Tensor
+
+
+@frozen(eq=False)
+class Blocks:
+    """
+    Keys that are in the cache, and fill most of the blocks that they are in: whole blocks are gathered.
+
+    Attributes:
+        blocks: ``(members, columns)`` int32.
+        offset: Where in its first block each member's first key is.
+        torn: What is cleared; None where all members end together, so that what is behind is cut off.
+    """
+
+    blocks: Tensor
+    offset: int
+    torn: Torn | None
+
+
+@frozen(eq=False)
 class Rows:
     """
     The query rows of a group.
@@ -89,14 +121,16 @@ class Group:
         queries: Where its query rows are.
         source: Where its keys are.
         tiles: The kernel calls.
+        at_once: Members that are gathered at once, of a group whose members are equal; None for all.
     """
 
     members: int
     rows: int
     keys: int
     queries: Rows
-    source: Given | Stored
+    source: Given | Stored | Blocks
     tiles: tuple[Tile, ...]
+    at_once: int | None = None
 
 
 @frozen(eq=False)

@@ -10,8 +10,9 @@ from attnplug.torch_backend.cascade import behind, prefix_shape, prefix_span
 from attnplug.torch_backend.custom import CustomMask
 from attnplug.torch_backend.grouping import group_spans, spans_of
 from attnplug.torch_backend.pages import divide, head_rows
+from attnplug.torch_backend.paging import blocks_of
 from attnplug.torch_backend.plan import Given, Group, Plan, Rows, Stored
-from attnplug.torch_backend.tiles import Tiler
+from attnplug.torch_backend.tiles import Tiler, is_even
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.batch import Batch
     from attnplug.torch_backend.grouping import Span
+    from attnplug.torch_backend.plan import Blocks
     from attnplug.torch_backend.shape import Shape
 
 
@@ -69,14 +71,16 @@ class _Planner:
     def group(self, group: list[Span]) -> Group:
         """Return the plan of one group."""
         rows, keys = max(span.rows for span in group), max(span.keys for span in group)
-        keys = max(keys, self._shape.kernel.least_keys)
+        keys, even = max(keys, self._shape.kernel.least_keys), is_even(group)
+        at_once = self._shape.members_at_once(len(group), keys) if even else len(group)
         return Group(
             members=len(group),
             rows=rows,
             keys=keys,
             queries=self._queries(group, rows),
-            source=self._source(group, keys),
+            source=self._source(group, keys, at_once),
             tiles=tuple(self._tiler.tiles(group, rows, keys)),
+            at_once=at_once,
         )
 
     # -- query rows --------------------------------------------------------------------------------------------------
@@ -95,12 +99,12 @@ class _Planner:
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
-    def _source(self, group: list[Span], keys: int) -> Given | Stored:
+    def _source(self, group: list[Span], keys: int, at_once: int) -> Given | Stored | Blocks:
         if self._key_starts is not None:
             return self._given(group, keys, [self._key_starts[span.request] + span.first_key for span in group])
         if group[0].fresh and self._shape.reads_call:
             return self._given(group, keys, [span.first_row for span in group])
-        return self._stored(group, keys)
+        return self._stored(group, keys, at_once)
 
     def _given(self, group: list[Span], keys: int, starts: list[int]) -> Given:
         even = all(span.keys == keys for span in group)
@@ -112,11 +116,16 @@ class _Planner:
         table = self._index([*starts, *(span.keys - 1 for span in group)]).view(2, -1, 1)
         return table[0] + torch.minimum(torch.arange(keys, device=self._device), table[1])
 
-    def _stored(self, group: list[Span], keys: int) -> Stored:
-        size, table = cast("int", self._shape.block_size), cast("Tensor", self._block_table)
-        positions = self._positions(group, keys, [span.first_key for span in group])
+    def _stored(self, group: list[Span], keys: int, at_once: int) -> Stored | Blocks:
         where = _together([span.request for span in group], 1)
+        table = cast("Tensor", self._block_table)
         table = table[where] if where else table.index_select(0, self._index([span.request for span in group]))
+        return blocks_of(self._shape, table, group, (keys, at_once), self._index) or self._slots(table, group, keys)
+
+    def _slots(self, table: Tensor, group: list[Span], keys: int) -> Stored:
+        """A number per key: where the members' first keys lie at different places of their blocks, or few keys do."""
+        size = cast("int", self._shape.block_size)
+        positions = self._positions(group, keys, [span.first_key for span in group])
         columns, offsets = divide(positions, size)
         blocks, steps, rows = table.long().gather(1, columns), self._shape.row_steps, None
         if steps is not None:

@@ -43,6 +43,10 @@ class Results:
         lse = None if self.lse is None else self.lse.new_empty(*shape, *self.lse.shape[1:])
         return Results(self.output.new_empty(*shape, *self.output.shape[1:]), lse, self.sinks)
 
+    def part(self, members: slice) -> Results:
+        """Return those of some members of a group, as views."""
+        return Results(self.output[members], None if self.lse is None else self.lse[members], self.sinks)
+
     def put(self, start: int, end: int, output: Tensor, lse: Tensor | None) -> None:
         """Write the rows of a tile into a group's results, as the sinks leave them."""
         if self.sinks is not None and lse is not None:

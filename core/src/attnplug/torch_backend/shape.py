@@ -114,6 +114,13 @@ class Shape:
         left, right = self.window
         return Sight(left, 0 if self.causal else right)
 
+    def members_at_once(self, members: int, keys: int) -> int:
+        """Return how many members of a group are gathered at once, each with so many keys, if they are equal."""
+        if not self.budget.divisible:
+            return members
+        size = self.block_size or 1
+        return max(1, min(members, self.budget.keys // (-(-keys // size) * size)))
+
     def rows_per_tile(self, members: int, keys: int) -> int:
         """Return how many query positions a tile of such a group takes."""
         if self.tile_scores is None:
@@ -165,6 +172,7 @@ def _shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, k
             tile_rows,
             kernel.least_keys,
             even=not asked.custom_mask,
+            divisible=kernel.make_mask is None and not asked.custom_mask,
         ),
     )
 

@@ -10,10 +10,10 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.contract.kv_cache import Cache
-from attnplug.ops.gather import pages_as_tokens
+from attnplug.ops.gather import gather_blocks, pages_as_tokens
 from attnplug.ops.quantize import dequantize
 from attnplug.torch_backend.codec import Codec
-from attnplug.torch_backend.plan import Given
+from attnplug.torch_backend.plan import Blocks, Given
 
 if TYPE_CHECKING:
     from attnplug.torch_backend.plan import Group, Stored
@@ -42,19 +42,19 @@ class Source:
     codec: Codec | None = None
     _decoded: list[tuple[Tensor, Tensor]] = field(init=False, factory=list)
 
-    def of(self, group: Group) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a group, each ``(members, num_kv_heads, keys, size)``."""
+    def of(self, group: Group, members: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values of members of a group, each ``(members, num_kv_heads, keys, size)``."""
         if isinstance(group.source, Given):
-            key, value = self._rows()
-            return _from_rows(key, group.source, group), _from_rows(value, group.source, group)
+            return tuple(_from_rows(rows, group.source, group, members) for rows in self._rows())  # type: ignore[return-value]
         keys, values = key_and_value_pages(cast("Cache", self.cache))
         memory = cast("Tensor", self.workspace)
-        rows = group.members * group.keys * keys.shape[2]
-        middle, end = rows * keys.shape[3], rows * (keys.shape[3] + values.shape[3])
+        slots = (members.stop - members.start) * _width(group, keys) * keys.shape[2]
+        middle, end = slots * keys.shape[3], slots * (keys.shape[3] + values.shape[3])
         if self.codec is None:
             buffer = memory[: end * keys.itemsize].view(keys.dtype)
-            return _from_pages(keys, group, buffer[:middle]), _from_pages(values, group, buffer[middle:])
-        return self._decode(group, memory, middle, end)
+            parts = (buffer[:middle], buffer[middle:])
+            return _from_pages(keys, group, members, parts[0]), _from_pages(values, group, members, parts[1])
+        return self._decode(group, members, memory, middle, end)
 
     def _rows(self) -> tuple[Tensor, Tensor]:
         """The rows of the call, decoded once."""
@@ -64,7 +64,7 @@ class Source:
             self._decoded.append(self.codec.decode(self.key, self.value))
         return self._decoded[0]
 
-    def _decode(self, group: Group, memory: Tensor, middle: int, end: int) -> tuple[Tensor, Tensor]:
+    def _decode(self, group: Group, members: slice, memory: Tensor, middle: int, end: int) -> tuple[Tensor, Tensor]:
         """Gather bytes behind the place where they are decoded: not every device gathers 8-bit floats."""
         codec = cast("Codec", self.codec)
         size = codec.dtype.itemsize
@@ -73,9 +73,10 @@ class Source:
         for pages, part in zip(
             key_and_value_pages(cast("Cache", self.cache)), (slice(middle), slice(middle, end)), strict=True
         ):
-            rows = _from_pages(pages.view(torch.uint8), group, narrow[part])
+            rows = _from_pages(pages.view(torch.uint8), group, members, narrow[part])
             dequantize(narrow[part].view(codec.narrow), wide[part])
-            parts.append(wide[part].as_strided(rows.shape, rows.stride()))
+            offset = rows.storage_offset() - narrow[part].storage_offset()
+            parts.append(wide[part][offset:].as_strided(rows.shape, rows.stride()))
         if codec.of_keys is not None:
             parts[0].mul_(codec.of_keys.unsqueeze(-1))
         return parts[0], parts[1]
@@ -88,18 +89,45 @@ def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
     return cache[0], cache[1]
 
 
-def _from_rows(rows: Tensor, given: Given, group: Group) -> Tensor:
+def _width(group: Group, pages: Tensor) -> int:
+    """Return how many slots are gathered per member."""
+    return group.source.blocks.shape[1] * pages.shape[1] if isinstance(group.source, Blocks) else group.keys
+
+
+def _from_rows(rows: Tensor, given: Given, group: Group, members: slice) -> Tensor:
     """Rows of the call itself: a view where those of the group lie together."""
-    chosen = rows[given.rows] if isinstance(given.rows, slice) else rows.index_select(0, given.rows)
-    return chosen.view(group.members, group.keys, *rows.shape[1:]).transpose(1, 2)
+    where = given.rows
+    first, last = members.start * group.keys, members.stop * group.keys
+    if isinstance(where, slice):
+        chosen = rows[where.start + first : where.start + last]
+    else:
+        chosen = rows.index_select(0, where[first:last])
+    return chosen.view(-1, group.keys, *rows.shape[1:]).transpose(1, 2)
 
 
-def _from_pages(pages: Tensor, group: Group, out: Tensor) -> Tensor:
+def _from_pages(pages: Tensor, group: Group, members: slice, out: Tensor) -> Tensor:
     """Rows of the cache, gathered into memory that is used again: fresh memory would cost more than the copy."""
+    if isinstance(group.source, Blocks):
+        return _from_blocks(pages, group.source, group.keys, members, out)
     stored, (heads, size) = cast("Stored", group.source), pages.shape[2:]
     if stored.rows is not None and pages.stride() == (*(step * size for step in stored.steps), 1):
         flat = pages.as_strided((pages.numel() // size, size), (size, 1))
-        torch.index_select(flat, 0, stored.rows, out=out.view(-1, size))
-        return out.view(group.members, heads, group.keys, size)
-    gathered = pages_as_tokens(pages, stored.slots, out=out.view(-1, heads, size))
-    return gathered.view(group.members, group.keys, heads, size).transpose(1, 2)
+        first, last = (end * group.keys * heads for end in (members.start, members.stop))
+        torch.index_select(flat, 0, stored.rows[first:last], out=out.view(-1, size))
+        return out.view(-1, heads, group.keys, size)
+    slots = stored.slots[members.start * group.keys : members.stop * group.keys]
+    gathered = pages_as_tokens(pages, slots, out=out.view(-1, heads, size))
+    return gathered.view(-1, group.keys, heads, size).transpose(1, 2)
+
+
+def _from_blocks(pages: Tensor, source: Blocks, keys: int, members: slice, out: Tensor) -> Tensor:
+    """Whole blocks. Behind a request's last key they hold what is not its own: cut off, or set to 0 where it is not."""
+    gathered = gather_blocks(pages, source.blocks[members], out)
+    torn = source.torn
+    if torn is not None:
+        where = (torn.members, torn.columns)
+        gathered[where] = gathered[where].masked_fill(torn.beyond, 0)
+    tokens = gathered.permute(0, 3, 1, 2, 4)
+    heads = tokens.shape[1]
+    # A view: slots of a head follow each other, whichever of the two orders they were gathered in.
+    return tokens.reshape(tokens.shape[0], heads, -1, pages.shape[3])[:, :, source.offset : source.offset + keys]

@@ -45,7 +45,7 @@ class Tiler:
         self._custom = custom
         self._index = index
         self._device = device
-        even = [] if shape.kernel.make_mask or custom else [group for group in groups if _is_even(group)]
+        even = [] if shape.kernel.make_mask or custom else [group for group in groups if is_even(group)]
         self._template = self._make_template(even)
         self._distances = self._make_distances(even) if shape.alibi and even else None
 
@@ -57,8 +57,8 @@ class Tiler:
             return [Tile((0, rows), (0, keys), mask)]
         if self._custom is not None:
             return self._custom_tiles(self._custom, group, rows, keys)
-        if _is_even(group):
-            return self._even_tiles(len(group), rows, keys)
+        if is_even(group):
+            return self._even_tiles(self._shape.members_at_once(len(group), keys), rows, keys)
         return self._ragged_tiles(group, rows, keys)
 
     def _lens(self, group: list[Span]) -> Tensor:
@@ -145,12 +145,13 @@ class Tiler:
         low, high, most_rows = 0, 0, 1
         for group in groups:
             rows, keys = group[0].rows, group[0].keys
-            for cut in self._cuts(len(group), rows, keys):
+            for cut in self._cuts(self._shape.members_at_once(len(group), keys), rows, keys):
                 first, reach = cut[0] + keys - rows, self._reach(cut, rows, keys)
                 low, high = min(low, reach[0] - first), max(high, reach[1] - first)
                 most_rows = max(most_rows, cut[1] - cut[0])
         return most_rows, (low, high)
 
 
-def _is_even(group: list[Span]) -> bool:
+def is_even(group: list[Span]) -> bool:
+    """Whether all members are equally long."""
     return all(span.rows == group[0].rows and span.keys == group[0].keys for span in group)
