@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from itertools import count, takewhile
+from typing import TYPE_CHECKING, Final
 
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.errors import BatchError
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from attnplug.torch_backend.plan import Plan
 
 
+_SHORTEST: Final = 256
+_CAPTURED_KEYS: Final = 2**22  # the slot numbers of so many keys take 32 MiB, in each captured shape
+
+
 class TorchBuilder(MetadataBuilder):
     """Makes one `Plan` per plan key: the kernel calls of a step, with every index and mask that they need."""
 
@@ -34,6 +39,13 @@ class TorchBuilder(MetadataBuilder):
             key: shape_of(self.agreement, group[0].window, backend.device.type, keys)
             for key, group in self.plan_groups.items()
         }
+
+    @property
+    def graph_lengths(self) -> tuple[int, ...]:
+        """A captured forward gathers and masks as many keys as its longest sequence may have: lengths double."""
+        most = min(self.limits.max_seq_len, max(_SHORTEST, _CAPTURED_KEYS // self.limits.max_num_reqs))
+        lengths = takewhile(lambda length: length < most, (_SHORTEST << power for power in count()))
+        return (*lengths, most)
 
     def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
         del fast

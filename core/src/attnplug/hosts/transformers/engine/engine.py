@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from attnplug.selection.selection import Selection
 
 _GREEDY = Sampling()
+_log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -56,6 +58,9 @@ class Engine:
         backend: As for `attnplug.plan`.
         options: As for `attnplug.plan`.
         reuse_prefixes: Whether full blocks of equal prefixes are computed once.
+        graphs: Whether decode steps are recorded once and replayed, from CUDA graphs on CUDA: a step then costs the
+            host next to nothing. True asks it of the backends; None takes it on CUDA where backends and model allow
+            it, and `why_eager` says why not.
         memory_fraction: The share of a CUDA device's memory that may be in use with the caches.
         assume: Read a model type that attnplug does not know as this one.
 
@@ -79,6 +84,7 @@ class Engine:
         backend: BackendNames | None = None,
         options: Options | None = None,
         reuse_prefixes: bool = True,
+        graphs: bool | None = None,
         memory_fraction: float = 0.9,
         assume: str | None = None,
     ) -> None:
@@ -91,7 +97,13 @@ class Engine:
         )
         dtype = str(model.dtype).removeprefix("torch.")
         layers = model_layers(
-            model.config, dtype=dtype, paged=True, assume=assume, block_size=block_size, kv_cache_dtype=kv_cache_dtype
+            model.config,
+            dtype=dtype,
+            paged=True,
+            assume=assume,
+            block_size=block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            cudagraph="single_token_decode" if graphs else "never",
         )
         check_model(model, layers, limits.max_seq_len, max_num_tokens)
         lend(model)
@@ -101,6 +113,7 @@ class Engine:
                 self._groups = Groups.of(learn(model, layers, kv_cache_dtype), model.device, backend, options)
                 self._runner = Runner(model, self._groups)
                 self.limits = self._equip(limits, memory_fraction)
+                self.why_eager = self._record(graphs)
             self._scheduler = Scheduler(
                 BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=reuse_prefixes),
                 max_num_reqs=max_num_reqs,
@@ -117,6 +130,11 @@ class Engine:
     def selections(self) -> dict[str, Selection]:
         """The decision for each attention layer, by name."""
         return {layer.learned.name: self._groups.plan[layer.learned.name] for layer in self._groups.layers}
+
+    @property
+    def num_graphs(self) -> int:
+        """Decode steps that were recorded."""
+        return self._runner.num_graphs
 
     @property
     def block_size(self) -> int:
@@ -246,6 +264,24 @@ class Engine:
             for backend in groups.backends:
                 backend.warmup(shapes)
         return limits
+
+    def _record(self, graphs: bool | None) -> str | None:  # noqa: FBT001 - the choice of whoever makes the engine
+        """Record decode steps where they are wanted; return why all steps run eagerly, or None."""
+        if graphs is False or (graphs is None and self._runner.device.type != "cuda"):
+            return "graphs=False was asked for" if graphs is False else f"{self._runner.device} has no graphs"
+        weakest = self._groups.plan.weakest.selection
+        if weakest.agreement.cudagraph == "never":
+            return f"{weakest.id} runs without graphs here"
+        try:
+            self._runner.record()
+        except Exception as error:
+            if graphs:
+                raise
+            # A model may look at values on the host, which a graph cannot; its steps are as right without.
+            reason = f"{type(self.model).__name__} cannot be recorded: {error}"
+            _log.warning("%s; its steps run eagerly", reason)
+            return reason
+        return None
 
     def _end_of_text(self) -> tuple[int, ...]:
         found = self.model.generation_config.eos_token_id

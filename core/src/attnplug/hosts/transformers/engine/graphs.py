@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
+from torch import Tensor
 
-from attnplug.contract import GraphKey, capture
+from attnplug.contract import GraphKey, GraphSlot, capture
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from torch import Tensor
+    from collections.abc import Sequence
 
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.metadata import Metadata
-    from attnplug.contract.slot import GraphSlot
     from attnplug.hosts.transformers.engine.inputs import Inputs
 
 _DENSE: Final = (1, 2, 4, 8)

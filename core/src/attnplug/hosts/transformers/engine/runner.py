@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from attnplug.hosts.transformers.engine.graphs import DecodeGraphs
 from attnplug.hosts.transformers.engine.inputs import InputMaker, Inputs
 from attnplug.hosts.transformers.engine.paged import PagedStep
 from attnplug.hosts.transformers.engine.trial import no_mask
@@ -44,17 +45,32 @@ class Runner:
         self._mask = no_mask(self.device)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._builders: Sequence[MetadataBuilder] = ()
+        self._graphs: DecodeGraphs | None = None
         self._caches: Mapping[str, Cache] = {}
 
     def equip(self, builders: Sequence[MetadataBuilder], caches: Mapping[str, Cache]) -> None:
         """Take the builder of each group and the cache of each layer; only `measure` runs without."""
-        self._builders, self._caches = builders, caches
+        self._builders, self._caches, self._graphs = builders, caches, None
+
+    @property
+    def num_graphs(self) -> int:
+        """Decode steps that were recorded."""
+        return 0 if self._graphs is None else len(self._graphs)
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record decode steps, which `run` then replays where one fits."""
+        with current(self.device):
+            self._graphs = DecodeGraphs(self._builders, self._decode, self.device)
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """Return ``(requests that sample, vocabulary)`` logits, in the order of ``step.sampling``."""
         with current(self.device):
             inputs = self.prepare(step)
+            recorded = None if self._graphs is None else self._graphs.find(inputs)
+            if self._graphs is not None and recorded is not None:
+                return self._graphs.run(recorded, inputs)
             return self.forward(inputs, self.build(inputs))
 
     @torch.inference_mode()
@@ -77,6 +93,9 @@ class Runner:
         """Call the model, and return the logits of the rows that sample."""
         step = PagedStep(self._layers, self._caches, metadata, self._mask)
         return self._call(inputs.input_ids, inputs.positions, inputs.rows, step)
+
+    def _decode(self, ids: Tensor, positions: Tensor, metadata: Sequence[Metadata]) -> Tensor:
+        return self._call(ids, positions, None, PagedStep(self._layers, self._caches, metadata, self._mask))
 
     def _call(self, ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep) -> Tensor:
         keep = {"logits_to_keep": 0 if rows is None else rows} if self._keeps else {}
