@@ -69,3 +69,15 @@ def test_the_way_out_of_a_wrong_vendor_is_another_device():
 
     assert remedy.device == AMD
     assert not negotiate(for_amd, Question(*remedy.apply(ASKED, Device.cuda("9.0")))).objections
+
+
+@pytest.mark.parametrize(
+    ("range_", "way_out"), [('max = "9.0"', "run on cuda:8.9"), ('min = "9.0"', "run on cuda:12.0")]
+)
+def test_a_rule_against_the_end_of_an_open_range_leaves_the_devices_inside(range_, way_out):
+    supports = f'device_type = "cuda"\ncompute_capability = {{ {range_} }}\n'
+    rule = '[[rules]]\nwhen = { compute_capability = "9.0" }\nbecause = "it hangs"\n'
+
+    remedy = find_remedy(candidate(supports + rule), Question(ASKED, Device.cpu()), lambda stands: stands)
+
+    assert str(remedy).endswith(way_out)

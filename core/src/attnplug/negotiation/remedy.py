@@ -18,6 +18,7 @@ from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
 from attnplug.negotiation.negotiate import Question, negotiate
+from attnplug.request.capability import HARDWARE
 from attnplug.request.device import Device
 from attnplug.request.domain import Flag, Integer, Level, Name, Names
 from attnplug.request.fields import FIELDS, fields_of
@@ -278,7 +279,9 @@ def _capabilities(candidate: Candidate, question: Question) -> tuple[Any, ...]:
         if declared.allows(capability)
     ]
     ends = [a.max for a in declared.alternatives if isinstance(a, Range) and a.max is not None]
-    return tuple(dict.fromkeys(c for c in (*near, *declared.choices(), *drawn, *ends) if c is not None and c != here))
+    built = (capability for capability in reversed(HARDWARE) if declared.allows(capability))
+    found = (*near, *declared.choices(), *drawn, *ends, *built)
+    return tuple(dict.fromkeys(c for c in found if c is not None and c != here))
 
 
 def _other_version(objections: tuple[Reason, ...]) -> str:

@@ -9,6 +9,7 @@ minor number). Source: the CUDA C++ Programming Guide, "Feature Set Compiler Tar
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from attrs import frozen
 
@@ -60,3 +61,10 @@ def parse_capability(value: object) -> ComputeCapability:
         msg = 'a compute capability such as "9.0", "9.0a" or "10.0f"'
         raise ValueError(msg)
     return ComputeCapability(int(match[1]), int(match[2]), match[3])
+
+
+HARDWARE: Final = tuple(
+    ComputeCapability(*number)
+    for number in ((7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0))
+)
+"""What there is to run on, oldest first. Source: NVIDIA, "CUDA GPU Compute Capability"."""
