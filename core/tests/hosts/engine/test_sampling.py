@@ -148,8 +148,14 @@ def test_almost_no_temperature_is_greedy(temperature: float) -> None:
     assert sample(logits, [request(Sampling(temperature=temperature))]).tolist() == [1]
 
 
+def test_the_two_zeros_are_equally_likely() -> None:
+    found = filtered_probabilities(torch.tensor([[-1.0, -0.0, 0.0]]), [Sampling(temperature=1.0, top_k=1)])
+
+    assert (found > 0).tolist() == [[False, True, False]]
+
+
 def test_top_k_alone_keeps_the_unlikeliest_of_its_tokens() -> None:
-    logits = torch.tensor([[0.0, -60.0, -70.0]], dtype=torch.float64)
+    logits = torch.tensor([[1.0, -60.0, -70.0]], dtype=torch.float64)
     before = logits.clone()
 
     found = filtered_probabilities(logits, [Sampling(temperature=1.0, top_k=2)])

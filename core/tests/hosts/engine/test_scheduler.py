@@ -119,7 +119,7 @@ def test_who_finds_no_room_waits_and_is_not_overtaken() -> None:
 def test_who_comes_in_leaves_room_for_those_that_grow() -> None:
     host = fake.Host(10, 2, max_num_tokens=20)
     first, second = (add(host, 4, max_new_tokens=4, first=first) for first in (0, 50))
-    third = add(host, 8, max_new_tokens=1, first=80)
+    third = add(host, 7, max_new_tokens=2, first=80)
     host.step()
 
     assert host.scheduler.running == (first, second)
