@@ -86,7 +86,7 @@ class Scheduler:
         """
         Return the next step, or None when nobody waits or runs.
 
-        The step changes nothing until `finish_step`: one that was not finished is simply scheduled again.
+        No request moves on before `finish_step`: a step that was not finished is simply scheduled again.
         """
         chosen = self._schedule_decodes()
         budget = self.max_num_tokens - len(chosen)
