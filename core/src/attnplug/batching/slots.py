@@ -44,14 +44,15 @@ def slots_of_new_tokens(
             padded tokens than tokens.
     """
     total = padded_rows(num_tokens, num_padded_tokens)
-    slots = torch.full((total,), PAD_SLOT_ID, dtype=torch.int64, device=block_table.device)
+    padding = block_table.new_full((total - num_tokens,), PAD_SLOT_ID, dtype=torch.int64)
     if not num_tokens:
-        return slots
+        return padding
     requests, positions = requests_and_positions(query_start_loc, num_computed_tokens, num_tokens)
     columns = positions // block_size
     _check_columns(block_table, columns, block_size)
-    slots[:num_tokens] = block_table[requests, columns].long() * block_size + positions % block_size
-    return slots
+    blocks = block_table.reshape(-1).index_select(0, requests.mul_(block_table.shape[1]).add_(columns))
+    slots = positions.add_(blocks - columns, alpha=block_size)  # block * size + position - column * size
+    return slots if total == num_tokens else torch.cat([slots, padding])
 
 
 def _check_columns(block_table: Tensor, columns: Tensor, block_size: int) -> None:
