@@ -245,3 +245,27 @@ def test_requests_that_are_padding_compute_nothing() -> None:
     case = Case(query_lens=(1, 4, 0, 0), context_lens=(5, 3, 0, 0))
 
     check(load(case, return_lse=True), realise(case))
+
+
+@pytest.mark.parametrize("asked", [{"sliding_window": 8}, {"attention_chunk": 16}], ids=str)
+def test_blocks_before_what_is_seen_may_be_gone(asked: dict[str, object]) -> None:
+    case = Case(query_lens=(1, 1, 5), context_lens=(60, 40, 50), block_size=4, **asked)
+    scene, backend = realise(case), load(case)
+    impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
+    table = scene.block_table.clone()
+    for pages in key_and_value_pages(call.cache):
+        pages[table[:, :8].flatten().long()] = torch.nan
+    table[:, :8] = 10**6
+    batch = evolve(call.batch, block_table=table, block_table_cpu=table)
+
+    impl.forward(
+        call.query,
+        call.key,
+        call.value,
+        call.cache,
+        backend.make_builder([impl], backend.make_state(limits_of(scene))).build(batch),
+        call.output,
+    )
+
+    got = call.output.view(case.num_tokens, case.num_q_heads, -1)
+    assert_close(got, scene.expected().output, dtype=got.dtype, scale=scene.largest_value)
