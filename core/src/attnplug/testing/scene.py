@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attnplug.contract.batch import PAD_SLOT_ID, Batch
 from attnplug.contract.dtypes import torch_dtype
-from attnplug.contract.kv_cache import Cache
+from attnplug.contract.kv_cache import Cache, is_narrow_float
 from attnplug.contract.layer import Layer
 from attnplug.testing.cases import Case
 from attnplug.testing.oracle import Attended, attend
@@ -306,11 +306,12 @@ def realise(case: Case) -> Scene:
 
 
 def _rounding(case: Case) -> Rounding | None:
-    if case.kv_cache_dtype in ("auto", case.dtype):
+    dtype = torch_dtype(case.requirements().kv_cache_dtype)  # the canonical name
+    if not is_narrow_float(dtype):
         return None
     heads = case.num_kv_heads if case.per_head_scales else 1
     spread = torch.linspace(0.5, 1.5, heads) if heads > 1 else torch.ones(1)
-    return Rounding(torch_dtype(case.kv_cache_dtype), case.k_scale * spread, case.v_scale * spread.flip(0))
+    return Rounding(dtype, case.k_scale * spread, case.v_scale * spread.flip(0))
 
 
 def _masks(case: Case) -> tuple[Tensor, ...]:

@@ -40,8 +40,11 @@ def blocks_of(
         shape.kernel.make_mask is not None
         or columns * size > keys + keys // 4 + 16
         or at_once * columns * size > shape.budget.keys
-        or any(span.first_key % size != offset for span in group)
     ):
+        return None
+    if len(group) == 1:
+        return Blocks(table[:, first : first + columns], offset, None)
+    if any(span.first_key % size != offset for span in group):
         return None
     even = all(span.keys == keys for span in group)
     if even and all(span.first_key == group[0].first_key for span in group):

@@ -33,10 +33,26 @@ def make_plan(shape: Shape, batch: Batch, device: torch.device) -> Plan:
     seq_lens = cast("Tensor", key_lens).tolist()
     if batch.common_prefix_len:
         return _make_cascade(shape.cascade or shape, batch, device, (query_lens, seq_lens))
+    alike = _make_uniform(shape, batch, device, (query_lens, seq_lens))
+    if alike is not None:
+        return alike
     spans, empty = spans_of(query_lens, seq_lens, shape.window, causal=shape.causal, chunk=shape.chunk)
     groups = group_spans(spans, shape.budget)
     planner = _Planner(shape, batch, device, groups, (query_lens, seq_lens))
     return Plan(shape.kernel, tuple(planner.group(group) for group in groups), tuple(empty))
+
+
+def _make_uniform(shape: Shape, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan | None:
+    """Plan decodes that are all equally long from the first of them; None for any other batch."""
+    query_lens, seq_lens = lens
+    members = len(query_lens)
+    if query_lens.count(1) < members or seq_lens.count(seq_lens[0]) < members:
+        return None
+    spans, empty = spans_of(query_lens[:1], seq_lens[:1], shape.window, causal=shape.causal, chunk=shape.chunk)
+    if empty:
+        return None
+    group = _Planner(shape, batch, device, [spans], lens).alike(spans[0], members)
+    return None if group is None else Plan(shape.kernel, (group,), ())
 
 
 def _make_cascade(shape: Shape, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan:
@@ -70,6 +86,9 @@ class _Planner:
 
     def group(self, group: list[Span]) -> Group:
         """Return the plan of one group."""
+        alone = self.alike(group[0], 1) if len(group) == 1 and group[0].rows == 1 else None
+        if alone is not None:
+            return alone
         rows, keys = max(span.rows for span in group), max(span.keys for span in group)
         keys, even = max(keys, self._shape.kernel.least_keys), is_even(group)
         at_once = self._shape.members_at_once(len(group), keys) if even else len(group)
@@ -82,6 +101,18 @@ class _Planner:
             tiles=tuple(self._tiler.tiles(group, rows, keys)),
             at_once=at_once,
         )
+
+    def alike(self, span: Span, members: int) -> Group | None:
+        """Return the plan of requests of one row that are like this first one, if they are gathered in whole blocks."""
+        if self._block_table is None or not self._shape.budget.divisible:
+            return None
+        at_once = self._shape.members_at_once(members, span.keys)
+        table = self._block_table[span.request : span.request + members]
+        source = blocks_of(self._shape, table, [span], (span.keys, at_once), self._index)
+        if source is None:
+            return None
+        rows, tiles = slice(span.first_row, span.first_row + members), self._tiler.tiles([span], 1, span.keys)
+        return Group(members, 1, span.keys, Rows(rows, None, rows), source, tuple(tiles), at_once)
 
     # -- query rows --------------------------------------------------------------------------------------------------
 

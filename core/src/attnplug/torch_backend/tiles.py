@@ -154,4 +154,4 @@ class Tiler:
 
 def is_even(group: list[Span]) -> bool:
     """Whether all members are equally long."""
-    return all(span.rows == group[0].rows and span.keys == group[0].keys for span in group)
+    return len(group) == 1 or all(span.rows == group[0].rows and span.keys == group[0].keys for span in group)

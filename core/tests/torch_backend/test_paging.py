@@ -1,0 +1,119 @@
+"""Which groups are gathered in whole blocks, and in parts, and that nothing behind a request's last key gets in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.request.device import Device
+from attnplug.testing import Case, check, limits_of, realise
+from attnplug.torch_backend import kernels, shape
+from attnplug.torch_backend.plan import Blocks, Stored
+from attnplug.torch_backend.shape import Sizes
+
+if TYPE_CHECKING:
+    from attnplug.contract import Backend
+    from attnplug.torch_backend.plan import Plan
+
+WIDE = Sizes(gathered=2**23, mask=2**22, scores=2**21, rows=256, call=1e12)
+"""Calls so dear that requests of any lengths share one."""
+
+
+def load(case: Case, layout: str = "NHD") -> Backend:
+    asked = case.requirements(block_size=case.block_size, kv_layout=layout, return_lse=True)
+    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+
+
+def plan_of(case: Case) -> Plan:
+    backend, scene = load(case), realise(case)
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+    return impl.plan(builder.build(scene.paged(backend).batch))  # type: ignore[no-any-return]
+
+
+@given(
+    contexts=st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    rows=st.sampled_from([1, 2, 7]),
+    block_size=st.sampled_from([1, 4, 5, 16, 24]),
+    layout=st.sampled_from(["NHD", "HND"]),
+    written_out=st.booleans(),
+    asked=st.sampled_from(
+        [{}, {"sliding_window": 3}, {"sliding_window": 40}, {"head_size_v": 8}, {"kv_cache_dtype": "fp8"}]
+    ),
+)
+@settings(max_examples=150)
+def test_requests_of_any_lengths_share_a_call(
+    contexts: list[int], rows: int, block_size: int, layout: str, written_out: bool, asked: dict[str, object]
+) -> None:
+    case = Case(
+        query_lens=(rows,) * len(contexts), context_lens=tuple(contexts), block_size=block_size, sinks=True, **asked
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shape, "sizes_on", lambda _: WIDE)
+        if written_out:
+            patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+        check(load(case, layout), realise(case))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("keys", [31, 32, 33])
+@pytest.mark.parametrize("asked", [{}, {"sliding_window": 20}, {"alibi": "linear"}, {"sinks": True}], ids=str)
+def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dict[str, object]) -> None:
+    case = Case(query_lens=(1,) * 7, context_lens=(keys - 1,) * 7, **asked)
+    backend, scene = load(case, layout), realise(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "workspace_bytes", lambda _: 3 * 48 * 2 * 2 * 16 * 4, raising=True)
+        impl = backend.make_impl(scene.layer())
+        builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+        plan: Plan = impl.plan(builder.build(scene.paged(backend).batch))
+        (group,) = plan.groups
+        check(backend, scene)
+
+    assert isinstance(group.source, Blocks) or keys == 33, "20 keys out of 3 blocks are few"
+    assert group.members == 7
+    assert group.at_once is not None
+    assert 1 < group.at_once < 7
+
+
+def test_a_build_writes_no_number_per_key() -> None:
+    plan = plan_of(Case(query_lens=(1,) * 9, context_lens=(199,) * 9))
+
+    (group,) = plan.groups
+    assert isinstance(group.source, Blocks)
+    assert group.source.blocks.shape == (9, 13)
+    assert group.source.torn is None, "what is behind the last key is cut off"
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (Case(query_lens=(1, 1), context_lens=(40, 43), sliding_window=20), "first keys at different places"),
+        (Case(query_lens=(1,), context_lens=(4,), block_size=64), "a block of which little is used"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_slots_are_numbered_where_blocks_do_not_suit(case: Case, why: str) -> None:
+    assert all(isinstance(group.source, Stored) for group in plan_of(case).groups), why
+    check(load(case), realise(case))
+
+
+def test_nan_behind_a_last_key_stays_there() -> None:
+    case = Case(query_lens=(1, 1, 1), context_lens=(2, 20, 30), num_spare_blocks=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shape, "sizes_on", lambda _: WIDE)
+        plan = plan_of(case)
+        output = check(load(case), realise(case)).output
+
+    (group,) = plan.groups
+    assert isinstance(group.source, Blocks)
+    assert group.source.torn is not None
+    # The request of one block brings it twice; its rest is cleared each time.
+    assert group.source.torn.members.tolist() == [0, 0, 1, 2]
+    assert group.source.torn.columns.tolist() == [0, 1, 1, 1]
+    assert torch.equal(group.source.torn.beyond.sum((1, 2, 3)), torch.tensor([13, 13, 11, 1]))
+    assert not output.isnan().any()
