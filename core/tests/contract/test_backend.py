@@ -43,10 +43,10 @@ def test_who_serves_sinks_and_lse_says_whether_they_meet(served):
 
 
 def test_an_implementation_keeps_its_layer():
-    def forget(self, layer, agreement):
+    def forget(self, layer, backend):
         pass
 
-    with pytest.raises(PluginContractError, match=r"super\(\).__init__\(layer, agreement\)"):
+    with pytest.raises(PluginContractError, match=r"super\(\).__init__\(layer, backend\)"):
         make_layer(make_backend(with_impl(__init__=forget)))
 
 
@@ -157,3 +157,29 @@ def test_the_plan_key_holds_what_libraries_plan_for(fields, asked, differs):
 
     assert (key != plain) is differs
     assert hash(key) == hash(make_layer(make_backend(**asked), **fields).plan_key)
+
+
+def test_a_layer_fills_its_own_part_of_the_cache():
+    class Own(ToyImpl):
+        def init_cache(self, kv_cache):
+            kv_cache.fill_(self.scale)
+
+    backend = make_backend(with_impl(init_cache=Own.init_cache))
+    impl = make_layer(backend, scale=3.0)
+    assert (backend.make_cache(4, impl=impl) == 3).all()
+    assert not backend.make_cache(4).any()
+    assert (impl.backend, impl.device) == (backend, torch.device("cpu"))
+
+
+def test_metadata_leads_to_its_state():
+    backend = make_backend()
+    builder = make_builder(backend)
+    assert builder.build(make_batch([1], [3])).state is builder.state
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit", "is_invariant"), [(False, None, False), (True, None, True), (True, False, False)]
+)
+def test_batch_invariance_is_as_agreed_or_less(asked, limit, is_invariant):
+    backend = make_backend(batch_invariant=asked)
+    assert make_builder(backend, batch_invariant=limit).batch_invariant is is_invariant

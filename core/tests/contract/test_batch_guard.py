@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.batching import pad_batch
-from attnplug.contract import Batch, Parallel
+from attnplug.contract import Batch, GraphKey, MetadataBuilder, Parallel
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
@@ -48,6 +48,8 @@ def other(batch, name, index, value):
 def changed(batch, **fields):
     """Return the batch with other fields; host copies follow their tensors."""
     copies = {f"{name}_cpu": value for name, value in fields.items() if hasattr(batch, f"{name}_cpu")}
+    if fields.get("encoder_seq_lens") is not None:
+        fields["max_encoder_seq_len"] = int(fields["encoder_seq_lens"].max())
     return evolve(batch, **{**copies, **fields})
 
 
@@ -589,3 +591,58 @@ def test_a_batch_that_changed_is_checked_again(batch, builder):
 
 def test_the_toy_builds_with_the_default_builder():
     assert ToyBackend.builder_class is make_builder(make_backend()).__class__
+
+
+def test_the_longest_encoder_is_known_and_within_the_limits():
+    good, builder = cross_batch([6, 5], []), cross_builder()
+    assert good.max_encoder_seq_len == 6
+    for wrong in (5, 7, None):
+        with refused(BatchError, given=f"max_encoder_seq_len={wrong}", allowed="has 6 tokens"):
+            builder.build(evolve(good, max_encoder_seq_len=wrong))
+    with refused(BatchError, given="max_encoder_seq_len=6.0", allowed="max_seq_len=64"):
+        builder.build(evolve(good, max_encoder_seq_len=6.0))
+    with refused(BatchError, given="max_encoder_seq_len=65", remedy="max_seq_len=65"):
+        builder.build(evolve(good, max_encoder_seq_len=65))
+    absent = cross_builder(host_lengths="absent", device="meta")
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens")
+    moved = {name: getattr(good, name).to("meta") for name in names}
+    unknown = {"seq_lens_cpu": None, "encoder_seq_lens_cpu": None, "max_encoder_seq_len": None}
+    with refused(BatchError, given="no max_encoder_seq_len"):
+        absent.build(evolve(good, **moved, **unknown))
+
+
+def test_what_open_features_bring_is_asked_for():
+    table = torch.zeros(3)
+    with refused(NotNegotiatedError, given="a batch with extra 'acme.rope'", remedy="features=('acme.rope',)"):
+        make_builder(make_backend()).build(make_batch([1], [3], extra={"acme.rope": table}))
+    backend = make_backend(features=("acme.rope",))
+    assert (
+        make_builder(backend).build(make_batch([1], [3], extra={"acme.rope": table})).batch.extra["acme.rope"] is table
+    )
+    assert make_layer(backend, extra={"acme.rope": table}).layer.extra["acme.rope"] is table
+    with refused(NotNegotiatedError, given="layer 'layers.0' with extra 'acme.nope'", allowed="acme.rope"):
+        make_layer(backend, extra={"acme.nope": table})
+
+
+def test_a_dummy_names_the_null_block_alone():
+    backend = make_backend()
+    builder, dummy = make_builder(backend), backend.dummy_batch(GraphKey(2, 5))
+    assert builder.build(dummy).highest_block == 0
+    assert dummy.query_start_loc.tolist() == [0, 2, 5]
+    for wrong in ({"block_table": torch.ones_like(dummy.block_table)}, {"slot_mapping": torch.arange(5)}):
+        with refused(BatchError, given="dummy=True", remedy="Backend.dummy_batch"):
+            builder.build(changed(dummy, **wrong))
+    with refused(CacheError, given="block 0"):
+        builder.build(evolve(dummy, dummy=False))
+
+
+@pytest.mark.parametrize(
+    ("lens", "num_decodes"), [([2, 2, 1], 2), ([1, 2, 2], 1), ([2, 0, 2, 5], 3), ([0, 2, 1], 2), ([3, 3], 2), ([5], 0)]
+)
+def test_decodes_of_one_length(lens, num_decodes):
+    """Kernels that take one query length have the others among the prefills."""
+    uniform = type("Uniform", (MetadataBuilder,), {"uniform_decodes": True})
+    backend = make_backend(type("B", (ToyBackend,), {"builder_class": uniform}), decode_query_len=3)
+    metadata = make_builder(backend).build(make_batch(lens, [9 if length else 0 for length in lens]))
+    assert (metadata.num_decodes, metadata.num_prefills) == (num_decodes, len(lens) - num_decodes)
+    assert metadata.num_decode_tokens == sum(lens[:num_decodes])

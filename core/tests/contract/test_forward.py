@@ -136,6 +136,7 @@ def test_keys_of_cross_attention_may_be_absent_after_its_first_step():
         causal=False,
         encoder_seq_lens=torch.tensor([3], dtype=torch.int32),
         encoder_seq_lens_cpu=torch.tensor([3], dtype=torch.int32),
+        max_encoder_seq_len=3,
     )
     metadata = make_builder(call.backend, call.impl).build(batch)
 
@@ -382,7 +383,7 @@ def test_an_implementation_is_made_by_its_backend():
     backend = make_backend()
     query, key, value, output = make_qkv(backend, 1)
 
-    alone = ToyImpl(Layer(name="layers.0"), backend.agreement)
+    alone = ToyImpl(Layer(name="layers.0"), backend)
 
     for call in (
         lambda: alone.forward(query, key, value, None, None, output),

@@ -141,7 +141,7 @@ def test_a_layer_that_is_gone_is_named():
     impl = make_layer(backend)
     handle = impl._handle
     query, key, value, output = make_qkv(backend, 1)
-    unbound = ToyImpl(impl.layer, backend.agreement)
+    unbound = ToyImpl(impl.layer, backend)
     with refused(LayerError, given="constructed by itself"):
         unbound.attend(query, key, value, None, output)
     del impl
@@ -149,3 +149,47 @@ def test_a_layer_that_is_gone_is_named():
     with refused(LayerError, given=f"layer number {handle}", allowed="gone"):
         torch.ops.attnplug.attend(query, key, value, [], output, None, handle)
     assert isinstance(backend.make_impl(Layer(name="new")), ToyImpl)
+
+
+@pytest.mark.parametrize(
+    "phases", ["host", {"prefill": "host", "decode": "forward"}, {"prefill": "forward", "decode": "host"}]
+)
+def test_the_write_is_an_op_too(phases):
+    """Two calls of a compiled model, each row written once."""
+
+    class Split(ToyImpl):
+        cache_write = phases
+
+        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+            for name, phase in (("decode", metadata.decodes), ("prefill", metadata.prefills)):
+                if phase is not None and name in self.forward_writes:
+                    rows = phase.rows
+                    self._write_kv(key[rows], value[rows], kv_cache, metadata.batch.slot_mapping[rows])
+            self.forward_writes, kept = frozenset(), self.forward_writes
+            super()._forward(query, key, value, kv_cache, metadata, output, lse)
+            self.forward_writes = kept
+
+    backend = make_backend(type("B", (ToyBackend,), {"impl_class": Split}))
+    impl = make_layer(backend)
+    plain = make_layer(make_backend())
+    metadata = make_builder(backend, impl).build(make_batch([1, 4], [6, 4]))
+    reference = make_builder(plain.backend, plain).build(make_batch([1, 4], [6, 4]))
+    query, key, value, output = make_qkv(backend, 5)
+    pages = torch.randn(backend.make_cache(8).shape)
+    expected, written = output.clone(), pages.clone()
+    plain.forward(query, key, value, written, reference, expected)
+
+    def call(query, key, value):
+        impl.write(key, value, pages)
+        impl.attend(query, key, value, pages, output)
+        return output + 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with forward_context({"layers.0": metadata}), torch.no_grad():
+        found = compiled(query, key, value)
+    torch.testing.assert_close(found, expected + 1)
+    assert torch.equal(pages, written)
+    with forward_context({"layers.0": None}):
+        impl.write(key, value, pages)  # a profiling run
+    assert torch.equal(pages, written)

@@ -234,6 +234,38 @@ def test_a_plugin_may_exclude_batches():
     assert builder.state.find_slot({builder: make_batch([1], [5])}) is None
 
 
+def test_a_host_may_name_the_slot():
+    _, _, builder = world()
+    keys = [GraphKey(2, 2, 1), GraphKey(8, 8, 1)]
+    capture(builder, *keys)
+    batches = {builder: make_batch([1], [4])}
+    assert builder.state.begin_forward(batches).slot.key == keys[0]
+    assert builder.state.begin_forward(batches, key=keys[1]).slot.key == keys[1]
+    with refused(LimitsError, given="GraphKey"):
+        builder.state.begin_forward(batches, key=GraphKey(3, 3, 1))
+
+
+def test_extras_run_eagerly():
+    backend = make_backend(CapturingBackend, agreed_graphs="always", features=("acme.rope",))
+    builder = make_builder(backend)
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    batch = make_batch([1], [4], extra={"acme.rope": 1})
+    assert builder.state.find_slot({builder: batch}) is None
+    with refused(BatchError, given="extra 'acme.rope'"):
+        builder.build(batch, slot=slot)
+
+
+def test_what_is_kept_for_a_slot_is_the_builders_own():
+    backend, impl, builder = world()
+    other = backend.make_builder([impl], builder.state)
+    with builder.state.graph_capture(2):
+        slot = builder.state.slot(GraphKey(2, 2, 1))
+    mine, theirs = (each.once(slot, "wrapper", object) for each in (builder, other))
+    assert mine is not theirs
+    assert builder.once(slot, "wrapper", object) is mine
+    assert slot.once("shared", object) is slot.once("shared", object)
+
+
 def test_only_what_was_captured_is_found():
     backend, impl, builder = world()
     capture(builder, GraphKey(2, 2, 1))

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from attnplug.contract.op import forward_context
     from attnplug.contract.phase import Phase
     from attnplug.contract.slot import GraphSlot
+    from attnplug.contract.staging import upload
     from attnplug.contract.state import State, Step
 
 _HOMES = {
@@ -52,6 +53,7 @@ _HOMES = {
     "check_backend_class": "check",
     "forward_context": "op",
     "torch_dtype": "dtypes",
+    "upload": "staging",
 }
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "check_backend_class",
     "forward_context",
     "torch_dtype",
+    "upload",
 ]
 
 

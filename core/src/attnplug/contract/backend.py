@@ -10,6 +10,7 @@ import torch
 from attnplug.contract.block_copy import check_blocks, copy_between, to_pairs
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.dtypes import torch_dtype
+from attnplug.contract.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard
 from attnplug.contract.guards.forward import ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug.contract.batch import Batch
     from attnplug.contract.graph_key import GraphKey
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.layer import Layer
@@ -114,13 +116,17 @@ class Backend(ABC):
         return 0
 
     @final
-    def make_cache(self, num_blocks: int, device: torch.device | str | None = None) -> Cache:
+    def make_cache(
+        self, num_blocks: int, device: torch.device | str | None = None, *, impl: AttentionImpl | None = None
+    ) -> Cache:
         """
         Return a fresh cache of one layer: a tensor, or a mapping of roles to tensors where there are several.
 
         Args:
             num_blocks: Blocks, the null block 0 included.
             device: Where it lives; None is the backend's device.
+            impl: The layer whose cache it is, which then writes what is its own into it (`AttentionImpl.init_cache`).
+                None leaves those tensors at their fill: for a cache that only holds swapped blocks.
 
         Raises:
             CacheError: The agreement has no cache, or there are too few blocks.
@@ -138,12 +144,24 @@ class Backend(ABC):
             )
         target = self.device if device is None else torch.device(device)
         tensors = {role: spec.allocate(target) for role, spec in specs.items()}
-        return tensors if len(tensors) > 1 else next(iter(tensors.values()))
+        cache: Cache = tensors if len(tensors) > 1 else next(iter(tensors.values()))
+        if impl is not None:
+            impl.init_cache(cache)
+        return cache
+
+    def dummy_batch(self, key: GraphKey) -> Batch:
+        """
+        Return a valid batch of this shape that touches nothing but the null block: for warm-up, captures, and ranks
+        that have to run the model without having requests.
+        """
+        return dummy_batch(self.agreement, key, self.device)
 
     @final
     def make_impl(self, layer: Layer) -> AttentionImpl:
         """
         Return the implementation of one layer, which is first completed from the agreement.
+
+        Values of its tensors are read and checked: call it after the weights are loaded.
 
         Raises:
             NotNegotiatedError: The layer brings what was not asked for, or lacks what was.
@@ -152,12 +170,12 @@ class Backend(ABC):
         """
         completed = complete_layer(layer, self.agreement, self.device, self.impl_class.static_scales)
         self._check_sink_lse()
-        impl = self.impl_class(completed, self.agreement)
+        impl = self.impl_class(completed, self)
         if getattr(impl, "layer", None) is not completed:
             raise PluginContractError(
                 f"{type(impl).__name__} was constructed, and does not hold the completed layer",
                 "an implementation keeps the layer that it was given",
-                "call super().__init__(layer, agreement) first, and leave self.layer alone",
+                "call super().__init__(layer, backend) first, and leave self.layer alone",
             )
         specs = self.cache_tensors(2)
         impl.bind(ForwardGuard(impl, specs, self.metadata_class, self.device), tuple(specs))

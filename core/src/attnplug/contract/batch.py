@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
@@ -39,6 +39,7 @@ class Batch:
         query_start_loc: ``(num_reqs + 1,)`` exclusive cumulative sum of the query lengths; the last entry is
             `num_actual_tokens`.
         seq_lens: ``(num_reqs,)`` keys per request, this step's included. For dense calls: the lengths of the given K/V.
+            For paged cross attention: the decoder's tokens, and `encoder_seq_lens` counts the keys.
         num_reqs: Requests, padded ones included (a padded request has query length 0 and stands last).
         num_actual_tokens: Query tokens; rows beyond are padding and never touched.
         max_query_len: The longest query.
@@ -47,7 +48,7 @@ class Batch:
             Entries beyond a request's length are not read.
         slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is
             written; None for dense calls.
-        causal: Whether a token attends no later token.
+        causal: Whether a token attends no later token. It is the agreement's: a host that needs both has two.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
         query_start_loc_cpu: Host copy, always needed.
         seq_lens_cpu: Host copy; exact, an upper bound or absent, as the requirements' `host_lengths` says.
@@ -63,6 +64,10 @@ class Batch:
         derived: What `once` has derived from this batch.
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
             another, True attends.
+        max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
+        extra: What open features bring along, by the feature's name. Only features that were asked for. Such a batch
+            runs eagerly.
+        dummy: Whether it stands in for a real batch: its pages are the null block, and it writes nothing.
     """
 
     query_start_loc: Tensor
@@ -87,6 +92,9 @@ class Batch:
     key_start_loc: Tensor | None = None
     key_start_loc_cpu: Tensor | None = field()
     custom_mask: Tensor | None = None
+    max_encoder_seq_len: int | None = field()
+    extra: Mapping[str, Any] = field(factory=dict)
+    dummy: bool = False
     derived: dict[Hashable, Any] = field(init=False, factory=dict, repr=False)
 
     @query_start_loc_cpu.default
@@ -108,6 +116,11 @@ class Batch:
     @encoder_seq_lens_cpu.default
     def _own_encoder_seq_lens(self) -> Tensor | None:
         return _mirror(self.encoder_seq_lens)
+
+    @max_encoder_seq_len.default
+    def _longest_encoder(self) -> int | None:
+        lens = self.encoder_seq_lens_cpu
+        return int(lens.amax()) if lens is not None and lens.numel() else None
 
     @dcp_local_seq_lens_cpu.default
     def _own_dcp_local_seq_lens(self) -> Tensor | None:

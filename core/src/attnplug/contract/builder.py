@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
 from attrs import evolve
 
@@ -15,7 +15,7 @@ from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
 
+_T = TypeVar("_T")
 _NO_PLANS: Mapping[Hashable, Any] = MappingProxyType({})
 
 
@@ -33,12 +34,15 @@ class MetadataBuilder:
     Builds metadata for the layers that share a block table and an agreement. `Backend.make_builder` constructs it.
 
     A plugin overrides `_build` where its kernels plan, and returns ``self.describe(batch, plans=..., more=...)``; the
-    default has no plans. `build` runs while the previous step may still be executing: persistent buffers change in
-    stream order only, and nothing in it waits for the device. One builder serves one thread, and one microbatch.
+    default has no plans. `build` runs while the previous step may still be executing, and no more than that one:
+    persistent buffers change in stream order only, and nothing in it waits for the device. One builder serves one
+    thread, and one microbatch.
 
     Attributes:
         takes_slots: Whether `_build` keeps everything that a replay reads in the slot (`GraphSlot.once`), at one
             address. False refuses slots.
+        uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single one: the
+            requests at the front that are as long as the first one are decodes then, and all others are prefills.
         backend: The backend.
         agreement: What was negotiated.
         impls: The implementations that this builder serves.
@@ -47,6 +51,7 @@ class MetadataBuilder:
     """
 
     takes_slots: ClassVar[bool] = False
+    uniform_decodes: ClassVar[bool] = False
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         self.backend = backend
@@ -59,12 +64,18 @@ class MetadataBuilder:
         for impl in self.impls:
             groups[impl.plan_key] = (*groups.get(impl.plan_key, ()), impl)
         self.plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]] = MappingProxyType(groups)
-        self._guard = BatchGuard(self.agreement, self.limits, backend.device)
+        self._guard = BatchGuard(self.agreement, self.limits, backend.device, uniform_decodes=self.uniform_decodes)
 
     @property
     def graph_level(self) -> str:
         """The highest kind of batch that can be replayed from a graph."""
         return graph_level(self.agreement, self.limits) if self.takes_slots else "never"
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether results may not depend on what else is in the batch: as agreed, or less where the host said so."""
+        given = self.limits.batch_invariant
+        return self.agreement.requirements.batch_invariant if given is None else given
 
     @property
     def graph_lengths(self) -> tuple[int, ...]:
@@ -99,12 +110,12 @@ class MetadataBuilder:
         """
         if slot is None:
             batch.derived[self] = self._guard.check(batch)
-            return self._build(batch, fast=fast, slot=None)
+            return self._complete(self._build(batch, fast=fast, slot=None))
         self._check_slot(slot)
         facts = self._guard.check(batch)
         seen = slot.take(batch, self)
         seen.derived[self] = facts.in_slot(slot, self.agreement.requirements)
-        return slot.seal(self._build(seen, fast=fast, slot=slot), self, batch)
+        return slot.seal(self._complete(self._build(seen, fast=fast, slot=slot)), self, batch)
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
@@ -154,7 +165,7 @@ class MetadataBuilder:
             fields[f"{name}_cpu"] = tensor if host is None and tensor.device.type == "cpu" else host
         batch: Batch = evolve(metadata.batch, **fields)
         batch.derived[self] = self._guard.check(batch)
-        return self._update_block_table(metadata, batch)
+        return self._complete(self._update_block_table(metadata, batch))
 
     @final
     def advance_step(
@@ -193,7 +204,7 @@ class MetadataBuilder:
             advanced = self.build(batch, fast=True, slot=slot)
         else:
             batch.derived[self] = self._guard.check(batch)
-            advanced = self._advance_step(metadata, batch)
+            advanced = self._complete(self._advance_step(metadata, batch))
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced
@@ -226,11 +237,23 @@ class MetadataBuilder:
         """
         Return the metadata of a checked batch. `slot` is None unless `takes_slots`.
 
+        Where plans need the split, ``metadata = self.describe(batch)`` comes first, and
+        ``attrs.evolve(metadata, plans=...)`` is returned.
+
         With a slot, the batch's device tensors are those that a graph reads, its numbers those of the captured shape
         (``max_seq_len`` a bound, ``num_actual_tokens`` padding included), and its host copies those of this step.
         """
         del fast, slot
         return self.describe(batch)
+
+    def once(self, slot: GraphSlot, key: Hashable, make: Callable[[], _T]) -> _T:
+        """
+        Return `make()`, called once in the life of a slot, for this builder alone.
+
+        Buffers and wrappers that graphs read are kept so. What all builders of a state share is kept by
+        `GraphSlot.once`.
+        """
+        return slot.once((self, key), make)
 
     def _can_run_in_cudagraph(self, batch: Batch) -> bool:
         """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
@@ -277,8 +300,20 @@ class MetadataBuilder:
             highest_block=facts.highest_block,
             plans=_NO_PLANS if plans is None else plans,
             slot=facts.slot,
+            state=self.state,
             **more,
         )
+
+    def _complete(self, metadata: Metadata) -> Metadata:
+        """Return metadata, if it has a plan for every plan key, or none at all."""
+        if metadata.plans and not metadata.plans.keys() >= self.plan_groups.keys():
+            lacking = [impls[0].layer.name for key, impls in self.plan_groups.items() if key not in metadata.plans]
+            raise PluginContractError(
+                f"{type(self).__name__} made no plan for layer {', '.join(map(repr, lacking))}",
+                "where there are plans, there is one for each plan key of the builder's layers",
+                "plan for every key of self.plan_groups",
+            )
+        return metadata
 
     def _check_slot(self, slot: GraphSlot) -> None:
         if self.graph_level == "never":

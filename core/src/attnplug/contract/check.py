@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
+
+import attrs
 
 from attnplug.contract.backend import Backend
 from attnplug.contract.builder import MetadataBuilder
@@ -15,7 +18,7 @@ from attnplug.errors import PluginContractError
 _PARTS = {"builder_class": MetadataBuilder, "metadata_class": Metadata, "state_class": State}
 _GUARDED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("", Backend, ("make_cache", "make_impl", "make_state", "make_builder")),
-    ("impl_class", AttentionImpl, ("forward", "attend", "write_kv", "bind")),
+    ("impl_class", AttentionImpl, ("forward", "attend", "write", "write_kv", "bind")),
     ("builder_class", MetadataBuilder, ("build", "can_run_in_cudagraph", "update_block_table", "advance_step")),
 )
 
@@ -53,6 +56,16 @@ def _parts(cls: type[Backend]) -> Iterator[str]:
         if not (isinstance(part, type) and issubclass(part, base)):
             yield f"{name} is {part!r}, no subclass of {base.__name__}"
     yield from _abstract("the class", cls)
+    yield from _undecorated(cls.metadata_class)
+
+
+def _undecorated(metadata: object) -> Iterator[str]:
+    """A field that attrs does not know would be missing in metadata, and in what is compared for graphs."""
+    if isinstance(metadata, type) and issubclass(metadata, Metadata):
+        known = {field.name for field in attrs.fields(metadata)}
+        own = [name for name in inspect.get_annotations(metadata) if name not in known]
+        if own:
+            yield f"metadata_class annotates {', '.join(own)} and is not decorated with attrs.frozen"
 
 
 def _impl(cls: type[Backend]) -> Iterator[str]:

@@ -18,7 +18,7 @@ def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Ba
     Return a valid batch of this shape, full, that writes nothing into a cache.
 
     With pages, every request has a token of context (or none, where the longest sequence is its query), all of them in
-    block 1: a cache of two blocks is enough.
+    the null block: requests that are under way are not touched, whatever a kernel writes for padding.
 
     Args:
         agreement: What was negotiated.
@@ -35,10 +35,11 @@ def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Ba
     return Batch.from_lengths(
         lens,
         [min(length + 1, longest) for length in lens],
-        block_table=torch.ones(len(lens), -(-longest // (agreement.block_size or 1)), dtype=torch.int32),
+        block_table=torch.zeros(len(lens), -(-longest // (agreement.block_size or 1)), dtype=torch.int32),
         slot_mapping=torch.full((0 if cross else sum(lens),), PAD_SLOT_ID, dtype=torch.int64),
         device=device,
         causal=bool(asked.causal),
+        dummy=True,
         **{name: tensor.to(device) for name, tensor in rest.items()},
         **{f"{name}_cpu": tensor for name, tensor in rest.items()},
     )

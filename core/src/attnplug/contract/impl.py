@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug.contract.backend import Backend
     from attnplug.contract.guards.forward import ForwardGuard
     from attnplug.contract.kv_cache import Cache
     from attnplug.contract.layer import Layer
     from attnplug.contract.metadata import Metadata
-    from attnplug.negotiation.agreement import Agreement
 
 CacheWrite: TypeAlias = Literal["forward", "host", "either"]
 
@@ -36,14 +36,18 @@ class AttentionImpl(ABC):
 
     Attributes:
         cache_write: Who writes K/V into the cache: ``"forward"``, ``"host"`` (through `write_kv`), ``"either"`` (the
-            layer says; forward if it does not), or a mapping of these by phase.
+            layer says; forward if it does not), or a mapping of these by phase. Rows whose slot is PAD_SLOT_ID are
+            never written; a kernel that finds the place by itself, from lengths and block table, writes those of padded
+            requests into the null block, which is what their rows of the block table name.
         lse_includes_sink: Whether the LSE that forward returns counts the sink; has to be said by who serves both.
         static_scales: Which of ``"q"``, ``"k"`` and ``"v"`` are scaled by the layer's scales when the cache is
             quantized; other scales are refused.
         query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then
             passes queries in the cache's dtype.
         layer: The completed layer: no value that the agreement knows is None.
+        backend: The backend that made it.
         agreement: What was negotiated.
+        device: The device type that was selected for: where tensors that it makes belong.
         num_q_heads: Query heads.
         num_kv_heads: Key and value heads.
         num_queries_per_kv: Query heads per KV head; query head h reads KV head ``h // num_queries_per_kv``.
@@ -70,10 +74,13 @@ class AttentionImpl(ABC):
     _guard: ForwardGuard | None = None
     _handle: int = 0
 
-    def __init__(self, layer: Layer, agreement: Agreement) -> None:
+    def __init__(self, layer: Layer, backend: Backend) -> None:
+        agreement = backend.agreement
         asked = agreement.requirements
         self.layer = layer
+        self.backend = backend
         self.agreement = agreement
+        self.device = backend.device
         self.num_q_heads: int = asked.num_q_heads
         self.num_kv_heads: int = asked.num_kv_heads
         self.num_queries_per_kv = self.num_q_heads // self.num_kv_heads
@@ -184,6 +191,23 @@ class AttentionImpl(ABC):
         torch.ops.attnplug.attend(query, key, value, tensors, output, lse, self._handle)
 
     @final
+    def write(self, key: Tensor, value: Tensor, kv_cache: Cache) -> None:
+        """
+        Do what `write_kv` does, as one opaque op, in the phases that `host_writes` names.
+
+        The metadata in force (`attnplug.contract.forward_context`) says where the rows go; in a profiling run nothing
+        is written.
+
+        Args:
+            key: ``(tokens, num_kv_heads, head_size)``, the rows of the step, of all phases.
+            value: ``(tokens, num_kv_heads, head_size_v)``.
+            kv_cache: What `Backend.make_cache` returned.
+        """
+        if not self._handle:
+            self._refuse_unbound()
+        torch.ops.attnplug.write_kv(key, value, tensors_of(kv_cache, self.cache_roles), self._handle)
+
+    @final
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
         """
         Write new K/V into the cache, apart from forward.
@@ -209,6 +233,14 @@ class AttentionImpl(ABC):
         self._guard = guard
         self.cache_roles = cache_roles
         self._handle = enlist(self)
+
+    def init_cache(self, kv_cache: Any) -> None:
+        """
+        Write what is this layer's own into its fresh cache: roles that belong to no block, such as static scales.
+
+        `Backend.make_cache` calls it where it is given the implementation. The default has nothing to write.
+        """
+        del kv_cache
 
     def plan(self, metadata: Metadata) -> Any:
         """

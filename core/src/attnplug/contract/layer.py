@@ -50,15 +50,16 @@ class Layer:
         q_scale: Quantization scale of queries, on the host: ``x ~ scale * quantized``.
         k_scale: The same for keys.
         v_scale: The same for values.
-        q_scale_tensor: The same on the device, float32 with one element, or ``(num_q_heads,)`` where per-head scales
-            were asked for.
-        k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head. Per-head scales have no default, and no host
-            float.
+        q_scale_tensor: The same on the device, float32 with one element, or ``(num_kv_heads,)`` where per-head scales
+            were asked for: one per group of query heads. Those have no default, and no host float.
+        k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head.
         v_scale_tensor: The same for values, ``(num_kv_heads,)`` per head.
         output_scale: Scale of a quantized output, float32, one element.
         output_block_scale: Where the output's block scales are written, for formats that have them.
         cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), where the
             implementation leaves the choice; None is its own way.
+        extra: What open features bring along, by the feature's name: tables of a fused rotary embedding, say. Only
+            features that were asked for.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Layer:
     output_scale: Tensor | None = None
     output_block_scale: Tensor | None = None
     cache_write: str | None = None
+    extra: Mapping[str, Any] = field(factory=dict)
 
     @property
     def window(self) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
@@ -13,12 +13,15 @@ from attnplug.contract.phase import Phase, phase_of
 from attnplug.contract.slot import GraphSlot
 from attnplug.negotiation.agreement import Agreement
 
+if TYPE_CHECKING:
+    from attnplug.contract.state import State  # noqa: TC004 - its module imports this one
+
 
 @frozen(eq=False, kw_only=True)
 class Metadata:
     """
     A validated batch, its split, and the plans that were made for it. Plugins subclass it for what else their kernels
-    read.
+    read, decorated with ``attrs.frozen(eq=False, kw_only=True)`` as this class is.
 
     Any Python value in here is frozen when a graph is captured; what changes between replays is a tensor updated in
     place.
@@ -34,6 +37,7 @@ class Metadata:
         highest_block: An upper bound of the block numbers that this step touches; -1 where no host copy tells.
         plans: A plan per plan key, for libraries that plan.
         slot: The graph slot whose tensors it is made of; None runs eagerly.
+        state: The state of the builder that made it: workspace, limits and ranks.
     """
 
     agreement: Agreement
@@ -46,6 +50,7 @@ class Metadata:
     highest_block: int = -1
     plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}))
     slot: GraphSlot | None = None
+    state: State | None = None
 
     @property
     def decodes(self) -> Phase | None:

@@ -1,8 +1,9 @@
 """
-Attention as one opaque custom op, so that `torch.compile(fullgraph=True)` sees a call that writes its outputs.
+Attention, and the cache write apart from it, as opaque custom ops: `torch.compile(fullgraph=True)` sees two calls that
+write their outputs.
 
 A graph cannot take metadata as an argument: it is another object at each step. So the step's metadata is put in force
-around the model, by layer name, and the op finds it there.
+around the model, by layer name, and the ops find it there.
 """
 
 from __future__ import annotations
@@ -88,6 +89,31 @@ def _attend(
     lse: Tensor | None,
     layer: int,
 ) -> None:
+    impl = _enlisted(layer)
+    metadata = metadata_in_force(impl.layer.name)
+    impl.forward(query, key, value, _cache_of(impl, kv_cache), metadata, output, lse=lse)
+
+
+def _write_kv(key: Tensor, value: Tensor, kv_cache: list[Tensor], layer: int) -> None:
+    impl = _enlisted(layer)
+    metadata = metadata_in_force(impl.layer.name)
+    slots = None if metadata is None else metadata.batch.slot_mapping
+    if metadata is None or slots is None:
+        return
+    rows = _host_rows(impl, metadata, slots.shape[0])
+    impl.write_kv(key[rows], value[rows], _cache_of(impl, kv_cache), slots[rows])
+
+
+def _host_rows(impl: AttentionImpl, metadata: Metadata, count: int) -> slice:
+    """The rows that the host writes: those of the phases that `host_writes` names, as far as there are slots."""
+    if impl.host_writes == {"prefill"} and impl.forward_writes:
+        return slice(metadata.num_decode_tokens, count)
+    if impl.host_writes == {"decode"} and impl.forward_writes:
+        return slice(0, metadata.num_decode_tokens)
+    return slice(0, count)
+
+
+def _enlisted(layer: int) -> AttentionImpl:
     impl = _impls.get(layer)
     if impl is None:
         raise LayerError(
@@ -95,8 +121,11 @@ def _attend(
             "its implementation is gone",
             "keep the implementations as long as the graphs, and compile again for new ones",
         )
-    cache: Any = dict(zip(impl.cache_roles, kv_cache, strict=True)) if len(kv_cache) > 1 else next(iter(kv_cache), None)
-    impl.forward(query, key, value, cache, metadata_in_force(impl.layer.name), output, lse=lse)
+    return impl
+
+
+def _cache_of(impl: AttentionImpl, tensors: list[Tensor]) -> Any:
+    return dict(zip(impl.cache_roles, tensors, strict=True)) if len(tensors) > 1 else next(iter(tensors), None)
 
 
 def _fake(*arguments: Any) -> None:
@@ -112,3 +141,9 @@ _library.define(
 )
 _library.impl("attend", _attend, "CompositeExplicitAutograd")
 torch.library.register_fake("attnplug::attend", _fake, lib=_library)
+_library.define(
+    "write_kv(Tensor key, Tensor value, Tensor(a!)[] kv_cache, int layer) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
+torch.library.register_fake("attnplug::write_kv", _fake, lib=_library)

@@ -101,6 +101,7 @@ def as_captured(batch: Batch, key: GraphKey, max_seq_len: int) -> Batch:
         num_actual_tokens=key.num_tokens,
         max_query_len=key.query_len or key.num_tokens,
         max_seq_len=max_seq_len,
+        max_encoder_seq_len=None if batch.encoder_seq_lens is None else max_seq_len,
     )
 
 

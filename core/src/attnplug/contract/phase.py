@@ -30,6 +30,7 @@ class Phase:
         block_table: ``(num_reqs, max_blocks)``, None for dense calls.
         encoder_seq_lens: ``(num_reqs,)``, for paged cross attention.
         encoder_seq_lens_cpu: Host copy.
+        max_encoder_seq_len: The longest encoder of the batch.
         dcp_local_seq_lens: ``(num_reqs,)``, for decode context parallelism.
         dcp_local_seq_lens_cpu: Host copy.
     """
@@ -47,6 +48,7 @@ class Phase:
     block_table: Tensor | None
     encoder_seq_lens: Tensor | None
     encoder_seq_lens_cpu: Tensor | None
+    max_encoder_seq_len: int | None
     dcp_local_seq_lens: Tensor | None
     dcp_local_seq_lens_cpu: Tensor | None
 
@@ -93,6 +95,7 @@ def _phase(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_to
         query_start_loc=batch.query_start_loc[starts] - first_token if first_token else batch.query_start_loc[starts],
         query_start_loc_cpu=rebased,
         seq_lens=batch.seq_lens[requests],
+        max_encoder_seq_len=batch.max_encoder_seq_len,
         **{name: _cut(getattr(batch, name), requests) for name in _PER_REQUEST},
     )
 

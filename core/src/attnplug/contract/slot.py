@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from attnplug.contract.dummy import dummy_batch
 from attnplug.contract.guards.frozen import check_frozen, snapshots
 from attnplug.contract.guards.graph import check_fits, fits
 from attnplug.contract.persistent import addresses, as_captured, check_unmoved
@@ -47,14 +46,18 @@ class GraphSlot:
         return f"GraphSlot({self.key}, of {self.state.backend.id})"
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """Return `make()`, called once in the life of this slot: buffers and wrappers that a plugin's graphs read."""
+        """
+        Return `make()`, called once in the life of this slot.
+
+        All builders of the state share what is kept here; what is a builder's own is kept by `MetadataBuilder.once`.
+        """
         if key not in self._kept:
             self._kept[key] = make()
         return cast("_T", self._kept[key])
 
     def dummy_batch(self) -> Batch:
-        """Return a batch of this shape for the capture. It writes nothing, and reads block 1."""
-        return dummy_batch(self.state.backend.agreement, self.key, self.state.device)
+        """Return a batch of this shape for the capture. It touches nothing but the null block."""
+        return self.state.backend.dummy_batch(self.key)
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch can be padded to this shape."""

@@ -47,7 +47,9 @@ class Step:
 class State:
     """
     Owns the workspace and the graph slots that all builders of one backend share. Plugins subclass it for what else
-    must outlive a step.
+    must outlive a step. Everything in it is used in the order of one stream: microbatches on streams of their own have
+    a state each. In the tensors of a slot padded requests have neither query nor keys: a kernel that needs a key per
+    request pads to the null block in a tensor of its own.
 
     Attributes:
         backend: The backend that it serves.
@@ -109,28 +111,29 @@ class State:
         finally:
             self._is_capturing = False
 
-    def slot(self, key: GraphKey, *, host_owned_inputs: bool = False) -> GraphSlot:
+    def slot(self, key: GraphKey, *, host_owned_inputs: bool | None = None) -> GraphSlot:
         """
         Return the slot of a shape; inside `graph_capture` it is made if need be.
 
         Args:
             key: The shape.
-            host_owned_inputs: Whether graphs read the host's own tensors, which then come padded and never move.
+            host_owned_inputs: Whether graphs read the host's own tensors, which then come padded and never move; None
+                is as it was made, and False for a new one.
 
         Raises:
             LimitsError: There is none outside a capture, or the agreed level or the limits do not allow the shape.
         """
         found = self._slots.get(key)
-        if found is not None and found.host_owned_inputs == host_owned_inputs:
+        if found is not None and host_owned_inputs in (None, found.host_owned_inputs):
             return found
         if found is not None or not self._is_capturing:
             raise LimitsError(
-                f"a slot for {key} with host_owned_inputs={host_owned_inputs} was asked for",
+                f"a slot for {key} was asked for" + (f" with host_owned_inputs={host_owned_inputs}" if found else ""),
                 "it was made with the other value" if found else "slots are made inside State.graph_capture",
                 "enter state.graph_capture(max_batch_size) first, and ask for each shape in one way",
             )
         check_key(key, self.backend.agreement, self.limits, self._max_batch_size)
-        self._slots[key] = GraphSlot(self, key, host_owned_inputs=host_owned_inputs)
+        self._slots[key] = GraphSlot(self, key, host_owned_inputs=bool(host_owned_inputs))
         return self._slots[key]
 
     def release_slots(self) -> None:
@@ -148,17 +151,20 @@ class State:
         found = [slot for slot in self._slots.values() if _serves(slot, batches)]
         return min(found, key=lambda slot: (slot.key.num_tokens, slot.key.num_reqs, slot.max_seq_len), default=None)
 
-    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch]) -> Step:
+    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphKey | None = None) -> Step:
         """
         Pick a slot, or none, and build the step.
 
         Args:
             batches: One step's batch of each builder.
+            key: The slot to take, for hosts whose layers have several states, or whose ranks agree on a shape; None
+                takes the smallest that fits.
 
         Raises:
             ContractError: A batch is refused; see `MetadataBuilder.build`.
+            LimitsError: There is no slot for the key.
         """
-        slot = self.find_slot(batches) if self._slots else None
+        slot = self.slot(key) if key is not None else self.find_slot(batches) if self._slots else None
         return Step(slot, {builder: builder.build(batch, slot=slot) for builder, batch in batches.items()})
 
     def inputs(self, builder: MetadataBuilder) -> PersistentInputs:

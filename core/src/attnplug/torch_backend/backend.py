@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from attnplug.contract.backend import Backend
 from attnplug.torch_backend.builder import FlexBuilder, TorchBuilder
 from attnplug.torch_backend.impl import TorchImpl
-from attnplug.torch_backend.metadata import TorchMetadata
 from attnplug.torch_backend.shape import aligned, bytes_per_key, keys_at_once
 from attnplug.torch_backend.warmup import run_zeros
 
@@ -23,7 +22,6 @@ class TorchBackend(Backend):
 
     impl_class = TorchImpl
     builder_class = TorchBuilder
-    metadata_class = TorchMetadata
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the buffers that pages are gathered into: K/V of one group, shared by all layers."""

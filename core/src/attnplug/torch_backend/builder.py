@@ -6,7 +6,6 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Final
 
 from attnplug.contract.builder import MetadataBuilder
-from attnplug.errors import BatchError
 from attnplug.torch_backend.captured import CapturedPlan
 from attnplug.torch_backend.planner import make_plan
 from attnplug.torch_backend.shape import Shape, bytes_per_key, shape_of
@@ -49,25 +48,14 @@ class TorchBuilder(MetadataBuilder):
 
     def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
         del fast
-        self._check_encoder(batch)
         plans = {key: self._plan(key, shape, batch, slot) for key, shape in self._shapes.items()}
-        return self.describe(batch, plans=plans, workspace=self.state.workspace)
+        return self.describe(batch, plans=plans)
 
     def _plan(self, key: Hashable, shape: Shape, batch: Batch, slot: GraphSlot | None) -> Plan:
         device = batch.query_start_loc.device
         if slot is None:
             return make_plan(shape, batch, device)
-        return slot.once((self, key), lambda: CapturedPlan(shape, slot, device)).write(batch)
-
-    def _check_encoder(self, batch: Batch) -> None:
-        """Keys are gathered into a workspace that holds `max_seq_len` of them per request, whoever they come from."""
-        lens, most = batch.encoder_seq_lens_cpu, self.limits.max_seq_len
-        if lens is not None and int(lens.max()) > most:
-            raise BatchError(
-                f"an encoder_seq_lens of up to {int(lens.max())} was given",
-                f"the state was made for max_seq_len={most}, which counts the keys of a request: here the encoder's",
-                f"make the state with Limits(max_seq_len={int(lens.max())}, ...) or more",
-            )
+        return self.once(slot, key, lambda: CapturedPlan(shape, slot, device)).write(batch)
 
 
 class FlexBuilder(TorchBuilder):

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug.contract.backend import Backend
     from attnplug.contract.impl import CacheWrite
     from attnplug.contract.kv_cache import Cache
     from attnplug.contract.layer import Layer
-    from attnplug.negotiation.agreement import Agreement
-    from attnplug.torch_backend.metadata import TorchMetadata
+    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.state import State
     from attnplug.torch_backend.plan import Group, Plan, Tile
 
 
@@ -41,14 +42,14 @@ class TorchImpl(AttentionImpl):
     lse_includes_sink = True
     static_scales: ClassVar[frozenset[str]] = frozenset("kv")
 
-    def __init__(self, layer: Layer, agreement: Agreement) -> None:
-        super().__init__(layer, agreement)
+    def __init__(self, layer: Layer, backend: Backend) -> None:
+        super().__init__(layer, backend)
         self._heads = (self.num_kv_heads, self.num_queries_per_kv)
         # A copy: the compiler looks through views at what they are views of.
         slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.clone()
-        self._codec = codec_of(layer, agreement)
+        self._codec = codec_of(layer, self.agreement)
         scale = self.scale if self._codec is None else self.scale * self._codec.of_scores
-        self._call = Call(scale, self.logits_soft_cap, agreement.requirements.alibi, slopes)
+        self._call = Call(scale, self.logits_soft_cap, self.agreement.requirements.alibi, slopes)
         self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
 
     @property
@@ -68,7 +69,7 @@ class TorchImpl(AttentionImpl):
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Cache | None,
-        metadata: TorchMetadata,
+        metadata: Metadata,
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
@@ -78,7 +79,9 @@ class TorchImpl(AttentionImpl):
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
             self._write_kv(key, value, kv_cache, slots)
         # Without K/V everything is cached, and the plan reads nothing else.
-        source = Source(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.workspace, self._codec)
+        source = Source(
+            cast("Tensor", key), cast("Tensor", value), kv_cache, cast("State", metadata.state).workspace, self._codec
+        )
         self._run(plan, query, source, self._results(output, lse))
 
     def _profile(

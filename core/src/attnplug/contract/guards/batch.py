@@ -66,10 +66,13 @@ class Facts:
 class BatchGuard:
     """Checks the batches of one builder."""
 
-    def __init__(self, agreement: Agreement, limits: Limits, device: torch.device) -> None:
+    def __init__(
+        self, agreement: Agreement, limits: Limits, device: torch.device, *, uniform_decodes: bool = False
+    ) -> None:
         asked = agreement.requirements
         self._agreement = agreement
         self._asked = asked
+        self._uniform = uniform_decodes
         self._limits = limits
         self._device_type = device.type
         self._pages = PageGuard(agreement, limits.num_blocks, device.type) if asked.paged else None
@@ -89,6 +92,8 @@ class BatchGuard:
         seq_lens = self._check_lengths(batch, query_lens)
         check_negotiated(batch, self._agreement, query_lens, self._device_type)
         num_decodes = self._split(batch, query_lens)
+        if self._uniform:
+            num_decodes = _alike(query_lens[:num_decodes].tolist())
         if self._pages is not None:
             rows, highest = self._pages.check(batch, query_lens, seq_lens)
         else:
@@ -130,6 +135,13 @@ class BatchGuard:
                     f"the state was made for {bound}={most}",
                     f"schedule less, or make the state with Limits({bound}={count}, ...) or more",
                 )
+        longest = batch.max_encoder_seq_len
+        if longest is not None and (type(longest) is not int or longest > limits.max_seq_len):
+            raise BatchError(
+                f"a batch with max_encoder_seq_len={longest!r} was given",
+                f"the state was made for max_seq_len={limits.max_seq_len} keys per request: here they are an encoder's",
+                f"make the state with Limits(max_seq_len={longest}, ...) or more",
+            )
 
     def _check_queries(self, batch: Batch) -> tuple[list[int], Tensor]:
         shape = (batch.num_reqs + 1,)
@@ -188,6 +200,12 @@ class BatchGuard:
                     "reorder with attnplug.batching.reorder_batch_to_split_decodes_and_prefills",
                 )
         return first
+
+
+def _alike(lens: list[int]) -> int:
+    """Return how many requests at the front have the first one's query length, or are padding."""
+    first = next(filter(None, lens), 0)
+    return next((index for index, length in enumerate(lens) if length not in (0, first)), len(lens))
 
 
 def _refuse_starts(batch: Batch, starts: list[int]) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnplug.contract.metadata import Metadata
 
 # The batch has a guard of its own; block numbers are looked at by guards, not by kernels.
-_UNREAD: Final = ("batch", "highest_block", "slot", "agreement")
+_UNREAD: Final = ("batch", "highest_block", "slot", "agreement", "state")
 _NUMBERS: Final = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, slice)
 
 
@@ -87,7 +87,7 @@ def check_frozen(captured: Mapping[str, Snapshot], metadata: Metadata, plugin_id
         raise PluginContractError(
             f"{plugin_id} built metadata for a graph slot whose {', '.join(changed)} changed since the capture",
             "a replay reads the tensors of the capture, and every Python value is frozen in it",
-            "write into tensors that GraphSlot.once keeps, and bound what may grow by the slot's key",
+            "write into tensors that MetadataBuilder.once keeps, and bound what may grow by the slot's key",
         )
 
 

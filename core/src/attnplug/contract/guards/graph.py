@@ -95,6 +95,8 @@ def _misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
         yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
     if batch.custom_mask is not None:
         yield "a custom_mask", "its size differs from step to step"
+    if batch.extra:
+        yield f"extra {', '.join(map(repr, batch.extra))}", "what open features bring along is not in the graph"
     if batch.encoder_seq_lens is not None:
         yield from _encoder_misfits(slot, batch)
     if batch.key_start_loc is not None:
@@ -110,9 +112,9 @@ def _encoder_misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]
     written = _num_slots(batch) if host is None else int((host >= 0).sum())
     if written:
         yield f"{written} encoder tokens to write", "the K/V of the encoder are written eagerly"
-    if batch.encoder_seq_lens_cpu is not None and int(batch.encoder_seq_lens_cpu.amax()) > slot.max_seq_len:
-        longest = int(batch.encoder_seq_lens_cpu.amax())
-        yield f"an encoder_seq_lens of {longest}", f"it takes up to {slot.max_seq_len}"
+    longest = batch.max_encoder_seq_len or 0
+    if longest > slot.max_seq_len:
+        yield f"max_encoder_seq_len={longest}", f"it takes up to {slot.max_seq_len}"
 
 
 def _num_slots(batch: Batch) -> int:

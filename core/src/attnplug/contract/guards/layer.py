@@ -9,6 +9,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract.dtypes import TORCH_DTYPES
+from attnplug.contract.guards.negotiated import check_extra
 from attnplug.contract.guards.scales import complete_scales
 from attnplug.contract.guards.wording import describe, dtype_name
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
@@ -58,6 +59,7 @@ def complete_layer(layer: Layer, agreement: Agreement, device: torch.device, sta
     asked = agreement.requirements
     _check_name(layer)
     inherited = {name: _inherit(layer, name, getattr(asked, name)) for name in _INHERITED}
+    check_extra(f"layer {layer.name!r}", layer.extra, agreement)
     _check_sharing(layer, asked)
     _check_learned(layer, asked, device)
     _check_output_scales(layer, asked, device)

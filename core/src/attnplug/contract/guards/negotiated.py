@@ -11,6 +11,7 @@ from attnplug.contract.guards.wording import describe
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import NoReturn
 
     from torch import Tensor
@@ -46,6 +47,24 @@ def check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, dev
         _check_local(batch, agreement, device_type)
     if batch.custom_mask is not None or asked.custom_mask:
         _check_mask(batch, agreement, query_lens, device_type)
+    if batch.extra:
+        check_extra("a batch", batch.extra, agreement)
+
+
+def check_extra(what: str, extra: Mapping[str, object], agreement: Agreement) -> None:
+    """
+    Check that only open features that were asked for bring something along.
+
+    Raises:
+        NotNegotiatedError: Another one does.
+    """
+    for name in extra:
+        if name not in agreement.requirements.features:
+            raise NotNegotiatedError(
+                f"{what} with extra {name!r} was given",
+                f"features={agreement.requirements.features} were negotiated",
+                f"select again with features=({name!r},) in the requirements, or leave it out",
+            )
 
 
 def _refuse(given: str, allowed: str, wanted: str) -> NoReturn:
@@ -118,6 +137,23 @@ def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None
             "encoder_seq_lens", batch.encoder_seq_lens, batch.encoder_seq_lens_cpu, exact=asked.host_lengths == "exact"
         )
         _check_positive("encoder_seq_lens", int(host.amin()))
+        _check_longest_encoder(batch, int(host.amax()), exact=asked.host_lengths == "exact")
+    elif batch.max_encoder_seq_len is None:
+        raise BatchError(
+            "no max_encoder_seq_len was given, and no encoder_seq_lens_cpu",
+            "kernels are launched for the longest encoder, which nothing tells then",
+            "pass either",
+        )
+
+
+def _check_longest_encoder(batch: Batch, longest: int, *, exact: bool) -> None:
+    given = batch.max_encoder_seq_len
+    if given is None or given < longest or (exact and given != longest):
+        raise BatchError(
+            f"max_encoder_seq_len={given} was given",
+            f"the longest encoder has {longest} tokens",
+            f"pass max_encoder_seq_len={longest}, or leave it out: it follows from encoder_seq_lens_cpu",
+        )
 
 
 def _check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:

@@ -52,6 +52,8 @@ class PageGuard:
         table, slots = self._check_form(batch)
         keys = self._key_lens(batch, seq_lens)
         width = self._check_width(batch, table, keys)
+        if batch.dummy:
+            return self._check_dummy(batch)
         highest = -1 if self._num_blocks is None else self._num_blocks - 1
         host_table = batch.block_table_cpu
         if host_table is not None:
@@ -65,6 +67,16 @@ class PageGuard:
             if self._places and host_table is not None and seq_lens is not None:
                 self._check_places(batch, host_table, host_slots, query_lens, seq_lens)
         return slots.shape[0], highest
+
+    def _check_dummy(self, batch: Batch) -> tuple[int, int]:
+        table, slots = batch.block_table_cpu, batch.slot_mapping_cpu
+        if table is None or slots is None or bool(table.any()) or bool((slots != PAD_SLOT_ID).any()):
+            raise BatchError(
+                "a batch with dummy=True and pages or slots of its own was given",
+                f"a batch that stands in names the null block alone, and has {PAD_SLOT_ID} for every slot",
+                "make it with Backend.dummy_batch, or leave dummy out",
+            )
+        return slots.shape[0], 0
 
     def _check_form(self, batch: Batch) -> tuple[Tensor, Tensor]:
         if batch.key_start_loc is not None:

@@ -87,8 +87,7 @@ def _complete(layer: Layer, name: str, agreement: Agreement, device: torch.devic
 def _per_head(
     layer: Layer, name: str, host: float | None, tensor: Tensor | None, agreement: Agreement, device: torch.device
 ) -> Tensor:
-    asked = agreement.requirements
-    heads = asked.num_q_heads if name == "q_scale" else asked.num_kv_heads
+    heads = agreement.requirements.num_kv_heads  # queries too: kernels take one scale per group of query heads
     if tensor is None or host is not None:
         raise LayerError(
             f"layer {layer.name!r} has {name}={host!r} and " + ("no tensor" if tensor is None else "a tensor too"),

@@ -1,0 +1,171 @@
+"""A backend on ixformer's int8 attention, and a recording double of that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from attnplug.contract import AttentionImpl, Backend, CacheTensor, Metadata, MetadataBuilder, torch_dtype
+from attnplug.ops import write_cache
+
+# --- the double -----------------------------------------------------------------------------------------------------
+
+
+class Library:
+    """Records each attention call; quantizes and writes as the library does."""
+
+    def __init__(self):
+        self.prefills: list[dict[str, Any]] = []
+        self.decodes: list[dict[str, Any]] = []
+        self.written: list[Tensor] = []
+
+    def scaled_int8_quant_for_attn(self, x, mode, *, transpose_scale=False, scale=None):
+        if mode == 0:  # per channel, with the scales of the file
+            return (x.float() / scale).round().clamp(-127, 127).to(torch.int8), scale
+        scale = x.float().abs().amax(-1) / 127
+        rounded = (x.float() / scale.clamp(min=1e-9).unsqueeze(-1)).round().to(torch.int8)
+        return rounded, scale.T.contiguous() if transpose_scale else scale
+
+    def reshape_and_cache_flash(self, key, value, k_scale, key_cache, value_cache, key_scale_cache, slot_mapping):
+        self.written.append(slot_mapping)
+        scales = (k_scale.unsqueeze(-1), key_scale_cache.unsqueeze(-1))
+        for rows, pages in ((key, key_cache), (value, value_cache), scales):
+            write_cache(rows, pages.transpose(1, 2), slot_mapping)
+
+    def flash_attn_varlen_int8_func(self, q, k, v, **given):
+        assert given["q_scale"].shape == (q.shape[1], q.shape[0])
+        assert given["cu_seqlens_q"][-1] == q.shape[0]
+        self.prefills.append({"q": q, "k": k, "v": v, **given})
+        given["out"].fill_(1)
+
+    def vllm_paged_attention(self, output, query, key_cache, value_cache, query_scale, key_scale_cache, **given):
+        assert query_scale.shape == query.shape[:2]
+        assert int(given["context_lens"].min()) >= 1
+        self.decodes.append({"query": query, "value_cache": value_cache, **given})
+        output.fill_(2)
+        if "save_key" in given:
+            self._save(key_cache, value_cache, key_scale_cache, **given)
+
+    def _save(
+        self,
+        keys,
+        values,
+        scales,
+        *,
+        save_key,
+        save_value,
+        save_key_scale,
+        block_tables,
+        context_lens,
+        cu_query_lens,
+        **_,
+    ):
+        """Places follow from lengths and block table: the library knows no slot mapping."""
+        size = keys.shape[2]
+        for row, (start, end) in enumerate(zip(cu_query_lens[:-1].tolist(), cu_query_lens[1:].tolist(), strict=True)):
+            for token in range(start, end):
+                place = int(context_lens[row]) - end + token
+                block = int(block_tables[row, place // size])
+                keys[block, :, place % size] = save_key[token]
+                values[block, :, place % size] = save_value[token]
+                scales[block, :, place % size] = save_key_scale[token]
+
+
+ixformer = Library()
+
+# --- the sketch -----------------------------------------------------------------------------------------------------
+
+
+@frozen(eq=False, kw_only=True)
+class Int8Metadata(Metadata):
+    cu_seqlens_k: Tensor | None = None
+    context_lens: Tensor | None = None
+
+
+class Int8Impl(AttentionImpl):
+    cache_write = {"prefill": "either", "decode": "forward"}  # noqa: RUF012 - read once, by the core
+
+    def init_cache(self, kv_cache):
+        """Level 1: the value scales of this layer, from the file that a calibration wrote. No step changes them."""
+        if "v_scale" in self.cache_roles:
+            kv_cache["v_scale"].copy_(torch.load(self.agreement.options["value_scales"])[self.layer.name])
+
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        batch, rows = metadata.batch, output.unflatten(1, (self.num_q_heads, self.head_size))
+        keys, values = self._pages(kv_cache)
+        decodes, prefills = metadata.decodes, metadata.prefills
+        if prefills is not None:
+            part = prefills.rows
+            if "prefill" in self.forward_writes and key is not None:
+                self._write_kv(key[part], value[part], kv_cache, batch.slot_mapping[part])
+            q, scale = ixformer.scaled_int8_quant_for_attn(query[part], 2, transpose_scale=True)
+            ixformer.flash_attn_varlen_int8_func(
+                q, keys, values, q_scale=scale, k_scale=kv_cache["k_scale"], v_scale=kv_cache.get("v_scale"),
+                cu_seqlens_q=prefills.query_start_loc, cu_seqlens_k=metadata.cu_seqlens_k,
+                max_seqlen_q=prefills.max_query_len, max_seqlen_k=prefills.max_seq_len, softmax_scale=self.scale,
+                causal=True, window_size=self.window, out=rows[part], block_table=prefills.block_table,
+            )  # fmt: skip
+        if decodes is not None:
+            part = decodes.rows
+            q, scale = ixformer.scaled_int8_quant_for_attn(query[part], 2)
+            saved = self._saved(key, value, kv_cache, part) if "decode" in self.forward_writes else {}
+            ixformer.vllm_paged_attention(
+                rows[part], q, keys, values, scale, kv_cache["k_scale"], value_scale_cache=kv_cache.get("v_scale"),
+                num_kv_heads=self.num_kv_heads, scale=self.scale, block_tables=decodes.block_table,
+                context_lens=metadata.context_lens, max_context_len=decodes.max_seq_len,
+                cu_query_lens=decodes.query_start_loc, max_query_len=decodes.max_query_len,
+                use_cuda_graph=metadata.slot is not None, **saved,
+            )  # fmt: skip
+
+    def _write_kv(self, key, value, kv_cache, slot_mapping):
+        saved = self._saved(key, value, kv_cache, slice(None))
+        keys, values = self._pages(kv_cache)
+        ixformer.reshape_and_cache_flash(*saved.values(), keys, values, kv_cache["k_scale"], slot_mapping)
+
+    def _saved(self, key, value, kv_cache, part):
+        key, scale = ixformer.scaled_int8_quant_for_attn(key[part], 2)
+        value = value[part]
+        if "v_scale" in self.cache_roles:
+            value, _ = ixformer.scaled_int8_quant_for_attn(value, 0, scale=kv_cache["v_scale"])
+        return {"save_key": key, "save_value": value, "save_key_scale": scale}
+
+    def _pages(self, kv_cache):
+        return kv_cache["kv"].unbind(0) if "kv" in kv_cache else (kv_cache["k"], kv_cache["v"])
+
+
+class Int8Builder(MetadataBuilder):
+    takes_slots = True
+
+    def _build(self, batch, *, fast, slot):
+        described = self.describe(batch)
+        prefills, decodes, found = described.prefills, described.decodes, {}
+        if prefills is not None:
+            found["cu_seqlens_k"] = torch.nn.functional.pad(prefills.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        if decodes is not None:
+            lens = decodes.seq_lens.clamp(min=1)  # a padded request writes one key: into the null block
+            found["context_lens"] = (
+                lens if slot is None else self.once(slot, "lens", lambda: torch.empty_like(lens)).copy_(lens)
+            )
+        return self.describe(batch, **found)
+
+    def _can_run_in_cudagraph(self, batch):
+        return batch.max_query_len <= self.agreement.requirements.decode_query_len
+
+
+class Int8Backend(Backend):
+    impl_class = Int8Impl
+    builder_class = Int8Builder
+    metadata_class = Int8Metadata
+
+    def cache_tensors(self, num_blocks):
+        asked, size = self.agreement.requirements, self.agreement.block_size
+        pages, heads = (num_blocks, asked.num_kv_heads, size, asked.head_size), asked.num_kv_heads
+        scales = {"k_scale": CacheTensor(pages[:3], torch.float32, 0)}
+        if self.agreement.kv_cache_dtype == "int8":  # level 1
+            scales["v_scale"] = CacheTensor((heads, asked.head_size), torch.float32, None, fill=1.0)
+            return {"kv": CacheTensor((2, *pages), torch.int8, 1), **scales}
+        values = CacheTensor(pages, torch_dtype(asked.dtype), 0)
+        return {"k": CacheTensor(pages, torch.int8, 0), "v": values, **scales}
