@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
-from functools import reduce
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,6 +13,7 @@ from attnplug.contract.batch import PAD_SLOT_ID, Batch
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.kv_cache import Cache, is_narrow_float
 from attnplug.contract.layer import Layer
+from attnplug.testing.block_table import shuffled_blocks
 from attnplug.testing.cases import Case
 from attnplug.testing.oracle import Attended, attend
 from attnplug.testing.rounding import Rounding
@@ -289,7 +288,7 @@ def realise(case: Case) -> Scene:
     keys = (normal(n, case.num_kv_heads, case.head_size) for n in case.key_lens)
     values = (normal(n, case.num_kv_heads, size_v) for n in case.key_lens)
     slopes: dict[str, Any] = {"start": -1.0, "end": -4.0, "steps": case.num_q_heads}
-    block_table, num_blocks = _shuffled_blocks(case)
+    block_table, num_blocks = shuffled_blocks(case)
     return Scene(
         case=case,
         queries=tuple(rows.to(dtype) for rows in queries),
@@ -323,25 +322,6 @@ def _masks(case: Case) -> tuple[Tensor, ...]:
         return torch.rand(rows, keys, generator=generator) < share
 
     return tuple(mask(rows, keys) for rows, keys in zip(case.query_lens, case.key_lens, strict=True))
-
-
-def _shuffled_blocks(case: Case) -> tuple[Tensor, int]:
-    counts = [-(-max(length, 0) // case.block_size) for length in case.key_lens]
-    num_blocks = max(2, 1 + sum(counts) + case.num_spare_blocks)
-    blocks = list(range(1, num_blocks))
-    random.Random(case.seed).shuffle(blocks)
-    nowhere = num_blocks + 10**6
-    table = torch.full((len(counts), max(counts, default=0)), nowhere, dtype=torch.int32)
-
-    def give(free: list[int], row: int) -> list[int]:
-        table[row, : counts[row]] = torch.tensor(free[: counts[row]], dtype=torch.int32)
-        return free[counts[row] :]
-
-    reduce(give, range(len(counts)), blocks)
-    shared = case.common_prefix_len // case.block_size
-    running = [row for row, length in enumerate(case.query_lens) if length]
-    table[running, :shared] = table[running[:1], :shared]
-    return table, num_blocks
 
 
 def _shared(case: Case, rows: Iterable[Tensor]) -> tuple[Tensor, ...]:
