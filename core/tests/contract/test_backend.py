@@ -183,3 +183,15 @@ def test_metadata_leads_to_its_state():
 def test_batch_invariance_is_as_agreed_or_less(asked, limit, is_invariant):
     backend = make_backend(batch_invariant=asked)
     assert make_builder(backend, batch_invariant=limit).batch_invariant is is_invariant
+
+
+def test_every_plan_key_has_a_plan():
+    class Forgetful(MetadataBuilder):
+        def _build(self, batch, *, fast, slot):
+            return self.describe(batch, plans={next(iter(self.plan_groups)): object()})
+
+    backend = make_backend(type("B", (ToyBackend,), {"builder_class": Forgetful}))
+    impls = [make_layer(backend, name=f"layers.{i}", scale=float(i + 1)) for i in range(3)]
+    assert make_builder(backend, impls[0]).build(make_batch([1], [3])).plans
+    with pytest.raises(PluginContractError, match=r"no plan for layer 'layers.1', 'layers.2'"):
+        make_builder(backend, *impls).build(make_batch([1], [3]))

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pickle
 
 import pytest
+from attrs import frozen
 
-from attnplug.contract import AttentionImpl, Backend, check_backend_class
+from attnplug.contract import AttentionImpl, Backend, Metadata, check_backend_class
 from attnplug.errors import PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 
@@ -88,3 +89,17 @@ def test_every_fault_is_named_at_once():
         check_backend_class(cls, "toy/plain")
 
     assert all(text in caught.value.given for text in ("state_class", "cache_write", "make_cache"))
+
+
+def test_metadata_is_decorated():
+    class Loose(Metadata):
+        number: int = 0
+
+    @frozen(eq=False, kw_only=True)
+    class Tight(Metadata):
+        number: int = 0
+
+    with pytest.raises(PluginContractError, match="annotates number and is not decorated"):
+        check_backend_class(type("Bad", (ToyBackend,), {"metadata_class": Loose}), "toy/plain")
+    good = type("Good", (ToyBackend,), {"metadata_class": Tight})
+    assert check_backend_class(good, "toy/plain") is good
