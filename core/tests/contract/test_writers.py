@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnplug.contract import forward_context
 from attnplug.errors import CacheError, LayerError, NotNegotiatedError, PluginContractError, TensorError
 from core.tests.contract.toy import ToyBackend, ToyImpl
-from core.tests.contract.world import NUM_BLOCKS, make_backend, make_layer, make_qkv, refused
+from core.tests.contract.world import NUM_BLOCKS, make_backend, make_batch, make_builder, make_layer, make_qkv, refused
 
 BOTH = {"prefill", "decode"}
 
@@ -136,3 +137,12 @@ def test_a_host_write_needs_an_implementation():
 
     with pytest.raises(PluginContractError, match="has no _write_kv"):
         make_layer(backend).write_kv(key, value, backend.make_cache(2), torch.tensor([4]))
+
+
+def test_a_profiling_run_writes_nothing():
+    backend = make_backend()
+    impl = make_layer(backend, cache_write="host")
+    _, key, value, _ = make_qkv(backend, 1)
+    impl.write_kv(key, value, torch.empty(0), torch.tensor([4]))
+    with forward_context({"layers.0": make_builder(backend, impl).build(make_batch([1], [3]))}):
+        impl.write(key, value, torch.empty(0))

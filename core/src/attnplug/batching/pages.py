@@ -10,6 +10,7 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.batching.padding import NULL_BLOCK, pad_rows
+from attnplug.contract.staging import upload
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ def _pages_of(batch: Batch, block_size: int) -> Pages:
         )
     indptr_cpu = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
     last_cpu = torch.tensor([(length - 1) % block_size + 1 if length else 0 for length in seq_lens], dtype=torch.int32)
-    indptr = indptr_cpu.to(table.device, non_blocking=True)
+    indptr = upload(indptr_cpu, table.device)
     entries = torch.arange(sum(counts), dtype=torch.int32, device=table.device)
     requests = torch.searchsorted(indptr[1:], entries, right=True)
     indices = table[requests, entries - indptr[requests]].to(torch.int32)
-    return Pages(indptr, indices, last_cpu.to(table.device, non_blocking=True), indptr_cpu, last_cpu)
+    return Pages(indptr, indices, upload(last_cpu, table.device), indptr_cpu, last_cpu)

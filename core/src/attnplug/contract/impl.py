@@ -215,7 +215,7 @@ class AttentionImpl(ABC):
         Args:
             key: ``(tokens, num_kv_heads, head_size)``.
             value: ``(tokens, num_kv_heads, head_size_v)``.
-            kv_cache: What `Backend.make_cache` returned.
+            kv_cache: What `Backend.make_cache` returned; nothing is written into a profiling run's empty one.
             slot_mapping: ``(tokens,)`` int64; PAD_SLOT_ID rows are skipped.
 
         Raises:
@@ -224,8 +224,8 @@ class AttentionImpl(ABC):
             TensorError: A tensor has the wrong shape, dtype or device.
         """
         guard = self._guard or self._refuse_unbound()
-        guard.check_write(key, value, kv_cache, slot_mapping)
-        self._write_kv(key, value, kv_cache, slot_mapping)
+        if guard.check_write(key, value, kv_cache, slot_mapping):
+            self._write_kv(key, value, kv_cache, slot_mapping)
 
     @final
     def bind(self, guard: ForwardGuard, cache_roles: tuple[str, ...]) -> None:

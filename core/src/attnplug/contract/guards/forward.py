@@ -97,9 +97,9 @@ class ForwardGuard:
         self._check_cache(kv_cache, metadata, device)
         return False
 
-    def check_write(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
+    def check_write(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> bool:
         """
-        Check a cache write apart from forward.
+        Check a cache write apart from forward; return whether there is a cache, rather than a profiling run's empty one.
 
         Raises:
             ContractError: See `AttentionImpl.write_kv`.
@@ -126,9 +126,12 @@ class ForwardGuard:
             or slot_mapping.device != device
         ):
             self._refuse("slot_mapping", slot_mapping, ("up to", rows), torch.int64, device)
+        if is_empty(kv_cache):
+            return False
         blocks = self._cache.check(kv_cache, device)
         if slot_mapping.is_cpu and slot_mapping.shape[0]:
             self._check_slots(slot_mapping, blocks)
+        return True
 
     def _check_rows(self, name: str, tensor: Tensor, heads: tuple[int, int], dtype: torch.dtype) -> int:
         shape = tensor.shape
