@@ -95,7 +95,7 @@ def test_an_encoder_may_be_longer_than_what_is_decoded_but_not_than_the_limits()
     impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
     limits = Limits(max_num_reqs=1, max_num_tokens=1, max_seq_len=448)
 
-    with pytest.raises(BatchError, match="max_seq_len=448, which counts the keys of a request: here the encoder's"):
+    with pytest.raises(BatchError, match="max_seq_len=448 keys per request: here they are an encoder's"):
         backend.make_builder([impl], backend.make_state(limits)).build(call.batch)
 
 
