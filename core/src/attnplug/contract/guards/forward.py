@@ -99,7 +99,7 @@ class ForwardGuard:
 
     def check_write(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> bool:
         """
-        Check a cache write apart from forward; return whether there is a cache, rather than a profiling run's empty one.
+        Check a cache write apart from forward, and return whether there is a cache: a profiling run's is empty.
 
         Raises:
             ContractError: See `AttentionImpl.write_kv`.
