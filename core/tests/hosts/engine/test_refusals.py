@@ -8,7 +8,7 @@ import transformers
 from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
-from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, RequirementsError
+from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, RequirementsError, TensorError
 from attnplug.hosts.transformers.engine import Engine
 from core.tests.hosts.models import SIZES, model, sharpen
 
@@ -229,3 +229,55 @@ def test_a_model_on_several_devices():
     made.model.layers[1].to("meta")
 
     assert "it lies on cpu, meta" in refusal(made)
+
+
+def test_forwards_that_the_step_cannot_pass_through():
+    class NoPositions(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, **rest):
+            return super().forward(input_ids, **rest)
+
+    class NoKeywords(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, position_ids):
+            return super().forward(input_ids, position_ids=position_ids)
+
+    config = model("llama").config
+    assert "takes no position_ids" in refusal(NoPositions(config).eval())
+    assert "takes no further keywords" in refusal(NoKeywords(config).eval())
+
+
+def test_a_model_that_masks_nothing_by_itself(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
+    engine = Engine(model("llama"))
+
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=2)[0]) == 2
+    monkeypatch.undo()
+    with pytest.raises(NotNegotiatedError, match="a mask of its own"):
+        engine.generate([[1, 2, 3]], max_new_tokens=2)
+
+
+def test_a_layer_that_attends_once_more_than_the_engine_knows():
+    made = model("llama")
+    engine = Engine(made)
+    made.model.layers[3].self_attn = made.model.layers[2].self_attn
+
+    with pytest.raises(NotNegotiatedError, match="LlamaAttention 2 attends once more"):
+        engine.generate([[1, 2, 3]], max_new_tokens=2)
+
+
+def test_calls_that_are_no_step():
+    engine = Engine(model("llama"))
+    rows, step = torch.tensor([[1, 2], [3, 4]]), object()
+
+    with torch.no_grad(), pytest.raises(TensorError, match="brings one row of tokens"):
+        engine.model(input_ids=rows, use_cache=False, attnplug_step=step)
+    with torch.no_grad(), pytest.raises(TensorError, match="its own key and value"):
+        engine.model(input_ids=rows[:1], past_key_values=_cached(engine.model), attnplug_step=step)
+    with pytest.raises(NotNegotiatedError, match="gradients are recorded"):
+        engine.model(input_ids=rows[:1], use_cache=False, attnplug_step=step)
+
+
+def _cached(made):
+    cache = transformers.DynamicCache(config=made.config)
+    for layer in range(4):
+        cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), layer)
+    return cache
