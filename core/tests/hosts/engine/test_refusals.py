@@ -169,7 +169,6 @@ def test_masks_that_the_model_computes_with(monkeypatch):
     [
         (lambda attention: setattr(attention, "scaling", 0.1), "scaling 0.1"),
         (lambda attention: setattr(attention, "sinks", torch.nn.Parameter(torch.ones(4))), "other sinks"),
-        (lambda attention: attention.sinks.data.add_(1), None),  # torch does not count changes of .data
         (lambda attention: _in_place(attention.sinks), "other sinks"),
         (lambda attention: setattr(attention, "sliding_window", 3), "the facts"),
     ],
@@ -181,9 +180,8 @@ def test_changes_of_a_model_under_way(change, found):
 
     change(made.model.layers[0].self_attn)
 
-    if found is not None:
-        with pytest.raises(NotNegotiatedError, match=found):
-            engine.generate([[1, 2]], max_new_tokens=2)
+    with pytest.raises(NotNegotiatedError, match=found):
+        engine.generate([[1, 2]], max_new_tokens=2)
 
 
 def _in_place(parameter):
