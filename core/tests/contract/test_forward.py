@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import Batch, Layer, Metadata
+from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Metadata
 from attnplug.errors import BatchError, CacheError, LayerError, NotNegotiatedError, TensorError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import NUM_BLOCKS, make_backend, make_batch, make_builder, make_layer, make_qkv, refused
@@ -138,6 +138,10 @@ def test_keys_of_cross_attention_may_be_absent_after_its_first_step():
         encoder_seq_lens_cpu=torch.tensor([3], dtype=torch.int32),
         max_encoder_seq_len=3,
     )
+    first = make_builder(call.backend, call.impl).build(batch)
+    with refused(TensorError, given="no K/V", allowed="slots for 1 rows", remedy="first step"):
+        call.run(key=None, value=None, metadata=first)
+    batch.slot_mapping.fill_(PAD_SLOT_ID)
     metadata = make_builder(call.backend, call.impl).build(batch)
 
     call.run(key=None, value=None, metadata=metadata)

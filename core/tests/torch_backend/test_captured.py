@@ -15,6 +15,7 @@ from attnplug.request.device import Device
 from attnplug.testing import Case, realise
 from attnplug.testing.cases import FEATURES
 from attnplug.testing.replay import check_replays, padded_for
+from attnplug.testing.scene import Scene, key_and_value_pages
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
 
@@ -84,6 +85,24 @@ def test_replays_of_cross_attention(case, lens):
     fixed = evolve(case, query_lens=(1,) * len(lens), context_lens=(3,) * len(lens), encoder_lens=tuple(lens))
     scene = realise(padded_for(fixed, 1))
     check_replays(load(fixed), [scene], num_reqs=num_reqs, max_seq_len=max(4, *lens))
+
+
+@pytest.mark.parametrize("asked", [{"sliding_window": 5}, {"attention_chunk": 16}])
+def test_blocks_before_what_is_seen_may_be_gone(asked, monkeypatch):
+    """Hosts free blocks that no query reaches any more: what the table names there is no block of the request's."""
+    case = padded_for(Case(query_lens=(1, 1), context_lens=(70, 40), block_size=4, **asked), 1)
+    plain = Scene.paged
+
+    def paged(scene, backend, device=None):
+        call = plain(scene, backend, device)
+        table = call.batch.block_table.clone()
+        for pages in key_and_value_pages(call.cache):
+            pages[table[:, :8].flatten().long()] = torch.nan
+        table[:, :8] = 2**30
+        return evolve(call, batch=evolve(call.batch, block_table=table, block_table_cpu=table))
+
+    monkeypatch.setattr(Scene, "paged", paged)
+    check_replays(load(case), [realise(case)], num_reqs=3, max_seq_len=80)
 
 
 def test_padding_does_not_bring_nan_into_the_model():

@@ -105,6 +105,8 @@ class _Part:
         size = cast("int", self._shape.block_size)
         last = (lens - 1).clamp_(min=0).unsqueeze(1)
         positions = torch.minimum(torch.arange(self.group.keys, device=lens.device), last)
+        # Blocks before all that is seen may be gone: the host may have given them to other requests.
+        positions = torch.maximum(positions, self._first_seen(lens))
         columns, offsets = divide(positions, size)
         # A request without keys has no block that could be read, not even in its first column.
         blocks, steps = table.gather(1, columns) * (lens > 0).unsqueeze(1), self._shape.row_steps
@@ -112,6 +114,14 @@ class _Part:
         if self._rows is not None and steps is not None:
             first_heads = blocks * steps[0] + offsets * steps[1]
             self._rows.copy_(head_rows(first_heads, self._shape.num_kv_heads, steps[2]))
+
+    def _first_seen(self, lens: Tensor) -> Tensor:
+        """``(members, 1)``: the first position that a row of each member may see."""
+        first_row, sight, chunk = lens - self.group.rows, self._shape.sight, self._shape.chunk
+        first = first_row - sight.left if sight.left >= 0 else torch.zeros_like(lens)
+        if chunk is not None:
+            first = torch.maximum(first, first_row - first_row % chunk)
+        return first.clamp_(min=0).unsqueeze(1)
 
     def _same_chunk(self, lens: Tensor, chunk: int) -> Tensor:
         """``(members, rows, keys)``: whether a row and a key are in one chunk of chunked-local attention."""

@@ -48,6 +48,7 @@ class ForwardGuard:
         self._may_lack_keys = impl.layer.kv_sharing_target is not None or (
             self._paged and asked.attn_type == "encoder_decoder"
         )
+        self._shares = impl.layer.kv_sharing_target is not None
         self._return_lse = asked.return_lse
         self._cache = CacheGuard(specs, impl.agreement)
         self._host_writes = bool(impl.host_writes)
@@ -191,7 +192,10 @@ class ForwardGuard:
                 f"the batch has {needed} actual tokens",
                 "pass the query of the batch that the metadata was built for",
             )
-        if keys is not None and keys < metadata.num_key_rows:
+        if keys is None:
+            if metadata.num_key_rows and not self._shares:
+                self._refuse_unwritten(metadata.num_key_rows)
+        elif keys < metadata.num_key_rows:
             raise TensorError(
                 f"layer {self._name!r} was given K/V of {keys} rows",
                 f"the batch has {metadata.num_key_rows} key rows: a slot, or a place in key_start_loc, for each",
@@ -266,6 +270,13 @@ class ForwardGuard:
             f"layer {self._name!r} was given {given}",
             "both are given, or neither where keys are cached already: KV sharing, paged cross attention",
             "pass key and value, or name a kv_sharing_target",
+        )
+
+    def _refuse_unwritten(self, rows: int) -> NoReturn:
+        raise TensorError(
+            f"layer {self._name!r} was given no K/V",
+            f"the batch has slots for {rows} rows of the encoder's, which nothing would write",
+            "pass the encoder's K/V in the first step, and no slots in later ones",
         )
 
     def _refuse_gradient(self) -> NoReturn:

@@ -66,7 +66,14 @@ class PageGuard:
             highest = max(highest, self._check_slots(batch, host_slots))
             if self._places and host_table is not None and seq_lens is not None:
                 self._check_places(batch, host_table, host_slots, query_lens, seq_lens)
-        return slots.shape[0], highest
+        return self._num_key_rows(slots, host_slots), highest
+
+    def _num_key_rows(self, slots: Tensor, host: Tensor | None) -> int:
+        """Return the K/V rows of a call. For cross attention none where the encoder's are cached already."""
+        if not self._is_cross or host is None:
+            return slots.shape[0]
+        written = (host != PAD_SLOT_ID).nonzero()
+        return int(written[-1]) + 1 if written.numel() else 0
 
     def _check_dummy(self, batch: Batch) -> tuple[int, int]:
         table, slots = batch.block_table_cpu, batch.slot_mapping_cpu
