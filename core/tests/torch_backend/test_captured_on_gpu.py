@@ -1,0 +1,69 @@
+"""Graph slots of the embedded backend in real CUDA graphs: the cases of the CPU tests, and no waiting."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from attrs import evolve
+
+import attnplug
+from attnplug.contract import GraphKey, Limits
+from attnplug.request.device import Device
+from attnplug.testing import Case, realise
+from attnplug.testing.cases import random_case
+from attnplug.testing.replay import check_replays, padded_for
+
+pytestmark = pytest.mark.gpu
+
+FEATURES = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "head_size_v", "kv_cache_dtype")
+
+
+def load(case, layout="NHD", **engine):
+    asked = case.requirements(block_size=case.block_size, kv_layout=layout, cudagraph="uniform_batch", **engine)
+    return attnplug.load(asked, Device.current(), backend="torch/sdpa")
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_graphs_match_the_oracle(query_len, layout, record_property):
+    generator = random.Random(11)
+    for _ in range(40):
+        case = random_case(generator, features=FEATURES)
+        lens = [[generator.randint(0, 90) for _ in range(generator.randint(1, 5))] for _ in range(3)]
+        num_reqs = max(map(len, lens)) + generator.randint(0, 2)
+        shaped = [
+            evolve(
+                case,
+                query_lens=(query_len,) * len(one),
+                context_lens=tuple(one),
+                decode_query_len=query_len,
+            )
+            for one in lens
+        ]
+        scenes = [realise(padded_for(one, num_reqs - len(one.query_lens))) for one in shaped]
+        scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
+        backend = load(scenes[0].case, layout, return_lse=generator.random() < 0.5)
+        check_replays(backend, scenes, num_reqs=num_reqs, max_seq_len=100)
+    record_property("graphs", 40)
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_builds_into_a_slot_do_not_wait_for_the_device():
+    case = Case(query_lens=(1,) * 8, context_lens=(300, 20, 5, 90, 7, 8, 9, 1), dtype="bfloat16")
+    scene, backend = realise(case), load(case)
+    impl, call = backend.make_impl(scene.layer(device="cuda")), scene.paged(backend, "cuda")
+    limits = Limits(max_num_reqs=8, max_num_tokens=8, max_seq_len=512)
+    builder = backend.make_builder([impl], backend.make_state(limits))
+    with builder.state.graph_capture(8):
+        slot = builder.state.slot(GraphKey(8, 8, 1))
+        builder.build(slot.dummy_batch(), slot=slot)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        builder.build(call.batch, slot=slot)
+        metadata = builder.build(call.batch)
+        builder.advance_step(builder.build(call.batch, slot=slot))
+        impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
