@@ -74,7 +74,8 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dic
         (group,) = plan.groups
         check(backend, scene)
 
-    assert isinstance(group.source, Blocks) or keys == 33, "20 keys out of 3 blocks are few"
+    if "alibi" not in asked and keys != 33:  # 20 keys out of 3 blocks are few
+        assert isinstance(group.source, Blocks)
     assert group.members == 7
     assert group.at_once is not None
     assert 1 < group.at_once < 7

@@ -24,7 +24,8 @@ def blocks_of(
     Return the blocks of a group; None where a number per key serves better.
 
     That is so where first keys lie at different places in their blocks, where whole blocks bring many keys that nobody
-    sees, where they would not fit into the workspace, and for kernels that want keys in memory without gaps.
+    sees, where they would not fit into the workspace, and for FlexAttention and written-out arithmetic: keys with gaps
+    between them would be copied there.
 
     Args:
         shape: What planning knows of the layers.
@@ -38,6 +39,7 @@ def blocks_of(
     columns = -(-(offset + keys) // size)
     if (
         shape.kernel.make_mask is not None
+        or not shape.kernel.fused
         or columns * size > keys + keys // 4 + 16
         or at_once * columns * size > shape.budget.keys
     ):
