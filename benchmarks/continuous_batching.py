@@ -73,8 +73,12 @@ def run_transformers(model: Any, prompts: list[list[int]], asked: argparse.Names
     """Return the seconds that transformers' manager takes once it runs, and its tokens."""
     model.set_attn_implementation(attention)
     blocks = 2 * len(prompts) * -(-(asked.prompt + asked.new) // asked.page) + 4
+    page = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # an older name
     sizes = ContinuousBatchingConfig(
-        page_size=asked.page, num_blocks=blocks, max_batch_tokens=asked.step, max_requests_per_batch=len(prompts)
+        **{page: asked.page},
+        num_blocks=blocks,
+        max_batch_tokens=asked.step,
+        max_requests_per_batch=len(prompts),
     )
     how = transformers.GenerationConfig(max_new_tokens=asked.new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     with (
