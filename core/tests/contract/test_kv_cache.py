@@ -156,3 +156,18 @@ def test_a_description_that_contradicts_itself_is_refused(fields, given):
         CacheTensor(**{"shape": (5, 4, 8), "dtype": torch.float32, "block_axis": 0, **fields})
 
     assert given in caught.value.given
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8])
+def test_a_tensor_lies_over_memory_of_the_host(dtype):
+    spec = CacheTensor((2, 3, 4, 2, 8), dtype, 1, (0, 1, 3, 2, 4), block_padding=8)
+    memory = torch.zeros(64 + spec.nbytes + 16, dtype=torch.uint8)
+    tensor = spec.view(memory[64:])
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == (spec.shape, spec.allocate("cpu").stride(), dtype)
+    assert tensor.data_ptr() == memory[64:].data_ptr()
+    tensor.view(torch.uint8).fill_(1)
+    assert not memory[:64].any()
+    assert not memory[64 + spec.nbytes :].any()
+    for wrong in (memory[: spec.nbytes - 1], memory.float(), memory.view(2, -1), memory[::2]):
+        with refused(CacheError, given="memory of shape", allowed=f"({spec.nbytes} or more,) uint8"):
+            spec.view(wrong)

@@ -477,3 +477,35 @@ def test_slots_show_what_they_are():
     (slot,), _ = capture(builder, GraphKey(2, 2, 1))
     assert repr(slot) == f"GraphSlot({slot.key}, of toy/plain)"
     assert attrs.asdict(slot.key)["num_reqs"] == 2
+
+
+def test_tensors_of_a_step_are_kept_for_the_slot():
+    _, _, builder = world()
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    first, second = torch.arange(3), torch.arange(3) + 5
+    assert builder.keep(None, "starts", first) is first
+    kept = builder.keep(slot, "starts", first)
+    assert builder.keep(slot, "starts", second) is kept
+    assert kept.tolist() == second.tolist()
+
+
+def test_a_builder_with_other_blocks_has_columns_of_its_own():
+    """Windowed and full layers of one backend share a state, and may have pages of different sizes."""
+    backend, _, builder = world()
+    small = make_backend(CapturingBackend, agreed_graphs="always", block_size=2)
+    other = small.make_builder([make_layer(small)], builder.state)
+    with builder.state.graph_capture(2):
+        slot = builder.state.slot(GraphKey(2, 2, 1))
+        metadata = other.build(slot.dummy_batch(other), slot=slot)
+    assert metadata.batch.block_table.shape == (2, 32)
+    batch = make_batch([1, 1], [9, 40], block_size=2)
+    assert torch.equal(other.build(batch, slot=slot).batch.block_table[:, :20], batch.block_table)
+    assert backend.agreement.block_size == 4
+
+
+def test_a_batch_that_no_graph_covers_is_refused_in_a_slot():
+    picky = type("Picky", (Capturing,), {"_can_run_in_cudagraph": lambda _, batch: batch.max_seq_len < 5})
+    _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    with refused(BatchError, given="GraphKey", allowed="'always'", remedy="slot=None"):
+        builder.build(make_batch([1], [5]), slot=slot)

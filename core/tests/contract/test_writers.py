@@ -146,3 +146,10 @@ def test_a_profiling_run_writes_nothing():
     impl.write_kv(key, value, torch.empty(0), torch.tensor([4]))
     with forward_context({"layers.0": make_builder(backend, impl).build(make_batch([1], [3]))}):
         impl.write(key, value, torch.empty(0))
+
+
+def test_a_layer_chooses_where_a_phase_leaves_the_choice():
+    mixed = {"prefill": "either", "decode": "forward"}
+    host, own = make_layer(writing(mixed), cache_write="host"), make_layer(writing(mixed))
+    assert (host.forward_writes, host.host_writes) == ({"decode"}, {"prefill"})
+    assert (own.forward_writes, own.host_writes) == (BOTH, set())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 
+import torch
 from attrs import evolve
 
 from attnplug.contract.advance import StepTokens, advanced_batch
@@ -94,7 +95,7 @@ class MetadataBuilder:
         Check the batch against the agreement and the limits, then plan.
 
         With a slot the batch is padded to its shape and written into its tensors: all that a graph reads stays where it
-        is. Capture is ``build(slot.dummy_batch(), slot=slot)``, a replay is ``build(batch, slot=slot)``.
+        is. Capture is ``build(slot.dummy_batch(self), slot=slot)``, a replay is ``build(batch, slot=slot)``.
 
         Args:
             batch: This step's requests.
@@ -111,7 +112,7 @@ class MetadataBuilder:
         if slot is None:
             batch.derived[self] = self._guard.check(batch)
             return self._complete(self._build(batch, fast=fast, slot=None))
-        self._check_slot(slot)
+        self._check_slot(slot, batch)
         facts = self._guard.check(batch)
         seen = slot.take(batch, self)
         seen.derived[self] = facts.in_slot(slot, self.agreement.requirements)
@@ -255,6 +256,18 @@ class MetadataBuilder:
         """
         return slot.once((self, key), make)
 
+    def keep(self, slot: GraphSlot | None, key: Hashable, tensor: Tensor) -> Tensor:
+        """
+        Return a tensor of this step as a graph may read it: without a slot itself, with one its values in memory that
+        the slot keeps.
+
+        Args:
+            slot: The slot that is built into, or None.
+            key: What the tensor is, among those of this builder.
+            tensor: Of one shape and dtype in all builds of a slot.
+        """
+        return tensor if slot is None else self.once(slot, key, lambda: torch.empty_like(tensor)).copy_(tensor)
+
     def _can_run_in_cudagraph(self, batch: Batch) -> bool:
         """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
         del batch
@@ -315,7 +328,7 @@ class MetadataBuilder:
             )
         return metadata
 
-    def _check_slot(self, slot: GraphSlot) -> None:
+    def _check_slot(self, slot: GraphSlot, batch: Batch) -> None:
         if self.graph_level == "never":
             raise NotNegotiatedError(
                 "a graph slot was given to build",
@@ -327,6 +340,12 @@ class MetadataBuilder:
                 f"the slot {slot!r} was given to a builder of {self.agreement.id}",
                 "a slot belongs to the state that the builder was made with, until it is released",
                 "pass a slot of builder.state",
+            )
+        if not self.can_run_in_cudagraph(batch):
+            raise BatchError(
+                f"a batch with queries of up to {batch.max_query_len} tokens was given for the slot {slot.key}",
+                f"{self.agreement.id} replays batches of the level {self.graph_level!r} here, and not every one",
+                "build with slot=None where can_run_in_cudagraph(batch) is False",
             )
 
     def _check_own(self, metadata: Metadata) -> None:

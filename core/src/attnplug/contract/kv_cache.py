@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.errors import PluginContractError
+from attnplug.errors import CacheError, PluginContractError
 
 Cache: TypeAlias = Tensor | Mapping[str, Tensor]
 """A layer's cache: the tensor, or a mapping of roles to tensors where there are several."""
@@ -82,6 +82,25 @@ class CacheTensor:
             storage = torch.full((elements,), fill.item(), dtype=self.dtype, device=device)
         storage = storage.view(self.dtype)
         return storage.as_strided(self.shape, strides)
+
+    def view(self, storage: Tensor) -> Tensor:
+        """
+        Return the tensor over memory that a host owns, laid out in `stride_order`. Its values are those of the memory.
+
+        Args:
+            storage: ``(nbytes or more,)`` uint8, contiguous, at an address that suits the dtype.
+
+        Raises:
+            CacheError: It is something else.
+        """
+        strides, elements = self._physical()
+        if storage.dtype != torch.uint8 or storage.ndim != 1 or storage.stride(0) != 1 or storage.numel() < self.nbytes:
+            raise CacheError(
+                f"memory of shape {tuple(storage.shape)} and {storage.dtype} was given for a cache tensor",
+                f"it is ({self.nbytes} or more,) uint8, contiguous",
+                "pass a slice of raw memory: torch.empty(nbytes, dtype=torch.uint8)",
+            )
+        return storage[: elements * self.dtype.itemsize].view(self.dtype).as_strided(self.shape, strides)
 
     def with_layers(self, num_layers: int) -> CacheTensor:
         """Return the tensor that holds this one for every layer: ``tensor[layer]`` is a layer's cache."""

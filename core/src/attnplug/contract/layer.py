@@ -56,8 +56,8 @@ class Layer:
         v_scale_tensor: The same for values, ``(num_kv_heads,)`` per head.
         output_scale: Scale of a quantized output, float32, one element.
         output_block_scale: Where the output's block scales are written, for formats that have them.
-        cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), where the
-            implementation leaves the choice; None is its own way.
+        cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), in the phases for
+            which the implementation leaves the choice; None is its own way.
         extra: What open features bring along, by the feature's name: tables of a fused rotary embedding, say. Only
             features that were asked for.
     """

@@ -24,8 +24,9 @@ class GraphSlot:
     """
     One captured shape. `State.slot` makes it.
 
-    A host captures with the metadata of ``builder.build(slot.dummy_batch(), slot=slot)``, and before each replay calls
-    ``builder.build(batch, slot=slot)``: every tensor in the metadata is then where it was, with the step's values.
+    A host captures with the metadata of ``builder.build(slot.dummy_batch(builder), slot=slot)``, and before each replay
+    calls ``builder.build(batch, slot=slot)``: every tensor in the metadata is then where it was, and holds the step's
+    values.
 
     Attributes:
         state: Who owns it.
@@ -55,9 +56,15 @@ class GraphSlot:
             self._kept[key] = make()
         return cast("_T", self._kept[key])
 
-    def dummy_batch(self) -> Batch:
-        """Return a batch of this shape for the capture. It touches nothing but the null block."""
-        return self.state.backend.dummy_batch(self.key)
+    def dummy_batch(self, builder: MetadataBuilder | None = None) -> Batch:
+        """
+        Return a batch of this shape for the capture. It touches nothing but the null block.
+
+        Args:
+            builder: Whose agreement it is made for; None is that of the backend which made the state.
+        """
+        backend = self.state.backend if builder is None else builder.backend
+        return backend.dummy_batch(self.key)
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch can be padded to this shape."""

@@ -169,9 +169,8 @@ class State:
 
     def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
         """Return the tensors that the graphs of a builder read."""
-        if builder not in self._inputs:
-            agreement = self.backend.agreement
-            self._inputs[builder] = PersistentInputs(agreement, self.limits, self._max_batch_size, self.device)
+        if builder not in self._inputs:  # agreements that share a state may differ in their block size
+            self._inputs[builder] = PersistentInputs(builder.agreement, self.limits, self._max_batch_size, self.device)
         return self._inputs[builder]
 
     def _check_capture(self, max_batch_size: int) -> None:

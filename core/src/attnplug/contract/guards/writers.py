@@ -37,18 +37,12 @@ def settle_writers(
         )
     if not agreement.requirements.paged or layer.kv_sharing_target is not None:
         return frozenset(), frozenset()
-    declared = by_phase(cache_write)
-    writers = {phase: _settle(declared[phase], layer, phase, agreement) for phase in agreement.requirements.phases}
+    declared = {phase: by_phase(cache_write)[phase] for phase in agreement.requirements.phases}
+    if layer.cache_write is not None and not {"either", layer.cache_write} & set(declared.values()):
+        raise NotNegotiatedError(
+            f"layer {layer.name!r} has cache_write={layer.cache_write!r}",
+            f"in {agreement.id} the cache is written by {', '.join(sorted(map(repr, set(declared.values()))))}",
+            "leave cache_write out of the layer",
+        )
+    writers = {phase: layer.cache_write or "forward" if who == "either" else who for phase, who in declared.items()}
     return tuple(frozenset(phase for phase, who in writers.items() if who == writer) for writer in ("forward", "host"))  # type: ignore[return-value]
-
-
-def _settle(declared: str, layer: Layer, phase: str, agreement: Agreement) -> str:
-    if declared == "either":
-        return layer.cache_write or "forward"
-    if layer.cache_write in (None, declared):
-        return declared
-    raise NotNegotiatedError(
-        f"layer {layer.name!r} has cache_write={layer.cache_write!r}",
-        f"in {agreement.id} the cache is written by {declared!r} in the {phase} phase",
-        "leave cache_write out of the layer",
-    )
