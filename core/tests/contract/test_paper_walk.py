@@ -11,6 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
+from attnplug.batching import positions_of
 from attnplug.contract import (
     Batch,
     GraphKey,
@@ -538,6 +539,21 @@ def test_int8_layers_that_share_a_cache_save_nothing():
     assert not world.caches[0]["k_scale"].any()
 
 
+def test_int8_calibrates_around_a_backend_that_the_selector_chose():
+    inner = ToyBackend(agree())
+    world = World(type("B", (int8.ObserverBackend,), {"inner": inner}), level="never")
+    other = World(ToyBackend, level="never")
+    for lens in ([1, 5], [9, 8]), ([1], [3]):
+        batch = make_batch(*lens)
+        output = world.run(world.builder.build(batch))
+        expected = torch.full_like(output, 7.0)
+        query, (key, value) = world.given[0], world.given[1:]
+        other.impls[0].forward(query, key, value, other.caches[0], other.builder.build(batch), expected)
+        assert torch.equal(output, expected)
+        assert torch.equal(world.impls[0].largest >= value.abs().amax(0), torch.ones(2, 8, dtype=torch.bool))
+    assert torch.equal(world.caches[0], other.caches[0])
+
+
 # --- block-sparse ---------------------------------------------------------------------------------------------------
 
 PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 64}
@@ -776,3 +792,65 @@ def test_levels_of_graphs_are_those_of_the_engine(key, level):
     else:
         host.capture_model([key])
         assert host.state.slots[key].is_captured(host.groups[0].builder)
+
+
+def test_ranks_without_requests_run_the_model_and_touch_nothing():
+    host = runner(4, [Layer(name="layers.0")])
+    (group,) = host.groups
+    before = group.caches["layers.0"].clone()
+
+    host._run({group.builder: group.builder.build(group.builder.backend.dummy_batch(GraphKey(3, 3, 1)))})
+
+    assert not host.model.outputs["layers.0"][:3].eq(7).any()
+    assert torch.equal(group.caches["layers.0"], before)
+
+
+def test_layers_on_two_states_replay_one_shape():
+    one, two = (runner(8, [Layer(name="layers.0")]) for _ in range(2))
+    one.capture_model([GraphKey(2, 2, 1), GraphKey(8, 8, 1)])
+    two.capture_model([GraphKey(8, 8, 1)])
+    batches = [{host.groups[0].builder: make_batch([1, 1], [9, 4])} for host in (one, two)]
+
+    steps = [
+        host.state.begin_forward(each, key=GraphKey(8, 8, 1)) for host, each in zip((one, two), batches, strict=True)
+    ]
+
+    assert [step.slot.key for step in steps] == [GraphKey(8, 8, 1)] * 2
+
+
+def test_other_ranks_plan_from_the_same_plain_data():
+    world, other = flash_infer(), flash_infer()
+    mine = world.builder.build(make_batch([1, 5], [9, 8]))
+
+    theirs = other.builder.build(Batch(**mine.batch.to_dict()))
+
+    for one, two in zip(
+        world.impls[0].plan(mine).decode.plans[0]["arrays"],
+        other.impls[0].plan(theirs).decode.plans[0]["arrays"],
+        strict=True,
+    ):
+        assert torch.equal(one, two)
+
+
+def test_what_open_features_need_reaches_layers_and_builders():
+    """A rotary embedding fused into the attention call: its table by layer, positions by batch."""
+
+    class Impl(ToyImpl):
+        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+            turned = self.layer.extra["acme.rope_fused"][metadata.batch.extra["acme.rope_fused"]].view(-1, 1, 1)
+            super()._forward(query * turned, key * turned, value, kv_cache, metadata, output, lse)
+
+    table = torch.randn(64)
+    layer = Layer(name="layers.0", extra={"acme.rope_fused": table})
+    world = World(type("B", (GraphBackend,), {"impl_class": Impl}), layer, features=("acme.rope_fused",))
+    batch = make_batch([1, 3], [9, 3])
+    positions = positions_of(batch)
+    output = world.run(world.builder.build(evolve(batch, extra={"acme.rope_fused": positions})))
+
+    plain = World(ToyBackend, level="never")
+    expected = torch.empty_like(output)
+    turned = table[positions].view(-1, 1, 1)
+    query, key, value = world.given
+    metadata = plain.builder.build(batch)
+    plain.impls[0].forward(query * turned, key * turned, value, plain.caches[0], metadata, expected)
+    torch.testing.assert_close(output, expected)

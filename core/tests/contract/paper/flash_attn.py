@@ -27,7 +27,7 @@ class Library:
     def get_scheduler_metadata(self, **given):
         assert given["cache_seqlens"].dtype == torch.int32
         self.scheduled.append(given)
-        return torch.full((1 + -(-given["batch_size"] // 4) * 4,), len(self.scheduled), dtype=torch.int32)
+        return given["cache_seqlens"].new_full((1 + -(-given["batch_size"] // 4) * 4,), len(self.scheduled))
 
     def flash_attn_varlen_func(self, q, k, v, *, out, **given):
         assert given["cu_seqlens_q"][-1] == q.shape[0]

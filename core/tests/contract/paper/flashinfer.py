@@ -43,7 +43,7 @@ class Wrapper:
             if self.plans:
                 assert values["q_len_per_req"] == self.plans[0]["q_len_per_req"], "part of the frozen shape"
             for buffer, array in zip(self.buffers, (indptr, indices, last_page_len), strict=True):
-                buffer[: array.shape[0]].copy_(array)
+                buffer[: array.shape[0]].copy_(array, non_blocking=True)
         pages = (indptr.diff() - 1).clamp(min=0)
         if values.get("q_len_per_req", 1) > 1:
             assert int((pages * values["page_size"] + last_page_len).min()) >= values["q_len_per_req"]

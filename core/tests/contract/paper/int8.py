@@ -169,3 +169,47 @@ class Int8Backend(Backend):
             return {"kv": CacheTensor((2, *pages), torch.int8, 1), **scales}
         values = CacheTensor(pages, torch_dtype(asked.dtype), 0)
         return {"k": CacheTensor(pages, torch.int8, 0), "v": values, **scales}
+
+
+# --- level 0: an observer around another backend --------------------------------------------------------------------
+
+
+@frozen(eq=False, kw_only=True)
+class ObservedMetadata(Metadata):
+    inner: Metadata | None = None
+
+
+class ObserverImpl(AttentionImpl):
+    cache_write = "forward"
+
+    def __init__(self, layer, backend):
+        super().__init__(layer, backend)
+        self.inner = backend.inner.make_impl(layer)
+        self.largest = torch.zeros(self.num_kv_heads, self.head_size_v, device=self.device)
+
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        count = metadata.batch.num_actual_tokens
+        torch.maximum(self.largest, value[:count].float().abs().amax(0), out=self.largest)
+        self.inner.forward(query, key, value, kv_cache, metadata.inner, output, lse=lse)
+
+
+class ObserverBuilder(MetadataBuilder):
+    def __init__(self, backend, impls, state):
+        super().__init__(backend, impls, state)
+        inner = backend.inner
+        self.inner = inner.make_builder([impl.inner for impl in impls], inner.make_state(state.limits, state.parallel))
+
+    def _build(self, batch, *, fast, slot):
+        return self.describe(batch, inner=self.inner.build(batch, fast=fast))
+
+
+class ObserverBackend(Backend):
+    """What runs beneath is chosen as any host chooses: `inner` is what attnplug.load returned."""
+
+    impl_class = ObserverImpl
+    builder_class = ObserverBuilder
+    metadata_class = ObservedMetadata
+    inner: Backend
+
+    def cache_tensors(self, num_blocks):
+        return self.inner.cache_tensors(num_blocks)

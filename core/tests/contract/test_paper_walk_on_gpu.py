@@ -1,0 +1,58 @@
+"""Builds of the paper walk's plugins do not wait for a GPU: what they take from the contract does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from attnplug.contract import Backend, GraphKey, Layer
+from attnplug.request.device import Device
+from core.tests.contract.paper.blocksparse import BlockSparseBackend
+from core.tests.contract.paper.flash_attn import FlashAttentionBackend
+from core.tests.contract.paper.flashinfer import FlashInferBackend
+from core.tests.contract.paper.int8 import Int8Backend
+from core.tests.contract.world import agree, limits, make_batch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
+PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 64}
+
+
+@pytest.mark.parametrize(
+    ("cls", "asked"),
+    [
+        (FlashInferBackend, {}),
+        (FlashAttentionBackend, {"cascade": True}),
+        (Int8Backend, {"kv_cache_dtype": "int8_k", "dtype": "bfloat16"}),
+        (BlockSparseBackend, {"block_sparse": PATTERN}),
+    ],
+)
+def test_builds_do_not_wait(cls: type[Backend], asked: dict[str, object]) -> None:
+    selection = agree(agreed_graphs="single_token_decode", **asked)
+    backend = cls(evolve(selection, device=Device.cuda("9.0")))
+    impl = backend.make_impl(Layer(name="layers.0"))
+    builder = backend.make_builder([impl], backend.make_state(limits()))
+    batches = [make_batch([1, 1, 5], [9, 4, 8], device="cuda"), make_batch([1, 1], [9, 4], device="cuda")]
+    if backend.agreement.requirements.cascade:
+        table = torch.tensor([[1, 2, 3], [1, 2, 4]], dtype=torch.int32)
+        slots = torch.tensor([12, 16])
+        shared = {"block_table": table, "slot_mapping": slots, "common_prefix_len": 8}
+        batches.append(make_batch([1, 1], [9, 9], device="cuda", **shared))
+    with builder.state.graph_capture(4):
+        slot = builder.state.slot(GraphKey(4, 4, 1))
+        builder.build(slot.dummy_batch(), slot=slot)
+    for batch in batches:
+        builder.build(batch)  # makes wrappers, whose workspace is looked at
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for batch in batches:
+            builder.build(_again(batch))
+        builder.build(batches[1], slot=slot)
+        builder.advance_step(builder.build(batches[1], slot=slot), num_queries=1)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _again(batch):
+    """Return the batch without what earlier builds derived from it."""
+    return type(batch)(**batch.to_dict())
