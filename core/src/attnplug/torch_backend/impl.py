@@ -115,6 +115,7 @@ class TorchImpl(AttentionImpl):
     def _run_groups(
         self, plan: Plan, groups: tuple[Group, ...], query: Tensor, source: Source, results: Results
     ) -> None:
+        wide: tuple[list[Tensor], list[Tensor]] = ([], [])
         for group in groups:
             taken = group.queries.taken
             rows = query[taken] if isinstance(taken, slice) else query.index_select(0, taken)
@@ -124,7 +125,7 @@ class TorchImpl(AttentionImpl):
                 members = slice(first, min(first + step, group.members))
                 key, value = source.of(group, members)
                 if not plan.kernel.fused:
-                    key, value = _as_float32(key), _as_float32(value)
+                    key, value = _as_float32(key, wide[0]), _as_float32(value, wide[1])
                 for tile in group.tiles:
                     self._attend(plan, tile, rows[members], key, value, target.part(members))
             results.keep(group, target)
@@ -163,8 +164,14 @@ def _without(blind: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Te
     return out.masked_fill(blind.unsqueeze(-1), 0), lse
 
 
-def _as_float32(rows: Tensor) -> Tensor:
-    """Return rows in float32, each head's together: matrix products would else copy them, slower, at every tile."""
+def _as_float32(rows: Tensor, memory: list[Tensor]) -> Tensor:
+    """
+    Return rows in float32, each head's together: matrix products would else copy them, slower, at every tile.
+
+    They go into memory that the next rows use again: fresh memory costs the CPU more than the copy.
+    """
     if rows.dtype == torch.float32 and rows.is_contiguous():
         return rows
-    return torch.empty(rows.shape, dtype=torch.float32, device=rows.device).copy_(rows)
+    if not memory or memory[0].numel() < rows.numel():
+        memory[:] = [torch.empty(rows.numel(), dtype=torch.float32, device=rows.device)]
+    return memory[0][: rows.numel()].view(rows.shape).copy_(rows)
