@@ -71,7 +71,7 @@ class World:
     def capture(self, *keys, **how):
         with self.state.graph_capture(self.state.limits.max_num_reqs):
             slots = [self.state.slot(key, **how) for key in keys]
-            return [(slot, self.builder.build(slot.dummy_batch(), slot=slot)) for slot in slots]
+            return [(slot, self.builder.build(slot.dummy_batch(self.builder), slot=slot)) for slot in slots]
 
 
 # --- all -----------------------------------------------------------------------------------------------------------
@@ -95,8 +95,6 @@ def test_sketches_take_public_names_alone():
 
 
 # --- FlashInfer -----------------------------------------------------------------------------------------------------
-
-WINDOWED = {"sliding_window": 9}
 
 
 def flash_infer(*layers, **asked):
@@ -192,6 +190,8 @@ def test_flashinfer_graph_wrappers_keep_their_buffers_and_are_planned_again():
     assert [buffer.data_ptr() for buffer in wrapper.buffers] == places
     assert len(wrapper.plans) == 3
     assert not world.builder.can_run_in_cudagraph(make_batch([5], [9]))
+    with pytest.raises(BatchError):  # not even where the shape would fit
+        world.builder.build(make_batch([3], [9]), slot=slot)
 
 
 def test_flashinfer_groups_of_one_state_have_wrappers_of_their_own():
@@ -380,6 +380,25 @@ def test_flash_attention_shares_a_sequence_between_ranks():
     assert flash_attn.fa3.groups == [group, group]
 
 
+def test_flash_attention_keeps_the_lengths_of_a_shard_in_place():
+    ranks = Parallel(dcp_rank=1, dcp_size=2, dcp_interleave=2, dcp_group=SimpleNamespace(size=2))
+    world = flash_attention(dcp_size=2, parallel=ranks)
+    backend, key = world.backend, GraphKey(3, 3, 1)
+    local = torch.ones(3, dtype=torch.int32)
+    with world.state.graph_capture(3):
+        slot = world.state.slot(key)
+        captured = world.builder.build(evolve(backend.dummy_batch(key), dcp_local_seq_lens=local), slot=slot)
+    table, _ = page_out([1, 1], [9, 6])
+    batch = Batch.from_lengths(
+        [1, 1], [9, 6], block_table=table, slot_mapping=torch.full((2,), -1), dcp_local_seq_lens=local[:2]
+    )
+    world.builder.build(batch, slot=slot)
+
+    context, new = world.impls[0].plan(captured)
+    assert (context.seqused_k.tolist(), new.seqused_k.tolist()) == ([4, 2, 0], [1, 1, 0])
+    assert context.scheduler_metadata.data_ptr() != new.scheduler_metadata.data_ptr()
+
+
 def test_flash_attention_descales_per_request_and_head():
     scales = {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 2.0}
     layer = Layer(name="layers.0", **scales)
@@ -496,10 +515,8 @@ def test_int8_prefills_write_apart_and_decodes_fused(tmp_path):
 
 
 def test_int8_hosts_may_write_prefills_as_an_op_of_their_own():
-    class HostImpl(int8.Int8Impl):
-        cache_write = {"prefill": "host", "decode": "forward"}  # noqa: RUF012
-
-    world = World(type("B", (int8.Int8Backend,), {"impl_class": HostImpl}), kv_cache_dtype="int8_k", dtype="bfloat16")
+    layer = Layer(name="layers.0", cache_write="host")
+    world = World(int8.Int8Backend, layer, kv_cache_dtype="int8_k", dtype="bfloat16")
     impl, batch = world.impls[0], make_batch([1, 5], [9, 8])
     metadata = world.builder.build(batch)
     query, key, value, output = make_qkv(world.backend, 6)
@@ -792,6 +809,42 @@ def test_levels_of_graphs_are_those_of_the_engine(key, level):
     else:
         host.capture_model([key])
         assert host.state.slots[key].is_captured(host.groups[0].builder)
+
+
+def test_agreements_that_share_a_state_have_pages_of_their_own_size():
+    """Windowed and full layers are two agreements of one backend, one workspace, and one graph."""
+    full, windowed = (
+        GraphBackend(agree(agreed_graphs="always", **asked)) for asked in ({}, {**WINDOWED, "block_size": 2})
+    )
+    state = full.make_state(limits(num_blocks=None))
+    builders = [each.make_builder([each.make_impl(Layer(name="layers.0"))], state) for each in (full, windowed)]
+    with state.graph_capture(2):
+        slot = state.slot(GraphKey(2, 2, 1))
+        for builder in builders:
+            builder.build(slot.dummy_batch(builder), slot=slot)
+    sizes = (4, 2)
+
+    step = state.begin_forward(
+        {builder: make_batch([1, 1], [60, 39], block_size=size) for builder, size in zip(builders, sizes, strict=True)}
+    )
+
+    for builder, size in zip(builders, sizes, strict=True):
+        table = step.metadata[builder].batch.block_table
+        assert torch.equal(table[:, : -(-60 // size)], make_batch([1, 1], [60, 39], block_size=size).block_table)
+
+
+def test_a_host_lays_roles_into_its_own_memory():
+    world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16")
+    specs = world.backend.cache_tensors(NUM_BLOCKS)
+    memory = torch.zeros(sum(spec.nbytes for spec in specs.values()), dtype=torch.uint8)
+    parts = memory.split([spec.nbytes for spec in specs.values()])
+    cache = {role: spec.view(part) for (role, spec), part in zip(specs.items(), parts, strict=True)}
+    world.impls[0].init_cache(cache)
+    world.caches = [cache]
+
+    world.run(world.builder.build(make_batch([5], [5])))
+
+    assert all(part.any() for part in parts)
 
 
 def test_ranks_without_requests_run_the_model_and_touch_nothing():

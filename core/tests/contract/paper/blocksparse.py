@@ -118,7 +118,7 @@ class BlockSparseBuilder(MetadataBuilder):
         asked = self.agreement.requirements
         blocks = -(-decodes.max_seq_len // pattern.block_size)
         found = pattern.visited(decodes.seq_lens, asked.num_q_heads, asked.num_kv_heads, blocks)
-        return found if slot is None else self.once(slot, key, lambda: torch.empty_like(found)).copy_(found)
+        return self.keep(slot, key, found)
 
     def _can_run_in_cudagraph(self, batch):
         return batch.max_query_len == 1

@@ -141,7 +141,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         for key, (impl, *_) in self.plan_groups.items():
             passes = self._passes(metadata)
             if not fast or slot is not None:  # a graph was captured with schedules, and keeps reading them
-                passes = tuple(self._scheduled(key, impl, each, slot) for each in passes)
+                passes = tuple(self._scheduled((key, number), impl, each, slot) for number, each in enumerate(passes))
             plans[key] = passes
         return attrs.evolve(metadata, plans=plans)
 
@@ -160,7 +160,7 @@ class FlashAttentionBuilder(MetadataBuilder):
     def _passes(self, metadata):
         batch = metadata.batch
         if self.parallel.dcp_size > 1:
-            return self._sharded(batch)
+            return self._sharded(batch, metadata.slot)
         if batch.common_prefix_len:
             return self._cascade(batch)
         return tuple(self._pass(phase, batch) for phase in (metadata.decodes, metadata.prefills) if phase is not None)
@@ -190,9 +190,10 @@ class FlashAttentionBuilder(MetadataBuilder):
             ),
         )  # fmt: skip
 
-    def _sharded(self, batch):
-        ranks, queries = self.parallel, batch.query_start_loc.diff()
+    def _sharded(self, batch, slot):
+        ranks, queries = self.parallel, self.keep(slot, "queries", batch.query_start_loc.diff())
         where = (ranks.dcp_size, ranks.dcp_rank, ranks.dcp_interleave)
+        context = num_local_tokens_per_dcp_rank(batch.seq_lens - batch.query_start_loc.diff(), *where)
         rest = {
             "rows": slice(0, batch.num_actual_tokens),
             "cu_seqlens_q": batch.query_start_loc,
@@ -200,7 +201,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         }
         return (
             Pass(
-                seqused_k=num_local_tokens_per_dcp_rank(batch.seq_lens - queries, *where),
+                seqused_k=self.keep(slot, "context", context.clamp(min=0)),
                 max_seqlen_k=max_local_tokens_per_dcp_rank(batch.max_seq_len, ranks.dcp_size, ranks.dcp_interleave),
                 block_table=batch.block_table, causal=False, is_sharded=True, **rest,
             ),

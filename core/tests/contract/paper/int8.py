@@ -146,9 +146,7 @@ class Int8Builder(MetadataBuilder):
             found["cu_seqlens_k"] = torch.nn.functional.pad(prefills.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         if decodes is not None:
             lens = decodes.seq_lens.clamp(min=1)  # a padded request writes one key: into the null block
-            found["context_lens"] = (
-                lens if slot is None else self.once(slot, "lens", lambda: torch.empty_like(lens)).copy_(lens)
-            )
+            found["context_lens"] = self.keep(slot, "lens", lens)
         return self.describe(batch, **found)
 
     def _can_run_in_cudagraph(self, batch):

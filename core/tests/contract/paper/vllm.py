@@ -79,7 +79,10 @@ class Runner:
         with self.state.graph_capture(max(key.num_reqs for key in keys)):
             for key in sorted(keys, key=lambda key: -key.num_tokens):
                 slot = self.state.slot(key, **how)
-                step = {group.builder: group.builder.build(slot.dummy_batch(), slot=slot) for group in self.groups}
+                step = {
+                    group.builder: group.builder.build(slot.dummy_batch(group.builder), slot=slot)
+                    for group in self.groups
+                }
                 _, self.replays[key] = capture(lambda step=step: self._run(step), self.state.device)
 
     def execute_model(self, common, tables, prefix=0):
