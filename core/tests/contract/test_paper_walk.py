@@ -813,9 +813,8 @@ def test_levels_of_graphs_are_those_of_the_engine(key, level):
 
 def test_agreements_that_share_a_state_have_pages_of_their_own_size():
     """Windowed and full layers are two agreements of one backend, one workspace, and one graph."""
-    full, windowed = (
-        GraphBackend(agree(agreed_graphs="always", **asked)) for asked in ({}, {**WINDOWED, "block_size": 2})
-    )
+    asked = {}, {"sliding_window": 9, "block_size": 2}
+    full, windowed = (GraphBackend(agree(agreed_graphs="always", **each)) for each in asked)
     state = full.make_state(limits(num_blocks=None))
     builders = [each.make_builder([each.make_impl(Layer(name="layers.0"))], state) for each in (full, windowed)]
     with state.graph_capture(2):
