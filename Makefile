@@ -56,7 +56,7 @@ docs: $(READY) ## the documentation, into site/; a warning is an error
 tables: $(READY) ## regenerate the reference pages that are made from manifests
 	@$(BIN)/python -m tools.tables --write
 
-bench: $(READY) ## the selection budgets, measured here
+bench: $(READY) ## the time budgets, measured here
 	@$(BIN)/attnplug bench
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU; writes a report under docs/reference/evidence

@@ -19,7 +19,7 @@ VERBS: Final = {
     "list": "what is installed, and what stands in the way of the rest",
     "explain": "which backend serves a layer or a model, and why not the others",
     "doctor": "what is wrong with this environment",
-    "bench": "the time budgets of the selection, measured here",
+    "bench": "the time budgets, measured here",
     "demo": "real model architectures, served through the chosen backend",
 }
 """Every verb with its summary; the verb is the name of its module."""

@@ -7,9 +7,9 @@ from typing import Any, Final, Literal
 
 from attrs import frozen
 
-Unit = Literal["ms", "us"]
+Unit = Literal["ms", "us", "x"]
 
-_PER_SECOND: Final = {"ms": 1e3, "us": 1e6}
+_PER_SECOND: Final = {"ms": 1e3, "us": 1e6, "x": 1.0}
 
 
 @frozen
@@ -20,9 +20,10 @@ class Measurement:
     Attributes:
         name: Its name, as ``attnplug bench NAME`` takes it; several measurements of one section share it.
         what: Exactly what was measured.
-        samples: Seconds, in the order in which they were measured.
+        samples: Seconds, in the order in which they were measured; numbers where the unit is ``"x"``, times as many.
         unit: The unit to tell it in.
         budget: What it may take, in that unit; None where it is told for comparison alone.
+        paired: Whether each sample compares two of one round: their best is luck, and not told.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Measurement:
     samples: tuple[float, ...]
     unit: Unit
     budget: float | None = None
+    paired: bool = False
 
     @property
     def median(self) -> float:
@@ -37,9 +39,17 @@ class Measurement:
         return statistics.median(self.samples) * _PER_SECOND[self.unit]
 
     @property
-    def best(self) -> float:
-        """The best in the unit: what a machine without other work would come near."""
-        return min(self.samples) * _PER_SECOND[self.unit]
+    def best(self) -> float | None:
+        """The best in the unit: what a machine without other work would come near. None where it says nothing."""
+        return None if self.paired else min(self.samples) * _PER_SECOND[self.unit]
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """What a quarter of the samples lies below, and a quarter above, in the unit."""
+        if len(self.samples) < 2:
+            return self.median, self.median
+        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
+        return low * _PER_SECOND[self.unit], high * _PER_SECOND[self.unit]
 
     @property
     def within(self) -> bool:
@@ -58,7 +68,8 @@ class Measurement:
             "what": self.what,
             "unit": self.unit,
             "median": round(self.median, 4),
-            "best": round(self.best, 4),
+            "quartiles": [round(quartile, 4) for quartile in self.quartiles],
+            "best": None if self.best is None else round(self.best, 4),
             "budget": self.budget,
             "verdict": self.verdict,
             "samples": len(self.samples),
@@ -66,6 +77,15 @@ class Measurement:
 
 
 def told(value: float, unit: Unit) -> str:
-    """Return a time with three digits: ``0.123 us``, ``12.3 ms``, ``123 ms``."""
-    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0
-    return f"{value:.{digits}f} {unit}"
+    """Return a number with three digits: ``0.123 us``, ``12.3 ms``, ``123 ms``, ``1.23 x``."""
+    return f"{_digits(value)} {unit}"
+
+
+def told_range(low: float, high: float, unit: Unit) -> str:
+    """Return two of them: ``12.3 to 12.9 ms``."""
+    return f"{_digits(low)} to {_digits(high)} {unit}"
+
+
+def _digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.{3 if size < 1 else 2 if size < 10 else 1 if size < 100 else 0}f}"

@@ -6,15 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from attrs import frozen
+from attrs import field, frozen
 
-from attnplug.cli.bench.measurement import Measurement, told
+from attnplug.cli.bench.measurement import Measurement, told, told_range
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-_TITLE: Final = "# Budgets of the selection"
+_ON_A_BACKEND: Final = {"build", "forward"}
 
 
 @frozen
@@ -26,11 +26,15 @@ class Result:
         command: The command that measured.
         machine: What the numbers depend on.
         measurements: The numbers.
+        setup: What numbers of a backend depend on besides: its variant, device, dtype, threads.
+        notes: What could not be measured, or not well, and why.
     """
 
     command: str
     machine: Mapping[str, Any]
     measurements: tuple[Measurement, ...]
+    setup: Mapping[str, str] = field(factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def within(self) -> bool:
@@ -40,7 +44,13 @@ class Result:
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         numbers = [measurement.to_dict() for measurement in self.measurements]
-        return {"command": self.command, "machine": dict(self.machine), "measurements": numbers}
+        return {
+            "command": self.command,
+            "machine": dict(self.machine),
+            "setup": dict(self.setup),
+            "measurements": numbers,
+            "notes": list(self.notes),
+        }
 
     def facts(self) -> list[tuple[str, str]]:
         """Return what the numbers depend on, ready to read."""
@@ -52,31 +62,37 @@ class Result:
             ("Python", str(self.machine["python"])),
             ("versions", versions),
             ("installed distributions", str(self.machine["distributions"])),
+            *self.setup.items(),
             ("command", f"`{self.command}`"),
         ]
 
     def page(self) -> str:
         """Return the result as Markdown."""
-        rows = [
-            f"| {m.what} | {told(m.median, m.unit)} | {told(m.best, m.unit)} | {_budget(m)} | {m.verdict or '-'} |"
-            for m in self.measurements
-        ]
         return "\n".join(
             [
-                _TITLE,
+                self._title(),
                 "",
-                "Written by `attnplug bench`; not edited by hand. The median is held against the budget.",
+                "Written by `attnplug bench`; not edited by hand. The median is held against the budget; half of the",
+                "samples lie between the quartiles.",
                 "",
                 "| what | value |",
                 "| --- | --- |",
                 *(f"| {name} | {value} |" for name, value in self.facts()),
                 "",
-                "| what | median | best | budget | verdict |",
-                "| --- | --- | --- | --- | --- |",
-                *rows,
+                "| what | median | quartiles | best | budget | verdict |",
+                "| --- | --- | --- | --- | --- | --- |",
+                *map(_row, self.measurements),
                 "",
+                *(f"- {note}" for note in self.notes),
+                *([""] if self.notes else []),
             ]
         )
+
+    def _title(self) -> str:
+        names = {measurement.name for measurement in self.measurements}
+        if names <= _ON_A_BACKEND:
+            return f"# Build and forward of {self.setup.get('backend', 'a backend').partition(',')[0]}"
+        return "# Budgets" if names & _ON_A_BACKEND else "# Budgets of the selection"
 
     def write(self, file: Path) -> None:
         """
@@ -106,6 +122,11 @@ def check_suffix(file: Path) -> str:
             f"--output {str(file)!r} was given", "a result is written as .md or .json", "name such a file"
         )
     return file.suffix
+
+
+def _row(m: Measurement) -> str:
+    median, best = told(m.median, m.unit), "-" if m.best is None else told(m.best, m.unit)
+    return f"| {m.what} | {median} | {told_range(*m.quartiles, m.unit)} | {best} | {_budget(m)} | {m.verdict or '-'} |"
 
 
 def _budget(measurement: Measurement) -> str:

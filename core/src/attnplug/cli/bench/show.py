@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.cli.bench.measurement import told
+from attnplug.cli.bench.measurement import told, told_range
 from attnplug.cli.output import console, is_terminal, say
 from attnplug.cli.rows import STYLES, wrapped
 
@@ -20,15 +20,20 @@ def show(result: Result) -> None:
     for measurement in result.measurements:
         say()
         _show(measurement)
+    if result.notes:
+        say()
+    for note in result.notes:
+        say("\n".join(wrapped(f"note: {note}")))
 
 
 def _show(measurement: Measurement) -> None:
     head = f"{measurement.name:13} {told(measurement.median, measurement.unit):>9}"
-    best = f"  best {told(measurement.best, measurement.unit)}"
+    spread = f"  half in {told_range(*measurement.quartiles, measurement.unit)}"
+    spread += "" if measurement.best is None else f"  best {told(measurement.best, measurement.unit)}"
     budget = "" if measurement.budget is None else f"  budget {measurement.budget:g} {measurement.unit}"
     if is_terminal():
         style = STYLES["ready" if measurement.within else "broken"]
-        console().print(f"[bold]{head}[/][dim]{best}[/]{budget}  [{style}]{measurement.verdict}[/]")
+        console().print(f"[bold]{head}[/][dim]{spread}[/]{budget}  [{style}]{measurement.verdict}[/]")
     else:
-        say(f"{head}{best}{budget}  {measurement.verdict}".rstrip())
+        say(f"{head}{spread}{budget}  {measurement.verdict}".rstrip())
     say("\n".join(wrapped(measurement.what, "    ")))

@@ -1,0 +1,53 @@
+"""What a section found on a backend: numbers, what they depend on, and what could not be measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, frozen
+
+from attnplug.cli.bench.measurement import Measurement
+
+if TYPE_CHECKING:
+    from attnplug.contract.backend import Backend
+
+
+@frozen
+class Finding:
+    """
+    What a section found.
+
+    Attributes:
+        measurements: The numbers.
+        setup: Backend, device, dtype, threads.
+        notes: What could not be measured, or not well, and why; a sentence each.
+    """
+
+    measurements: tuple[Measurement, ...]
+    setup: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, samples included: ``Finding.from_dict(data)`` in another process."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Finding:
+        """Read what `to_dict` wrote."""
+        numbers = [Measurement(**{**number, "samples": tuple(number["samples"])}) for number in data["measurements"]]
+        return cls(tuple(numbers), data["setup"], tuple(data["notes"]))
+
+
+def setup_of(backend: Backend) -> dict[str, str]:
+    """Return what numbers of a backend depend on, ready to read."""
+    import torch  # noqa: PLC0415 - only who measures pays for it
+
+    agreement, asked = backend.agreement, backend.agreement.requirements
+    where = backend.selection.device
+    device = f"{where} with CUDA {torch.version.cuda}" if where.type == "cuda" else str(where)
+    return {
+        "backend": f"{backend.id}, {asked.dtype}, blocks of {agreement.block_size}, layout {agreement.kv_layout}",
+        "device": device,
+        "torch threads": str(torch.get_num_threads()),
+    }

@@ -1,0 +1,126 @@
+"""What a layer takes through the contract, over the raw calls that compute the same."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.cli.bench.agreeing import check_same
+from attnplug.cli.bench.baseline import baseline_of
+from attnplug.cli.bench.choice import Choice
+from attnplug.cli.bench.clock import host_clock, work_clock
+from attnplug.cli.bench.finding import Finding, setup_of
+from attnplug.cli.bench.hollow import hollow
+from attnplug.cli.bench.interleaved import Contender, interleaved
+from attnplug.cli.bench.measurement import Measurement
+from attnplug.cli.bench.rig import LAYER, make_rig
+from attnplug.cli.bench.step import decodes, first_prefills, ragged_decodes
+from attnplug.cli.bench.worker import ask
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attnplug.cli.bench.baseline import Baseline
+    from attnplug.cli.bench.clock import Clock
+    from attnplug.cli.bench.interleaved import Samples
+    from attnplug.cli.bench.rig import Rig
+    from attnplug.cli.bench.step import Step
+
+NAME: Final = "forward"
+BUDGET: Final = 10.0
+"""Microseconds a layer."""
+
+_FEW: Final = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 128}
+SMALL: Final = (first_prefills(4, 16, **_FEW), decodes(8, 64, **_FEW), ragged_decodes(8, 20, 64, **_FEW))
+"""Steps with so little to compute that the calls themselves are what takes time."""
+
+LARGE: Final = {
+    "cpu": (first_prefills(1, 512), decodes(16, 512), ragged_decodes(16, 128, 512)),
+    "cuda": (first_prefills(4, 2048), decodes(64, 4096), ragged_decodes(64, 1024, 4096)),
+}
+"""Steps with work enough to see what all of it costs together."""
+
+
+def measure(repeats: int, choice: Choice) -> Finding:
+    """Measure in a fresh process."""
+    return Finding.from_dict(ask("forwarding", repeats=repeats, choice=choice.to_dict()))
+
+
+def child(repeats: int, choice: dict[str, Any]) -> dict[str, Any]:
+    """
+    Measure in this process.
+
+    Raises:
+        NoBackendError: Nothing can serve the layer.
+        PluginError: The backend fails to load.
+        AttnplugError: The two ways do not compute the same.
+    """
+    chosen = Choice(**choice)
+    kind = chosen.settle().type
+    works = [(SMALL, host_clock(kind), True), (LARGE["cuda" if kind == "cuda" else "cpu"], work_clock(kind), False)]
+    return found(works, chosen, repeats).to_dict()
+
+
+def found(works: Sequence[tuple[Sequence[Step], Clock, bool]], choice: Choice, repeats: int) -> Finding:
+    """
+    Measure steps.
+
+    Args:
+        works: Steps, their clock, and whether the calls themselves are what takes time.
+        choice: Backend and device.
+        repeats: As for `interleaved`.
+    """
+    numbers: list[Measurement] = []
+    notes: list[str] = []
+    for steps, clock, is_small in works:
+        for step in steps:
+            rig = make_rig(step, choice)
+            baseline = baseline_of(rig.planner.backend.name)
+            samples = _sampled(rig, baseline, clock, repeats)
+            tell = _told_small if is_small else _told_large
+            numbers += tell(f"{step.what}, {clock.what}", samples, rig, baseline)
+            notes += (
+                [] if samples.steady else [f"{NAME}, {step.what}: time ran out before each median was known to 1 %"]
+            )
+    return Finding(tuple(numbers), setup_of(rig.planner.backend), tuple(notes))
+
+
+def _sampled(rig: Rig, baseline: Baseline, clock: Clock, repeats: int) -> Samples:
+    """Measure the ways in turn, once it is sure that they compute the same."""
+    from attnplug.contract.op import forward_context  # noqa: PLC0415 - imports torch
+
+    raw, forward, attend, nothing = baseline.layer(rig), rig.forward(), rig.attend(), hollow(rig)
+    with forward_context({LAYER: rig.metadata}):
+        check_same(rig, baseline, raw, forward, attend)
+        samples = interleaved(
+            {
+                "raw": Contender(lambda _: raw()),
+                "forward": Contender(lambda _: forward()),
+                "attend": Contender(lambda _: attend()),
+                "contract": Contender(lambda _: nothing()),
+            },
+            clock,
+            repeats,
+        )
+        check_same(rig, baseline, raw, forward, attend)
+    return samples
+
+
+def _told_small(what: str, samples: Samples, rig: Rig, baseline: Baseline) -> Iterator[Measurement]:
+    own = rig.planner.backend.name == baseline.backend
+    yield Measurement(NAME, f"{what}: {baseline.what}", samples.seconds["raw"], "us")
+    yield Measurement(NAME, f"{what}: `forward`, the cache write included", samples.seconds["forward"], "us")
+    over = samples.over("forward", "raw")
+    yield Measurement(NAME, f"{what}: `forward` over the raw calls", over, "us", BUDGET if own else None, paired=True)
+    alone = "the contract's own part: `forward` of a layer that checks its call and computes nothing"
+    yield Measurement(NAME, f"{what}: of that, {alone}", samples.seconds["contract"], "us", BUDGET)
+    over = samples.over("attend", "forward")
+    yield Measurement(NAME, f"{what}: `attend`, the opaque op, over `forward`", over, "us", paired=True)
+
+
+def _told_large(what: str, samples: Samples, rig: Rig, baseline: Baseline) -> Iterator[Measurement]:
+    step = rig.step
+    layer = f"{step.num_q_heads} query and {step.num_kv_heads} KV heads of {step.head_size}"
+    yield Measurement(NAME, f"{what}, {layer}: {baseline.what}", samples.seconds["raw"], "ms")
+    yield Measurement(NAME, f"{what}, {layer}: `forward`", samples.seconds["forward"], "ms")
+    ratio = samples.ratio("forward", "raw")
+    yield Measurement(NAME, f"{what}, {layer}: `forward` in units of the raw calls", ratio, "x", paired=True)
