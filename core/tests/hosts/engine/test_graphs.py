@@ -82,7 +82,8 @@ def test_sizes_pad_little():
     assert capture_sizes(1) == (1,)
     assert capture_sizes(6) == (1, 2, 4, 6)
     assert capture_sizes(64) == (1, 2, 4, 8, 16, 32, 48, 64)
-    for most in range(1, 200):
+    assert capture_sizes(8192)[-1] == 256
+    for most in range(1, 257):
         sizes = capture_sizes(most)
         assert sizes[-1] == most
         assert all(b <= max(2 * a, a + 16) for a, b in pairwise(sizes))

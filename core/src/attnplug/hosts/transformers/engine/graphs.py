@@ -20,12 +20,18 @@ if TYPE_CHECKING:
 
 _DENSE: Final = (1, 2, 4, 8)
 _STEP: Final = 16
+_MOST: Final = 256
 
 
 def capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
-    """Return the batch sizes that are recorded: few requests pad little, and so do many in steps of 16."""
-    sizes = {*_DENSE, *range(_STEP, max_num_reqs, _STEP), max_num_reqs}
-    return tuple(sorted(size for size in sizes if size <= max_num_reqs))
+    """
+    Return the batch sizes that are recorded: few requests pad little, and so do many in steps of 16.
+
+    Steps of more than 256 requests run eagerly: their work hides the launches, and each graph takes memory.
+    """
+    most = min(max_num_reqs, _MOST)
+    sizes = {*_DENSE, *range(_STEP, most, _STEP), most}
+    return tuple(sorted(size for size in sizes if size <= most))
 
 
 @frozen(eq=False)
