@@ -28,16 +28,19 @@ class MirrorImpl(AttentionImpl):
         starts, key_starts = metadata.batch.query_start_loc.tolist(), metadata.batch.key_start_loc.tolist()
         for i in range(metadata.batch.num_reqs):
             rows, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])
-            k, v = (x[keys].double().repeat_interleave(self.num_queries_per_kv, 1) for x in (key, value))
-            scores = torch.einsum("qhd,khd->hqk", query[rows].double(), k) * self.scale
-            if self.logits_soft_cap is not None and self.forgets != "logits_soft_cap":
-                scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
-            scores = scores.masked_fill(~self._attended(*scores.shape[1:]), -torch.inf)
-            if self.layer.sinks is not None and self.forgets != "sinks":
-                sinks = self.layer.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
-                scores = torch.cat([scores, sinks], -1)
-            weights = scores.softmax(-1)[..., : k.shape[0]]
-            output[rows] = torch.einsum("hqk,khd->qhd", weights, v).flatten(1).to(output.dtype)
+            output[rows] = self._attend(query[rows], key[keys], value[keys]).to(output.dtype)
+
+    def _attend(self, query, key, value):
+        k, v = (x.double().repeat_interleave(self.num_queries_per_kv, 1) for x in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query.double(), k) * self.scale
+        if self.logits_soft_cap is not None and self.forgets != "logits_soft_cap":
+            scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
+        scores = scores.masked_fill(~self._attended(*scores.shape[1:]), -torch.inf)
+        if self.layer.sinks is not None and self.forgets != "sinks":
+            sinks = self.layer.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat([scores, sinks], -1)
+        weights = scores.softmax(-1)[..., : k.shape[0]]
+        return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
 
     def _attended(self, queries, keys):
         distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)

@@ -1,0 +1,159 @@
+"""The demonstration as text: what ran, on which backend and why, and how it compares."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.cli.explain.layers import abbreviated
+from attnplug.cli.output import say
+from attnplug.cli.rows import wrapped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from attnplug.hosts.transformers.demonstration import Outcome, Traffic
+    from attnplug.selection.selection import Selection
+
+_NOT_HERE: Final = ("absent", "lacks_dependency")
+_SHAPE: Final = frozenset({"head_size", "num_q_heads", "num_kv_heads", "dtype", "paged"})
+_SHOWN: Final = 12
+
+
+def introduce(origin: str) -> None:
+    """Say what all architectures have in common."""
+    _say(
+        f"Random weights in float32, a token per byte of {origin}. What attnplug computes is held against transformers'"
+        " own eager attention."
+    )
+
+
+def show(outcome: Outcome, before: Sequence[Outcome] = ()) -> None:
+    """
+    Say what an architecture was run on, who served it, and how it compares.
+
+    Args:
+        outcome: The architecture.
+        before: Those that were shown before: what an engine did for one of them is not told again.
+    """
+    say(f"\n{outcome.example.name}: {outcome.example.about}")
+    like = next((other for other in before if other.traffic == outcome.traffic), None)
+    if outcome.traffic is None:
+        _say(f"dense calls: {outcome.inputs}", "  ")
+    elif like is not None:
+        flight = f"at most {outcome.traffic.most_in_flight} in flight"
+        _say(f"paged engine: {outcome.inputs}, {flight}, step by step as for {like.example.name}", "  ")
+    else:
+        _say(f"paged engine: {outcome.inputs}", "  ")
+        for line in _engine(outcome.traffic):
+            _say(line, "    ")
+    for names, selection in _groups(outcome.decisions):
+        _say(f"{abbreviated(names)} -> {selection.id}{_asked(selection)}", "  ")
+    for line in dict.fromkeys(line for selection in outcome.decisions.values() for line in _others(selection)):
+        _say(line, "    ")
+    say(f"  {_verb(outcome)} {' '.join(map(str, outcome.tokens[0][:_SHOWN]))} ...")
+    _say(_sentence(outcome), "  ")
+
+
+def conclude(outcomes: Sequence[Outcome]) -> None:
+    """Say what is not installed, and how many architectures agree."""
+    verdicts = [v for o in outcomes for s in o.decisions.values() for v in s.verdicts if v.status in _NOT_HERE]
+    if verdicts:
+        say("\nnot installed here:")
+        for verdict in {verdict.id: verdict for verdict in verdicts}.values():
+            _say(f"{verdict.id}: {verdict.remedy}", "  ")
+    good = [outcome for outcome in outcomes if outcome.agrees]
+    tokens = sum(outcome.num_equal for outcome in outcomes)
+    total = sum(outcome.num_tokens for outcome in outcomes)
+    say(f"\n{len(good)} of {len(outcomes)} architectures agree, {tokens} of {total} tokens")
+
+
+def _say(text: str, indent: str = "") -> None:
+    say("\n".join(wrapped(text, indent)))
+
+
+def _engine(traffic: Traffic) -> Iterator[str]:
+    yield (
+        f"{traffic.num_steps} steps, the last request came after {traffic.last_arrival} of them;"
+        f" at most {traffic.most_in_flight} requests in flight ({traffic.max_num_reqs} allowed), {traffic.num_waits} of"
+        f" {traffic.num_requests} had to wait"
+    )
+    yield (
+        f"at most {traffic.most_tokens} tokens a step ({traffic.max_num_tokens} allowed): {traffic.num_chunked} prompts"
+        f" were computed in several pieces, {traffic.num_chunks} pieces in all; {traffic.num_mixed_steps} steps had"
+        " pieces beside the next tokens of others"
+    )
+    yield (
+        f"{traffic.num_sharing} requests found the beginning of their prompt in blocks of an earlier one,"
+        f" {traffic.num_reused} tokens in all"
+    )
+    yield (
+        f"at most {traffic.most_blocks} of {traffic.num_blocks} blocks of {traffic.block_size} tokens in use;"
+        f" {_times(traffic.num_preemptions)} a request gave its blocks to an older one, and was computed again later"
+    )
+    eager = traffic.why_eager
+    yield "decode steps were replayed from graphs" if eager is None else f"no step was replayed from a graph: {eager}"
+
+
+def _times(count: int) -> str:
+    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _groups(decisions: Mapping[str, Selection]) -> list[tuple[list[str], Selection]]:
+    """Collect the layers that share a decision."""
+    found: dict[Any, tuple[list[str], Selection]] = {}
+    for name, selection in decisions.items():
+        found.setdefault(selection.agreement, ([], selection))[0].append(name)
+    return list(found.values())
+
+
+def _asked(selection: Selection) -> str:
+    """Return what the layers ask for beside their shape, and which criterion decided."""
+    asked = [f"{name}={value}" for name, value in selection.requirements.asked() if name not in _SHAPE]
+    words = [f"asked for {', '.join(asked)}"] if asked else []
+    words.append(f"decided by {selection.decided_by}" if selection.decided_by else "the only one that serves this")
+    return f"  ({'; '.join(words)})"
+
+
+def _others(selection: Selection) -> Iterator[str]:
+    """Yield what the choice has to emulate, and why it is not one of the other candidates that are installed."""
+    for verdict in selection.verdicts:
+        if verdict.id == selection.id:
+            yield from (f"{selection.id} emulates {name}: {text}" for name, text in verdict.emulated.items())
+        elif verdict.status not in _NOT_HERE:
+            reasons = "; ".join(map(str, verdict.reasons))
+            yield f"{verdict.id} {verdict.status}" + (f": {reasons}" if reasons else "")
+
+
+def _verb(outcome: Outcome) -> str:
+    return "the masked tokens are" if outcome.example.kind == "encoder" else "the first continues with"
+
+
+def _sentence(outcome: Outcome) -> str:
+    distance = outcome.distance
+    if not outcome.agrees:
+        return f"WRONG: {_complaint(outcome)}"
+    where = "eager attention" if outcome.traffic is None else "generate of each prompt alone"
+    text = f"all {outcome.num_tokens} tokens are those of transformers' {where} (closest choice {outcome.margin:.4f})"
+    if distance is None:
+        return text
+    return f"{text}; {distance.what} differ by at most {distance.largest:.1e} ({distance.allowed:.0e} allowed)"
+
+
+def _complaint(outcome: Outcome) -> str:
+    distance = outcome.distance
+    words = [f"{outcome.num_equal} of {outcome.num_tokens} tokens agree"]
+    pairs = enumerate(zip(outcome.expected, outcome.tokens, strict=True))
+    sequence = next((index for index, (row, found) in pairs if row != found), None)
+    if sequence is not None:
+        words.append(_first(sequence, outcome.expected[sequence], outcome.tokens[sequence]))
+    if distance is not None and not distance.is_small:
+        words.append(f"{distance.what} differ by {distance.largest:.1e}, {distance.allowed:.0e} allowed")
+    return "; ".join(words)
+
+
+def _first(sequence: int, expected: Sequence[int], found: Sequence[int]) -> str:
+    """Return the first difference of two sequences that are not the same."""
+    place = next((i for i, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other), None)
+    if place is None:
+        return f"sequence {sequence} has {len(found)} tokens instead of {len(expected)}"
+    return f"token {place} of sequence {sequence} is {found[place]} instead of {expected[place]}"
