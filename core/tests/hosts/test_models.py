@@ -9,10 +9,17 @@ import torch
 import transformers
 
 from attnplug.errors import NoBackendError
-from core.tests.hosts.models import PAD, generate, model, prompts
+from core.tests.hosts.models import PAD, generate, model, prompts, sharpen
 
 LENGTHS = (19, 1, 12)
 DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2"]
+
+
+@pytest.fixture(params=["torch", "mirror"])
+def server(request):
+    """Run a test on the embedded backend, and on another one that serves everything."""
+    if request.param == "mirror":
+        request.getfixturevalue("mirror")
 
 
 def both(made, run):
@@ -129,7 +136,7 @@ def test_a_hole_in_the_padding_of_a_full_layer(host):
     assert_close(found, expected, mask.bool())
 
 
-def test_chunked_attention(host, mirror):
+def test_chunked_attention(host, server):
     made = model("llama4")
     ids, mask = prompts(*LENGTHS)
 
@@ -143,7 +150,7 @@ def test_chunked_attention(host, mirror):
 
 @pytest.mark.parametrize("right", [False, True], ids=["left", "right"])
 @pytest.mark.parametrize("name", ["bert", "modernbert"])
-def test_encoders(host, mirror, name, right):
+def test_encoders(host, server, name, right):
     made = model(name)
     ids, mask = prompts(*LENGTHS, right=right)
 
@@ -157,7 +164,7 @@ def test_encoders(host, mirror, name, right):
     assert {s.requirements.attn_type for s in host.selections(made).values()} == {"encoder_only"}
 
 
-def test_encoder_decoder(host, mirror):
+def test_encoder_decoder(host, server):
     made = model("bart")
     ids, mask = prompts(*LENGTHS, right=True)
 
@@ -185,7 +192,7 @@ def _continue(made, ids, mask):
     return found.sequences, float((best[..., 0] - best[..., 1]).min())
 
 
-def test_audio_encoder_decoder(host, mirror):
+def test_audio_encoder_decoder(host, server):
     made = model("whisper")
     features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(3))
     ids, _ = prompts(7, 7)
@@ -197,6 +204,37 @@ def test_audio_encoder_decoder(host, mirror):
     expected, found = both(made, hidden)
 
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_from_sound(host, server, cache):
+    config = model("whisper").config
+    made = transformers.WhisperForConditionalGeneration._from_config(config, attn_implementation="eager")
+    made.generation_config.eos_token_id = None
+    sharpen(made)
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(3))
+
+    def generated():
+        found = made.generate(
+            input_features=features,
+            do_sample=False,
+            max_new_tokens=12,
+            cache_implementation=cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.stack(found.logits, 1).topk(2).values
+        return found.sequences, float((best[..., 0] - best[..., 1]).min())
+
+    (expected, margin), (found, _) = both(made, generated)
+
+    assert margin > 1e-4
+    assert torch.equal(found, expected)
+    assert not torch.equal(expected[0], expected[1])  # it hears
+    kinds = {name: s.requirements.attn_type for name, s in host.selections(made).items()}
+    assert kinds["model.encoder.layers.1.self_attn"] == "encoder"
+    assert kinds["model.decoder.layers.0.self_attn"] == "decoder"
+    assert kinds["model.decoder.layers.1.encoder_attn"] == "encoder_decoder"
 
 
 def test_a_model_that_nothing_serves_says_why(host, plain_only):

@@ -54,15 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 _show(found, outcomes, origin)
             outcomes.append(found)
+    agrees = all(outcome.agrees for outcome in outcomes)
     if arguments.json:
         from attnplug.cli.demo.describe import describe  # noqa: PLC0415 - text does without
 
-        say_json({"text": origin, "models": [describe(outcome) for outcome in outcomes]})
+        say_json({"text": origin, "agrees": agrees, "models": [describe(outcome) for outcome in outcomes]})
     else:
         from attnplug.cli.demo.show import conclude  # noqa: PLC0415 - JSON does without
 
         conclude(outcomes)
-    return OK if all(outcome.agrees for outcome in outcomes) else NO
+    return OK if agrees else NO
 
 
 def _show(outcome: Outcome, before: Sequence[Outcome], origin: str) -> None:
