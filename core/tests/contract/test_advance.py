@@ -195,3 +195,12 @@ def test_other_pages_are_checked():
     slotted = builder.build(metadata.batch, slot=slot)
     with refused(BatchError, given="GraphSlot", remedy="slot=slot"):
         builder.update_block_table(slotted, metadata.batch.block_table, metadata.batch.slot_mapping)
+
+
+def test_a_host_advances_its_own_inputs():
+    _, _, builder = world()
+    with builder.state.graph_capture(2):
+        slot = builder.state.slot(GraphKey(2, 2, 1), host_owned_inputs=True)
+        metadata = builder.build(make_batch([1, 1], [5, 3], width=WIDTH), slot=slot)
+    with refused(BatchError, given="GraphSlot", allowed="the host's own", remedy="slot=slot"):
+        builder.advance_step(metadata)

@@ -296,3 +296,10 @@ class Backend(ABC):
                 "pass the state that this backend's make_state returned",
             )
         check_limits(state.limits, state.parallel, self.agreement)
+        needed, given = self.workspace_bytes(state.limits), state.backend.workspace_bytes(state.limits)
+        if needed > given:
+            raise LimitsError(
+                f"a builder of {self.id} was given a state with a workspace of {given} bytes",
+                f"this agreement needs {needed}",
+                "make the state with the backend object that needs most: max(backends, key=workspace_bytes)",
+            )

@@ -196,6 +196,12 @@ class MetadataBuilder:
         """
         self._check_own(metadata)
         slot = metadata.slot
+        if slot is not None and slot.host_owned_inputs:
+            raise BatchError(
+                f"advance_step was called for {slot}",
+                "its graph reads the host's own tensors, which nobody else writes",
+                "advance those, and build(batch, slot=slot)",
+            )
         before = metadata.batch if slot is None else slot.given(self)
         batch = advanced_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
         count = batch.num_actual_tokens

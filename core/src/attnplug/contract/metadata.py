@@ -29,7 +29,8 @@ class Metadata:
     Attributes:
         agreement: What was negotiated; a layer of another agreement refuses the metadata.
         batch: The batch.
-        num_decodes: Requests at the front whose query is at most the agreed decode query length.
+        num_decodes: Requests at the front whose query is at most the agreed decode query length; with
+            `MetadataBuilder.uniform_decodes`, those of them that are as long as the first.
         num_prefills: The other requests, padding included.
         num_decode_tokens: Query tokens of the decodes: the first rows.
         num_prefill_tokens: Query tokens of the prefills: the rows after them.

@@ -71,16 +71,20 @@ class Groups:
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes of all workspaces."""
-        return sum(backend.workspace_bytes(limits) for backend in self.backends)
+        return sum(backend.workspace_bytes(limits) for backend in self._owners(limits).values())
 
     def make_builders(self, limits: Limits) -> tuple[MetadataBuilder, ...]:
-        """Return the builder of each group, with a state of its own."""
+        """Return the builder of each group; those of one backend share a state, and with it a workspace."""
+        states = {name: backend.make_state(limits) for name, backend in self._owners(limits).items()}
         return tuple(
-            backend.make_builder(
-                [layer.impl for layer in self.layers if layer.group == number], backend.make_state(limits)
-            )
+            backend.make_builder([layer.impl for layer in self.layers if layer.group == number], states[backend.id])
             for number, backend in enumerate(self.backends)
         )
+
+    def _owners(self, limits: Limits) -> dict[str, Backend]:
+        """Return by id the backend that needs the largest workspace: its state serves the others."""
+        ordered = sorted(self.backends, key=lambda backend: backend.workspace_bytes(limits))
+        return {backend.id: backend for backend in ordered}
 
 
 def _ready(learned: Learned, backend: Backend, group: int) -> PagedLayer:
