@@ -9,6 +9,7 @@ import pytest
 
 from attnplug.cli import bench
 from attnplug.cli.bench import first_select, machine, scenery, uncached
+from attnplug.cli.bench.finding import Finding
 from attnplug.cli.bench.interpreter import interpreter
 from attnplug.cli.bench.measurement import Measurement, told
 from attnplug.cli.bench.result import Result
@@ -39,7 +40,8 @@ def test_the_median_is_held_against_the_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.1234, "0.123 us"), (1.234, "1.23 us"), (12.34, "12.3 us"), (123.4, "123 us")]
+    ("value", "text"),
+    [(0.1234, "0.123 us"), (1.234, "1.23 us"), (12.34, "12.3 us"), (123.4, "123 us"), (-45.67, "-45.7 us")],
 )
 def test_a_time_is_told_with_three_digits(value: float, text: str) -> None:
     assert told(value, "us") == text
@@ -59,9 +61,10 @@ def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:
     page = (tmp_path / "result.md").read_text()
     assert "| processor | one of many, 2 of them |\n" in page
     assert "| command | `attnplug bench cached list` |\n" in page
-    assert "| something fast | 2.00 us | 1.00 us | 3 us | within |\n" in page
-    assert "| something slow | 150 ms | 100 ms | 130 ms | over |\n" in page
-    assert "| told for comparison | 500 ms | 500 ms | - | - |\n" in page
+    assert page.startswith("# Budgets of the selection\n")
+    assert "| something fast | 2.00 us | 1.50 to 5.50 us | 1.00 us | 3 us | within |\n" in page
+    assert "| something slow | 150 ms | 125 to 175 ms | 100 ms | 130 ms | over |\n" in page
+    assert "| told for comparison | 500 ms | 500 to 500 ms | 500 ms | - | - |\n" in page
     assert json.loads((tmp_path / "result.json").read_text()) == result.to_dict()
 
 
@@ -92,8 +95,9 @@ def test_a_file_that_cannot_be_written_is_told(run) -> None:
 def canned(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     """Measurements that every section answers with."""
     found = [FAST, TOLD]
-    for name in bench.SECTIONS.values():
-        monkeypatch.setattr(f"attnplug.cli.bench.{name}.measure", lambda _: iter(found))
+    for name, module in bench.SECTIONS.items():
+        answer = (lambda *_: Finding(tuple(found), {})) if name in bench.ON_A_BACKEND else (lambda _: iter(found))
+        monkeypatch.setattr(f"attnplug.cli.bench.{module}.measure", answer)
     return found
 
 
@@ -113,7 +117,10 @@ def test_a_missed_budget_makes_the_answer_no(run, canned) -> None:
     missed = run("bench", "cached")
 
     assert (kept.code, missed.code) == (0, 1)
-    assert "cached          2.00 us  best 1.00 us  budget 3 us  within\n    something fast\n" in kept.out
+    assert (
+        "cached          2.00 us  best 1.00 us  budget 3 us  within\n    something fast (quartiles 1.50 to 5.50 us)\n"
+        in kept.out
+    )
     assert "list             150 ms  best 100 ms  budget 130 ms  over\n" in missed.out
 
 

@@ -65,7 +65,7 @@ def found(steps: Sequence[Step], in_slot: Sequence[Step], choice: Choice, repeat
     Measure builds.
 
     Args:
-        steps: Steps that are built eagerly.
+        steps: Steps that are built eagerly, at least one.
         in_slot: Decodes that are built into a graph slot of their size.
         choice: Backend and device.
         repeats: As for `interleaved`.
@@ -73,15 +73,15 @@ def found(steps: Sequence[Step], in_slot: Sequence[Step], choice: Choice, repeat
     clock = host_clock(choice.settle().type)
     numbers: list[Measurement] = []
     notes: list[str] = []
-    for step in steps:
-        planner = make_planner(step, choice)
+    planners = [make_planner(step, choice) for step in steps]
+    for planner in planners:
         samples = interleaved(_eager(planner), clock, repeats)
         numbers += _told(planner, samples, clock)
-        notes += _unsteady(step.what, samples)
+        notes += _unsteady(planner.step.what, samples)
     for step in in_slot:
         more, said = _into_slot(step, choice, clock, repeats)
         numbers, notes = numbers + more, notes + said
-    return Finding(tuple(numbers), setup_of(planner.backend), tuple(notes))
+    return Finding(tuple(numbers), setup_of(planners[0].backend), tuple(notes))
 
 
 def _eager(planner: Planner) -> dict[str, Contender]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 from collections.abc import Callable, Mapping
 from itertools import count
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 _SECONDS_PER_REPEAT: Final = 0.2
 _WARM: Final = 3
 _CLOSE: Final = 0.01
+_FEWEST: Final = 6  # of fewer, not even the smallest and the largest enclose the median with 95 %
 
 
 @frozen
@@ -62,36 +64,43 @@ def interleaved(contenders: Mapping[str, Contender], clock: Clock, repeats: int)
     """
     Measure until the medians are steady, but no longer than `repeats` fifths of a second.
 
-    Each round measures every call once, beginning with another one each time: what a call leaves in the caches of the
-    processor helps the next. Garbage is collected before and not meanwhile.
+    Each round measures every call once, each time in another order: what a call leaves in the processor's caches helps
+    the next. Garbage is collected before, and not meanwhile.
 
     Args:
         contenders: The calls, by name.
         clock: What measures.
         repeats: Least number of rounds, unless time runs out before.
     """
-    names, series = list(contenders), {name: list[float]() for name in contenders}
     for one in list(contenders.values()) * _WARM:
         clock.seconds(one.call, one.prepare())
     gc.collect()
     gc.disable()
     try:
-        end, steady, look = perf_counter() + repeats * _SECONDS_PER_REPEAT, False, repeats
-        for round_ in count():
-            for place in range(len(names)):
-                name = names[(round_ + place) % len(names)]
-                series[name].append(clock.seconds(contenders[name].call, contenders[name].prepare()))
-            if round_ + 1 >= look:  # it sorts, so less and less often
-                steady, look = all(map(is_steady, series.values())), look + look // 8 + 1
-            if steady or perf_counter() > end:
-                break
+        return _rounds(contenders, clock, repeats)
     finally:
         gc.enable()
+
+
+def _rounds(contenders: Mapping[str, Contender], clock: Clock, repeats: int) -> Samples:
+    series: dict[str, list[float]] = {name: [] for name in contenders}
+    order, chance, look = list(contenders), random.Random(0), repeats
+    end, steady = perf_counter() + repeats * _SECONDS_PER_REPEAT, False
+    for rounds in count(1):
+        chance.shuffle(order)
+        for name in order:
+            series[name].append(clock.seconds(contenders[name].call, contenders[name].prepare()))
+        if rounds >= look:  # looking sorts, and so comes less and less often
+            steady, look = all(map(is_steady, series.values())), look + look // 8 + 1
+        if steady or perf_counter() > end:
+            break
     return Samples({name: tuple(seconds) for name, seconds in series.items()}, steady)
 
 
 def is_steady(seconds: list[float]) -> bool:
     """Whether the median is known to 1 %: the 95 % interval that the samples' ranks give lies so close around it."""
+    if len(seconds) < _FEWEST:
+        return False
     ordered, middle, reach = sorted(seconds), len(seconds) / 2, 0.98 * len(seconds) ** 0.5
     low, high = ordered[max(0, int(middle - reach))], ordered[min(len(ordered) - 1, int(middle + reach))]
     median = statistics.median(ordered)

@@ -27,13 +27,14 @@ def show(result: Result) -> None:
 
 
 def _show(measurement: Measurement) -> None:
-    head = f"{measurement.name:13} {told(measurement.median, measurement.unit):>9}"
-    spread = f"  half in {told_range(*measurement.quartiles, measurement.unit)}"
-    spread += "" if measurement.best is None else f"  best {told(measurement.best, measurement.unit)}"
-    budget = "" if measurement.budget is None else f"  budget {measurement.budget:g} {measurement.unit}"
+    unit, best = measurement.unit, measurement.best
+    head = f"{measurement.name:13} {told(measurement.median, unit):>9}"
+    least = "" if best is None else f"  best {told(best, unit)}"
+    budget = "" if measurement.budget is None else f"  budget {measurement.budget:g} {unit}"
     if is_terminal():
         style = STYLES["ready" if measurement.within else "broken"]
-        console().print(f"[bold]{head}[/][dim]{spread}[/]{budget}  [{style}]{measurement.verdict}[/]")
+        console().print(f"[bold]{head}[/][dim]{least}[/]{budget}  [{style}]{measurement.verdict}[/]")
     else:
-        say(f"{head}{spread}{budget}  {measurement.verdict}".rstrip())
-    say("\n".join(wrapped(measurement.what, "    ")))
+        say(f"{head}{least}{budget}  {measurement.verdict}".rstrip())
+    spread = f"quartiles {told_range(*measurement.quartiles, unit)}"
+    say("\n".join(wrapped(f"{measurement.what} ({spread})", "    ")))
