@@ -73,25 +73,29 @@ def _say(text: str, indent: str = "") -> None:
 
 def _engine(traffic: Traffic) -> Iterator[str]:
     yield (
-        f"{traffic.num_steps} steps, the last request came after {traffic.last_arrival} of them;"
-        f" at most {traffic.most_in_flight} requests in flight ({traffic.max_num_reqs} allowed), {traffic.num_waits} of"
-        f" {traffic.num_requests} had to wait"
+        f"{_count(traffic.num_steps, 'step')}, the last request came after {traffic.last_arrival} of them;"
+        f" at most {_count(traffic.most_in_flight, 'request')} in flight ({traffic.max_num_reqs} allowed),"
+        f" {traffic.num_waits} of {traffic.num_requests} had to wait"
     )
     yield (
-        f"at most {traffic.most_tokens} tokens a step ({traffic.max_num_tokens} allowed): {traffic.num_chunked} prompts"
-        f" were computed in several pieces, {traffic.num_chunks} pieces in all; {traffic.num_mixed_steps} steps had"
-        " pieces beside the next tokens of others"
+        f"at most {_count(traffic.most_tokens, 'token')} a step ({traffic.max_num_tokens} allowed):"
+        f" {_count(traffic.num_chunked, 'prompt')} computed in several pieces, {_count(traffic.num_chunks, 'piece')} in"
+        f" all; {_count(traffic.num_mixed_steps, 'step')} with pieces beside the next tokens of others"
     )
     yield (
-        f"{traffic.num_sharing} requests found the beginning of their prompt in blocks of an earlier one,"
-        f" {traffic.num_reused} tokens in all"
+        f"{_count(traffic.num_sharing, 'request')} found the beginning of their prompt in blocks of an earlier one,"
+        f" {_count(traffic.num_reused, 'token')} in all"
     )
     yield (
-        f"at most {traffic.most_blocks} of {traffic.num_blocks} blocks of {traffic.block_size} tokens in use;"
+        f"at most {traffic.most_blocks} of {_count(traffic.num_blocks, 'block')} of {traffic.block_size} tokens in use;"
         f" {_times(traffic.num_preemptions)} a request gave its blocks to an older one, and was computed again later"
     )
     eager = traffic.why_eager
     yield "decode steps were replayed from graphs" if eager is None else f"no step was replayed from a graph: {eager}"
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"
 
 
 def _times(count: int) -> str:
@@ -155,5 +159,5 @@ def _first(sequence: int, expected: Sequence[int], found: Sequence[int]) -> str:
     """Return the first difference of two sequences that are not the same."""
     place = next((i for i, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other), None)
     if place is None:
-        return f"sequence {sequence} has {len(found)} tokens instead of {len(expected)}"
+        return f"sequence {sequence} has {_count(len(found), 'token')} instead of {len(expected)}"
     return f"token {place} of sequence {sequence} is {found[place]} instead of {expected[place]}"
