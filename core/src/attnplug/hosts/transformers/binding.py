@@ -16,6 +16,7 @@ from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.layer import Layer
 from attnplug.contract.limits import Limits
 from attnplug.hosts.transformers.call import Call
+from attnplug.hosts.transformers.versions import version_of
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug.selection import state as process
@@ -139,7 +140,7 @@ def bind(
     """
     where = device_of(device)
     found = _bindings.get(module)
-    stamp = (sinks, _version(sinks))
+    stamp = (sinks, version_of(sinks))
     if (
         found is not None
         and _still_holds(found, requirements, stamp, scale, device)
@@ -176,11 +177,6 @@ def _still_holds(
 ) -> bool:
     same_sinks = found.sinks[0] is sinks[0] and found.sinks[1] == sinks[1]
     return same_sinks and found.scale == scale and found.device == device and found.requirements == requirements
-
-
-def _version(tensor: Tensor | None) -> int:
-    """Count of in-place changes: weights that are loaded again keep their tensor. Inference tensors do not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it
 
 
 def _backend(requirements: Requirements, where: Device | None) -> Backend:

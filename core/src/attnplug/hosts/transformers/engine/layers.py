@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attnplug.contract.impl import AttentionImpl
 from attnplug.errors import NotNegotiatedError
 from attnplug.hosts.transformers.call import Call
+from attnplug.hosts.transformers.versions import version_of
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
@@ -79,8 +80,3 @@ class PagedLayer:
     learned: Learned
     impl: AttentionImpl
     group: int
-
-
-def version_of(tensor: Tensor | None) -> int:
-    """Count of in-place changes: weights that are loaded again keep their tensor. Inference tensors do not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from attnplug.errors import NotNegotiatedError, RequirementsError
-from attnplug.hosts.transformers.engine.layers import Learned, version_of
+from attnplug.hosts.transformers.engine.layers import Learned
 from attnplug.hosts.transformers.mask import AskedMask
 from attnplug.hosts.transformers.pattern import Pattern
+from attnplug.hosts.transformers.versions import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
