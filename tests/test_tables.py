@@ -94,6 +94,10 @@ def test_a_variant_that_no_report_covers_is_unverified(tmp_path: Path) -> None:
     (evidence / "h200.md").write_text("| `test_values[acme/fast]` | passed | - |", encoding="utf-8")
 
     assert _rows(capabilities.page(root))["checked"] == ["[h200.md](evidence/h200.md)", "unverified"]
+    (evidence / "forward-b200.md").write_text(
+        "| backend | acme/slow |\n| acme/slow: `forward` | 1 us |", encoding="utf-8"
+    )
+    assert _rows(capabilities.page(root))["checked"][1] == "unverified"
     (evidence / "b200.md").write_text(
         "| `acme_backend/test_slow_on_gpu.py::test_values` | passed | - |", encoding="utf-8"
     )
