@@ -302,6 +302,34 @@ def test_a_failed_capture_leaves_no_slot():
     capture(builder, GraphKey(4, 4, 1))
 
 
+def test_after_a_failed_capture_larger_batches_may_be_captured():
+    _, _, builder = world()
+
+    def fail():
+        with builder.state.graph_capture(2):
+            slot = builder.state.slot(GraphKey(2, 2, 1))
+            builder.build(slot.dummy_batch(), slot=slot)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    _, (metadata,) = capture(builder, GraphKey(8, 8, 1))
+    assert metadata.batch.seq_lens.shape == (8,)
+
+
+def test_what_was_captured_in_inference_mode_is_built_into_outside_of_it():
+    _, _, builder = world()
+    with torch.inference_mode():
+        (slot,), (captured,) = capture(builder, GraphKey(2, 2, 1))
+        kept = builder.keep(slot, "starts", torch.arange(2))
+
+    builder.build(make_batch([1], [5]), slot=slot)
+    builder.keep(slot, "starts", torch.arange(2) + 5)
+
+    assert captured.batch.seq_lens.tolist() == [5, 0]
+    assert kept.tolist() == [5, 6]
+
+
 @pytest.mark.parametrize("size", [0, 17, True, 2.0])
 def test_a_capture_is_within_the_limits(size):
     _, _, builder = world()
@@ -380,7 +408,8 @@ def test_a_decode_shape_has_at_most_the_agreed_query_length():
 
 
 @pytest.mark.parametrize(
-    "fields", [(0, 1), (1, 0), (2, 1), (2, 3, 1), (1, 1, 0), (1, 1, 1, 0), (True, 1), (1.0, 1), (1, 1, True)]
+    "fields",
+    [(0, 1), (1, 0), (2, 1), (2, 3, 1), (1, 1, 0), (1, 1, 1, 0), (1, 4, 4, 3), (True, 1), (1.0, 1), (1, 1, True)],
 )
 def test_impossible_shapes_are_refused(fields):
     with refused(LimitsError, given="GraphKey"):
@@ -406,6 +435,14 @@ def test_the_dummy_batch_is_valid_and_writes_nothing(asked):
         query, key, value, _ = make_qkv(backend, 9)
         _, cache = run(impl, metadata, query, key, value, pages)
         assert not cache.any()
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_a_shape_may_be_as_long_as_the_limits(query_len):
+    backend, impl, _ = world("uniform_batch", decode_query_len=3)
+    builder = make_builder(backend, impl, max_seq_len=query_len)
+    _, (metadata,) = capture(builder, GraphKey(2, 2 * query_len, query_len))
+    assert metadata.batch.seq_lens.tolist() == [query_len] * 2
 
 
 # --- what a graph freezes -----------------------------------------------------------------------------------------

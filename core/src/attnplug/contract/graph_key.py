@@ -37,6 +37,8 @@ class GraphKey:
             self._refuse("each request has at least one token")
         if self.query_len is not None and self.num_tokens != self.num_reqs * self.query_len:
             self._refuse("where all queries have one length, num_tokens is num_reqs * query_len")
+        if self.query_len is not None and self.max_seq_len is not None and self.max_seq_len < self.query_len:
+            self._refuse("a sequence counts its query too: max_seq_len is at least query_len")
 
     @property
     def level(self) -> str:

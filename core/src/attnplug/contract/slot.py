@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from attrs import evolve
+
 from attnplug.contract.guards.frozen import check_frozen, snapshots
 from attnplug.contract.guards.graph import check_fits, fits
+from attnplug.contract.lasting import lasting
 from attnplug.contract.persistent import addresses, as_captured, check_unmoved
 
 if TYPE_CHECKING:
@@ -53,7 +56,8 @@ class GraphSlot:
         All builders of the state share what is kept here; what is a builder's own is kept by `MetadataBuilder.once`.
         """
         if key not in self._kept:
-            self._kept[key] = make()
+            with lasting():
+                self._kept[key] = make()
         return cast("_T", self._kept[key])
 
     def dummy_batch(self, builder: MetadataBuilder | None = None) -> Batch:
@@ -64,7 +68,7 @@ class GraphSlot:
             builder: Whose agreement it is made for; None is that of the backend which made the state.
         """
         backend = self.state.backend if builder is None else builder.backend
-        return backend.dummy_batch(self.key)
+        return backend.dummy_batch(evolve(self.key, max_seq_len=self.max_seq_len))
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch can be padded to this shape."""

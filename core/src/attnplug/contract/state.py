@@ -13,6 +13,7 @@ from attrs import frozen
 
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.guards.graph import check_key, graph_level
+from attnplug.contract.lasting import lasting
 from attnplug.contract.limits import Parallel
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.persistent import PersistentInputs
@@ -76,7 +77,8 @@ class State:
         """``(workspace_bytes,)`` uint8, zero at first use, then shared by builders and forwards in stream order."""
         if self._workspace is None:
             size = self.backend.workspace_bytes(self.limits)
-            self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            with lasting():
+                self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._workspace
 
     @property
@@ -107,6 +109,8 @@ class State:
             yield
         except BaseException:
             self._slots = {key: slot for key, slot in self._slots.items() if key in before}
+            if not self._slots:
+                self._inputs.clear()  # the next capture may be of larger batches
             raise
         finally:
             self._is_capturing = False
@@ -170,7 +174,9 @@ class State:
     def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
         """Return the tensors that the graphs of a builder read."""
         if builder not in self._inputs:  # agreements that share a state may differ in their block size
-            self._inputs[builder] = PersistentInputs(builder.agreement, self.limits, self._max_batch_size, self.device)
+            with lasting():
+                made = PersistentInputs(builder.agreement, self.limits, self._max_batch_size, self.device)
+            self._inputs[builder] = made
         return self._inputs[builder]
 
     def _check_capture(self, max_batch_size: int) -> None:
