@@ -46,12 +46,14 @@ def test_heads_have_their_own_scales(dtype: torch.dtype) -> None:
     assert quantized[1, :, 0].float().tolist() == [12.0, 6.0, 1.0]
 
 
-@given(narrow, wide, st.booleans())
-def test_every_code_comes_back_exactly(dtype: torch.dtype, target: torch.dtype, odd: bool) -> None:
-    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)[int(odd) :].contiguous()
-    rows = codes.view(dtype)
+@given(narrow, wide, st.booleans(), st.booleans(), st.integers(0, 3))
+def test_every_code_comes_back_exactly(
+    dtype: torch.dtype, target: torch.dtype, odd: bool, inside: bool, place: int
+) -> None:
+    codes = torch.arange(257, dtype=torch.int32).to(torch.uint8)[int(odd) : 256 + place % 2]
+    rows = (codes if inside else codes.clone()).view(dtype)
 
-    got = dequantize(rows, torch.empty(rows.shape, dtype=target))
+    got = dequantize(rows, torch.empty(257 + place, dtype=target)[place : place + rows.shape[0]])
 
     torch.testing.assert_close(got, rows.to(target), rtol=0, atol=0, equal_nan=True)
 
