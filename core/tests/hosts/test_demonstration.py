@@ -8,10 +8,17 @@ import torch
 
 from attnplug.cli.demo.describe import describe
 from attnplug.cli.demo.show import show
-from attnplug.hosts.transformers.demonstration import EXAMPLES, Arrival, Distance, Outcome, decoding
+from attnplug.discovery.plugin import Plugin
+from attnplug.discovery.registry import Registry
+from attnplug.hosts.transformers.demonstration import EXAMPLES, Arrival, Distance, Outcome, Replay, decoding
 from attnplug.hosts.transformers.demonstration.reference import LEAST_MARGIN, Computed, clearest, margin
 from attnplug.hosts.transformers.demonstration.traffic import arrivals, drive
 from attnplug.hosts.transformers.engine import Engine
+from attnplug.manifest.parse import parse_manifest
+from attnplug.request.device import Device
+from attnplug.request.settings import Settings
+from attnplug.selection import state as process
+from core.tests.hosts.engine.separate import MANIFEST
 from core.tests.hosts.models import model
 
 LLAMA, BERT = EXAMPLES[0], EXAMPLES[5]
@@ -52,7 +59,6 @@ def test_one_request_alone(open_engine):
     assert (found.num_chunked, found.num_chunks, found.num_mixed_steps) == (0, 1, 0)
     assert (found.num_sharing, found.num_reused, found.num_waits, found.num_preemptions) == (0, 0, 0, 0)
     assert (found.num_blocks, found.block_size, found.most_blocks) == (11, 4, 4)
-    assert found.why_eager == "cpu has no graphs"
 
 
 def test_pieces_of_a_prompt_beside_a_decode(open_engine):
@@ -164,8 +170,34 @@ def test_what_an_engine_did_is_told_once(open_engine, capsys):
 
     assert "at most 1 request in flight (64 allowed), 0 of 1 had to wait" in shown(first, capsys)
     assert "step by step as for Llama" in shown(attrs.evolve(first, example=EXAMPLES[1]), capsys, [first])
-    other = attrs.evolve(first, traffic=attrs.evolve(found, why_eager=None))
-    assert "decode steps were replayed from graphs" in shown(other, capsys, [first])
+    other = attrs.evolve(first, traffic=attrs.evolve(found, num_steps=9))
+    assert "9 steps, the last request" in shown(other, capsys, [first])
+
+
+def test_a_replay_has_to_agree_too(capsys):
+    tried = attrs.evolve(outcome(((1, 2),), ((1, 2),)), replay=Replay(3, ((1, 2),)))
+    assert tried.agrees
+    assert "all once more, with decodes replayed from 3 recorded steps on graph slots" in shown(tried, capsys)
+    assert describe(tried)["replay"] == {"num_recorded": 3, "num_equal": 2}
+
+    wrong = attrs.evolve(tried, replay=Replay(3, ((1, 7),)))
+    assert not wrong.agrees
+    assert "WRONG: 2 of 2 tokens agree; 1 of 2 tokens agree where decodes are replayed" in shown(wrong, capsys)
+    assert "token 1 of sequence 0 is 7 instead of 2" in shown(wrong, capsys)
+    assert describe(wrong)["replay"] == {"num_recorded": 3, "num_equal": 1}
+
+
+def test_no_replay_where_a_backend_has_no_graphs(host):
+    assert decoding.decode(LLAMA, TEXT).replay is not None
+
+    parsed = parse_manifest(MANIFEST, "separate/attnplug.toml")
+    registry = Registry([Plugin("separate", "core.tests.hosts.engine.separate", "separate", "1.0", parsed)])
+    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    found = decoding.decode(LLAMA, TEXT)
+
+    assert found.agrees
+    assert found.replay is None
+    assert describe(found)["replay"] is None
 
 
 def test_weights_are_drawn_until_no_choice_is_close():

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def describe(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as plain JSON values; `engine` is None for dense calls, `distance` where tokens are all."""
+    """Return an outcome as plain JSON values; `engine`, `replay` and `distance` are None where there is none."""
     return {
         "name": outcome.example.name,
         "about": outcome.example.about,
@@ -24,9 +24,17 @@ def describe(outcome: Outcome) -> dict[str, Any]:
         "tokens": list(map(list, outcome.tokens)),
         "expected": list(map(list, outcome.expected)),
         "engine": None if outcome.traffic is None else attrs.asdict(outcome.traffic),
+        "replay": _replay(outcome),
         "distance": None if outcome.distance is None else _finite(attrs.asdict(outcome.distance)),
         "layers": {name: selection.to_dict() for name, selection in outcome.decisions.items()},
     }
+
+
+def _replay(outcome: Outcome) -> dict[str, Any] | None:
+    replay = outcome.replay
+    if replay is None:
+        return None
+    return {"num_recorded": replay.num_recorded, "num_equal": outcome.equal_to(replay.tokens)}
 
 
 def _finite(distance: dict[str, Any]) -> dict[str, Any]:

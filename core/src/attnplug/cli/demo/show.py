@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from attnplug.hosts.transformers.demonstration import Outcome, Traffic
+    from attnplug.hosts.transformers.demonstration.outcome import Tokens
     from attnplug.selection.selection import Selection
 
 _NOT_HERE: Final = ("absent", "lacks_dependency")
@@ -90,8 +91,6 @@ def _engine(traffic: Traffic) -> Iterator[str]:
         f"at most {traffic.most_blocks} of {_count(traffic.num_blocks, 'block')} of {traffic.block_size} tokens in use;"
         f" {_times(traffic.num_preemptions)} a request gave its blocks to an older one, and was computed again later"
     )
-    eager = traffic.why_eager
-    yield "decode steps were replayed from graphs" if eager is None else f"no step was replayed from a graph: {eager}"
 
 
 def _count(number: int, word: str) -> str:
@@ -133,26 +132,35 @@ def _verb(outcome: Outcome) -> str:
 
 
 def _sentence(outcome: Outcome) -> str:
-    distance = outcome.distance
     if not outcome.agrees:
-        return f"WRONG: {_complaint(outcome)}"
+        return f"WRONG: {'; '.join(_complaints(outcome))}"
     where = "eager attention" if outcome.traffic is None else "generate of each prompt alone"
-    text = f"all {outcome.num_tokens} tokens are those of transformers' {where} (closest choice {outcome.margin:.4f})"
-    if distance is None:
-        return text
-    return f"{text}; {distance.what} differ by at most {distance.largest:.1e} ({distance.allowed:.0e} allowed)"
-
-
-def _complaint(outcome: Outcome) -> str:
-    distance = outcome.distance
-    words = [f"{outcome.num_equal} of {outcome.num_tokens} tokens agree"]
-    pairs = enumerate(zip(outcome.expected, outcome.tokens, strict=True))
-    sequence = next((index for index, (row, found) in pairs if row != found), None)
-    if sequence is not None:
-        words.append(_first(sequence, outcome.expected[sequence], outcome.tokens[sequence]))
-    if distance is not None and not distance.is_small:
-        words.append(f"{distance.what} differ by {distance.largest:.1e}, {distance.allowed:.0e} allowed")
+    total = _count(outcome.num_tokens, "token")
+    words = [f"all {total} are those of transformers' {where} (closest choice {outcome.margin:.4f})"]
+    if outcome.replay is not None:
+        recorded = _count(outcome.replay.num_recorded, "recorded step")
+        words.append(f"all once more, with decodes replayed from {recorded} on graph slots")
+    if outcome.distance is not None:
+        far = f"{outcome.distance.largest:.1e} ({outcome.distance.allowed:.0e} allowed)"
+        words.append(f"{outcome.distance.what} differ by at most {far}")
     return "; ".join(words)
+
+
+def _complaints(outcome: Outcome) -> Iterator[str]:
+    yield from _wrong_tokens(outcome, outcome.tokens, "agree")
+    if outcome.replay is not None:
+        yield from _wrong_tokens(outcome, outcome.replay.tokens, "agree where decodes are replayed on graph slots")
+    distance = outcome.distance
+    if distance is not None and not distance.is_small:
+        yield f"{distance.what} differ by {distance.largest:.1e}, {distance.allowed:.0e} allowed"
+
+
+def _wrong_tokens(outcome: Outcome, tokens: Tokens, agree: str) -> Iterator[str]:
+    yield f"{outcome.equal_to(tokens)} of {outcome.num_tokens} tokens {agree}"
+    for sequence, (expected, found) in enumerate(zip(outcome.expected, tokens, strict=True)):
+        if expected != found:
+            yield _first(sequence, expected, found)
+            return
 
 
 def _first(sequence: int, expected: Sequence[int], found: Sequence[int]) -> str:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug.hosts.transformers.demonstration.outcome import Outcome
+from attnplug.hosts.transformers.demonstration.outcome import Outcome, Replay, Tokens
 from attnplug.hosts.transformers.demonstration.reference import Computed, clearest, greedy
 from attnplug.hosts.transformers.demonstration.traffic import arrivals, drive
 from attnplug.hosts.transformers.engine.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from attnplug.hosts.transformers.demonstration.example import Example
-    from attnplug.hosts.transformers.demonstration.traffic import Arrival
+    from attnplug.hosts.transformers.demonstration.traffic import Arrival, Traffic
+    from attnplug.selection.selection import Selection
 
 _LIMITS: Final[dict[str, Any]] = {"max_num_reqs": 4, "max_num_tokens": 32, "num_blocks": 19}
 """Fewer than come, shorter than prompts, and less than all that may run would need."""
@@ -25,28 +27,41 @@ def decode(example: Example, text: bytes) -> Outcome:
     """
     Serve requests that arrive at different steps, greedily, and compare every token.
 
+    They are served once more with decode steps that were recorded, on graph slots, where the backends have some: on the
+    CPU such a step is computed anew from what the slots hold, which is what a graph of CUDA would read.
+
     Args:
         example: The architecture.
         text: What prompts are cut from.
     """
     coming = arrivals(text)
     model, reference = clearest(example, lambda model: _one_by_one(model, coming))
-    engine = Engine(model, **_LIMITS)
-    try:
-        requests, traffic = drive(engine, coming)
+    with closing(Engine(model, **_LIMITS)) as engine:
+        tokens, traffic = _serve(engine, coming)
         decisions = engine.selections
-    finally:
-        engine.close()
     lengths = sorted(len(arrival.prompt) for arrival in coming)
     return Outcome(
         example,
         decisions,
         f"{len(coming)} requests with prompts of {lengths[0]} to {lengths[-1]} tokens",
         reference.tokens,
-        tuple(tuple(request.new_tokens) for request in requests),
+        tokens,
         reference.margin,
         traffic,
+        _replay(model, coming, decisions),
     )
+
+
+def _replay(model: Any, coming: Sequence[Arrival], decisions: Mapping[str, Selection]) -> Replay | None:
+    if any(selection.agreement.cudagraph == "never" for selection in decisions.values()):
+        return None
+    with closing(Engine(model, **_LIMITS, graphs=True)) as engine:
+        return Replay(engine.num_graphs, _serve(engine, coming)[0])
+
+
+def _serve(engine: Engine, coming: Sequence[Arrival]) -> tuple[Tokens, Traffic]:
+    requests, traffic = drive(engine, coming)
+    return tuple(tuple(request.new_tokens) for request in requests), traffic
 
 
 def _one_by_one(model: Any, coming: Sequence[Arrival]) -> Computed:

@@ -46,6 +46,20 @@ class Distance:
         return self.largest <= self.allowed
 
 
+@frozen
+class Replay:
+    """
+    The same requests once more, with decode steps replayed.
+
+    Attributes:
+        num_recorded: Steps that were recorded.
+        tokens: The tokens of each sequence.
+    """
+
+    num_recorded: int
+    tokens: Tokens
+
+
 @frozen(eq=False)
 class Outcome:
     """
@@ -59,6 +73,7 @@ class Outcome:
         tokens: The tokens of each sequence through attnplug.
         margin: Least distance between the best and the second logit, over all tokens of the reference.
         traffic: What the engine did; None for dense calls.
+        replay: The engine's second run; None where a backend's graph level is "never", and for dense calls.
         distance: How far hidden states or logits are apart, where they are compared too.
     """
 
@@ -69,6 +84,7 @@ class Outcome:
     tokens: Tokens
     margin: float
     traffic: Traffic | None = None
+    replay: Replay | None = None
     distance: Distance | None = None
 
     @property
@@ -79,10 +95,15 @@ class Outcome:
     @property
     def num_equal(self) -> int:
         """Tokens that are the same."""
-        pairs = zip(self.expected, self.tokens, strict=True)
-        return sum(one == other for row, found in pairs for one, other in zip(row, found, strict=False))
+        return self.equal_to(self.tokens)
 
     @property
     def agrees(self) -> bool:
-        """Whether all are, and the numbers that are compared too."""
-        return self.tokens == self.expected and (self.distance is None or self.distance.is_small)
+        """Whether all are, those of the second run too, and the numbers that are compared."""
+        runs = (self.tokens,) if self.replay is None else (self.tokens, self.replay.tokens)
+        return all(run == self.expected for run in runs) and (self.distance is None or self.distance.is_small)
+
+    def equal_to(self, tokens: Tokens) -> int:
+        """Return how many of these tokens are those of the reference."""
+        pairs = zip(self.expected, tokens, strict=True)
+        return sum(one == other for row, found in pairs for one, other in zip(row, found, strict=False))

@@ -65,7 +65,6 @@ class Traffic:
         max_num_tokens: Tokens that a step might have.
         num_blocks: Blocks that might be owned.
         block_size: Tokens per block.
-        why_eager: Why no step was replayed from a graph; None where some were.
         num_steps: Steps until all had ended.
         most_in_flight: Requests that ran in one step, at most.
         most_tokens: Tokens of one step, at most.
@@ -85,7 +84,6 @@ class Traffic:
     max_num_tokens: int
     num_blocks: int
     block_size: int
-    why_eager: str | None
     num_steps: int = 0
     most_in_flight: int = 0
     most_tokens: int = 0
@@ -150,7 +148,6 @@ class _Watch:
             max_num_tokens=engine.limits.max_num_tokens,
             num_blocks=(engine.limits.num_blocks or 1) - 1,  # nobody owns the null block
             block_size=engine.block_size,
-            why_eager=engine.why_eager,
         )
         self._engine = engine
         self._chunks: dict[Request, int] = {}
