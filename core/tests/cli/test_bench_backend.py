@@ -15,14 +15,15 @@ from attnplug.cli import bench  # noqa: E402 - without torch there is nothing to
 from attnplug.cli.bench import building, forwarding, worker  # noqa: E402
 from attnplug.cli.bench.baseline import baseline_of  # noqa: E402
 from attnplug.cli.bench.choice import Choice  # noqa: E402
-from attnplug.cli.bench.clock import CallClock, host_clock, work_clock  # noqa: E402
+from attnplug.cli.bench.clock import CallClock, LaunchClock, host_clock, work_clock  # noqa: E402
 from attnplug.cli.bench.finding import Finding  # noqa: E402
 from attnplug.cli.bench.hollow import hollow  # noqa: E402
 from attnplug.cli.bench.interleaved import Contender, Samples, interleaved, is_steady  # noqa: E402
 from attnplug.cli.bench.measurement import Measurement  # noqa: E402
 from attnplug.cli.bench.raw_torch import RawTorch  # noqa: E402
-from attnplug.cli.bench.rig import make_planner, make_rig  # noqa: E402
+from attnplug.cli.bench.rig import LAYER, make_planner, make_rig  # noqa: E402
 from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes  # noqa: E402
+from attnplug.contract.op import forward_context  # noqa: E402
 from attnplug.errors import AttnplugError, BatchError, DeviceError, NoBackendError, TensorError  # noqa: E402
 from attnplug.testing.closeness import assert_close  # noqa: E402
 
@@ -82,6 +83,19 @@ def test_raw_calls_and_backend_compute_the_same(step) -> None:
 
     for _ in range(2):  # a second time, in a cache that was written
         assert_close(forward(), raw().double(), dtype=torch.float32, scale=5)
+
+
+@pytest.mark.parametrize("step", STEPS[:2], ids=lambda step: step.what)
+def test_a_cache_that_the_host_writes_is_written(monkeypatch: pytest.MonkeyPatch, step) -> None:
+    monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl.cache_write", "host")
+    rig = make_rig(step, TORCH)
+    expected = RawTorch().layer(rig)().double()
+
+    assert rig.planner.impl.host_writes
+    assert_close(rig.forward()(), expected, dtype=torch.float32, scale=5)
+    rig.output.zero_()
+    with forward_context({LAYER: rig.metadata}):
+        assert_close(rig.attend()(), expected, dtype=torch.float32, scale=5)
 
 
 def test_the_past_is_in_both_caches() -> None:
@@ -184,6 +198,29 @@ def test_the_cpu_is_timed_by_the_wall() -> None:
     assert (host_clock("cpu").what, work_clock("cpu").what) == ("wall time", "wall time")
     assert CallClock().seconds(lambda x: x, None) >= 0
     assert host_clock("cuda").what == "host time, launches alone"
+
+
+def test_launches_are_timed_and_the_device_catches_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
+    clock = LaunchClock()
+
+    for _ in range(33):
+        assert clock.seconds(seen.append, "call") >= 0
+
+    assert seen[:3] == ["wait", "call", "call"]
+    assert (seen.count("wait"), seen.count("call"), seen[-2:]) == (3, 33, ["wait", "call"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_launches_and_by_events() -> None:
+    works = [(STEPS[1:2], host_clock("cuda"), True), (STEPS[1:2], work_clock("cuda"), False)]
+
+    found = forwarding.found(works, Choice("torch/sdpa", "cuda"), 1)
+
+    assert {m.what.split(", ")[2].partition(":")[0] for m in found.measurements} == {"host time", "device time"}
+    assert all(m.median > 0 for m in found.measurements if not m.paired)
+    assert found.setup["device"].startswith("cuda:")
 
 
 # -- findings ------------------------------------------------------------------------------------------------------

@@ -68,7 +68,12 @@ class Step:
 
 def decodes(requests: int, length: int, **layer: int) -> Step:
     """Return a step in which all requests decode, each of the same length, the new token included."""
-    return Step(f"decode, {requests} requests of {length} tokens", (1,) * requests, (length - 1,) * requests, **layer)
+    return Step(
+        f"decode, {requests} request{'s' * (requests > 1)} of {length} tokens",
+        (1,) * requests,
+        (length - 1,) * requests,
+        **layer,
+    )
 
 
 def ragged_decodes(requests: int, shortest: int, longest: int, **layer: int) -> Step:
