@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -116,3 +118,15 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly_unless_told(graphed, monke
     reason = engine._record(None)
     assert "cannot be recorded: reads a value" in reason
     assert reason in caplog.text
+
+
+def test_a_closed_engine_has_freed_its_memory(graphed):
+    """At once: whoever makes the next engine looks how much memory is free."""
+    engine = graphed("llama")
+    state = weakref.ref(engine._runner._builders[0].state)
+    gc.disable()
+    try:
+        engine.close()
+        assert state() is None
+    finally:
+        gc.enable()

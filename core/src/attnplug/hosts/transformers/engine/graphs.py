@@ -114,6 +114,6 @@ class DecodeGraphs:
             with builder.state.graph_capture(builder.limits.max_num_reqs):
                 slots.append(builder.state.slot(key))
                 metadata.append(builder.build(slots[-1].dummy_batch(builder), slot=slots[-1]))
-        ids, positions = self._ids[:, : key.num_reqs], self._positions[:, : key.num_reqs]
-        logits, replay = capture(lambda: self._call(ids, positions, metadata), self._device, pool=pool)
+        call, ids, positions = self._call, self._ids[:, : key.num_reqs], self._positions[:, : key.num_reqs]
+        logits, replay = capture(lambda: call(ids, positions, metadata), self._device, pool=pool)
         return Recorded(tuple(slots), logits, replay)

@@ -50,6 +50,8 @@ class Runner:
 
     def equip(self, builders: Sequence[MetadataBuilder], caches: Mapping[str, Cache]) -> None:
         """Take the builder of each group and the cache of each layer; only `measure` runs without."""
+        for builder in self._builders:
+            builder.state.release_slots()  # which hold their state, workspace included
         self._builders, self._caches, self._graphs = builders, caches, None
 
     @property
