@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import masking_utils
 
 import attnplug
 from attnplug.cli.demo.text import read_text
 from attnplug.cli.main import main
 from attnplug.discovery.plugin import Plugin
 from attnplug.discovery.registry import Registry
-from attnplug.hosts.transformers import demonstration
+from attnplug.hosts.transformers import demonstration, mask
 from attnplug.hosts.transformers.demonstration import EXAMPLES, demonstrate
 from attnplug.manifest.parse import parse_manifest
 from attnplug.request.device import Device
@@ -130,6 +131,7 @@ def test_json(models):
 
 def test_json_says_what_the_engine_did(models):
     engines = [found["engine"] for found in models]
+    assert [found["replay"] for found in models[5:]] == [None] * 2
     assert engines == [engines[0]] * 5 + [None] * 2  # what is scheduled depends on lengths alone
     assert engines[0]["num_requests"] > engines[0]["most_in_flight"] == engines[0]["max_num_reqs"] == 4
     assert engines[0]["last_arrival"] > 0
@@ -137,7 +139,8 @@ def test_json_says_what_the_engine_did(models):
     assert engines[0]["num_chunks"] > engines[0]["num_requests"]
     assert (engines[0]["num_sharing"], engines[0]["num_reused"]) == (2, 112)
     assert engines[0]["num_preemptions"] == 1
-    assert [found["replay"] for found in models] == [{"num_recorded": 6, "num_equal": 320}] * 5 + [None] * 2
+    for found in models[:5]:
+        assert found["replay"] == {"num_recorded": 6, "num_equal": 320, "tokens": found["expected"]}
     assert engines[0]["most_blocks"] <= engines[0]["num_blocks"] == 18
 
 
@@ -182,6 +185,18 @@ def test_a_backend_that_loses_something_is_noticed(name, lost, forgetful):
 
     assert not outcome.agrees
     assert outcome.num_equal < 0.7 * outcome.num_tokens
+
+
+def test_a_host_that_attends_padding_is_noticed(monkeypatch):
+    def without_padding(**asked):
+        return masking_utils.sdpa_mask(**asked | {"attention_mask": None})
+
+    monkeypatch.setattr(mask, "sdpa_mask", without_padding)
+
+    outcome = demonstrate(EXAMPLES[5], TEXT.encode())
+
+    assert not outcome.agrees
+    assert not outcome.distance.is_small
 
 
 @pytest.mark.parametrize("lost", ["graphs", "padding"])

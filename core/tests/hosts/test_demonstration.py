@@ -178,13 +178,13 @@ def test_a_replay_has_to_agree_too(capsys):
     tried = attrs.evolve(outcome(((1, 2),), ((1, 2),)), replay=Replay(3, ((1, 2),)))
     assert tried.agrees
     assert "all once more, with decodes replayed from 3 recorded steps on graph slots" in shown(tried, capsys)
-    assert describe(tried)["replay"] == {"num_recorded": 3, "num_equal": 2}
+    assert describe(tried)["replay"] == {"num_recorded": 3, "num_equal": 2, "tokens": [[1, 2]]}
 
     wrong = attrs.evolve(tried, replay=Replay(3, ((1, 7),)))
     assert not wrong.agrees
     assert "WRONG: 2 of 2 tokens agree; 1 of 2 tokens agree where decodes are replayed" in shown(wrong, capsys)
     assert "token 1 of sequence 0 is 7 instead of 2" in shown(wrong, capsys)
-    assert describe(wrong)["replay"] == {"num_recorded": 3, "num_equal": 1}
+    assert describe(wrong)["replay"] == {"num_recorded": 3, "num_equal": 1, "tokens": [[1, 7]]}
 
 
 def test_no_replay_where_a_backend_has_no_graphs(host):

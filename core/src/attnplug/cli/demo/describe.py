@@ -34,7 +34,11 @@ def _replay(outcome: Outcome) -> dict[str, Any] | None:
     replay = outcome.replay
     if replay is None:
         return None
-    return {"num_recorded": replay.num_recorded, "num_equal": outcome.equal_to(replay.tokens)}
+    return {
+        "num_recorded": replay.num_recorded,
+        "num_equal": outcome.equal_to(replay.tokens),
+        "tokens": list(map(list, replay.tokens)),
+    }
 
 
 def _finite(distance: dict[str, Any]) -> dict[str, Any]:
