@@ -13,7 +13,7 @@ from attnplug import Device, Requirements, load
 from attnplug.contract import Layer, Limits
 from attnplug.errors import NoBackendError
 from attnplug.hosts.transformers.engine import Engine
-from attnplug.hosts.transformers.engine.graphs import capture_sizes
+from attnplug.hosts.transformers.engine.graphs import capture_sizes, common_lengths
 from attnplug.torch_backend.builder import TorchBuilder
 from core.tests.hosts.engine.reference import NEW, reference
 
@@ -130,3 +130,16 @@ def test_a_closed_engine_has_freed_its_memory(graphed):
         assert state() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("given", "common"),
+    [
+        ([(256, 512, 1024)], (256, 512, 1024)),
+        ([(256, 512, 1024), (1024,)], (256, 512, 1024)),
+        ([(256, 512), (4096,)], (256, 512)),
+        ([(256, 700), (512, 4096)], (256, 512, 700)),
+    ],
+)
+def test_groups_with_other_lengths_are_recorded_together(given, common):
+    assert common_lengths(given) == common

@@ -34,6 +34,17 @@ def capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= most))
 
 
+def common_lengths(given: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """
+    Return the longest sequences that are recorded, rising: all that some builder asks for, up to what each can serve.
+
+    Args:
+        given: The `graph_lengths` of each builder.
+    """
+    most = min(max(lengths) for lengths in given)
+    return tuple(sorted({length for lengths in given for length in lengths if length <= most}))
+
+
 @frozen(eq=False)
 class Recorded:
     """
@@ -74,7 +85,7 @@ class DecodeGraphs:
         self._recorded: dict[tuple[int, int], Recorded] = {}
         # The smallest that fits is looked for: sizes and lengths rise.
         self._sizes = capture_sizes(most)
-        self._lengths = tuple(sorted(set.intersection(*(set(builder.graph_lengths) for builder in self._builders))))
+        self._lengths = common_lengths([builder.graph_lengths for builder in self._builders])
         self._record_all()
 
     def __len__(self) -> int:
