@@ -58,7 +58,7 @@ exit codes: 0 every budget is kept, 1 one is not, 2 the question is wrong
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.description = "Measure the time budgets in fresh processes. It takes about two minutes."
+    parser.description = "Measure the time budgets in fresh processes. It takes about a minute."
     parser.epilog = _EPILOG
     parser.add_argument("names", nargs="*", metavar="NAME", help="what to measure; everything by default")
     parser.add_argument("--json", action="store_true", help="print JSON")
