@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,6 +80,31 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dic
     assert group.members == 7
     assert group.at_once is not None
     assert 1 < group.at_once < 7
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("rows", [1, 7])
+@pytest.mark.parametrize("asked", [{}, {"sliding_window": 40}, {"sinks": True}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_blocks_that_follow_each_other_are_read_where_they_are(
+    rows: int, layout: str, asked: dict[str, object]
+) -> None:
+    case = Case(query_lens=(rows,), context_lens=(60,), num_spare_blocks=3, **asked)
+    scene, backend = realise(case), load(case, layout)
+    columns = scene.block_table.shape[1]
+    in_a_row = evolve(scene, block_table=torch.arange(2, 2 + columns, dtype=torch.int32).view(1, -1))
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+
+    runs = [
+        group.source.run
+        for shown in (in_a_row, evolve(scene, block_table=in_a_row.block_table.flip(1)))
+        for group in impl.plan(builder.build(shown.paged(backend).batch)).groups
+        if isinstance(group.source, Blocks)
+    ]
+
+    window_starts = max(0, 60 - 39) // 16 if "sliding_window" in asked else 0
+    assert runs == [2 + window_starts, None]
+    check(backend, in_a_row)
 
 
 def test_a_build_writes_no_number_per_key() -> None:

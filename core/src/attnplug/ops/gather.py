@@ -13,12 +13,10 @@ def as_slots(pages: Tensor) -> Tensor | None:
     They forbid it where something lies between two pages: heads-first pages, layers side by side, padded pages.
     """
     blocks, block_size, heads, size = pages.shape
-    if block_size > 1 and blocks > 1 and pages.stride(0) != block_size * pages.stride(1):
+    of_block, of_slot, *steps = pages.stride()
+    if block_size > 1 and blocks > 1 and of_block != block_size * of_slot:
         return None
-    return pages.as_strided(
-        (blocks * block_size, heads, size),
-        (pages.stride(1) if block_size > 1 else pages.stride(0), pages.stride(2), pages.stride(3)),
-    )
+    return pages.as_strided((blocks * block_size, heads, size), (of_slot if block_size > 1 else of_block, *steps))
 
 
 def pages_as_tokens(pages: Tensor, slots: Tensor, *, out: Tensor | None = None) -> Tensor:

@@ -37,12 +37,14 @@ def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor
             "rows are (tokens, num_kv_heads, head_size), at least as many as slots, with the heads of the pages",
             "pass this step's K or V and its slot mapping",
         )
-    rows = rows[:num_slots]
+    if rows.shape[0] > num_slots:
+        rows = rows[:num_slots]
     if is_narrow_float(pages.dtype):
         rows = rows if rows.dtype == pages.dtype else quantize(rows, pages.dtype, scale)
         rows, pages = rows.view(torch.uint8), pages.view(torch.uint8)
-    rows = rows.to(pages.dtype)
-    if pages.device.type == "cpu":
+    elif rows.dtype != pages.dtype:
+        rows = rows.to(pages.dtype)
+    if pages.is_cpu:
         _write_selected(rows, pages, slot_mapping)
     else:
         _write_all(rows, pages, slot_mapping)

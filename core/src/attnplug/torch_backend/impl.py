@@ -13,7 +13,7 @@ from attnplug.torch_backend.cascade import merge, pass_of
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.kernels import Call
 from attnplug.torch_backend.planner import make_plan
-from attnplug.torch_backend.results import Results
+from attnplug.torch_backend.results import Results, part
 from attnplug.torch_backend.shape import shape_of
 from attnplug.torch_backend.sources import Source, key_and_value_pages
 
@@ -118,7 +118,7 @@ class TorchImpl(AttentionImpl):
         wide: tuple[list[Tensor], list[Tensor]] = ([], [])
         for group in groups:
             taken = group.queries.taken
-            rows = query[taken] if isinstance(taken, slice) else query.index_select(0, taken)
+            rows = part(query, taken) if isinstance(taken, slice) else query.index_select(0, taken)
             rows = rows.view(group.members, group.rows, *query.shape[1:])
             target, step = results.of(group), group.at_once or group.members
             for first in range(0, group.members, step):
@@ -127,18 +127,20 @@ class TorchImpl(AttentionImpl):
                 if not plan.kernel.fused:
                     key, value = _as_float32(key, wide[0]), _as_float32(value, wide[1])
                 for tile in group.tiles:
-                    self._attend(plan, tile, rows[members], key, value, target.part(members))
+                    self._attend(plan, tile, part(rows, members), key, value, target.part(members))
             results.keep(group, target)
 
     def _attend(self, plan: Plan, tile: Tile, query: Tensor, key: Tensor, value: Tensor, results: Results) -> None:
-        (first, last), (low, high) = tile.rows, tile.keys
-        rows = query[:, first:last]
+        (first, last), seen = tile.rows, slice(*tile.keys)
+        rows = part(query, slice(first, last), axis=1)
         folded = rows.transpose(1, 2) if tile.causal else self._fold(rows)
-        out, lse = plan.kernel.attend(
-            folded, key[:, :, low:high], value[:, :, low:high], tile.mask, self._call, causal=tile.causal
-        )
+        key, value = part(key, seen, axis=2), part(value, seen, axis=2)
+        out, lse = plan.kernel.attend(folded, key, value, tile.mask, self._call, causal=tile.causal)
         out = self._unfold(out, last - first, folded=not tile.causal)
-        lse = None if lse is None else self._unfold(lse.unsqueeze(-1), last - first, folded=not tile.causal).squeeze(-1)
+        if lse is not None and results.needs_lse:
+            lse = self._unfold(lse.unsqueeze(-1), last - first, folded=not tile.causal).squeeze(-1)
+        else:
+            lse = None
         if tile.blind is not None:
             out, lse = _without(tile.blind[:, :, None, None], out, lse)
         if self._codec is not None and self._codec.of_outputs is not None:
@@ -148,11 +150,15 @@ class TorchImpl(AttentionImpl):
     def _fold(self, rows: Tensor) -> Tensor:
         """Put the query heads of a KV head side by side: ``(members, num_kv_heads, rows * ratio, head_size)``."""
         members, count, _, size = rows.shape
+        if count == 1:  # of decodes, which are the short calls: one view in place of three
+            return rows.view(members, *self._heads, size)
         grouped = rows.view(members, count, *self._heads, size).transpose(1, 2)
         return grouped.reshape(members, self.num_kv_heads, -1, size)
 
     def _unfold(self, out: Tensor, rows: int, *, folded: bool) -> Tensor:
         """Return ``(members, rows, num_kv_heads, ratio, size)``, a view."""
+        if folded and rows == 1:
+            return out.unsqueeze(1)
         if folded:
             return out.view(*out.shape[:2], rows, -1, out.shape[-1]).transpose(1, 2)
         return out.view(-1, *self._heads, rows, out.shape[-1]).permute(0, 3, 1, 2, 4)

@@ -148,10 +148,11 @@ def _fused_on_cpu(
     """Attend with torch's fused CPU kernel."""
     members, heads, rows, _ = query.shape
     ratio = heads // key.shape[1]
-    if ratio > 1:
-        # In torch 2.6 this kernel takes as many key heads as query heads, unchecked: so KV heads become members.
-        query = query.reshape(-1, ratio, rows, query.shape[3])
-        key, value = (x.reshape(-1, 1, *x.shape[2:]).expand(-1, ratio, -1, -1) for x in (key, value))
+    if ratio == 1:
+        return op(query, key, value, is_causal=causal, attn_mask=mask, scale=call.scale)
+    # In torch 2.6 this kernel takes as many key heads as query heads, unchecked: so KV heads become members.
+    query = query.reshape(-1, ratio, rows, query.shape[3])
+    key, value = (x.reshape(-1, 1, *x.shape[2:]).expand(-1, ratio, -1, -1) for x in (key, value))
     out, lse = op(query, key, value, is_causal=causal, attn_mask=mask, scale=call.scale)
     return out.reshape(members, heads, rows, -1), lse.reshape(members, heads, rows)
 

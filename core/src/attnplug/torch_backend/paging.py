@@ -45,7 +45,8 @@ def blocks_of(
     ):
         return None
     if len(group) == 1:
-        return Blocks(table[:, first : first + columns], offset, None)
+        blocks = table[:, first : first + columns]
+        return Blocks(blocks, offset, None, _run(blocks))
     if any(span.first_key % size != offset for span in group):
         return None
     even = all(span.keys == keys for span in group)
@@ -62,6 +63,14 @@ def blocks_of(
         offset,
         None if even else _torn(ends, columns, size, index),
     )
+
+
+def _run(blocks: Tensor) -> int | None:
+    """Return the first block of a single member if each is the one behind the one before it. A device is not asked."""
+    if len(blocks) > 1 or not blocks.is_cpu:
+        return None
+    numbers: list[int] = blocks[0].tolist()
+    return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
 
 
 def _columns(

@@ -86,11 +86,14 @@ class Blocks:
         blocks: ``(members, columns)`` int32.
         offset: Where in its first block each member's first key is.
         torn: What is cleared; None where all members end together, so that what is behind is cut off.
+        run: The first block of a single member whose blocks follow each other in a cache on the CPU: they are read
+            where they are, as copying them would take about as long as attending them. None gathers.
     """
 
     blocks: Tensor
     offset: int
     torn: Torn | None
+    run: int | None = None
 
 
 @frozen(eq=False)

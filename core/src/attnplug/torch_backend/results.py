@@ -34,17 +34,24 @@ class Results:
         if self.lse is not None:
             self.lse[start:end] = -torch.inf if self.sinks is None else self.sinks
 
+    @property
+    def needs_lse(self) -> bool:
+        """Whether results are put with their LSE, be it that a sink enters by it."""
+        return self.lse is not None or self.sinks is not None
+
     def of(self, group: Group) -> Results:
         """Return a group's results: views of these where its rows lie together, else fresh memory for `keep`."""
         shape, where = (group.members, group.rows), group.queries.put
         if isinstance(where, slice):
-            lse = None if self.lse is None else self.lse[where].view(*shape, *self.lse.shape[1:])
-            return Results(self.output[where].view(*shape, *self.output.shape[1:]), lse, self.sinks)
+            lse = None if self.lse is None else part(self.lse, where).view(*shape, *self.lse.shape[1:])
+            return Results(part(self.output, where).view(*shape, *self.output.shape[1:]), lse, self.sinks)
         lse = None if self.lse is None else self.lse.new_empty(*shape, *self.lse.shape[1:])
         return Results(self.output.new_empty(*shape, *self.output.shape[1:]), lse, self.sinks)
 
     def part(self, members: slice) -> Results:
         """Return those of some members of a group, as views."""
+        if members.stop - members.start == self.output.shape[0]:
+            return self
         return Results(self.output[members], None if self.lse is None else self.lse[members], self.sinks)
 
     def put(self, start: int, end: int, output: Tensor, lse: Tensor | None) -> None:
@@ -52,9 +59,10 @@ class Results:
         if self.sinks is not None and lse is not None:
             output = output * torch.sigmoid(lse - self.sinks).unsqueeze(-1)
             lse = torch.logaddexp(lse, self.sinks)
-        self.output[:, start:end].copy_(output)
+        rows = slice(start, end)
+        part(self.output, rows, axis=1).copy_(output)
         if self.lse is not None and lse is not None:
-            self.lse[:, start:end].copy_(lse)
+            part(self.lse, rows, axis=1).copy_(lse)
 
     def keep(self, group: Group, results: Results) -> None:
         """Take a group's results in, padding left out; nothing to do where they are views."""
@@ -65,3 +73,9 @@ class Results:
             if mine is not None and theirs is not None:
                 rows = theirs.flatten(0, 1)
                 mine.index_copy_(0, put, rows if kept is None else rows.index_select(0, kept))
+
+
+def part(tensor: Tensor, where: slice, axis: int = 0) -> Tensor:
+    """Return `where` of an axis, a view; the tensor itself where that is all, as it is for most decodes."""
+    count = where.stop - where.start
+    return tensor if count == tensor.shape[axis] else tensor.narrow(axis, where.start, count)

@@ -10,10 +10,11 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.contract.kv_cache import Cache
-from attnplug.ops.gather import gather_blocks, pages_as_tokens
+from attnplug.ops.gather import as_slots, gather_blocks, pages_as_tokens
 from attnplug.ops.quantize import dequantize
 from attnplug.torch_backend.codec import Codec
 from attnplug.torch_backend.plan import Blocks, Given
+from attnplug.torch_backend.results import part
 
 if TYPE_CHECKING:
     from attnplug.torch_backend.plan import Group, Stored
@@ -47,6 +48,10 @@ class Source:
         if isinstance(group.source, Given):
             return tuple(_from_rows(rows, group.source, group, members) for rows in self._rows())  # type: ignore[return-value]
         keys, values = key_and_value_pages(cast("Cache", self.cache))
+        if self.codec is None:
+            here, there = _in_place(keys, group), _in_place(values, group)
+            if here is not None and there is not None:
+                return here, there
         memory = cast("Tensor", self.workspace)
         slots = (members.stop - members.start) * _width(group, keys) * keys.shape[2]
         middle, end = slots * keys.shape[3], slots * (keys.shape[3] + values.shape[3])
@@ -70,13 +75,13 @@ class Source:
         size = codec.dtype.itemsize
         wide, narrow = memory[: end * size].view(codec.dtype), memory[end * size : end * (size + 1)]
         parts = []
-        for pages, part in zip(
+        for pages, place in zip(
             key_and_value_pages(cast("Cache", self.cache)), (slice(middle), slice(middle, end)), strict=True
         ):
-            rows = _from_pages(pages.view(torch.uint8), group, members, narrow[part])
-            dequantize(narrow[part].view(codec.narrow), wide[part])
-            offset = rows.storage_offset() - narrow[part].storage_offset()
-            parts.append(wide[part][offset:].as_strided(rows.shape, rows.stride()))
+            rows = _from_pages(pages.view(torch.uint8), group, members, narrow[place])
+            dequantize(narrow[place].view(codec.narrow), wide[place])
+            offset = rows.storage_offset() - narrow[place].storage_offset()
+            parts.append(wide[place][offset:].as_strided(rows.shape, rows.stride()))
         if codec.of_keys is not None:
             parts[0].mul_(codec.of_keys.unsqueeze(-1))
         return parts[0], parts[1]
@@ -92,6 +97,16 @@ def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
 def _width(group: Group, pages: Tensor) -> int:
     """Return how many slots are gathered per member."""
     return group.source.blocks.shape[1] * pages.shape[1] if isinstance(group.source, Blocks) else group.keys
+
+
+def _in_place(pages: Tensor, group: Group) -> Tensor | None:
+    """Keys of a single member that lie one after another in the cache, as a view; None where they do not."""
+    source = group.source
+    if not isinstance(source, Blocks) or source.run is None:
+        return None
+    slots = as_slots(pages)
+    first = source.run * pages.shape[1] + source.offset
+    return None if slots is None else slots[first : first + group.keys].transpose(0, 1).unsqueeze(0)
 
 
 def _from_rows(rows: Tensor, given: Given, group: Group, members: slice) -> Tensor:
@@ -122,7 +137,7 @@ def _from_pages(pages: Tensor, group: Group, members: slice, out: Tensor) -> Ten
 
 def _from_blocks(pages: Tensor, source: Blocks, keys: int, members: slice, out: Tensor) -> Tensor:
     """Whole blocks. Behind a request's last key they hold what is not its own: cut off, or set to 0 where it is not."""
-    gathered = gather_blocks(pages, source.blocks[members], out)
+    gathered = gather_blocks(pages, part(source.blocks, members), out)
     torn = source.torn
     if torn is not None:
         where = (torn.members, torn.columns)
@@ -130,4 +145,5 @@ def _from_blocks(pages: Tensor, source: Blocks, keys: int, members: slice, out: 
     tokens = gathered.permute(0, 3, 1, 2, 4)
     heads = tokens.shape[1]
     # A view: slots of a head follow each other, whichever of the two orders they were gathered in.
-    return tokens.reshape(tokens.shape[0], heads, -1, pages.shape[3])[:, :, source.offset : source.offset + keys]
+    rows = tokens.reshape(tokens.shape[0], heads, -1, pages.shape[3])
+    return part(rows, slice(source.offset, source.offset + keys), axis=2)
