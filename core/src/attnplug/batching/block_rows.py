@@ -65,6 +65,11 @@ class BlockRows:
         first = row * self._tensor.shape[1]
         return 0 in self._cells[first + start : first + end]
 
+    def slots(self, row: int, positions: range, block_size: int) -> list[int]:
+        """Return the slots of positions that the blocks of a row hold."""
+        cells, first = self._cells, row * self._tensor.shape[1]
+        return [cells[first + place // block_size] * block_size + place % block_size for place in positions]
+
     def table(self, rows: int, columns: int | None = None, padded_rows: int | None = None) -> Tensor:
         """
         Return a copy of the first rows as an int32 tensor; unused entries and padded rows hold the null block.
@@ -85,6 +90,8 @@ class BlockRows:
                 f"a request of this step has {longest} blocks",
                 f"ask for {longest} columns or more",
             )
+        if columns == longest and padded_rows in {None, rows}:
+            return self._tensor[:rows, :longest].clone(memory_format=torch.contiguous_format)
         found = torch.zeros(rows if padded_rows is None else padded_rows, columns, dtype=torch.int32)
         found[:rows, :longest] = self._tensor[:rows, :longest]
         return found

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from operator import add
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.negotiation.agreement import Agreement
+
+
+# Up to here loops over tokens are faster than operations on tensors, each of which costs microseconds whatever it does.
+_FEW: Final = 32
 
 
 class BatchDraft:
@@ -199,18 +204,17 @@ class BatchDraft:
         """
         reqs = self._padded("requests", self.num_reqs, num_reqs)
         tokens = self._padded("tokens", self._num_tokens, num_tokens)
-        added = reqs - self.num_reqs
-        starts = [0, *accumulate(self._query_lens), *([self._num_tokens] * added)]
+        added = [0] * (reqs - self.num_reqs)
+        starts = [0, *accumulate(self._query_lens), *(self._num_tokens for _ in added)]
         host = {
             "query_start_loc": _int32(starts),
             "block_table": self._rows.table(self.num_reqs, num_blocks, reqs),
+            "seq_lens": _int32([*map(add, self._computed, self._query_lens), *added]),
         }
-        computed = _int32(self._computed + [0] * added)
-        host["seq_lens"] = computed + host["query_start_loc"].diff()
-        host["slot_mapping"] = self._slots(host, computed, tokens)
-        positions = positions_of_new_tokens(
-            host["query_start_loc"], computed, num_tokens=self._num_tokens, num_padded_tokens=tokens
-        )
+        computed = _int32(self._computed + added)
+        places = self._few_places if self._num_tokens <= _FEW else self._many_places
+        positions, host["slot_mapping"] = places(host, computed, tokens)
+        self._skip_unwritten(host["slot_mapping"], starts)
         derived: dict[str, Any] = {name: self._upload(name, tensor) for name, tensor in host.items()}
         derived |= {f"{name}_cpu": tensor for name, tensor in host.items()}
         batch = Batch(
@@ -227,20 +231,28 @@ class BatchDraft:
         self.clear()
         return batch
 
-    def _slots(self, host: dict[str, Tensor], computed: Tensor, num_padded_tokens: int) -> Tensor:
-        slots = slots_of_new_tokens(
-            host["block_table"],
-            host["query_start_loc"],
-            computed,
-            self._block_size,
-            num_tokens=self._num_tokens,
-            num_padded_tokens=num_padded_tokens,
-        )
+    def _few_places(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the positions and slots of the tokens, padding included, without a tensor on the way."""
+        del host, computed
+        padding = [0] * (rows - self._num_tokens)
+        positions: list[int] = []
+        slots: list[int] = []
+        for row, (start, count) in enumerate(zip(self._computed, self._query_lens, strict=True)):
+            places = range(start, start + count)
+            positions += places
+            slots += self._rows.slots(row, places, self._block_size)
+        return _int64(positions + padding), _int64(slots + [PAD_SLOT_ID for _ in padding])
+
+    def _many_places(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the same by a dozen operations on tensors."""
+        starts, sizes = host["query_start_loc"], {"num_tokens": self._num_tokens, "num_padded_tokens": rows}
+        slots = slots_of_new_tokens(host["block_table"], starts, computed, self._block_size, **sizes)
+        return positions_of_new_tokens(starts, computed, **sizes), slots
+
+    def _skip_unwritten(self, slots: Tensor, starts: list[int]) -> None:
         for row, position in self._write_from:
-            start = int(host["query_start_loc"][row])
             skipped = min(position - self._computed[row], self._query_lens[row])
-            slots[start : start + skipped] = PAD_SLOT_ID
-        return slots
+            slots[starts[row] : starts[row] + skipped] = PAD_SLOT_ID
 
     def _pinned(self, name: str, host: Tensor) -> Tensor:
         del name
@@ -294,6 +306,10 @@ class BatchDraft:
 def _int32(values: list[int]) -> Tensor:
     """Return numbers, at least one, as a tensor: ten times as fast as `torch.tensor`."""
     return torch.frombuffer(array("i", values), dtype=torch.int32)
+
+
+def _int64(values: list[int]) -> Tensor:
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
 def _refused_numbers(query_len: int, num_computed_tokens: int, write_from: int) -> BatchError:
