@@ -128,7 +128,7 @@ def _others(selection: Selection) -> Iterator[str]:
 
 
 def _verb(outcome: Outcome) -> str:
-    return "the masked tokens are" if outcome.example.kind == "encoder" else "the first continues with"
+    return "predicts" if outcome.example.kind == "encoder" else "the first continues with"
 
 
 def _sentence(outcome: Outcome) -> str:
