@@ -204,3 +204,18 @@ def test_a_host_advances_its_own_inputs():
         metadata = builder.build(make_batch([1, 1], [5, 3], width=WIDTH), slot=slot)
     with refused(BatchError, given="GraphSlot", allowed="the host's own", remedy="slot=slot"):
         builder.advance_step(metadata)
+
+
+@pytest.mark.parametrize("slotted", [False, True])
+def test_a_batch_that_stands_in_goes_on_standing_in(slotted):
+    """A rank without requests runs as many steps as the others; its pages and lengths never grow."""
+    backend, _, builder = world("single_token_decode")
+    slot = capture(builder, GraphKey(2, 2, 1))[0][0] if slotted else None
+    batch = backend.dummy_batch(GraphKey(2, 2, 1))
+    metadata = builder.build(batch, slot=slot)
+    for _ in range(2 * BLOCK_SIZE):
+        inputs = tokens(2, [5, 6])
+        metadata = builder.advance_step(metadata, tokens=inputs)
+        assert metadata.batch.seq_lens.tolist() == batch.seq_lens.tolist()
+        assert metadata.batch.slot_mapping.tolist() == [-1, -1]
+        assert inputs.input_ids.tolist() == [5, 6]

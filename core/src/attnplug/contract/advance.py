@@ -80,7 +80,8 @@ def advanced_batch(before: Batch, agreement: Agreement, num_queries: int | None,
     longest, lens_cpu = _longest(before, count)
     _check_room(before, agreement, longest)
     slots = torch.full((reqs,), PAD_SLOT_ID, dtype=torch.int64, device=device)
-    _put_slots(slots[:count], before.block_table, before.seq_lens[:count], agreement.block_size or 1)
+    if not before.dummy:
+        _put_slots(slots[:count], before.block_table, before.seq_lens[:count], agreement.block_size or 1)
     cross = agreement.requirements.attn_type == "encoder_decoder"
     host = before.block_table_cpu if device.type == "cpu" else None
     slots = slots[:0] if cross else slots
@@ -88,7 +89,7 @@ def advanced_batch(before: Batch, agreement: Agreement, num_queries: int | None,
         before,
         query_start_loc=upload(starts, device),
         query_start_loc_cpu=starts,
-        seq_lens=_one_more(before.seq_lens, count),
+        seq_lens=_grown(before, before.seq_lens, count),
         seq_lens_cpu=lens_cpu,
         num_computed_tokens_cpu=None,
         slot_mapping=slots,
@@ -142,17 +143,19 @@ def _check_queries(before: Batch, num_queries: int | None, *, prefills_to_decode
 
 def _longest(before: Batch, count: int) -> tuple[int, Tensor | None]:
     """Return the longest sequence of the next step, and the host's lengths, as exact as they were."""
+    bound = before.max_seq_len + (0 if before.dummy else 1)
     if before.seq_lens_cpu is None:
-        return before.max_seq_len + 1, None
-    lens = _one_more(before.seq_lens_cpu, count)
+        return bound, None
+    lens = _grown(before, before.seq_lens_cpu, count)
     if int(before.seq_lens_cpu.amax()) < before.max_seq_len:
-        return before.max_seq_len + 1, lens
+        return bound, lens
     return int(lens.amax()), lens
 
 
-def _one_more(lens: Tensor, count: int) -> Tensor:
+def _grown(before: Batch, lens: Tensor, count: int) -> Tensor:
+    """Return the lengths of the next step. Those of a batch that stands in stay: it has the null block alone."""
     more = torch.zeros_like(lens)
-    torch.add(lens[:count], 1, out=more[:count])
+    torch.add(lens[:count], 0 if before.dummy else 1, out=more[:count])
     return more
 
 
