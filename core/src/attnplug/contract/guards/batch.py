@@ -8,6 +8,7 @@ import torch
 from attrs import frozen
 
 from attnplug.contract.guards.dense import check_dense
+from attnplug.contract.guards.few import FewDecodes
 from attnplug.contract.guards.index import check_index, check_mirror
 from attnplug.contract.guards.negotiated import check_negotiated
 from attnplug.contract.guards.pages import PageGuard
@@ -78,6 +79,7 @@ class BatchGuard:
         self._pages = PageGuard(agreement, limits.num_blocks, device.type) if asked.paged else None
         # Without a cache, or without a decode phase, there are no decodes: a short sequence is a short prefill.
         self._threshold = asked.decode_query_len if asked.paged and "decode" in asked.phases else 0
+        self._few = FewDecodes(agreement, limits, device.type) if FewDecodes.suits(agreement, limits) else None
         self._orders_keys = asked.attn_type != "encoder_decoder" and (bool(asked.paged) or bool(asked.causal))
 
     def check(self, batch: Batch) -> Facts:
@@ -87,6 +89,10 @@ class BatchGuard:
         Raises:
             ContractError: The batch contradicts itself, the agreement or the limits; see `MetadataBuilder.build`.
         """
+        highest = None if self._few is None else self._few.highest_block(batch)
+        if highest is not None:
+            count = batch.num_reqs
+            return Facts(count, 0, count, 0, count, highest)
         self._check_counts(batch)
         starts, query_lens = self._check_queries(batch)
         seq_lens = self._check_lengths(batch, query_lens)
