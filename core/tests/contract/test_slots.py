@@ -245,6 +245,18 @@ def test_a_host_may_name_the_slot():
         builder.state.begin_forward(batches, key=GraphKey(3, 3, 1))
 
 
+def test_padding_within_runs_eagerly():
+    """A captured shape has every request's rows at a place of their own, whoever has none."""
+    _, _, builder = world()
+    (slot,), _ = capture(builder, GraphKey(4, 4, 1))
+    within, last = make_batch([1, 0, 1], [5, 0, 9]), make_batch([1, 1, 0], [5, 9, 0])
+
+    assert builder.state.find_slot({builder: within}) is None
+    assert builder.state.find_slot({builder: last}) is slot
+    with refused(BatchError, given="padded request before others", allowed="stand last", remedy="slot=None"):
+        builder.build(within, slot=slot)
+
+
 def test_extras_run_eagerly():
     backend = make_backend(CapturingBackend, agreed_graphs="always", features=("acme.rope",))
     builder = make_builder(backend)

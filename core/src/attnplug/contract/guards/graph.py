@@ -89,8 +89,8 @@ def _misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
     ):
         if getattr(batch, name) > most:
             yield f"{name}={getattr(batch, name)}", f"it takes up to {most}"
-    if key.query_len is not None and _query_range(batch) != (key.query_len, key.query_len):
-        yield f"queries of {_query_range(batch)} tokens at least and at most", f"every query has {key.query_len}"
+    if key.query_len is not None:
+        yield from _query_misfits(key.query_len, batch)
     if batch.common_prefix_len:
         yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
     if batch.custom_mask is not None:
@@ -119,6 +119,20 @@ def _encoder_misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]
 
 def _num_slots(batch: Batch) -> int:
     return 0 if batch.slot_mapping is None else batch.slot_mapping.shape[0]
+
+
+def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
+    found = _query_range(batch)
+    if found != (query_len, query_len):
+        yield f"queries of {found} tokens at least and at most", f"every query has {query_len}"
+    elif _has_padding_within(batch):
+        yield "a padded request before others", "padded requests stand last: a graph finds each one's rows at its place"
+
+
+def _has_padding_within(batch: Batch) -> bool:
+    """Whether a request without a query stands before one with a query, given that all queries have one length."""
+    host = batch.query_start_loc_cpu
+    return host is not None and batch.num_reqs > 1 and int(host.diff().diff().amax()) > 0
 
 
 def _query_range(batch: Batch) -> tuple[int, int]:
