@@ -34,7 +34,8 @@ def capture(call: Callable[[], _T], device: torch.device, *, pool: Any = None) -
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Other threads go on meanwhile: what they do is recorded in no graph of this one.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = call()
     return result, graph.replay
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from threading import Thread
+
 import pytest
 import torch
 
@@ -89,3 +91,29 @@ def test_a_decoding_step_waits_for_the_device_once(on_gpu):
 
     assert engine._scheduler.finish_step(step, tokens.tolist()) == requests
     engine.close()
+
+
+def test_engines_are_made_while_others_run_in_their_threads(on_gpu):
+    """A capture that minded other threads would fail, and so would their steps."""
+    made, asked, expected = on_gpu("llama")
+    sizes = {"max_num_tokens": 24, "max_num_reqs": 4, "backend": "torch/sdpa", "max_seq_len": 64, "graphs": True}
+    running, found, done = Engine(made, **sizes), [], []
+
+    def go_on():
+        while not done:
+            found.append(running.generate(asked, max_new_tokens=NEW))
+
+    thread = Thread(target=go_on)
+    thread.start()
+    try:
+        for _ in range(4):
+            engine = Engine(made, **sizes)
+            assert engine.generate(asked, max_new_tokens=NEW) == expected
+            engine.close()
+    finally:
+        done.append(True)
+        thread.join()
+
+    assert found
+    assert found == [expected] * len(found)
+    running.close()
