@@ -1,0 +1,222 @@
+"""What a backend declares and this device can reach: the values that the kit asks for, and how to ask for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.manifest.constraint import Range
+from attnplug.request.domain import Flag, Integer, Level, Names, Number
+from attnplug.request.fields import FIELDS
+from attnplug.testing.kit.ask import NARROW, Ask
+from attnplug.testing.kit.subject import Subject
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnplug.manifest.constraint import Constraint
+
+_SAMPLES: Final[dict[str, tuple[Any, ...]]] = {
+    "head_size": (64, 128, 80),
+    "head_size_v": (24, 128),
+    "num_kv_heads": (2, 1),
+    "block_size": (16, 1, 12),
+    "sliding_window": (7, 1, 64),
+    "attention_chunk": (16, 5),
+    "logits_soft_cap": (2.0, 30.0),
+    "decode_query_len": (2, 5),
+    "gqa_ratio": (1, 2, 4, 7),
+}
+_LARGEST: Final = 1024  # larger sizes take the float64 oracle too long
+_FLOATS: Final = ("float32", "bfloat16", "float16")
+_ELSEWHERE: Final[dict[str, str]] = {
+    "dcp_size": "the kit runs in one process, and a spread cache needs several ranks",
+    "block_sparse": "a pattern means what its backend says, so no oracle knows it",
+    "output_quant": "the oracle's outputs are not quantized",
+}
+_ALWAYS: Final = {"gqa_ratio": (1, 2, 4, 7), "num_kv_heads": (2,), "paged": (True, False)}
+
+
+@frozen
+class Capability:
+    """
+    One declared value.
+
+    Attributes:
+        field: The field.
+        value: The value, as the requirements have it; ``"auto"`` for a cache of the layer's dtype.
+    """
+
+    field: str
+    value: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value}"
+
+
+@frozen
+class Unreached:
+    """
+    A declared value that is not exercised here.
+
+    Attributes:
+        capability: The value.
+        because: Why not.
+    """
+
+    capability: Capability
+    because: str
+
+
+@frozen(eq=False)
+class Menu:
+    """
+    All that can be asked of one subject.
+
+    Attributes:
+        subject: The subject.
+        asks: Each reachable value, and the plainest ask that contains it.
+        unreached: The others, with the reason.
+    """
+
+    subject: Subject
+    asks: Mapping[Capability, Ask]
+    unreached: tuple[Unreached, ...]
+
+    def values(self) -> dict[str, tuple[Any, ...]]:
+        """Return the reachable values by field."""
+        found: dict[str, list[Any]] = {}
+        for capability in self.asks:
+            found.setdefault(capability.field, []).append(capability.value)
+        return {name: tuple(values) for name, values in found.items()}
+
+    def ask(self, **fields: Any) -> Ask | None:
+        """Return the plainest ask with these fields that is served, or None."""
+        return next((ask for ask in _asks(self.subject, fields) if is_served(self.subject, ask)), None)
+
+
+def is_served(subject: Subject, ask: Ask) -> bool:
+    """Whether the subject serves an ask that makes sense."""
+    requirements = ask.requirements()
+    return requirements is not None and not subject.objections(requirements)
+
+
+@cache
+def menu_of(subject: Subject) -> Menu:
+    """Return the menu of a subject, from its manifest and the device alone."""
+    asks: dict[Capability, Ask] = {}
+    unreached = [Unreached(Capability("features", name), _OWN) for name in subject.open_features]
+    for capability in _declared(subject):
+        because = _out_of_reach(subject, capability)
+        ask = None if because else _plainest(subject, capability)
+        if ask is None:
+            unreached.append(Unreached(capability, because or _refusals(subject, capability)))
+        else:
+            asks[capability] = ask
+    return Menu(subject, asks, tuple(unreached))
+
+
+_OWN: Final = "an open feature means what its backend says: test it beside the kit"
+
+
+def _declared(subject: Subject) -> Iterator[Capability]:
+    names = dict.fromkeys((*subject.supports, *_ALWAYS))
+    for name in (item for item in FIELDS if item in names):
+        constraint = subject.supports.get(name)
+        values = _ALWAYS.get(name, ()) if constraint is None or name == "paged" else _values(name, constraint)
+        for value in values:
+            if name != "paged" or not value or constraint is not None:
+                yield Capability(name, value)
+
+
+def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
+    """Every value of a list; of ranges their ends, and some between."""
+    domain = FIELDS[name].domain
+    if isinstance(domain, (Integer, Number)):
+        parts = constraint.alternatives
+        ends = [end for part in parts for end in ((part.min, part.max) if isinstance(part, Range) else (part.value,))]
+        candidates = (*ends, *_SAMPLES.get(name, ()))
+        sized = [value for value in candidates if value is not None and value <= _LARGEST and constraint.allows(value)]
+        return tuple(dict.fromkeys(value for value in sized if value != FIELDS[name].neutral))
+    if isinstance(domain, Names):
+        return tuple(dict.fromkeys((item,) for choice in constraint.choices() for item in choice))
+    if isinstance(domain, Level):
+        return tuple(value for value in domain.values if value != FIELDS[name].neutral and constraint.allows(value))
+    if isinstance(domain, Flag):
+        return tuple(value for value in constraint.choices() if value != FIELDS[name].neutral)
+    return tuple(value for value in constraint.choices() if value != FIELDS[name].neutral or name == "kv_cache_dtype")
+
+
+def _out_of_reach(subject: Subject, capability: Capability) -> str:
+    name, value = capability.field, capability.value
+    if FIELDS[name].kind == "device":
+        return _other_device(subject, capability)
+    if name == "dtype" and value not in _FLOATS:
+        return f"the kit states no tolerance for {value}"
+    if name == "kv_cache_dtype" and value not in ("auto", *NARROW):
+        return f"the oracle rounds to {' and '.join(NARROW)} alone"
+    return _ELSEWHERE.get(name, "")
+
+
+def _other_device(subject: Subject, capability: Capability) -> str:
+    here = subject.device.facts().get(capability.field)
+    declared = subject.supports[capability.field]
+    if here is None or (here != capability.value and not declared.domain.allows(capability.value, here)):
+        return f"this is {subject.device}"
+    return ""
+
+
+def _plainest(subject: Subject, capability: Capability) -> Ask | None:
+    fields = {} if FIELDS[capability.field].kind == "device" else {capability.field: capability.value}
+    return next((ask for ask in _asks(subject, fields) if is_served(subject, ask)), None)
+
+
+def _asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
+    """Yield plain asks with these fields, then ones with one more feature, which some features need."""
+    yield from _plain_asks(subject, fields)
+    for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
+        for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
+            yield from _plain_asks(subject, {**fields, name: value})
+
+
+def _plain_asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
+    dtypes = [name for name in _FLOATS if subject.supports["dtype"].allows(name)]
+    sizes = _preferred(subject, "head_size")
+    for paged in (True, False):
+        for dtype in dtypes:
+            for size in sizes:
+                for blocks in _preferred(subject, "block_size") if paged else (None,):
+                    yield Ask.of(
+                        {
+                            **_plain(subject),
+                            "paged": paged,
+                            "dtype": dtype,
+                            "head_size": size,
+                            "block_size": blocks,
+                            **fields,
+                        }
+                    )
+
+
+def _plain(subject: Subject) -> dict[str, Any]:
+    heads = subject.supports.get("num_kv_heads")
+    return {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2}
+
+
+def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:
+    """Values in the order of how well they suit a small batch."""
+    constraint = subject.supports.get(name)
+    if constraint is None:
+        return (None,)
+    return tuple(dict.fromkeys((constraint.nearest(16), *_values(name, constraint))))
+
+
+def _refusals(subject: Subject, capability: Capability) -> str:
+    for ask in _plain_asks(subject, {capability.field: capability.value}):
+        requirements = ask.requirements()
+        if requirements is not None:
+            return "; ".join(str(reason) for reason in subject.objections(requirements))
+    return "no batch of the kit asks for it"

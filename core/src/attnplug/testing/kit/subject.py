@@ -1,0 +1,106 @@
+"""What the kit tests: one variant of one installed backend, on the device of this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from attnplug.errors import UnknownBackendError
+from attnplug.negotiation.candidate import Candidate
+from attnplug.negotiation.negotiate import Question, negotiate
+from attnplug.request.device import Device
+from attnplug.request.fields import near
+from attnplug.selection import state as process
+from attnplug.selection.load import load
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnplug.contract.backend import Backend
+    from attnplug.manifest.constraint import Constraint
+    from attnplug.negotiation.reason import Reason
+    from attnplug.request.requirements import Requirements
+
+
+@frozen
+class Subject:
+    """
+    A candidate that can run here.
+
+    Attributes:
+        id: ``backend/variant``.
+        device: The device of this process.
+        candidate: The candidate, its manifest included.
+    """
+
+    id: str
+    device: Device
+    candidate: Candidate = field(eq=False, repr=False)
+
+    @property
+    def supports(self) -> Mapping[str, Constraint]:
+        """What the variant declares, by field."""
+        return self.candidate.variant.supports if self.candidate.variant else {}
+
+    @property
+    def open_features(self) -> tuple[str, ...]:
+        """The open features that the variant lists."""
+        return self.candidate.variant.features if self.candidate.variant else ()
+
+    def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
+        """Return why the candidate does not serve the requirements; nothing where it does."""
+        return negotiate(self.candidate, Question(requirements, self.device)).objections
+
+    def load(self, requirements: Requirements) -> Backend:
+        """Return the backend for requirements, by way of the public entry."""
+        return load(requirements, self.device, backend=self.id)
+
+    def __str__(self) -> str:
+        return self.id
+
+
+def find_subjects(name: str, device: Device | None = None) -> tuple[Subject, ...]:
+    """
+    Return what a name means: the variants of a backend that can run here, or the one that is named.
+
+    Args:
+        name: ``backend`` or ``backend/variant``; aliases of the backend too.
+        device: The device; None is this process's.
+
+    Raises:
+        UnknownBackendError: Nothing of that name is installed, or nothing of it can run here.
+    """
+    here = Device.current() if device is None else device
+    installed = [item for item in _candidates() if item.variant is not None and item.standing != "absent"]
+    backend, _, variant = name.partition("/")
+    named = [
+        item
+        for item in installed
+        if backend in (item.backend, *item.aliases) and (not variant or item.id == f"{item.backend}/{variant}")
+    ]
+    if not named:
+        names = sorted(item.id for item in installed)
+        raise UnknownBackendError(
+            f"the backend {name!r} was to be tested{near(name, names)}",
+            f"installed are {', '.join(names) or 'none'}",
+            "install it, or name one of these",
+        )
+    ready = [item for item in named if not _obstacles(item, here)]
+    if not ready:
+        why = "; ".join(f"{item.id}: {', '.join(map(str, _obstacles(item, here)))}" for item in named)
+        raise UnknownBackendError(
+            f"the backend {name!r} was to be tested on {here}",
+            f"it cannot run here: {why}",
+            "install what it requires, or test it on a device that it serves",
+        )
+    return tuple(Subject(item.id, here, item) for item in ready)
+
+
+def _candidates() -> tuple[Candidate, ...]:
+    return process.registry().candidates(process.current().settings)
+
+
+def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:
+    facts = [fact for fact in device.facts().items() if fact[1] is not None]
+    return [*candidate.obstacles, *candidate.objections(facts)]

@@ -1,0 +1,97 @@
+"""The base of every class of the kit: which backend it tests, and the points that a test runs over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import pytest
+
+from attnplug.testing.kit.menu import menu_of
+from attnplug.testing.kit.record import Record
+from attnplug.testing.kit.subject import Subject, find_subjects
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+Points = Callable[[Subject], Mapping[str, Any]]
+
+
+def over(points: Points) -> Callable[[_F], _F]:
+    """
+    Run a test once for each point of its subject, as its argument `point`.
+
+    Args:
+        points: Returns the points, by the name that the test's id has. Without any the test is skipped.
+    """
+
+    def mark(test: _F) -> _F:
+        test.points = points  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+def needs(**fields: Any) -> Callable[[_F], _F]:
+    """Skip a test where no ask with these fields is served."""
+
+    def mark(test: _F) -> _F:
+        test.needs = fields  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+class Tier:
+    """
+    A part of the kit. Inherit it, or `Conformance` for all of it, and name the backend.
+
+    Attributes:
+        backend: ``"name"`` or ``"name/variant"``; None is what ``--attn-backend`` says.
+        known_failures: Tests that are expected to fail, and why: the name of a test, or its name with its point in
+            brackets. One that passes fails: the entry is out of date then.
+    """
+
+    backend: ClassVar[str | None] = None
+    known_failures: ClassVar[Mapping[str, str]] = {}
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Make one test for each subject and point."""
+        if "subject" not in metafunc.fixturenames:
+            return
+        name = self.backend or metafunc.config.getoption("--attn-backend", default=None)
+        if name is None:
+            raise pytest.UsageError(
+                f"{type(self).__name__} was given no backend; name it in the class (backend = 'mine/plain'), or with "
+                "--attn-backend=NAME[/variant]"
+            )
+        with_points = "point" in metafunc.fixturenames
+        names = ("subject", "point") if with_points else ("subject",)
+        parameters = [p for subject in find_subjects(name) for p in self._parameters(metafunc.function, subject)]
+        metafunc.parametrize(names, parameters)
+
+    @pytest.fixture
+    def record(self, request: pytest.FixtureRequest, subject: Subject) -> Record:
+        """Return where the test notes what it found out."""
+        return Record(request.node, subject.id)
+
+    def _parameters(self, test: Callable[..., Any], subject: Subject) -> Iterator[Any]:
+        points: Points | None = getattr(test, "points", None)
+        found = {"": None} if points is None else dict(points(subject))
+        lacking = _lacking(test, subject) or ("" if found else "it declares nothing of this kind")
+        for name, point in (found or {"": None}).items():
+            marks = [pytest.mark.skip(reason=f"{subject}: {lacking}")] if lacking else self._marks(test.__name__, name)
+            values = (subject,) if points is None else (subject, point)
+            yield pytest.param(*values, id="-".join(filter(None, (subject.id, name))), marks=marks)
+
+    def _marks(self, test: str, point: str) -> list[pytest.MarkDecorator]:
+        reasons = [self.known_failures[key] for key in (test, f"{test}[{point}]") if key in self.known_failures]
+        return [pytest.mark.xfail(reason=reason, strict=True) for reason in reasons[:1]]
+
+
+def _lacking(test: Callable[..., Any], subject: Subject) -> str:
+    fields = getattr(test, "needs", None)
+    if fields is None or menu_of(subject).ask(**fields) is not None:
+        return ""
+    return f"no request with {', '.join(f'{name}={value!r}' for name, value in fields.items())} is served"
