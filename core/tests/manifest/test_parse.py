@@ -235,3 +235,11 @@ def test_keys_are_found_inside_arrays_over_several_lines():
     text = 'api = "1.0"\nfeatures = [\n  "paged",\n  "sinkz",\n]\nnext = 1\n'
 
     assert locate(text, ("features", "sinkz")) == 4
+
+
+def test_a_quoted_name_is_one_part_of_a_path():
+    text = '[project.entry-points."attnplug.backends"]\n"odd.name" = "acme.plugin"\nacme = "acme.plugin"\n'
+
+    assert locate(text, ("project", "entry-points", "attnplug.backends", "acme")) == 3
+    assert locate(text, ("project", "entry-points", "attnplug.backends", "odd.name")) == 2
+    assert locate(text, ("project", "entry-points", "attnplug.backends")) == 1

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*((?:[A-Za-z0-9_-]+|\"[^\"]+\")(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]+\"))*)\s*=")
+_PART = re.compile(r'"([^"]*)"|([^\s."]+)')
 
 
 def locate(text: str, path: Sequence[str | int]) -> int | None:
@@ -65,7 +66,7 @@ def _lines(text: str) -> dict[tuple[str | int, ...], int]:
 
 
 def _split(dotted: str) -> tuple[str, ...]:
-    return tuple(part.strip().strip('"') for part in dotted.split("."))
+    return tuple(quoted or bare for quoted, bare in _PART.findall(dotted))
 
 
 def _shared(prefix: Sequence[str | int], path: Sequence[str | int]) -> int:

@@ -1,0 +1,253 @@
+"""From the tables of a document to a Manifest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Final, get_args
+
+from attrs import frozen
+
+from attnplug.errors import ApiVersionError
+from attnplug.manifest.checks import Checks
+from attnplug.manifest.conditions import parse_conditions
+from attnplug.manifest.installed import check_requirement
+from attnplug.manifest.locate import locate
+from attnplug.manifest.schema import CONTRACT_API, Condition, Jit, Manifest, Option, Preference, Rule, Variant
+from attnplug.manifest.supports import Declared, complete, parse_supports
+from attnplug.request.fields import near
+
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+_API = re.compile(r"(\d+)\.(\d+)")
+_VARIANT_KEYS = ("summary", "supports", "requires", "jit", "emulates", "rules")
+_OPTION_TYPES: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
+
+DEFAULT_VARIANT: Final = "default"
+"""The name of the only variant of a manifest that lists none."""
+
+
+@frozen
+class Reader(Checks):
+    """Reads the parts of one document; the first complaint ends it."""
+
+    def manifest(self, data: Mapping[str, Any]) -> Manifest:
+        """Return the whole manifest."""
+        api = self.api(data)
+        self.keys(data, (), ("api", "backend", "supports", "rules", "variants", "prefer", "options"))
+        backend = self.table(data, "backend", (), ("name", "aliases", "summary"))
+        name = self.text_of(backend, "name", ("backend",))
+        self.check(
+            _NAME.fullmatch(name),
+            ("backend", "name"),
+            f"name = {name!r}",
+            "a name is lower-case letters, digits and _",
+            "rename it",
+        )
+        variants = self.variants(data, newer=api > CONTRACT_API)
+        return Manifest(
+            path=self.path,
+            api=api,
+            name=name,
+            summary=self.text_of(backend, "summary", ("backend",)),
+            aliases=self.texts(backend, "aliases", ("backend",)),
+            variants=variants,
+            prefer=self.preferences(data, tuple(v.name for v in variants)),
+            options=MappingProxyType(
+                {key: self.option(key, data["options"]) for key in self.table(data, "options", ())}
+            ),
+        )
+
+    def api(self, data: Mapping[str, Any]) -> tuple[int, int]:
+        """Return the version of the contract that it was written for."""
+        value = data.get("api")
+        form = _API.fullmatch(value) if isinstance(value, str) else None
+        if form is None:
+            raise self.fail(
+                ("api",),
+                f"api = {value!r}",
+                'api is the contract version as text, such as "1.0"',
+                'write api = "1.0" first',
+            )
+        found = (int(form[1]), int(form[2]))
+        if found[0] != CONTRACT_API[0]:
+            raise ApiVersionError(
+                f"api = {value!r}",
+                f"this core speaks contract {CONTRACT_API[0]}.x",
+                "install a plugin version for this core, or another version of attnplug",
+                self.path,
+                locate(self.text, ("api",)),
+            )
+        return found
+
+    def variants(self, data: Mapping[str, Any], *, newer: bool) -> tuple[Variant, ...]:
+        """Return every variant, with what is shared."""
+        tables = self.table(data, "variants", ()) or {DEFAULT_VARIANT: {}}
+        supports = self.supports(data, ("supports",), newer=newer)
+        rules = self.rules(data, ())
+        return tuple(self.variant(name, tables[name], supports, rules, newer=newer) for name in tables)
+
+    def variant(self, name: str, data: Any, shared: Declared, rules: tuple[Rule, ...], *, newer: bool) -> Variant:
+        """Return one variant."""
+        where = ("variants", name)
+        self.check(
+            isinstance(data, Mapping), where, f"{name} = {data!r}", "a variant is a table", f"write [variants.{name}]"
+        )
+        self.check(
+            _NAME.fullmatch(name),
+            where,
+            f"the variant {name!r}",
+            "a name is lower-case letters, digits and _",
+            "rename it",
+        )
+        self.keys(data, where, _VARIANT_KEYS)
+        own = self.supports(data, (*where, "supports"), newer=newer)
+        declared = self.complete(shared.under(own), where)
+        emulates = {
+            key: self.text_of(data["emulates"], key, (*where, "emulates"))
+            for key in self.table(data, "emulates", where)
+        }
+        known = (*declared.fields, *declared.features)
+        for key in emulates:
+            self.check(
+                key in known,
+                (*where, "emulates", key),
+                f"emulates {key!r}{'' if key in known else near(key, known)}",
+                "what is emulated is supported too",
+                f"declare {key!r} in supports",
+            )
+        jit = data.get("jit")
+        self.check(
+            jit is None or jit in get_args(Jit),
+            (*where, "jit"),
+            f"jit = {jit!r}",
+            f"jit is one of {', '.join(get_args(Jit))}",
+            "correct it, or leave it out",
+        )
+        return Variant(
+            name=name,
+            summary=self.text_of(data, "summary", where) if "summary" in data else "",
+            supports=MappingProxyType(dict(declared.fields)),
+            features=declared.features,
+            requires=self.requirements(data, "requires", where),
+            jit=jit,
+            emulates=MappingProxyType(emulates),
+            rules=rules + self.rules(data, where),
+        )
+
+    def supports(self, data: Mapping[str, Any], where: tuple[str | int, ...], *, newer: bool) -> Declared:
+        """Return one table of declared fields."""
+        return parse_supports(self.fail, data.get("supports", {}), where, newer=newer)
+
+    def complete(self, declared: Declared, where: tuple[str | int, ...]) -> Declared:
+        """Return what a variant declares, once it is all there."""
+        return complete(self.fail, declared, where)
+
+    def rules(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> tuple[Rule, ...]:
+        """Return the rules of a table."""
+        return tuple(self.rule(rule, (*where, "rules", i)) for i, rule in enumerate(self.tables(data, "rules", where)))
+
+    def rule(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> Rule:
+        """Return one rule."""
+        self.keys(data, where, ("when", "need", "because"))
+        when = self.conditions(data, "when", where)
+        self.check(
+            when, where, "a rule without `when`", "a rule says when it applies", "what is always so belongs in supports"
+        )
+        need = self.conditions(data, "need", where)
+        return Rule(when, need, self.text_of(data, "because", where), locate(self.text, where))
+
+    def conditions(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> tuple[Condition, ...]:
+        """Return the conditions under a key."""
+        return parse_conditions(self.fail, self.table(data, key, where), (*where, key))
+
+    def preferences(self, data: Mapping[str, Any], variants: tuple[str, ...]) -> tuple[Preference, ...]:
+        """Return the orders of the manifest's own variants."""
+        return tuple(
+            self.preference(item, ("prefer", i), variants) for i, item in enumerate(self.tables(data, "prefer", ()))
+        )
+
+    def preference(
+        self, data: Mapping[str, Any], where: tuple[str | int, ...], variants: tuple[str, ...]
+    ) -> Preference:
+        """Return one of them."""
+        self.keys(data, where, ("order", "when", "because"))
+        order = self.texts(data, "order", where)
+        unknown = [name for name in order if name not in variants]
+        self.check(
+            order and len(set(order)) == len(order) and not unknown,
+            (*where, "order"),
+            f"order = {list(order)}{near(unknown[0], variants) if unknown else ''}",
+            f"an order lists variants of this manifest, each once: {', '.join(variants)}",
+            "correct the list",
+        )
+        when = self.conditions(data, "when", where)
+        return Preference(order, when, self.text_of(data, "because", where))
+
+    def option(self, name: str, options: Mapping[str, Any]) -> Option:
+        """Return one option."""
+        where = ("options", name)
+        data = self.table(options, name, ("options",), ("type", "min", "max", "choices", "default", "help"))
+        self.check(
+            _NAME.fullmatch(name),
+            where,
+            f"the option {name!r}",
+            "a name is lower-case letters, digits and _",
+            "rename it",
+        )
+        kind = data.get("type")
+        self.check(
+            isinstance(kind, str) and kind in _OPTION_TYPES,
+            (*where, "type"),
+            f"type = {kind!r}",
+            f"a type is one of {', '.join(_OPTION_TYPES)}",
+            "correct it",
+        )
+        self.bounds(data, where)
+        self.check(
+            "default" in data, where, f"the option {name!r} without a default", "every option has a default", "add one"
+        )
+        option = Option(
+            name,
+            data["type"],
+            data["default"],
+            self.text_of(data, "help", where),
+            data.get("min"),
+            data.get("max"),
+            tuple(self.typed(data, "choices", where, [], lambda v: isinstance(v, list), "a list of values")),
+        )
+        self.check(
+            option.admits(option.default),
+            (*where, "default"),
+            f"default = {option.default!r}",
+            f"the default is {option.allowed()}",
+            "correct it",
+        )
+        return option
+
+    def bounds(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> None:
+        """Complain about bounds that compare with nothing."""
+        kind = data["type"]
+        for key in ("min", "max"):
+            numbers = kind in ("int", "float") and type(data.get(key, 0)) in (int, float)
+            self.check(
+                key not in data or numbers,
+                (*where, key),
+                f"{key} = {data.get(key)!r}",
+                f"{key!r} is a number, for an option whose type is int or float",
+                "correct it, or leave it out",
+            )
+
+    def requirements(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> tuple[str, ...]:
+        """Return a list of PEP 508 requirements."""
+        texts = self.texts(data, key, where)
+        for text in texts:
+            problem = check_requirement(text)
+            self.check(
+                not problem,
+                (*where, key),
+                f"{key} contains {text!r}",
+                f"it is a PEP 508 requirement: {problem}",
+                "write it as in pyproject.toml",
+            )
+        return texts

@@ -1,0 +1,112 @@
+"""Whatever stands where, a manifest is read or refused with a ManifestError: anything else would end discovery."""
+
+from __future__ import annotations
+
+import copy
+import datetime as dt
+from contextlib import suppress
+
+import pytest
+
+from attnplug.errors import ManifestError
+from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import Reader
+from attnplug.request.toml import parse_toml
+
+TEXT = """\
+api = "1.0"
+backend = { name = "acme", aliases = ["ACME"], summary = "an example" }
+[supports]
+device_type = ["cpu", "cuda"]
+dtype = ["bf16", "float16"]
+head_size = { multiple_of = 8, max = 256 }
+features = ["paged", "sliding_window", "acme.fused"]
+block_size = { multiple_of = 16 }
+[[rules]]
+when = { sliding_window = true, installed = "acme-kernels <2" }
+need = { head_size = { max = 128 }, logits_soft_cap = false }
+because = "wrong values before version 2"
+[variants.fast]
+summary = "the fast one"
+requires = ["acme-kernels >=1.5"]
+jit = "triton"
+supports = { compute_capability = ["9.0a", { min = "10.0", max = "11.0" }], block_sparse = { stride = 8 } }
+emulates = { paged = "gathers" }
+[[prefer]]
+order = ["fast"]
+when = { compute_capability = "9.0" }
+because = "faster"
+[options.ratio]
+type = "int"
+min = 1
+max = 9
+choices = [3, 4]
+default = 4
+help = "a ratio"
+"""
+ODD = (
+    True,
+    0,
+    -1,
+    10**30,
+    1.5,
+    float("nan"),
+    float("inf"),
+    "",
+    "x",
+    "9.0",
+    dt.date(2026, 1, 1),
+    [],
+    [[]],
+    [1],
+    ["x"],
+    [{}],
+    {},
+    {"x": 1},
+    {"min": "x"},
+    {"max": {}},
+    {"multiple_of": "3"},
+)
+
+
+def _paths(value, path=()):
+    """Yield the path of everything inside."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from _paths(inner, (*path, key))
+
+
+GOOD = parse_toml(TEXT)
+
+
+def test_the_text_is_a_manifest() -> None:
+    assert parse_manifest(TEXT).name == "acme"
+
+
+@pytest.mark.parametrize("path", list(_paths(GOOD)), ids=lambda path: ".".join(map(str, path)))
+def test_nothing_but_a_manifest_error_comes_out(path) -> None:
+    for odd in ODD:
+        data = copy.deepcopy(GOOD)
+        inner = data
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = odd
+        with suppress(ManifestError):
+            Reader(TEXT, "acme.toml").manifest(data)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "said"),
+    [
+        ("min = 1\n", 'min = "one"\n', 25, "'min' is a number"),
+        ("max = 9\n", "max = true\n", 26, "'max' is a number"),
+        ('type = "int"', "type = []", 24, "a type is one of"),
+        ("choices = [3, 4]", "choices = 4", 27, "a list of values"),
+    ],
+)
+def test_an_option_with_odd_bounds_is_refused(old, new, line, said) -> None:
+    with pytest.raises(ManifestError, match=said) as caught:
+        parse_manifest(TEXT.replace(old, new))
+
+    assert caught.value.line == line
