@@ -2,10 +2,12 @@
 Compares the paged engine with transformers' own continuous batching: same model, same machine, same run.
 
     python benchmarks/engine.py [--preset small|1b] [--device cuda] [--backend NAME[/variant]] [--rounds 3] [--json]
+    python benchmarks/engine.py --requests 1 4 32 --prompt 64 --new 200 --layers 2 --threads 1
 
 Both generate greedily from the same random prompts, in turns. What is timed is the time from the first request to the
 last token; models, caches, graphs and a warm-up generation come before. Shown are the medians, their spread and the
 ratio, and how many of the tokens are the same: rounding may decide between two tokens of a model with random weights.
+With few requests of a small model it is the host that takes the time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import attnplug
@@ -122,13 +124,20 @@ def theirs(model: Any, preset: Preset, batch_tokens: int) -> Iterator[Callable[[
 
 
 def main() -> int:
-    """Run the comparison."""
+    """Run the comparison for each number of requests."""
     options = _options()
     preset = PRESETS[options.preset]
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if options.threads:
         torch.set_num_threads(options.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    sizes = {name: getattr(options, name) or getattr(preset, name) for name in ("layers", "prompt", "new")}
+    for requests in options.requests or [preset.requests]:
+        _compare(options, evolve(preset, requests=requests, **sizes), device)
+    return 0
+
+
+def _compare(options: Any, preset: Preset, device: str) -> None:
     batch_tokens = max(preset.requests, options.batch_tokens)
     model = preset.model(device)
     engine = Engine(
@@ -154,7 +163,6 @@ def main() -> int:
                     runs[name].append(seconds)
     _show(options, preset, device, engine, runs, tokens)
     engine.close()
-    return 0
 
 
 def _time(generate: Callable[[], list[list[int]]], device: str) -> tuple[float, list[list[int]]]:
@@ -191,8 +199,7 @@ def _show(options: Any, preset: Preset, device: str, engine: Engine, runs: Any, 
                     "ratio": ratio,
                     "same_tokens": same / total,
                     "runs": [asdict(one) for one in timed],
-                },
-                indent=2,
+                }
             )
         )
         return
@@ -211,9 +218,13 @@ def _options() -> Any:
     parser.add_argument("--backend", action="append", help="as for attnplug.plan; repeated: in this order")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of one step, on both sides")
+    parser.add_argument("--requests", type=int, nargs="+", help="one comparison for each; default: the preset's")
+    parser.add_argument("--prompt", type=int, help="tokens of each prompt; default: the preset's")
+    parser.add_argument("--new", type=int, help="tokens that each request generates; default: the preset's")
+    parser.add_argument("--layers", type=int, help="layers of the model; default: the preset's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="one document for each comparison, a line each")
     return parser.parse_args()
 
 
