@@ -144,6 +144,9 @@ def test_what_cannot_be_advanced_is_refused():
     with refused(NotNegotiatedError, given="custom mask"):
         masked = make_builder(make_backend(custom_mask=True))
         masked.advance_step(masked.build(make_batch([1], [3], custom_mask=torch.ones(3, dtype=torch.bool))))
+    with refused(NotNegotiatedError, given="extra 'acme.rope'"):  # positions of the step before, say
+        open_ended = make_builder(make_backend(features=("acme.rope",)))
+        open_ended.advance_step(open_ended.build(make_batch([1], [3], extra={"acme.rope": torch.tensor([2])})))
 
 
 def test_cross_attention_writes_nothing():

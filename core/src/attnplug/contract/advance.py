@@ -71,7 +71,8 @@ def advanced_batch(before: Batch, agreement: Agreement, num_queries: int | None,
 
     Raises:
         BatchError: There are prefills, or a request has no room for another token.
-        NotNegotiatedError: The batch has no pages, a custom mask, or a cache that is spread over ranks.
+        NotNegotiatedError: The batch has no pages, a custom mask, what an open feature brings for one step, or a cache
+            that is spread over ranks.
     """
     _check_kind(before, agreement)
     count = _check_queries(before, num_queries, prefills_to_decodes=prefills_to_decodes)
@@ -105,6 +106,7 @@ def _check_kind(before: Batch, agreement: Agreement) -> None:
     for found, what in (
         (before.block_table is None, "a batch without pages"),
         (before.custom_mask is not None, "a batch with a custom mask"),
+        (bool(before.extra), f"a batch with extra {', '.join(map(repr, before.extra))}"),
         (asked.dcp_size > 1, f"a cache spread over dcp_size={asked.dcp_size} ranks"),
     ):
         if found:

@@ -192,7 +192,7 @@ class MetadataBuilder:
 
         Raises:
             BatchError: There are prefills, there is no room for another token, or the tokens do not fit.
-            NotNegotiatedError: The batch has a custom mask, or a cache that is spread over ranks.
+            NotNegotiatedError: The batch has a custom mask, extras, or a cache that is spread over ranks.
         """
         self._check_own(metadata)
         slot = metadata.slot
