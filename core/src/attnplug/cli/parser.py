@@ -19,6 +19,7 @@ VERBS: Final = {
     "list": "what is installed, and what stands in the way of the rest",
     "explain": "which backend serves a layer or a model, and why not the others",
     "doctor": "what is wrong with this environment",
+    "check": "what is wrong with a manifest or a plugin project",
     "bench": "the time budgets, measured here",
     "demo": "real model architectures, served through the chosen backend",
 }
