@@ -186,7 +186,8 @@ def _check_dependencies(project: Project) -> Iterator[Finding]:
     line = project.line("project", "dependencies")
     yield from check_dependencies(listed or (), project.path, line)
     names = {normalized(requirement_name(text)) for text in listed or () if not check_requirement(text)}
-    if CORE not in (*names, project.name) and project.name and "dependencies" not in (project.texts("project", "dynamic") or ()):
+    dynamic = project.texts("project", "dynamic") or ()
+    if project.name and CORE not in (*names, project.name) and "dependencies" not in dynamic:
         found = _finding(
             project,
             f"no {CORE!r} among the dependencies",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 
 from attrs import evolve, field, frozen
@@ -30,9 +31,11 @@ class TolerantReader(Reader):
 
     Attributes:
         findings: The complaints so far.
+        formless: Places of values that have another form than is expected, of which nothing more is said.
     """
 
     findings: list[Finding] = field(factory=list)
+    formless: set[_Path] = field(factory=set)
 
     def keep(self, error: ManifestError) -> None:
         """Keep a complaint; one that repeats what is known of its place is none."""
@@ -42,7 +45,7 @@ class TolerantReader(Reader):
 
     def check(self, holds: object, where: _Path, given: str, allowed: str, remedy: str) -> None:
         """Complain about a place unless something holds, and go on."""
-        if not holds:
+        if not holds and where not in self.formless:
             self.keep(self.fail(where, given, allowed, remedy))
 
     def keys(self, data: Mapping[str, Any], where: _Path, known: tuple[str, ...]) -> None:
@@ -60,6 +63,8 @@ class TolerantReader(Reader):
         form: str,
     ) -> _T:
         """Return a value of the expected form, or else the default."""
+        if key in data and not good(data[key]):
+            self.formless.add((*where, key))
         return self._try(super().typed, data, key, where, default, good, form, default=default)
 
     def text_of(self, data: Mapping[str, Any], key: str, where: _Path) -> str:
@@ -91,7 +96,7 @@ class TolerantReader(Reader):
         return super().variants({**data, "variants": kept}, newer=newer)
 
     def supports(self, data: Mapping[str, Any], where: _Path, *, newer: bool) -> Declared:
-        """Return one table without the fields that are wrong; what they would have been, everything goes with."""
+        """Return one table without the fields that are wrong; what they mean is declared, if not readable."""
         table = data.get("supports", {})
         wrong: dict[str, Constraint] = {}
         while True:
@@ -102,8 +107,8 @@ class TolerantReader(Reader):
             except ManifestError as error:
                 self.keep(error)
                 name, table = _without(table, places[-1][len(where) :])
-                if name in FIELDS:
-                    wrong[name] = Constraint(FIELDS[name].domain, ())
+                for meant in get_close_matches(name, FIELDS, n=1):
+                    wrong[meant] = Constraint(FIELDS[meant].domain, ())
             else:
                 return evolve(declared, fields={**wrong, **declared.fields})
 
