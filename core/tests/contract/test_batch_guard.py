@@ -637,7 +637,8 @@ def test_a_dummy_names_the_null_block_alone():
 
 
 @pytest.mark.parametrize(
-    ("lens", "num_decodes"), [([2, 2, 1], 2), ([1, 2, 2], 1), ([2, 0, 2, 5], 3), ([0, 2, 1], 2), ([3, 3], 2), ([5], 0)]
+    ("lens", "num_decodes"),
+    [([2, 2, 1], 2), ([1, 2, 2], 1), ([2, 0, 2, 5], 1), ([2, 2, 0], 2), ([0, 2, 1], 0), ([3, 3], 2), ([5], 0)],
 )
 def test_decodes_of_one_length(lens, num_decodes):
     """Kernels that take one query length have the others among the prefills."""

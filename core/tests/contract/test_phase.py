@@ -9,8 +9,9 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.contract import Batch, GraphKey
+from attnplug.contract import Batch, GraphKey, MetadataBuilder
 from core.tests.contract.test_slots import capture, world
+from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import make_backend, make_batch, make_builder
 
 
@@ -77,3 +78,11 @@ def test_a_batch_travels_as_a_dict():
     assert not copy.derived
     assert copy.to_dict().keys() == data.keys()
     assert torch.equal(copy.block_table, batch.block_table)
+
+
+def test_padding_alone_is_no_phase():
+    uniform = type("Uniform", (MetadataBuilder,), {"uniform_decodes": True})
+    backend = make_backend(type("B", (ToyBackend,), {"builder_class": uniform}))
+    metadata = make_builder(backend).build(make_batch([1, 1, 0], [4, 3, 0]))
+    assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)
+    assert metadata.prefills is None

@@ -153,3 +153,10 @@ def test_a_layer_chooses_where_a_phase_leaves_the_choice():
     host, own = make_layer(writing(mixed), cache_write="host"), make_layer(writing(mixed))
     assert (host.forward_writes, host.host_writes) == ({"decode"}, {"prefill"})
     assert (own.forward_writes, own.host_writes) == (BOTH, set())
+
+
+def test_an_encoders_rows_have_one_writer():
+    impl = type("Impl", (ToyImpl,), {"cache_write": {"prefill": "host", "decode": "forward"}})
+    backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": impl}), attn_type="encoder_decoder")
+    with pytest.raises(PluginContractError, match="an encoder's, and belong to no phase"):
+        make_layer(backend)

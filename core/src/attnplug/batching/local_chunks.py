@@ -214,6 +214,7 @@ def _refuse_others(batch: Batch) -> None:
             ("encoder lengths", batch.encoder_seq_lens is not None),
             ("DCP-local lengths", batch.dcp_local_seq_lens is not None),
             ("key_start_loc", batch.key_start_loc is not None),
+            ("extra", bool(batch.extra)),
         )
         if present
     ]

@@ -86,12 +86,13 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None, num_bl
     Raises:
         BatchError: The batch is larger than that, or has a custom mask, whose rows no padding can follow.
     """
-    if batch.custom_mask is not None:
-        raise BatchError(
-            "a batch with a custom mask is to be padded",
-            "a custom mask is as large as its requests' queries and keys",
-            "run batches with a custom mask unpadded",
-        )
+    for what, brought in (("a custom mask", batch.custom_mask is not None), ("extra", bool(batch.extra))):
+        if brought:
+            raise BatchError(
+                f"a batch with {what} is to be padded",
+                "its size follows from the requests in a way that padding does not",
+                "run such batches unpadded",
+            )
     padded: dict[str, Any] = {"num_reqs": num_reqs}
     for name in _PER_REQUEST:
         _pad(batch, padded, name, num_reqs, 0)

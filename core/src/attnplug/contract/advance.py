@@ -80,9 +80,9 @@ def advanced_batch(before: Batch, agreement: Agreement, num_queries: int | None,
     starts = torch.arange(reqs + 1, dtype=torch.int32).clamp_(max=count)
     longest, lens_cpu = _longest(before, count)
     _check_room(before, agreement, longest)
-    slots = torch.full((reqs,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+    slots = torch.full((count,), PAD_SLOT_ID, dtype=torch.int64, device=device)
     if not before.dummy:
-        _put_slots(slots[:count], before.block_table, before.seq_lens[:count], agreement.block_size or 1)
+        _put_slots(slots, before.block_table, before.seq_lens[:count], agreement.block_size or 1)
     cross = agreement.requirements.attn_type == "encoder_decoder"
     host = before.block_table_cpu if device.type == "cpu" else None
     slots = slots[:0] if cross else slots

@@ -40,7 +40,8 @@ class Batch:
             `num_actual_tokens`.
         seq_lens: ``(num_reqs,)`` keys per request, this step's included. For dense calls: the lengths of the given K/V.
             For paged cross attention: the decoder's tokens, and `encoder_seq_lens` counts the keys.
-        num_reqs: Requests, padded ones included (a padded request has query length 0 and stands last).
+        num_reqs: Requests, padded ones included. A padded request has query length 0; in graphs, and where a step is
+            advanced, they stand last.
         num_actual_tokens: Query tokens; rows beyond are padding and never touched.
         max_query_len: The longest query.
         max_seq_len: The longest sequence; an upper bound where the requirements say so (`host_lengths`).

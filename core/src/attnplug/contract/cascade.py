@@ -48,7 +48,7 @@ def cascade_pays(  # noqa: PLR0913 - each is a fact that the rule weighs
     """
     if common_prefix_len < LEAST_PREFIX or use_alibi or use_sliding_window or use_local_attention:
         return False
-    num_reqs = len(query_lens)
+    num_reqs = sum(length > 0 for length in query_lens)
     if num_reqs < LEAST_REQUESTS or dcp_world_size > 1:
         return False
     ratio = num_q_heads // num_kv_heads

@@ -46,8 +46,6 @@ def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Ba
 
 
 def query_lens_of(key: GraphKey) -> list[int]:
-    """Return query lengths of this shape, decodes first: where they differ, the last request has what others leave."""
-    if key.query_len is not None:
-        return [key.query_len] * key.num_reqs
-    even = max(1, key.num_tokens // key.num_reqs)
-    return [even] * (key.num_reqs - 1) + [key.num_tokens - even * (key.num_reqs - 1)]
+    """Return query lengths of this shape, short ones first: they differ by a token at most."""
+    even, longer = divmod(key.num_tokens, key.num_reqs)
+    return [even] * (key.num_reqs - longer) + [even + 1] * longer

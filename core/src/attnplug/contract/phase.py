@@ -60,7 +60,7 @@ class Phase:
 
 def phase_of(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_tokens: int) -> Phase | None:
     """
-    Return the phase of these requests, made once for the batch; None where there are none.
+    Return the phase of these requests, made once for the batch; None where they have no query.
 
     Args:
         batch: A checked batch.
@@ -69,7 +69,7 @@ def phase_of(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_
         first_token: The first query row.
         num_tokens: Query rows.
     """
-    if not num_reqs:
+    if not num_tokens:
         return None
     return batch.once(
         ("phase", first_req, num_reqs), lambda: _phase(batch, first_req, num_reqs, first_token, num_tokens)

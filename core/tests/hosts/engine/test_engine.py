@@ -180,6 +180,8 @@ def test_what_never_fits_is_refused(open_engine):
         engine.submit([1] * 20, max_new_tokens=10)
     with pytest.raises(LimitsError, match="max_seq_len=64"):
         engine.submit([1] * 60, max_new_tokens=10)
+    with pytest.raises(BatchError, match="stop token 257 was given"):
+        engine.submit([1], max_new_tokens=1, stop_tokens=[3, 257])
     with pytest.raises(BatchError, match="tokens from 0 to 256"):
         engine.submit([1, 257], max_new_tokens=1)
     with pytest.raises(BatchError, match="empty prompt"):

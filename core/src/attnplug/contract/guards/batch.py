@@ -209,9 +209,8 @@ class BatchGuard:
 
 
 def _alike(lens: list[int]) -> int:
-    """Return how many requests at the front have the first one's query length, or are padding."""
-    first = next(filter(None, lens), 0)
-    return next((index for index, length in enumerate(lens) if length not in (0, first)), len(lens))
+    """Return how many requests at the front have the first one's query length. Padding counts to the prefills."""
+    return next((index for index, length in enumerate(lens) if not length or length != lens[0]), len(lens))
 
 
 def _refuse_starts(batch: Batch, starts: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from attnplug.errors import LayerError, NotNegotiatedError
+from attnplug.errors import LayerError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
     from attnplug.contract.layer import Layer
@@ -28,6 +28,7 @@ def settle_writers(
     Raises:
         NotNegotiatedError: The layer wants a writer that the implementation does not have.
         LayerError: The layer's `cache_write` is no writer.
+        PluginContractError: The phases of cross attention have different writers.
     """
     if layer.cache_write not in (None, "forward", "host"):
         raise LayerError(
@@ -43,6 +44,12 @@ def settle_writers(
             f"layer {layer.name!r} has cache_write={layer.cache_write!r}",
             f"in {agreement.id} the cache is written by {', '.join(sorted(map(repr, set(declared.values()))))}",
             "leave cache_write out of the layer",
+        )
+    if agreement.requirements.attn_type == "encoder_decoder" and len(set(declared.values()) - {"either"}) > 1:
+        raise PluginContractError(
+            f"{agreement.id} declares cache_write={cache_write!r} for cross attention",
+            "the rows that are written there are an encoder's, and belong to no phase of the decoder",
+            "declare one writer for both phases",
         )
     writers = {phase: layer.cache_write or "forward" if who == "either" else who for phase, who in declared.items()}
     return tuple(frozenset(phase for phase, who in writers.items() if who == writer) for writer in ("forward", "host"))  # type: ignore[return-value]

@@ -177,12 +177,14 @@ class Engine:
             sampling=sampling,
             stop_tokens=stops,
         )
-        if max(request.tokens) >= self._vocabulary:
-            raise BatchError(
-                f"a prompt with the token {max(request.tokens)} was given",
-                f"the model knows tokens from 0 to {self._vocabulary - 1}",
-                "use the model's own tokenizer",
-            )
+        asked = () if stop_tokens is None else request.stop_tokens
+        for what, tokens in (("a prompt with the token", request.tokens), ("the stop token", asked)):
+            if max(tokens, default=0) >= self._vocabulary:
+                raise BatchError(
+                    f"{what} {max(tokens)} was given",
+                    f"the model knows tokens from 0 to {self._vocabulary - 1}",
+                    "use the model's own tokenizer",
+                )
         self._scheduler.add(request)
         return request
 

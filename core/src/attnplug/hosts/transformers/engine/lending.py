@@ -27,6 +27,7 @@ def lend(model: Any) -> None:
         found = model.config._attn_implementation  # noqa: SLF001 - the library has no public name for it
         model.set_attn_implementation(KEY)
         if model.config._attn_implementation != KEY:  # noqa: SLF001 - likewise
+            model.set_attn_implementation(found)  # parts of the model may have taken it
             raise RequirementsError(
                 f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
                 "the engine answers the attention calls that transformers' AttentionInterface makes",
