@@ -124,7 +124,7 @@ def test_what_reading_refuses_is_found(check, old, new, line, given, allowed) ->
             "'fast' can never be chosen",
             "leaves no head_size",
         ),
-        ('{ compute_capability = "9.0" }', '{ compute_capability = "7.0" }', 22, "never applies", "`compute_capability"),
+        ('{ compute_capability = "9.0" }', '{ compute_capability = "7.0" }', 22, "never applies", "`compute_cap"),
         ('{ compute_capability = "9.0" }', '{ device_type = "cuda" }', 26, "never applies", "number 1"),
         ('when = { compute_capability = "9.0" }\n', "", 25, "never applies", "number 1"),
     ],

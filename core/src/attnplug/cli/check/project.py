@@ -154,7 +154,9 @@ def _check_group(project: Project) -> Iterator[Finding]:
         for place in _PLACES:
             for name, value in project.table(*place).items():
                 if not isinstance(value, str):
-                    yield _finding(project, f"{name} = {value!r}", "an entry point is a text", "name a module", *place)
+                    yield _finding(
+                        project, f"{name} = {value!r}", "an entry point is a text", "name a module", *place, name
+                    )
         return
     dynamic = project.texts("project", "dynamic") or ()
     if "entry-points" in dynamic:

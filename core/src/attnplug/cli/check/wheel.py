@@ -67,7 +67,7 @@ def _hatch(project: Project, manifest: Path, package: str) -> tuple[str, str]:
     for name, patterns in listed.items():
         if not _matches(file, patterns):
             return f"`{name}` of hatchling is {list(patterns)}", f"add {file!r} to it, or its package"
-    expected = normalized(project.name).replace("-", "_")
+    expected = normalized(project.name).replace("-", "_") or package
     by_name = (
         "" if listed or package == expected else f"hatchling takes the package {expected!r}, as the project is named"
     )
