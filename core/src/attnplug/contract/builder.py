@@ -11,9 +11,10 @@ from attrs import evolve
 from attnplug.contract.advance import StepTokens, advanced_batch
 from attnplug.contract.cascade import cascade_pays
 from attnplug.contract.guards.batch import BatchGuard, Facts
+from attnplug.contract.guards.building import check_own, check_slot, complete
 from attnplug.contract.guards.graph import graph_level, runs_at
 from attnplug.contract.slot import GraphSlot
-from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
+from attnplug.errors import BatchError, PluginContractError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -111,12 +112,12 @@ class MetadataBuilder:
         """
         if slot is None:
             batch.derived[self] = self._guard.check(batch)
-            return self._complete(self._build(batch, fast=fast, slot=None))
-        self._check_slot(slot, batch)
+            return complete(self, self._build(batch, fast=fast, slot=None))
+        check_slot(self, slot, batch)
         facts = self._guard.check(batch)
         seen = slot.take(batch, self)
         seen.derived[self] = facts.in_slot(slot, self.agreement.requirements)
-        return slot.seal(self._complete(self._build(seen, fast=fast, slot=slot)), self, batch)
+        return slot.seal(complete(self, self._build(seen, fast=fast, slot=slot)), self, batch)
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
@@ -152,7 +153,7 @@ class MetadataBuilder:
             TensorError: A tensor has the wrong shape, dtype or device.
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
         """
-        self._check_own(metadata)
+        check_own(self, metadata)
         if metadata.slot is not None:
             raise BatchError(
                 f"metadata of {metadata.slot} was given to update_block_table",
@@ -166,7 +167,7 @@ class MetadataBuilder:
             fields[f"{name}_cpu"] = tensor if host is None and tensor.device.type == "cpu" else host
         batch: Batch = evolve(metadata.batch, **fields)
         batch.derived[self] = self._guard.check(batch)
-        return self._complete(self._update_block_table(metadata, batch))
+        return complete(self, self._update_block_table(metadata, batch))
 
     @final
     def advance_step(
@@ -194,7 +195,7 @@ class MetadataBuilder:
             BatchError: There are prefills, there is no room for another token, or the tokens do not fit.
             NotNegotiatedError: The batch has a custom mask, extras, or a cache that is spread over ranks.
         """
-        self._check_own(metadata)
+        check_own(self, metadata)
         slot = metadata.slot
         if slot is not None and slot.host_owned_inputs:
             raise BatchError(
@@ -211,7 +212,7 @@ class MetadataBuilder:
             advanced = self.build(batch, fast=True, slot=slot)
         else:
             batch.derived[self] = self._guard.check(batch)
-            advanced = self._complete(self._advance_step(metadata, batch))
+            advanced = complete(self, self._advance_step(metadata, batch))
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced
@@ -322,42 +323,3 @@ class MetadataBuilder:
             state=self.state,
             **more,
         )
-
-    def _complete(self, metadata: Metadata) -> Metadata:
-        """Return metadata, if it has a plan for every plan key, or none at all."""
-        if metadata.plans and not metadata.plans.keys() >= self.plan_groups.keys():
-            lacking = [impls[0].layer.name for key, impls in self.plan_groups.items() if key not in metadata.plans]
-            raise PluginContractError(
-                f"{type(self).__name__} made no plan for layer {', '.join(map(repr, lacking))}",
-                "where there are plans, there is one for each plan key of the builder's layers",
-                "plan for every key of self.plan_groups",
-            )
-        return metadata
-
-    def _check_slot(self, slot: GraphSlot, batch: Batch) -> None:
-        if self.graph_level == "never":
-            raise NotNegotiatedError(
-                "a graph slot was given to build",
-                f"{self.agreement.id} builds eagerly here: its builder takes no slots in this agreement",
-                "build with slot=None, or select again with the cudagraph level that the batch needs",
-            )
-        if not isinstance(slot, GraphSlot) or self.state.slots.get(slot.key) is not slot:
-            raise BatchError(
-                f"the slot {slot!r} was given to a builder of {self.agreement.id}",
-                "a slot belongs to the state that the builder was made with, until it is released",
-                "pass a slot of builder.state",
-            )
-        if not self.can_run_in_cudagraph(batch):
-            raise BatchError(
-                f"a batch with queries of up to {batch.max_query_len} tokens was given for the slot {slot.key}",
-                f"{self.agreement.id} replays batches of the level {self.graph_level!r} here, and not every one",
-                "build with slot=None where can_run_in_cudagraph(batch) is False",
-            )
-
-    def _check_own(self, metadata: Metadata) -> None:
-        if not isinstance(metadata, self.backend.metadata_class) or metadata.agreement != self.agreement:
-            raise BatchError(
-                f"metadata ({type(metadata).__name__}) of another builder was given",
-                f"it is a {self.backend.metadata_class.__name__} built for the same agreement, {self.agreement.id}",
-                "pass what a builder of this backend returned",
-            )
