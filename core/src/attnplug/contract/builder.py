@@ -13,7 +13,6 @@ from attnplug.contract.cascade import cascade_pays
 from attnplug.contract.guards.batch import BatchGuard, Facts
 from attnplug.contract.guards.building import check_own, check_slot, complete
 from attnplug.contract.guards.graph import graph_level, runs_at
-from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, PluginContractError
 
 if TYPE_CHECKING:
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from attnplug.contract.batch import Batch
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.metadata import Metadata
+    from attnplug.contract.slot import GraphSlot
     from attnplug.contract.state import State
 
 _T = TypeVar("_T")
