@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 def make_plan(shape: Shape, batch: Batch, device: torch.device) -> Plan:
     """Return the plan of a batch that was checked, its tensors on the given device."""
-    query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
+    if batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs:
+        query_lens = [1] * batch.num_reqs  # the usual step, and known without a tensor
+    else:
+        query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
     # Cross attention over pages has as many keys as the encoder had tokens.
     key_lens = batch.seq_lens_cpu if batch.encoder_seq_lens_cpu is None else batch.encoder_seq_lens_cpu
     seq_lens = cast("Tensor", key_lens).tolist()

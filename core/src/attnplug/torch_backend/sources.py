@@ -105,8 +105,13 @@ def _in_place(pages: Tensor, group: Group) -> Tensor | None:
     if not isinstance(source, Blocks) or source.run is None:
         return None
     slots = as_slots(pages)
+    if slots is None:
+        return None
+    (of_slot, of_head, of_element), (_, heads, size) = slots.stride(), slots.shape
     first = source.run * pages.shape[1] + source.offset
-    return None if slots is None else slots[first : first + group.keys].transpose(0, 1).unsqueeze(0)
+    return slots.as_strided(
+        (1, heads, group.keys, size), (0, of_head, of_slot, of_element), slots.storage_offset() + first * of_slot
+    )
 
 
 def _from_rows(rows: Tensor, given: Given, group: Group, members: slice) -> Tensor:
