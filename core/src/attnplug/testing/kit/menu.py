@@ -126,10 +126,21 @@ def _declared(subject: Subject) -> Iterator[Capability]:
     names = dict.fromkeys((*subject.supports, *_ALWAYS))
     for name in (item for item in FIELDS if item in names):
         constraint = subject.supports.get(name)
+        if constraint is not None and FIELDS[name].kind == "device":
+            yield from _of_devices(subject, name, constraint)
+            continue
         values = _ALWAYS.get(name, ()) if constraint is None or name == "paged" else _values(name, constraint)
         for value in values:
             if name != "paged" or not value or constraint is not None:
                 yield Capability(name, value)
+
+
+def _of_devices(subject: Subject, name: str, constraint: Constraint) -> Iterator[Capability]:
+    """This device's own value, and those of others that are listed by name."""
+    here = subject.device.facts().get(name)
+    others = constraint.choices() if here is None or isinstance(here, str) else ()
+    for value in dict.fromkeys((*(() if here is None else (here,)), *others)):
+        yield Capability(name, value)
 
 
 def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
@@ -153,20 +164,12 @@ def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
 def _out_of_reach(subject: Subject, capability: Capability) -> str:
     name, value = capability.field, capability.value
     if FIELDS[name].kind == "device":
-        return _other_device(subject, capability)
+        return "" if subject.device.facts().get(name) == value else f"this is {subject.device}"
     if name == "dtype" and value not in _FLOATS:
         return f"the kit states no tolerance for {value}"
     if name == "kv_cache_dtype" and value not in ("auto", *NARROW):
         return f"the oracle rounds to {' and '.join(NARROW)} alone"
     return _ELSEWHERE.get(name, "")
-
-
-def _other_device(subject: Subject, capability: Capability) -> str:
-    here = subject.device.facts().get(capability.field)
-    declared = subject.supports[capability.field]
-    if here is None or (here != capability.value and not declared.domain.allows(capability.value, here)):
-        return f"this is {subject.device}"
-    return ""
 
 
 def _plainest(subject: Subject, capability: Capability) -> Ask | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from attnplug.request.domain import Names
+from attnplug.request.fields import FIELDS
 from attnplug.testing.closeness import tolerance
 
 if TYPE_CHECKING:
@@ -49,7 +51,10 @@ class Record:
         if asked.kv_cache_dtype == asked.dtype:
             facts["kv_cache_dtype"] = "auto"
         for name, value in facts.items():
-            if value not in (None, ()):
+            if isinstance(FIELDS[name].domain, Names):
+                for item in value:
+                    self.exercised(name, (item,))
+            elif value is not None:
                 self.exercised(name, value)
 
     def errors(self, backend: Backend, scene: Scene, ran: Ran) -> None:

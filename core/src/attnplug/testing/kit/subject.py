@@ -72,15 +72,14 @@ def find_subjects(name: str, device: Device | None = None) -> tuple[Subject, ...
         UnknownBackendError: Nothing of that name is installed, or nothing of it can run here.
     """
     here = Device.current() if device is None else device
-    installed = [item for item in _candidates() if item.variant is not None and item.standing != "absent"]
     backend, _, variant = name.partition("/")
     named = [
         item
-        for item in installed
+        for item in _candidates()
         if backend in (item.backend, *item.aliases) and (not variant or item.id == f"{item.backend}/{variant}")
     ]
     if not named:
-        names = sorted(item.id for item in installed)
+        names = list(installed())
         raise UnknownBackendError(
             f"the backend {name!r} was to be tested{near(name, names)}",
             f"installed are {', '.join(names) or 'none'}",
@@ -97,8 +96,14 @@ def find_subjects(name: str, device: Device | None = None) -> tuple[Subject, ...
     return tuple(Subject(item.id, here, item) for item in ready)
 
 
-def _candidates() -> tuple[Candidate, ...]:
-    return process.registry().candidates(process.current().settings)
+def installed() -> tuple[str, ...]:
+    """Return the names of what is installed, ``backend/variant`` each."""
+    return tuple(sorted(item.id for item in _candidates()))
+
+
+def _candidates() -> list[Candidate]:
+    found = process.registry().candidates(process.current().settings)
+    return [item for item in found if item.variant is not None and item.standing != "absent"]
 
 
 def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:

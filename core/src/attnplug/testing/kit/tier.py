@@ -9,7 +9,7 @@ import pytest
 
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.record import Record
-from attnplug.testing.kit.subject import Subject, find_subjects
+from attnplug.testing.kit.subject import Subject, find_subjects, installed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,8 +63,8 @@ class Tier:
         name = self.backend or metafunc.config.getoption("--attn-backend", default=None)
         if name is None:
             raise pytest.UsageError(
-                f"{type(self).__name__} was given no backend; name it in the class (backend = 'mine/plain'), or with "
-                "--attn-backend=NAME[/variant]"
+                f"{type(self).__name__} was given no backend: pass --attn-backend=NAME[/variant], or name it in the "
+                f"class (backend = 'mine/plain'). Installed are {', '.join(installed())}"
             )
         with_points = "point" in metafunc.fixturenames
         names = ("subject", "point") if with_points else ("subject",)
@@ -75,6 +75,10 @@ class Tier:
     def record(self, request: pytest.FixtureRequest, subject: Subject) -> Record:
         """Return where the test notes what it found out."""
         return Record(request.node, subject.id)
+
+    @pytest.fixture(autouse=True)
+    def _attribute(self, record: Record) -> None:
+        """Tests that note nothing are a subject's tests too."""
 
     def _parameters(self, test: Callable[..., Any], subject: Subject) -> Iterator[Any]:
         points: Points | None = getattr(test, "points", None)

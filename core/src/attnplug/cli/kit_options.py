@@ -1,0 +1,44 @@
+"""
+The options of the conformance kit, for pytest. Found by pytest's own entry point, and loaded in every run of it
+wherever attnplug is installed: so it imports nothing until the kit is asked for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the kit."""
+    group = parser.getgroup("attnplug", "attnplug's conformance kit (pytest --pyargs attnplug.testing)")
+    group.addoption("--attn-backend", metavar="NAME[/VARIANT]", help="the installed backend to test")
+    group.addoption(
+        "--attn-report", metavar="DIR", type=Path, help="write report.json, evidence-*.json and junit.xml there"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before the plugin that reads xmlpath
+def pytest_configure(config: pytest.Config) -> None:
+    """Look for the backend that is named, and gather what is found out about it."""
+    name, folder = config.getoption("--attn-backend"), config.getoption("--attn-report")
+    if name is None and folder is None:
+        return
+    from attnplug.testing.kit.plugin import Reporter  # noqa: PLC0415 - loads torch, only where it is asked for
+
+    if name is not None:
+        _check_name(name)
+    if folder is not None and not config.option.xmlpath:
+        config.option.xmlpath = str(folder / "junit.xml")
+    config.pluginmanager.register(Reporter(folder, complete=name is not None))
+
+
+def _check_name(name: str) -> None:
+    from attnplug.errors import AttnplugError  # noqa: PLC0415 - as above
+    from attnplug.testing.kit.subject import find_subjects  # noqa: PLC0415 - as above
+
+    try:
+        find_subjects(name)
+    except AttnplugError as error:
+        raise pytest.UsageError(str(error)) from error

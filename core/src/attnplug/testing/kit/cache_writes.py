@@ -1,0 +1,130 @@
+"""What a step writes into a cache, and where; what it may read of it, and whose output rows it touches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from attrs import evolve
+
+from attnplug.contract.kv_cache import is_narrow_float
+from attnplug.testing.closeness import assert_close
+from attnplug.testing.kit.demand import demand
+from attnplug.testing.kit.menu import menu_of
+from attnplug.testing.kit.rig import Rig
+from attnplug.testing.kit.serving import load_for, plain
+from attnplug.testing.kit.tier import Tier, needs, over
+from attnplug.testing.scene import CANARY, Paged, key_and_value_pages, realise
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from attnplug.testing.kit.ask import Ask
+    from attnplug.testing.kit.subject import Subject
+    from attnplug.testing.scene import Scene
+
+
+def _caches(subject: Subject) -> Mapping[str, Ask]:
+    fields = ("kv_layout", "kv_cache_dtype", "block_size", "head_size_v", "per_head_scales", "dtype")
+    asks = menu_of(subject).asks.items()
+    return {str(item): ask for item, ask in asks if item.field in fields and ask.fields.get("paged")}
+
+
+class CacheWrites(Tier):
+    """Writes land in the slots of the batch and nowhere else, and reads stay inside a request's own keys."""
+
+    @over(_caches)
+    def test_slots(self, subject: Subject, point: Any) -> None:
+        """New keys and values land exactly in their slots; all other slots stay as they were."""
+        scene = realise(point.case(41))
+        rig = Rig(load_for(subject, point, scene.case), scene)
+        _demand_written(rig, scene)
+
+    @over(_caches)
+    def test_slots_of_a_host(self, subject: Subject, point: Any) -> None:
+        """The same where the host writes the cache itself, before forward."""
+        scene = realise(point.case(42))
+        backend = load_for(subject, point, scene.case)
+        if backend.impl_class.cache_write not in ("host", "either"):
+            pytest.skip(f"{subject}: forward writes the cache")
+        _demand_written(Rig(backend, scene, host_writes=True), scene)
+
+    @needs(paged=True)
+    def test_others_do_not_influence(self, subject: Subject) -> None:
+        """NaN in the keys and values of one request reaches no row of another one."""
+        ask = plain(subject, paged=True)
+        scene = realise(ask.case(43))
+        backend = load_for(subject, ask, scene.case)
+        poisoned = evolve(scene, keys=_poison(scene.keys), values=_poison(scene.values))
+        clean, ran = Rig(backend, scene).run(scene), Rig(backend, poisoned).run(poisoned)
+        first = scene.case.query_lens[0]
+        demand(
+            bool(ran.output[first:].isfinite().all()),
+            f"{subject}: NaN in the first request's cache reached rows of other requests",
+        )
+        dtype, scale = ran.output.dtype, scene.largest_value
+        assert_close(ran.output[first:], clean.output[first:].double().cpu(), dtype=dtype, scale=scale)
+
+    @needs(paged=True)
+    def test_output_rows(self, subject: Subject) -> None:
+        """Rows of the batch are overwritten, whatever they held; rows beyond are not touched."""
+        ask = plain(subject, paged=True)
+        scene = realise(ask.case(44))
+        rig = Rig(load_for(subject, ask, scene.case), scene)
+        call = rig.call(scene)
+        call.output[: scene.case.num_tokens] = torch.nan
+        rig.forward(call, rig.builder.build(call.batch))
+        rows, beyond = call.output[: scene.case.num_tokens], call.output[scene.case.num_tokens :]
+        demand(not rows.isnan().any(), f"{subject}: output rows keep what they held before: not fully overwritten")
+        demand(bool((beyond == CANARY).all()), f"{subject}: output rows beyond the batch's tokens were written")
+
+    @needs(paged=True)
+    def test_requests_without_tokens(self, subject: Subject) -> None:
+        """A padded request has no query and no keys, and costs nobody anything."""
+        ask = plain(subject, paged=True)
+        scene = realise(ask.case(45, query_lens=(1, 9, 0, 0), context_lens=(30, 4, 0, 0)))
+        ran = Rig(load_for(subject, ask, scene.case), scene).run(scene)
+        assert_close(ran.output, scene.expected().output, dtype=ran.output.dtype, scale=scene.largest_value)
+
+
+def _poison(rows: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.full_like(rows[0], torch.nan), *rows[1:])
+
+
+def _demand_written(rig: Rig, scene: Scene) -> None:
+    call = rig.call(scene)
+    if not isinstance(call, Paged):
+        raise TypeError("only paged calls write a cache")
+    before = [_bytes(pages).clone() for pages in key_and_value_pages(call.cache)]
+    rig.forward(call, rig.builder.build(call.batch))
+    new = call.batch.slot_mapping[: scene.case.num_tokens].cpu() if call.batch.slot_mapping is not None else None
+    wanted = scene.paged(rig.backend, written=True)
+    subject = rig.backend.id
+    for name, was, now, right in zip(
+        ("key", "value"), before, key_and_value_pages(call.cache), key_and_value_pages(wanted.cache), strict=True
+    ):
+        changed = _slots(_bytes(now)) != _slots(was)
+        slots = changed.flatten(1).any(1).nonzero().flatten().cpu()
+        size = scene.case.block_size
+        strays = [int(slot) for slot in slots if new is None or slot not in new]
+        demand(
+            not strays,
+            f"{subject}: {name}s were written into slot {strays[:1]} (block {[s // size for s in strays[:1]]}), which "
+            "belongs to no token of the batch; rows with slot -1 are padding, and never written",
+        )
+        mine, theirs = now.float().cpu(), right.float()
+        flat = (_slots(mine)[new], _slots(theirs)[new])
+        close = torch.isclose(*flat, rtol=2**-3 if is_narrow_float(now.dtype) else 0.0, atol=0.0)
+        demand(bool(close.all()), f"{subject}: {int((~close).sum())} numbers of new {name}s are not in their slots")
+
+
+def _bytes(pages: Tensor) -> Tensor:
+    """NaN differs from itself: bytes do not."""
+    return pages.contiguous().view(torch.uint8)
+
+
+def _slots(pages: Tensor) -> Tensor:
+    return pages.flatten(0, 1)

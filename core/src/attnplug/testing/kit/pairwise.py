@@ -1,0 +1,114 @@
+"""Few requests in which every value meets every value of every other field that it may meet: seeded and greedy."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.request.fields import FIELDS
+from attnplug.testing.kit.ask import Ask
+from attnplug.testing.kit.menu import Capability, is_served, menu_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from attnplug.testing.kit.menu import Menu
+    from attnplug.testing.kit.subject import Subject
+
+_SEED: Final = 20
+_APART: Final = ("cudagraph", "host_lengths")  # these have tests of their own, which replay, or hide the lengths
+_Pair = frozenset[tuple[str, Any]]
+
+
+@cache
+def covering_asks(subject: Subject) -> tuple[Ask, ...]:
+    """Return asks that together contain every pair of values that the subject serves; the same ones each time."""
+    return _Cover(menu_of(subject)).rows()
+
+
+@cache
+def refused_pairs(subject: Subject) -> tuple[Ask, ...]:
+    """Return asks for two values, each of which is served, that are refused together."""
+    menu, refused = menu_of(subject), []
+    for one, other in _pairs_of(menu.asks):
+        ask = menu.asks[one].and_(**{**menu.asks[other].fields, one.field: one.value, other.field: other.value})
+        if ask.requirements() is not None and not is_served(subject, ask):
+            refused.append(ask)
+    return tuple(dict.fromkeys(refused))
+
+
+def _pairs_of(asks: Mapping[Capability, Ask]) -> Iterator[tuple[Capability, Capability]]:
+    served = [item for item in asks if FIELDS[item.field].kind != "device" and item.field not in _APART]
+    yield from (pair for pair in combinations(served, 2) if pair[0].field != pair[1].field)
+
+
+class _Cover:
+    def __init__(self, menu: Menu) -> None:
+        self._menu = menu
+        self._random = random.Random(_SEED)
+        names = {one.field for pair in _pairs_of(menu.asks) for one in pair}
+        required = {name for name in names if FIELDS[name].required or name in ("gqa_ratio", "paged", "num_kv_heads")}
+        values = menu.values()
+        self._values = {name: (*values[name], *(() if name in required else (None,))) for name in sorted(names)}
+        self._left = {self._pair(one, other): (one, other) for one, other in self._possible()}
+
+    def rows(self) -> tuple[Ask, ...]:
+        rows = []
+        while self._left:
+            first = next(iter(self._left))
+            row = self._row(self._seed_of(*self._left[first]))
+            self._take(row)
+            self._left.pop(first, None)  # always there already, unless no ask has both
+            rows.append(row)
+        return tuple(rows)
+
+    def _possible(self) -> Iterator[tuple[Capability, Capability]]:
+        for one, other in _pairs_of(self._menu.asks):
+            if is_served(self._menu.subject, self._seed_of(one, other)):
+                yield one, other
+
+    def _seed_of(self, one: Capability, other: Capability) -> Ask:
+        asks = self._menu.asks
+        merged = {**asks[one].fields, **asks[other].fields, one.field: one.value, other.field: other.value}
+        for item in (one, other):  # a plainest ask may have given up pages: both need not
+            if not asks[item].fields.get("paged", True):
+                merged["paged"] = False
+        return Ask.of(merged)
+
+    def _row(self, row: Ask) -> Ask:
+        fixed = set(row.fields) - {"dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged"}
+        fixed |= {name for name in row.fields if self._is_chosen(row, name)}
+        names = [name for name in self._values if name not in fixed]
+        self._random.shuffle(names)
+        for name in names:
+            row = max(self._with(row, name), key=self._gain)
+        return row
+
+    def _is_chosen(self, row: Ask, name: str) -> bool:
+        """Whether a plain field has another value than plain asks give it."""
+        plain = next(iter(self._menu.asks.values())).fields
+        return name in plain and row.fields[name] != plain[name]
+
+    def _with(self, row: Ask, name: str) -> list[Ask]:
+        values = list(self._values[name])
+        self._random.shuffle(values)
+        found = [ask for value in values if is_served(self._menu.subject, ask := row.and_(**{name: value}))]
+        return [*found, row]
+
+    def _gain(self, row: Ask) -> int:
+        return sum(pair in self._left for pair in self._pairs_in(row))
+
+    def _take(self, row: Ask) -> None:
+        for pair in list(self._pairs_in(row)):
+            self._left.pop(pair, None)
+
+    @staticmethod
+    def _pairs_in(row: Ask) -> Iterator[_Pair]:
+        fields = row.fields if row.fields.get("paged", True) else {**row.fields, "block_size": None, "kv_layout": None}
+        yield from (frozenset(pair) for pair in combinations(fields.items(), 2))
+
+    @staticmethod
+    def _pair(one: Capability, other: Capability) -> _Pair:
+        return frozenset({(one.field, one.value), (other.field, other.value)})

@@ -1,0 +1,75 @@
+"""
+The pytest plugin of the kit: gathers what its tests noted, and says it at the end of the run.
+
+`attnplug.cli.kit_options` registers it, which pytest finds by its entry point.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from attnplug.testing.kit.report import SubjectReport, report_of, subject_of
+from attnplug.testing.kit.subject import find_subjects
+from attnplug.testing.kit.table import lines_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pytest
+
+
+class Reporter:
+    """
+    Gathers the reports of one run.
+
+    Args:
+        folder: Where JSON goes; None writes none.
+        complete: Whether a declared value that no test exercised fails the run.
+    """
+
+    def __init__(self, folder: Path | None, *, complete: bool) -> None:
+        self._folder = folder
+        self._complete = complete
+        self._reports: dict[str, pytest.TestReport] = {}
+        self._found: list[SubjectReport] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the report of a test's call, or of the phase that it did not get beyond."""
+        if report.when == "call" or not report.passed:
+            self._reports[report.nodeid] = report
+
+    def pytest_deselected(self) -> None:
+        """Part of a run exercises part of what is declared."""
+        self._complete = False
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Put the reports together, write them, and fail a run that left something out."""
+        by_subject: dict[str, list[pytest.TestReport]] = {}
+        for report in self._reports.values():
+            name = subject_of(report)
+            if name is not None:
+                by_subject.setdefault(name, []).append(report)
+        self._found = [report_of(find_subjects(name)[0], found) for name, found in sorted(by_subject.items())]
+        if self._folder is not None and self._found:
+            _write(self._folder, self._found)
+        if self._complete and any(report.missing for report in self._found) and session.exitstatus == 0:
+            session.exitstatus = 1
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print a table for each subject."""
+        for report in self._found:
+            terminalreporter.section(f"attnplug: {report.subject.id}")
+            for line in lines_of(report):
+                terminalreporter.write_line(line)
+
+
+def _write(folder: Path, reports: list[SubjectReport]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _dump(folder / "report.json", [report.to_dict() for report in reports])
+    for report in reports:
+        _dump(folder / f"evidence-{report.subject.id.replace('/', '-')}.json", report.evidence())
+
+
+def _dump(path: Path, data: object) -> None:
+    path.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")
