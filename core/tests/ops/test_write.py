@@ -94,3 +94,12 @@ def test_shapes_that_do_not_fit_leave_the_cache_alone(rows: tuple[int, ...], slo
         write_cache(torch.ones(rows), pages, torch.arange(slots))
 
     assert not pages.any()
+
+
+@given(layouts, st.permutations(range(4, 16)), st.integers(0, 12))
+def test_slots_without_padding_need_no_look(layout: Callable[[int, int], Tensor], slots: list[int], count: int) -> None:
+    pages, rows, mapping = layout(4, 4), torch.randn(13, HEADS, SIZE), torch.tensor(slots[:count], dtype=torch.int64)
+    expected = pages.clone()
+    write_cache(rows, expected, mapping)
+    write_cache(rows, pages, mapping, padded=False)
+    assert torch.equal(pages, expected)

@@ -11,7 +11,9 @@ from attnplug.ops.gather import as_slots
 from attnplug.ops.quantize import quantize
 
 
-def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor | None = None) -> None:
+def write_cache(
+    rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor | None = None, *, padded: bool = True
+) -> None:
     """
     Write each row into its slot; rows whose slot is PAD_SLOT_ID (any negative one) are skipped.
 
@@ -26,6 +28,7 @@ def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor
         slot_mapping: ``(n,)`` int64 with ``n <= tokens``, no slot twice. Where some are padded, no other may be
             slot 0: the null block is never given to a request.
         scale: Of an 8-bit float cache: float32, one element or ``(num_kv_heads,)``; None is 1.
+        padded: Whether a slot may be negative; False, where the host knows better, saves looking.
 
     Raises:
         TensorError: The shapes do not fit together.
@@ -44,7 +47,9 @@ def write_cache(rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor
         rows, pages = rows.view(torch.uint8), pages.view(torch.uint8)
     elif rows.dtype != pages.dtype:
         rows = rows.to(pages.dtype)
-    if pages.is_cpu:
+    if not padded:
+        _put(rows, pages, slot_mapping)
+    elif pages.is_cpu:
         _write_selected(rows, pages, slot_mapping)
     else:
         _write_all(rows, pages, slot_mapping)

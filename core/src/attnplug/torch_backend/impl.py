@@ -57,11 +57,13 @@ class TorchImpl(AttentionImpl):
         """Scale, cap and slopes enter at the kernel call: layers that see the same keys share a plan."""
         return self.window
 
-    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
+    def _write_kv(
+        self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor, *, padded: bool = True
+    ) -> None:
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
         for rows, pages in zip((key, value), key_and_value_pages(kv_cache), strict=True):
-            write_cache(rows, pages, slot_mapping)
+            write_cache(rows, pages, slot_mapping, padded=padded)
 
     def _forward(
         self,
@@ -77,7 +79,7 @@ class TorchImpl(AttentionImpl):
         if self._codec is not None and key is not None and value is not None:
             key, value = self._codec.encode(key, value)
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
-            self._write_kv(key, value, kv_cache, slots)
+            self._write_kv(key, value, kv_cache, slots, padded=_may_be_padded(metadata))
         # Without K/V everything is cached, and the plan reads nothing else.
         source = Source(
             cast("Tensor", key), cast("Tensor", value), kv_cache, cast("State", metadata.state).workspace, self._codec
@@ -162,6 +164,15 @@ class TorchImpl(AttentionImpl):
         if folded:
             return out.view(*out.shape[:2], rows, -1, out.shape[-1]).transpose(1, 2)
         return out.view(-1, *self._heads, rows, out.shape[-1]).permute(0, 3, 1, 2, 4)
+
+
+def _may_be_padded(metadata: Metadata) -> bool:
+    """Whether a row may have no slot. The host's copy tells, once a step; a graph has to be ready for padding."""
+    batch = metadata.batch
+    host = batch.slot_mapping_cpu
+    if metadata.slot is not None or host is None:
+        return True
+    return batch.once("torch: padded", lambda: bool(host.numel()) and int(host.amin()) < 0)
 
 
 def _without(blind: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
