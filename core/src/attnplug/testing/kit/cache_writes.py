@@ -98,6 +98,9 @@ def _demand_written(rig: Rig, scene: Scene) -> None:
     call = rig.call(scene)
     if not isinstance(call, Paged):
         raise TypeError("only paged calls write a cache")
+    for rows in (call.key, call.value):
+        if rows is not None:
+            rows[scene.case.num_tokens :] = 3.0  # padding that a write would show: free slots hold NaN too
     before = [_bytes(pages).clone() for pages in key_and_value_pages(call.cache)]
     rig.forward(call, rig.builder.build(call.batch))
     new = call.batch.slot_mapping[: scene.case.num_tokens].cpu() if call.batch.slot_mapping is not None else None

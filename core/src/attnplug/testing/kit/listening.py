@@ -80,8 +80,8 @@ _INPUTS: Final[Mapping[str, tuple[dict[str, Any], Callable[[Scene], Scene]]]] = 
 
 
 def _inputs(subject: Subject) -> dict[str, Any]:
-    found = {name: (menu_of(subject).ask(**fields), change) for name, (fields, change) in _INPUTS.items()}
-    return {name: point for name, point in found.items() if point[0] is not None}
+    found = {name: (name, menu_of(subject).ask(**fields), change) for name, (fields, change) in _INPUTS.items()}
+    return {name: point for name, point in found.items() if point[1] is not None}
 
 
 def _features(subject: Subject) -> dict[str, Any]:
@@ -103,12 +103,13 @@ class Listening(Tier):
     @over(_inputs)
     def test_input_is_used(self, subject: Subject, point: Any) -> None:
         """Another value of an input gives another output."""
-        ask, change = point
+        name, ask, change = point
         scene = realise(ask.case(31, **_LENGTHS))
         changed, backend = change(scene), load_for(subject, ask, scene.case)
         first, second = Rig(backend, scene), Rig(backend, changed)
         outputs = [first.run(scene).output, _run_on(second, scene, changed)]
-        _demand_moved(outputs, f"{subject} with {ask}: another value was given, and the output did not move: ignored")
+        message = f"{subject}: another value of {name} was given, and the output did not move: ignored"
+        _demand_moved(outputs, message)
 
     @over(_features)
     def test_feature_is_used(self, subject: Subject, point: Any) -> None:

@@ -1,0 +1,23 @@
+"""Clamps the host's block table in place."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _build(self, batch, *, fast, slot):
+        if batch.block_table is not None:
+            batch.block_table.clamp_(max=1000)
+        return super()._build(batch, fast=fast, slot=slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

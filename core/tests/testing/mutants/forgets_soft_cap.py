@@ -1,0 +1,24 @@
+"""Leaves the soft cap out."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def __init__(self, layer, backend):
+        super().__init__(layer, backend)
+        self._call = evolve(self._call, soft_cap=None)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,25 @@
+"""Takes every ALiBi slope for 0."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def __init__(self, layer, backend):
+        super().__init__(layer, backend)
+        slopes = self._call.slopes
+        self._call = evolve(self._call, slopes=None if slopes is None else slopes * 0)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

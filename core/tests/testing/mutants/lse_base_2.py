@@ -1,0 +1,25 @@
+"""Returns the LSE to base 2, as some kernels do."""
+
+from __future__ import annotations
+
+from math import e, log2
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        if lse is not None:
+            lse[: metadata.batch.num_actual_tokens] *= log2(e)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,28 @@
+"""Scales the queries in place."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def __init__(self, layer, backend):
+        super().__init__(layer, backend)
+        self._call = evolve(self._call, scale=self._call.scale / 2)
+
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        query.mul_(2)
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,26 @@
+"""Attends the whole chunk where a prompt continues."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _plan(self, key, shape, batch, slot):
+        lens = batch.query_start_loc.diff()
+        if bool(((lens > 1) & (batch.seq_lens > lens)).any()):
+            shape = evolve(shape, causal=False, window=(-1, -1))
+        return super()._plan(key, shape, batch, slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

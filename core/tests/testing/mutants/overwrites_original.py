@@ -1,0 +1,22 @@
+"""Updates the block table of the metadata that it was given."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _update_block_table(self, metadata, batch):
+        metadata.batch.block_table.copy_(batch.block_table)
+        return super()._update_block_table(metadata, batch)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,33 @@
+"""Reads the last block of each request where it was in the step before."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    before = None
+
+    def _plan(self, key, shape, batch, slot):
+        table = batch.block_table
+        if table is not None and self.before is not None and self.before.shape == table.shape:
+            mixed = table.clone()
+            last = (batch.seq_lens.long() - 1) // self.agreement.block_size
+            for row, column in enumerate(last.tolist()):
+                mixed[row, column] = self.before[row, column]
+            batch = evolve(batch, block_table=mixed)
+        self.before = table
+        return super()._plan(key, shape, batch, slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

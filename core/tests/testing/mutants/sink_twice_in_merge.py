@@ -1,0 +1,28 @@
+"""Counts the sink in both passes of a cascade."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.cascade import merge, pass_of
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _run(self, plan, query, source, results):
+        if plan.prefix is None:
+            super()._run(plan, query, source, results)
+            return
+        passes = [pass_of(results, plan.prefix.rows, self._sinks) for _ in range(2)]
+        self._run_groups(plan, (plan.prefix,), query, source, passes[0])
+        self._run_groups(plan, plan.groups, query, source, passes[1])
+        merge(results, *passes)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,100 @@
+"""The kit on backends that are wrong in one way each: the right test is red, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnplug.torch_backend
+
+HERE = Path(__file__).parent
+MANIFEST = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml")
+
+RED: dict[str, tuple[str, str]] = {
+    "ignores_sinks": ("test_feature_is_used[*sinks=True]", "sinks=True was asked for*without it: ignored"),
+    "ignores_window": ("test_feature_is_used[*sliding_window=7]", "sliding_window=7 was asked for*without it: ignored"),
+    "window_off_by_one": ("test_capability[*sliding_window=7]", "sliding_window=7: output: * elements differ"),
+    "wrong_gqa": ("test_plain_attention[*gqa_ratio=2]", "gqa_ratio=2 *: output: * elements differ"),
+    "writes_padding": ("test_slots[*block_size=16]", "keys were written into slot *rows with slot -1 are padding"),
+    "reads_stale_block": ("test_step_after_step[*]", "step 2 of one builder: output: "),
+    "lse_base_2": ("test_base[*]", "the LSE is a logarithm to base 2"),
+    "forgets_soft_cap": ("test_feature_is_used[*logits_soft_cap=2.0]", "logits_soft_cap=2.0 was asked for*ignored"),
+    "wrong_scale": ("test_input_is_used[*-scale]", "another value of scale was given*did not move: ignored"),
+    "mutates_input": ("test_forward_mutates_no_input[*]", "forward changed its input query"),
+    "non_causal_chunk": ("test_chunked_equals_one_shot[*sinks=True]", "of a prompt in chunks: output: "),
+    "ignores_k_scale": ("test_input_is_used[*k_scale of fp8_e4m3]", "another value of k_scale *did not move: ignored"),
+    "swaps_decodes_and_prefills": ("test_mixed_batch[*]", "output: * elements differ"),
+    "plans_with_last_pages": ("test_build_ahead[*]", "a step that was built before another one: output: "),
+    "sink_twice_in_merge": ("test_cascade_equals_flat[*-sinks]", "sinks=True, cascade: output: "),
+    "ignores_slopes": ("test_feature_is_used[*alibi=linear]", "alibi=linear was asked for*without it: ignored"),
+    "ignores_mask": ("test_feature_is_used[*custom_mask=True]", "custom_mask=True was asked for*without it: ignored"),
+    "ignores_chunk": ("test_feature_is_used[*attention_chunk=16]", "attention_chunk=16 was asked for*ignored"),
+    "writes_rows_beyond": ("test_output_rows[*]", "output rows beyond the batch's tokens were written"),
+    "adds_to_output": ("test_output_rows[*]", "output rows keep what they held before: not fully overwritten"),
+    "build_mutates_batch": ("test_build_mutates_nothing[*]", "build changed block_table"),
+    "overwrites_original": ("test_update_block_table[*]", "update_block_table changed the original's block_table"),
+    "sink_in_lse_undeclared": ("test_sink_is_counted_as_declared[*]", "lse_includes_sink is False, and the LSE counts"),
+}
+
+RUN = """
+import json, sys
+from pathlib import Path
+import pytest, torch
+import attnplug
+torch.set_num_threads(1)
+folder, mutants = Path(sys.argv[1]), json.loads(sys.argv[2])
+for name, test in mutants.items():
+    attnplug.register(f"mutants.{name}", manifest=folder / f"{name}.toml")
+    options = [f"--attn-backend={name}", f"--attn-report={folder / name}", "-k", test, "-p", "no:randomly", "-q"]
+    pytest.main(["--pyargs", "attnplug.testing", "--rootdir", str(folder), "-p", "no:cacheprovider", *options])
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    """Every mutant in one process, each under the test that has to find it."""
+    folder = tmp_path_factory.mktemp("mutants")
+    embedded = MANIFEST.read_text("utf-8").partition("# No custom_mask")[0]
+    for name in RED:
+        text = embedded.replace('name = "torch", aliases = ["TORCH_SDPA"]', f'name = "{name}"')
+        (folder / f"{name}.toml").write_text(text, "utf-8")
+    tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in RED.items()})
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, str(folder), tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in RED}
+
+
+@pytest.mark.parametrize("mutant", RED)
+def test_a_mutant_is_found(mutant: str, reports: dict[str, list[dict[str, str]]]) -> None:
+    test, message = RED[mutant]
+    red = {one["id"].rpartition("::")[2]: one["message"] for one in reports[mutant] if one["outcome"] == "failed"}
+
+    found = [text for name, text in red.items() if matches(test, name)]
+
+    assert found, f"{test} is green; red: {red}"
+    assert any(matches(f"*{message}*", text) for text in found), found
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether the parts between the stars occur in a text, in order; brackets mean themselves."""
+    first, *parts = pattern.split("*")
+    if not text.startswith(first):
+        return False
+    place = len(first)
+    for part in parts:
+        place = text.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return not parts or place == len(text) or parts[-1] == ""
+
+
+def test_there_is_a_test_for_each_mutant() -> None:
+    assert {path.stem for path in HERE.glob("mutants/*.py")} == set(RED)
