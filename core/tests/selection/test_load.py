@@ -144,6 +144,34 @@ def test_loading_without_torch_says_so(both, request_of, monkeypatch):
     assert attnplug.load(request_of()).id == "flash/hopper"
 
 
+def test_without_torch_nobody_is_tried_again_and_again(both, request_of, monkeypatch):
+    def fails(name):
+        raise ModuleNotFoundError(name="torch")
+
+    monkeypatch.setattr("attnplug.selection.load.import_module", fails)
+    with pytest.raises(PluginLoadError, match=r"attnplug\[torch\]"):
+        attnplug.load(request_of())
+    assert {v.status for v in attnplug.explain(request_of()).verdicts} & {"chosen"}
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
+        (OSError("libcudart.so.12: cannot open shared object file"), "the installation of torch"),
+    ],
+)
+def test_a_torch_that_does_not_import_is_told(both, request_of, monkeypatch, error, remedy):
+    def fails(name):
+        raise error
+
+    monkeypatch.setattr("attnplug.selection.load.import_module", fails)
+    with pytest.raises(PluginLoadError, match=f"does not import: {type(error).__name__}") as caught:
+        attnplug.load(request_of())
+    assert caught.value.__cause__ is error
+    assert remedy in caught.value.remedy
+
+
 def test_selecting_and_explaining_import_no_plugin(both, request_of):
     attnplug.select(request_of())
     str(attnplug.explain(request_of(sinks=True)))

@@ -56,7 +56,7 @@ def load(
 
     Raises:
         NoBackendError: Nothing can serve, or everything that could has failed to load.
-        PluginError: The one named backend, or any under the strict setting, failed to load.
+        PluginError: The one named backend, or any under the strict setting, failed to load; or torch does not import.
     """
     if is_unseen():
         _import_contract("a backend")  # loading imports torch anyway, and now it can see the GPU
@@ -66,6 +66,7 @@ def load(
             selection = select(requirements, device, backend=backend, options=options)
         except NoBackendError as error:
             raise error from failure
+        _import_contract(repr(selection.id))  # every backend needs it: without it, leaving this one out helps nobody
         try:
             return load_selection(selection)
         except PluginError as error:
@@ -103,14 +104,27 @@ def load_selection(selection: Selection) -> Backend:
 def _import_contract(what: str) -> None:
     try:
         import_module("attnplug.contract.backend")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         raise PluginLoadError(
             f"{what} was to be loaded",
-            "the contract is written in torch, which is not installed",
-            "pip install 'attnplug[torch]'",
+            f"the contract is written in torch, which {'is not installed' if absent else _complaint(error)}",
+            "pip install 'attnplug[torch]'" if absent else _torch_remedy(error),
         ) from error
+
+
+def _complaint(error: BaseException) -> str:
+    return f"does not import: {type(error).__name__}: {error}"
+
+
+def _torch_remedy(error: Exception) -> str:
+    """Say what to repair: torch reads the entry points of everything installed, and stops at the first odd one."""
+    if isinstance(error, (TypeError, ValueError)):
+        return (
+            "repair what is installed beside it: torch reads everybody's entry_points.txt, and `attnplug doctor` names "
+            "those that cannot be read; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch do without"
+        )
+    return "repair the installation of torch"
 
 
 def _same_plugin(selection: Selection) -> Plugin:
@@ -190,7 +204,7 @@ def _import(plugin: Plugin) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
             f"the backend {plugin.name!r} was selected",
-            f"its module {plugin.module!r} ({plugin.distribution}) does not import: {type(error).__name__}: {error}",
+            f"its module {plugin.module!r} ({plugin.distribution}) {_complaint(error)}",
             "repair its installation, or block it with ATTNPLUG_BLOCK",
         ) from error
 
