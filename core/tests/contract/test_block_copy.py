@@ -113,6 +113,16 @@ def test_nothing_to_move_moves_nothing(pairs):
         ([(1, 2), (3, 2)], "block 2 was given as the destination", "one block's values"),
         (torch.tensor([[1.0, 2.0]]), "block pairs of (1, 2) float32", "(n, 2) int64"),
         (torch.tensor([1, 2, 3]), "block pairs of (3,)", "(n, 2) int64"),
+        ([(1, 2, 3), (4, 5, 6)], "the block pairs [(1, 2, 3), (4, 5, 6)]", "(n, 2) int64"),
+        ([1, 2, 3, 4], "the block pairs [1, 2, 3, 4]", "(n, 2) int64"),
+        ([1, 2, 3], "the block pairs [1, 2, 3]", "(n, 2) int64"),
+        ([(1.5, 2)], "the block pairs [(1.5, 2)]", "(n, 2) int64"),
+        ([("1", "2")], "the block pairs [('1', '2')]", "(n, 2) int64"),
+        ([(2**70, 2)], "the block pairs", "(n, 2) int64"),
+        ({"a": [1]}, "the block pairs {'a': [1]}", "(n, 2) int64"),
+        ({1: 2}, "the block pairs {1: 2}", "(n, 2) int64"),
+        ({1: [2.0]}, "the block pairs {1: [2.0]}", "(n, 2) int64"),
+        (None, "the block pairs None", "(n, 2) int64"),
     ],
 )
 def test_a_swap_that_does_not_fit_moves_nothing(pairs, given, allowed):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from operator import index
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -47,15 +49,9 @@ def to_pairs(pairs: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, i
     Raises:
         CacheError: They are not pairs of whole numbers, or a block is the destination of two sources.
     """
-    if isinstance(pairs, Mapping):
-        pairs = [(source, destination) for source, several in pairs.items() for destination in several]
-    tensor = pairs if isinstance(pairs, torch.Tensor) else torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+    tensor = pairs if isinstance(pairs, torch.Tensor) else _listed(pairs)
     if tensor.ndim != 2 or tensor.shape[1] != 2 or tensor.dtype not in (torch.int32, torch.int64):
-        raise CacheError(
-            f"block pairs of {describe(tensor)} were given",
-            "they are (n, 2) int64: source and destination block",
-            "pass [(source, destination), ...]",
-        )
+        _refuse(f"block pairs of {describe(tensor)}")
     tensor = tensor.to("cpu", torch.int64)
     targets = tensor[:, 1].sort().values
     twice = targets[1:][targets.diff() == 0]
@@ -66,6 +62,25 @@ def to_pairs(pairs: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, i
             "give each destination one source",
         )
     return tensor
+
+
+def _listed(pairs: Mapping[int, Sequence[int]] | Sequence[tuple[int, int]]) -> Tensor:
+    """Return pairs of Python numbers as a tensor. Nothing is reshaped, and nothing rounded, into pairs."""
+    try:
+        if isinstance(pairs, Mapping):
+            pairs = [(source, destination) for source, several in pairs.items() for destination in several]
+        numbers = [(index(source), index(destination)) for source, destination in pairs]
+        return torch.tensor(numbers, dtype=torch.int64).reshape(-1, 2)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a number beyond int64
+        _refuse(f"the block pairs {reprlib.repr(pairs)}")
+
+
+def _refuse(given: str) -> NoReturn:
+    raise CacheError(
+        f"{given} were given",
+        "they are (n, 2) int64: source and destination block",
+        "pass [(source, destination), ...]",
+    ) from None
 
 
 def check_blocks(name: str, blocks: Tensor, first: int, count: int) -> None:
