@@ -67,12 +67,15 @@ def to_pairs(pairs: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, i
 def _listed(pairs: Mapping[int, Sequence[int]] | Sequence[tuple[int, int]]) -> Tensor:
     """Return pairs of Python numbers as a tensor. Nothing is reshaped, and nothing rounded, into pairs."""
     try:
-        if isinstance(pairs, Mapping):
-            pairs = [(source, destination) for source, several in pairs.items() for destination in several]
-        numbers = [(index(source), index(destination)) for source, destination in pairs]
+        rows = _each_destination(pairs) if isinstance(pairs, Mapping) else pairs
+        numbers = [(index(source), index(destination)) for source, destination in rows]
         return torch.tensor(numbers, dtype=torch.int64).reshape(-1, 2)
     except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: a number beyond int64
         _refuse(f"the block pairs {reprlib.repr(pairs)}")
+
+
+def _each_destination(several: Mapping[int, Sequence[int]]) -> list[tuple[int, int]]:
+    return [(source, destination) for source, destinations in several.items() for destination in destinations]
 
 
 def _refuse(given: str) -> NoReturn:
