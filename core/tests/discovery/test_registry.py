@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.discovery.known import Known, read_known
-from attnplug.discovery.plugin import Plugin, read_plugin
+from attnplug.discovery.plugin import BY_HAND, Plugin, read_plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Entry, Note
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
@@ -434,7 +434,7 @@ def test_registering_adds_a_plugin(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
     generation = of.generation
 
-    of.register(plugin("mine", "(registered)", ""))
+    of.register(plugin("mine", BY_HAND, ""))
 
     assert of.generation > generation
     assert [each.name for each in of.plugins] == ["good", "mine"]
@@ -457,7 +457,7 @@ def test_registering_another_one_of_that_name_is_refused(plugin: Any, registry: 
     state = of.generation, of.plugins
 
     with pytest.raises(DuplicateBackendError, match=r"attnplug-good 1\.0 offers 'good' already"):
-        of.register(plugin("good", "(registered)", ""))
+        of.register(plugin("good", BY_HAND, ""))
     with pytest.raises(DuplicateBackendError):
         of.register(plugin("good", rest=TWO_VARIANTS))
 
@@ -467,10 +467,51 @@ def test_registering_another_one_of_that_name_is_refused(plugin: Any, registry: 
 def test_a_blocked_plugin_may_be_replaced_by_hand(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"), settings=block("attnplug-good"))
 
-    of.register(plugin("good", "(registered)", ""))
+    of.register(plugin("good", BY_HAND, ""))
 
-    assert of.plugin("good").distribution == "(registered)"
+    assert of.plugin("good").distribution == BY_HAND
     assert standings(of.candidates(block("attnplug-good")))["good/default"] == "ready"
+
+
+def test_a_module_that_is_registered_again_replaces_its_own_manifest(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    of.register(plugin("mine", BY_HAND, ""))
+    of.mark_broken("mine/default", attrs.evolve(FAILED, field="mine/default"))
+    assert standings(of.candidates(Settings()))["mine/default"] == "broken"
+
+    of.register(plugin("mine", BY_HAND, "", rest=TWO_VARIANTS))
+
+    assert {each for each in standings(of.candidates(Settings())) if each.startswith("mine/")} == {
+        "mine/one",
+        "mine/two",
+    }
+    assert [each.name for each in of.by_hand] == ["mine"]
+    assert "mine/default" not in of._failures
+
+
+def test_what_is_registered_by_hand_has_no_name_to_block(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    of.register(plugin("mine", BY_HAND, ""))
+    of.mark_broken("mine/default", FAILED)
+    broken = next(c for c in of.candidates(Settings()) if c.id == "mine/default")
+
+    with pytest.raises(DuplicateBackendError) as caught:
+        of.register(attrs.evolve(plugin("mine", BY_HAND, ""), module="another.module"))
+
+    assert broken.remedy == f"repair the module {of.plugin('mine').module!r}, then attnplug.refresh()"
+    assert caught.value.remedy == "give it another name in its manifest"
+    assert caught.value.allowed == f"the module {of.plugin('mine').module!r}, registered by hand, offers 'mine' already"
+
+
+def test_a_distribution_that_takes_a_registered_name_is_told_apart(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"), plugin("good", BY_HAND, ""))
+
+    found = next(c for c in of.candidates(Settings()) if c.backend == "good")
+
+    assert (found.standing, found.remedy) == (
+        "broken",
+        f"register {of.by_hand[0].module!r} under another name, or set ATTNPLUG_BLOCK=attnplug-good to keep it",
+    )
 
 
 def test_generations_differ_between_registries(plugin: Any, registry: Any) -> None:

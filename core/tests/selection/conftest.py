@@ -100,7 +100,7 @@ def world(tmp_path, monkeypatch):
     the usual code. The kernel libraries of flash are installed, less ``missing``.
     """
     monkeypatch.syspath_prepend(tmp_path)
-    before = process._state
+    before = process._state, process._by_hand
 
     def make(*names, device=Device.cuda("9.0"), missing=(), settings=Settings(), **sources):  # noqa: B008 - frozen
         plugins = []
@@ -121,7 +121,7 @@ def world(tmp_path, monkeypatch):
         return registry
 
     yield make
-    process._state = before
+    process._state, process._by_hand = before
     for name in [name for name in sys.modules if name.startswith("scratch_")]:
         del sys.modules[name]
 

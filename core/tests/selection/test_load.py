@@ -9,6 +9,7 @@ import pytest
 
 import attnplug
 from attnplug.contract.backend import Backend
+from attnplug.discovery.registry import Registry
 from attnplug.errors import (
     DecisionError,
     DuplicateBackendError,
@@ -18,6 +19,7 @@ from attnplug.errors import (
     PluginLoadError,
 )
 from attnplug.request.settings import Settings
+from attnplug.selection import state as process
 from attnplug.selection.plan import Plan
 from attnplug.selection.selection import Selection
 
@@ -268,21 +270,79 @@ class TestElsewhere:
             Plan.from_dict(sent)
 
 
-class TestRegister:
-    def test_a_registered_backend_is_selected_like_any(self, both, request_of, tmp_path, plugin_source):
-        (tmp_path / "notebook_plugin.py").write_text(plugin_source)
-        manifest = tmp_path / "notebook.toml"
-        manifest.write_text(
-            'api = "1.0"\nbackend = { name = "mine", summary = "by hand" }\n'
-            '[supports]\ndevice_type = "cuda"\ncompute_capability = "9.0"\ndtype = "bfloat16"\nhead_size = 64\n'
-            'features = ["custom_mask"]\n'
-        )
+@pytest.fixture
+def by_hand(tmp_path):
+    """Return the file of a manifest for `notebook_plugin`, which serves what no other one does."""
+    manifest = tmp_path / "notebook.toml"
+    manifest.write_text(
+        'api = "1.0"\nbackend = { name = "mine", summary = "by hand" }\n'
+        '[supports]\ndevice_type = "cuda"\ncompute_capability = "9.0"\ndtype = "bfloat16"\nhead_size = 64\n'
+        'features = ["custom_mask"]\n'
+    )
+    yield manifest
+    sys.modules.pop("notebook_plugin", None)
 
-        name = attnplug.register("notebook_plugin", manifest=manifest)
-        attnplug.register("notebook_plugin", manifest=manifest)
+
+def rescanned(registry):
+    """Return a scan that finds what a registry has been given besides what was registered by hand."""
+    installed = [plugin for plugin in registry.plugins if not plugin.is_by_hand]
+    return lambda settings, by_hand: Registry(
+        (*installed, *by_hand), version_of=registry._version_of, settings=settings
+    )
+
+
+class TestRegister:
+    def test_a_registered_backend_is_selected_like_any(self, both, request_of, tmp_path, plugin_source, by_hand):
+        (tmp_path / "notebook_plugin.py").write_text(plugin_source)
+
+        name = attnplug.register("notebook_plugin", manifest=by_hand)
+        attnplug.register("notebook_plugin", manifest=by_hand)
 
         assert name == "mine"
         assert attnplug.load(request_of(paged=False, custom_mask=True)).id == "mine/default"
+
+    def test_a_refresh_keeps_it_and_tries_it_again(
+        self, both, request_of, tmp_path, plugin_source, by_hand, monkeypatch
+    ):
+        monkeypatch.setattr(process, "Registry", type("Scanned", (), {"scan": staticmethod(rescanned(both))}))
+        module = tmp_path / "notebook_plugin.py"
+        module.write_text("raise OSError('half-way')\n")
+        attnplug.register("notebook_plugin", manifest=by_hand)
+        asked = request_of(paged=False, custom_mask=True)
+
+        with pytest.raises(PluginLoadError, match="does not import: OSError: half-way") as caught:
+            attnplug.load(asked, "cuda:9.0", backend="mine")
+        assert caught.value.remedy == (
+            "repair the module 'notebook_plugin', then attnplug.refresh(); or set ATTNPLUG_BLOCK=mine"
+        )
+        failed = next(v for v in attnplug.explain(asked).verdicts if v.id == "mine/default")
+        assert str(failed.reasons[0]).startswith("the backend 'mine' was selected: its module 'notebook_plugin'")
+        assert str(failed.remedy) == "repair the module 'notebook_plugin', then attnplug.refresh()"
+
+        module.write_text(plugin_source + "# repaired\n")
+        attnplug.refresh()
+        attnplug.refresh()
+
+        assert attnplug.load(asked, "cuda:9.0", backend="mine").id == "mine/default"
+        assert [plugin.name for plugin in attnplug.registry().by_hand] == ["mine"]
+
+    def test_an_edited_manifest_replaces_the_former(self, both, request_of, by_hand):
+        attnplug.register("notebook_plugin", manifest=by_hand)
+        by_hand.write_text(by_hand.read_text().replace("head_size = 64", "head_size = 64\nkv_layout = 'HND'"))
+        attnplug.register("notebook_plugin", manifest=by_hand)
+        by_hand.write_text(by_hand.read_text().replace('"mine"', '"renamed"'))
+
+        assert attnplug.register("notebook_plugin", manifest=by_hand) == "renamed"
+
+        assert [plugin.name for plugin in attnplug.registry().by_hand] == ["renamed"]
+        assert attnplug.select(request_of(paged=False, custom_mask=True)).backend == "renamed"
+
+    def test_a_path_that_does_not_exist_is_said_to_be_none(self, both, tmp_path):
+        for path in (tmp_path / "none.toml", tmp_path, "none.toml"):
+            with pytest.raises(ManifestError, match="there is no such file") as caught:
+                attnplug.register("anything", manifest=path)
+            assert repr(str(path)) in caught.value.given
+            assert "wheel" not in str(caught.value)
 
     def test_nothing_is_half_registered(self, both, request_of, tmp_path, flash_manifest):
         generation = both.generation

@@ -51,7 +51,11 @@ class Contest:
     @property
     def remedy(self) -> str:
         """Say how to choose."""
-        names = dict.fromkeys(plugin.distribution for plugin in self.claimants)
+        names = dict.fromkeys(plugin.distribution for plugin in self.claimants if not plugin.is_by_hand)
+        by_hand = [plugin.module for plugin in self.claimants if plugin.is_by_hand]
+        if by_hand:
+            block = f", or set ATTNPLUG_BLOCK={','.join(names)} to keep it" if names else ""
+            return f"register {by_hand[0]!r} under another name{block}"
         if len(names) == 1:
             return f"install {next(iter(names))!r} again, in a version that offers {self.name!r} once"
         ways = (

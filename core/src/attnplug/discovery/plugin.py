@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 MANIFEST: Final = "attnplug.toml"
 CORE: Final = "attnplug"
+BY_HAND: Final = "registered by hand"
+"""What stands in place of a distribution where `attnplug.register` has added the plugin: no name of anything."""
 
 
 @frozen
@@ -38,7 +40,7 @@ class Plugin:
     Attributes:
         name: The backend's name.
         module: Dotted name of the plugin module.
-        distribution: The distribution that offers it.
+        distribution: The distribution that offers it; `BY_HAND` where none does.
         version: That distribution's version.
         manifest: What it declares; None where there is a problem.
         problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or not there) or ``api`` (another
@@ -62,6 +64,16 @@ class Plugin:
     def label(self) -> str:
         """The distribution with its version."""
         return f"{self.distribution} {self.version}".rstrip()
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether this process has registered it, and no distribution offers it."""
+        return self.distribution == BY_HAND
+
+    @property
+    def part(self) -> str:
+        """What to repair: the distribution with its version, or the module of one that was registered by hand."""
+        return f"the module {self.module!r}" if self.is_by_hand else self.label
 
 
 def read_plugin(entry: Entry) -> Plugin:

@@ -63,16 +63,21 @@ class Registry:
         self._renew()
 
     @classmethod
-    def scan(cls, settings: Settings) -> Registry:
+    def scan(cls, settings: Settings, by_hand: Iterable[Plugin] = ()) -> Registry:
         """
         Look at what is installed. No plugin's code runs.
+
+        Args:
+            settings: As for the registry.
+            by_hand: Plugins that were registered before, and stay.
 
         Raises:
             ManifestError: Under the strict setting, a plugin that may be used has a problem.
             DuplicateBackendError: Likewise, two of them have one name.
         """
         found = scan()
-        registry = cls(map(read_plugin, found.entries), found.notes, version_of=found.version_of, settings=settings)
+        plugins = (*map(read_plugin, found.entries), *by_hand)
+        registry = cls(plugins, found.notes, version_of=found.version_of, settings=settings)
         registry.candidates(settings)
         return registry
 
@@ -80,6 +85,11 @@ class Registry:
     def plugins(self) -> tuple[Plugin, ...]:
         """Every plugin: usable, blocked and broken."""
         return self._plugins
+
+    @property
+    def by_hand(self) -> tuple[Plugin, ...]:
+        """Those that were registered by hand, as given."""
+        return tuple(plugin for plugin in self._given if plugin.is_by_hand)
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -177,20 +187,23 @@ class Registry:
         """
         Add a plugin, for this process. Adding the same one again changes nothing.
 
+        One that was registered by hand takes the place of what its module has offered under its name or from its
+        manifest's file: an edited manifest counts, and what has failed is tried again.
+
         Raises:
             DuplicateBackendError: Another one of that name is there; nothing changes.
         """
         with _lock:
             if plugin in self._given:
                 return
-            rivals = usable_of((p for p in self._plugins if p.name == plugin.name), self._settings)
+            former = [given for given in self._given if _is_former(given, plugin)]
+            others = [given for given in self._given if given not in former]
+            rivals = usable_of((given for given in others if given.name == plugin.name), self._settings)
             if rivals:
-                raise DuplicateBackendError(
-                    f"the backend {plugin.name!r} of {plugin.module!r} was registered",
-                    f"{rivals[0].label} offers {plugin.name!r} already, in {rivals[0].module!r}",
-                    f"give it another name in its manifest, or set ATTNPLUG_BLOCK={rivals[0].distribution} and refresh",
-                )
-            self._given = (*self._given, plugin)
+                raise _clash(plugin, rivals[0])
+            names = {plugin.name, *(given.name for given in former)}
+            self._failures = {id_: why for id_, why in self._failures.items() if id_.partition("/")[0] not in names}
+            self._given = (*others, plugin)
             self._renew()
 
     def _renew(self) -> None:
@@ -228,11 +241,12 @@ class Registry:
         reason = self._failures.get(candidate.id)
         if reason is None or candidate.standing in ("refused", "absent"):
             return candidate
+        offers = (p.part for p in self._plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
         return attrs.evolve(
             candidate,
             standing="broken",
             obstacles=(reason, *candidate.obstacles),
-            remedy=f"repair {candidate.distribution}, then refresh",
+            remedy=f"repair {next(offers, candidate.distribution)}, then attnplug.refresh()",
         )
 
     def _warn_of_unknown_names(self, settings: Settings) -> None:
@@ -277,6 +291,25 @@ def _under_own_names(plugin: Plugin, names: set[str]) -> Plugin:
         return plugin
     own = tuple(alias for alias in plugin.manifest.aliases if alias not in names)
     return attrs.evolve(plugin, manifest=attrs.evolve(plugin.manifest, aliases=own))
+
+
+def _is_former(given: Plugin, plugin: Plugin) -> bool:
+    """Whether a plugin is an earlier registration of another one: of its module, by its name or its manifest's file."""
+    if not (given.is_by_hand and plugin.is_by_hand and given.module == plugin.module):
+        return False
+    paths = [each.manifest.path for each in (given, plugin) if each.manifest is not None]
+    return given.name == plugin.name or (len(paths) == 2 and paths[0] == paths[1])
+
+
+def _clash(plugin: Plugin, rival: Plugin) -> DuplicateBackendError:
+    """Return the error for a name that another plugin has."""
+    who = f"the module {rival.module!r}, {rival.label}," if rival.is_by_hand else rival.label
+    block = "" if rival.is_by_hand else f", or set ATTNPLUG_BLOCK={rival.distribution} and call attnplug.refresh()"
+    return DuplicateBackendError(
+        f"the backend {plugin.name!r} of {plugin.module!r} was registered",
+        f"{who} offers {plugin.name!r} already" + ("" if rival.is_by_hand else f", in {rival.module!r}"),
+        f"give it another name in its manifest{block}",
+    )
 
 
 def _newer(manifest: Manifest) -> str:

@@ -9,6 +9,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attnplug.discovery.plugin import BY_HAND
 from attnplug.errors import (
     AttnplugError,
     NoBackendError,
@@ -96,7 +97,7 @@ def load_selection(selection: Selection) -> Backend:
     except PluginError as error:
         process.registry().mark_broken(
             selection.id,
-            Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.allowed, error.given),
+            Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.given, error.allowed),
         )
         raise
 
@@ -135,7 +136,9 @@ def _same_plugin(selection: Selection) -> Plugin:
         raise PluginLoadError(
             f"{selection.id!r} was selected",
             f"it is not installed here: {error.given}",
-            f"install {selection.distribution or 'it'}",
+            "call attnplug.register in this process too"
+            if selection.distribution == BY_HAND
+            else f"install {selection.distribution or 'it'}",
         ) from error
     candidates = process.registry().candidates(process.current().settings)
     candidate = next((c for c in candidates if c.id == selection.id), None)
@@ -143,8 +146,8 @@ def _same_plugin(selection: Selection) -> Plugin:
     if candidate is None or (wanted and wanted != here):
         raise PluginLoadError(
             f"{selection.id!r} of {wanted!r} was selected",
-            f"{here or plugin.distribution!r} is installed here",
-            "install the same version on every rank",
+            f"{here or plugin.distribution!r} is what is here",
+            "install the same version, or register the same module, on every rank",
         )
     if candidate.standing in ("refused", "broken"):
         why = "; ".join(map(str, candidate.obstacles))
@@ -205,7 +208,7 @@ def _import(plugin: Plugin) -> ModuleType:
         raise PluginLoadError(
             f"the backend {plugin.name!r} was selected",
             f"its module {plugin.module!r} ({plugin.distribution}) {_complaint(error)}",
-            "repair its installation, or block it with ATTNPLUG_BLOCK",
+            f"repair {plugin.part}, then attnplug.refresh(); or set ATTNPLUG_BLOCK={plugin.name}",
         ) from error
 
 

@@ -2,7 +2,7 @@
 What this process knows: installed backends, settings, the device, and the decisions that were made on them.
 
 One immutable-looking snapshot is replaced as a whole, so that threads see either the old world or the new one.
-Nothing here survives `refresh`.
+Nothing here survives `refresh` but the backends that were registered by hand: nothing else could bring them back.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable
 from threading import RLock
+from typing import TYPE_CHECKING
 
 from attrs import define, field
 
@@ -19,6 +20,9 @@ from attnplug.request.requirements import Requirements
 from attnplug.request.settings import Settings
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.selection import Selection
+
+if TYPE_CHECKING:
+    from attnplug.discovery.plugin import Plugin
 
 _MOST_DECISIONS = 4096
 
@@ -70,6 +74,7 @@ class State:
 
 _lock = RLock()
 _state: State | None = None
+_by_hand: tuple[Plugin, ...] = ()  # between a refresh and the next use
 
 
 def current() -> State:
@@ -85,12 +90,15 @@ def current() -> State:
 
 def refresh() -> None:
     """
-    Forget everything: installed backends, settings, the device and all decisions are read and made again on next use.
+    Read everything again on next use: installed backends, settings and the device. All decisions are forgotten, and
+    what has failed is tried again. Backends that were registered by hand stay.
     """
     from attnplug.selection.profile import read_profile  # noqa: PLC0415 - only a refresh needs it
 
-    global _state  # noqa: PLW0603 - the one process-wide name of this project; see the module docstring
+    global _by_hand, _state  # noqa: PLW0603 - the process-wide names of this project; see the module docstring
     with _lock:
+        if _state is not None:
+            _by_hand = _state.registry.by_hand
         _state = None
         read_profile.cache_clear()
 
@@ -101,11 +109,12 @@ def registry() -> Registry:
 
 
 def _renew() -> State:
-    global _state  # noqa: PLW0603 - the one process-wide name of this project; see the module docstring
+    global _by_hand, _state  # noqa: PLW0603 - as above
     with _lock:
         if _state is None:
             settings = Settings.read()
-            found = Registry.scan(settings)
+            found = Registry.scan(settings, _by_hand)
+            _by_hand = ()
             _state = State(found, settings, found.generation)
         elif _state.registry.generation != _state.generation:
             _state = State(_state.registry, _state.settings, _state.registry.generation, device=_state._device)  # noqa: SLF001
