@@ -146,6 +146,16 @@ def test_the_text_part_of_a_composite_model():
     assert only(config) == only(MISTRAL, dtype="float16")
 
 
+def test_a_part_that_spells_null_is_not_one_that_leaves_out():
+    part = MISTRAL | {"sliding_window": None}
+    whole = {"model_type": "mistral3", "text_config": part}
+
+    assert windows(whole) == [None, None]
+    del part["sliding_window"]
+    with pytest.raises(RequirementsError, match="names no 'sliding_window'"):
+        requirements(whole)
+
+
 def test_layers_that_share_a_cache():
     config = GEMMA2 | {"model_type": "gemma3n_text", "num_kv_shared_layers": 1, "attn_logit_softcapping": None}
 
@@ -281,10 +291,17 @@ def test_a_model_of_which_some_layers_are_attention():
 
 def test_an_unknown_type_may_be_read_as_a_known_one():
     assert requirements(LLAMA | {"model_type": "made_up"}, assume="llama") == requirements(LLAMA)
-    with pytest.raises(RequirementsError, match="model type 'neither'"):
-        requirements(LLAMA | {"model_type": "made_up"}, assume="neither")
+    for config in (LLAMA, LLAMA | {"model_type": "made_up"}):
+        with pytest.raises(RequirementsError, match=r"assume='neither' was given(?s:.)*assume='llama'"):
+            requirements(config, assume="neither")
     with pytest.raises(RequirementsError, match="latent"):
         requirements(LLAMA | {"kv_lora_rank": 512}, assume="llama")
+
+
+def test_a_known_type_is_not_read_as_another():
+    assert requirements(LLAMA, assume="llama") == requirements(LLAMA)
+    with pytest.raises(RequirementsError, match=r"assume='mistral' was given(?s:.)*'llama' is known(?s:.)*leave assume"):
+        requirements(LLAMA, assume="mistral")
 
 
 def test_json_files_and_folders(tmp_path):

@@ -102,7 +102,8 @@ class Fields:
     def part(self, name: str) -> Fields:
         """Return a part of a composite model; what it leaves out, such as the dtype, is the whole's."""
         inherited = {key: self.data.get(key) for key in ("dtype", "torch_dtype")}
-        own = {key: value for key, value in self.need(name).items() if value is not None}
+        # A field that is null is spelled out all the same: a window of null is none.
+        own = {key: value for key, value in self.need(name).items() if value is not None or key not in inherited}
         return Fields({**inherited, **own}, f"{self.origin}.{name}")
 
     def text(self) -> Fields:

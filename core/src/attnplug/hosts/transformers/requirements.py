@@ -20,6 +20,9 @@ _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_dtype")
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
+_PARTIAL: Final = (
+    "pass partial=True for the requirements of the attention layers alone; on the command line, --partial"
+)
 
 
 @frozen
@@ -60,7 +63,7 @@ def requirements(
         dtype: Dtype of query, key and value, such as ``"bfloat16"``; None reads it from the configuration.
         paged: Whether keys and values live in a paged cache, or come whole with each call. Encoders have no cache.
         partial: Accept models of which only some layers are attention, and describe those.
-        assume: Read a model type that is not known here as this one, such as ``"llama"``.
+        assume: Read a model type that is not known here as this one, such as ``"llama"``; refused for a type that is.
         engine: Further fields of `Requirements` that the engine decides, such as ``block_size=16``; those of a cache go
             to the layers that have one.
 
@@ -95,9 +98,24 @@ def model_layers(
     paged: bool = False,
     partial: bool = False,
     assume: str | None = None,
+    remedy: str = _PARTIAL,
     **engine: Any,
 ) -> tuple[ModelLayer, ...]:
-    """Return what `requirements` describes, as records. Arguments and errors are the same."""
+    """
+    Return what `requirements` describes, as records.
+
+    Args:
+        hf_config: As for `requirements`, as are all but `remedy`.
+        dtype: Dtype of query, key and value.
+        paged: Whether keys and values live in a paged cache.
+        partial: Accept models of which only some layers are attention.
+        assume: Read an unknown model type as this one.
+        remedy: The way out for a model of which only some layers are attention, where `partial` is none.
+        engine: Further fields of `Requirements`.
+
+    Raises:
+        RequirementsError: As for `requirements`.
+    """
     whole = read_fields(hf_config)
     _refuse_by_name(whole)
     fields = whole.text()
@@ -105,7 +123,7 @@ def model_layers(
     wanted = {**engine, "paged": paged, "dtype": _dtype(fields, dtype)}
     layers = tuple(_layers(fields, architecture, wanted))
     if not partial:
-        _refuse_gaps(fields, architecture, layers)
+        _refuse_gaps(fields, architecture, layers, remedy)
     if not layers:
         raise _refused(fields, "none of its layers is attention over keys", "run it on its own implementation")
     return layers
@@ -119,9 +137,8 @@ def _architecture(fields: Fields, assume: str | None) -> Architecture:
         positions = fields.get("position_embedding_type")
         raise _refused(fields, f"its scores depend on relative positions (position_embedding_type={positions!r})")
     _refuse_by_name(fields)
-    name = fields.model_type
-    if name not in ARCHITECTURES and assume is not None:
-        name = assume
+    _check_assumed(fields, assume)
+    name = assume or fields.model_type
     if name not in ARCHITECTURES:
         raise RequirementsError(
             f"{fields.origin} is of model type {name!r}",
@@ -134,6 +151,26 @@ def _architecture(fields: Fields, assume: str | None) -> Architecture:
         if spelled not in fields.data:
             raise fields.missing(spelled)
     return architecture
+
+
+def _check_assumed(fields: Fields, assume: str | None) -> None:
+    """Refuse an assumption that would be dropped, or that says nothing."""
+    known = fields.model_type in ARCHITECTURES
+    if assume is None or (assume == fields.model_type and known):
+        return
+    given = f"assume={assume!r} was given for {fields.origin} of model type {fields.model_type!r}"
+    if not isinstance(assume, str) or assume not in ARCHITECTURES:
+        raise RequirementsError(
+            given,
+            f"it is none of the {len(ARCHITECTURES)} model types in attnplug.hosts.transformers.architectures",
+            "leave assume out, or pass assume='llama' (or another one described); on the command line, --assume llama",
+        )
+    if known:
+        raise RequirementsError(
+            given,
+            f"{fields.model_type!r} is known, and not read as another type",
+            "leave assume out; on the command line, --assume",
+        )
 
 
 def _refuse_by_name(fields: Fields) -> None:
@@ -254,7 +291,7 @@ def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:
     return Requirements(**asked)
 
 
-def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...]) -> None:
+def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...], remedy: str) -> None:
     """Refuse a model of which some layers are something else, unless the caller said that the rest will do."""
     if architecture.family == "encoder_decoder":
         return
@@ -266,5 +303,5 @@ def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[Model
         raise RequirementsError(
             f"{fields.origin}: {count - len(described)} of {count} layers are {', '.join(sorted(others))}",
             "those are not attention over keys, and no backend here serves them",
-            "pass partial=True for the requirements of the attention layers alone; on the command line, --partial",
+            remedy,
         )
