@@ -1,7 +1,8 @@
 """
 Builds the plugins of this folder and installs them for real.
 
-Adding one is adding a folder with a pyproject.toml, a package, its ``plugin.py`` and its ``attnplug.toml``.
+Adding one is adding a folder with a pyproject.toml, a package, its ``plugin.py`` and its ``attnplug.toml``. A folder
+without a pyproject.toml has the content of a wheel that no build backend would make.
 """
 
 from __future__ import annotations
@@ -40,12 +41,23 @@ class Workshop:
     def build(self, *names: str) -> list[Path]:
         """Return the wheels of these plugins."""
         missing = [name for name in dict.fromkeys(names) if name not in self._wheels]
-        if missing:
-            folders = (str(PLUGINS / name) for name in missing)
+        projects = [name for name in missing if (PLUGINS / name / "pyproject.toml").is_file()]
+        if projects:
+            folders = (str(PLUGINS / name) for name in projects)
             command = [sys.executable, "-c", _BUILD, self.kind, str(self.folder), *folders]
             built = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-            self._wheels.update(zip(missing, map(Path, built), strict=True))
+            self._wheels.update(zip(projects, map(Path, built), strict=True))
+        self._wheels.update({name: self._pack(PLUGINS / name) for name in missing if name not in projects})
         return [self._wheels[name] for name in names]
+
+    def _pack(self, content: Path) -> Path:
+        (metadata,) = content.glob("*.dist-info")
+        wheel = self.folder / f"{metadata.stem}-py3-none-any.whl"
+        with ZipFile(wheel, "w") as archive:
+            for file in sorted(content.rglob("*")):
+                if file.is_file() and file.suffix != ".pyc":
+                    archive.write(file, file.relative_to(content))
+        return wheel
 
     def install(self, target: Path, *names: str) -> Path:
         """Unpack the wheels of these plugins into a folder for ``sys.path``, as an installer does; return it."""

@@ -29,7 +29,8 @@ class ToyImpl(AttentionImpl):
             start = int(batch.key_start_loc[i])
             k, v = key[start : start + length], value[start : start + length]
         else:
-            k, v = kv_cache[:, batch.block_table[i]].flatten(1, 2)[:, :length]
+            used = batch.block_table[i, : -(-length // kv_cache.shape[2])]
+            k, v = kv_cache[:, used].flatten(1, 2)[:, :length]
         return (x.repeat_interleave(self.num_queries_per_kv, 1) for x in (k, v))
 
     def _write_kv(self, key, value, kv_cache, slot_mapping):

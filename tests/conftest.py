@@ -1,0 +1,30 @@
+"""The plugins of ``tests/plugins``, each built once for all tests, and questions with some of them installed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.plugins.asking import ASK, Ask
+from tests.plugins.workshop import Workshop, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Return the workshop of this run."""
+    return Workshop(tmp_path_factory.mktemp("wheels"))
+
+
+@pytest.fixture
+def ask(workshop: Workshop, tmp_path: Path) -> Ask:
+    """Return what installs plugins, and runs code with them."""
+
+    def asking(code: str, *plugins: str, sites: tuple[Path, ...] = (), **environment: str) -> Any:
+        installed = (workshop.install(tmp_path / "site", *plugins),) if plugins else ()
+        return run(ASK + code, *sites, *installed, home=tmp_path, **environment)
+
+    return asking

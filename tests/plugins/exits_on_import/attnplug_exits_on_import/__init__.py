@@ -1,0 +1,1 @@
+"""Its module ends the process."""

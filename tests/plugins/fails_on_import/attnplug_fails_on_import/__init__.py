@@ -1,0 +1,1 @@
+"""Its module raises what a library raises that finds no GPU."""

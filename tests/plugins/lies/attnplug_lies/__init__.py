@@ -1,0 +1,1 @@
+"""Claims sinks, windows and soft caps, and drops them."""

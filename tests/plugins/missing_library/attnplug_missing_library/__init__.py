@@ -1,0 +1,1 @@
+"""Its module opens a shared library that is not there."""

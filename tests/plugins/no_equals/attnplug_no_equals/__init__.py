@@ -1,0 +1,1 @@
+"""Its entry_points.txt has a line without a sign."""

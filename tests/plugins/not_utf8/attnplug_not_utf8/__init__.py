@@ -1,0 +1,1 @@
+"""Its entry_points.txt is not UTF-8."""

@@ -1,0 +1,1 @@
+"""Nobody gets this far."""

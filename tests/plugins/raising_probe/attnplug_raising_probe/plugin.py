@@ -1,0 +1,24 @@
+"""The hooks."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+
+
+@hookimpl
+def attnplug_backend(variant, agreement):
+    from attnplug.contract import AttentionImpl, Backend  # noqa: PLC0415 - torch is imported when the backend is
+
+    class Impl(AttentionImpl):
+        cache_write = "forward"
+
+        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+            output.zero_()
+
+    return type("ProbedBackend", (Backend,), {"impl_class": Impl})
+
+
+@hookimpl
+def attnplug_probe(variant, device):
+    msg = f"cannot ask {device.type} about {variant}"
+    raise ValueError(msg)

@@ -1,0 +1,1 @@
+"""Its probe takes as long as it is told to."""

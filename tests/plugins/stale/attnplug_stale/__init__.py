@@ -1,0 +1,1 @@
+"""An older version of the distribution attnplug-good."""

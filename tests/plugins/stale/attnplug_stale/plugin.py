@@ -1,0 +1,18 @@
+"""The hook."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+
+
+@hookimpl
+def attnplug_backend(variant, agreement):
+    from attnplug.contract import AttentionImpl, Backend  # noqa: PLC0415 - torch is imported when the backend is
+
+    class Impl(AttentionImpl):
+        cache_write = "forward"
+
+        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+            output.zero_()
+
+    return type("StaleBackend", (Backend,), {"impl_class": Impl})

@@ -1,0 +1,1 @@
+"""Its hook takes an argument that there is not."""

@@ -1,0 +1,284 @@
+"""
+Plugins that are broken in ways that plugins are broken in: what they do stays with them, and is told.
+
+Each is a distribution under ``tests/plugins``, installed beside a good one, and asked in a fresh Python.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.plugins.asking import ASK
+from tests.plugins.workshop import PLUGINS, Workshop, run
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.plugins.asking import Ask
+
+# What each does when it is loaded: the error's type, its cause, and what is said.
+FAILING = {
+    "raises_on_import": ("PluginLoadError", "ImportError", "libacme.so.4: cannot open shared object file"),
+    "missing_library": ("PluginLoadError", "OSError", "libacme_that_is_not_there.so.4"),
+    "exits_on_import": ("PluginLoadError", "SystemExit", "does not import: SystemExit: 3"),
+    "fails_on_import": ("PluginLoadError", "RuntimeError", "no CUDA device is available"),
+    "unknown_argument": ("PluginContractError", "PluginValidationError", "attnplug_backend(variant, colour)"),
+    "raising_probe": ("PluginLoadError", "ValueError", "cannot ask cpu about default"),
+}
+NAMED = f"""
+found = {{}}
+for name in {list(FAILING)!r}:
+    try:
+        attnplug.load(asked, cpu, backend=name)
+    except attnplug.AttnplugError as error:
+        found[name] = [type(error).__name__, type(error.__cause__).__name__, str(error), error.remedy]
+print(json.dumps(found))
+"""
+AMONG_OTHERS = f"""
+found = {{}}
+before = [p[0] for p in listing()[0]]
+statuses = {{id: status for id, (status, *_) in verdicts(attnplug.explain(asked, cpu)).items()}}
+for name in {list(FAILING)!r}:
+    loaded = attnplug.load(asked, cpu, backend=[name, "good", "auto"]).id
+    told = verdicts(attnplug.explain(asked, cpu, backend=["good", "auto"]))
+    attnplug.refresh()
+    again = {{id: status for id, (status, *_) in verdicts(attnplug.explain(asked, cpu)).items()}}
+    same = before == [p[0] for p in listing()[0]] and again == statuses
+    found[name] = [loaded, told, same]
+print(json.dumps(found))
+"""
+
+
+def test_a_named_plugin_fails_with_its_own_error(ask: Ask) -> None:
+    found = ask(NAMED, "good", *FAILING)
+
+    assert {name: (kind, cause) for name, (kind, cause, *_) in found.items()} == {
+        name: (kind, cause) for name, (kind, cause, _) in FAILING.items()
+    }
+    for name, (*_, text, remedy) in found.items():
+        assert FAILING[name][2] in text
+        assert remedy
+
+
+def test_a_failure_is_left_out_and_takes_nobody_along(ask: Ask) -> None:
+    """The others answer as before, the failure is told with its reason, and a refresh forgets it."""
+    found = ask(AMONG_OTHERS, "good", *FAILING)
+
+    assert set(found) == set(FAILING)
+    for name, (loaded, told, same) in found.items():
+        status, distribution, reasons, _ = told.pop(f"{name}/default")
+        assert (loaded, status) == ("good/toy", "broken")
+        assert distribution == f"attnplug-{name.replace('_', '-')} 1.0"
+        assert FAILING[name][2] in " ".join(reasons)
+        assert told.pop("good/toy")[0] == "chosen"
+        assert {told[id][0] for id in told if id.endswith("/default") or id == "torch/sdpa"} == {"eligible"}
+        assert same
+
+
+def test_all_of_them_together_leave_the_good_one(ask: Ask) -> None:
+    code = f"""
+loaded = attnplug.load(asked, cpu, backend=[*{list(FAILING)!r}, "auto"]).id
+told = verdicts(attnplug.explain(asked, cpu))
+print(json.dumps([loaded, [told[name + "/default"][0] for name in {list(FAILING)!r}]]))
+"""
+    loaded, statuses = ask(code, "good", *FAILING)
+
+    assert loaded == "good/toy"
+    assert statuses == ["broken"] * len(FAILING)
+
+
+def test_doctor_finds_them_all(workshop: Workshop, tmp_path: Path) -> None:
+    site = workshop.install(tmp_path / "site", "good", *FAILING)
+
+    done = _attnplug(site, tmp_path, "doctor", "--load", "--json")
+
+    trials = {trial["id"]: trial for trial in json.loads(done.stdout)["trials"]}
+    assert done.returncode == 1
+    assert trials["good/toy"]["status"] == "loaded"
+    for name, (_, _, said) in FAILING.items():
+        assert trials[f"{name}/default"]["status"] == "failed"
+        assert said in trials[f"{name}/default"]["text"]
+
+
+# Metadata
+
+
+def test_malformed_entry_points_are_notes_and_hide_nobody(ask: Ask) -> None:
+    code = "print(json.dumps([attnplug.select(asked, cpu).id, listing()]))"
+
+    chosen, (plugins, notes) = ask(code, "good", "no_equals", "not_utf8")
+
+    assert chosen == "good/toy"
+    assert {"good", "torch"} <= {name for name, *_ in plugins}
+    assert not {"no_equals", "not_utf8"} & {name for name, *_ in plugins}
+    (no_equals,) = (note for note in notes if note.startswith("attnplug-no-equals 1.0: "))
+    (not_utf8,) = (note for note in notes if note.startswith("attnplug-not-utf8 1.0: "))
+    assert "'no_equals attnplug_no_equals.plugin', which is no `name = value`" in no_equals
+    assert "cannot be read: UnicodeDecodeError" in not_utf8
+
+
+@pytest.mark.parametrize("name", ["no_equals", "not_utf8"])
+def test_a_neighbour_at_which_torch_stops_is_told_with_the_way_out(name: str, ask: Ask) -> None:
+    """Importing torch reads every distribution's entry points, and fails where one is malformed."""
+    code = """
+try:
+    answer = attnplug.load(asked, cpu).id
+except attnplug.AttnplugError as error:
+    answer = [type(error).__name__, str(error), error.remedy]
+print(json.dumps(answer))
+"""
+    kind, text, remedy = ask(code, "good", name)
+
+    assert kind == "PluginLoadError"
+    assert "torch, which does not import" in text
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in remedy
+    assert ask(code, "good", name, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "good/toy"
+
+
+@pytest.mark.parametrize("order", [("good", "stale"), ("stale", "good")])
+def test_of_two_versions_the_first_on_the_path_is_used_with_its_own_module(
+    order: tuple[str, str], workshop: Workshop, tmp_path: Path
+) -> None:
+    """Two real versions of one distribution, with different modules: what is shadowed is noted, and does not run."""
+    sites = [workshop.install(tmp_path / name, name) for name in order]
+    code = """
+backend = attnplug.load(asked, cpu, backend="good")
+modules = sorted(name for name in sys.modules if name in ("attnplug_good", "attnplug_stale"))
+print(json.dumps([backend.selection.distribution, modules, listing()[1]]))
+"""
+    distribution, modules, notes = run(ASK + code, *sites, home=tmp_path)
+
+    used, shadowed = ("1.0", "0.9") if order[0] == "good" else ("0.9", "1.0")
+    assert distribution == f"attnplug-good {used}"
+    assert modules == [f"attnplug_{order[0]}"]
+    (note,) = (note for note in notes if "shadowed" in note)
+    assert note.startswith(f"attnplug-good {shadowed}: ")
+    assert str(sites[1]) in note
+    assert f"attnplug-good {used}" in note
+
+
+# A probe that takes its time
+
+
+def test_asking_never_waits_for_a_probe(ask: Ask, tmp_path: Path) -> None:
+    """Listing, explaining and selecting ask no probe; with this one they would end in an error after a minute."""
+    code = "print(json.dumps([len(listing()[0]), attnplug.select(asked, cpu, backend='slow_probe').id]))"
+    trace = tmp_path / "trace"
+
+    _, identity = ask(code, "good", "slow_probe", SLOW_PROBE_TRACE=str(trace), SLOW_PROBE_UNTIL="/nowhere")
+
+    assert identity == "slow_probe/default"
+    assert not trace.exists()
+
+
+def test_a_slow_probe_keeps_no_other_thread_waiting(ask: Ask, tmp_path: Path) -> None:
+    """Its probe ends once another backend has been loaded meanwhile: were there a common lock, it would give up."""
+    done = tmp_path / "done"
+    code = f"""
+import threading, time
+from pathlib import Path
+answers = {{}}
+def load(name):
+    answers[name] = attnplug.load(asked, cpu, backend=name).id
+import attnplug.contract
+thread = threading.Thread(target=load, args=["slow_probe"])
+thread.start()
+while not Path({str(tmp_path / "trace")!r}).exists():
+    time.sleep(0.01)
+load("good")
+attnplug.explain(asked, cpu)
+Path({str(done)!r}).touch()
+thread.join()
+print(json.dumps(answers))
+"""
+    answers = ask(
+        code, "good", "slow_probe", SLOW_PROBE_TRACE=str(tmp_path / "trace"), SLOW_PROBE_UNTIL=str(done)
+    )  # fmt: skip
+
+    assert answers == {"good": "good/toy", "slow_probe": "slow_probe/default"}
+
+
+def test_a_slow_probe_is_asked_once_a_load_and_its_time_is_told(workshop: Workshop, tmp_path: Path) -> None:
+    site = workshop.install(tmp_path / "site", "slow_probe")
+    trace = tmp_path / "trace"
+
+    done = _attnplug(
+        site, tmp_path, "doctor", "--load", "--json", SLOW_PROBE="0.25", SLOW_PROBE_TRACE=str(trace)
+    )  # fmt: skip
+
+    (trial,) = (trial for trial in json.loads(done.stdout)["trials"] if trial["id"] == "slow_probe/default")
+    assert trial["status"] == "loaded"
+    took = re.fullmatch(r"in (\d+\.\d) s", trial["text"])
+    assert took is not None
+    assert float(took[1]) >= 0.2
+    assert trace.read_text(encoding="utf-8") == "default\n"
+
+
+# A manifest that is not true
+
+
+def test_the_kit_passes_the_plugin_that_is_as_it_should_be(workshop: Workshop, tmp_path: Path) -> None:
+    done = _conformance(workshop.install(tmp_path / "site", "good"), tmp_path, "good")
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+
+
+def test_the_kit_sees_through_a_plugin_that_drops_what_it_claims(workshop: Workshop, tmp_path: Path) -> None:
+    """Every dropped feature by its name, and not what the plugin does right."""
+    done = _conformance(
+        workshop.install(tmp_path / "site", "lies"), tmp_path, "lies", "-k", "is_used or mixed or slots"
+    )
+
+    failed = re.findall(r"^FAILED \S+::test_(\w+)(?:\[lies/default-(\S+)\])?", done.stdout, re.MULTILINE)
+    assert done.returncode == 1
+    assert {test for test, _ in failed} == {"feature_is_used", "input_is_used"}
+    assert {name.partition("=")[0] for test, name in failed} == {"sinks", "sliding_window", "logits_soft_cap"}
+
+
+@pytest.mark.parametrize("name", ["duplicate", "catalogue", "good", "lies", "slow_probe", "stale"])
+def test_check_of_a_sound_project_finds_no_problem(name: str, tmp_path: Path) -> None:
+    done = _attnplug(tmp_path, tmp_path, "check", str(PLUGINS / name))
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("malformed", "attnplug.toml:5: it is not TOML"),
+        ("api_major", "attnplug.toml:1: api = '2.0'"),
+        ("unknown_argument", "plugin.py:9: the argument 'colour' of attnplug_backend"),
+    ],
+)
+def test_check_finds_what_can_be_read(name: str, said: str, tmp_path: Path) -> None:
+    done = _attnplug(tmp_path, tmp_path, "check", str(PLUGINS / name))
+
+    assert done.returncode == 1
+    assert said in done.stdout
+
+
+def _conformance(site: Path, home: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run the conformance kit as the author of a plugin does."""
+    return _python(site, home, "pytest", "-q", "--pyargs", "attnplug.testing", f"--attn-backend={name}", *words)
+
+
+def _attnplug(site: Path, home: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the command with a folder of plugins on the path."""
+    return _python(site, home, "attnplug.cli", *words, **environment)
+
+
+def _python(site: Path, home: Path, module: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    outside = {name: value for name, value in os.environ.items() if not name.startswith(("ATTNPLUG_", "PYTEST"))}
+    own = {"PYTHONPATH": str(site), "XDG_CONFIG_HOME": str(home), "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", module, *words]
+    return subprocess.run(
+        command, env={**outside, **own, **environment}, cwd=home, capture_output=True, text=True, check=False
+    )
