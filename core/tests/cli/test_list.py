@@ -39,11 +39,12 @@ def test_what_is_missing_is_listed_with_what_to_install(run, site) -> None:
     assert new["supports"]["block_size"] == "128, multiples of 16"
 
 
-def test_a_published_plugin_is_listed_while_it_is_absent(run, empty) -> None:
+def test_a_known_plugin_is_listed_while_it_is_absent(run, empty) -> None:
     absent = next(backend for backend in run("list", "--json").json["backends"] if not backend["manifest"])
 
     assert absent["variants"][0]["standing"] == "absent"
-    assert absent["variants"][0]["install"]
+    assert (absent["variants"][0]["install"], absent["variants"][0]["action"]) == ([], "known, not published yet")
+    assert "\n    known, not published yet\n" in run("list").out
 
 
 def test_what_the_settings_keep_out_stays_listed(run, site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.discovery.known import Known, read_known
+from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.discovery.plugin import BY_HAND, Plugin, read_plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Entry, Note
@@ -101,6 +101,18 @@ def test_an_absent_plugin_says_how_to_get_it(registry: Any) -> None:
     assert candidate.aliases == ("PUBLISHED",)
     assert candidate.install == ("attnplug-published",)
     assert told(candidate) == "'published' is not installed: a published one"
+
+
+def test_an_absent_plugin_that_is_not_published_is_no_way_out() -> None:
+    of = Registry([], known=Known((KnownPlugin("waiting", (), "a later one", "attnplug-waiting"),)))
+    candidate = only(of.candidates(Settings()), "waiting")
+
+    assert (candidate.install, candidate.remedy) == ((), "known, not published yet")
+    with pytest.raises(UnknownBackendError) as caught:
+        of.plugin("waiting")
+    assert caught.value.remedy == "'waiting' is known, not published yet: name another one"
+    blocked = only(of.candidates(block("waiting")), "waiting")
+    assert blocked.remedy.startswith("known, not published yet; remove 'waiting' from")
 
 
 def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:

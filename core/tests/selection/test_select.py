@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 import attnplug
+from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
@@ -70,11 +71,12 @@ def test_every_candidate_has_a_verdict_with_all_reasons(both, request_of):
     assert "this variant lacks dtype=float32, alibi=linear" in str(explanation)
 
 
-def test_absent_plugins_are_offered_by_name(both, request_of):
+def test_absent_plugins_are_listed_by_name(both, request_of):
     absent = verdict(attnplug.explain(request_of()), "flashinfer")
 
     assert absent.status == "absent"
-    assert str(absent.remedy) == "pip install attnplug-flashinfer"
+    assert str(absent.remedy) == "known, not published yet"
+    assert "    flashinfer     known, not published yet\n" in str(attnplug.explain(request_of()))
 
 
 def test_a_missing_library_is_told_from_a_refusal(world, request_of):
@@ -208,8 +210,24 @@ class TestPrecedence:
             attnplug.select(request_of(), backend="flashinfer")
 
         assert "permitted: flashinfer\n" in str(caught.value)
-        assert "pip install attnplug-flashinfer" in caught.value.remedy
-        assert "blocksparse" not in caught.value.remedy
+        assert caught.value.remedy == (
+            "one of these\n    flashinfer: known, not published yet\n    permit others with 'auto' in the list"
+        )
+
+    def test_what_is_absent_is_a_way_out_only_where_nothing_is_here(self, world, request_of, monkeypatch):
+        impossible = request_of(dtype="float32", alibi="linear", kv_cache_dtype="int8")
+        published = Known((KnownPlugin("later", (), "a later one", "attnplug-later", published=True),))
+
+        def way_out(*names, known):
+            monkeypatch.setattr(world("flash", *names), "_known", known)
+            with pytest.raises(NoBackendError) as caught:
+                attnplug.select(impossible if not names else request_of(kv_cache_dtype="int8"))
+            return caught.value.remedy
+
+        assert way_out(known=Known()) == "change the model's attention: no candidate serves these model fields"
+        assert way_out(known=read_known()) == way_out(known=Known())
+        assert way_out(known=published) == "one of these\n    later: pip install attnplug-later"
+        assert "attnplug-later" not in way_out("generic", known=published)
 
 
 class TestRanking:

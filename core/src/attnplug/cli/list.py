@@ -124,4 +124,5 @@ def _lines(candidate: Candidate) -> Iterable[str]:
     for reason in candidate.obstacles:
         yield f"- {reason}"
     if candidate.standing != "ready":
-        yield f"way out: {Remedy(install=candidate.install, action=candidate.remedy)}"
+        nowhere = candidate.standing == "absent" and not candidate.install
+        yield ("" if nowhere else "way out: ") + str(Remedy(install=candidate.install, action=candidate.remedy))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 from attrs import frozen
 
@@ -12,30 +13,33 @@ from attnplug.manifest.conditions import parse_conditions
 from attnplug.negotiation.ranking import DefaultOrder
 from attnplug.request.toml import parse_toml
 
-_FILE = Path(__file__).with_name("known.toml")
+UNPUBLISHED: Final = "known, not published yet"
+_FILE: Final = Path(__file__).with_name("known.toml")
 
 
 @frozen
 class KnownPlugin:
     """
-    A published plugin.
+    A plugin that is known by name.
 
     Attributes:
         name: The backend's name.
         aliases: What hosts call it.
         summary: One line about it.
         install: The distribution, as pip takes it.
+        published: Whether the package index has it. What is not there is no way out.
     """
 
     name: str
     aliases: tuple[str, ...]
     summary: str
     install: str
+    published: bool = False
 
 
 @frozen
 class Known:
-    """Published plugins, and the default orders."""
+    """Known plugins, and the default orders."""
 
     plugins: tuple[KnownPlugin, ...] = ()
     orders: tuple[DefaultOrder, ...] = ()
@@ -58,7 +62,7 @@ def parse_known(text: str) -> Known:
     """
     data = parse_toml(text)
     plugins = tuple(
-        KnownPlugin(name, tuple(table["aliases"]), table["summary"], table["install"])
+        KnownPlugin(name, tuple(table["aliases"]), table["summary"], table["install"], table.get("published", False))
         for name, table in sorted(data.get("plugins", {}).items())
     )
     orders = tuple(

@@ -10,6 +10,7 @@ import attrs
 from attrs import frozen
 
 from attnplug.discovery.distribution import normalized
+from attnplug.discovery.known import UNPUBLISHED
 from attnplug.discovery.permission import deny, identity
 from attnplug.discovery.plugin import Plugin
 from attnplug.errors import AttnplugError, DuplicateBackendError
@@ -222,6 +223,8 @@ def _absent(plugin: KnownPlugin, settings: Settings) -> Candidate:
         aliases=plugin.aliases,
         standing="absent",
         obstacles=(missing, denial.reason) if denial else (missing,),
-        install=(plugin.install,),
-        remedy=denial.remedy if denial else "",
+        install=(plugin.install,) if plugin.published else (),
+        remedy="; ".join(
+            text for text in ("" if plugin.published else UNPUBLISHED, denial.remedy if denial else "") if text
+        ),
     )

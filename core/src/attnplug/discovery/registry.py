@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from attnplug.discovery.known import Known, read_known
+from attnplug.discovery.known import UNPUBLISHED, Known, KnownPlugin, read_known
 from attnplug.discovery.lineup import Contest, Lineup, line_up, usable_of
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Plugin, read_plugin
@@ -274,15 +274,19 @@ class Registry:
 
     def _unknown(self, name: str) -> UnknownBackendError:
         installed = sorted({plugin.name for plugin in self._plugins})
-        absent = {known.name: known.install for known in self._known.plugins if known.name not in installed}
+        absent = {known.name: known for known in self._known.plugins if known.name not in installed}
         names = [each for who in self._identities() for each in (who.name, *who.aliases)]
         return UnknownBackendError(
             f"the backend {name!r} was asked for{near(name, names) if name not in absent else ''}",
             f"installed: {', '.join(installed) or 'none'}; known and not installed: {', '.join(absent) or 'none'}",
-            f"pip install {absent[name]}"
-            if name in absent
-            else "correct the name, or install the distribution that offers it",
+            _way_to(absent[name]) if name in absent else "correct the name, or install the distribution that offers it",
         )
+
+
+def _way_to(absent: KnownPlugin) -> str:
+    return (
+        f"pip install {absent.install}" if absent.published else f"{absent.name!r} is {UNPUBLISHED}: name another one"
+    )
 
 
 def _under_own_names(plugin: Plugin, names: set[str]) -> Plugin:

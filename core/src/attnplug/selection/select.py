@@ -103,7 +103,8 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
     )
     offered = [v for v in explanation.verdicts if v.remedy is not None and v.remedy.possible]
     permitted = [v for v in offered if {v.id, v.id.partition("/")[0]} & set(settings.backend)]
-    ways = [f"{verdict.id}: {verdict.remedy}" for verdict in permitted or offered]
+    here = [v for v in offered if v.status != "absent"] or [v for v in offered if v.remedy and v.remedy.install]
+    ways = [f"{verdict.id}: {verdict.remedy}" for verdict in permitted or here]
     ways += (
         ["permit others with 'auto' in the list"]
         if settings.backend and any(v.status == "eligible" for v in explanation.verdicts)
