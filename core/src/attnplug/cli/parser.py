@@ -20,6 +20,7 @@ VERBS: Final = {
     "explain": "which backend serves a layer or a model, and why not the others",
     "doctor": "what is wrong with this environment",
     "check": "what is wrong with a manifest or a plugin project",
+    "new": "a plugin project to start from, green on the CPU",
     "bench": "the time budgets, measured here",
     "demo": "real model architectures, served through the chosen backend",
 }
