@@ -69,7 +69,7 @@ def _check_form(text: str) -> None:
     offered = _VALID.fullmatch(meant) and meant != AUTO
     raise RequestError(
         f"the name {text!r} was given",
-        "it is made of small letters, digits and single underscores, begins with a letter, and has no attnplug in front; "
+        "it has small letters, digits and single underscores, begins with a letter, and has no attnplug in front; "
         f"{AUTO!r} means any backend",
         f"attnplug new {meant}" if offered else "choose another name, such as acme",
     )
