@@ -35,8 +35,9 @@ class Ask:
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> Ask:
-        """Return what a mapping asks for; None asks for nothing."""
-        return cls(tuple(sorted((name, value) for name, value in fields.items() if value is not None)))
+        """Return what a mapping asks for; None asks for nothing, and without pages nothing is asked of them."""
+        without = () if fields.get("paged", True) else _PAGED
+        return cls(tuple(sorted((n, v) for n, v in fields.items() if v is not None and n not in without)))
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -54,8 +55,6 @@ class Ask:
             return None
         fields["num_q_heads"] = fields["num_kv_heads"] * fields.pop("gqa_ratio", 1)
         fields["attn_type"] = fields.get("attn_type", "decoder")
-        for name in _PAGED if not fields.get("paged", True) else ():
-            fields.pop(name, None)
         try:
             return Requirements(**fields)
         except RequestError:
@@ -64,10 +63,8 @@ class Ask:
     @property
     def engine(self) -> dict[str, Any]:
         """The fields that no case knows: pass them to `Case.requirements`."""
-        fields = self.fields
-        paged = fields.get("paged", True)
-        names = (set(fields) & set(FIELDS)) - _CASE - {"gqa_ratio", "cascade"}
-        return {name: fields[name] for name in names if paged or name not in _PAGED}
+        names = set(FIELDS) - _CASE - {"gqa_ratio", "cascade"}
+        return {name: value for name, value in self.pairs if name in names}
 
     def case(self, seed: int, **fixed: Any) -> Case:
         """

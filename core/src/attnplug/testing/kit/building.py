@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,9 @@ class Building(Tier):
         rig.run(scenes[0])  # compiles and loads
         call = rig.call(scenes[1])
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the mode does not see every way to wait
+            torch.cuda.set_sync_debug_mode("error")
         try:
             rig.forward(call, rig.builder.build(call.batch))
         except RuntimeError as error:

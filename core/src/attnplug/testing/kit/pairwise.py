@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _SEED: Final = 20
 _APART: Final = ("cudagraph", "host_lengths")  # these have tests of their own, which replay, or hide the lengths
+_BASE: Final = ("dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged")  # every ask has these
 _Pair = frozenset[tuple[str, Any]]
 
 
@@ -55,18 +56,20 @@ class _Cover:
         self._left = {self._pair(one, other): (one, other) for one, other in self._possible()}
 
     def rows(self) -> tuple[Ask, ...]:
+        """Return the asks."""
         rows = []
         while self._left:
-            first = next(iter(self._left))
-            row = self._row(self._seed_of(*self._left[first]))
-            self._take(row)
-            self._left.pop(first, None)  # always there already, unless no ask has both
+            one, other = next(iter(self._left.values()))
+            row = self._row(self._seed_of(one, other), {one.field, other.field})
+            for pair in list(self._pairs_in(row)):
+                self._left.pop(pair, None)
             rows.append(row)
         return tuple(rows)
 
     def _possible(self) -> Iterator[tuple[Capability, Capability]]:
         for one, other in _pairs_of(self._menu.asks):
-            if is_served(self._menu.subject, self._seed_of(one, other)):
+            seed = self._seed_of(one, other)
+            if self._pair(one, other) <= set(seed.pairs) and is_served(self._menu.subject, seed):
                 yield one, other
 
     def _seed_of(self, one: Capability, other: Capability) -> Ask:
@@ -77,19 +80,13 @@ class _Cover:
                 merged["paged"] = False
         return Ask.of(merged)
 
-    def _row(self, row: Ask) -> Ask:
-        fixed = set(row.fields) - {"dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged"}
-        fixed |= {name for name in row.fields if self._is_chosen(row, name)}
-        names = [name for name in self._values if name not in fixed]
+    def _row(self, row: Ask, pair: set[str]) -> Ask:
+        """Fill in the other fields, each with the value that leaves fewest pairs over."""
+        names = [name for name in self._values if name not in pair and (name in _BASE or name not in row.fields)]
         self._random.shuffle(names)
         for name in names:
             row = max(self._with(row, name), key=self._gain)
         return row
-
-    def _is_chosen(self, row: Ask, name: str) -> bool:
-        """Whether a plain field has another value than plain asks give it."""
-        plain = next(iter(self._menu.asks.values())).fields
-        return name in plain and row.fields[name] != plain[name]
 
     def _with(self, row: Ask, name: str) -> list[Ask]:
         values = list(self._values[name])
@@ -100,14 +97,9 @@ class _Cover:
     def _gain(self, row: Ask) -> int:
         return sum(pair in self._left for pair in self._pairs_in(row))
 
-    def _take(self, row: Ask) -> None:
-        for pair in list(self._pairs_in(row)):
-            self._left.pop(pair, None)
-
     @staticmethod
     def _pairs_in(row: Ask) -> Iterator[_Pair]:
-        fields = row.fields if row.fields.get("paged", True) else {**row.fields, "block_size": None, "kv_layout": None}
-        yield from (frozenset(pair) for pair in combinations(fields.items(), 2))
+        yield from (frozenset(pair) for pair in combinations(row.pairs, 2))
 
     @staticmethod
     def _pair(one: Capability, other: Capability) -> _Pair:

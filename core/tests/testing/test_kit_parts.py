@@ -1,0 +1,98 @@
+"""The parts of the kit: what it asks for, that pairs are covered, and that known failures have to fail."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from types import SimpleNamespace
+
+import pytest
+
+from attnplug.request.fields import FIELDS
+from attnplug.testing.kit import Basic, Tier
+from attnplug.testing.kit.ask import Ask
+from attnplug.testing.kit.menu import Capability, is_served, menu_of
+from attnplug.testing.kit.pairwise import covering_asks
+from attnplug.testing.kit.subject import find_subjects
+
+SUBJECT = find_subjects("torch/sdpa")[0]
+APART = ("cudagraph", "host_lengths", "compute_capability", "device_type")
+
+
+def test_every_declared_field_is_on_the_menu() -> None:
+    menu = menu_of(SUBJECT)
+    listed = {item.field for item in menu.asks} | {item.capability.field for item in menu.unreached}
+
+    assert set(SUBJECT.supports) <= listed
+
+
+def test_what_this_device_cannot_reach_is_listed_with_the_reason() -> None:
+    unreached = {item.capability: item.because for item in menu_of(SUBJECT).unreached}
+
+    assert unreached[Capability("device_type", "cuda")] == "this is cpu"
+
+
+def test_every_ask_of_the_menu_is_served_and_contains_its_value() -> None:
+    for capability, ask in menu_of(SUBJECT).asks.items():
+        assert is_served(SUBJECT, ask)
+        if FIELDS[capability.field].kind != "device":
+            assert ask.fields[capability.field] == capability.value
+
+
+def test_rows_cover_every_pair_that_is_served() -> None:
+    rows = [set(row.pairs) for row in covering_asks(SUBJECT)]
+    served = [item for item in menu_of(SUBJECT).asks if item.field not in APART]
+    uncovered = [
+        (one, other)
+        for one, other in combinations(served, 2)
+        if one.field != other.field and not any({one_of(one), one_of(other)} <= row for row in rows)
+    ]
+
+    assert [pair for pair in uncovered if are_served(*pair)] == []
+
+
+def one_of(capability: Capability):
+    return capability.field, capability.value
+
+
+def are_served(one: Capability, other: Capability) -> bool:
+    """Whether some ask that is served has both values."""
+    asks = menu_of(SUBJECT).asks
+    merged = {**asks[one].fields, **asks[other].fields, **dict([one_of(one), one_of(other)])}
+    merged["paged"] = all(asks[item].fields["paged"] for item in (one, other))
+    ask = Ask.of(merged)
+    return {one_of(one), one_of(other)} <= set(ask.pairs) and is_served(SUBJECT, ask)
+
+
+def test_rows_are_the_same_each_time() -> None:
+    covering_asks.cache_clear()
+    first = covering_asks(SUBJECT)
+    covering_asks.cache_clear()
+
+    assert covering_asks(SUBJECT) == first
+
+
+def test_an_ask_that_makes_no_sense_has_no_requirements() -> None:
+    plain = next(iter(menu_of(SUBJECT).asks.values()))
+
+    assert plain.and_(per_head_scales=True).requirements() is None
+    assert plain.and_(attn_type="encoder").requirements() is None
+
+
+def test_known_failures_are_expected_to_fail_strictly() -> None:
+    (mark,) = Known()._marks("test_one_token", "")
+
+    assert mark.kwargs == {"reason": "a reason", "strict": True}
+    assert Known()._marks("test_mixed_batch", "") == []
+
+
+class Known(Basic):
+    __test__ = False
+    known_failures = {"test_one_token": "a reason"}  # noqa: RUF012 - as a plugin's author would write it
+
+
+def test_a_class_without_a_backend_says_how_to_name_one() -> None:
+    config = SimpleNamespace(getoption=lambda name, default: default)
+    metafunc = SimpleNamespace(fixturenames=("subject",), config=config)
+
+    with pytest.raises(pytest.UsageError, match=r"--attn-backend=NAME.*Installed are torch/flex, torch/sdpa"):
+        Tier().pytest_generate_tests(metafunc)

@@ -1,0 +1,92 @@
+"""The kit from the command line: its table, its files, its usage errors, and backends that declare little."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+HERE = Path(__file__).parent
+RUN = """
+import sys
+from pathlib import Path
+import pytest
+import attnplug
+attnplug.register("minimal.least", manifest=Path(sys.argv[1]) / "attnplug.toml")
+options = ["--pyargs", "attnplug.testing", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
+sys.exit(pytest.main(options))
+"""
+
+
+def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RUN, str(HERE / "minimal"), "--rootdir", str(folder), *options]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, "--attn-backend=minimal", f"--attn-report={folder / 'report'}")
+
+
+def test_a_backend_that_declares_little_is_green(whole) -> None:
+    _, done = whole
+
+    assert done.returncode == 0, done.stdout
+    assert "declared values exercised: " in done.stdout
+    assert "(100%)" in done.stdout
+    assert "bfloat16   auto       output" in done.stdout
+
+
+def test_the_evidence_says_what_is_known_of_this_device(whole) -> None:
+    folder, _ = whole
+    evidence = json.loads((folder / "report" / "evidence-minimal-plain.json").read_text("utf-8"))
+
+    assert evidence["format"] == 1
+    assert evidence["backend"] == "minimal/plain"
+    assert evidence["device"]["type"] == "cpu"
+    assert evidence["passed"] is True
+    assert evidence["fraction"] == 1.0
+    assert evidence["missing"] == []
+    assert {"field": "dtype", "value": "bfloat16"} in evidence["served"]
+    assert {"attnplug", "python", "torch"} <= set(evidence["versions"])
+    assert all(0 <= error["mean"] <= error["max"] for error in evidence["errors"])
+
+
+def test_the_report_has_every_test(whole) -> None:
+    folder, _ = whole
+    (report,) = json.loads((folder / "report" / "report.json").read_text("utf-8"))
+    root = ET.parse(folder / "report" / "junit.xml").getroot()  # noqa: S314 - the run above wrote it
+
+    assert sum(report["outcomes"].values()) == len(report["tests"])
+    assert {test["outcome"] for test in report["tests"]} == {"passed", "skipped"}
+    assert int(root[0].attrib["tests"]) >= len(report["tests"])
+    assert any(item.attrib["name"] == "attnplug exercised" for item in root.iter("property"))
+
+
+def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:
+    done = run(tmp_path, "--attn-backend=minimal/plain", "-k", "test_one_token")
+
+    assert done.returncode == 0, done.stdout
+    assert "not exercised: gqa_ratio=1, 4, 7" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--attn-backend=minimle"], "installed are minimal/plain, torch/flex, torch/sdpa"),
+        (["--attn-backend=torch/flex"], "it cannot run here"),
+        ([], "pass --attn-backend=NAME[/variant], or name it in the class"),
+    ],
+)
+def test_a_backend_that_is_not_there_is_a_usage_error(options, said, tmp_path: Path) -> None:
+    done = run(tmp_path, *options)
+
+    assert done.returncode != 0
+    assert said in done.stdout + done.stderr
