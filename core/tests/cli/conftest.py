@@ -61,7 +61,7 @@ def attnplug_backend(variant, agreement):
 
     class Impl(AttentionImpl):
         cache_write = "forward"
-        def _forward(self, query, key, value, kv_cache, metadata, output, *, lse=None):
+        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
             output.zero_()
 
         def _write_kv(self, key, value, kv_cache, slot_mapping):

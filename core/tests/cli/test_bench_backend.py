@@ -291,18 +291,6 @@ def test_a_builder_without_a_plan_checks_all_the_same() -> None:
         bare.build(evolve(planner.batch(), num_actual_tokens=3))
 
 
-def test_a_backend_without_slots_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
-    monkeypatch.setattr("attnplug.torch_backend.builder.TorchBuilder.takes_slots", False)
-
-    found = building.found((decodes(2, 9, **TINY),), (decodes(2, 9, **TINY),), TORCH, 10)
-
-    assert len(found.measurements) == 3
-    assert found.notes == (
-        "build, decode, 2 requests of 9 tokens, into a graph slot: not measured, since torch/sdpa builds eagerly here",
-    )
-
-
 def test_a_graph_level_that_nothing_serves_is_noted(site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.add("eager", EAGER)
     monkeypatch.setattr(building, "host_clock", lambda _: Ticks())

@@ -10,6 +10,14 @@ from attnplug.errors import PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 
 
+def with_builder(**body):
+    return type("Bad", (ToyBackend,), {"builder_class": type("B", (ToyBackend.builder_class,), body)})
+
+
+def with_state(**body):
+    return type("Bad", (ToyBackend,), {"state_class": type("S", (ToyBackend.state_class,), body)})
+
+
 def with_impl(**body):
     return type("Bad", (ToyBackend,), {"impl_class": type("Impl", (ToyImpl,), body)})
 
@@ -70,6 +78,23 @@ def test_only_a_backend_class_is_one(value):
             type("Bad", (ToyBackend,), {"builder_class": type("B", (ToyBackend.builder_class,), {"build": None})}),
             "B overrides build",
         ),
+        (
+            with_builder(_build=lambda self, batch: None),
+            "B._build(self, batch) is called with (batch, fast=..., slot=...",
+        ),
+        (with_builder(_build=None), "B._build is None, no method"),
+        (with_builder(__init__=lambda self: None), "B.__init__(self) is called with (backend, impls, state)"),
+        (with_builder(_can_run_in_cudagraph=lambda self: True), "B._can_run_in_cudagraph(self) is called with (batch)"),
+        (with_builder(_update_block_table=lambda self, batch: None), "is called with (metadata, batch)"),
+        (
+            with_builder(_advance_step=lambda self, batch: None),
+            "B._advance_step(self, batch) is called with (metadata,",
+        ),
+        (with_state(__init__=lambda self, backend: None), "is called with (backend, limits, device, parallel)"),
+        (with_impl(_forward=lambda self, query, key, value: None), "Impl._forward(self, query, key, value) is called"),
+        (with_impl(_write_kv=lambda self, key, value: None), "is called with (key, value, kv_cache, slot_mapping)"),
+        (with_impl(__init__=lambda self, layer: None), "Impl.__init__(self, layer) is called with (layer, backend)"),
+        (type("Bad", (ToyBackend,), {"cache_tensors": lambda self: {}}), "is called with (num_blocks)"),
     ],
 )
 def test_a_fault_is_found(cls, finding):
@@ -80,6 +105,22 @@ def test_a_fault_is_found(cls, finding):
     assert "toy/plain" in caught.value.given
     assert "ATTNPLUG_BLOCK=toy" in caught.value.remedy
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"_build": lambda self, batch, **rest: None},
+        {"_build": lambda self, batch, fast=False, slot=None, more=1: None},
+        {"_build": lambda *given, **named: None},
+        {"_can_run_in_cudagraph": staticmethod(lambda batch: True)},
+        {"describe": lambda self, batch, mine: None},
+    ],
+)
+def test_methods_may_take_more(body):
+    cls = with_builder(**body)
+
+    assert check_backend_class(cls, "toy/plain") is cls
 
 
 def test_every_fault_is_named_at_once():

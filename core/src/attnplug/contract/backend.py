@@ -11,7 +11,8 @@ from attnplug.contract.block_copy import check_blocks, copy_between, to_pairs
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.dummy import dummy_batch
-from attnplug.contract.guards.cache import CacheGuard
+from attnplug.contract.guards.cache import CacheGuard, checked_specs
+from attnplug.contract.guards.construction import check_constructed, check_takes_slots
 from attnplug.contract.guards.forward import ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.limits import check_limits
@@ -131,7 +132,7 @@ class Backend(ABC):
         Raises:
             CacheError: The agreement has no cache, or there are too few blocks.
         """
-        specs = self.cache_tensors(num_blocks) if type(num_blocks) is int and num_blocks >= 2 else {}
+        specs = self._specs(num_blocks) if type(num_blocks) is int and num_blocks >= 2 else {}
         if not specs:
             raise CacheError(
                 f"a cache of {num_blocks!r} blocks was asked of {self.id}",
@@ -177,7 +178,7 @@ class Backend(ABC):
                 "an implementation keeps the layer that it was given",
                 "call super().__init__(layer, backend) first, and leave self.layer alone",
             )
-        specs = self.cache_tensors(2)
+        specs = self._specs(2)
         impl.bind(ForwardGuard(impl, specs, self.metadata_class, self.device), tuple(specs))
         return impl
 
@@ -191,7 +192,9 @@ class Backend(ABC):
         """
         ranks = Parallel() if parallel is None else parallel
         check_limits(limits, ranks, self.agreement)
-        return self.state_class(self, limits, self.device, ranks)
+        state = self.state_class(self, limits, self.device, ranks)
+        check_constructed(state, State, "_is_capturing")
+        return state
 
     @final
     def make_builder(self, impls: Sequence[AttentionImpl], state: State) -> MetadataBuilder:
@@ -200,6 +203,7 @@ class Backend(ABC):
 
         Raises:
             LayerError: There are none, or one was not made by this backend's agreement.
+            PluginContractError: The plugin's builder is not whole, or takes no slots though graphs were negotiated.
         """
         if not impls:
             raise LayerError(
@@ -222,7 +226,10 @@ class Backend(ABC):
                 "name each layer once",
             )
         self._check_state(state)
-        return self.builder_class(self, impls, state)
+        builder = self.builder_class(self, impls, state)
+        check_constructed(builder, MetadataBuilder, "_guard")
+        check_takes_slots(builder)
+        return builder
 
     def swap_blocks(self, src: Cache, dst: Cache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
         """
@@ -268,15 +275,18 @@ class Backend(ABC):
         del shapes
 
     def _cache_bytes(self, num_blocks: int) -> int:
-        return sum(spec.nbytes for spec in self.cache_tensors(num_blocks).values())
+        return sum(spec.nbytes for spec in self._specs(num_blocks).values())
+
+    def _specs(self, num_blocks: int) -> dict[str, CacheTensor]:
+        return checked_specs(self.cache_tensors(num_blocks), self.agreement, type(self).__name__)
 
     def _check_move(self, src: Cache, dst: Cache, pairs: Tensor, first: int) -> None:
-        guard = CacheGuard(self.cache_tensors(2), self.agreement)
+        guard = CacheGuard(self._specs(2), self.agreement)
         for name, cache, blocks in (("source", src, pairs[:, 0]), ("destination", dst, pairs[:, 1])):
             check_blocks(name, blocks, first, guard.check(cache, device_of(cache)))
 
     def _move(self, src: Cache, dst: Cache, pairs: Tensor) -> None:
-        for role, spec in self.cache_tensors(2).items():
+        for role, spec in self._specs(2).items():
             copy_between(spec, tensor_of(src, role), tensor_of(dst, role), pairs)
 
     def _check_sink_lse(self) -> None:

@@ -11,7 +11,7 @@ from attrs import evolve
 from attnplug.contract.advance import StepTokens, advanced_batch
 from attnplug.contract.cascade import cascade_pays
 from attnplug.contract.guards.batch import BatchGuard, Facts
-from attnplug.contract.guards.building import check_own, check_slot, complete
+from attnplug.contract.guards.building import check_fields, check_own, check_slot, complete
 from attnplug.contract.guards.graph import graph_level, runs_at
 from attnplug.errors import BatchError, PluginContractError
 
@@ -300,7 +300,7 @@ class MetadataBuilder:
             more: Fields of the plugin's own Metadata class.
 
         Raises:
-            PluginContractError: The batch is another one.
+            PluginContractError: The batch is another one, or the class has other fields.
         """
         facts: Facts | None = batch.derived.get(self)
         if facts is None:
@@ -309,17 +309,21 @@ class MetadataBuilder:
                 "metadata describes the batch that build has checked",
                 "pass the batch of _build; keep what is derived from it in fields of a Metadata subclass",
             )
-        return self.backend.metadata_class(
-            agreement=self.agreement,
-            batch=batch,
-            num_decodes=facts.num_decodes,
-            num_prefills=facts.num_prefills,
-            num_decode_tokens=facts.num_decode_tokens,
-            num_prefill_tokens=facts.num_prefill_tokens,
-            num_key_rows=facts.num_key_rows,
-            highest_block=facts.highest_block,
-            plans=_NO_PLANS if plans is None else plans,
-            slot=facts.slot,
-            state=self.state,
-            **more,
-        )
+        try:
+            return self.backend.metadata_class(
+                agreement=self.agreement,
+                batch=batch,
+                num_decodes=facts.num_decodes,
+                num_prefills=facts.num_prefills,
+                num_decode_tokens=facts.num_decode_tokens,
+                num_prefill_tokens=facts.num_prefill_tokens,
+                num_key_rows=facts.num_key_rows,
+                highest_block=facts.highest_block,
+                plans=_NO_PLANS if plans is None else plans,
+                slot=facts.slot,
+                state=self.state,
+                **more,
+            )
+        except TypeError:
+            check_fields(self, more)
+            raise

@@ -9,6 +9,7 @@ import attrs
 
 from attnplug.contract.backend import Backend
 from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract.guards.signatures import misfits
 from attnplug.contract.guards.writers import CHOICES, by_phase
 from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.metadata import Metadata
@@ -20,6 +21,27 @@ _GUARDED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("", Backend, ("make_cache", "make_impl", "make_state", "make_builder")),
     ("impl_class", AttentionImpl, ("forward", "attend", "write", "write_kv", "bind")),
     ("builder_class", MetadataBuilder, ("build", "can_run_in_cudagraph", "update_block_table", "advance_step")),
+)
+_CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
+    (
+        "",
+        Backend,
+        ("__init__", "cache_tensors", "workspace_bytes", "dummy_batch", "swap_blocks", "copy_blocks", "warmup"),
+    ),
+    ("impl_class", AttentionImpl, ("__init__", "_forward", "_profile", "_write_kv", "init_cache")),
+    (
+        "builder_class",
+        MetadataBuilder,
+        (
+            "__init__",
+            "_build",
+            "_can_run_in_cudagraph",
+            "_update_block_table",
+            "_advance_step",
+            "use_cascade_attention",
+        ),
+    ),
+    ("state_class", State, ("__init__",)),
 )
 
 
@@ -40,7 +62,7 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
             "it returns a subclass of attnplug.contract.Backend, the class itself",
             "return the class from the hook",
         )
-    findings = [*_parts(cls), *_impl(cls), *_guards(cls)]
+    findings = [*_parts(cls), *_impl(cls), *_guards(cls), *_signatures(cls)]
     if findings:
         raise PluginContractError(
             f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has faults: {'; '.join(findings)}",
@@ -107,3 +129,10 @@ def _guards(cls: type[Backend]) -> Iterator[str]:
         for name in names:
             if isinstance(owner, type) and issubclass(owner, base) and getattr(owner, name) is not getattr(base, name):
                 yield f"{owner.__name__} overrides {name}, which holds calls against the agreement"
+
+
+def _signatures(cls: type[Backend]) -> Iterator[str]:
+    for part, base, names in _CALLED:
+        owner = getattr(cls, part, None) if part else cls
+        if isinstance(owner, type) and issubclass(owner, base):
+            yield from misfits(owner, base, names)

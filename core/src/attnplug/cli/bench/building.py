@@ -130,8 +130,6 @@ def _into_slot(step: Step, choice: Choice, clock: Clock, repeats: int) -> tuple[
         planner = make_planner(step, choice, cudagraph="single_token_decode")
     except NoBackendError as error:
         return [], [f"{NAME}, {what}: not measured, since nothing serves it: {error.allowed}"]
-    if planner.builder.graph_level == "never":
-        return [], [f"{NAME}, {what}: not measured, since {planner.backend.id} builds eagerly here"]
     batch, slot = planner.batch(), _slot(planner)
     build = Contender(lambda batch: planner.builder.build(batch, slot=slot), lambda: evolve(batch))
     samples = interleaved({"build": build}, clock, repeats)

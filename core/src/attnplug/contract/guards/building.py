@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import reprlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import attrs
+
+from attnplug.contract.metadata import Metadata
 from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
     from attnplug.contract.batch import Batch
     from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.metadata import Metadata
+
+# In the order in which they are found: plans are a dict, and only now and then something else.
+_MAPPINGS: Final = (dict, MappingProxyType, Mapping)
 
 
 def complete(builder: MetadataBuilder, metadata: Metadata) -> Metadata:
@@ -18,8 +26,12 @@ def complete(builder: MetadataBuilder, metadata: Metadata) -> Metadata:
     Return metadata, if it has a plan for every plan key, or none at all.
 
     Raises:
-        PluginContractError: The plugin forgot a key.
+        PluginContractError: The plugin forgot a key, or returned something else.
     """
+    if not isinstance(metadata, builder.backend.metadata_class):
+        _refuse_metadata(builder, metadata)
+    if not isinstance(metadata.plans, _MAPPINGS):
+        _refuse_plans(builder, metadata.plans)
     if metadata.plans and not metadata.plans.keys() >= builder.plan_groups.keys():
         lacking = [impls[0].layer.name for key, impls in builder.plan_groups.items() if key not in metadata.plans]
         raise PluginContractError(
@@ -28,6 +40,45 @@ def complete(builder: MetadataBuilder, metadata: Metadata) -> Metadata:
             "plan for every key of self.plan_groups",
         )
     return metadata
+
+
+def check_fields(builder: MetadataBuilder, more: Mapping[str, Any]) -> None:
+    """
+    Check what a plugin passes to `MetadataBuilder.describe` against its metadata class.
+
+    Raises:
+        PluginContractError: The class has no such fields, or needs others.
+    """
+    metadata_class = builder.backend.metadata_class
+    general = {field.name for field in attrs.fields(Metadata)}
+    own = {field.alias: field.default for field in attrs.fields(metadata_class) if field.name not in general}
+    wrong = [name for name in more if name not in own]
+    lacking = [name for name, default in own.items() if default is attrs.NOTHING and name not in more]
+    if wrong or lacking:
+        raise PluginContractError(
+            f"{type(builder).__name__}.describe was given {', '.join(more) or 'no field'}",
+            f"{metadata_class.__name__} has of its own {', '.join(own) or 'no field'}"
+            + (f", and needs {', '.join(lacking)}" if lacking else ""),
+            "declare each field in a Metadata subclass (attrs.frozen(eq=False, kw_only=True)), which the backend names "
+            "as metadata_class",
+        )
+
+
+def _refuse_metadata(builder: MetadataBuilder, found: object) -> NoReturn:
+    name = type(builder).__name__
+    raise PluginContractError(
+        f"{name} built {'None' if found is None else f'a {type(found).__name__}'}",
+        f"it builds a {builder.backend.metadata_class.__name__}, the backend's metadata_class",
+        f"return self.describe(batch, ...) from {name}",
+    )
+
+
+def _refuse_plans(builder: MetadataBuilder, plans: object) -> NoReturn:
+    raise PluginContractError(
+        f"{type(builder).__name__} built metadata with the plans {reprlib.repr(plans)}",
+        "plans are a mapping: one of each plan key of the builder's layers",
+        "pass plans={key: plan for key in self.plan_groups}",
+    )
 
 
 def check_slot(builder: MetadataBuilder, slot: GraphSlot, batch: Batch) -> None:

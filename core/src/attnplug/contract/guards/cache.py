@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from attnplug.contract.guards.wording import describe
-from attnplug.errors import CacheError
+from attnplug.contract.kv_cache import CacheTensor
+from attnplug.errors import CacheError, PluginContractError
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from attnplug.contract.kv_cache import Cache, CacheTensor
+    from attnplug.contract.kv_cache import Cache
     from attnplug.negotiation.agreement import Agreement
+
+
+def checked_specs(specs: object, agreement: Agreement, owner: str) -> dict[str, CacheTensor]:
+    """
+    Return what `Backend.cache_tensors` of a plugin returned.
+
+    Args:
+        specs: That.
+        agreement: What was negotiated.
+        owner: The plugin's class, for the message.
+
+    Raises:
+        PluginContractError: It describes no cache, though the agreement has one.
+    """
+    if isinstance(specs, Mapping) and all(isinstance(spec, CacheTensor) for spec in specs.values()):
+        counted = any(spec.block_axis is not None for spec in specs.values())
+        if counted or not agreement.requirements.paged:
+            return dict(specs)
+    raise PluginContractError(
+        f"{owner}.cache_tensors returned {reprlib.repr(specs)}",
+        "it returns CacheTensor by role, and where the cache is paged one of them at least has a block axis",
+        f"return {{'kv': CacheTensor(shape, dtype, block_axis)}} from {owner}.cache_tensors",
+    )
 
 
 class CacheGuard:

@@ -1,0 +1,143 @@
+"""What a plugin's author may get wrong beyond the classes' form is told in the author's words."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import pytest
+from attrs import evolve, frozen
+
+from attnplug.contract import Layer, Metadata, MetadataBuilder, State
+from attnplug.errors import PluginContractError
+from core.tests.contract.toy import ToyBackend
+from core.tests.contract.world import limits, make_backend, make_batch, make_builder, refused
+
+
+@frozen(eq=False, kw_only=True)
+class OwnMetadata(Metadata):
+    mine: int
+    other: int = 0
+
+
+def with_builder(metadata_class=Metadata, **body):
+    builder = type("Builder", (MetadataBuilder,), body)
+    return type("Backend", (ToyBackend,), {"builder_class": builder, "metadata_class": metadata_class})
+
+
+def building(result, metadata_class=Metadata):
+    """Return a builder whose `_build` returns what a function makes of it and the batch."""
+    cls = with_builder(metadata_class, _build=lambda self, batch, **_: result(self, batch))
+    return make_builder(make_backend(cls))
+
+
+def test_a_builder_without_the_contracts_constructor_is_refused():
+    backend = make_backend(with_builder(__init__=lambda self, backend, impls, state: None))
+
+    with refused(
+        PluginContractError,
+        given="Builder was constructed",
+        allowed="MetadataBuilder.__init__",
+        remedy="super().__init__(backend, impls, state)",
+    ):
+        make_builder(backend)
+
+
+def test_a_state_without_the_contracts_constructor_is_refused():
+    state = type("Pool", (State,), {"__init__": lambda self, *given: None})
+    backend = make_backend(type("Backend", (ToyBackend,), {"state_class": state}))
+
+    with refused(PluginContractError, "Pool was constructed", remedy="super().__init__(backend, limits, device"):
+        backend.make_state(limits())
+
+
+@pytest.mark.parametrize(("result", "named"), [(None, "built None"), ({}, "built a dict"), ("x", "built a str")])
+def test_a_build_returns_metadata(result, named):
+    builder = building(lambda self, batch: result)
+
+    with refused(PluginContractError, f"Builder {named}", allowed="a Metadata", remedy="self.describe(batch, ...)"):
+        builder.build(make_batch([1], [5]))
+
+
+def test_a_build_returns_metadata_of_the_backends_class():
+    builder = building(lambda self, batch: MetadataBuilder._build(self, batch, fast=False, slot=None))
+    builder.backend.metadata_class = OwnMetadata
+
+    with refused(PluginContractError, "was given no field", allowed="needs mine", remedy="metadata_class"):
+        builder.build(make_batch([1], [5]))
+
+
+@pytest.mark.parametrize("plans", [["plan"], "plan", 3])
+@pytest.mark.parametrize("through", ["describe", "evolve"])
+def test_plans_are_a_mapping(plans, through):
+    if through == "describe":
+        builder = building(lambda self, batch: self.describe(batch, plans=plans))
+    else:
+        builder = building(lambda self, batch: evolve(self.describe(batch), plans=plans))
+
+    with refused(PluginContractError, "Builder built metadata with the plans", remedy="for key in self.plan_groups"):
+        builder.build(make_batch([1], [5]))
+
+
+@pytest.mark.parametrize("kind", [dict, MappingProxyType])
+def test_any_mapping_of_plans_is_one(kind):
+    builder = building(lambda self, batch: self.describe(batch, plans=kind(dict.fromkeys(self.plan_groups, 1))))
+
+    assert list(builder.build(make_batch([1], [5])).plans.values()) == [1]
+
+
+def test_fields_are_those_of_the_metadata_class():
+    batch = make_batch([1], [5])
+
+    with refused(PluginContractError, "describe was given mine", "Metadata has of its own no field", "metadata_class"):
+        building(lambda self, batch: self.describe(batch, mine=1)).build(batch)
+    with refused(PluginContractError, "describe was given yours", "OwnMetadata has of its own mine, other"):
+        building(lambda self, batch: self.describe(batch, yours=1), OwnMetadata).build(batch)
+    with refused(PluginContractError, "describe was given mine, num_decodes"):
+        building(lambda self, batch: self.describe(batch, mine=1, num_decodes=3), OwnMetadata).build(batch)
+    assert building(lambda self, batch: self.describe(batch, mine=1), OwnMetadata).build(batch).mine == 1
+
+
+def test_a_type_error_of_the_plugin_stays_one():
+    @frozen(eq=False, kw_only=True)
+    class Picky(Metadata):
+        mine: int
+
+        def __attrs_post_init__(self):
+            raise TypeError("picky")
+
+    with pytest.raises(TypeError, match="picky"):
+        building(lambda self, batch: self.describe(batch, mine=1), Picky).build(make_batch([1], [5]))
+
+
+@pytest.mark.parametrize("returned", [None, {}, {"kv": (2, 3)}, (2, 3), {"scale": "unset"}])
+def test_a_cache_is_described(returned):
+    backend = make_backend(type("Backend", (ToyBackend,), {"cache_tensors": lambda self, num_blocks: returned}))
+
+    for use in (
+        lambda: backend.make_cache(4),
+        lambda: backend.make_impl(Layer(name="layers.0")),
+        lambda: backend.bytes_per_block,
+        lambda: backend.swap_blocks({}, {}, [(1, 2)]),
+    ):
+        with refused(PluginContractError, "Backend.cache_tensors returned", "CacheTensor by role", "'kv'"):
+            use()
+
+
+def test_a_dense_agreement_needs_no_cache():
+    backend = make_backend(type("Backend", (ToyBackend,), {"cache_tensors": lambda self, num_blocks: {}}), paged=False)
+
+    assert backend.bytes_per_block == 0
+
+
+def test_a_builder_takes_slots_where_graphs_were_negotiated():
+    backend = make_backend(with_builder(), cudagraph="uniform_batch", agreed_graphs="uniform_batch")
+
+    with refused(
+        PluginContractError,
+        "cudagraph='uniform_batch' was negotiated with toy/plain, and Builder takes no slots",
+        "a manifest declares cudagraph",
+        "Builder.takes_slots = True",
+    ):
+        make_builder(backend)
+    willing = make_backend(with_builder(takes_slots=True), cudagraph="always", agreed_graphs="always")
+    assert make_builder(willing).graph_level == "always"
