@@ -7,6 +7,7 @@ Each one is built from three sentences: what was given or asked, what is true or
     ├── RequestError (ValueError)           the question itself is wrong
     │   ├── RequirementsError               unknown, contradictory or impossible requirements
     │   ├── DeviceError                     a device that does not exist or does not parse
+    │   ├── UnknownLayerError (KeyError)    a layer that a plan is not for
     │   ├── SettingsError                   an environment variable, a setting or a plugin option
     │   └── DecisionError                   what another process sent is no decision
     ├── ManifestError (ValueError)          an attnplug.toml breaks a rule; carries the path and the line
@@ -65,6 +66,10 @@ class RequirementsError(RequestError):
 
 class DeviceError(RequestError):
     """The device does not exist here, or its description does not parse."""
+
+
+class UnknownLayerError(RequestError, KeyError):
+    """A plan is asked for a layer that it is not for."""
 
 
 class SettingsError(RequestError):

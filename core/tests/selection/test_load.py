@@ -17,6 +17,7 @@ from attnplug.errors import (
     NoBackendError,
     PluginContractError,
     PluginLoadError,
+    RequirementsError,
 )
 from attnplug.request.settings import Settings
 from attnplug.selection import state as process
@@ -187,6 +188,18 @@ def test_loading_imports_only_the_winner(both, request_of):
     assert {name for name in sys.modules if name.endswith(".plugin") and name.startswith("scratch_")} == {
         "scratch_flash.plugin"
     }
+
+
+def test_a_decision_is_loaded_as_it_stands(both, request_of):
+    selection = attnplug.select(request_of(), backend="generic")
+
+    assert attnplug.load(selection).selection == selection
+    with pytest.raises(RequirementsError, match="was to be loaded with device and backend"):
+        attnplug.load(selection, "cpu", backend="flash")
+    for ask in (attnplug.select, attnplug.explain):
+        with pytest.raises(RequirementsError, match=r"load it with selection\.load\(\)") as caught:
+            ask(selection)
+        assert len(str(caught.value)) < 300
 
 
 class TestElsewhere:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.manifest.parse import parse_manifest
 from attnplug.negotiation.candidate import examine
 from attnplug.negotiation.negotiate import Question, negotiate
@@ -27,6 +27,31 @@ def test_layers_that_ask_alike_form_a_group(both, request_of):
     assert [group.layers for group in plan.groups] == [("layers.0", "layers.2", "layers.4"), ("layers.1", "layers.3")]
     assert plan["layers.3"].requirements.sliding_window == 128
     assert {group.selection.id for group in plan.groups} == {"flash/hopper"}
+
+
+def test_a_plan_names_its_layers_and_prints_like_an_explanation(both, request_of):
+    layers = {f"layers.{i}": request_of(sliding_window=128 if i % 2 else None) for i in range(12)}
+    plan = attnplug.plan(layers)
+
+    assert (len(plan), set(plan), "layers.3" in plan, "zz" in plan) == (12, set(layers), True, False)
+    with pytest.raises(UnknownLayerError, match=r"the plan is for 'layers\.0', .* and 4 more") as caught:
+        plan["layers.33"]
+    assert isinstance(caught.value, KeyError)
+    assert "did you mean 'layers." in caught.value.given
+    told = str(plan)
+    assert told.startswith(
+        "layers: 12 in 2 groups\ndevice: cuda:9.0\ncommon: block_size=16 kv_layout=NHD cudagraph=always\n\n"
+        "6 layers: layers.0, layers.2"
+    )
+    assert "\n    chosen: flash/hopper (decided by the plugin's preference)\n    block_size=16 " in told
+    assert "sliding_window=128" in told
+    assert max(map(len, told.splitlines())) <= 120
+
+
+def test_layers_that_are_none_are_told_briefly(request_of):
+    with pytest.raises(RequirementsError) as caught:
+        attnplug.plan({str(i): attnplug for i in range(1000)})
+    assert len(str(caught.value)) < 1000
 
 
 def test_paged_layers_share_block_size_and_layout(both, request_of):

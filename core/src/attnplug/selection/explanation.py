@@ -103,6 +103,17 @@ class Explanation:
         return f" (decided by {self.chosen.decided_by})"
 
 
+def describe(selection: Selection, width: int) -> Iterator[str]:
+    """Yield a decision, what was asked, and its verdict."""
+    decided = f" (decided by {selection.decided_by})" if selection.decided_by else ""
+    yield from _wrapped(f"asked: {_asked(selection.requirements.to_dict())}", width, _INDENT)
+    yield f"{_INDENT}chosen: {selection.id}{decided}"
+    for verdict in selection.verdicts:
+        if verdict.id == selection.id:
+            for line in detail(verdict):
+                yield from _wrapped(line, width, _INDENT)
+
+
 def detail(verdict: Verdict) -> Iterator[str]:
     """Yield a verdict's terms, reasons, emulations and remedy, a line each."""
     if verdict.agreement is not None:

@@ -16,6 +16,7 @@ from attnplug.errors import (
     PluginContractError,
     PluginError,
     PluginLoadError,
+    RequirementsError,
     SettingsError,
 )
 from attnplug.negotiation.negotiate import Question, graph_level, judge_terms, negotiate
@@ -25,6 +26,7 @@ from attnplug.request.device import is_unseen
 from attnplug.selection import state as process
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, select
+from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -35,13 +37,12 @@ if TYPE_CHECKING:
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import Options
-    from attnplug.selection.selection import Selection
 
 _log = logging.getLogger("attnplug")
 
 
 def load(
-    requirements: Requirements,
+    requirements: Requirements | Selection,
     device: Device | str | None = None,
     *,
     backend: BackendNames | None = None,
@@ -52,13 +53,20 @@ def load(
 
     A backend named alone is never replaced: its failure is raised. So is any failure under the strict setting.
 
+    A decision that was made before, a `Selection`, is loaded exactly as it stands: ``load(selection)`` is
+    ``selection.load()``.
+
     Returns:
         The backend; its ``selection`` is the outcome.
 
     Raises:
+        RequirementsError: A decision was given with keywords that could change it.
         NoBackendError: Nothing can serve, or everything that could has failed to load.
         PluginError: The one named backend, or any under the strict setting, failed to load; or torch does not import.
     """
+    if isinstance(requirements, Selection):
+        _check_decided(requirements, device=device, backend=backend, options=options)
+        return load_selection(requirements)
     if is_unseen():
         _import_contract("a backend")  # loading imports torch anyway, and now it can see the GPU
     failure: PluginError | None = None
@@ -76,6 +84,17 @@ def load(
             if settings.strict or (len(settings.backend) == 1 and AUTO not in settings.backend):
                 raise
             _log.warning("%s failed to load and is left out: %s", selection.id, error)
+
+
+def _check_decided(selection: Selection, **keywords: object) -> None:
+    """Make sure that nothing is asked of a decision that was made without it."""
+    given = [name for name, value in keywords.items() if value is not None]
+    if given:
+        raise RequirementsError(
+            f"the decision for {selection.id!r} was to be loaded with {' and '.join(given)}",
+            "a decision is loaded exactly as it was made",
+            f"leave {' and '.join(given)} out, or load selection.requirements to decide again",
+        )
 
 
 def load_selection(selection: Selection) -> Backend:
@@ -285,11 +304,14 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
 
 
 def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
+    from attnplug.contract.check import check_backend  # noqa: PLC0415 - the contract imports torch
+
     try:
-        return backend_class(selection)
+        backend = backend_class(selection)
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
             f"{selection.id!r} was selected",
             f"{backend_class.__name__}(selection) raised {type(error).__name__}: {error}",
             "repair the plugin, or block it",
         ) from error
+    return check_backend(backend)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import reprlib
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from textwrap import wrap
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from attnplug.errors import NoBackendError, RequirementsError
+from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.negotiation.plan import passing_terms, share_terms
-from attnplug.request.fields import GRAPH_LEVELS
+from attnplug.request.fields import GRAPH_LEVELS, near
 from attnplug.request.requirements import Requirements
 from attnplug.selection.decide import Answers, ask, conclude
+from attnplug.selection.explanation import describe
 from attnplug.selection.kv_layout import pose
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, log_decision, no_backend
@@ -41,7 +45,10 @@ class Group:
 @frozen
 class Plan:
     """
-    The decision for every layer of a model.
+    The decision for every layer of a model. Printing it gives a table.
+
+    ``plan[layer]`` is the decision for one layer, ``len(plan)`` the number of layers, and iterating over it gives their
+    names. A group's layers share one backend: load each group once, with ``group.selection.load()``.
 
     Attributes:
         groups: The groups; the one with most layers first.
@@ -55,7 +62,39 @@ class Plan:
         return MappingProxyType({layer: group.selection for group in self.groups for layer in group.layers})
 
     def __getitem__(self, layer: str) -> Selection:
-        return self._by_layer[layer]
+        """
+        Return the decision for a layer.
+
+        Raises:
+            UnknownLayerError: The plan is not for this layer.
+        """
+        try:
+            return self._by_layer[layer]
+        except KeyError:
+            raise _unknown(layer, tuple(self)) from None
+
+    def __contains__(self, layer: object) -> bool:
+        return layer in self._by_layer
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_layer)
+
+    def __len__(self) -> int:
+        return len(self._by_layer)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines(min(shutil.get_terminal_size().columns, 120)))
+
+    def _lines(self, width: int) -> Iterator[str]:
+        yield f"layers: {len(self)} in {len(self.groups)} group{'s' * (len(self.groups) != 1)}"
+        if self.groups:
+            yield f"device: {self.groups[0].selection.device}"
+            yield f"common: block_size={self.block_size} kv_layout={self.kv_layout} cudagraph={self.cudagraph}"
+        for group in self.groups:
+            yield ""
+            names = f"{len(group.layers)} layer{'s' * (len(group.layers) != 1)}: {', '.join(group.layers)}"
+            yield from wrap(names, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+            yield from describe(group.selection, width)
 
     @property
     def block_size(self) -> int | None:
@@ -132,7 +171,7 @@ def plan(
     """
     if not isinstance(layers, Mapping) or not all(isinstance(asked, Requirements) for asked in layers.values()):
         raise RequirementsError(
-            f"layers={layers!r} was given",
+            f"layers={reprlib.repr(layers)} was given",
             "a plan is for the layers of one model, by name: {layer name: Requirements}",
             "build a Requirements for each layer",
         )
@@ -161,6 +200,15 @@ def plan(
             for names, e in zip(groups.values(), explanations, strict=True)
             if e.chosen is not None
         )
+    )
+
+
+def _unknown(layer: object, layers: tuple[str, ...]) -> UnknownLayerError:
+    shown = ", ".join(map(repr, layers[:8])) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
+    return UnknownLayerError(
+        f"the layer {reprlib.repr(layer)} was asked for{near(str(layer), layers)}",
+        f"the plan is for {shown}",
+        "name one of these; iterating over a plan gives them all",
     )
 
 

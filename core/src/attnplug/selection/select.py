@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import reprlib
 from typing import TYPE_CHECKING
 
 from attnplug.errors import NoBackendError, RequirementsError
@@ -139,11 +140,7 @@ def _explain(
     assume_installed: bool = False,
 ) -> Explanation:
     if not isinstance(requirements, Requirements):
-        raise RequirementsError(
-            f"requirements={requirements!r} was given",
-            "the question is an attnplug.Requirements",
-            "build one, or read one with Requirements.from_dict",
-        )
+        raise _no_question(requirements)
     key = (requirements, device, settings, _frozen(settings.options), assume_installed)
     found = state.decisions.get(key)
     if found is None:
@@ -152,6 +149,21 @@ def _explain(
             log_decision(found)
         found = state.decisions.get(key, found)
     return found
+
+
+def _no_question(given: object) -> RequirementsError:
+    from attnplug.selection.selection import Selection  # noqa: PLC0415 - only mistakes come by here
+
+    allowed = "the question is an attnplug.Requirements"
+    if isinstance(given, Selection):
+        return RequirementsError(
+            f"the decision for {given.id!r} was given as a question",
+            allowed,
+            "load it with selection.load(), or ask selection.requirements again",
+        )
+    return RequirementsError(
+        f"requirements={reprlib.repr(given)} was given", allowed, "build one, or read one with Requirements.from_dict"
+    )
 
 
 def log_decision(explanation: Explanation) -> None:
