@@ -9,8 +9,9 @@ from attrs import evolve, frozen
 
 from attnplug.contract import Layer, Metadata, MetadataBuilder, State
 from attnplug.errors import PluginContractError
+from attnplug.selection.load import _construct
 from core.tests.contract.toy import ToyBackend
-from core.tests.contract.world import limits, make_backend, make_batch, make_builder, refused
+from core.tests.contract.world import agree, limits, make_backend, make_batch, make_builder, refused
 
 
 @frozen(eq=False, kw_only=True)
@@ -28,6 +29,14 @@ def building(result, metadata_class=Metadata):
     """Return a builder whose `_build` returns what a function makes of it and the batch."""
     cls = with_builder(metadata_class, _build=lambda self, batch, **_: result(self, batch))
     return make_builder(make_backend(cls))
+
+
+def test_a_backend_without_the_contracts_constructor_is_refused():
+    cls = type("Bare", (ToyBackend,), {"__init__": lambda self, selection: None})
+
+    with refused(PluginContractError, "Bare was constructed", remedy="super().__init__(selection)"):
+        _construct(cls, agree())
+    assert _construct(ToyBackend, agree()).id == "toy/plain"
 
 
 def test_a_builder_without_the_contracts_constructor_is_refused():

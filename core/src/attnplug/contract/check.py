@@ -9,6 +9,7 @@ import attrs
 
 from attnplug.contract.backend import Backend
 from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract.guards.construction import check_constructed
 from attnplug.contract.guards.signatures import misfits
 from attnplug.contract.guards.writers import CHOICES, by_phase
 from attnplug.contract.impl import AttentionImpl
@@ -70,6 +71,17 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
             f"mend the plugin of {plugin_id}, or block it: ATTNPLUG_BLOCK={plugin_id.partition('/')[0]}",
         )
     return cls
+
+
+def check_backend(backend: Backend) -> Backend:
+    """
+    Return a backend that a plugin's class has constructed, if the contract's constructor ran too.
+
+    Raises:
+        PluginContractError: It did not.
+    """
+    check_constructed(backend, Backend, "selection")
+    return backend
 
 
 def _parts(cls: type[Backend]) -> Iterator[str]:
