@@ -17,7 +17,7 @@ from attnplug.request.settings import Settings
 from attnplug.selection import state as process
 
 GOLDEN = Path(__file__).with_name("golden") / "nothing_fits.txt"
-ABSENT = KnownPlugin("absent", ("ABSENT",), "a published plugin", "attnplug-absent")
+ABSENT = KnownPlugin("absent", ("ABSENT",), "a published plugin", "attnplug-absent", published=True)
 DAMAGED = Plugin(
     "damaged",
     "damaged.plugin",
@@ -29,8 +29,9 @@ DAMAGED = Plugin(
 
 
 @pytest.fixture
-def crowd(world):
+def crowd(world, monkeypatch):
     """A process that knows a backend of each standing."""
+    monkeypatch.setenv("COLUMNS", "100")
     usual = world("flash", "generic")
     found = {"flash-old": "2.6", "flash-new": "4.0"}
     settings = Settings(block=frozenset({"generic"}))
