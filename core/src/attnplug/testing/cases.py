@@ -138,8 +138,14 @@ class Case:
         return left, left if self.attn_type == "encoder_only" else 0
 
     def requirements(self, **engine: Any) -> Requirements:
-        """Return what this case asks of a backend, with the engine fields that the caller adds."""
-        engine = {"cascade": self.common_prefix_len > 0, **engine}
+        """
+        Return what this case asks of a backend, with the engine fields that the caller adds.
+
+        Where the cache is paged, its blocks are those that the case's tensors are made for, unless the caller says so.
+        """
+        paged = engine.get("paged", self.may_be_paged)
+        blocks = {"block_size": self.block_size} if paged else {}
+        engine = {"cascade": self.common_prefix_len > 0, **blocks, **engine}
         return Requirements(
             head_size=self.head_size,
             head_size_v=self.head_size_v,

@@ -8,6 +8,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+CANARY: Final = 12288.0
+"""What outputs hold before a call: exact in every dtype, and far from any attention output."""
+
 
 @frozen
 class Tolerance:
@@ -76,7 +79,8 @@ def assert_close(
         scaled_keys: Whether keys may have been multiplied by a scale, and rounded.
 
     Raises:
-        AssertionError: With the worst element, both its values, and the tolerance.
+        AssertionError: With the worst element, both its values, and the tolerance; or with the number of elements that
+            hold CANARY still.
     """
     limit = tolerance(dtype, scaled_keys=scaled_keys)
     atol, rtol = (limit.lse, limit.lse) if what == "lse" else (limit.atol * scale, limit.rtol)
@@ -86,6 +90,13 @@ def assert_close(
     close = torch.isclose(got, exact, atol=atol, rtol=rtol)
     if bool(close.all()):
         return
+    unwritten = ~close & (got == CANARY)
+    if bool(unwritten.any()):
+        place = tuple(unwritten.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(unwritten.sum())} of {close.numel()} elements, {place} the first, hold {CANARY:.0f} as before "
+            "the call: this was not written"
+        )
     error = (got - exact).abs().masked_fill(close, -1.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     worst = torch.unravel_index(error.argmax(), error.shape)
     place = tuple(int(index) for index in worst)

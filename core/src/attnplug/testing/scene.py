@@ -13,8 +13,10 @@ from attnplug.contract.batch import PAD_SLOT_ID, Batch
 from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.kv_cache import Cache, is_narrow_float
 from attnplug.contract.layer import Layer
+from attnplug.errors import NotNegotiatedError
 from attnplug.testing.block_table import shuffled_blocks
 from attnplug.testing.cases import Case
+from attnplug.testing.closeness import CANARY
 from attnplug.testing.oracle import Attended, attend
 from attnplug.testing.rounding import Rounding
 
@@ -23,8 +25,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.backend import Backend
 
-CANARY: Final = 12288.0
-"""What outputs hold before a call: exact in every dtype, and far from any attention output."""
+_SHAPING: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "dtype", "kv_cache_dtype")
 
 
 @frozen(eq=False)
@@ -192,7 +193,11 @@ class Scene:
             backend: Makes the cache.
             device: Where everything lives; None is the CPU.
             written: Whether the new tokens are in the cache already, as hosts that write it themselves leave it.
+
+        Raises:
+            NotNegotiatedError: The backend was loaded for something else than the case.
         """
+        self._check_agreed(backend)
         cache = backend.make_cache(self.num_blocks, device="cpu" if device is None else device)
         self._fill_from_host(backend, cache, written=written)
         batch = Batch.from_lengths(
@@ -209,6 +214,20 @@ class Scene:
         query, output, lse = self._rows(device)
         key, value = (self._new_rows(rows, device) for rows in (self.keys, self.values))
         return Paged(query, key, value, batch, output, lse, cache)
+
+    def _check_agreed(self, backend: Backend) -> None:
+        """The tensors fit no other agreement: slots are counted in the case's blocks."""
+        agreement, case = backend.agreement, self.case
+        agreed = {name: getattr(agreement.requirements, name) for name in _SHAPING}
+        asked = {name: getattr(case.requirements(), name) for name in _SHAPING}
+        agreed["block_size"], asked["block_size"] = agreement.block_size, case.block_size
+        wrong = [name for name, value in asked.items() if agreed[name] != value]
+        if wrong:
+            raise NotNegotiatedError(
+                f"a scene of {', '.join(f'{name}={asked[name]!r}' for name in wrong)} was given to {agreement.id}",
+                f"this backend agreed on {', '.join(f'{name}={agreed[name]!r}' for name in wrong)}",
+                "load the backend for scene.case.requirements(...)",
+            )
 
     def _encoder(self, device: torch.device | str | None) -> dict[str, Tensor]:
         if not self.case.is_cross:

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+from attrs import evolve
+
 from attnplug.request.fields import FIELDS
+from attnplug.testing.kit.demand import demand
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.pairwise import covering_asks
-from attnplug.testing.kit.serving import serve
-from attnplug.testing.kit.tier import Tier, over
+from attnplug.testing.kit.rig import Rig
+from attnplug.testing.kit.serving import load_for, plain, serve
+from attnplug.testing.kit.tier import Tier, needs, over
+from attnplug.testing.scene import realise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,3 +50,15 @@ class Capabilities(Tier):
     def test_pairs(self, subject: Subject, record: Record, point: Any) -> None:
         """Every two declared values that may be asked for together give the oracle's output."""
         serve(subject, point, record, point.case(seed=21))
+
+    @needs(batch_invariant=True)
+    def test_batch_invariant(self, subject: Subject) -> None:
+        """A request gives the same bits alone and among others, where that is declared."""
+        ask = plain(subject, batch_invariant=True)
+        scene = realise(ask.case(22, query_lens=(1, 1, 12), context_lens=(30, 64, 7)))
+        backend = load_for(subject, ask, scene.case)
+        lens = {"query_lens": scene.case.query_lens[:1], "context_lens": scene.case.context_lens[:1]}
+        alone = realise(ask.case(22, **lens))
+        alone = evolve(alone, queries=scene.queries[:1], keys=scene.keys[:1], values=scene.values[:1])
+        among, apart = (Rig(backend, each).run(each).output[:1] for each in (scene, alone))
+        demand(torch.equal(among, apart), f"{subject}: batch_invariant is declared, and a row differs in another batch")

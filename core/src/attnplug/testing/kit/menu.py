@@ -99,8 +99,10 @@ class Menu:
 
 
 def is_served(subject: Subject, ask: Ask) -> bool:
-    """Whether the subject serves an ask that makes sense."""
+    """Whether the subject serves an ask that makes sense: one with pages says how large they are."""
     requirements = ask.requirements()
+    if requirements is not None and requirements.paged and requirements.block_size is None:
+        return False
     return requirements is not None and not subject.objections(requirements)
 
 

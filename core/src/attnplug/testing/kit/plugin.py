@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from attnplug.testing.kit.record import SUBJECT
 from attnplug.testing.kit.report import SubjectReport, report_of, subject_of
-from attnplug.testing.kit.subject import find_subjects
+from attnplug.testing.kit.subject import Subject, find_subjects
 from attnplug.testing.kit.table import lines_of
 
 if TYPE_CHECKING:
@@ -33,6 +34,13 @@ class Reporter:
         self._complete = complete
         self._reports: dict[str, pytest.TestReport] = {}
         self._found: list[SubjectReport] = []
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Say in a test's report which subject it is about, whether it runs or not."""
+        call = getattr(item, "callspec", None)
+        subject = call.params.get("subject") if call is not None else None
+        if isinstance(subject, Subject):
+            item.user_properties.append((SUBJECT, subject.id))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the report of a test's call, or of the phase that it did not get beyond."""

@@ -29,12 +29,10 @@ class Record:
 
     Args:
         node: The test.
-        subject: What it tests, ``backend/variant``.
     """
 
-    def __init__(self, node: pytest.Item, subject: str) -> None:
+    def __init__(self, node: pytest.Item) -> None:
         self._properties = node.user_properties
-        self._properties.append((SUBJECT, subject))
 
     def exercised(self, field: str, value: Any) -> None:
         """Note that a declared value was asked for, and served."""

@@ -72,13 +72,9 @@ class Tier:
         metafunc.parametrize(names, parameters)
 
     @pytest.fixture
-    def record(self, request: pytest.FixtureRequest, subject: Subject) -> Record:
+    def record(self, request: pytest.FixtureRequest) -> Record:
         """Return where the test notes what it found out."""
-        return Record(request.node, subject.id)
-
-    @pytest.fixture(autouse=True)
-    def _attribute(self, record: Record) -> None:
-        """Tests that note nothing are a subject's tests too."""
+        return Record(request.node)
 
     def _parameters(self, test: Callable[..., Any], subject: Subject) -> Iterator[Any]:
         points: Points | None = getattr(test, "points", None)
