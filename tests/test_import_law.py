@@ -35,6 +35,7 @@ BENEATH = {
     "testing": {"batching", "ops", "selection"},
     "hosts": {"batching", "ops", "selection"},
     "cli": {"hosts", "testing", "torch_backend"},
+    "__main__": {"cli"},
 }
 # Arrows that only an import inside a function may follow, each with its reason.
 LATE = {
