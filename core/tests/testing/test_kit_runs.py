@@ -50,11 +50,17 @@ def test_the_evidence_says_what_is_known_of_this_device(whole) -> None:
 
     assert evidence["format"] == 1
     assert evidence["backend"] == "minimal/plain"
+    assert evidence["command"].startswith("pytest --pyargs attnplug.testing")
+    assert "--attn-report" not in evidence["command"]
     assert evidence["device"]["type"] == "cpu"
     assert evidence["passed"] is True
     assert evidence["fraction"] == 1.0
     assert evidence["missing"] == []
-    assert {"field": "dtype", "value": "bfloat16"} in evidence["served"]
+    for name, value in (("dtype", "bfloat16"), ("batch_invariant", True), ("host_lengths", "absent")):
+        assert {"field": name, "value": value} in evidence["served"]
+    (unreached,) = evidence["unreached"]
+    assert (unreached["field"], unreached["value"]) == ("features", "minimal.open_feature")
+    assert "test it beside the kit" in unreached["because"]
     assert {"attnplug", "python", "torch"} <= set(evidence["versions"])
     assert all(0 <= error["mean"] <= error["max"] for error in evidence["errors"])
 

@@ -31,7 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
         _check_name(name)
     if folder is not None and not config.option.xmlpath:
         config.option.xmlpath = str(folder / "junit.xml")
-    config.pluginmanager.register(Reporter(folder, complete=name is not None))
+    # Without the place of the files, which is one machine's own.
+    command = [item for item in config.invocation_params.args if not str(item).startswith("--attn-report")]
+    reporter = Reporter(folder, " ".join(["pytest", *map(str, command)]), complete=name is not None)
+    config.pluginmanager.register(reporter)
 
 
 def _check_name(name: str) -> None:

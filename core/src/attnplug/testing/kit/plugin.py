@@ -26,11 +26,13 @@ class Reporter:
 
     Args:
         folder: Where JSON goes; None writes none.
+        command: The command of the run, as the files name it.
         complete: Whether a declared value that no test exercised fails the run.
     """
 
-    def __init__(self, folder: Path | None, *, complete: bool) -> None:
+    def __init__(self, folder: Path | None, command: str, *, complete: bool) -> None:
         self._folder = folder
+        self._command = command
         self._complete = complete
         self._reports: dict[str, pytest.TestReport] = {}
         self._found: list[SubjectReport] = []
@@ -60,7 +62,7 @@ class Reporter:
                 by_subject.setdefault(name, []).append(report)
         self._found = [report_of(find_subjects(name)[0], found) for name, found in sorted(by_subject.items())]
         if self._folder is not None and self._found:
-            _write(self._folder, self._found)
+            _write(self._folder, self._command, self._found)
         if self._complete and any(report.missing for report in self._found) and session.exitstatus == 0:
             session.exitstatus = 1
 
@@ -72,11 +74,12 @@ class Reporter:
                 terminalreporter.write_line(line)
 
 
-def _write(folder: Path, reports: list[SubjectReport]) -> None:
+def _write(folder: Path, command: str, reports: list[SubjectReport]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    _dump(folder / "report.json", [report.to_dict() for report in reports])
+    _dump(folder / "report.json", [{"command": command, **report.to_dict()} for report in reports])
     for report in reports:
-        _dump(folder / f"evidence-{report.subject.id.replace('/', '-')}.json", report.evidence())
+        name = f"evidence-{report.subject.id.replace('/', '-')}.json"
+        _dump(folder / name, {"command": command, **report.evidence()})
 
 
 def _dump(path: Path, data: object) -> None:
