@@ -146,6 +146,85 @@ def test_the_exit_status_of_a_command_counts() -> None:
     assert run_page("page.md", f"<!-- exits: 2 -->\n{unknown}") == 1
 
 
+SCRATCH = """\
+<!-- in: an empty folder -->
+
+```console
+$ attnplug new acme
+acme is written to attnplug-acme:
+...
+$ cd attnplug-acme/src/attnplug_acme
+```
+
+<!-- shows: attnplug.toml -->
+
+```toml
+api = "1.0"
+backend = ...
+```
+
+<!-- writes: notes/one.txt -->
+
+```text
+one
+two
+three
+```
+
+<!-- edits: notes/one.txt -->
+
+```diff
+ one
+-two
++deux
+@@
++2.5
+ three
+```
+
+<!-- shows: notes/one.txt -->
+
+```text
+deux
+2.5
+three
+```
+"""
+
+
+def test_a_page_runs_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    assert run_page("page.md", SCRATCH) == 5
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ("acme is written", "it is written", r"page\.md:4 .*printed something else"),
+        ("an empty folder", "some folder", "in 'an empty folder' only"),
+        ("$ attnplug new acme", "$ make", "only attnplug, pytest, pip install and cd"),
+        ("$ cd attnplug-acme/src", "$ cd attnplug-other/src", "only attnplug, pytest, pip install and cd"),
+        ("shows: attnplug.toml", "shows: other.toml", r"page\.md:13 shows other\.toml: there is no such file"),
+        ('api = "1.0"', 'api = "2.0"', r"page\.md:13 shows attnplug\.toml: it does not stand there"),
+        ("-two", "-zwei", "it stands there 0 times"),
+        ("one\ntwo", "one\ntwo\none\ntwo", "it stands there 2 times"),
+        ("\ndeux\n2.5", "\ntwo\n2.5", r"page\.md:39 shows notes/one\.txt: it does not stand there"),
+    ],
+)
+def test_a_page_that_does_not_do_what_it_says_is_found(old: str, new: str, why: str) -> None:
+    assert old in SCRATCH
+
+    with pytest.raises(SnippetError, match=why):
+        run_page("page.md", SCRATCH.replace(old, new))
+
+
+def test_a_page_changes_no_file_of_the_project() -> None:
+    with pytest.raises(SnippetError, match="writes files in an empty folder alone"):
+        run_page("page.md", "<!-- writes: README.md -->\n```text\nnothing\n```\n")
+
+
 @pytest.mark.parametrize(
     ("expected", "printed", "same"),
     [

@@ -7,15 +7,17 @@ Runs the code that the documentation shows: ``python -m tools.snippets README.md
 - ``...`` in an output stands for anything, in a line or as whole lines.
 - ``<!-- exits: 3 -->`` above a console block announces that its commands exit with 3 and not with 0.
 - ``<!-- not run: REASON -->`` above a block is the only way to show code that does not run.
+- ``<!-- in: an empty folder -->`` above a console block: from there on, commands run in a temporary folder with an
+  environment of its own, where ``cd``, ``pip install`` and ``pytest`` run too (`tools.session`).
+- ``<!-- shows: FILE -->`` above a block says that its code stands in that file; ``<!-- writes: FILE -->`` that the file
+  is to contain it, and nothing else; ``<!-- edits: FILE -->`` above a ``diff`` block, that the file is changed so.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import re
 import shlex
-import subprocess
 import sys
 import textwrap
 from contextlib import redirect_stdout
@@ -24,12 +26,15 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
+from tools.session import EMPTY, Session, SessionError
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RUNNABLE = ("python", "console")
+FILE_NOTES = ("shows", "writes", "edits")
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<language>[\w-]*)(?P<rest>.*)$")
-_NOTE = re.compile(r"^ *<!-- (?P<key>not run|exits): *(?P<value>.*?) *-->$")
+_NOTE = re.compile(r"^ *<!-- (?P<key>not run|exits|in|shows|writes|edits): *(?P<value>.*?) *-->$")
 
 
 class SnippetError(Exception):
@@ -47,7 +52,7 @@ class Block:
         language: The word behind the fence.
         code: The text between the fences, without the indentation of the fence.
         expected: What a python block prints, where the page shows it.
-        notes: The comments above the block: ``not run`` and ``exits``.
+        notes: The comments above the block, by their key.
     """
 
     page: str
@@ -60,7 +65,12 @@ class Block:
     @property
     def runs(self) -> bool:
         """Whether the block is run at all."""
-        return self.language in RUNNABLE and "not run" not in self.notes
+        return "not run" not in self.notes and (self.language in RUNNABLE or self.file_note is not None)
+
+    @property
+    def file_note(self) -> str | None:
+        """What the block is to a file: shows, writes or edits it; None where it is nothing to one."""
+        return next((key for key in FILE_NOTES if key in self.notes), None)
 
 
 def blocks(page: str, text: str) -> list[Block]:
@@ -126,12 +136,34 @@ def run_page(page: str, text: str) -> int:
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
     chosen = [block for block in blocks(page, text) if block.runs]
-    for block in chosen:
-        if block.language == "python":
-            _run_python(block, namespace)
-        else:
-            _run_console(block)
+    with Session() as session:
+        for block in chosen:
+            if block.file_note is not None:
+                _meet_file(block, block.file_note, session)
+            elif block.language == "python":
+                _run_python(block, namespace)
+            else:
+                _run_console(block, session)
     return len(chosen)
+
+
+def _meet_file(block: Block, how: str, session: Session) -> None:
+    """Compare a file with the block, or change it as the block says."""
+    name = block.notes[how]
+    where = f"{block.page}:{block.line} {how} {name}"
+    try:
+        if how == "shows":
+            text = session.read(name)
+            if not matches(f"...{block.code}...", text):
+                raise SnippetError(
+                    f"{where}: it does not stand there\n--- the page\n{block.code}\n--- the file\n{text}"
+                )
+        elif how == "writes":
+            session.write(name, f"{block.code}\n")
+        else:
+            session.edit(name, block.code)
+    except SessionError as error:
+        raise SnippetError(f"{where}: {error}") from error
 
 
 def _run_python(block: Block, namespace: dict[str, Any]) -> None:
@@ -146,13 +178,15 @@ def _run_python(block: Block, namespace: dict[str, Any]) -> None:
         _compare(f"{block.page}:{block.line}", block.expected, printed.getvalue())
 
 
-def _run_console(block: Block) -> None:
+def _run_console(block: Block, session: Session) -> None:
+    if "in" in block.notes:
+        _enter(block, session)
     for command, expected in commands(block):
         where = f"{block.page}:{block.line} {command}"
-        words = shlex.split(command, comments=True)
-        if words[:1] != ["attnplug"]:
-            raise SnippetError(f"{where}: only attnplug runs here; mark the block <!-- not run: reason -->")
-        done = _attnplug(words[1:])
+        try:
+            done = session.run(shlex.split(command, comments=True))
+        except SessionError as error:
+            raise SnippetError(f"{where}: {error}; mark the block <!-- not run: reason -->") from error
         wanted = int(block.notes.get("exits", "0"))
         if done.returncode != wanted:
             raise SnippetError(f"{where}: exits with {done.returncode}, not {wanted}\n{done.stdout}{done.stderr}")
@@ -160,11 +194,12 @@ def _run_console(block: Block) -> None:
             _compare(where, expected, done.stdout + done.stderr)
 
 
-def _attnplug(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run the command of this environment, with the width and without the colors that a page can show."""
-    command = [str(Path(sys.executable).with_name("attnplug")), *arguments]
-    plain = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb"}
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=plain)  # noqa: S603 - see above
+def _enter(block: Block, session: Session) -> None:
+    if block.notes["in"] != EMPTY:
+        raise SnippetError(
+            f"{block.page}:{block.line} <!-- in: {block.notes['in']} -->: commands run in {EMPTY!r} only"
+        )
+    session.enter_empty_folder()
 
 
 def commands(block: Block) -> list[tuple[str, str]]:

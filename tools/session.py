@@ -1,0 +1,126 @@
+"""Where the commands of a page run: here, or in a temporary folder with an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, final
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+EMPTY = "an empty folder"
+_MODULES = {"attnplug": "attnplug.cli", "pytest": "pytest", "pip": "pip"}
+# Nothing is fetched: what a page installs needs nothing that is not here.
+_INSTALL = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-build-isolation")
+
+
+class SessionError(Exception):
+    """A page asks for what a session does not do."""
+
+
+@final
+class Session:
+    """
+    The folder and the Python that commands run with.
+
+    In a folder of its own the environment sees all that is installed here, and what is installed there is seen nowhere
+    else.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path()
+        self._python = sys.executable
+        self._home: TemporaryDirectory[str] | None = None
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._home is not None:
+            self._home.cleanup()
+
+    def enter_empty_folder(self) -> None:
+        """Go on in a temporary folder."""
+        if self._home is not None:
+            raise SessionError("the page is in a folder of its own already")
+        self._home = TemporaryDirectory()
+        home = Path(self._home.name).resolve()
+        self._python = _make_environment(home / "environment")
+        self.folder = home / "work"
+        self.folder.mkdir()
+
+    def run(self, words: list[str]) -> subprocess.CompletedProcess[str]:
+        """
+        Run a command, with the width and without the colors that a page can show.
+
+        Raises:
+            SessionError: It is none of those that run here.
+        """
+        name, arguments = words[0] if words else "", words[1:]
+        if self._home is None and name != "attnplug":
+            raise SessionError("only attnplug runs here")
+        if name == "cd" and len(arguments) == 1 and (self.folder / arguments[0]).is_dir():
+            self.folder = (self.folder / arguments[0]).resolve()
+            return subprocess.CompletedProcess(words, 0, "", "")
+        if name not in _MODULES or (name == "pip" and arguments[:1] != ["install"]):
+            raise SessionError("only attnplug, pytest, pip install and cd to a folder run there")
+        if name == "pip":
+            arguments = ["install", *_INSTALL, *arguments[1:]]
+        plain = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [self._python, "-m", _MODULES[name], *arguments]
+        return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, env=plain)  # noqa: S603 - the project's own pages
+
+    def read(self, name: str) -> str:
+        """Return the text of a file."""
+        return self._place(name).read_text("utf-8")
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file anew, in a folder of the page's own alone."""
+        if self._home is None:
+            raise SessionError(f"a page writes files in {EMPTY} alone")
+        file = self.folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, "utf-8")
+
+    def edit(self, name: str, diff: str) -> None:
+        """
+        Change a file as a diff says, whose lines begin with a blank, a minus or a plus. ``@@`` begins another place.
+
+        Raises:
+            SessionError: What the diff starts from is not there, or is there more than once.
+        """
+        text = self.read(name)
+        for place in f"{diff}\n".split("@@\n"):
+            lines = place.splitlines()
+            old, new = ("".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", own)) for own in "-+")
+            if text.count(old) != 1:
+                raise SessionError(
+                    f"it stands there {text.count(old)} times\n--- the page\n{old}\n--- the file\n{text}"
+                )
+            text = text.replace(old, new)
+        self.write(name, text)
+
+    def _place(self, name: str) -> Path:
+        file = self.folder / name
+        if not file.is_file():
+            raise SessionError("there is no such file")
+        return file
+
+
+def _make_environment(folder: Path) -> str:
+    """Make an environment that sees the packages of this one, and return its Python."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())  # noqa: S603 - just made
+    here = sysconfig.get_path("purelib")
+    (site / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n", "utf-8")
+    return str(python)
