@@ -1,15 +1,28 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given
 
+import attnplug
 from attnplug.contract import PAD_SLOT_ID
-from attnplug.testing import Case, assert_close, random_case, realise, tolerance
+from attnplug.errors import NotNegotiatedError
+from attnplug.testing import (
+    Case,
+    assert_close,
+    check,
+    check_replays,
+    padded_for,
+    random_case,
+    realise,
+    tolerance,
+)
 from attnplug.testing.cases import FEATURES
-from attnplug.testing.scene import key_and_value_pages
+from attnplug.testing.scene import CANARY, key_and_value_pages
 from attnplug.testing.strategies import cases
 
 
@@ -22,6 +35,59 @@ def test_cases_are_batches_that_an_engine_could_make(case: Case) -> None:
     assert case.requirements().sinks == case.sinks
     assert case.requirements().paged == case.may_be_paged
     assert len(case.encoder_lens) == (len(case.query_lens) if case.is_cross else 0)
+
+
+@given(cases(features=FEATURES))
+def test_the_pages_asked_for_are_those_of_the_case(case: Case) -> None:
+    assert case.requirements().block_size == (case.block_size if case.may_be_paged else None)
+    if case.may_be_paged:
+        assert case.requirements(block_size=64).block_size == 64
+
+
+def test_a_dense_call_asks_for_no_pages() -> None:
+    assert Case(query_lens=(2,), context_lens=(0,)).requirements(paged=False).block_size is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_recipe_of_the_package_holds_for_any_seed(seed: int) -> None:
+    case = random_case(random.Random(seed), sinks=True)
+    scene = realise(case)
+    backend = attnplug.load(case.requirements(), "cpu", backend="torch/sdpa")
+
+    paged = scene.paged(backend)
+
+    assert paged.batch.num_actual_tokens == scene.expected().output.shape[0]
+    check(backend, scene)
+
+
+def test_the_recipe_for_replays_holds() -> None:
+    case = Case(query_lens=(1, 1), context_lens=(9, 30))
+    backend = attnplug.load(case.requirements(cudagraph="uniform_batch"), "cpu", backend="torch/sdpa")
+
+    (ran,) = check_replays(backend, [realise(padded_for(case, spare=3))], num_reqs=5, max_seq_len=64)
+
+    assert ran.output.shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"block_size": 32}, ("block_size=16", "block_size=32")),
+        ({"head_size": 32}, ("head_size=16, head_size_v=16", "head_size=32, head_size_v=32")),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ("kv_cache_dtype='float32'", "kv_cache_dtype='fp8_e4m3'")),
+    ],
+)
+def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tuple[str, str]) -> None:
+    case = Case(query_lens=(1,), context_lens=(9,))
+    other = evolve(case, **fields)
+    backend = attnplug.load(other.requirements(), "cpu", backend="torch/sdpa")
+
+    with pytest.raises(NotNegotiatedError) as caught:
+        realise(case).paged(backend)
+
+    assert f"a scene of {named[0]} was given to torch/sdpa" == caught.value.given
+    assert f"this backend agreed on {named[1]}" == caught.value.allowed
+    assert "scene.case.requirements" in caught.value.remedy
 
 
 @given(cases())
@@ -118,6 +184,16 @@ def test_closeness_names_the_worst_element() -> None:
         assert_close(wrong.fill_(torch.nan), exact, dtype=torch.float32)
     with pytest.raises(AssertionError, match=r"shape \(3, 2\)"):
         assert_close(wrong.T, exact, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("what", ["output", "lse"])
+def test_what_was_not_written_is_called_so(what: str) -> None:
+    found = torch.zeros(2, 3)
+    found[1, 1:] = CANARY
+
+    with pytest.raises(AssertionError, match=rf"^{what} was not written: 2 of 6 elements, \(1, 1\) the first"):
+        assert_close(found, torch.zeros(2, 3, dtype=torch.float64), dtype=torch.float32, what=what)
+    assert_close(found, found.double(), dtype=torch.float32, what=what)
 
 
 def test_infinities_have_to_be_met() -> None:

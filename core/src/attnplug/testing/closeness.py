@@ -8,8 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-CANARY: Final = 12288.0
-"""What outputs hold before a call: exact in every dtype, and far from any attention output."""
+from attnplug.testing.scene import CANARY
 
 
 @frozen
@@ -94,8 +93,8 @@ def assert_close(
     if bool(unwritten.any()):
         place = tuple(unwritten.nonzero()[0].tolist())
         raise AssertionError(
-            f"{what}: {int(unwritten.sum())} of {close.numel()} elements, {place} the first, hold {CANARY:.0f} as before "
-            "the call: this was not written"
+            f"{what} was not written: {int(unwritten.sum())} of {close.numel()} elements, {place} the first, hold "
+            f"{CANARY:.0f} as before the call"
         )
     error = (got - exact).abs().masked_fill(close, -1.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
     worst = torch.unravel_index(error.argmax(), error.shape)

@@ -16,7 +16,6 @@ from attnplug.contract.layer import Layer
 from attnplug.errors import NotNegotiatedError
 from attnplug.testing.block_table import shuffled_blocks
 from attnplug.testing.cases import Case
-from attnplug.testing.closeness import CANARY
 from attnplug.testing.oracle import Attended, attend
 from attnplug.testing.rounding import Rounding
 
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from attnplug.contract.backend import Backend
+
+CANARY: Final = 12288.0
+"""What outputs hold before a call: exact in every dtype, and far from any attention output."""
 
 _SHAPING: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "dtype", "kv_cache_dtype")
 
