@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import pytest
+
+from attnplug.cli.check.source import HOOKS
+from attnplug.contract import hooks
 
 PYPROJECT = """\
 [build-system]
@@ -195,6 +199,12 @@ def test_a_hook_may_come_from_elsewhere(project, line) -> None:
     project.plugin.write_text(f"{line}\n", encoding="utf-8")
 
     assert project.check() == (0, [])
+
+
+def test_the_hooks_are_those_of_the_contract() -> None:
+    specified = {name: value for name, value in vars(hooks).items() if name.startswith("attnplug_")}
+
+    assert {name: tuple(inspect.signature(hook).parameters) for name, hook in specified.items()} == dict(HOOKS)
 
 
 def test_a_hook_without_its_marker_is_noted(project) -> None:

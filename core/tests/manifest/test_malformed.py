@@ -96,6 +96,12 @@ def test_nothing_but_a_manifest_error_comes_out(path) -> None:
             Reader(TEXT, "acme.toml").manifest(data)
 
 
+@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "{ b = " * 100_000, "\0", "= 1", "a" * 100_000])
+def test_what_is_no_toml_is_refused(text) -> None:
+    with pytest.raises(ManifestError, match="it is not TOML"):
+        parse_manifest(text)
+
+
 @pytest.mark.parametrize(
     ("old", "new", "line", "said"),
     [

@@ -20,4 +20,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomllib  # noqa: PLC0415 - see the module docstring
     else:
         import tomli as tomllib  # noqa: PLC0415
-    return tomllib.loads(text)
+    try:
+        return tomllib.loads(text)
+    except RecursionError as error:
+        raise ValueError("values are nested too deeply") from error
