@@ -300,7 +300,9 @@ def test_an_unknown_type_may_be_read_as_a_known_one():
 
 def test_a_known_type_is_not_read_as_another():
     assert requirements(LLAMA, assume="llama") == requirements(LLAMA)
-    with pytest.raises(RequirementsError, match=r"assume='mistral' was given(?s:.)*'llama' is known(?s:.)*leave assume"):
+    with pytest.raises(
+        RequirementsError, match=r"assume='mistral' was given(?s:.)*'llama' is known(?s:.)*leave assume"
+    ):
         requirements(LLAMA, assume="mistral")
 
 

@@ -283,7 +283,7 @@ def test_each_group_builds_once_a_step(open_engine, monkeypatch):
     assert len(built) == 3 * 2  # three steps, layers with and without a window
     assert len({builder for builder, _ in built}) == 2
     assert len({id(batch) for _, batch in built}) == 3
-    assert set(engine.selections) == {f"layers.{index}.self_attn" for index in range(4)}
+    assert set(engine.selections) == {f"model.layers.{index}.self_attn" for index in range(4)}
 
 
 def test_a_model_without_logits_to_keep(open_engine):

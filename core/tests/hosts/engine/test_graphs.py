@@ -14,6 +14,7 @@ from attnplug.contract import Layer, Limits
 from attnplug.errors import NoBackendError
 from attnplug.hosts.transformers.engine import Engine
 from attnplug.hosts.transformers.engine.graphs import capture_sizes, common_lengths
+from attnplug.hosts.transformers.engine.recording import record
 from attnplug.torch_backend.builder import TorchBuilder
 from core.tests.hosts.engine.reference import NEW, reference
 
@@ -93,7 +94,9 @@ def test_sizes_pad_little():
 
 def test_without_graphs_it_says_why(graphed):
     assert graphed("llama", graphs=False).why_eager == "graphs=False was asked for"
-    assert graphed("llama", graphs=None).why_eager == "cpu has no graphs"
+    assert (
+        graphed("llama", graphs=None).why_eager == "cpu has no graphs of its own; graphs=True records steps there too"
+    )
     assert graphed("llama", graphs=None).num_graphs == 0
 
 
@@ -115,7 +118,7 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly_unless_told(graphed, monke
     engine = graphed("llama", graphs=None)
     engine._runner.device = torch.device("cuda")
     monkeypatch.setattr(engine._runner, "record", fail)
-    reason = engine._record(None)
+    reason = record(engine.model, engine._groups, engine._runner, None)
     assert "cannot be recorded: reads a value" in reason
     assert reason in caplog.text
 

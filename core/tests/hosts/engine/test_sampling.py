@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import LimitsError, TensorError
 from attnplug.hosts.transformers.engine.request import Request
-from attnplug.hosts.transformers.engine.sampling import Sampling, _pick, draw, filtered_probabilities, sample
+from attnplug.hosts.transformers.engine.sampling import NO_TOKEN, Sampling, _pick, draw, filtered_probabilities, sample
 
 
 def request(sampling: Sampling, tokens: tuple[int, ...] = (1,)) -> Request:
@@ -187,7 +187,13 @@ def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
         sample(torch.zeros(shape), [request(Sampling())])
 
 
-@pytest.mark.parametrize("value", [nan, -inf])
-def test_rows_without_a_likeliest_token_are_refused(value: float) -> None:
-    with pytest.raises(TensorError, match="no likeliest token"):
-        sample(torch.full((1, 8), value), [request(Sampling(temperature=1.0))])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=2.0, top_p=0.5)])
+@pytest.mark.parametrize("bad", [[nan] * 8, [-inf] * 8, [inf] + [0.0] * 7, [0.0] * 7 + [nan]])
+def test_rows_without_a_likeliest_token_get_none_and_the_others_theirs(sampling: Sampling, bad: list[float]) -> None:
+    good = torch.arange(8.0)
+    requests = [request(evolve(sampling, seed=3)) for _ in range(3)]
+
+    found = sample(torch.stack([good, torch.tensor(bad), good]), requests).tolist()
+
+    assert found == [*sample(good[None], requests[:1]).tolist(), NO_TOKEN, found[0]]
+    assert found[0] >= 0

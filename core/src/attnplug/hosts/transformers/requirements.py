@@ -20,9 +20,7 @@ _CACHE_FIELDS: Final = ("block_size", "kv_layout", "kv_cache_dtype")
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _HEADS: Final = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 _HIDDEN: Final = ("hidden_size", "n_embd", "d_model", "dim")
-_PARTIAL: Final = (
-    "pass partial=True for the requirements of the attention layers alone; on the command line, --partial"
-)
+_PARTIAL: Final = "pass partial=True for the requirements of the attention layers alone; on the command line, --partial"
 
 
 @frozen

@@ -3,19 +3,20 @@ A paged engine over unmodified transformers models: requests join and leave its 
 
     from attnplug.hosts.transformers.engine import Engine, Sampling
 
-    engine = Engine(model)
-    engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20)
+    with Engine(model) as engine:
+        engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20)
 
-    request = engine.submit([1, 2, 3], max_new_tokens=20, sampling=Sampling(temperature=0.8, seed=1))
-    while engine.has_work:
-        engine.step()
-    request.new_tokens
+        request = engine.submit([1, 2, 3], max_new_tokens=20, sampling=Sampling(temperature=0.8, seed=1))
+        while engine.has_work:
+            engine.step()
+        request.new_tokens
 """
 
 from __future__ import annotations
 
+from attnplug.hosts.transformers.engine.counts import Counts
 from attnplug.hosts.transformers.engine.engine import Engine
 from attnplug.hosts.transformers.engine.request import Request
 from attnplug.hosts.transformers.engine.sampling import Sampling
 
-__all__ = ["Engine", "Request", "Sampling"]
+__all__ = ["Counts", "Engine", "Request", "Sampling"]

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 # A prefix of whole blocks: the number of the prefix one block shorter, and the tokens of its last block. Numbers are
-# never used twice and tokens are compared, so that no prefix is ever mistaken for another.
+# never used twice and tokens are compared, so that no prefix is ever mistaken for another. Forgetting all gives the
+# empty prefix another number: what requests that are under way add to the old one is found by nobody.
 _Prefix = tuple[int, tuple[int, ...]]
 _EMPTY = 0
 
@@ -46,6 +47,8 @@ class BlockPool:
         self._keys: dict[int, _Prefix] = {}
         self._numbers = [_EMPTY] * num_blocks
         self._counter = count(_EMPTY + 1)
+        self._root = _EMPTY
+        self._roots = [_EMPTY] * num_blocks  # what the root was when the block was given
 
     @property
     def num_usable(self) -> int:
@@ -68,7 +71,7 @@ class BlockPool:
     def match(self, tokens: Sequence[int]) -> list[int]:
         """Return the blocks of the longest known prefix of whole blocks. They are not owned until shared."""
         found: list[int] = []
-        number, size = _EMPTY, self.block_size
+        number, size = self._root, self.block_size
         for start in range(0, len(tokens) - size + 1, size):
             block = self._index.get((number, tuple(tokens[start : start + size])))
             if block is None:
@@ -114,6 +117,7 @@ class BlockPool:
         blocks = [self._blank.pop() if self._blank else self._evict() for _ in range(num_blocks)]
         for block in blocks:
             self._owners[block] = 1
+            self._roots[block] = self._root
         return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -144,9 +148,24 @@ class BlockPool:
         if not self.reuse:
             return
         size = self.block_size
-        number = self._numbers[blocks[first - 1]] if first else _EMPTY
+        number = self._numbers[blocks[first - 1]] if first else self._roots[blocks[0]]
         for place in range(first, last):
             number = self._learn(blocks[place], (number, tuple(tokens[place * size : (place + 1) * size])))
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Find these blocks no more, nor those that continue them. Whoever owns them keeps them."""
+        for block in blocks:
+            key = self._keys.pop(block, None)
+            if key is not None:
+                del self._index[key]
+                if block in self._idle:
+                    del self._idle[block]
+                    self._blank.append(block)
+
+    def forget_all(self) -> None:
+        """Find nothing more that was computed, or begun, before now."""
+        self._root = next(self._counter)
+        self.forget(tuple(self._keys))
 
     def _learn(self, block: int, key: _Prefix) -> int:
         """Return the number of the prefix. A second block of one prefix gets its number, and stays private."""

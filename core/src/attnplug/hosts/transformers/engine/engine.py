@@ -10,22 +10,37 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from attnplug.contract import GraphKey, Limits
-from attnplug.errors import BatchError, LimitsError
+from attnplug.errors import LimitsError
+from attnplug.hosts.transformers.engine.arguments import (
+    check_choices,
+    check_known,
+    check_tokens,
+    prompts_of,
+    samplings_of,
+)
 from attnplug.hosts.transformers.engine.blocks import BlockPool
 from attnplug.hosts.transformers.engine.caches import count_blocks, make_caches
+from attnplug.hosts.transformers.engine.callers import OneCaller
+from attnplug.hosts.transformers.engine.counts import Counts
+from attnplug.hosts.transformers.engine.failing import failed, refuse_failed
 from attnplug.hosts.transformers.engine.groups import Groups
-from attnplug.hosts.transformers.engine.lending import give_back, lend
+from attnplug.hosts.transformers.engine.lending import Loan
 from attnplug.hosts.transformers.engine.memory import free_bytes
-from attnplug.hosts.transformers.engine.request import Request
+from attnplug.hosts.transformers.engine.recording import record
+from attnplug.hosts.transformers.engine.request import Request, to_stop_tokens
 from attnplug.hosts.transformers.engine.runner import Runner, current
 from attnplug.hosts.transformers.engine.sampling import Sampling, sample
 from attnplug.hosts.transformers.engine.scheduler import Scheduler
-from attnplug.hosts.transformers.engine.support import check_model, longest
+from attnplug.hosts.transformers.engine.support import check_kind, check_layers, check_lengths, end_of_text, longest
 from attnplug.hosts.transformers.engine.trial import learn
+from attnplug.hosts.transformers.engine.weights import Weights
 from attnplug.hosts.transformers.requirements import model_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from types import TracebackType
+
+    from typing_extensions import Self
 
     from attnplug.request.settings import Options
     from attnplug.selection.scope import BackendNames
@@ -39,12 +54,12 @@ class Engine:
     """
     Generates with an unmodified causal language model of transformers, over paged caches.
 
-    The model's attention is the engine's until `close`, or until the engine is gone. One engine serves one thread;
-    several engines may run side by side, on one model too. Of the model's generation_config the end-of-text tokens are
-    read, and nothing else: how tokens are chosen is what each request says.
+    The model's attention is the engine's until `close`, until the end of a ``with``, or until the engine is gone. One
+    engine serves one thread; several engines may run side by side, on one model too. Of the model's generation_config
+    the end-of-text tokens are read, and nothing else: how tokens are chosen is what each request says.
 
-        engine = Engine(model)
-        tokens = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20)
+        with Engine(model) as engine:
+            tokens = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20)
 
     Args:
         model: A causal language model in evaluation mode, on one device.
@@ -62,10 +77,10 @@ class Engine:
             host next to nothing. True asks it of the backends; None takes it on CUDA where backends and model allow
             it, and `why_eager` says why not.
         memory_fraction: The share of a CUDA device's memory that may be in use with the caches.
-        assume: Read a model type that attnplug does not know as this one.
+        assume: Read a model type that attnplug does not know as this one; refused for a type that it knows.
 
     Raises:
-        RequirementsError: The engine does not run this kind of model; the reason is said.
+        RequirementsError: The engine does not run this kind of model, or a choice is none; the reason is said.
         NotNegotiatedError: The model attends otherwise than its configuration says.
         NoBackendError: Nothing can serve a layer.
         LimitsError: A number is out of its range, or memory does not suffice.
@@ -88,13 +103,9 @@ class Engine:
         memory_fraction: float = 0.9,
         assume: str | None = None,
     ) -> None:
+        check_choices(graphs, reuse_prefixes, kv_cache_dtype)
+        check_kind(model)
         self.model = model
-        limits = Limits(
-            max_num_reqs=max_num_reqs,
-            max_num_tokens=max_num_tokens,
-            max_seq_len=longest(model, max_seq_len),
-            num_blocks=num_blocks,
-        )
         dtype = str(model.dtype).removeprefix("torch.")
         layers = model_layers(
             model.config,
@@ -104,16 +115,24 @@ class Engine:
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
             cudagraph="single_token_decode" if graphs else "never",
+            remedy="keep transformers' own attention for this model",
         )
-        check_model(model, layers, limits.max_seq_len, max_num_tokens)
-        lend(model)
-        self._end = weakref.finalize(self, give_back, model)
+        check_layers(model, layers)
+        limits = Limits(
+            max_num_reqs=max_num_reqs,
+            max_num_tokens=max_num_tokens,
+            max_seq_len=longest(model, max_seq_len),
+            num_blocks=num_blocks,
+        )
+        check_lengths(model, limits.max_seq_len, max_num_tokens)
+        loan = Loan(model)
+        self._end = weakref.finalize(self, loan.end)
         try:
             with current(model.device):
                 self._groups = Groups.of(learn(model, layers, kv_cache_dtype), model.device, backend, options)
-                self._runner = Runner(model, self._groups)
+                self._runner = loan.runner = Runner(model, self._groups)
                 self.limits = self._equip(limits, memory_fraction)
-                self.why_eager = self._record(graphs)
+                self.why_eager = record(model, self._groups, self._runner, graphs)
             self._scheduler = Scheduler(
                 BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=reuse_prefixes),
                 max_num_reqs=max_num_reqs,
@@ -124,12 +143,36 @@ class Engine:
             self._end()
             raise
         self._ids = count()
+        self._known: weakref.WeakSet[Request] = weakref.WeakSet()
         self._vocabulary = model.get_input_embeddings().num_embeddings
+        self._weights = Weights(model)
+        self._caller = OneCaller()
+        self._num_steps = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     @property
     def selections(self) -> dict[str, Selection]:
-        """The decision for each attention layer, by name."""
-        return {layer.learned.name: self._groups.plan[layer.learned.name] for layer in self._groups.layers}
+        """The decision for each attention layer, by its module's name as `model.named_modules()` has it."""
+        names = {module: name for name, module in self.model.named_modules()}
+        return {names[layer.learned.module]: self._groups.plan[layer.learned.name] for layer in self._groups.layers}
+
+    @property
+    def counts(self) -> Counts:
+        """What was done so far."""
+        pool = self._scheduler.pool
+        return Counts(
+            steps=self._num_steps,
+            replayed_steps=self._runner.num_replays,
+            preemptions=self._scheduler.num_preemptions,
+            blocks_in_use=pool.num_usable - pool.num_free,
+        )
 
     @property
     def num_graphs(self) -> int:
@@ -167,9 +210,22 @@ class Engine:
             BatchError: The prompt is empty, or has tokens that the model does not know.
             LimitsError: It may grow longer than max_seq_len.
             CacheError: It may need more blocks than there are.
+            NotNegotiatedError: The model's parameters were replaced, and recorded steps read the old ones.
         """
+        with self._caller.call("submit"):
+            return self._submit(prompt_ids, max_new_tokens, sampling, stop_tokens)
+
+    def _submit(
+        self,
+        prompt_ids: Iterable[int],
+        max_new_tokens: int,
+        sampling: Sampling,
+        stop_tokens: Iterable[int] | None,
+    ) -> Request:
         self._check_open()
-        stops = self._end_of_text() if stop_tokens is None else stop_tokens
+        if self._weights.have_changed(self.num_graphs):
+            self._scheduler.pool.forget_all()
+        stops = end_of_text(self.model) if stop_tokens is None else stop_tokens
         request = Request(
             id=next(self._ids),
             tokens=prompt_ids,
@@ -177,42 +233,62 @@ class Engine:
             sampling=sampling,
             stop_tokens=stops,
         )
-        asked = () if stop_tokens is None else request.stop_tokens
-        for what, tokens in (("a prompt with the token", request.tokens), ("the stop token", asked)):
-            if max(tokens, default=0) >= self._vocabulary:
-                raise BatchError(
-                    f"{what} {max(tokens)} was given",
-                    f"the model knows tokens from 0 to {self._vocabulary - 1}",
-                    "use the model's own tokenizer",
-                )
+        check_tokens(request.tokens, () if stop_tokens is None else request.stop_tokens, self._vocabulary)
         self._scheduler.add(request)
+        self._known.add(request)
         return request
 
     def step(self) -> list[Request]:
         """
-        Run the model once, and return the requests that got a token; none where nothing is to be done.
+        Run the model once, and return the requests that got a token or failed; none where nothing is to be done.
+
+        A request fails, and the others go on without it, where its logits choose no token: they have NaN or infinity,
+        or rule out all tokens. Its `finish_reason` is ``"failed"`` then.
 
         Whatever is raised on the way, no request has moved: the next step does the same again, unless a request is
         cancelled before it.
         """
-        self._check_open()
-        step = self._scheduler.schedule()
-        if step is None:
-            return []
-        logits = self._runner.run(step)
-        tokens = sample(logits, step.sampling).tolist()
-        return self._scheduler.finish_step(step, tokens)
+        with self._caller.call("step"):
+            self._check_open()
+            step = self._scheduler.schedule()
+            if step is None:
+                return []
+            logits = self._runner.run(step)
+            tokens = sample(logits, step.sampling).tolist()
+            self._num_steps += 1
+            moved = self._scheduler.finish_step(step, tokens)
+        if lost := failed(moved):
+            _log.warning("the logits of requests %s choose no token; they have failed", [one.id for one in lost])
+        return moved
 
     def cancel(self, request: Request) -> None:
-        """End a request; what it has generated stays in it. One that has ended already stays as it is."""
-        self._scheduler.cancel(request)
+        """
+        End a request; what it has generated stays in it. One that has ended already stays as it is.
+
+        Raises:
+            BatchError: It is no request of this engine.
+        """
+        check_known(request, self._known)
+        with self._caller.call("cancel"):
+            self._scheduler.cancel(request)
+
+    def forget_prefixes(self) -> None:
+        """
+        Compute every prompt anew from now on, as after a change of the model.
+
+        The engine does so by itself at the next `submit` after a parameter was written in place or replaced; what it
+        does not see are writes into a parameter's `data`, and changes of anything else. Requests under way keep what
+        they have computed: let them end first, or cancel them.
+        """
+        with self._caller.call("forget_prefixes"):
+            self._scheduler.pool.forget_all()
 
     def generate(
         self,
         prompts: Sequence[Iterable[int]],
         *,
         max_new_tokens: int,
-        sampling: Sampling = _GREEDY,
+        sampling: Sampling | Sequence[Sampling] = _GREEDY,
         stop_tokens: Iterable[int] | None = None,
     ) -> list[list[int]]:
         """
@@ -221,21 +297,22 @@ class Engine:
         Args:
             prompts: The tokens of each prompt.
             max_new_tokens: As for `submit`.
-            sampling: As for `submit`.
+            sampling: As for `submit`, or a list with one for each prompt.
             stop_tokens: As for `submit`.
 
         Raises:
             AttnplugError: As for `submit`, or while the model runs; none of these requests stays then.
+            TensorError: The logits of one of these requests choose no token; none of them stays.
         """
-        stops = None if stop_tokens is None else tuple(stop_tokens)
+        asked = prompts_of(prompts)
+        stops = None if stop_tokens is None else to_stop_tokens(stop_tokens)
         requests: list[Request] = []
         try:
-            for prompt in prompts:
-                requests.append(  # noqa: PERF401 - those before one that is refused have to be known
-                    self.submit(prompt, max_new_tokens=max_new_tokens, sampling=sampling, stop_tokens=stops)
-                )
+            for prompt, how in zip(asked, samplings_of(sampling, len(asked)), strict=True):
+                requests.append(self.submit(prompt, max_new_tokens=max_new_tokens, sampling=how, stop_tokens=stops))
             while not all(request.is_finished for request in requests):
                 self.step()
+                refuse_failed(requests)
         except BaseException:
             for request in requests:
                 self.cancel(request)
@@ -244,11 +321,11 @@ class Engine:
 
     def close(self) -> None:
         """Cancel all requests, free the caches, and give the model its own attention back."""
-        if self._end.alive:
-            for request in (*self._scheduler.running, *self._scheduler.waiting):
-                self.cancel(request)
-            self._runner.equip((), {})
-            self._end()
+        with self._caller.call("close"):
+            if self._end.alive:
+                for request in (*self._scheduler.running, *self._scheduler.waiting):
+                    self._scheduler.cancel(request)
+                self._end()
 
     def _equip(self, limits: Limits, memory_fraction: float) -> Limits:
         """Size the caches, and get the runner ready for its first step."""
@@ -266,28 +343,6 @@ class Engine:
             for backend in groups.backends:
                 backend.warmup(shapes)
         return limits
-
-    def _record(self, graphs: bool | None) -> str | None:  # noqa: FBT001 - the choice of whoever makes the engine
-        """Record decode steps where they are wanted; return why all steps run eagerly, or None."""
-        if graphs is False or (graphs is None and self._runner.device.type != "cuda"):
-            return "graphs=False was asked for" if graphs is False else f"{self._runner.device} has no graphs"
-        weakest = self._groups.plan.weakest.selection
-        if weakest.agreement.cudagraph == "never":
-            return f"{weakest.id} runs without graphs here"
-        try:
-            self._runner.record()
-        except Exception as error:
-            if graphs:
-                raise
-            # A model may look at values on the host, which a graph cannot; its steps are as right without.
-            reason = f"{type(self.model).__name__} cannot be recorded: {error}"
-            _log.warning("%s; its steps run eagerly", reason)
-            return reason
-        return None
-
-    def _end_of_text(self) -> tuple[int, ...]:
-        found = self.model.generation_config.eos_token_id
-        return () if found is None else (found,) if isinstance(found, int) else tuple(found)
 
     def _check_open(self) -> None:
         if not self._end.alive:

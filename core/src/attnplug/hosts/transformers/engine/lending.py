@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from attnplug.errors import RequirementsError
 from attnplug.hosts.transformers.engine.attention import KEY, register
 
+if TYPE_CHECKING:
+    from attnplug.hosts.transformers.engine.runner import Runner
+
 _lent: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 """Model -> the attention implementation that each of its engines has found; the first one is the model's own."""
 
 _lock = threading.Lock()
+
+
+class Loan:
+    """
+    One engine's hold on a model. It knows the runner and not the engine, so that it can end after the engine.
+
+    Args:
+        model: The model, which is lent at once.
+
+    Raises:
+        RequirementsError: As `lend`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        lend(model)
+        self._model = model
+        self.runner: Runner | None = None
+
+    def end(self) -> None:
+        """Free caches and graphs, which may hold each other, and give the model back."""
+        try:
+            if self.runner is not None:
+                self.runner.equip((), {})
+        finally:
+            give_back(self._model)
 
 
 def lend(model: Any) -> None:

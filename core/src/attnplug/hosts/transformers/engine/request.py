@@ -14,14 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 Status = Literal["waiting", "running", "finished", "cancelled"]
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 
 def _to_tokens(tokens: Iterable[Any]) -> list[int]:
     try:
         found = list(tokens)
     except TypeError:
-        found = [tokens]
+        raise BatchError(
+            f"{tokens!r} of type {type(tokens).__name__} was given for tokens",
+            "tokens come as a list, and a token is an int from 0 on",
+            "pass a flat list of token ids, such as tensor.tolist()",
+        ) from None
     for token in found:
         if type(token) is not int or token < 0:
             raise BatchError(
@@ -32,7 +36,22 @@ def _to_tokens(tokens: Iterable[Any]) -> list[int]:
     return found
 
 
-def _to_stop_tokens(tokens: Iterable[Any]) -> frozenset[int]:
+def _check_sampling(sampling: object) -> None:
+    if not isinstance(sampling, Sampling):
+        raise BatchError(
+            f"sampling={sampling!r} was given",
+            "it is a Sampling; Engine.generate also takes a list with one for each prompt",
+            "leave it out for greedy decoding, or pass Sampling(temperature=0.8)",
+        )
+
+
+def to_stop_tokens(tokens: Iterable[Any]) -> frozenset[int]:
+    """
+    Return stop tokens as a set.
+
+    Raises:
+        BatchError: Something of it is no token.
+    """
     return frozenset(_to_tokens(tokens))
 
 
@@ -44,7 +63,7 @@ class Request:
     The scheduler alone writes the attributes below `stop_tokens`.
 
     Raises:
-        BatchError: The prompt is empty, or holds something that is no token.
+        BatchError: The prompt is empty, or holds something that is no token; or the sampling is none.
         LimitsError: Nothing may be generated.
 
     Attributes:
@@ -59,14 +78,14 @@ class Request:
         num_reused: Those of them that the last admission found in the cache.
         blocks: The blocks that hold its tokens, in order.
         status: Where it is. A preempted request is waiting again.
-        finish_reason: Why it ended: a stop token, its length, or the host cancelled it.
+        finish_reason: Why it ended: a stop token, its length, the host cancelled it, or its logits were no numbers.
     """
 
     id: int
     tokens: list[int] = field(converter=_to_tokens)
     max_new_tokens: int
     sampling: Sampling = field(factory=Sampling)
-    stop_tokens: frozenset[int] = field(default=frozenset(), converter=_to_stop_tokens)
+    stop_tokens: frozenset[int] = field(default=frozenset(), converter=to_stop_tokens)
     seed: int = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_computed: int = field(init=False, default=0)
@@ -77,6 +96,7 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
+        _check_sampling(self.sampling)
         self.seed = randbits(64) if self.sampling.seed is None else self.sampling.seed
         if not self.tokens:
             raise BatchError("an empty prompt was given", "a prompt has at least one token", "pass the start token")

@@ -35,6 +35,10 @@ class Runner:
     Args:
         model: The model, lent to the engine.
         groups: Its backends.
+
+    Attributes:
+        device: Where the model is.
+        num_replays: Steps that were replayed.
     """
 
     def __init__(self, model: Any, groups: Groups) -> None:
@@ -47,6 +51,7 @@ class Runner:
         self._builders: Sequence[MetadataBuilder] = ()
         self._graphs: DecodeGraphs | None = None
         self._caches: Mapping[str, Cache] = {}
+        self.num_replays = 0
 
     def equip(self, builders: Sequence[MetadataBuilder], caches: Mapping[str, Cache]) -> None:
         """Take the builder of each group and the cache of each layer; only `measure` runs without."""
@@ -72,6 +77,7 @@ class Runner:
             inputs = self.prepare(step)
             recorded = None if self._graphs is None else self._graphs.find(inputs)
             if self._graphs is not None and recorded is not None:
+                self.num_replays += 1
                 return self._graphs.run(recorded, inputs)
             return self.forward(inputs, self.build(inputs))
 

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
     from attnplug.hosts.transformers.engine.request import Request
 
+NO_TOKEN: Final = -1
+"""Stands for the token of a row that has no likeliest one: NaN, infinity, or all tokens ruled out."""
+
 # A thousand tokens nearly always hold what is asked for, and finding them is much cheaper than ranking a vocabulary.
 _FEW: Final = 1024
 
@@ -82,10 +85,11 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
         requests: The requests, in the order of the rows.
 
     Returns:
-        ``(len(requests),)`` int64, on the device of the logits.
+        ``(len(requests),)`` int64, on the device of the logits. `NO_TOKEN` where a row has NaN or plus infinity, or
+        rules out all tokens; the other rows are not touched by that.
 
     Raises:
-        TensorError: There is not one row for each request, or a row to draw from has NaN or rules out all tokens.
+        TensorError: There is not one row for each request.
     """
     if logits.dim() != 2 or logits.shape[0] != len(requests):
         raise TensorError(
@@ -93,7 +97,9 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
             f"logits are ({len(requests)}, vocabulary): one row for each request that samples",
             "select the last row of each request that samples",
         )
-    tokens = logits.argmax(dim=-1)
+    tokens = logits.argmax(dim=-1)  # which takes NaN for the greatest
+    chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
+    tokens = tokens.where(chosen.isfinite(), NO_TOKEN)
     rows = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
     if rows:
         drawing = [requests[row] for row in rows]
@@ -164,14 +170,9 @@ def _ranking(logits: Tensor) -> Tensor:
 def _pick(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
     """Return for each row the token at which the summed probabilities pass its draw's share: (rows,) int64."""
     mass = probabilities.cumsum(-1)
-    if not bool((mass[:, -1] > 0).all()):  # NaN is not above 0 either
-        raise TensorError(
-            "a row of logits has no likeliest token",
-            "logits are numbers, and not all of a row are minus infinity",
-            "look for the first NaN in the model's layers",
-        )
     targets = _column(draws, probabilities) * mass[:, -1:]
-    return torch.searchsorted(mass, targets, right=True).squeeze(-1)
+    picked = torch.searchsorted(mass, targets, right=True).squeeze(-1)
+    return picked.where(mass[:, -1] > 0, NO_TOKEN)  # NaN is not above 0 either
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:

@@ -105,10 +105,11 @@ class Scheduler:
 
         Args:
             step: What `schedule` returned last.
-            tokens: One for each of ``step.sampling``, in that order.
+            tokens: One for each of ``step.sampling``, in that order. One below 0 is none: its request fails, and what
+                it has computed is shared no more.
 
         Returns:
-            The requests that got a token. One that was cancelled meanwhile gets none.
+            The requests that got a token, or failed. One that was cancelled meanwhile gets none.
 
         Raises:
             BatchError: The step is not the last one, or there is not one token for each request that samples.
@@ -120,9 +121,8 @@ class Scheduler:
         for one in step.scheduled:
             token = next(chosen) if one.samples else None
             if one.request in self._running:
-                self._advance(one)
+                self._move(one, token)
                 if token is not None:
-                    self._append(one.request, token)
                     grown.append(one.request)
         return grown
 
@@ -202,6 +202,20 @@ class Scheduler:
         self.pool.release(request.blocks)
         request.blocks = []
         request.num_computed = 0
+
+    def _move(self, one: Scheduled, token: int | None) -> None:
+        if token is not None and token < 0:
+            self._fail(one.request)
+            return
+        self._advance(one)
+        if token is not None:
+            self._append(one.request, token)
+
+    def _fail(self, request: Request) -> None:
+        """What made the request fail may lie in any of its blocks: nobody is to find them again."""
+        self.pool.forget(request.blocks)
+        self._leave(request)
+        request.status, request.finish_reason = "finished", "failed"
 
     def _advance(self, one: Scheduled) -> None:
         request, size = one.request, self.pool.block_size

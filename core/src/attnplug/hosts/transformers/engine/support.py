@@ -5,31 +5,61 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from attnplug.errors import LimitsError, RequirementsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from attnplug.hosts.transformers.requirements import ModelLayer
 
 _KEEP = "keep transformers' own attention for this model"
 
 
-def check_model(model: Any, layers: Sequence[ModelLayer], max_seq_len: int, max_num_tokens: int) -> None:
+def check_kind(model: Any) -> None:
     """
-    Refuse a model that the engine would run into wrong tokens.
+    Refuse what is no causal language model of transformers, ready to run.
+
+    Args:
+        model: What was given for the model.
+
+    Raises:
+        RequirementsError: The engine does not run this; the reason is said.
+    """
+    _refuse_first(model, _of_what_is_no_model(model))
+    _refuse_first(model, _of_kind(model))
+
+
+def check_layers(model: Any, layers: Sequence[ModelLayer]) -> None:
+    """
+    Refuse a model with attention layers that the engine would run into wrong tokens.
 
     Args:
         model: The model.
         layers: Its attention layers, as its configuration describes them for paged caches.
+
+    Raises:
+        RequirementsError: A layer is of a kind that the engine does not run; the reason is said.
+    """
+    _refuse_first(model, _of_layers(layers))
+
+
+def check_lengths(model: Any, max_seq_len: int, max_num_tokens: int) -> None:
+    """
+    Refuse lengths from which on a model would run into wrong tokens.
+
+    Args:
+        model: The model.
         max_seq_len: Tokens of the longest request.
         max_num_tokens: Tokens of the largest step.
 
     Raises:
-        RequirementsError: The model is of a kind that the engine does not run; the reason is said.
+        RequirementsError: What the model computes depends on more than tokens and positions there.
     """
-    for given, because, remedy in _obstacles(model, layers, max_seq_len, max_num_tokens):
-        raise RequirementsError(f"{type(model).__name__} was given to the engine: {given}", because, remedy)
+    for name, module in model.named_modules():
+        _refuse_first(model, _of_rotation(name, module, max_seq_len))
+        _refuse_first(model, _of_temperature(name, module, max(max_seq_len, max_num_tokens)))
 
 
 def longest(model: Any, asked: int | None) -> int:
@@ -50,14 +80,31 @@ def longest(model: Any, asked: int | None) -> int:
     return most
 
 
-def _obstacles(
-    model: Any, layers: Sequence[ModelLayer], max_seq_len: int, max_num_tokens: int
-) -> Iterator[tuple[str, str, str]]:
-    yield from _of_kind(model)
-    yield from _of_layers(layers)
-    for name, module in model.named_modules():
-        yield from _of_rotation(name, module, max_seq_len)
-        yield from _of_temperature(name, module, max(max_seq_len, max_num_tokens))
+def end_of_text(model: Any) -> tuple[int, ...]:
+    """Return the tokens that end a text by the model's generation_config."""
+    found = model.generation_config.eos_token_id
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
+def _refuse_first(model: Any, obstacles: Iterable[tuple[str, str, str]]) -> None:
+    for given, because, remedy in obstacles:
+        raise RequirementsError(f"{type(model).__name__} was given to the engine: {given}", because, remedy)
+
+
+def _of_what_is_no_model(model: Any) -> Iterator[tuple[str, str, str]]:
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        yield (
+            "a model compiled by torch.compile",
+            "the engine calls the model itself",
+            "pass the model that was compiled",
+        )
+    usual = isinstance(model, nn.Module) and callable(getattr(model, "set_attn_implementation", None))
+    if not usual or not hasattr(getattr(model, "config", None), "get_text_config"):
+        yield (
+            "no model of transformers",
+            "the engine runs causal language models of transformers",
+            "pass what AutoModelForCausalLM.from_pretrained(...) returns",
+        )
 
 
 def _of_kind(model: Any) -> Iterator[tuple[str, str, str]]:
@@ -73,6 +120,8 @@ def _of_kind(model: Any) -> Iterator[tuple[str, str, str]]:
     if model.training:
         yield "it is in training mode", "dropout is a training feature", "call model.eval() first"
     devices = {str(parameter.device) for parameter in model.parameters()}
+    if devices == {"meta"}:
+        yield "its weights are on the meta device", "tensors there hold no numbers", "load it with its weights"
     if len(devices) > 1:
         yield f"it lies on {', '.join(sorted(devices))}", "the engine runs on one device", "load it on one device"
 
