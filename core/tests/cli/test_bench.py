@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from attrs import evolve
 
 from attnplug.cli import bench
 from attnplug.cli.bench import first_select, machine, scenery, uncached
@@ -50,6 +51,19 @@ def test_a_time_is_told_with_three_digits(value: float, text: str) -> None:
 def test_a_result_is_within_if_all_of_it_is() -> None:
     assert Result("c", MACHINE, (FAST, TOLD)).within
     assert not Result("c", MACHINE, (FAST, SLOW)).within
+
+
+def test_what_a_backend_takes_besides_is_told_and_fails_nothing(run, canned) -> None:
+    besides = evolve(SLOW, decides=False)
+    canned.append(besides)
+    told = run("bench", "cached")
+
+    assert Result("c", MACHINE, (FAST, besides)).within
+    assert told.code == 0
+    assert "list             150 ms  best 100 ms  budget 130 ms  over\n" in told.out
+    assert [m.to_dict()["decides"] for m in (FAST, besides, TOLD)] == [True, False, False]
+    assert "fails no run" in Result("c", MACHINE, (FAST, besides)).page()
+    assert "fails no run" not in Result("c", MACHINE, (FAST, SLOW)).page()
 
 
 def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:

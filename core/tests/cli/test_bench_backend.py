@@ -247,6 +247,7 @@ def test_forward_is_told_over_the_raw_calls() -> None:
         ("ms", None, False),
         ("x", None, True),
     ]
+    assert [m.what.rpartition(": ")[0].endswith("own part") for m in small if m.budget and m.decides] == [True]
     assert large[2].median == 1
     assert all(m.name == "forward" and "ticks" in m.what for m in found.measurements)
     assert found.setup == {
@@ -273,6 +274,7 @@ def test_builds_are_told_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> No
     found = building.found(steps, (decodes(4, 9, **TINY),), TORCH, 2)
 
     assert [m.budget for m in found.measurements] == [100, None, None, None, None, None, None]
+    assert not any(m.decides for m in found.measurements if m.budget)  # how long a plan takes is the backend's
     whole, check, draft = (m.what for m in found.measurements[:3])
     assert "`build`, a plan" in whole
     assert "builder that plans nothing" in check

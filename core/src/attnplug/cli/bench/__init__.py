@@ -52,7 +52,10 @@ events, as each line says. Both ways are compared before they are timed: a wrong
 
 Medians are held against the budgets; the best of a measurement tells how much of it is other work of the machine.
 
-exit codes: 0 every budget is kept, 1 one is not, 2 the question is wrong
+Budgets of attnplug's own part decide the exit code. What a backend takes besides, its build and its forward over the
+raw calls, is held against the same budgets and told as "over", and fails nothing.
+
+exit codes: 0 every budget that decides is kept, 1 one is not, 2 the question is wrong
 """
 
 

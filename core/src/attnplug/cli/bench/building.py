@@ -109,7 +109,12 @@ def _without_plan(builder: MetadataBuilder) -> MetadataBuilder:
 def _told(planner: Planner, samples: Samples, clock: Clock) -> Iterator[Measurement]:
     what, seconds = f"{planner.step.what}, {clock.what}", samples.seconds
     yield Measurement(
-        NAME, f"{what}: `build`, a plan for one group of layers", seconds["build"], "us", _budget(planner)
+        NAME,
+        f"{what}: `build`, a plan for one group of layers",
+        seconds["build"],
+        "us",
+        _budget(planner),
+        decides=False,
     )
     yield Measurement(
         NAME, f"{what}: of that, the check: `build` of a builder that plans nothing", seconds["check"], "us"
@@ -136,7 +141,12 @@ def _into_slot(step: Step, choice: Choice, clock: Clock, repeats: int) -> tuple[
     on_device = planner.backend.device.type != "cpu"
     how = "`build`" if on_device else "`build`, with the work that a device would do for it"
     number = Measurement(
-        NAME, f"{what}, {clock.what}: {how}", samples.seconds["build"], "us", _budget(planner) if on_device else None
+        NAME,
+        f"{what}, {clock.what}: {how}",
+        samples.seconds["build"],
+        "us",
+        _budget(planner) if on_device else None,
+        decides=False,
     )
     return [number], _unsteady(what, samples)
 

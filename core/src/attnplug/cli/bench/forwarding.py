@@ -110,7 +110,8 @@ def _told_small(what: str, samples: Samples, rig: Rig, baseline: Baseline) -> It
     yield Measurement(NAME, f"{what}: {baseline.what}", samples.seconds["raw"], "us")
     yield Measurement(NAME, f"{what}: `forward`, the cache write included", samples.seconds["forward"], "us")
     over = samples.over("forward", "raw")
-    yield Measurement(NAME, f"{what}: `forward` over the raw calls", over, "us", BUDGET if own else None, paired=True)
+    budget = BUDGET if own else None
+    yield Measurement(NAME, f"{what}: `forward` over the raw calls", over, "us", budget, paired=True, decides=False)
     alone = "the contract's own part: `forward` of a layer that checks its call and computes nothing"
     yield Measurement(NAME, f"{what}: of that, {alone}", samples.seconds["contract"], "us", BUDGET)
     over = samples.over("attend", "forward")

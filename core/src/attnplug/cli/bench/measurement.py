@@ -24,6 +24,8 @@ class Measurement:
         unit: The unit to tell it in.
         budget: What it may take, in that unit; None where it is told for comparison alone.
         paired: Whether each sample compares two of one round: their best is luck, and not told.
+        decides: Whether its budget decides the exit code: that of attnplug's own part does, what a backend takes
+            besides is told.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Measurement:
     unit: Unit
     budget: float | None = None
     paired: bool = False
+    decides: bool = True
 
     @property
     def median(self) -> float:
@@ -72,6 +75,7 @@ class Measurement:
             "best": None if self.best is None else round(self.best, 4),
             "budget": self.budget,
             "verdict": self.verdict,
+            "decides": self.decides and self.budget is not None,
             "samples": len(self.samples),
         }
 

@@ -14,6 +14,10 @@ from attnplug.errors import RequestError
 if TYPE_CHECKING:
     from pathlib import Path
 
+DECIDING: Final = (
+    "Budgets of attnplug's own part decide whether a run fails. What the backend takes besides, its `build` and its",
+    "`forward` over the raw calls, is held against the same budgets and told, and fails no run.",
+)
 _ON_A_BACKEND: Final = {"build", "forward"}
 
 
@@ -38,8 +42,8 @@ class Result:
 
     @property
     def within(self) -> bool:
-        """Whether every budget is kept."""
-        return all(measurement.within for measurement in self.measurements)
+        """Whether every budget is kept that decides."""
+        return all(measurement.within for measurement in self.measurements if measurement.decides)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -74,6 +78,7 @@ class Result:
                 "",
                 "Written by `attnplug bench`; not edited by hand. The median is held against the budget; half of the",
                 "samples lie between the quartiles.",
+                *self._who_decides(),
                 "",
                 "| what | value |",
                 "| --- | --- |",
@@ -87,6 +92,10 @@ class Result:
                 *([""] if self.notes else []),
             ]
         )
+
+    def _who_decides(self) -> list[str]:
+        told = any(measurement.budget is not None and not measurement.decides for measurement in self.measurements)
+        return ["", *DECIDING] if told else []
 
     def _title(self) -> str:
         names = {measurement.name for measurement in self.measurements}

@@ -26,13 +26,18 @@ def show(result: Result) -> None:
         say("\n".join(wrapped(f"note: {note}")))
 
 
+def _style(measurement: Measurement) -> str:
+    """Return the status that a verdict looks like; what fails no run is no alarm."""
+    return "ready" if measurement.within else "broken" if measurement.decides else "lacks_dependency"
+
+
 def _show(measurement: Measurement) -> None:
     unit, best = measurement.unit, measurement.best
     head = f"{measurement.name:13} {told(measurement.median, unit):>9}"
     least = "" if best is None else f"  best {told(best, unit)}"
     budget = "" if measurement.budget is None else f"  budget {measurement.budget:g} {unit}"
     if is_terminal():
-        style = STYLES["ready" if measurement.within else "broken"]
+        style = STYLES[_style(measurement)]
         console().print(f"[bold]{head}[/][dim]{least}[/]{budget}  [{style}]{measurement.verdict}[/]")
     else:
         say(f"{head}{least}{budget}  {measurement.verdict}".rstrip())
