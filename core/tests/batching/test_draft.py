@@ -129,6 +129,11 @@ def test_freed_blocks_behind_the_length_are_nothing():
         ((1, 0, [2**31]), "the block 2147483648"),
         ((1, 0, [1.5]), "the block 1.5"),
         ((1, 0, [None, "a"]), "the block 'a'"),
+        ((1, 0, None), "request 1 was given with blocks=None"),
+        ((1, 0, 7), "request 1 was given with blocks=7"),
+        ((1.5, 0, [1]), "query_len=1.5"),
+        (("1", 0, [1]), "query_len='1'"),
+        ((1, None, [1]), "num_computed_tokens=None"),
     ],
 )
 def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
@@ -143,6 +148,22 @@ def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
     batch = draft.finish()
     assert batch.block_table.tolist() == [[1, 2], [7, 0]]
     assert batch.slot_mapping.tolist() == [9, 28, 29]
+
+
+@pytest.mark.parametrize("given_", [None, "torch/sdpa", attnplug])
+def test_a_draft_is_of_an_agreement(given_):
+    with pytest.raises(BatchError, match=f"a {type(given_).__name__} was given to BatchDraft.of") as caught:
+        BatchDraft.of(given_)
+
+    assert "backend.agreement" in caught.value.remedy
+
+
+def test_numbers_of_a_library_are_whole_too():
+    draft = BatchDraft(4)
+
+    draft.add(torch.tensor(1), torch.tensor(5), [1, 2])
+
+    assert draft.finish().seq_lens.tolist() == [6]
 
 
 def test_a_negative_write_from_is_refused():

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 import torch
 from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch
-from core.tests.contract.world import make_batch
+from attnplug.errors import BatchError, TensorError
+from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
 
 
 def test_lengths_are_all_that_a_dense_batch_needs():
@@ -89,3 +91,63 @@ def test_a_batch_pickles():
 
 def test_padding_is_minus_one():
     assert PAD_SLOT_ID == -1
+
+
+@pytest.mark.parametrize(
+    ("lens", "given", "allowed"),
+    [
+        (([1, 2], [3]), "2 query_lens and 1 seq_lens", "the query too"),
+        (([], [3]), "0 query_lens and 1 seq_lens", "the query too"),
+        (([1.5], [3]), "query_lens=[1.5]", "whole number per request"),
+        (([1], ["3"]), "seq_lens=['3']", "whole number per request"),
+        ((None, [3]), "query_lens=None", "whole number per request"),
+        ((3, 3), "query_lens=3", "whole number per request"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(lens, given, allowed):
+    with refused(BatchError, given, allowed):
+        Batch.from_lengths(*lens)
+
+
+def test_lengths_may_be_numbers_of_a_library():
+    batch = Batch.from_lengths(torch.tensor([1, 2]), iter([4, 2]))
+
+    assert (batch.num_actual_tokens, batch.max_seq_len) == (3, 4)
+    assert type(batch.num_actual_tokens) is int
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "dtype"),
+    [("block_table", [[1]], "int32"), ("slot_mapping", [7], "int64"), ("seq_lens", [1], "int32")],
+)
+def test_lists_are_no_tensors(name, given, dtype):
+    table = torch.ones(1, 1, dtype=torch.int32)
+
+    with refused(TensorError, f"{name}={given}", f"{name} is a tensor", f"torch.tensor({name}, dtype=torch.{dtype})"):
+        if name == "seq_lens":
+            starts = torch.tensor([0, 1], dtype=torch.int32)
+            Batch(
+                query_start_loc=starts, seq_lens=given, num_reqs=1, num_actual_tokens=1, max_query_len=1, max_seq_len=1
+            )
+        else:
+            Batch.from_lengths([1], [1], **{"block_table": table, name: given})
+
+
+@pytest.mark.parametrize("given", [None, {"num_reqs": 1}, [3]])
+def test_only_batches_are_built(given):
+    builder = make_builder(make_backend())
+
+    with refused(BatchError, f"{given!r} was given to build", "a Batch", "BatchDraft.finish"):
+        builder.build(given)
+    with refused(BatchError, f"{given!r} was given to begin_forward", "a Batch"):
+        builder.state.begin_forward({builder: given})
+
+
+def test_a_step_has_a_batch_for_each_builder():
+    backend = make_backend()
+    state = backend.make_state(limits())
+    builder, batch = backend.make_builder([make_layer(backend)], state), make_batch([1], [3])
+
+    with refused(BatchError, "a Batch was given to begin_forward", "a batch for each builder", "{builder: batch}"):
+        state.begin_forward(batch)
+    assert state.begin_forward({builder: batch}).metadata[builder].num_decodes == 1

@@ -16,13 +16,12 @@ from attnplug.batching.slots import slots_of_new_tokens
 from attnplug.contract.batch import PAD_SLOT_ID, Batch
 from attnplug.contract.staging import upload as upload_pinned
 from attnplug.errors import BatchError
+from attnplug.negotiation.agreement import Agreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
-
-    from attnplug.negotiation.agreement import Agreement
 
 
 # Up to here loops over tokens are faster than operations on tensors, each of which costs microseconds whatever it does.
@@ -102,8 +101,10 @@ class BatchDraft:
             upload: As for the constructor.
 
         Raises:
-            BatchError: The agreement has no paged cache, spreads it over ranks, or is for cross attention.
+            BatchError: It is no agreement, or one that has no paged cache, spreads it over ranks, or is for cross
+                attention.
         """
+        _check_agreement(agreement)
         asked = agreement.requirements
         if agreement.block_size is None or asked.dcp_size > 1 or asked.attn_type == "encoder_decoder":
             raise BatchError(
@@ -158,9 +159,11 @@ class BatchDraft:
             Its row in the batch.
 
         Raises:
-            BatchError: A number is negative, the query is empty, there are too few blocks, a block that is attended is
-                freed, or a decode follows a prefill. The draft is not changed.
+            BatchError: A number is negative or not whole, the query is empty, there are too few blocks, a block that is
+                attended is freed, or a decode follows a prefill. The draft is not changed.
         """
+        if not type(query_len) is type(num_computed_tokens) is type(write_from) is int:
+            _check_whole(query_len=query_len, num_computed_tokens=num_computed_tokens, write_from=write_from)
         if query_len < 1 or num_computed_tokens < 0 or write_from < 0:
             raise _refused_numbers(query_len, num_computed_tokens, write_from)
         row = len(self._query_lens)
@@ -168,7 +171,10 @@ class BatchDraft:
         if is_decode and self._first_prefill >= 0:
             self._refuse_order(row, query_len)
         seq_len = num_computed_tokens + query_len
-        count, holes = self._rows.put(row, blocks)
+        try:
+            count, holes = self._rows.put(row, blocks)
+        except TypeError:
+            raise _no_list(row, blocks) from None
         needed = -(-seq_len // self._block_size)
         if count < needed:
             self._refuse_blocks(row, seq_len, count, needed)
@@ -318,3 +324,27 @@ def _refused_numbers(query_len: int, num_computed_tokens: int, write_from: int) 
         "a request of a step has at least one new token, and no number is negative",
         "add only requests that are scheduled; recompute at least the last token of a prompt that is cached whole",
     )
+
+
+def _check_agreement(agreement: object) -> None:
+    if not isinstance(agreement, Agreement):
+        raise BatchError(
+            f"a {type(agreement).__name__} was given to BatchDraft.of",
+            "it takes an Agreement: what the layers of the group were selected with",
+            "pass backend.agreement",
+        )
+
+
+def _no_list(row: int, blocks: object) -> BatchError:
+    return BatchError(
+        f"request {row} was given with blocks={blocks!r}",
+        "its blocks are a list of block numbers, from its first token on",
+        "pass the blocks that the cache was allocated with",
+    )
+
+
+def _check_whole(**numbers: object) -> None:
+    """Numbers of a library will do, where they are whole."""
+    for name, number in numbers.items():
+        if not hasattr(number, "__index__"):
+            raise BatchError(f"{name}={number!r} was given", f"{name} is a whole number", "pass an int")

@@ -11,6 +11,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from attnplug.contract.guards.given import check_tensor, whole_numbers
+from attnplug.errors import BatchError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -20,9 +23,12 @@ PAD_SLOT_ID: Final = -1
 """The slot of a token whose K/V are not written."""
 
 
-def _mirror(device_copy: Tensor | None) -> Tensor | None:
+def _mirror(name: str, device_copy: Tensor | None) -> Tensor | None:
     """A tensor that lives on the CPU is its own host copy."""
-    return device_copy if device_copy is not None and device_copy.device.type == "cpu" else None
+    if device_copy is None:
+        return None
+    check_tensor(name, device_copy)
+    return device_copy if device_copy.device.type == "cpu" else None
 
 
 @frozen(eq=False, kw_only=True)
@@ -100,23 +106,23 @@ class Batch:
 
     @query_start_loc_cpu.default
     def _own_query_start_loc(self) -> Tensor | None:
-        return _mirror(self.query_start_loc)
+        return _mirror("query_start_loc", self.query_start_loc)
 
     @seq_lens_cpu.default
     def _own_seq_lens(self) -> Tensor | None:
-        return _mirror(self.seq_lens)
+        return _mirror("seq_lens", self.seq_lens)
 
     @block_table_cpu.default
     def _own_block_table(self) -> Tensor | None:
-        return _mirror(self.block_table)
+        return _mirror("block_table", self.block_table)
 
     @slot_mapping_cpu.default
     def _own_slot_mapping(self) -> Tensor | None:
-        return _mirror(self.slot_mapping)
+        return _mirror("slot_mapping", self.slot_mapping)
 
     @encoder_seq_lens_cpu.default
     def _own_encoder_seq_lens(self) -> Tensor | None:
-        return _mirror(self.encoder_seq_lens)
+        return _mirror("encoder_seq_lens", self.encoder_seq_lens)
 
     @max_encoder_seq_len.default
     def _longest_encoder(self) -> int | None:
@@ -125,11 +131,11 @@ class Batch:
 
     @dcp_local_seq_lens_cpu.default
     def _own_dcp_local_seq_lens(self) -> Tensor | None:
-        return _mirror(self.dcp_local_seq_lens)
+        return _mirror("dcp_local_seq_lens", self.dcp_local_seq_lens)
 
     @key_start_loc_cpu.default
     def _own_key_start_loc(self) -> Tensor | None:
-        return _mirror(self.key_start_loc)
+        return _mirror("key_start_loc", self.key_start_loc)
 
     @classmethod
     def from_lengths(
@@ -153,9 +159,17 @@ class Batch:
             device: Where the batch's tensors go; None is the block table's, else the CPU. Tensors given on the CPU are
                 kept as host copies.
             rest: Further fields of `Batch`, by name.
+
+        Raises:
+            BatchError: The lengths are not whole numbers, or there are not as many of each.
+            TensorError: The block table or the slot mapping is no tensor.
         """
-        lengths = list(query_lens) if seq_lens is None else list(seq_lens)
-        queries = list(query_lens)
+        queries = whole_numbers("query_lens", query_lens)
+        lengths = queries if seq_lens is None else whole_numbers("seq_lens", seq_lens)
+        _check_alike(queries, lengths)
+        for name, given in (("block_table", block_table), ("slot_mapping", slot_mapping)):
+            if given is not None:
+                check_tensor(name, given)
         if device is None and block_table is not None:
             device = block_table.device
         host = {"query_start_loc": _cumulative(queries), "seq_lens": _int32(lengths)}
@@ -168,7 +182,7 @@ class Batch:
         fields: dict[str, Any] = {}
         for name, tensor in host.items():
             fields[name] = tensor if device is None else tensor.to(device)
-            fields[f"{name}_cpu"] = _mirror(tensor)
+            fields[f"{name}_cpu"] = _mirror(name, tensor)
         derived = {
             "num_reqs": len(queries),
             "num_actual_tokens": sum(queries),
@@ -195,6 +209,15 @@ class Batch:
         if key not in self.derived:
             self.derived[key] = compute()
         return cast("_T", self.derived[key])
+
+
+def _check_alike(queries: Sequence[int], lengths: Sequence[int]) -> None:
+    if len(queries) != len(lengths):
+        raise BatchError(
+            f"{len(queries)} query_lens and {len(lengths)} seq_lens were given",
+            "each request has a query and a sequence, which counts the query too",
+            "pass lists of equal length, or leave seq_lens out for first prefills",
+        )
 
 
 def _int32(values: Sequence[int]) -> Tensor:

@@ -11,7 +11,7 @@ from attrs import evolve
 from attnplug.contract.advance import StepTokens, advanced_batch
 from attnplug.contract.cascade import cascade_pays
 from attnplug.contract.guards.batch import BatchGuard, Facts
-from attnplug.contract.guards.building import check_fields, check_own, check_slot, complete
+from attnplug.contract.guards.building import check_batch, check_fields, check_own, check_slot, complete
 from attnplug.contract.guards.graph import graph_level, runs_at
 from attnplug.errors import BatchError, PluginContractError
 
@@ -110,6 +110,7 @@ class MetadataBuilder:
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
             PluginContractError: The plugin's metadata for a slot differs from that of the capture.
         """
+        check_batch(batch, "build")
         if slot is None:
             batch.derived[self] = self._guard.check(batch)
             return complete(self, self._build(batch, fast=fast, slot=None))

@@ -12,6 +12,7 @@ import torch
 from attrs import frozen
 
 from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract.guards.building import check_batches
 from attnplug.contract.guards.graph import check_key, graph_level
 from attnplug.contract.lasting import lasting
 from attnplug.contract.limits import Parallel
@@ -168,6 +169,7 @@ class State:
             ContractError: A batch is refused; see `MetadataBuilder.build`.
             LimitsError: There is no slot for the key.
         """
+        check_batches(batches)
         slot = self.slot(key) if key is not None else self.find_slot(batches) if self._slots else None
         return Step(slot, {builder: builder.build(batch, slot=slot) for builder, batch in batches.items()})
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
 
+from attnplug.contract.batch import Batch
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
-    from attnplug.contract.batch import Batch
     from attnplug.contract.builder import MetadataBuilder
 
 # In the order in which they are found: plans are a dict, and only now and then something else.
@@ -40,6 +40,38 @@ def complete(builder: MetadataBuilder, metadata: Metadata) -> Metadata:
             "plan for every key of self.plan_groups",
         )
     return metadata
+
+
+def check_batch(batch: object, where: str) -> None:
+    """
+    Check that what should be a batch is one.
+
+    Raises:
+        BatchError: It is something else.
+    """
+    if not isinstance(batch, Batch):
+        raise BatchError(
+            f"{reprlib.repr(batch)} was given to {where}",
+            "it takes a Batch: this step's requests",
+            "pass what BatchDraft.finish, or Batch.from_lengths, returns",
+        )
+
+
+def check_batches(batches: object) -> None:
+    """
+    Check that what should be a step's batches is a mapping of builders to them.
+
+    Raises:
+        BatchError: It is something else.
+    """
+    if not isinstance(batches, Mapping):
+        raise BatchError(
+            f"a {type(batches).__name__} was given to begin_forward",
+            "a step has a batch for each builder: layers that share a block table share a builder",
+            "pass {builder: batch}",
+        )
+    for batch in batches.values():
+        check_batch(batch, "begin_forward")
 
 
 def check_fields(builder: MetadataBuilder, more: Mapping[str, Any]) -> None:
