@@ -65,6 +65,20 @@ def parse_capability(value: object) -> ComputeCapability:
 
 HARDWARE: Final = tuple(
     ComputeCapability(*number)
-    for number in ((7, 0), (7, 2), (7, 5), (8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+    for number in (
+        (7, 0),
+        (7, 2),
+        (7, 5),
+        (8, 0),
+        (8, 6),
+        (8, 7),
+        (8, 9),
+        (9, 0),
+        (10, 0),
+        (10, 3),
+        (11, 0),
+        (12, 0),
+        (12, 1),
+    )
 )
 """What there is to run on, oldest first. Source: NVIDIA, "CUDA GPU Compute Capability"."""
