@@ -7,3 +7,4 @@ from attnplug.testing.kit import Conformance
 
 class TestEmbedded(Conformance):
     backend = "torch/sdpa"
+    device = "cpu"

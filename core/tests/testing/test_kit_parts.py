@@ -12,9 +12,10 @@ from attnplug.testing.kit import Basic, Tier
 from attnplug.testing.kit.ask import Ask
 from attnplug.testing.kit.menu import Capability, is_served, menu_of
 from attnplug.testing.kit.pairwise import covering_asks
+from attnplug.testing.kit.plugin import Reporter
 from attnplug.testing.kit.subject import find_subjects
 
-SUBJECT = find_subjects("torch/sdpa")[0]
+SUBJECT = find_subjects("torch/sdpa", "cpu")[0]
 APART = ("cudagraph", "host_lengths", "compute_capability", "device_type")
 
 
@@ -88,6 +89,22 @@ def test_known_failures_are_expected_to_fail_strictly() -> None:
 class Known(Basic):
     __test__ = False
     known_failures = {"test_one_token": "a reason"}  # noqa: RUF012 - as a plugin's author would write it
+
+
+def test_a_whole_run_that_leaves_values_out_is_red() -> None:
+    exits = []
+    for part in (False, True):
+        reporter, session = Reporter(None, "pytest", complete=True), SimpleNamespace(exitstatus=0)
+        item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": SUBJECT}))
+        reporter.pytest_itemcollected(item)
+        if part:
+            reporter.pytest_deselected()
+        passed = pytest.TestReport("a", ("a", 1, ""), {}, "passed", None, "call", user_properties=item.user_properties)
+        reporter.pytest_runtest_logreport(passed)
+        reporter.pytest_sessionfinish(session)
+        exits.append(session.exitstatus)
+
+    assert exits == [1, 0]
 
 
 def test_a_class_without_a_backend_says_how_to_name_one() -> None:

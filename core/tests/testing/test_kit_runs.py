@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import attnplug
 attnplug.register("minimal.least", manifest=Path(sys.argv[1]) / "attnplug.toml")
-options = ["--pyargs", "attnplug.testing", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
+options = ["--pyargs", "attnplug.testing", "--attn-device=cpu", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
 sys.exit(pytest.main(options))
 """
 
@@ -77,7 +77,7 @@ def test_the_report_has_every_test(whole) -> None:
 
 
 def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:
-    done = run(tmp_path, "--attn-backend=minimal/plain", "-k", "test_one_token")
+    done = run(tmp_path, "--attn-backend=minimal/plain", "-k", "TestBasic and test_one_token")
 
     assert done.returncode == 0, done.stdout
     assert "not exercised: gqa_ratio=1, 4, 7" in done.stdout

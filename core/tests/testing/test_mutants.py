@@ -50,8 +50,9 @@ torch.set_num_threads(1)
 folder, mutants = Path(sys.argv[1]), json.loads(sys.argv[2])
 for name, test in mutants.items():
     attnplug.register(f"mutants.{name}", manifest=folder / f"{name}.toml")
-    options = [f"--attn-backend={name}", f"--attn-report={folder / name}", "-k", test, "-p", "no:randomly", "-q"]
-    pytest.main(["--pyargs", "attnplug.testing", "--rootdir", str(folder), "-p", "no:cacheprovider", *options])
+    options = [f"--attn-backend={name}", "--attn-device=cpu", f"--attn-report={folder / name}", "-k", test]
+    plain = ["-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--rootdir", str(folder)]
+    pytest.main(["--pyargs", "attnplug.testing", *plain, *options])
 """
 
 

@@ -15,6 +15,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("attnplug", "attnplug's conformance kit (pytest --pyargs attnplug.testing)")
     group.addoption("--attn-backend", metavar="NAME[/VARIANT]", help="the installed backend to test")
     group.addoption(
+        "--attn-device", metavar="DEVICE", help="what to test it on, as cpu; this process's device by default"
+    )
+    group.addoption(
         "--attn-report", metavar="DIR", type=Path, help="write report.json, evidence-*.json and junit.xml there"
     )
 
@@ -28,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from attnplug.testing.kit.plugin import Reporter  # noqa: PLC0415 - loads torch, only where it is asked for
 
     if name is not None:
-        _check_name(name)
+        _check_name(name, config.getoption("--attn-device"))
     if folder is not None and not config.option.xmlpath:
         config.option.xmlpath = str(folder / "junit.xml")
     # Without the place of the files, which is one machine's own.
@@ -37,11 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(reporter)
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, device: str | None) -> None:
     from attnplug.errors import AttnplugError  # noqa: PLC0415 - as above
     from attnplug.testing.kit.subject import find_subjects  # noqa: PLC0415 - as above
 
     try:
-        find_subjects(name)
+        find_subjects(name, device)
     except AttnplugError as error:
         raise pytest.UsageError(str(error)) from error

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.testing.kit.record import SUBJECT
 from attnplug.testing.kit.report import SubjectReport, report_of, subject_of
-from attnplug.testing.kit.subject import Subject, find_subjects
+from attnplug.testing.kit.subject import Subject
 from attnplug.testing.kit.table import lines_of
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ class Reporter:
         self._folder = folder
         self._command = command
         self._complete = complete
+        self._subjects: dict[str, Subject] = {}
         self._reports: dict[str, pytest.TestReport] = {}
         self._found: list[SubjectReport] = []
 
@@ -42,6 +43,7 @@ class Reporter:
         call = getattr(item, "callspec", None)
         subject = call.params.get("subject") if call is not None else None
         if isinstance(subject, Subject):
+            self._subjects[subject.id] = subject
             item.user_properties.append((SUBJECT, subject.id))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -60,7 +62,7 @@ class Reporter:
             name = subject_of(report)
             if name is not None:
                 by_subject.setdefault(name, []).append(report)
-        self._found = [report_of(find_subjects(name)[0], found) for name, found in sorted(by_subject.items())]
+        self._found = [report_of(self._subjects[name], found) for name, found in sorted(by_subject.items())]
         if self._folder is not None and self._found:
             _write(self._folder, self._command, self._found)
         if self._complete and any(report.missing for report in self._found) and session.exitstatus == 0:

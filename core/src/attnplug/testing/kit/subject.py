@@ -60,18 +60,19 @@ class Subject:
         return self.id
 
 
-def find_subjects(name: str, device: Device | None = None) -> tuple[Subject, ...]:
+def find_subjects(name: str, device: Device | str | None = None) -> tuple[Subject, ...]:
     """
     Return what a name means: the variants of a backend that can run here, or the one that is named.
 
     Args:
         name: ``backend`` or ``backend/variant``; aliases of the backend too.
-        device: The device; None is this process's.
+        device: The device, or its name; None is this process's.
 
     Raises:
+        DeviceError: The device's name is none.
         UnknownBackendError: Nothing of that name is installed, or nothing of it can run here.
     """
-    here = Device.current() if device is None else device
+    here = Device.current() if device is None else Device.parse(device) if isinstance(device, str) else device
     backend, _, variant = name.partition("/")
     named = [
         item

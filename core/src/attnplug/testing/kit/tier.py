@@ -49,11 +49,13 @@ class Tier:
 
     Attributes:
         backend: ``"name"`` or ``"name/variant"``; None is what ``--attn-backend`` says.
+        device: What to test it on, as `Device.parse` reads it; None is what ``--attn-device`` says, or this process's.
         known_failures: Tests that are expected to fail, and why: the name of a test, or its name with its point in
             brackets. One that passes fails: the entry is out of date then.
     """
 
     backend: ClassVar[str | None] = None
+    device: ClassVar[str | None] = None
     known_failures: ClassVar[Mapping[str, str]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -61,6 +63,7 @@ class Tier:
         if "subject" not in metafunc.fixturenames:
             return
         name = self.backend or metafunc.config.getoption("--attn-backend", default=None)
+        device = self.device or metafunc.config.getoption("--attn-device", default=None)
         if name is None:
             raise pytest.UsageError(
                 f"{type(self).__name__} was given no backend: pass --attn-backend=NAME[/variant], or name it in the "
@@ -68,7 +71,9 @@ class Tier:
             )
         with_points = "point" in metafunc.fixturenames
         names = ("subject", "point") if with_points else ("subject",)
-        parameters = [p for subject in find_subjects(name) for p in self._parameters(metafunc.function, subject)]
+        parameters = [
+            p for subject in find_subjects(name, device) for p in self._parameters(metafunc.function, subject)
+        ]
         metafunc.parametrize(names, parameters)
 
     @pytest.fixture
