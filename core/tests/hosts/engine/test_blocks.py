@@ -122,6 +122,39 @@ def test_an_evicted_trunk_hides_its_branches_and_takes_nothing_else_for_them() -
     assert pool.num_free == 1
 
 
+def test_blocks_that_are_forgotten_are_free_and_hide_what_continues_them() -> None:
+    pool = BlockPool(6, 2)
+    blocks = fill(pool, [1, 2, 3, 4, 5, 6])
+    pool.share(blocks[:1])
+    pool.forget(blocks[1:2])
+    assert pool.match([1, 2, 3, 4, 5, 6]) == blocks[:1]
+
+    pool.release(blocks)
+    pool.forget(blocks[2:])
+    pool.forget([0])
+    assert pool.num_free == 4
+    assert sorted(pool.allocate(4) + blocks[:1]) == [1, 2, 3, 4, 5]
+
+
+def test_what_was_begun_before_all_was_forgotten_is_not_found() -> None:
+    pool = BlockPool(10, 2)
+    done = fill(pool, [1, 2, 3, 4])
+    half = pool.allocate(2)
+    pool.release(fill(pool, [5, 6]))
+
+    pool.forget_all()
+    assert pool.num_free == 5
+    pool.register(half, [7, 8, 9, 9], 0, 1)
+    more = done + pool.allocate(1)
+    pool.register(more, [1, 2, 3, 4, 5, 6], 2, 3)
+    assert [pool.match(tokens) for tokens in ([7, 8], [1, 2, 3, 4, 5, 6], [5, 6])] == [[], [], []]
+
+    anew = fill(pool, [7, 8, 9, 9])
+    assert pool.match([7, 8, 9, 9]) == anew
+    pool.register(half, [7, 8, 9, 9], 1, 2)
+    assert pool.match([7, 8, 9, 9]) == anew
+
+
 def test_without_reuse_nothing_is_found() -> None:
     pool = BlockPool(4, 1, reuse=False)
     pool.release(fill(pool, [1, 2]))

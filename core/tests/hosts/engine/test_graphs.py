@@ -135,6 +135,22 @@ def test_a_closed_engine_has_freed_its_memory(graphed):
         gc.enable()
 
 
+def test_an_engine_that_is_gone_has_freed_its_memory(host):
+    """At once as well, though the recorded steps and what runs them hold each other."""
+    engine = Engine(reference("llama")[0], graphs=True, max_num_reqs=2, max_seq_len=64)
+    engine.generate([[1, 2, 3]], max_new_tokens=3)
+    runner = engine._runner
+    cache = next(iter(runner._caches.values()))
+    gone = [weakref.ref(one) for one in (runner, runner._builders[0].state, cache)]
+    del runner, cache
+    gc.disable()
+    try:
+        del engine
+        assert [one() for one in gone] == [None] * 3
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("given", "common"),
     [

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import CacheError
 from attnplug.hosts.transformers.engine.request import Request
-from attnplug.hosts.transformers.engine.sampling import Sampling, sample
+from attnplug.hosts.transformers.engine.sampling import NO_TOKEN, Sampling, sample
 from core.tests.hosts.engine import fake
 
 
@@ -26,7 +26,7 @@ def some_request(random: Random, number: int) -> Request:
 def check_result(request: Request) -> None:
     wanted = fake.generate(request.tokens[: request.num_prompt_tokens], request.max_new_tokens, request.stop_tokens)
     assert not request.blocks
-    if request.status == "cancelled":
+    if request.finish_reason in ("cancelled", "failed"):
         assert request.new_tokens == wanted[: len(request.new_tokens)]
     else:
         assert request.status == "finished"
@@ -142,6 +142,10 @@ def test_whoever_was_added_ends_whatever_is_cancelled(
         if step is None:
             break
         tokens = host.run(step)
+        if tokens and data.draw(st.sampled_from([True, False, False])):
+            tokens[data.draw(st.integers(0, len(tokens) - 1))] = NO_TOKEN
+        if data.draw(st.sampled_from([True, False, False])):
+            host.pool.forget_all()
         if data.draw(st.booleans()):
             host.scheduler.cancel(data.draw(st.sampled_from(requests)))  # while its step is on its way
         host.scheduler.finish_step(step, tokens)

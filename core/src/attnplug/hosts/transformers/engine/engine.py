@@ -31,7 +31,7 @@ from attnplug.hosts.transformers.engine.request import Request, to_stop_tokens
 from attnplug.hosts.transformers.engine.runner import Runner, current
 from attnplug.hosts.transformers.engine.sampling import Sampling, sample
 from attnplug.hosts.transformers.engine.scheduler import Scheduler
-from attnplug.hosts.transformers.engine.support import check_kind, check_layers, check_lengths, end_of_text, longest
+from attnplug.hosts.transformers.engine.support import check_kind, check_lengths, check_model, end_of_text, longest
 from attnplug.hosts.transformers.engine.trial import learn
 from attnplug.hosts.transformers.engine.weights import Weights
 from attnplug.hosts.transformers.requirements import model_layers
@@ -117,7 +117,7 @@ class Engine:
             cudagraph="single_token_decode" if graphs else "never",
             remedy="keep transformers' own attention for this model",
         )
-        check_layers(model, layers)
+        check_model(model, layers)
         limits = Limits(
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,

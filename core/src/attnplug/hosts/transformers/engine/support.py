@@ -19,7 +19,7 @@ _KEEP = "keep transformers' own attention for this model"
 
 def check_kind(model: Any) -> None:
     """
-    Refuse what is no causal language model of transformers, ready to run.
+    Refuse what is no model of transformers with one stack, before its configuration is read.
 
     Args:
         model: What was given for the model.
@@ -28,21 +28,21 @@ def check_kind(model: Any) -> None:
         RequirementsError: The engine does not run this; the reason is said.
     """
     _refuse_first(model, _of_what_is_no_model(model))
-    _refuse_first(model, _of_kind(model))
 
 
-def check_layers(model: Any, layers: Sequence[ModelLayer]) -> None:
+def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
     """
-    Refuse a model with attention layers that the engine would run into wrong tokens.
+    Refuse a model that the engine would run into wrong tokens: for its layers, its forward or its state.
 
     Args:
         model: The model.
         layers: Its attention layers, as its configuration describes them for paged caches.
 
     Raises:
-        RequirementsError: A layer is of a kind that the engine does not run; the reason is said.
+        RequirementsError: The model is of a kind that the engine does not run; the reason is said.
     """
     _refuse_first(model, _of_layers(layers))
+    _refuse_first(model, _of_kind(model))
 
 
 def check_lengths(model: Any, max_seq_len: int, max_num_tokens: int) -> None:
@@ -105,11 +105,11 @@ def _of_what_is_no_model(model: Any) -> Iterator[tuple[str, str, str]]:
             "the engine runs causal language models of transformers",
             "pass what AutoModelForCausalLM.from_pretrained(...) returns",
         )
+    if getattr(model.config, "is_encoder_decoder", False):
+        yield "an encoder-decoder", "the engine runs causal language models of one stack", _KEEP
 
 
 def _of_kind(model: Any) -> Iterator[tuple[str, str, str]]:
-    if getattr(model.config, "is_encoder_decoder", False):
-        yield "an encoder-decoder", "the engine runs causal language models of one stack", _KEEP
     if not callable(getattr(model, "get_output_embeddings", None)) or model.get_output_embeddings() is None:
         yield "a model without a language-model head", "tokens are sampled from its logits", "load it for causal LM"
     parameters = inspect.signature(model.forward).parameters
