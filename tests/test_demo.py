@@ -284,3 +284,9 @@ def test_without_a_readme_the_package_describes_itself(tmp_path, monkeypatch):
 
     assert origin == "attnplug's own description"
     assert text == str(attnplug.__doc__).encode()
+
+
+def test_what_nobody_can_serve_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--backend", "flashinfer"]) == 1
+
+    assert "among 'flashinfer' (--backend)" in capsys.readouterr().err

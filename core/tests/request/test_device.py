@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from attnplug.errors import DeviceError
 from attnplug.request import device as module
@@ -219,3 +220,16 @@ def test_unknown_fields_are_refused():
 def test_multiprocessors_follow_from_lanes(cores, capability, count):
     """H200, A100, V100 and RTX A6000, by their data sheets."""
     assert multiprocessors(cores, capability) == count
+
+
+@pytest.mark.parametrize("make", [Device, Device.parse])
+def test_a_device_of_torch_is_told_as_text(make):
+    for device, written in (
+        ("cpu", "or write 'cpu'"),
+        ("cuda:1", "or write 'cuda:9.0', with its own compute capability"),
+    ):
+        with pytest.raises(DeviceError) as caught:
+            make(torch.device(device))
+        assert caught.value.remedy == f"leave it out for this process's own, {written}"
+    with pytest.raises(DeviceError, match=r"such as '9\.0'; an index is none"):
+        Device.parse("cuda:0")

@@ -31,7 +31,9 @@ def _to_capability(value: Any) -> ComputeCapability | None:
         return parse_capability(value)
     except ValueError as error:
         raise DeviceError(
-            f"compute capability {value!r} was given", f"it is {error}", "write it as major.minor"
+            f"compute capability {value!r} was given",
+            f"it is {error}",
+            "write it as major.minor, such as '9.0'; an index is none",
         ) from None
 
 
@@ -59,6 +61,8 @@ class Device:
         return default_vendor(self.type)
 
     def __attrs_post_init__(self) -> None:
+        if hasattr(self.type, "type"):
+            raise foreign_device(self.type)
         if not (isinstance(self.type, str) and self.type.isidentifier() and self.type.islower()):
             raise DeviceError(
                 f"device type {self.type!r} was given",
@@ -90,6 +94,8 @@ class Device:
         Raises:
             DeviceError: The text has none of these forms.
         """
+        if not isinstance(text, str):
+            raise foreign_device(text)
         if text == "current":
             return cls.current()
         kind, _, capability = text.partition(":")
@@ -155,6 +161,19 @@ def is_unseen() -> bool:
         and os.environ.get("CUDA_VISIBLE_DEVICES") not in _HIDDEN
         and any(os.path.exists(path) for path in _DRIVERS)  # noqa: PTH110 - asked on every question of such a process
         and find_spec("pynvml") is None
+    )
+
+
+def foreign_device(device: object) -> DeviceError:
+    """Return the error for a device that is no text, such as torch's, with the text to write for it."""
+    kind = getattr(device, "type", None)
+    text = f"{kind}:9.0" if kind == "cuda" else kind
+    other = ", or describe another with Device.cuda('9.0')"
+    write = f", or write {text!r}{', with its own compute capability' if kind == 'cuda' else ''}" if kind else other
+    return DeviceError(
+        f"device={device!r} was given",
+        "a device is an attnplug.Device, or its text such as 'cpu' or 'cuda:9.0'",
+        f"leave it out for this process's own{write}",
     )
 
 

@@ -10,6 +10,7 @@ import attrs
 from attrs import field, frozen
 
 from attnplug.errors import RequirementsError
+from attnplug.request.domain import Name
 from attnplug.request.fields import FIELDS, Field, fields_of, near
 
 _C = TypeVar("_C", bound=type)
@@ -205,6 +206,9 @@ def neutral(name: str, facts: Mapping[str, Any]) -> Any:
     return FIELDS[name].neutral
 
 
+_OF_TORCH = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+
+
 def _canonical(item: Field, value: Any) -> Any:
     if value is None and (item.is_optional() or item.name in _DEPENDENT):
         return None
@@ -214,8 +218,18 @@ def _canonical(item: Field, value: Any) -> Any:
         raise RequirementsError(
             f"{item.name}={value!r} was given",
             f"{item.name} ({item.help}) is {error}" + (", or None" if item.is_optional() else ""),
-            f"pass another {item.name}" + ("" if item.required else ", or leave it out"),
+            _way_out(item, value) + ("" if item.required else ", or leave it out"),
         ) from None
+
+
+def _way_out(item: Field, value: Any) -> str:
+    """Say what to write for a name in other letters, or for an object of torch."""
+    word = str(value).rpartition(".")[2]
+    if isinstance(item.domain, Name):
+        for name in (word, word.lower(), word.upper(), _OF_TORCH.get(word)):
+            if name in item.domain.values:
+                return f"write {item.name}={name!r}"
+    return f"pass another {item.name}"
 
 
 def _default(requirements: Requirements, item: Field) -> Any:

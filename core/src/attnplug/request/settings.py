@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
@@ -78,7 +79,7 @@ class Settings:
         """
         environ = os.environ if environ is None else environ
         found: dict[str, tuple[Any, str]] = _from_file(
-            file or _default_file(environ), named=bool(file) or "ATTNPLUG_CONFIG" in environ
+            file or _default_file(environ), named=bool(file or environ.get("ATTNPLUG_CONFIG", "").strip())
         )
         options = _option_tables(found.pop("options", ({}, ""))[0])
         found |= _from_environment(environ)
@@ -131,8 +132,13 @@ def parse_layout(value: Any, name: str) -> str:
         raise SettingsError(
             f"{name}={value!r} is set{near(str(value).upper(), _LAYOUT.values)}",
             f"it is {error}",
-            f"set {name}={_LAYOUT.values[0]}, or unset it and each backend's own order decides",
+            f"set {name}={_meant(value)}, or unset it and each backend's own order decides",
         ) from None
+
+
+def _meant(value: Any) -> str:
+    """Return the layout that is nearest to what was written."""
+    return next(iter(get_close_matches(str(value).upper(), _LAYOUT.values, n=1)), _LAYOUT.values[0])
 
 
 _VARIABLES: Mapping[str, Callable[[str, str], Any]] = {
@@ -145,11 +151,18 @@ _VARIABLES: Mapping[str, Callable[[str, str], Any]] = {
 }
 
 
+def _is_unset(variable: str, environ: Mapping[str, str]) -> bool:
+    """Whether a variable counts as unset: an empty one does, but for ATTNPLUG_ALLOW, whose empty list permits none."""
+    return variable != f"{PREFIX}ALLOW" and not environ[variable].strip()
+
+
 def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     found = {}
     known = {PREFIX + name.upper(): name for name in _VARIABLES}
     for variable in sorted(environ):
         if variable in known:
+            if _is_unset(variable, environ):
+                continue
             name = known[variable]
             found[name] = (_VARIABLES[name](environ[variable], variable), f"environment variable {variable}")
         elif variable.startswith(PREFIX) and not variable.startswith(OPTION_PREFIX) and variable != "ATTNPLUG_CONFIG":
@@ -164,7 +177,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
 def _options_from_environment(environ: Mapping[str, str]) -> dict[tuple[str, str], tuple[str, str]]:
     found = {}
     for variable in sorted(environ):
-        if variable.startswith(OPTION_PREFIX):
+        if variable.startswith(OPTION_PREFIX) and not _is_unset(variable, environ):
             backend, separator, option = variable[len(OPTION_PREFIX) :].lower().partition("__")
             if not (backend and separator and option):
                 raise SettingsError(
@@ -177,7 +190,7 @@ def _options_from_environment(environ: Mapping[str, str]) -> dict[tuple[str, str
 
 
 def _default_file(environ: Mapping[str, str]) -> Path:
-    if environ.get("ATTNPLUG_CONFIG"):
+    if environ.get("ATTNPLUG_CONFIG", "").strip():
         return Path(environ["ATTNPLUG_CONFIG"])
     return _user_folder() / "config.toml"
 

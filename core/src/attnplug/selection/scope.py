@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, field, frozen
 
-from attnplug.errors import DeviceError, SettingsError
-from attnplug.request.device import Device
+from attnplug.errors import SettingsError
+from attnplug.request.device import Device, foreign_device
 from attnplug.request.read_only import read_only
 from attnplug.request.settings import parse_layout
 
@@ -127,11 +127,7 @@ def _device(device: Any) -> Device | None:
         return device
     if isinstance(device, str):
         return Device.parse(device)
-    raise DeviceError(
-        f"device={device!r} was given",
-        "a device is an attnplug.Device, or its text such as 'cpu' or 'cuda:9.0'",
-        "leave it out for this process's own, or describe another with Device.cuda('9.0')",
-    )
+    raise foreign_device(device)
 
 
 @contextmanager
@@ -155,7 +151,14 @@ def using(
         SettingsError: A keyword is wrong.
         DeviceError: The device is none.
     """
-    token = _SCOPE.set(overrides("using", backend, options, device, kv_layout).over(_SCOPE.get()))
+    with overlaid(overrides("using", backend, options, device, kv_layout)):
+        yield
+
+
+@contextmanager
+def overlaid(asked: Overrides) -> Iterator[None]:
+    """Do as `using` does, with keywords that were checked already and say where they come from."""
+    token = _SCOPE.set(asked.over(_SCOPE.get()))
     try:
         yield
     finally:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from attnplug.cli.demo.text import read_text
 from attnplug.cli.exits import NO, OK
 from attnplug.cli.output import say_json
-from attnplug.selection.scope import using
+from attnplug.selection.scope import overlaid, overrides
 
 if TYPE_CHECKING:
     import argparse
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run every architecture both ways."""
     text, origin = read_text(arguments.text)
     outcomes: list[Outcome] = []
-    with _quiet(), using(backend=arguments.backend):
+    with _quiet(), overlaid(overrides("--backend", arguments.backend, None, None)):
         for found in _outcomes(text):
             if not arguments.json:
                 _show(found, outcomes, origin)
