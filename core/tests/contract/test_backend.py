@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attrs import evolve
 
 from attnplug.contract import AttentionImpl, Backend, GraphKey, Layer, MetadataBuilder, State
 from attnplug.errors import LayerError, LimitsError, PluginContractError
@@ -99,8 +100,10 @@ def test_a_plan_reaches_its_layers():
     metadata = builder.build(make_batch([1], [3]), fast=True)
 
     assert impl.plan(metadata) == (1, True, None)
-    with refused(LayerError, given="'layers.1' has the plan key", remedy="make_builder"):
+    with refused(LayerError, "no plan for layer 'layers.1'", "has plans (1)", "make_builder"):
         stranger.plan(metadata)
+    with refused(LayerError, "no plan for layer 'layers.1'", "made no plans"):
+        stranger.plan(evolve(metadata, plans={}))
 
 
 def test_metadata_describes_the_batch_that_was_checked():

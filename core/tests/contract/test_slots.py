@@ -558,3 +558,18 @@ def test_a_batch_that_no_graph_covers_is_refused_in_a_slot():
     (slot,), _ = capture(builder, GraphKey(2, 2, 1))
     with refused(BatchError, given="GraphKey", allowed="'always'", remedy="slot=None"):
         builder.build(make_batch([1], [5]), slot=slot)
+
+
+def test_a_plan_that_changed_is_named_by_its_layer():
+    class Counting(Capturing):
+        builds = 0
+
+        def _build(self, batch, *, fast, slot):
+            self.builds += 1
+            return self.describe(batch, plans={key: {"builds": self.builds} for key in self.plan_groups})
+
+    _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": Counting}))
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+
+    with refused(PluginContractError, given="whose plan of layer 'layers.0'['builds'] changed since the capture"):
+        builder.build(make_batch([1], [3]), slot=slot)

@@ -57,6 +57,9 @@ class Backend(ABC):
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id!r}, on {self.device})"
+
     @property
     def agreement(self) -> Agreement:
         """What was negotiated."""

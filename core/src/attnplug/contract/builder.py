@@ -13,6 +13,7 @@ from attnplug.contract.cascade import cascade_pays
 from attnplug.contract.guards.batch import BatchGuard, Facts
 from attnplug.contract.guards.building import check_batch, check_fields, check_own, check_slot, complete
 from attnplug.contract.guards.graph import graph_level, runs_at
+from attnplug.contract.guards.wording import layers_text
 from attnplug.errors import BatchError, PluginContractError
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class MetadataBuilder:
             groups[impl.plan_key] = (*groups.get(impl.plan_key, ()), impl)
         self.plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]] = MappingProxyType(groups)
         self._guard = BatchGuard(self.agreement, self.limits, backend.device, uniform_decodes=self.uniform_decodes)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({layers_text(self.impls)}, of {self.agreement.id})"
 
     @property
     def graph_level(self) -> str:

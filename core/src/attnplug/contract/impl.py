@@ -93,6 +93,9 @@ class AttentionImpl(ABC):
         self.is_paged = bool(asked.paged)
         self.forward_writes, self.host_writes = settle_writers(self.cache_write, layer, agreement)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.layer.name!r}, of {self.agreement.id})"
+
     @property
     def plan_key(self) -> Hashable:
         """What a library fixes when it plans; layers with equal keys share a plan. Override it for other values."""
@@ -253,8 +256,10 @@ class AttentionImpl(ABC):
             return metadata.plans[self.plan_key]
         except KeyError:
             raise LayerError(
-                f"layer {self.layer.name!r} has the plan key {self.plan_key}",
-                f"the metadata has plans for {', '.join(map(str, metadata.plans)) or 'no layer'}",
+                f"no plan for layer {self.layer.name!r} is in the metadata that it was given",
+                f"its builder has plans ({len(metadata.plans)}) for layers with other windows, scales or soft caps"
+                if metadata.plans
+                else "its builder made no plans",
                 "give this layer's implementation to make_builder, whose metadata it runs on",
             ) from None
 

@@ -41,15 +41,15 @@ class Metadata:
         state: The state of the builder that made it: workspace, limits and ranks.
     """
 
-    agreement: Agreement
-    batch: Batch
+    agreement: Agreement = field(repr=lambda agreement: repr(agreement.id))
+    batch: Batch = field(repr=lambda batch: f"<{batch.num_reqs} requests, {batch.num_actual_tokens} tokens>")
     num_decodes: int
     num_prefills: int
     num_decode_tokens: int
     num_prefill_tokens: int
     num_key_rows: int
     highest_block: int = -1
-    plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}))
+    plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}), repr=lambda plans: f"<{len(plans)}>")
     slot: GraphSlot | None = None
     state: State | None = None
 

@@ -107,7 +107,7 @@ class GraphSlot:
         if captured is None:
             self._kept["captured", builder] = snapshots(metadata)
         else:
-            check_frozen(captured, metadata, self.state.backend.id)
+            check_frozen(captured, metadata, builder)
         self._kept["given", builder] = given
         return metadata
 

@@ -45,6 +45,9 @@ class Step:
     slot: GraphSlot | None
     metadata: Mapping[MetadataBuilder, Metadata]
 
+    def __repr__(self) -> str:
+        return f"Step(slot={self.slot}, built by {', '.join(map(repr, self.metadata))})"
+
 
 class State:
     """
@@ -72,6 +75,10 @@ class State:
         self._inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs] = WeakKeyDictionary()
         self._max_batch_size = 0
         self._is_capturing = False
+
+    def __repr__(self) -> str:
+        most = f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens"
+        return f"{type(self).__name__}(of {self.backend.id} on {self.device}, for {most}, {len(self._slots)} slots)"
 
     @property
     def workspace(self) -> Tensor:

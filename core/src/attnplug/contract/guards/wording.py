@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     import torch
     from torch import Tensor
+
+    from attnplug.contract.impl import AttentionImpl
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -24,3 +26,9 @@ def shape_text(shape: Iterable[object]) -> str:
 def describe(tensor: Tensor) -> str:
     """Return a tensor's shape, dtype and device: ``"(2, 3) bfloat16 on cuda:0"``."""
     return f"{shape_text(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}"
+
+
+def layers_text(impls: Sequence[AttentionImpl]) -> str:
+    """Return ``"layer 'a'"``, or ``"32 layers from 'a' to 'z'"``."""
+    first, last = impls[0].layer.name, impls[-1].layer.name
+    return f"layer {first!r}" if len(impls) == 1 else f"{len(impls)} layers from {first!r} to {last!r}"
