@@ -35,9 +35,8 @@ def test_what_is_no_model(made):
 
 def test_a_compiled_model_and_one_without_numbers(host):
     made = model("llama")
-    assert "pass the model that was compiled" in refusal(
-        lambda: Engine(torch.compile(made, backend="eager")), RequirementsError
-    )
+    compiled = torch.compile(made, backend="eager")
+    assert "pass the model that was compiled" in refusal(lambda: Engine(compiled), RequirementsError)
     assert "on the meta device" in refusal(lambda: Engine(made.to("meta")), RequirementsError)
 
 

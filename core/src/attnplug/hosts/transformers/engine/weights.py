@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from operator import is_
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import NotNegotiatedError
-from attnplug.hosts.transformers.versions import version_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+_VERSION: Final = attrgetter("_version")
+"""Count of in-place changes; `version_of`, for tensors that are known to count, and fast enough for hundreds."""
+
+
 class Weights:
     """
-    The parameters of a model, looked at again and again; a look costs some 0.1 microseconds for each of them.
+    The parameters of a model, looked at again and again; a look at 300 takes some 25 microseconds.
 
     Writes into a parameter's `data` do not count, as in autograd, nor do those into inference tensors.
 
@@ -65,4 +68,4 @@ class Weights:
 
 
 def _written(tensors: list[Tensor]) -> int:
-    return sum(map(version_of, tensors))
+    return sum(map(_VERSION, tensors))
