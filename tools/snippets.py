@@ -154,7 +154,7 @@ def _meet_file(block: Block, how: str, session: Session) -> None:
     try:
         if how == "shows":
             text = session.read(name)
-            if not matches(f"...{block.code}...", text):
+            if not any(matches(f"...{textwrap.indent(block.code, ' ' * depth)}...", text) for depth in range(0, 17, 4)):
                 raise SnippetError(
                     f"{where}: it does not stand there\n--- the page\n{block.code}\n--- the file\n{text}"
                 )
