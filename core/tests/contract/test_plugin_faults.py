@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from attnplug.contract import Layer, Metadata, MetadataBuilder, State
 from attnplug.errors import PluginContractError
 from attnplug.selection.load import _construct
-from core.tests.contract.toy import ToyBackend
+from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import agree, limits, make_backend, make_batch, make_builder, refused
 
 
@@ -49,6 +49,14 @@ def test_a_builder_without_the_contracts_constructor_is_refused():
         remedy="super().__init__(backend, impls, state)",
     ):
         make_builder(backend)
+
+
+def test_an_implementation_without_the_contracts_constructor_is_refused():
+    impl = type("Impl", (ToyImpl,), {"__init__": lambda self, layer, backend: setattr(self, "layer", layer)})
+    backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": impl}))
+
+    with refused(PluginContractError, "Impl was constructed", remedy="super().__init__(layer, backend)"):
+        backend.make_impl(Layer(name="layers.0"))
 
 
 def test_a_state_without_the_contracts_constructor_is_refused():

@@ -16,6 +16,7 @@ from attnplug.contract.guards.construction import check_constructed, check_takes
 from attnplug.contract.guards.forward import ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.limits import check_limits
+from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.kv_cache import Cache, CacheTensor, device_of, tensor_of
 from attnplug.contract.limits import Parallel
 from attnplug.contract.metadata import Metadata
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from attnplug.contract.batch import Batch
     from attnplug.contract.graph_key import GraphKey
-    from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.layer import Layer
     from attnplug.contract.limits import Limits
     from attnplug.negotiation.agreement import Agreement
@@ -181,6 +181,7 @@ class Backend(ABC):
                 "an implementation keeps the layer that it was given",
                 "call super().__init__(layer, backend) first, and leave self.layer alone",
             )
+        check_constructed(impl, AttentionImpl, "forward_writes")
         specs = self._specs(2)
         impl.bind(ForwardGuard(impl, specs, self.metadata_class, self.device), tuple(specs))
         return impl

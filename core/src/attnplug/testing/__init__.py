@@ -7,8 +7,12 @@ What the author of a backend tests with: a float64 oracle, and a generator of ca
     backend = attnplug.load(case.requirements(), backend="torch")
     paged = scene.paged(backend)                            # batch, and a cache whose unused slots are poisoned
     check(backend, scene)                                   # run it and compare
-    roomy = realise(padded_for(decodes, spare=3))           # a case of equally long queries, and rows for 3 more
-    check_replays(graphs, [roomy], num_reqs=8, max_seq_len=256)  # captured, replayed and compared
+
+`check_replays` does the same for graphs; `padded_for` leaves room for the requests that a captured shape has more:
+
+    decodes = Case(query_lens=(1, 1), context_lens=(9, 30))
+    backend = attnplug.load(decodes.requirements(cudagraph="uniform_batch"), backend="torch")
+    check_replays(backend, [realise(padded_for(decodes, spare=3))], num_reqs=5, max_seq_len=64)
 
 `attnplug.testing.strategies` has the same cases as hypothesis strategies, and needs hypothesis.
 """
