@@ -125,7 +125,7 @@ def test_json(models):
     assert all(found["tokens"] == found["expected"] for found in models)
     assert all(found["margin"] >= 1e-3 for found in models)  # no choice was left to rounding
     assert all(len({token for row in found["tokens"] for token in row}) > 8 for found in models)
-    asked = decisions(models[3])["layers.0.self_attn"].requirements
+    asked = decisions(models[3])["model.layers.0.self_attn"].requirements
     assert (asked.sinks, asked.sliding_window, asked.paged) == (True, 16, True)
 
 
