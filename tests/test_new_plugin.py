@@ -10,9 +10,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from attrs import frozen
+
+from attnplug.cli.new.project import FILES
+
+CORE = Path(__file__).parents[1] / "core"
+BUILD = """
+import sys
+from hatchling.builders.wheel import WheelBuilder
+next(WheelBuilder(sys.argv[1]).build(directory=sys.argv[2]))
+"""
 
 ASKED = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "2", "--dtype", "bfloat16", "--device", "cpu")
 
@@ -50,6 +60,16 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(made.site), str(made.project)]
     subprocess.run(command, check=True)
     return made
+
+
+def test_the_templates_are_in_the_wheel_of_the_core(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", BUILD, str(CORE), str(tmp_path)], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+
+    with ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if name.startswith("attnplug/cli/new/template/")}
+
+    assert packed == {f"attnplug/cli/new/template/{template}" for template in FILES.values()}
 
 
 def test_pip_installs_the_manifest_and_the_modules(installed: Installed) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnplug.cli.new.name import Name
-from attnplug.cli.new.project import FILES, render
+from attnplug.cli.new.project import FILES, render, write
+from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -172,6 +173,16 @@ def test_what_is_no_folder_is_refused(run, here: Path, path: str) -> None:
     assert outcome.code == 2
     assert f"was to be written to '{path}'" in outcome.err
     assert _files(here) == {"file"}
+
+
+def test_a_project_that_cannot_be_finished_leaves_nothing(here: Path) -> None:
+    (here / "empty").mkdir()
+
+    for folder in (here / "deep" / "new", here / "empty"):
+        with pytest.raises(RequestError, match="was to be written to"):
+            write(folder, {"README.md": "one", "src/a.py": "two", "src/a.py/b.py": "three"})
+
+    assert [path.name for path in here.rglob("*")] == ["empty"]
 
 
 def test_templates_are_read_for_a_project_alone(start, here: Path) -> None:

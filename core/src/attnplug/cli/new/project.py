@@ -48,18 +48,37 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
     Raises:
         RequestError: Something is there, or the folder cannot be written.
     """
+    made: list[Path] = []
     try:
         _check_empty(folder)
         for path, text in files.items():
-            file = folder / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
+            _write(folder / path, text, made)
     except OSError as error:
+        _unmake(made)
         raise RequestError(
             f"the project was to be written to {str(folder)!r}: {error.strerror or error}",
             "it is a folder that can be made and written",
             "name another one: --path DIR",
         ) from error
+
+
+def _write(file: Path, text: str, made: list[Path]) -> None:
+    """Write a file, and note what is new: the file, and the folders above it."""
+    for folder in reversed([each for each in file.parents if not each.exists()]):
+        folder.mkdir()
+        made.append(folder)
+    with file.open("x", encoding="utf-8") as opened:
+        made.append(file)
+        opened.write(text)
+
+
+def _unmake(made: list[Path]) -> None:
+    """Leave nothing half done."""
+    for path in reversed(made):
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
 
 
 def _check_empty(folder: Path) -> None:
