@@ -78,7 +78,9 @@ _HEADS = {"bert": "AutoModel", "modernbert": "AutoModel", "bart": "AutoModelForS
 def model(name, seed=0, dtype=torch.float32, **changes):
     """Return a tiny model on eager attention."""
     auto = getattr(transformers, _HEADS.get(name, "AutoModelForCausalLM"))
-    made = auto.from_config(config(name, **changes), attn_implementation="eager", dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)  # for what sharpen leaves as it is, such as a router's bias
+        made = auto.from_config(config(name, **changes), attn_implementation="eager", dtype=torch.float32)
     return sharpen(made, seed).to(dtype)
 
 
