@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.contract.batch import PAD_SLOT_ID, Batch
     from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.capture import capture
     from attnplug.contract.check import check_backend_class
     from attnplug.contract.dtypes import torch_dtype
     from attnplug.contract.graph_key import GraphKey
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.op import forward_context
     from attnplug.contract.phase import Phase
+    from attnplug.contract.recording import capture
     from attnplug.contract.slot import GraphSlot
     from attnplug.contract.staging import upload
     from attnplug.contract.state import State, Step
@@ -49,7 +49,7 @@ _HOMES = {
     "State": "state",
     "Step": "state",
     "StepTokens": "advance",
-    "capture": "capture",
+    "capture": "recording",
     "check_backend_class": "check",
     "forward_context": "op",
     "torch_dtype": "dtypes",

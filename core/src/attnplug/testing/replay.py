@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from attnplug.contract.capture import capture
 from attnplug.contract.graph_key import GraphKey
 from attnplug.contract.limits import Limits
+from attnplug.contract.recording import capture
 from attnplug.testing.running import Ran, compare
 from attnplug.testing.scene import CANARY, Paged
 
