@@ -72,7 +72,7 @@ def test_the_way_out_of_a_wrong_vendor_is_another_device():
 
 
 @pytest.mark.parametrize(
-    ("range_", "way_out"), [('max = "9.0"', "run on cuda:8.9"), ('min = "9.0"', "run on cuda:12.0")]
+    ("range_", "way_out"), [('max = "9.0"', "run on cuda:8.9"), ('min = "9.0"', "run on cuda:12.1")]
 )
 def test_a_rule_against_the_end_of_an_open_range_leaves_the_devices_inside(range_, way_out):
     supports = f'device_type = "cuda"\ncompute_capability = {{ {range_} }}\n'
