@@ -18,6 +18,7 @@ from attrs import frozen
 from attnplug.cli.new.project import FILES
 
 CORE = Path(__file__).parents[1] / "core"
+OURS = ("ATTNPLUG_", "COV", "PYTEST")  # settings and measurements of this run
 BUILD = """
 import sys
 from hatchling.builders.wheel import WheelBuilder
@@ -36,7 +37,7 @@ class Installed:
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Run a module of Python in the project, with what is installed."""
-        outside = {name: value for name, value in os.environ.items() if not name.startswith(("ATTNPLUG_", "PYTEST_"))}
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         own = {"PYTHONPATH": str(self.site), "HOME": str(self.site), "XDG_CONFIG_HOME": str(self.site)}
         command = [sys.executable, "-m", *words]
         return subprocess.run(

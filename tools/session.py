@@ -18,6 +18,8 @@ EMPTY = "an empty folder"
 _MODULES = {"attnplug": "attnplug.cli", "pytest": "pytest", "pip": "pip"}
 # Nothing is fetched: what a page installs needs nothing that is not here.
 _INSTALL = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-build-isolation")
+# Settings and measurements of this run, which a folder of its own has nothing of.
+_OURS = ("ATTNPLUG_", "COV", "PYTEST")
 
 
 class SessionError(Exception):
@@ -74,7 +76,8 @@ class Session:
             raise SessionError("only attnplug, pytest, pip install and cd to a folder run there")
         if name == "pip":
             arguments = ["install", *_INSTALL, *arguments[1:]]
-        plain = {**os.environ, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "PYTHONDONTWRITEBYTECODE": "1"}
+        outside = {name: value for name, value in os.environ.items() if not (self._home and name.startswith(_OURS))}
+        plain = {**outside, "COLUMNS": "120", "NO_COLOR": "1", "TERM": "dumb", "PYTHONDONTWRITEBYTECODE": "1"}
         command = [self._python, "-m", _MODULES[name], *arguments]
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False, env=plain)  # noqa: S603 - the project's own pages
 
