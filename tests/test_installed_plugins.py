@@ -265,7 +265,7 @@ def test_strict_is_off_for_every_way_to_say_so(value: str, outcome: str, ask: As
 
 @pytest.mark.parametrize(
     ("value", "error"),
-    [("1", "ManifestError"), ("true", "ManifestError"), ("maybe", "SettingsError"), ("", "SettingsError")],
+    [("1", "ManifestError"), ("true", "ManifestError"), ("maybe", "SettingsError"), ("2", "SettingsError")],
 )
 def test_strict_raises_and_nonsense_is_refused(value: str, error: str, ask: Ask) -> None:
     code = """
