@@ -247,7 +247,7 @@ def test_json_of_a_wrong_backend(text, forgetful, few, capsys):
 
 def test_a_named_backend_is_used(models):
     chosen = [selection for found in models for selection in decisions(found).values()]
-    assert {(selection.id, selection.provenance["backend"]) for selection in chosen} == {("torch/sdpa", "using")}
+    assert {(selection.id, selection.provenance["backend"]) for selection in chosen} == {("torch/sdpa", "--backend")}
 
 
 def test_a_backend_that_is_not_here(text, capsys):
