@@ -162,3 +162,17 @@ def test_an_engine_that_is_gone_has_freed_its_memory(host):
 )
 def test_groups_with_other_lengths_are_recorded_together(given, common):
     assert common_lengths(given) == common
+
+
+def test_a_failed_recording_leaves_no_slot(graphed, monkeypatch):
+    def fail(*_, **__):
+        message = "reads a value"
+        raise RuntimeError(message)
+
+    engine = graphed("llama", graphs=None)
+    monkeypatch.setattr("attnplug.hosts.transformers.engine.graphs.capture", fail)
+    with pytest.raises(RuntimeError, match="reads a value"):
+        engine._runner.record()
+    assert engine.num_graphs == 0
+    assert not any(builder.state.slots for builder in engine._runner._builders)
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3

@@ -55,9 +55,13 @@ class Runner:
 
     def equip(self, builders: Sequence[MetadataBuilder], caches: Mapping[str, Cache]) -> None:
         """Take the builder of each group and the cache of each layer; only `measure` runs without."""
-        for builder in self._builders:
-            builder.state.release_slots()  # which hold their state, workspace included
+        self._release()
         self._builders, self._caches, self._graphs = builders, caches, None
+
+    def _release(self) -> None:
+        """Drop the slots, which hold their state, workspace included."""
+        for builder in self._builders:
+            builder.state.release_slots()
 
     @property
     def num_graphs(self) -> int:
@@ -66,9 +70,13 @@ class Runner:
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record decode steps, which `run` then replays where one fits."""
-        with current(self.device):
-            self._graphs = DecodeGraphs(self._builders, self._decode, self.device)
+        """Record decode steps, which `run` then replays where one fits. A failure leaves none of them behind."""
+        try:
+            with current(self.device):
+                self._graphs = DecodeGraphs(self._builders, self._decode, self.device)
+        except BaseException:
+            self._release()
+            raise
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
