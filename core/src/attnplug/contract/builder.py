@@ -42,8 +42,8 @@ class MetadataBuilder:
     thread, and one microbatch.
 
     Attributes:
-        takes_slots: Whether `_build` keeps everything that a replay reads in the slot (`GraphSlot.once`), at one
-            address. False refuses slots.
+        takes_slots: Whether `_build` keeps everything that a replay reads in the slot (`once`, `keep`), at one address.
+            False refuses slots.
         uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single one: the
             requests at the front that are as long as the first one are decodes then, and all others are prefills.
         backend: The backend.

@@ -11,7 +11,7 @@ from attnplug.contract.graph_key import GraphKey
 from attnplug.contract.limits import Limits
 from attnplug.contract.recording import capture
 from attnplug.testing.running import Ran, compare
-from attnplug.testing.scene import CANARY, Paged
+from attnplug.testing.scene import CANARY, Paged, key_and_value_pages
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -90,5 +90,4 @@ def _copy_inputs(call: Paged, static: Paged) -> None:
 
 def _pages(cache: Any) -> list[torch.Tensor]:
     """Tensors with blocks first, as bytes where floats are narrow."""
-    tensors = [cache["k"], cache["v"]] if isinstance(cache, dict) else [cache[0], cache[1]]
-    return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]
+    return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in key_and_value_pages(cache)]
