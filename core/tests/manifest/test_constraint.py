@@ -12,9 +12,12 @@ from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 
 INTEGER = FIELDS["block_size"].domain
 LEVEL = FIELDS["cudagraph"].domain
+NUMBER = FIELDS["logits_soft_cap"].domain
+OPEN_NAME = FIELDS["kv_cache_dtype"].domain
 NAME = FIELDS["kv_layout"].domain
 CAPABILITY = FIELDS["compute_capability"].domain
 UNIVERSE = range(1, 200)
+NUMBERS = (0.25, 1.0, 2.0, 7.5, 30.0)
 CAPABILITIES = [
     ComputeCapability(*number)
     for number in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
@@ -33,15 +36,28 @@ def capability_ranges(draw: st.DrawFn) -> Range:
     low, high = sorted(
         draw(st.tuples(st.sampled_from(CAPABILITIES), st.sampled_from(CAPABILITIES))), key=lambda c: c.number
     )
-    return Range(low, draw(st.sampled_from([None, high])))
+    return Range(draw(st.sampled_from([None, low])), draw(st.sampled_from([None, high])))
+
+
+@st.composite
+def number_ranges(draw: st.DrawFn) -> Range:
+    low, high = sorted(draw(st.tuples(st.sampled_from(NUMBERS), st.sampled_from(NUMBERS))))
+    return Range(draw(st.sampled_from([None, low])), draw(st.sampled_from([None, high])))
 
 
 integers = st.lists(st.integers(1, 150).map(Exact) | integer_ranges(), max_size=3).map(
     lambda a: Constraint(INTEGER, tuple(a))
 )
 levels = st.lists(
-    st.sampled_from(GRAPH_LEVELS).map(Exact) | st.sampled_from(GRAPH_LEVELS).map(lambda m: Range(max=m)), max_size=3
+    st.sampled_from(GRAPH_LEVELS).map(Exact) | st.sampled_from([None, *GRAPH_LEVELS]).map(lambda m: Range(max=m)),
+    max_size=3,
 ).map(lambda a: Constraint(LEVEL, tuple(a)))
+numbers = st.lists(st.sampled_from(NUMBERS).map(Exact) | number_ranges(), max_size=3).map(
+    lambda a: Constraint(NUMBER, tuple(a))
+)
+open_names = st.lists(st.sampled_from([Exact("auto"), Exact("acme.packed"), Range()]), max_size=2).map(
+    lambda a: Constraint(OPEN_NAME, tuple(a))
+)
 names = st.lists(st.sampled_from(["NHD", "HND"]).map(Exact), max_size=2).map(lambda a: Constraint(NAME, tuple(a)))
 exact_capabilities = st.sampled_from(["8.0", "9.0", "9.0a", "10.0f", "10.3", "12.0f"]).map(
     lambda text: Exact(parse_capability(text))
@@ -49,9 +65,9 @@ exact_capabilities = st.sampled_from(["8.0", "9.0", "9.0a", "10.0f", "10.3", "12
 capabilities = st.lists(exact_capabilities | capability_ranges(), max_size=3).map(
     lambda a: Constraint(CAPABILITY, tuple(a))
 )
-worlds = st.sampled_from(
-    [(integers, UNIVERSE), (levels, GRAPH_LEVELS), (names, ("NHD", "HND")), (capabilities, CAPABILITIES)]
-)
+ordered = [(integers, UNIVERSE), (levels, GRAPH_LEVELS), (capabilities, CAPABILITIES), (numbers, NUMBERS)]
+closed = st.sampled_from([*ordered, (names, ("NHD", "HND"))])
+worlds = st.sampled_from([*ordered, (names, ("NHD", "HND")), (open_names, ("auto", "int8", "acme.packed", "b.c"))])
 
 
 @settings(max_examples=300)
@@ -117,6 +133,36 @@ def test_first_choices_and_nearest_are_members(data, world):
 
     assert all(constraint.allows(v) for v in found if v is not None)
     assert (constraint.first() is None) == (constraint.choices() == ())
+
+
+@settings(max_examples=300)
+@given(st.data(), closed)
+def test_every_alternative_that_allows_something_has_a_choice(data, world):
+    strategy, universe = world
+    constraint = data.draw(strategy)
+
+    for alternative in constraint.alternatives:
+        alone = Constraint(constraint.domain, (alternative,))
+        assert len(alone.choices()) == 1 or not any(alone.allows(value) for value in universe)
+        assert set(alone.choices()) <= set(constraint.choices())
+
+
+@pytest.mark.parametrize("item", [item for item in FIELDS.values() if item.domain.example() is not None])
+def test_a_range_without_bounds_has_a_value_of_its_domain(item):
+    anything = Constraint(item.domain, (Range(),))
+
+    (choice,) = anything.choices()
+
+    assert item.domain.canonical(choice) == choice == anything.first()
+    assert choice in anything.members()
+    assert anything.nearest(choice) == choice
+
+
+def test_of_open_names_nobody_knows_one_that_is_better_than_others():
+    anything = Constraint(OPEN_NAME, (Range(),))
+
+    assert anything.choices() == anything.members() == ()
+    assert anything.intersect(anything).allows("acme.packed")
 
 
 @given(integers)

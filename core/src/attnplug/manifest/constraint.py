@@ -89,11 +89,16 @@ class Constraint:
         )
 
     def first(self) -> Any:
-        """Return the most preferred value, or None where nothing is allowed."""
+        """Return the first of `choices`, or None where there is none."""
         return next((value for a in self.alternatives if (value := _lowest(self.domain, a)) is not None), None)
 
     def choices(self) -> tuple[Any, ...]:
-        """Return one value of each alternative, most preferred first."""
+        """
+        Return one value of each alternative, most preferred first.
+
+        Of a range it is the smallest; the largest where only that is known; where it has no bounds at all, the domain's
+        example. An empty alternative has none, nor has a range without bounds over names that anybody may add to.
+        """
         return tuple(dict.fromkeys(value for a in self.alternatives if (value := _lowest(self.domain, a)) is not None))
 
     def members(self, limit: int = 1024) -> tuple[Any, ...]:
@@ -151,7 +156,7 @@ def _meet(domain: Domain, ours: Alternative, theirs: Alternative) -> Alternative
         min((b for b in (ours.max, theirs.max) if b is not None), key=domain.rank, default=None),
         lcm(*multiples) if multiples else None,
     )
-    return met if _lowest(domain, met) is not None else None
+    return met if met == Range() or _lowest(domain, met) is not None else None
 
 
 def _meet_exact(domain: Domain, exact: Exact, other: Alternative) -> Alternative | None:
@@ -163,8 +168,8 @@ def _meet_exact(domain: Domain, exact: Exact, other: Alternative) -> Alternative
 
 def _lowest(domain: Domain, alternative: Alternative) -> Any:
     """
-    Return the smallest value of an alternative (the largest where it has no lower bound and its domain none either),
-    or None if it is empty.
+    Return the smallest value of an alternative (the largest where it has no lower bound and its domain none either,
+    the domain's example where it has no bound at all), or None if there is none.
     """
     if isinstance(alternative, Exact):
         return alternative.value
@@ -172,8 +177,9 @@ def _lowest(domain: Domain, alternative: Alternative) -> Any:
         low = max(domain.min, alternative.min if alternative.min is not None else domain.min)
         value: Any = _up(low, alternative.multiple_of or 1)
     else:
-        value = alternative.min if alternative.min is not None else alternative.max
-    return value if _admits(domain, alternative, value) else None
+        bounds = (alternative.min, alternative.max, domain.example())
+        value = next((bound for bound in bounds if bound is not None), None)
+    return value if value is not None and _admits(domain, alternative, value) else None
 
 
 def _up_to(limit: int, domain: Integer, alternative: Alternative) -> Sequence[int]:

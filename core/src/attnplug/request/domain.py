@@ -14,7 +14,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from attnplug.request.capability import ComputeCapability, parse_capability
+from attnplug.request.capability import HARDWARE, ComputeCapability, parse_capability
 
 _OPEN_NAME = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)+")
 
@@ -51,6 +51,13 @@ class Domain(ABC):
     def span(self, allowed: Any) -> tuple[Any, Any] | None:
         """Return the lowest and the highest value that a listed value admits, where it admits more than itself."""
         del allowed
+        return None
+
+    def example(self) -> Any:
+        """
+        Return a value for a range without bounds, or None where no value is better known than others: of names and
+        texts that anybody may add to.
+        """
         return None
 
     def dump(self, value: Any) -> Any:
@@ -96,6 +103,10 @@ class Integer(Domain):
         """Return the place in the order."""
         return int(value)
 
+    def example(self) -> int:
+        """Return the smallest one."""
+        return self.min
+
 
 @frozen(kw_only=True)
 class Number(Domain):
@@ -112,6 +123,10 @@ class Number(Domain):
     def rank(self, value: Any) -> float:
         """Return the place in the order."""
         return float(value)
+
+    def example(self) -> float:
+        """Return 1: there is no smallest positive number."""
+        return 1.0
 
 
 @frozen(kw_only=True)
@@ -151,6 +166,10 @@ class Level(Name):
     def rank(self, value: Any) -> int:
         """Return the place in the order."""
         return self.values.index(value)
+
+    def example(self) -> str:
+        """Return the highest one, as of every range that has no lower bound."""
+        return self.values[-1]
 
 
 @frozen(kw_only=True)
@@ -253,6 +272,10 @@ class Capability(Domain):
         if allowed.suffix != "f":
             return None
         return ComputeCapability(allowed.major, allowed.minor), ComputeCapability(allowed.major, 9)
+
+    def example(self) -> ComputeCapability:
+        """Return the newest known, as of every range that has no lower bound."""
+        return HARDWARE[-1]
 
     def dump(self, value: ComputeCapability) -> str:
         """Return a plain JSON value."""
