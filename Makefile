@@ -18,7 +18,7 @@ PINNED := -c constraints.txt $(PIP_ARGS)
 # Tools that no distribution of this workspace asks for itself. hatchling and editables build the core inside .venv, so that they are pinned too;
 # tomli is what Python 3.10 reads TOML with, and mypy looks at that branch on every version.
 BUILD := hatchling editables
-TOOLS := build mkdocs mkdocs-material mypy pytest-cov pytest-randomly ruff tomli
+TOOLS := build coverage mkdocs mkdocs-material mypy pytest-randomly ruff tomli
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -41,8 +41,12 @@ demo: $(READY) ## real model architectures, served through the chosen backend
 	@$(BIN)/attnplug demo
 
 # The one command that guards everything, and the one that CI runs on a clean clone: style, types, documentation, tests, coverage.
+# coverage starts pytest, and not the other way round: attnplug's own pytest plugin is imported before any plugin could measure it.
 test: lint docs ## lint, docs, and every test with branch coverage of core
-	@$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
+	@$(BIN)/python -m coverage erase
+	@$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m coverage combine --quiet
+	@$(BIN)/python -m coverage report
 
 lint: $(READY) ## ruff, ruff format, mypy strict
 	@$(BIN)/ruff check .

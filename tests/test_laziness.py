@@ -41,6 +41,12 @@ def test_import_alone_needs_attrs_at_most() -> None:
     assert not found & {"tomllib", "importlib.metadata", "logging"}
 
 
+def test_the_options_of_the_kit_cost_other_test_runs_nothing() -> None:
+    found = _imported("import pytest; before = set(sys.modules)\nimport attnplug.cli.kit_options")
+
+    assert found == {"attnplug", "attnplug.cli", "attnplug.cli.kit_options"}
+
+
 def test_a_question_needs_attrs_only() -> None:
     found = _imported(f"import attnplug; {QUESTION}; attnplug.Device.cuda('9.0')")
 
