@@ -11,6 +11,7 @@ from hypothesis import given
 import attnplug
 from attnplug.contract import PAD_SLOT_ID
 from attnplug.errors import NotNegotiatedError
+from attnplug.ops import key_and_value_pages
 from attnplug.testing import (
     Case,
     assert_close,
@@ -22,7 +23,7 @@ from attnplug.testing import (
     tolerance,
 )
 from attnplug.testing.cases import FEATURES
-from attnplug.testing.scene import CANARY, key_and_value_pages
+from attnplug.testing.scene import CANARY
 from attnplug.testing.strategies import cases
 
 

@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attnplug
+from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.testing import Case, assert_close, check, limits_of, realise, run
 from attnplug.testing.cases import FEATURES
-from attnplug.testing.scene import key_and_value_pages
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
 from attnplug.torch_backend.shape import Sizes

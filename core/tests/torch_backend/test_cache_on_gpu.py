@@ -11,9 +11,9 @@ import torch
 from attrs import evolve
 
 import attnplug
+from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.testing import Case, check, limits_of, random_case, realise
-from attnplug.testing.scene import key_and_value_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

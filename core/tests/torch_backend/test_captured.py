@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.contract import GraphKey, Limits
 from attnplug.errors import NoBackendError
+from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.testing import Case, realise
 from attnplug.testing.cases import FEATURES
 from attnplug.testing.replay import check_replays, padded_for
-from attnplug.testing.scene import Scene, key_and_value_pages
+from attnplug.testing.scene import Scene
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
 

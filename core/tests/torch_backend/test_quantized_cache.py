@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.contract import PAD_SLOT_ID, Backend, Layer
 from attnplug.errors import NotNegotiatedError
+from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.testing import Case, assert_close, check, limits_of, realise, run
-from attnplug.testing.scene import key_and_value_pages
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
 

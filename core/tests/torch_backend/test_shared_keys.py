@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.contract import Batch, Limits
 from attnplug.errors import BatchError, CacheError
+from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.testing import Case, assert_close, check, limits_of, realise, run
-from attnplug.testing.scene import key_and_value_pages
 from attnplug.testing.strategies import cases
 
 if TYPE_CHECKING:

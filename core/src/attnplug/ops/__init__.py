@@ -2,6 +2,7 @@
 
 from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, pages_as_tokens
 from attnplug.ops.merge import merge_attention_states
+from attnplug.ops.pages import key_and_value_pages
 from attnplug.ops.quantize import dequantize, quantize
 from attnplug.ops.write import write_cache
 
@@ -10,6 +11,7 @@ __all__ = [
     "gather_blocks",
     "gather_dense",
     "gather_packed",
+    "key_and_value_pages",
     "merge_attention_states",
     "pages_as_tokens",
     "quantize",

@@ -10,8 +10,9 @@ from attrs import evolve
 from attnplug.contract.graph_key import GraphKey
 from attnplug.contract.limits import Limits
 from attnplug.contract.recording import capture
+from attnplug.ops.pages import key_and_value_pages
 from attnplug.testing.running import Ran, compare
-from attnplug.testing.scene import CANARY, Paged, key_and_value_pages
+from attnplug.testing.scene import CANARY, Paged
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

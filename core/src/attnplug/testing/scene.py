@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -14,6 +13,7 @@ from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.kv_cache import Cache, is_narrow_float
 from attnplug.contract.layer import Layer
 from attnplug.errors import NotNegotiatedError
+from attnplug.ops.pages import key_and_value_pages
 from attnplug.testing.block_table import shuffled_blocks
 from attnplug.testing.cases import Case
 from attnplug.testing.oracle import Attended, attend
@@ -287,13 +287,6 @@ class Scene:
 
     def _padded(self, rows: Tensor) -> Tensor:
         return torch.cat([rows, rows.new_full((self.case.num_padding_tokens, *rows.shape[1:]), torch.nan)])
-
-
-def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
-    """Return the pages of keys and of values, each ``(num_blocks, block_size, num_kv_heads, head_size)``, as views."""
-    if isinstance(cache, Mapping):
-        return cache["k"], cache["v"]
-    return cache[0], cache[1]
 
 
 def realise(case: Case) -> Scene:

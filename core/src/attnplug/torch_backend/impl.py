@@ -8,6 +8,7 @@ import torch
 
 from attnplug.contract.batch import Batch
 from attnplug.contract.impl import AttentionImpl
+from attnplug.ops.pages import key_and_value_pages
 from attnplug.ops.write import write_cache
 from attnplug.torch_backend.cascade import merge, pass_of
 from attnplug.torch_backend.codec import codec_of
@@ -15,7 +16,7 @@ from attnplug.torch_backend.kernels import Call
 from attnplug.torch_backend.planner import make_plan
 from attnplug.torch_backend.results import Results, part
 from attnplug.torch_backend.shape import shape_of
-from attnplug.torch_backend.sources import Source, key_and_value_pages
+from attnplug.torch_backend.sources import Source
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

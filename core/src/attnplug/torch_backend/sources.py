@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from attnplug.contract.kv_cache import Cache
 from attnplug.ops.gather import as_slots, gather_blocks, pages_as_tokens
+from attnplug.ops.pages import key_and_value_pages
 from attnplug.ops.quantize import dequantize
 from attnplug.torch_backend.codec import Codec
 from attnplug.torch_backend.plan import Blocks, Given
@@ -85,13 +85,6 @@ class Source:
         if codec.of_keys is not None:
             parts[0].mul_(codec.of_keys.unsqueeze(-1))
         return parts[0], parts[1]
-
-
-def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
-    """Return the pages of keys and of values, each ``(num_blocks, block_size, num_kv_heads, size)``, as views."""
-    if isinstance(cache, Mapping):
-        return cache["k"], cache["v"]
-    return cache[0], cache[1]
 
 
 def _width(group: Group, pages: Tensor) -> int:

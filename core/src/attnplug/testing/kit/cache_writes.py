@@ -9,13 +9,14 @@ import torch
 from attrs import evolve
 
 from attnplug.contract.kv_cache import is_narrow_float
+from attnplug.ops.pages import key_and_value_pages
 from attnplug.testing.closeness import assert_close
 from attnplug.testing.kit.demand import demand
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.rig import Rig
 from attnplug.testing.kit.serving import load_for, plain
 from attnplug.testing.kit.tier import Tier, needs, over
-from attnplug.testing.scene import CANARY, Paged, key_and_value_pages, realise
+from attnplug.testing.scene import CANARY, Paged, realise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
