@@ -30,7 +30,7 @@ _SAMPLES: Final[dict[str, tuple[Any, ...]]] = {
     "decode_query_len": (2, 5),
     "gqa_ratio": (1, 2, 4, 7),
 }
-_LARGEST: Final = 1024  # larger sizes take the float64 oracle too long
+_LARGEST: Final = 1024
 _FLOATS: Final = ("float32", "bfloat16", "float16")
 _ELSEWHERE: Final[dict[str, str]] = {
     "dcp_size": "the kit runs in one process, and a spread cache needs several ranks",
@@ -140,7 +140,8 @@ def _declared(subject: Subject) -> Iterator[Capability]:
 def _of_devices(subject: Subject, name: str, constraint: Constraint) -> Iterator[Capability]:
     """This device's own value, and those of others that are listed by name."""
     here = subject.device.facts().get(name)
-    others = constraint.choices() if here is None or isinstance(here, str) else ()
+    domain = FIELDS[name].domain
+    others = [value for value in constraint.choices() if here is None or not domain.allows(value, here)]
     for value in dict.fromkeys((*(() if here is None else (here,)), *others)):
         yield Capability(name, value)
 
@@ -149,11 +150,10 @@ def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
     """Every value of a list; of ranges their ends, and some between."""
     domain = FIELDS[name].domain
     if isinstance(domain, (Integer, Number)):
-        parts = constraint.alternatives
-        ends = [end for part in parts for end in ((part.min, part.max) if isinstance(part, Range) else (part.value,))]
-        candidates = (*ends, *_SAMPLES.get(name, ()))
-        sized = [value for value in candidates if value is not None and value <= _LARGEST and constraint.allows(value)]
-        return tuple(dict.fromkeys(value for value in sized if value != FIELDS[name].neutral))
+        highest = [part.max for part in constraint.alternatives if isinstance(part, Range) and part.max is not None]
+        samples = [value for value in _SAMPLES.get(name, ()) if constraint.allows(value)]
+        found = (*constraint.choices(), *map(constraint.nearest, highest), *samples)
+        return tuple(dict.fromkeys(value for value in found if value != FIELDS[name].neutral))
     if isinstance(domain, Names):
         return tuple(dict.fromkeys((item,) for choice in constraint.choices() for item in choice))
     if isinstance(domain, Level):
@@ -167,6 +167,8 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
     name, value = capability.field, capability.value
     if FIELDS[name].kind == "device":
         return "" if subject.device.facts().get(name) == value else f"this is {subject.device}"
+    if isinstance(FIELDS[name].domain, Integer) and value > _LARGEST:
+        return f"the kit asks for sizes up to {_LARGEST}: larger ones take the float64 oracle too long"
     if name == "dtype" and value not in _FLOATS:
         return f"the kit states no tolerance for {value}"
     if name == "kv_cache_dtype" and value not in ("auto", *NARROW):
