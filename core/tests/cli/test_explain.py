@@ -57,8 +57,8 @@ def test_devices_stand_side_by_side(run, site) -> None:
     head, *rows = (line.split("  ") for line in told.out.split("\n\n")[0].splitlines())
     found = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
     assert [cell.strip() for cell in head if cell.strip()] == ["candidate", "cuda:8.0", "cuda:9.0", "cuda:10.0"]
-    assert found["flash/old"] == ["chosen", "eligible", "refused: compute_capability"]
-    assert found["flash/new"] == ["refused: compute_capability", "chosen", "chosen"]
+    assert found["flash/old"] == ["chosen, unverified", "eligible, unverified", "refused: compute_capability"]
+    assert found["flash/new"] == ["refused: compute_capability", "chosen, unverified", "chosen, unverified"]
     assert told.out.count("\ndevice: cuda:") == 3
     assert told.code == 0
 

@@ -12,12 +12,13 @@ from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from attnplug.cli.rows import Row
     from attnplug.discovery.plugin import Plugin
     from attnplug.manifest.schema import Variant
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.request.device import Device
 
 _EPILOG: Final = """\
 standings:
@@ -47,40 +48,47 @@ def run(arguments: argparse.Namespace) -> int:
     candidates = registry.candidates(settings)
     if arguments.json:
         notes = [{"subject": note.subject, "stage": note.stage, "message": note.message} for note in registry.notes]
-        say_json({"backends": describe(candidates, registry.plugins), "notes": notes})
+        say_json({"backends": describe(candidates, registry), "notes": notes})
     else:
-        _show(candidates, len(registry.notes))
+        _show(candidates, registry)
     return OK
 
 
-def describe(candidates: Iterable[Candidate], plugins: Iterable[Plugin]) -> list[dict[str, Any]]:
+def describe(candidates: Iterable[Candidate], registry: Registry) -> list[dict[str, Any]]:
     """Return backends with their variants as plain JSON values."""
-    modules = {(plugin.name, plugin.label): plugin for plugin in plugins}
+    plugins = {(plugin.name, plugin.label): plugin for plugin in registry.plugins}
     groups = groupby(candidates, key=lambda c: (c.backend, c.distribution))
-    return [_backend(name, label, tuple(group), modules.get((name, label))) for (name, label), group in groups]
+    return [_backend(tuple(group), plugins.get(key), registry) for key, group in groups]
 
 
-def _backend(name: str, label: str, candidates: tuple[Candidate, ...], plugin: Plugin | None) -> dict[str, Any]:
+def verified_on(candidate: Candidate, registry: Registry) -> tuple[Device, ...]:
+    """Return the devices on which the conformance kit has passed with this candidate, in the installed version."""
+    found = (e for e in registry.evidence(candidate) if e.passed and e.distribution == candidate.distribution)
+    return tuple(sorted({evidence.device for evidence in found}, key=str))
+
+
+def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, registry: Registry) -> dict[str, Any]:
     first = candidates[0]
     manifest = first.manifest
     return {
-        "name": name,
+        "name": first.backend,
         "aliases": list(first.aliases),
         "summary": manifest.summary if manifest else "",
-        "distribution": label,
+        "distribution": first.distribution,
         "module": plugin.module if plugin else "",
         "embedded": first.embedded,
         "api": ".".join(map(str, manifest.api)) if manifest else "",
         "manifest": manifest.path if manifest else "",
-        "variants": [_variant(candidate) for candidate in candidates],
+        "variants": [_variant(candidate, registry) for candidate in candidates],
     }
 
 
-def _variant(candidate: Candidate) -> dict[str, Any]:
+def _variant(candidate: Candidate, registry: Registry) -> dict[str, Any]:
     return {
         "id": candidate.id,
         "standing": candidate.standing,
         **(_declared(candidate.variant) if candidate.variant else {}),
+        "verified_on": [device.to_dict() for device in verified_on(candidate, registry)],
         "reasons": [reason.to_dict() for reason in candidate.obstacles],
         "install": list(candidate.install),
         "action": candidate.remedy,
@@ -98,22 +106,23 @@ def _declared(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _show(candidates: Iterable[Candidate], notes: int) -> None:
+def _show(candidates: Iterable[Candidate], registry: Registry) -> None:
     from attnplug.cli.rows import say_rows, wrapped  # noqa: PLC0415 - JSON does without
 
-    say_rows([_row(candidate) for candidate in candidates], "what it is, and what is missing")
+    say_rows([_row(candidate, registry) for candidate in candidates], "what it is, and what is missing")
+    notes = len(registry.notes)
     if notes:
         text = f"{notes} note{'s' * (notes > 1)} about this environment: see `attnplug doctor`"
         say("\n".join(["", *wrapped(text)]))
 
 
-def _row(candidate: Candidate) -> Row:
+def _row(candidate: Candidate, registry: Registry) -> Row:
     from attnplug.cli.rows import Row  # noqa: PLC0415 - as above
 
-    return Row(candidate.id, candidate.standing, tuple(_lines(candidate)), candidate.distribution)
+    return Row(candidate.id, candidate.standing, tuple(_lines(candidate, registry)), candidate.distribution)
 
 
-def _lines(candidate: Candidate) -> Iterable[str]:
+def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
     from attnplug.negotiation.remedy import Remedy  # noqa: PLC0415 - as above
 
     variant, manifest = candidate.variant, candidate.manifest
@@ -121,6 +130,7 @@ def _lines(candidate: Candidate) -> Iterable[str]:
         yield variant.summary or manifest.summary
         if variant.requires:
             yield f"requires {', '.join(variant.requires)}"
+        yield f"verified on {', '.join(map(str, verified_on(candidate, registry))) or 'no device'}"
     for reason in candidate.obstacles:
         yield f"- {reason}"
     if candidate.standing != "ready":

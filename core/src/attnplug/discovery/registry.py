@@ -24,8 +24,10 @@ from attnplug.request.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable
 
+    from attnplug.discovery.evidence import Library
     from attnplug.manifest.installed import VersionOf
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.evidence import Evidence
     from attnplug.negotiation.reason import Reason
 
 _log: Final = logging.getLogger("attnplug")
@@ -42,7 +44,7 @@ class Registry:
         notes: What was odd about finding them.
         known: What is known of absent ones; the content of ``known.toml`` by default.
         version_of: The installed version of a distribution; looked up in this environment by default.
-        settings: The settings under which `plugin` tells duplicates apart.
+        settings: The settings under which `plugin` tells duplicates apart, and which name the user's evidence.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Registry:
         self._version_of = version_of
         self._settings = attrs.evolve(settings or Settings(), strict=False)
         self._failures: dict[str, Reason] = {}
+        self._library: Library | None = None
         self._warned: set[tuple[str, str]] = set()
         self._renew()
 
@@ -106,7 +109,7 @@ class Registry:
             for alias in given.manifest.aliases
             if alias not in plugin.manifest.aliases
         )
-        return (*self._found_notes, *newer, *aliases, *borrowed)
+        return (*self._found_notes, *newer, *aliases, *borrowed, *self._evidence().notes())
 
     @property
     def generation(self) -> int:
@@ -131,6 +134,20 @@ class Registry:
             DuplicateBackendError: Likewise, two of them have one name.
         """
         return self._line_up(settings, assume_installed=assume_installed).candidates
+
+    def evidence(self, candidate: Candidate) -> tuple[Evidence, ...]:
+        """
+        Return all evidence about a candidate: of any version, on any device, passed or not. Files are read when they
+        are first asked about, once in each generation.
+        """
+        return self._evidence().about(candidate.id)
+
+    def _evidence(self) -> Library:
+        if self._library is None:
+            from attnplug.discovery.evidence import Library  # noqa: PLC0415 - deciding does without, and has a budget
+
+            self._library = Library(self._plugins, self._settings.evidence)
+        return self._library
 
     def plugin(self, name: str) -> Plugin:
         """
@@ -211,6 +228,7 @@ class Registry:
         names = {plugin.name for plugin in self._given} | {known.name for known in self._known.plugins}
         self._plugins = tuple(_under_own_names(plugin, names) for plugin in self._given)
         self._lineups: dict[Hashable, Lineup] = {}
+        self._library = None
         self._generation = next(_generations)
 
     def _line_up(self, settings: Settings, *, assume_installed: bool) -> Lineup:
@@ -226,6 +244,7 @@ class Registry:
 
     def _line_up_anew(self, settings: Settings, *, assume_installed: bool) -> Lineup:
         self._warn_of_unknown_names(settings)
+        self._warn_of_missing_folders(settings)
         if self._version_of is None:
             self._version_of = scan().version_of
         found = line_up(
@@ -260,6 +279,13 @@ class Registry:
                     source,
                     near(name, names),
                 )
+
+    def _warn_of_missing_folders(self, settings: Settings) -> None:
+        source = settings.sources.get("evidence", "the settings")
+        for folder in settings.evidence:
+            if (folder, source) not in self._warned and not os.path.isdir(folder):  # noqa: PTH112 - pathlib costs more
+                self._warned.add((folder, source))
+                _log.warning("%r in %s is no folder, and holds no evidence", folder, source)
 
     def _identities(self) -> tuple[Identity, ...]:
         """Return what settings and calls may name."""

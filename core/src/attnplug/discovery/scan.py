@@ -46,7 +46,7 @@ class Note:
 
     Attributes:
         subject: What it is about: a distribution, a folder, a backend.
-        stage: Where it was met: ``scan``, ``manifest``, ``api`` or ``alias``.
+        stage: Where it was met: ``scan``, ``manifest``, ``api``, ``alias`` or ``evidence``.
         message: What is odd.
     """
 

@@ -10,12 +10,17 @@ from attrs import field, frozen
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.reason import Reason
 from attnplug.negotiation.remedy import Remedy
+from attnplug.negotiation.unverified import Unverified
 
 Status = Literal["chosen", "eligible", "refused", "absent", "lacks_dependency", "broken"]
 
 
 def _nothing() -> None:
     return None
+
+
+def _nothing_unverified() -> tuple[Unverified, ...]:
+    return ()
 
 
 @frozen
@@ -32,7 +37,7 @@ class Verdict:
         emulated: Asked-for features that it emulates, and at what cost.
         distribution: The distribution that offers it, with its version.
 
-    The agreement and the remedy are worked out when they are first read, since most never are.
+    The agreement, the remedy and what is unverified are worked out when they are first read, since most never are.
     """
 
     id: str
@@ -42,6 +47,9 @@ class Verdict:
     distribution: str = ""
     _agree: Callable[[], Agreement | None] = field(default=_nothing, repr=False, eq=False, alias="agree")
     _find_remedy: Callable[[], Remedy | None] = field(default=_nothing, repr=False, eq=False, alias="find_remedy")
+    _find_unverified: Callable[[], tuple[Unverified, ...]] = field(
+        default=_nothing_unverified, repr=False, eq=False, alias="find_unverified"
+    )
     _found: dict[str, Any] = field(factory=dict, init=False, repr=False, eq=False)
 
     @property
@@ -58,8 +66,17 @@ class Verdict:
             self._found["remedy"] = self._find_remedy()
         return cast("Remedy | None", self._found["remedy"])
 
+    @property
+    def unverified(self) -> tuple[Unverified, ...]:
+        """
+        What was asked for and no evidence covers on this device, where it is chosen or eligible. It decides nothing.
+        """
+        if "unverified" not in self._found:
+            self._found["unverified"] = self._find_unverified()
+        return cast("tuple[Unverified, ...]", self._found["unverified"])
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, the remedy included."""
+        """Return plain JSON values, the remedy and what is unverified included."""
         return {
             "id": self.id,
             "status": self.status,
@@ -68,11 +85,13 @@ class Verdict:
             "agreement": self.agreement.to_dict() if self.agreement else None,
             "distribution": self.distribution,
             "remedy": self.remedy.to_dict() if self.remedy else None,
+            "unverified": [item.to_dict() for item in self.unverified],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
         """Read what `to_dict` wrote."""
+        unverified = tuple(Unverified.from_dict(item) for item in data["unverified"])
         remedy = Remedy.from_dict(data["remedy"]) if data["remedy"] else None
         agreement = Agreement.from_dict(data["agreement"]) if data["agreement"] else None
         return cls(
@@ -83,6 +102,7 @@ class Verdict:
             distribution=data["distribution"],
             agree=lambda: agreement,
             find_remedy=lambda: remedy,
+            find_unverified=lambda: unverified,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -49,6 +49,7 @@ class Settings:
         block: Backends that may not be used. A blocked backend's code never runs.
         strict: Whether a plugin's failure is raised where it happens instead of being recorded.
         profile: File of measured times, or None.
+        evidence: Folders with evidence of what was verified, besides what plugins bring along.
         kv_layout: The layout that paged caches are asked for where their requirements leave it open; None leaves it to
             the negotiation.
         options: Options of each backend, raw as read; each backend's manifest validates its own.
@@ -60,6 +61,7 @@ class Settings:
     block: frozenset[str] = frozenset()
     strict: bool = False
     profile: str | None = None
+    evidence: tuple[str, ...] = ()
     kv_layout: str | None = None
     options: Options = field(factory=dict, converter=_frozen_options, hash=False)
     sources: Mapping[str, str] = field(factory=dict, converter=read_only, eq=False)
@@ -119,6 +121,23 @@ def parse_names(text: str, name: str) -> tuple[str, ...]:
     return names
 
 
+def parse_folders(text: str, name: str) -> tuple[str, ...]:
+    """
+    Read a list of folders, separated as in ``PATH``. Whether they exist is seen where they are read.
+
+    Raises:
+        SettingsError: A folder is empty.
+    """
+    folders = tuple(part.strip() for part in text.split(os.pathsep))
+    if not all(folders):
+        raise SettingsError(
+            f"{name}={text!r} is set",
+            f"it is a list of folders, separated by {os.pathsep!r}",
+            "remove the empty ones; the current folder is '.'",
+        )
+    return folders
+
+
 def parse_layout(value: Any, name: str) -> str:
     """
     Read a layout of the cache.
@@ -147,6 +166,7 @@ _VARIABLES: Mapping[str, Callable[[str, str], Any]] = {
     "block": lambda text, name: frozenset(parse_names(text, name)),
     "strict": parse_flag,
     "profile": lambda text, _: text or None,
+    "evidence": parse_folders,
     "kv_layout": parse_layout,
 }
 
@@ -236,9 +256,9 @@ def _parse(file: Path, text: str) -> dict[str, Any]:
 
 
 def _checked(file: Path, name: str, value: Any) -> Any:
-    if name in ("backend", "allow", "block") and _is_names(value):
+    if name in ("backend", "allow", "block", "evidence") and _is_names(value):
         names = [value] if isinstance(value, str) else value
-        return tuple(names) if name == "backend" else frozenset(names)
+        return frozenset(names) if name in ("allow", "block") else tuple(names)
     if (name == "strict" and isinstance(value, bool)) or (name == "profile" and isinstance(value, str)):
         return value
     if name == "kv_layout":
@@ -249,7 +269,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
     raise SettingsError(
         f"{name} = {value!r} stands in {str(file)!r}{near(name, known) if name not in known else ''}",
         "the settings are backend, allow, block (a name or a list of names), strict (true or false), profile (a file), "
-        "kv_layout ('NHD' or 'HND'), [options.BACKEND]",
+        "evidence (a folder or a list of folders), kv_layout ('NHD' or 'HND'), [options.BACKEND]",
         "correct or remove the line",
     )
 

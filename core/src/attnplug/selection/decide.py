@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from attnplug.discovery.registry import Registry
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.negotiate import Question, graph_level, negotiate
 from attnplug.negotiation.ranking import Policy, Ranked, emulated, rank
@@ -22,8 +23,8 @@ from attnplug.selection.profile import measured
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
-    from attnplug.discovery.registry import Registry
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.unverified import Unverified
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import Settings
@@ -35,11 +36,14 @@ class Answers:
     Every candidate's answer, before one is chosen.
 
     Attributes:
+        registry: Where they come from.
+        question: What they were asked.
         ranked: The candidates that can serve and may be chosen, best first.
         terms: The settled free fields by candidate id.
         others: The verdicts on the rest, by name.
     """
 
+    registry: Registry
     question: Question
     ranked: Ranked
     terms: Mapping[str, Mapping[str, Any]]
@@ -68,10 +72,10 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
             if policy.admits(candidate):
                 able.append(candidate)
             else:
-                others.append(_able(candidate, question, outcome.terms, settings))
+                others.append(_able(registry, candidate, question, outcome.terms, settings))
             continue
         others.append(_unable(registry, candidate, question, settings, () if outcome is None else outcome.objections))
-    return Answers(question, rank(able, question, policy), terms, tuple(others))
+    return Answers(registry, question, rank(able, question, policy), terms, tuple(others))
 
 
 def decide(
@@ -118,7 +122,8 @@ def conclude(
     order = (first, *(candidate for candidate in ranked.candidates if candidate is not first))
     agreement = _agree(first, question, answers.terms[first.id] if terms is None else terms, settings)
     verdicts = tuple(
-        _able(c, question, answers.terms[c.id], settings, agreement if c is first else None) for c in order
+        _able(answers.registry, c, question, answers.terms[c.id], settings, agreement if c is first else None)
+        for c in order
     )
     decided_by = ranked.decided_by if first is ranked.candidates[0] else "common block size and layout"
     everyone = verdicts + answers.others
@@ -146,6 +151,7 @@ def _explanation(
 
 
 def _able(
+    registry: Registry,
     candidate: Candidate,
     question: Question,
     terms: Mapping[str, Any],
@@ -153,13 +159,27 @@ def _able(
     agreement: Agreement | None = None,
 ) -> Verdict:
     """Return the verdict on a candidate that can serve, and is chosen if it has an agreement already."""
+
+    def agree() -> Agreement:
+        return agreement or _agree(candidate, question, terms, settings)
+
     return Verdict(
         candidate.id,
         "eligible" if agreement is None else "chosen",
         emulated=emulated(candidate, question),
         distribution=candidate.distribution,
-        agree=lambda: agreement or _agree(candidate, question, terms, settings),
+        agree=agree,
+        find_unverified=lambda: _unverified(registry, candidate, agree(), question.device),
     )
+
+
+def _unverified(
+    registry: Registry, candidate: Candidate, agreement: Agreement, device: Device
+) -> tuple[Unverified, ...]:
+    """Compare an agreement with the evidence, which nobody looks at before, so that it decides nothing."""
+    from attnplug.negotiation.evidence import find_unverified  # noqa: PLC0415 - deciding does without
+
+    return find_unverified(candidate, agreement, device, registry.evidence(candidate))
 
 
 def _agree(candidate: Candidate, question: Question, terms: Mapping[str, Any], settings: Settings) -> Agreement:

@@ -115,7 +115,7 @@ def describe(selection: Selection, width: int) -> Iterator[str]:
 
 
 def detail(verdict: Verdict) -> Iterator[str]:
-    """Yield a verdict's terms, reasons, emulations and remedy, a line each."""
+    """Yield a verdict's terms, emulations, what is unverified, reasons and remedy, a line each."""
     if verdict.agreement is not None:
         terms = verdict.agreement
         if terms.block_size is not None:
@@ -123,6 +123,8 @@ def detail(verdict: Verdict) -> Iterator[str]:
             yield " ".join(f"{name}={getattr(terms, name)}" for name in shown)
     for name, text in verdict.emulated.items():
         yield f"emulates {name}: {text}"
+    for item in verdict.unverified:
+        yield f"unverified on this device: {item}"
     for reason in verdict.reasons:
         yield f"- {reason}"
     if verdict.remedy is not None:

@@ -172,11 +172,15 @@ def log_decision(explanation: Explanation) -> None:
     if chosen is None:
         _log.info("No backend can serve %s on %s", explanation.requirements, explanation.device)
     else:
+        if not _log.isEnabledFor(logging.INFO):
+            return  # what is unverified takes files to read
+        unverified = ", ".join(f"{item.field}={item.value}" for item in chosen.unverified)
         _log.info(
-            "Selected %s for %s on %s",
+            "Selected %s for %s on %s%s",
             chosen.id,
             explanation.requirements,
             explanation.device,
+            f"; unverified there: {unverified}" if unverified else "",
             extra={"selection": chosen},
         )
 

@@ -16,6 +16,7 @@ from attnplug.request.read_only import read_only
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
+    from attnplug.negotiation.unverified import Unverified
     from attnplug.request.requirements import Requirements
 
 
@@ -63,6 +64,11 @@ class Selection:
     def distribution(self) -> str:
         """The distribution that offers the winner, with its version."""
         return next((verdict.distribution for verdict in self.verdicts if verdict.id == self.id), "")
+
+    @property
+    def unverified(self) -> tuple[Unverified, ...]:
+        """What was asked for and no evidence covers on this device."""
+        return next((verdict.unverified for verdict in self.verdicts if verdict.id == self.id), ())
 
     def load(self) -> Backend:
         """

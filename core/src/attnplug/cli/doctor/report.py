@@ -14,7 +14,6 @@ from attnplug.cli.doctor.environment import environment
 from attnplug.cli.doctor.problem import Problem, problems_of
 from attnplug.cli.doctor.trial import Trial, try_all
 from attnplug.cli.look import Sight, look
-from attnplug.discovery.plugin import Plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Note
 from attnplug.errors import DeviceError, SettingsError
@@ -22,7 +21,7 @@ from attnplug.negotiation.candidate import Candidate
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 
-_NAMES = ("backend", "allow", "block", "strict", "profile", "kv_layout")
+_NAMES = ("backend", "allow", "block", "strict", "profile", "evidence", "kv_layout")
 
 
 @frozen
@@ -34,7 +33,7 @@ class Report:
         environment: Interpreter, platform and versions.
         sight: The device, and how it was found.
         settings: What the environment and the configuration file say.
-        plugins: Everything that is installed.
+        registry: Everything that is installed.
         candidates: Everything that is installed or known.
         notes: What is odd about the installation and does no harm.
         warnings: What has no effect, though somebody wrote it.
@@ -45,7 +44,7 @@ class Report:
     environment: Mapping[str, Any]
     sight: Sight
     settings: Settings
-    plugins: tuple[Plugin, ...]
+    registry: Registry
     candidates: tuple[Candidate, ...]
     notes: tuple[Note, ...]
     warnings: tuple[str, ...]
@@ -73,7 +72,7 @@ class Report:
             "settings": [
                 {"name": name, "value": value, "source": source} for name, value, source in self.setting_rows()
             ],
-            "backends": describe(self.candidates, self.plugins),
+            "backends": describe(self.candidates, self.registry),
             "notes": [attrs.asdict(note) for note in self.notes],
             "warnings": list(self.warnings),
             "trials": [trial.to_dict() for trial in self.trials],
@@ -102,7 +101,7 @@ def examine(*, load: bool) -> Report:
         environment=environment(),
         sight=sight,
         settings=settings,
-        plugins=registry.plugins,
+        registry=registry,
         candidates=candidates,
         notes=registry.notes,
         warnings=tuple(warnings),

@@ -40,9 +40,12 @@ def side_by_side(answers: Sequence[Answer], index: int) -> Grid:
 
 
 def brief(verdict: Verdict) -> str:
-    """Return a verdict in a few words: its status and, where it is refused, the fields that it fails on."""
+    """
+    Return a verdict in a few words: its status, and the fields that it fails on or whether something is unverified.
+    """
     fields = dict.fromkeys(reason.field for reason in verdict.reasons)
-    return f"refused: {', '.join(fields)}" if verdict.status == "refused" else readable(verdict.status)
+    told = f"refused: {', '.join(fields)}" if verdict.status == "refused" else readable(verdict.status)
+    return f"{told}, unverified" if verdict.unverified else told
 
 
 def _show_side_by_side(answers: Sequence[Answer], part: Part, index: int) -> None:

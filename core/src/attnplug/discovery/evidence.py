@@ -1,0 +1,196 @@
+"""
+Evidence files, as the conformance kit writes them: found beside manifests and in the user's own folders, and read.
+
+They tell what was verified, and decide nothing. So nothing that is wrong with one is raised: it becomes a note, and
+hides neither its neighbors nor a plugin. Imported only when somebody asks what is verified.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.discovery.plugin import BY_HAND
+from attnplug.discovery.scan import Note
+from attnplug.errors import AttnplugError
+from attnplug.negotiation.evidence import Evidence, hashable
+from attnplug.request.device import Device
+
+if TYPE_CHECKING:
+    from attnplug.discovery.plugin import Plugin
+
+FOLDER: Final = "evidence"
+"""The folder beside an ``attnplug.toml`` in which a plugin brings its evidence along."""
+
+FORMAT: Final = 1
+"""The version of the files that this core reads."""
+
+_KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list: "a list", Mapping: "an object"}
+
+
+@frozen
+class Shelf:
+    """
+    What lies in one folder.
+
+    Attributes:
+        evidence: What was read, by file name.
+        notes: What is wrong with the rest.
+    """
+
+    evidence: tuple[Evidence, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+class Library:
+    """
+    All evidence that the plugins of a registry bring along and the user has. Each folder is read once, when it is first
+    asked about.
+
+    Args:
+        plugins: The plugins.
+        folders: The user's folders.
+    """
+
+    def __init__(self, plugins: Iterable[Plugin], folders: Iterable[str]) -> None:
+        self._plugins = tuple(plugin for plugin in plugins if plugin.manifest is not None)
+        self._folders = tuple(map(Path, dict.fromkeys(folders)))
+        self._shelves: dict[Path, Shelf] = {}
+
+    def about(self, candidate_id: str) -> tuple[Evidence, ...]:
+        """Return all evidence about ``backend/variant``: of any version, on any device, passed or not."""
+        backend = candidate_id.partition("/")[0]
+        shelves = [*(self._own(plugin) for plugin in self._plugins if plugin.name == backend), *self._users()]
+        return tuple(evidence for shelf in shelves for evidence in shelf.evidence if evidence.id == candidate_id)
+
+    def notes(self) -> tuple[Note, ...]:
+        """Return what is wrong with the files."""
+        own, users = [self._own(plugin) for plugin in self._plugins], list(self._users())
+        notes = [note for shelf in (*own, *users) for note in shelf.notes]
+        known = {f"{p.name}/{v.name}" for p in self._plugins if p.manifest for v in p.manifest.variants}
+        notes += [
+            _note(Path(evidence.origin), f"is about {evidence.id!r}, which no installed plugin offers")
+            for shelf in users
+            for evidence in shelf.evidence
+            if evidence.id not in known
+        ]
+        return tuple(dict.fromkeys(notes))
+
+    def _own(self, plugin: Plugin) -> Shelf:
+        """Return what a plugin brings along, which may be about itself only."""
+        manifest = plugin.manifest
+        if manifest is None:
+            return Shelf()
+        shelf = self._read(Path(manifest.path).parent / FOLDER)
+        ids = {f"{plugin.name}/{variant.name}" for variant in manifest.variants}
+        foreign = [evidence for evidence in shelf.evidence if evidence.id not in ids]
+        if not foreign:
+            return shelf
+        notes = (_note(Path(e.origin), f"is about {e.id!r}, which is no variant of {plugin.name!r}") for e in foreign)
+        return Shelf(tuple(e for e in shelf.evidence if e.id in ids), (*shelf.notes, *notes))
+
+    def _users(self) -> Iterator[Shelf]:
+        yield from map(self._read, self._folders)
+
+    def _read(self, folder: Path) -> Shelf:
+        known = self._shelves.get(folder)
+        return self._shelves.setdefault(folder, read_folder(folder)) if known is None else known
+
+
+def read_folder(folder: Path) -> Shelf:
+    """Read all ``*.json`` of a folder, by name. One that is not there holds nothing."""
+    evidence, notes = [], []
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    except (FileNotFoundError, NotADirectoryError):
+        return Shelf()
+    except (OSError, ValueError) as error:
+        return Shelf(notes=(_note(folder, f"cannot be listed: {_complaint(error)}"),))
+    for path in files:
+        try:
+            found = read_file(path)
+        except (OSError, ValueError, RecursionError) as error:
+            notes.append(_note(path, f"is not read: {_complaint(error)}"))
+        else:
+            evidence.append(found)
+            if not found.passed:
+                notes.append(_note(path, f"tells of a run in which {found.id!r} failed, and verifies nothing"))
+    return Shelf(tuple(evidence), tuple(notes))
+
+
+def read_file(path: Path) -> Evidence:
+    """
+    Read one file.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+        ValueError: It holds something else than evidence; says what.
+    """
+    if not path.is_file():
+        raise ValueError("it is no file")
+    return parse_evidence(json.loads(path.read_text(encoding="utf-8")), str(path))
+
+
+def parse_evidence(data: Any, origin: str = "") -> Evidence:
+    """
+    Read the content of a file. Keys that it may have besides are left to whoever knows them.
+
+    Raises:
+        ValueError: It is something else; says what.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError("it is no JSON object")  # noqa: TRY004 - like everything else that is wrong with a file
+    found = data.get("format")
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(f"its format is {reprlib.repr(found)}, and this core reads format {FORMAT}")
+    id_, distribution, passed = _of(data, "backend", str), _of(data, "distribution", str), _of(data, "passed", bool)
+    if not all(id_.partition("/")):
+        raise ValueError(f"backend is {id_!r}, and it is `backend/variant`")
+    if distribution == BY_HAND or not all(distribution.rpartition(" ")):
+        raise ValueError(f"distribution is {distribution!r}, and no version tells which code was verified")
+    return Evidence(
+        id_,
+        distribution,
+        _device(_of(data, "device", Mapping)),
+        passed,
+        frozenset(_pair(item, "served") for item in _of(data, "served", list)),
+        {_pair(item, "unreached"): _of(item, "because", str) for item in _of(data, "unreached", list)},
+        origin,
+    )
+
+
+def _of(data: Mapping[str, Any], name: str, kind: Any) -> Any:
+    if name not in data:
+        raise ValueError(f"it has no {name!r}")
+    if not isinstance(data[name], kind):
+        raise ValueError(f"{name} is {reprlib.repr(data[name])}, and it is {_KINDS[kind]}")  # noqa: TRY004 - likewise
+    return data[name]
+
+
+def _device(data: Mapping[str, Any]) -> Device:
+    _of(data, "type", str)
+    try:
+        return Device.from_dict(data)
+    except AttnplugError as error:
+        raise ValueError(f"device: {error.given}; {error.allowed}") from error
+
+
+def _pair(item: Any, name: str) -> tuple[str, Any]:
+    if not isinstance(item, Mapping) or not isinstance(item.get("field"), str) or "value" not in item:
+        raise ValueError(f"{name} holds {reprlib.repr(item)}, and each is an object with `field` and `value`")
+    return item["field"], hashable(item["value"])
+
+
+def _complaint(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error.strerror if isinstance(error, OSError) else error)
+
+
+def _note(path: Path, message: str) -> Note:
+    return Note(str(path), "evidence", message)
