@@ -19,7 +19,7 @@ def _nothing() -> None:
     return None
 
 
-def _nothing_unverified() -> tuple[Unverified, ...]:
+def _nothing_unverified(_: Agreement) -> tuple[Unverified, ...]:
     return ()
 
 
@@ -47,7 +47,7 @@ class Verdict:
     distribution: str = ""
     _agree: Callable[[], Agreement | None] = field(default=_nothing, repr=False, eq=False, alias="agree")
     _find_remedy: Callable[[], Remedy | None] = field(default=_nothing, repr=False, eq=False, alias="find_remedy")
-    _find_unverified: Callable[[], tuple[Unverified, ...]] = field(
+    _find_unverified: Callable[[Agreement], tuple[Unverified, ...]] = field(
         default=_nothing_unverified, repr=False, eq=False, alias="find_unverified"
     )
     _found: dict[str, Any] = field(factory=dict, init=False, repr=False, eq=False)
@@ -72,7 +72,8 @@ class Verdict:
         What was asked for and no evidence covers on this device, where it is chosen or eligible. It decides nothing.
         """
         if "unverified" not in self._found:
-            self._found["unverified"] = self._find_unverified()
+            agreed = self.agreement
+            self._found["unverified"] = () if agreed is None else self._find_unverified(agreed)
         return cast("tuple[Unverified, ...]", self._found["unverified"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -102,7 +103,7 @@ class Verdict:
             distribution=data["distribution"],
             agree=lambda: agreement,
             find_remedy=lambda: remedy,
-            find_unverified=lambda: unverified,
+            find_unverified=lambda _: unverified,
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -159,17 +159,13 @@ def _able(
     agreement: Agreement | None = None,
 ) -> Verdict:
     """Return the verdict on a candidate that can serve, and is chosen if it has an agreement already."""
-
-    def agree() -> Agreement:
-        return agreement or _agree(candidate, question, terms, settings)
-
     return Verdict(
         candidate.id,
         "eligible" if agreement is None else "chosen",
         emulated=emulated(candidate, question),
         distribution=candidate.distribution,
-        agree=agree,
-        find_unverified=lambda: _unverified(registry, candidate, agree(), question.device),
+        agree=lambda: agreement or _agree(candidate, question, terms, settings),
+        find_unverified=lambda agreed: _unverified(registry, candidate, agreed, question.device),
     )
 
 
