@@ -17,14 +17,16 @@ import sys
 from pathlib import Path
 import pytest
 import attnplug
-attnplug.register("minimal.least", manifest=Path(sys.argv[1]) / "attnplug.toml")
-options = ["--pyargs", "attnplug.testing", "--attn-device=cpu", "-p", "no:cacheprovider", "-q", *sys.argv[2:]]
+attnplug.register(sys.argv[1], manifest=Path(sys.argv[2]))
+options = ["--pyargs", "attnplug.testing", "--attn-device=cpu", "-p", "no:cacheprovider", "-q", *sys.argv[3:]]
 sys.exit(pytest.main(options))
 """
 
 
-def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", RUN, str(HERE / "minimal"), "--rootdir", str(folder), *options]
+def run(
+    folder: Path, *options: str, module: str = "minimal.least", manifest: Path = HERE / "minimal" / "attnplug.toml"
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RUN, module, str(manifest), "--rootdir", str(folder), *options]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
@@ -76,11 +78,42 @@ def test_the_report_has_every_test(whole) -> None:
     assert any(item.attrib["name"] == "attnplug exercised" for item in root.iter("property"))
 
 
+def test_a_backend_that_is_as_a_vendors_library_is_green(tmp_path: Path) -> None:
+    manifest = HERE / "vendor" / "attnplug.toml"
+    done = run(tmp_path, "--attn-backend=vendor", module="vendor.planned", manifest=manifest)
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+    assert "head_size          64, 128, 256" in done.stdout
+    assert "block_size         16, 32, 64" in done.stdout
+    assert "gqa_ratio          1, 2, 4, 8" in done.stdout
+    assert "out of reach: paged=False: paged=False refused: the kernels read pages" in done.stdout
+    assert "float32" not in done.stdout
+
+
+def test_a_value_that_the_rules_always_refuse_is_red(tmp_path: Path) -> None:
+    text = (HERE / "vendor" / "attnplug.toml").read_text("utf-8")
+    rule = "[[rules]]\nwhen = { sinks = true }\nbecause = 'not yet'\n\n[variants.planned]"
+    (tmp_path / "attnplug.toml").write_text(text.replace("[variants.planned]", rule), "utf-8")
+    done = run(
+        tmp_path,
+        "--attn-backend=vendor",
+        "-k",
+        "declared_values",
+        module="vendor.planned",
+        manifest=tmp_path / "attnplug.toml",
+    )
+
+    assert done.returncode == 1, done.stdout
+    assert "declared, and refused in every request: sinks=True (sinks=True refused: not yet)" in done.stdout
+    assert "not exercised: sinks=True" in done.stdout
+
+
 def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:
     done = run(tmp_path, "--attn-backend=minimal/plain", "-k", "TestBasic and test_one_token")
 
     assert done.returncode == 0, done.stdout
-    assert "not exercised: gqa_ratio=1, 4, 7" in done.stdout
+    assert "not exercised: gqa_ratio=1, 4, 7, 8" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ def _rows(subject: Subject) -> Mapping[str, Ask]:
 class Capabilities(Tier):
     """Every declared value that this device can reach."""
 
+    def test_declared_values_are_served(self, subject: Subject) -> None:
+        """No declared value is refused, by the manifest's own rules, in every request that asks for it."""
+        unserved = [f"{item.capability} ({item.because})" for item in menu_of(subject).unserved]
+        demand(not unserved, f"{subject}: declared, and refused in every request: {'; '.join(unserved)}")
+
     @over(_capabilities)
     def test_capability(self, subject: Subject, record: Record, point: Any) -> None:
         """A declared value gives the oracle's output, and its LSE where that is served."""

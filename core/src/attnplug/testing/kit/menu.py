@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 
 from attnplug.manifest.constraint import Range
+from attnplug.manifest.schema import Holds
 from attnplug.request.domain import Flag, Integer, Level, Names, Number
 from attnplug.request.fields import FIELDS
 from attnplug.testing.kit.ask import NARROW, Ask
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnplug.manifest.constraint import Constraint
+    from attnplug.negotiation.reason import Reason
 
 _SAMPLES: Final[dict[str, tuple[Any, ...]]] = {
     "head_size": (64, 128, 80),
@@ -28,7 +30,6 @@ _SAMPLES: Final[dict[str, tuple[Any, ...]]] = {
     "attention_chunk": (16, 5),
     "logits_soft_cap": (2.0, 30.0),
     "decode_query_len": (2, 5),
-    "gqa_ratio": (1, 2, 4, 7),
 }
 _LARGEST: Final = 1024
 _FLOATS: Final = ("float32", "bfloat16", "float16")
@@ -37,7 +38,7 @@ _ELSEWHERE: Final[dict[str, str]] = {
     "block_sparse": "a pattern means what its backend says, so no oracle knows it",
     "output_quant": "the oracle's outputs are not quantized",
 }
-_ALWAYS: Final = {"gqa_ratio": (1, 2, 4, 7), "num_kv_heads": (2,), "paged": (True, False)}
+_ALWAYS: Final = {"gqa_ratio": (1, 2, 4, 7, 8), "num_kv_heads": (2,), "paged": (True, False)}
 
 
 @frozen
@@ -79,12 +80,14 @@ class Menu:
     Attributes:
         subject: The subject.
         asks: Each reachable value, and the plainest ask that contains it.
-        unreached: The others, with the reason.
+        unreached: Those that this device, or the kit, cannot reach, with the reason.
+        unserved: Those that the manifest declares, and refuses by its own rules in every request, with the refusal.
     """
 
     subject: Subject
     asks: Mapping[Capability, Ask]
     unreached: tuple[Unreached, ...]
+    unserved: tuple[Unreached, ...] = ()
 
     def values(self) -> dict[str, tuple[Any, ...]]:
         """Return the reachable values by field."""
@@ -111,14 +114,16 @@ def menu_of(subject: Subject) -> Menu:
     """Return the menu of a subject, from its manifest and the device alone."""
     asks: dict[Capability, Ask] = {}
     unreached = [Unreached(Capability("features", name), _OWN) for name in subject.open_features]
+    unserved = []
     for capability in _declared(subject):
         because = _out_of_reach(subject, capability)
         ask = None if because else _plainest(subject, capability)
-        if ask is None:
-            unreached.append(Unreached(capability, because or _refusals(subject, capability)))
-        else:
+        if ask is not None:
             asks[capability] = ask
-    return Menu(subject, asks, tuple(unreached))
+            continue
+        because, contradicts = (because, False) if because else _refusal(subject, capability)
+        (unserved if contradicts else unreached).append(Unreached(capability, because))
+    return Menu(subject, asks, tuple(unreached), tuple(unserved))
 
 
 _OWN: Final = "an open feature means what its backend says: test it beside the kit"
@@ -182,11 +187,26 @@ def _plainest(subject: Subject, capability: Capability) -> Ask | None:
 
 
 def _asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
-    """Yield plain asks with these fields, then ones with one more feature, which some features need."""
+    """Yield plain asks with these fields, then ones with what rules need beside them, then with one more feature."""
     yield from _plain_asks(subject, fields)
+    needed = _needed(subject, fields)
+    if needed:
+        yield from _plain_asks(subject, {**needed, **fields})
     for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
         for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
             yield from _plain_asks(subject, {**fields, name: value})
+
+
+def _needed(subject: Subject, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What the rules about these fields need of others, as far as a value can be told."""
+    rules = subject.candidate.variant.rules if subject.candidate.variant else ()
+    about = [rule for rule in rules if any(condition.field in fields for condition in rule.when)]
+    needs = [condition for rule in about for condition in rule.need if condition.field in FIELDS]
+    return {
+        need.field: need.constraint.first()
+        for need in needs
+        if isinstance(need, Holds) and FIELDS[need.field].kind != "device" and need.field != "num_q_heads"
+    }
 
 
 def _plain_asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
@@ -221,9 +241,22 @@ def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:
     return tuple(dict.fromkeys((constraint.nearest(16), *_values(name, constraint))))
 
 
-def _refusals(subject: Subject, capability: Capability) -> str:
-    for ask in _plain_asks(subject, {capability.field: capability.value}):
-        requirements = ask.requirements()
-        if requirements is not None:
-            return "; ".join(str(reason) for reason in subject.objections(requirements))
-    return "no batch of the kit asks for it"
+def _refusal(subject: Subject, capability: Capability) -> tuple[str, bool]:
+    """
+    Why no ask for a value is served, and whether the manifest contradicts itself: it declares the value, and its rules
+    refuse it whatever the device and the versions of what is installed.
+    """
+    asked = (ask.requirements() for ask in _asks(subject, {capability.field: capability.value}))
+    refusals = [subject.objections(requirements) for requirements in asked if requirements is not None]
+    if not refusals:
+        return "no batch of the kit asks for it", False
+    elsewhere = [reasons for reasons in refusals if reasons and all(map(_is_about_here, reasons))]
+    reasons = elsewhere[0] if elsewhere else refusals[0]
+    is_declared = capability.field in subject.supports and capability.value != FIELDS[capability.field].neutral
+    return "; ".join(map(str, reasons)), is_declared and not elsewhere
+
+
+def _is_about_here(reason: Reason) -> bool:
+    """Whether another device, or other versions, could lift a refusal."""
+    names = reason.field.split(" and ")
+    return any(name not in FIELDS or FIELDS[name].kind == "device" for name in names)

@@ -35,7 +35,7 @@ class SubjectReport:
         subject: What was tested.
         tests: Each test's id, outcome and the last line of its failure.
         served: The reachable declared values that a passed test exercised.
-        missing: Those that none did.
+        missing: Those that none did, and those that are declared and refused in every request.
         errors: The largest and the mean error by dtype, cache dtype and result, beside the tolerance.
     """
 
@@ -93,8 +93,9 @@ def report_of(subject: Subject, reports: Iterable[pytest.TestReport]) -> Subject
     """
     found = list(reports)
     noted = {text for one in found if one.passed for name, text in one.user_properties if name == EXERCISED}
-    reachable = menu_of(subject).asks
-    served = tuple(item for item in reachable if json.dumps(_plain(item), default=str, sort_keys=True) in noted)
+    menu = menu_of(subject)
+    reachable = (*menu.asks, *(item.capability for item in menu.unserved))
+    served = tuple(item for item in menu.asks if json.dumps(_plain(item), default=str, sort_keys=True) in noted)
     missing = tuple(item for item in reachable if item not in served)
     return SubjectReport(subject, [_test(one) for one in found], served, missing, _errors(found))
 
