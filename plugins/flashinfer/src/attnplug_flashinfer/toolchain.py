@@ -1,0 +1,93 @@
+"""
+What compiling the library's kernels takes: nvcc, a C++ compiler and ninja, looked for where the library looks.
+
+The order of places is that of ``get_cuda_path`` in the library's ``jit/cpp_ext.py``, 0.6.8 to 0.7.2.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from attnplug.negotiation.reason import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+DEFAULT_HOME: Final = "/usr/local/cuda"
+
+
+def missing_tool(modules: Sequence[str]) -> Reason | None:
+    """
+    Return what keeps modules from being compiled, or None.
+
+    Args:
+        modules: Their names, one at least.
+    """
+    return _nvcc(modules) or _cxx() or _ninja()
+
+
+def _nvcc(modules: Sequence[str]) -> Reason | None:
+    home, told = _cuda_home()
+    nvcc = os.environ.get("FLASHINFER_NVCC")
+    if home is None:
+        return _no_nvcc(f"FlashInfer compiles its kernels, and there is no nvcc: {told}", modules)
+    if nvcc is not None:
+        given = f"FLASHINFER_NVCC is {nvcc!r}, which is no program"
+        return None if _is_program(nvcc) else Reason("probe", "nvcc", None, given, "correct it, or unset it")
+    expected = f"{home}/bin/nvcc"
+    if shutil.which(expected):
+        return None
+    return _no_nvcc(f"FlashInfer compiles its kernels with {expected}, and there is none: {told}", modules)
+
+
+def _cuda_home() -> tuple[str | None, str]:
+    """Return the CUDA toolkit that the library takes, and why it is that one."""
+    name = "CUDA_HOME" if os.environ.get("CUDA_HOME") else "CUDA_PATH"
+    home = os.environ.get(name)
+    if home is not None:
+        return home, f"{name} is {home!r}, and comes before the PATH"
+    found = shutil.which("nvcc")
+    if found is not None:
+        return str(Path(found).parents[1]), f"that of the PATH is {found}"
+    unset = "CUDA_HOME and CUDA_PATH are not set, the PATH has none"
+    if Path(DEFAULT_HOME).exists():
+        return DEFAULT_HOME, f"{unset}, and {DEFAULT_HOME} is the last place"
+    return None, f"{unset}, and {DEFAULT_HOME} does not exist"
+
+
+def _no_nvcc(found: str, modules: Sequence[str]) -> Reason:
+    because = "install a CUDA toolkit, and set CUDA_HOME to its folder"
+    if not any("attention_sink" in name for name in modules):  # those are compiled wherever they run
+        because += f"; or install a flashinfer-jit-cache of the library's version that has {', '.join(modules)}"
+    return Reason("probe", "nvcc", None, found, because)
+
+
+def _cxx() -> Reason | None:
+    compiler = os.environ.get("CXX", "c++")
+    if _is_program(compiler):
+        return None
+    given = f"CXX is {compiler!r}, which is no program" if "CXX" in os.environ else "there is no c++ on the PATH"
+    found = f"FlashInfer compiles its kernels, and {given}"
+    return Reason("probe", "c++", None, found, "install g++ or clang++, or set CXX to a C++ compiler")
+
+
+def _ninja() -> Reason | None:
+    if shutil.which("ninja"):
+        return None
+    found = "FlashInfer compiles its kernels, and there is no ninja on the PATH"
+    for folder in dict.fromkeys((sysconfig.get_path("scripts"), str(Path(sys.executable).parent))):
+        if shutil.which("ninja", path=folder):
+            return Reason("probe", "ninja", None, found, f"add {folder} to the PATH: there is one")
+    return Reason("probe", "ninja", None, found, "pip install ninja")
+
+
+def _is_program(command: str) -> bool:
+    """Whether a command as a shell takes it, with arguments maybe, begins with a program."""
+    words = shlex.split(command)
+    return bool(words) and shutil.which(words[0]) is not None

@@ -1,0 +1,366 @@
+"""What the probe finds missing, in environments that are made up: a fake torch, fake programs, fake metadata."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import frozen
+
+from attnplug import Agreement, Device, Reason, Requirements
+from attnplug_flashinfer import prebuilt, probe, toolchain, torch_build
+
+SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
+DECODER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
+TOOLS = ("c++", "ninja")
+CUDA_TORCH = "__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+CPU_TORCH = CUDA_TORCH.replace("'13.0'", "None").replace("+cu130", "+cpu")
+OURS = ("ATTNPLUG_", "COV", "PYTEST", "CUDA_", "FLASHINFER_", "CXX")  # of whoever runs the tests
+PROGRAM = """
+import json, sys
+from attnplug import Agreement, Device
+from attnplug_flashinfer import toolchain
+from attnplug_flashinfer.probe import probe
+variant, agreement, device, toolchain.DEFAULT_HOME = json.loads(sys.argv[1])
+reason = probe(variant, Agreement.from_dict(agreement), Device.parse(device))
+assert not {"torch", "flashinfer", "flashinfer_jit_cache"} & set(sys.modules)
+print(json.dumps(reason and reason.to_dict()))
+"""
+
+
+def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str = "auto", **asked: object) -> Agreement:
+    requirements = Requirements(**{**DECODER, "kv_cache_dtype": kv_cache_dtype, **asked})
+    options = {"decode_kernel": kernel, "workspace_mib": 256}
+    return Agreement("flashinfer", variant, requirements, 16, "NHD", kv_cache_dtype, "never", options)
+
+
+@frozen
+class Machine:
+    """A machine that has nothing but what a test gives it."""
+
+    root: Path
+
+    @property
+    def site(self) -> Path:
+        return self.root / "site"
+
+    @property
+    def path(self) -> Path:
+        return self.root / "bin"
+
+    @property
+    def default_home(self) -> Path:
+        return self.root / "usr-local-cuda"
+
+    def write(self, name: str, text: str = "") -> Path:
+        file = self.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        return file
+
+    def program(self, name: str) -> Path:
+        file = self.write(name, "#!/bin/sh\n")
+        file.chmod(0o755)
+        return file
+
+    def tools(self, *names: str) -> None:
+        for name in names:
+            self.program(f"bin/{name}")
+
+    def torch(self, version_file: str) -> None:
+        self.write("site/torch/__init__.py", "raise AssertionError('torch is not to be imported')")
+        self.write("site/torch/version.py", version_file)
+
+    def distribution(self, name: str, version: str) -> None:
+        folder = f"site/{name.replace('-', '_')}-{version}.dist-info"
+        self.write(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def library(self, version: str = "0.6.12") -> None:
+        self.distribution("flashinfer-python", version)
+        self.write("site/flashinfer/__init__.py", "raise AssertionError('flashinfer is not to be imported')")
+
+    def jit_cache(self, *modules: str, version: str = "0.6.12+cu130") -> None:
+        self.distribution("flashinfer-jit-cache", version)
+        self.write("site/flashinfer_jit_cache/__init__.py", "raise AssertionError('nor is this')")
+        for name in modules:
+            self.write(f"site/flashinfer_jit_cache/jit_cache/{name}/{name}.so")
+
+    def probe(self, agreement: Agreement, device: str = "cuda:9.0", **environment: str) -> Reason | None:
+        """Probe in a fresh Python, which makes sure that neither torch nor the library is imported."""
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        paths = os.pathsep.join(map(str, (self.site, *SOURCES)))
+        own = {"PATH": str(self.path), "PYTHONPATH": paths}
+        given = json.dumps([agreement.variant, agreement.to_dict(), device, str(self.default_home)])
+        command = [sys.executable, "-W", "error", "-c", PROGRAM, given]
+        done = subprocess.run(
+            command, env={**outside, **own, **environment}, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found and Reason.from_dict(found)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A machine with a torch for CUDA and the library, and no tool to compile with."""
+    made = Machine(tmp_path)
+    made.path.mkdir()
+    made.torch(CUDA_TORCH)
+    made.library()
+    return made
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """The same without a process of its own, for what asks neither for torch nor for metadata."""
+    made = Machine(tmp_path)
+    made.path.mkdir()
+    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(made.path))
+    monkeypatch.setattr(toolchain, "DEFAULT_HOME", str(made.default_home))
+    return made
+
+
+def test_a_machine_with_everything_is_not_refused(machine: Machine) -> None:
+    machine.tools("nvcc", *TOOLS)
+
+    assert machine.probe(agreed()) is None
+    assert machine.probe(agreed("fa3")) is None
+
+
+def test_a_torch_for_the_cpu_is_refused(machine: Machine) -> None:
+    machine.torch(CPU_TORCH)
+    machine.tools("nvcc", *TOOLS)
+
+    reason = machine.probe(agreed())
+
+    assert reason is not None
+    assert (reason.code, reason.field) == ("probe", "torch")
+    assert str(reason).startswith("torch 2.11.0+cpu is built without CUDA: install a torch that is built for CUDA")
+
+
+def test_an_old_cuda_rules_out_the_kernels_for_hopper_alone(machine: Machine) -> None:
+    machine.torch(CUDA_TORCH.replace("13.0", "12.1").replace("cu130", "cu121"))
+    machine.tools("nvcc", *TOOLS)
+
+    reason = machine.probe(agreed("fa3"))
+
+    assert reason is not None
+    assert "torch 2.11.0+cu121 is built for CUDA 12.1, and the kernels for Hopper need 12.3" in str(reason)
+    assert "use flashinfer/fa2" in reason.because
+    assert machine.probe(agreed("fa2")) is None
+
+
+def test_without_nvcc_the_places_are_named(machine: Machine) -> None:
+    machine.tools(*TOOLS)
+
+    reason = machine.probe(agreed())
+
+    assert reason is not None
+    assert reason.field == "nvcc"
+    assert f"CUDA_HOME and CUDA_PATH are not set, the PATH has none, and {machine.default_home} does not exist" in str(
+        reason
+    )
+    assert "set CUDA_HOME to its folder; or install a flashinfer-jit-cache" in reason.because
+
+
+def test_a_jit_cache_with_every_module_needs_no_tool(machine: Machine) -> None:
+    machine.jit_cache(*prebuilt.needed_modules("fa2", agreed()))
+
+    assert machine.probe(agreed()) is None
+
+
+def test_a_jit_cache_that_lacks_a_module_names_it(machine: Machine) -> None:
+    prefill, decode = prebuilt.needed_modules("fa2", agreed())
+    machine.jit_cache(prefill)
+
+    reason = machine.probe(agreed())
+
+    assert reason is not None
+    assert reason.field == "nvcc"
+    assert decode in reason.because
+    assert prefill not in reason.because
+
+
+def test_modules_may_come_with_the_library_itself(machine: Machine) -> None:
+    for name in prebuilt.needed_modules("fa2", agreed()):
+        machine.write(f"site/flashinfer/data/aot/{name}/{name}.so")
+
+    assert machine.probe(agreed()) is None
+
+
+def test_sinks_are_compiled_wherever_they_run(machine: Machine) -> None:
+    machine.jit_cache(*prebuilt.needed_modules("fa2", agreed()))
+
+    reason = machine.probe(agreed(sinks=True))
+
+    assert reason is not None
+    assert reason.because == "install a CUDA toolkit, and set CUDA_HOME to its folder"
+
+
+@pytest.mark.parametrize("name", ["flashinfer-jit-cache", "flashinfer-cubin"])
+def test_kernels_of_another_version_are_refused(machine: Machine, name: str) -> None:
+    machine.tools("nvcc", *TOOLS)
+    machine.distribution(name, "0.6.11+cu130")
+
+    reason = machine.probe(agreed())
+
+    assert reason is not None
+    assert reason.field == name
+    assert f"{name} 0.6.11+cu130 is installed beside flashinfer-python 0.6.12" in str(reason)
+    assert machine.probe(agreed(), FLASHINFER_DISABLE_VERSION_CHECK="1") is None
+
+
+def test_another_device_is_the_business_of_the_manifest(machine: Machine) -> None:
+    assert machine.probe(agreed(), "cpu") is None
+
+
+def test_cuda_home_comes_before_the_path(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare.tools("nvcc", *TOOLS)
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+
+    reason = toolchain.missing_tool(["m"])
+
+    assert reason is not None
+    assert "with /nowhere/bin/nvcc, and there is none: CUDA_HOME is '/nowhere', and comes before the PATH" in str(
+        reason
+    )
+    monkeypatch.delenv("CUDA_HOME")
+    assert toolchain.missing_tool(["m"]) is None
+
+
+def test_an_empty_cuda_home_gives_way_to_cuda_path(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare.tools(*TOOLS)
+    bare.program("toolkit/bin/nvcc")
+    monkeypatch.setenv("CUDA_HOME", "")
+    monkeypatch.setenv("CUDA_PATH", str(bare.root / "toolkit"))
+
+    assert toolchain.missing_tool(["m"]) is None
+
+
+def test_the_default_place_is_the_last_one(bare: Machine) -> None:
+    bare.tools(*TOOLS)
+    bare.default_home.mkdir()
+
+    reason = toolchain.missing_tool(["m"])
+
+    assert reason is not None
+    assert f"with {bare.default_home}/bin/nvcc, and there is none" in str(reason)
+    bare.program("usr-local-cuda/bin/nvcc")
+    assert toolchain.missing_tool(["m"]) is None
+
+
+def test_a_file_that_does_not_run_is_no_nvcc(bare: Machine) -> None:
+    bare.tools(*TOOLS)
+    bare.write("bin/nvcc")
+
+    assert toolchain.missing_tool(["m"]) is not None
+
+
+def test_an_nvcc_of_its_own_still_needs_a_toolkit(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare.tools("my-nvcc", *TOOLS)
+    monkeypatch.setenv("FLASHINFER_NVCC", "my-nvcc --quiet")
+
+    reason = toolchain.missing_tool(["m"])
+
+    assert reason is not None
+    assert "there is no nvcc" in str(reason)
+    bare.default_home.mkdir()
+    assert toolchain.missing_tool(["m"]) is None
+    monkeypatch.setenv("FLASHINFER_NVCC", "their-nvcc")
+    assert str(toolchain.missing_tool(["m"])) == (
+        "FLASHINFER_NVCC is 'their-nvcc', which is no program: correct it, or unset it"
+    )
+
+
+def test_without_a_compiler_of_cpp(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare.tools("nvcc", "ninja", "ccache")
+
+    assert "there is no c++ on the PATH: install g++ or clang++" in str(toolchain.missing_tool(["m"]))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "CXX is 'no-such-compiler', which is no program" in str(toolchain.missing_tool(["m"]))
+    monkeypatch.setenv("CXX", "ccache g++")
+    assert toolchain.missing_tool(["m"]) is None
+
+
+def test_without_ninja(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare.tools("nvcc", "c++")
+    monkeypatch.setattr(sys, "executable", str(bare.program("venv/bin/python")))
+    monkeypatch.setattr(toolchain.sysconfig, "get_path", lambda _: str(bare.root / "scripts"))
+
+    assert str(toolchain.missing_tool(["m"])).endswith("there is no ninja on the PATH: pip install ninja")
+    beside = bare.program("venv/bin/ninja").parent
+    assert str(toolchain.missing_tool(["m"])).endswith(f"add {beside} to the PATH: there is one")
+
+
+@pytest.mark.parametrize(
+    ("agreement", "named"),
+    [
+        (agreed(), ["prefill", "decode"]),
+        (agreed("fa3"), ["prefill_sm90", "prefill", "decode"]),
+        (agreed("fa3", kernel="cuda_cores"), ["prefill_sm90", "decode"]),
+        (agreed(kernel="tensor_cores"), ["prefill"]),
+        (agreed(num_q_heads=40), ["prefill"]),  # five query heads per KV head: tensor cores only
+        (agreed(cascade=True), ["prefill", "decode", "cascade"]),
+        (agreed(paged=False), ["prefill"]),
+    ],
+    ids=str,
+)
+def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> None:
+    form = (
+        "dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_128_head_dim_vo_128_posenc_0_"
+        "use_swa_False_use_logits_cap_False"
+    )
+    known = {
+        "prefill": f"batch_prefill_with_kv_cache_{form}_f16qk_False",
+        "prefill_sm90": f"batch_prefill_with_kv_cache_{form}_f16qk_False_sm90",
+        "decode": f"batch_decode_with_kv_cache_{form}",
+        "cascade": "cascade",
+    }
+
+    assert prebuilt.needed_modules(agreement.variant, agreement) == tuple(known[name] for name in named)
+
+
+def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:
+    (name, _) = prebuilt.needed_modules("fa2", agreed("fa2", "fp8_e5m2", sliding_window=512, logits_soft_cap=50.0))
+
+    assert "dtype_kv_e5m2" in name
+    assert "use_swa_True_use_logits_cap_True" in name
+
+
+@pytest.mark.parametrize("text", ["", "__version__ = '2.11'", "cuda = '13.0'"])
+def test_an_odd_build_of_torch_is_not_judged(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Spec:
+        origin = str(tmp_path / "__init__.py")
+
+    monkeypatch.setattr(torch_build, "find_spec", lambda _: Spec)
+    assert torch_build.read() is None
+    (tmp_path / "version.py").write_text(text, encoding="utf-8")
+    assert torch_build.read() is None
+    monkeypatch.setattr(torch_build, "find_spec", lambda _: None)
+    assert torch_build.read() is None
+    assert probe._torch("fa2") is None
+
+
+def test_the_torch_of_this_environment_is_read_as_it_says_itself() -> None:
+    build = torch_build.read()
+
+    assert build is not None
+    assert build.version == torch.__version__
+    assert build.cuda == (None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")[:2])))
+
+
+def test_a_torch_that_is_loaded_is_asked_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(probe, "_torch", lambda _: None)
+
+    reason = probe.probe("fa2", agreed(), Device.cuda("9.0"))
+
+    assert reason is not None
+    assert (reason.field, reason.because) == ("device", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
