@@ -32,7 +32,13 @@ if TYPE_CHECKING:
 
 TORCH = Choice("torch/sdpa", "cpu")
 TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 16}
-STEPS = (first_prefills(2, 5, **TINY), decodes(3, 17, **TINY), decodes(1, 1, **TINY), ragged_decodes(3, 2, 37, **TINY))
+STEPS = (
+    first_prefills(2, 5, **TINY),
+    decodes(3, 17, **TINY),
+    decodes(1, 1, **TINY),
+    ragged_decodes(3, 2, 37, **TINY),
+    mixed(3, 17, 2, 5, **TINY),
+)
 
 
 class Ticks:
@@ -79,7 +85,7 @@ def test_the_budgets_are_held_against_256_requests_and_small_layers() -> None:
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
 def test_raw_calls_and_backend_compute_the_same(step) -> None:
     rig = make_rig(step, TORCH)
-    raw, forward = baseline_of("torch").layer(rig), rig.forward()
+    raw, forward = baseline_of("torch")[0].layer(rig), rig.forward()
 
     for _ in range(2):  # a second time, in a cache that was written
         assert_close(forward(), raw().double(), dtype=torch.float32, scale=5)
@@ -131,7 +137,7 @@ class Wrong:
 
 
 def test_a_baseline_that_computes_something_else_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forwarding, "baseline_of", lambda _: Wrong())
+    monkeypatch.setattr(forwarding, "baseline_of", lambda _: (Wrong(), None))
     clock = Ticks()
 
     with pytest.raises(AttnplugError, match="was held against calls that are wrong") as caught:
@@ -227,7 +233,7 @@ def test_a_gpu_is_timed_by_launches_and_by_events() -> None:
 
 
 def test_forward_is_told_over_the_raw_calls() -> None:
-    found = forwarding.found([(STEPS[1:2], Ticks(), True), (STEPS[3:], Ticks(), False)], TORCH, 2)
+    found = forwarding.found([(STEPS[1:2], Ticks(), True), (STEPS[3:4], Ticks(), False)], TORCH, 2)
 
     small, large = found.measurements[:5], found.measurements[5:]
     assert [m.what.rpartition(": ")[2] for m in small[:3]] == [
@@ -301,6 +307,7 @@ def test_a_graph_level_that_nothing_serves_is_noted(site, monkeypatch: pytest.Mo
 
     assert len(found.measurements) == 3
     assert "into a graph slot: not measured, since nothing serves it: " in found.notes[-1]
+    assert not found.failures
     assert found.setup["backend"].startswith("eager/only, float32")
 
 
@@ -317,7 +324,8 @@ def test_what_was_not_steady_is_noted() -> None:
 
 
 def test_a_finding_travels_as_json() -> None:
-    found = Finding((Measurement("forward", "some", (1.0, 2.0), "x", paired=True),), {"device": "cpu"}, ("a note",))
+    number = Measurement("forward", "some", (1.0, 2.0), "x", paired=True)
+    found = Finding((number,), {"device": "cpu"}, ("a note",), ("a failure",))
 
     assert Finding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 

@@ -43,19 +43,23 @@ measurements:
   first-select  the first selection of a process, with 5 plugins: settings, discovery, manifests, decision
   uncached      a decision that is new, with 50 candidates and every reason
   cached        the same question again, with the same object and with an equal copy
-  build         the metadata of a step: 256 decodes, a mixed batch, prompts; the check and the assembly by themselves
-  forward       a layer through the contract, over raw torch calls that compute the same, measured in turn
+  build         the metadata of a step: 256 decodes, a mixed batch, prompts; the check and the assembly by themselves;
+                over the plan of the backend's library, where it has one
+  forward       a layer through the contract, over raw calls that compute the same, measured in turn; on CUDA also the
+                replay of its graph
 
 build and forward run a backend: the one that a selection chooses here, or --backend, on this machine's device, or
 --device. On a CPU times are wall times; on CUDA they are the host's launches alone, or the device's own between two
-events, as each line says. Both ways are compared before they are timed: a wrong result ends the section.
+events, as each line says. The raw calls are those of the backend's own library, where its distribution brings them
+(entry point group attnplug.benchmarks), or else torch's. Both ways are compared before they are timed: of a step with
+a wrong result, or another failure, no time is told.
 
 Medians are held against the budgets; the best of a measurement tells how much of it is other work of the machine.
 
 Budgets of attnplug's own part decide the exit code. What a backend takes besides, its build and its forward over the
 raw calls, is held against the same budgets and told as "over", and fails nothing.
 
-exit codes: 0 every budget that decides is kept, 1 one is not, 2 the question is wrong
+exit codes: 0 every budget that decides is kept, 1 one is not or a step failed, 2 the question is wrong
 """
 
 
@@ -149,6 +153,7 @@ def _measure(names: Sequence[str], repeats: int, choice: Choice) -> Result:
     facts, setup = machine(), dict[str, str]()
     measurements: list[Measurement] = []
     notes: list[str] = []
+    failures: list[str] = []
     for name in names:
         if sys.stderr.isatty():
             complain(f"measuring {name} ...")
@@ -158,8 +163,10 @@ def _measure(names: Sequence[str], repeats: int, choice: Choice) -> Result:
             measurements += found.measurements
             setup |= found.setup
             notes += found.notes
+            failures += found.failures
         else:
             measurements += section.measure(repeats)
     named = names if len(names) < len(SECTIONS) else ()
     asked = [*named, *choice.words(), *(["--repeats", str(repeats)] if repeats != 15 else [])]
-    return Result(shlex.join(["attnplug", "bench", *asked]), facts, tuple(measurements), setup, tuple(notes))
+    command = shlex.join(["attnplug", "bench", *asked])
+    return Result(command, facts, tuple(measurements), setup, tuple(notes), tuple(failures))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+    from importlib.metadata import EntryPoint
 
     from torch import Tensor
 
-    from attnplug.cli.bench.rig import Rig
+    from attnplug.cli.bench.rig import Planner, Rig
+
+GROUP: Final = "attnplug.benchmarks"
+"""The entry points of baselines: a backend's name, and a class that is made without arguments."""
 
 
+@runtime_checkable
 class Baseline(Protocol):
     """
     Raw calls that compute what a backend's `forward` computes, on the same inputs.
 
-    A backend whose library has calls of its own gets a baseline here: a module, and a line in `baseline_of`. Until then
-    it is compared with torch's, and no budget holds: another library's kernels are no overhead.
+    A backend whose library has calls of its own brings a baseline in its distribution, under the entry point group
+    `GROUP`. One that brings none is compared with torch's, and no budget holds: another library's kernels are no
+    overhead.
     """
 
     @property
@@ -32,8 +39,8 @@ class Baseline(Protocol):
         """
         Return the calls of one layer in one step: the cache write, and attention.
 
-        What a host prepares once per step, indices and masks, is prepared here and not counted, as a build is not. The
-        cache is one of its own, which holds what `Rig.cached` says.
+        What a host prepares once per step, indices, plans and masks, is prepared here and not counted, as a build is
+        not. The cache is one of its own, which holds what `Rig.cached` says.
 
         Args:
             rig: The step with its tensors.
@@ -42,10 +49,55 @@ class Baseline(Protocol):
             A function that returns ``(num_tokens, num_q_heads * head_size)``.
         """
 
+    def captured(self, rig: Rig) -> Callable[[], Tensor]:
+        """
+        Return the same for a graph: everything that the calls read stays where it is.
 
-def baseline_of(backend: str) -> Baseline:
-    """Return the baseline that a backend is held against."""
+        Args:
+            rig: A step in which every request decodes.
+        """
+
+    def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
+        """
+        Return what a host calls once per step, by what it is in words; nothing where the library plans nothing.
+
+        Args:
+            planner: The step.
+            captured: Whether it is planned for a graph.
+
+        Returns:
+            The library's own plan first, with arrays that are ready. What follows may prepare them besides.
+        """
+
+
+def baseline_of(backend: str) -> tuple[Baseline, str | None]:
+    """
+    Return the baseline that a backend is held against, and where it is not of its own library, why.
+
+    Args:
+        backend: The backend's name.
+    """
     from attnplug.cli.bench.raw_torch import RawTorch  # noqa: PLC0415 - imports torch
 
-    del backend  # each is held against torch so far
-    return RawTorch()
+    torch: Baseline = RawTorch()
+    if backend == torch.backend:
+        return torch, None
+    found = tuple(entry_points(group=GROUP, name=backend))
+    if not found:
+        return torch, f"{backend} brings no raw calls as {GROUP}: it is held against {torch.what}, without a budget"
+    try:
+        return _load(found, backend), None
+    except Exception as error:  # noqa: BLE001 - a plugin's code may raise anything
+        why = f"{type(error).__name__}: {error}"
+        return torch, f"the raw calls of {backend} ({found[0].value}) are held back, and {torch.what} stand in: {why}"
+
+
+def _load(found: tuple[EntryPoint, ...], backend: str) -> Baseline:
+    if len({one.value for one in found}) > 1:
+        raise LookupError(f"{len(found)} distributions bring some: {', '.join(one.value for one in found)}")
+    made = found[0].load()()
+    if not isinstance(made, Baseline):
+        raise TypeError(f"{type(made).__name__} is no Baseline (attnplug.cli.bench.baseline)")
+    if made.backend != backend:
+        raise ValueError(f"they are those of {made.backend!r}")
+    return made

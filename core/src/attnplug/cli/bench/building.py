@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve
@@ -9,23 +10,25 @@ from attrs import evolve
 from attnplug.cli.bench.baseline import baseline_of
 from attnplug.cli.bench.choice import Choice
 from attnplug.cli.bench.clock import host_clock
-from attnplug.cli.bench.finding import Finding, setup_of
+from attnplug.cli.bench.finding import Finding, Gathering, setup_of
 from attnplug.cli.bench.interleaved import Contender, interleaved
 from attnplug.cli.bench.measurement import Measurement
-from attnplug.cli.bench.rig import make_planner
+from attnplug.cli.bench.rig import capture_slot, make_planner
 from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes
 from attnplug.cli.bench.worker import ask
 from attnplug.errors import NoBackendError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from attnplug.cli.bench.baseline import Baseline
     from attnplug.cli.bench.clock import Clock
     from attnplug.cli.bench.interleaved import Samples
     from attnplug.cli.bench.rig import Planner
     from attnplug.cli.bench.step import Step
     from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.slot import GraphSlot
+
+    Plans = Mapping[str, Callable[[], object]]
 
 NAME: Final = "build"
 REQUESTS: Final = 256
@@ -33,6 +36,9 @@ REQUESTS: Final = 256
 
 BUDGET: Final = 100.0
 """Microseconds, where the library plans nothing itself."""
+
+OVER_PLAN: Final = 50.0
+"""Microseconds over the library's own plan, where it has one."""
 
 STEPS: Final = (
     decodes(REQUESTS, 1024),
@@ -62,26 +68,38 @@ def child(repeats: int, choice: dict[str, Any]) -> dict[str, Any]:
 
 def found(steps: Sequence[Step], in_slot: Sequence[Step], choice: Choice, repeats: int) -> Finding:
     """
-    Measure builds.
+    Measure builds. A step that fails is told, and the others are measured all the same.
 
     Args:
         steps: Steps that are built eagerly, at least one.
         in_slot: Decodes that are built into a graph slot of their size.
         choice: Backend and device.
         repeats: As for `interleaved`.
+
+    Raises:
+        Exception: All fail: what the first one raises.
     """
-    clock = host_clock(choice.settle().type)
-    numbers: list[Measurement] = []
-    notes: list[str] = []
-    planners = [make_planner(step, choice) for step in steps]
-    for planner in planners:
-        samples = interleaved(_eager(planner), clock, repeats)
-        numbers += _told(planner, samples, clock)
-        notes += _unsteady(planner.step.what, samples)
+    clock, gathering = host_clock(choice.settle().type), Gathering(NAME)
+    for step in steps:
+        gathering.add(step.what, partial(measured, step, choice, clock, repeats))
     for step in in_slot:
-        more, said = _into_slot(step, choice, clock, repeats)
-        numbers, notes = numbers + more, notes + said
-    return Finding(tuple(numbers), setup_of(planners[0].backend), tuple(notes))
+        gathering.add(f"{step.what}, into a graph slot", partial(measured_in_slot, step, choice, clock, repeats))
+    return gathering.finding()
+
+
+def measured(step: Step, choice: Choice, clock: Clock, repeats: int) -> Finding:
+    """Measure the builds of one step."""
+    planner = make_planner(step, choice)
+    baseline, note = baseline_of(planner.backend.name)
+    plans = baseline.plans(planner, captured=False)
+    samples = interleaved({**_eager(planner), **_contenders(plans)}, clock, repeats)
+    what = f"{step.what}, {clock.what}"
+    numbers = [*_told(planner, samples, clock, baseline), *_told_plans(what, samples, plans, step)]
+    return Finding(tuple(numbers), setup_of(planner.backend), _notes(note, step.what, samples))
+
+
+def _contenders(plans: Plans) -> dict[str, Contender]:
+    return {name: Contender(lambda _, plan=plan: plan()) for name, plan in plans.items()}  # type: ignore[misc]
 
 
 def _eager(planner: Planner) -> dict[str, Contender]:
@@ -106,14 +124,14 @@ def _without_plan(builder: MetadataBuilder) -> MetadataBuilder:
     return kind(builder.backend, builder.impls, builder.state)
 
 
-def _told(planner: Planner, samples: Samples, clock: Clock) -> Iterator[Measurement]:
+def _told(planner: Planner, samples: Samples, clock: Clock, baseline: Baseline) -> Iterator[Measurement]:
     what, seconds = f"{planner.step.what}, {clock.what}", samples.seconds
     yield Measurement(
         NAME,
         f"{what}: `build`, a plan for one group of layers",
         seconds["build"],
         "us",
-        _budget(planner),
+        _budget(planner, samples, baseline),
         decides=False,
     )
     yield Measurement(
@@ -122,46 +140,44 @@ def _told(planner: Planner, samples: Samples, clock: Clock) -> Iterator[Measurem
     yield Measurement(NAME, f"{what}: before that, the batch is assembled: `BatchDraft`", seconds["draft"], "us")
 
 
-def _budget(planner: Planner) -> float | None:
-    """Return the budget; None for other numbers of requests, and where a library's own plan is not measured yet."""
-    backend = planner.backend.name
-    return BUDGET if planner.step.num_reqs == REQUESTS and baseline_of(backend).backend == backend else None
+def _told_plans(what: str, samples: Samples, plans: Plans, step: Step) -> Iterator[Measurement]:
+    """Tell what a library's own plan takes, and the build over it; nothing where the library plans nothing."""
+    for name in plans:
+        yield Measurement(NAME, f"{what}: {name}", samples.seconds[name], "us")
+    for name in tuple(plans)[:1]:
+        budget = OVER_PLAN if step.num_reqs == REQUESTS else None
+        over = samples.over("build", name)
+        yield Measurement(NAME, f"{what}: `build` over {name}", over, "us", budget, paired=True, decides=False)
 
 
-def _into_slot(step: Step, choice: Choice, clock: Clock, repeats: int) -> tuple[list[Measurement], list[str]]:
+def _budget(planner: Planner, samples: Samples, baseline: Baseline) -> float | None:
+    """Return the budget of a build that has no library's plan in it; None for other numbers of requests."""
+    plans_itself = samples.seconds.keys() - {"build", "check", "draft"}
+    own = baseline.backend == planner.backend.name
+    return BUDGET if own and not plans_itself and planner.step.num_reqs == REQUESTS else None
+
+
+def measured_in_slot(step: Step, choice: Choice, clock: Clock, repeats: int) -> Finding:
     """Measure builds into a graph slot, or say why there are none."""
     what = f"{step.what}, into a graph slot"
     try:
         planner = make_planner(step, choice, cudagraph="single_token_decode")
     except NoBackendError as error:
-        return [], [f"{NAME}, {what}: not measured, since nothing serves it: {error.allowed}"]
-    batch, slot = planner.batch(), _slot(planner)
+        return Finding((), {}, (f"{NAME}, {what}: not measured, since nothing serves it: {error.allowed}",))
+    batch, (slot, _) = planner.batch(), capture_slot(planner)
+    baseline, note = baseline_of(planner.backend.name)
+    plans = baseline.plans(planner, captured=True)
     build = Contender(lambda batch: planner.builder.build(batch, slot=slot), lambda: evolve(batch))
-    samples = interleaved({"build": build}, clock, repeats)
+    samples = interleaved({"build": build, **_contenders(plans)}, clock, repeats)
     on_device = planner.backend.device.type != "cpu"
     how = "`build`" if on_device else "`build`, with the work that a device would do for it"
-    number = Measurement(
-        NAME,
-        f"{what}, {clock.what}: {how}",
-        samples.seconds["build"],
-        "us",
-        _budget(planner) if on_device else None,
-        decides=False,
-    )
-    return [number], _unsteady(what, samples)
+    budget = _budget(planner, samples, baseline) if on_device else None
+    said = f"{what}, {clock.what}"
+    number = Measurement(NAME, f"{said}: {how}", samples.seconds["build"], "us", budget, decides=False)
+    numbers = (number, *_told_plans(said, samples, plans, step))
+    return Finding(numbers, setup_of(planner.backend), _notes(note, what, samples))
 
 
-def _slot(planner: Planner) -> GraphSlot:
-    """Return a slot as it is after its capture, of the shortest length that holds the step."""
-    from attnplug.contract.graph_key import GraphKey  # noqa: PLC0415 - imports torch
-
-    step, builder, state = planner.step, planner.builder, planner.builder.state
-    length = next(length for length in builder.graph_lengths if length >= max(step.seq_lens))
-    with state.graph_capture(step.num_reqs):
-        slot = state.slot(GraphKey(step.num_reqs, step.num_tokens, 1, length))
-        builder.build(slot.dummy_batch(), slot=slot)
-    return slot
-
-
-def _unsteady(what: str, samples: Samples) -> list[str]:
-    return [] if samples.steady else [f"{NAME}, {what}: time ran out before each median was known to 1 %"]
+def _notes(note: str | None, what: str, samples: Samples) -> tuple[str, ...]:
+    unsteady = () if samples.steady else (f"{NAME}, {what}: time ran out before each median was known to 1 %",)
+    return (*((note,) if note else ()), *unsteady)

@@ -10,6 +10,8 @@ from attrs import asdict, frozen
 from attnplug.cli.bench.measurement import Measurement
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnplug.contract.backend import Backend
 
 
@@ -22,11 +24,13 @@ class Finding:
         measurements: The numbers.
         setup: Backend, device, dtype, threads.
         notes: What could not be measured, or not well, and why; a sentence each.
+        failures: What went wrong while others were measured; a sentence each.
     """
 
     measurements: tuple[Measurement, ...]
     setup: Mapping[str, str]
     notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, samples included: ``Finding.from_dict(data)`` in another process."""
@@ -36,7 +40,51 @@ class Finding:
     def from_dict(cls, data: Mapping[str, Any]) -> Finding:
         """Read what `to_dict` wrote."""
         numbers = [Measurement(**{**number, "samples": tuple(number["samples"])}) for number in data["measurements"]]
-        return cls(tuple(numbers), data["setup"], tuple(data["notes"]))
+        return cls(tuple(numbers), data["setup"], tuple(data["notes"]), tuple(data["failures"]))
+
+
+class Gathering:
+    """
+    Gathers what steps give, each by itself: one that fails is told, and the others are measured all the same.
+
+    Args:
+        section: The section's name.
+    """
+
+    def __init__(self, section: str) -> None:
+        self._section = section
+        self._measurements: list[Measurement] = []
+        self._setup: dict[str, str] = {}
+        self._notes: dict[str, None] = {}
+        self._failures: dict[str, Exception] = {}
+
+    def add(self, what: str, measure: Callable[[], Finding]) -> None:
+        """
+        Measure one step.
+
+        Args:
+            what: The step in words.
+            measure: Measures it.
+        """
+        try:
+            found = measure()
+        except Exception as error:  # noqa: BLE001 - of a backend, its library or its device: the next may do better
+            self._failures[f"{self._section}, {what}: {type(error).__name__}: {error}"] = error
+            return
+        self._measurements += found.measurements
+        self._setup |= found.setup
+        self._notes |= dict.fromkeys(found.notes)
+
+    def finding(self) -> Finding:
+        """
+        Return all of it.
+
+        Raises:
+            Exception: Nothing was measured: what the first step raised.
+        """
+        if self._failures and not self._measurements:
+            raise next(iter(self._failures.values()))
+        return Finding(tuple(self._measurements), self._setup, tuple(self._notes), tuple(self._failures))
 
 
 def setup_of(backend: Backend) -> dict[str, str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
-    from attnplug.cli.bench.rig import Rig
+    from attnplug.cli.bench.rig import Planner, Rig
 
 
 @frozen
@@ -27,7 +27,18 @@ class RawTorch:
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
         """Return the calls; prompts are read as they come, whatever else from the pages."""
         pages = _pages(rig)
-        return _decode(rig, pages) if rig.step.is_decode else _prefill(rig, pages)
+        if rig.step.is_decode:
+            return _decode(rig, pages)
+        return _mixed(rig, pages) if 1 in rig.step.query_lens else _prefill(rig, pages)
+
+    def captured(self, rig: Rig) -> Callable[[], Tensor]:
+        """Return the same calls: nothing that they read moves."""
+        return self.layer(rig)
+
+    def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
+        """Return nothing: torch plans nothing."""
+        del planner, captured
+        return {}
 
 
 def _pages(rig: Rig) -> tuple[Tensor, Tensor]:
@@ -38,6 +49,34 @@ def _pages(rig: Rig) -> tuple[Tensor, Tensor]:
     for rows, cache in zip((key, value), pages, strict=True):
         cache.view(-1, *rows.shape[1:]).index_copy_(0, slots, rows)
     return pages
+
+
+def _mixed(rig: Rig, pages: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
+    """Return the calls of a step that begins with decodes: theirs, and those of the prompts."""
+    from torch import cat  # noqa: PLC0415 - only who measures pays
+
+    first = rig.step.query_lens.count(1)
+    decode, prefill = (
+        _decode(_part(rig, slice(first)), pages),
+        _prefill(_part(rig, slice(first, None)), pages),
+    )
+    return lambda: cat((decode(), prefill()))
+
+
+def _part(rig: Rig, requests: slice) -> Rig:
+    """Return some of the requests, those before the first prompt or those from it on, without their past."""
+    planner, whole = rig.planner, rig.step
+    step = evolve(whole, query_lens=whole.query_lens[requests], cached_lens=whole.cached_lens[requests])
+    blocks = planner.blocks[requests]
+    rows = slice(step.num_tokens) if requests.start is None else slice(whole.num_tokens - step.num_tokens, None)
+    return evolve(
+        rig,
+        planner=evolve(planner, step=step, blocks=blocks),
+        query=rig.query[rows],
+        key=rig.key[rows],
+        value=rig.value[rows],
+        metadata=planner.builder.build(planner.batch(step, blocks)),
+    )
 
 
 def _prefill(rig: Rig, pages: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:

@@ -32,6 +32,7 @@ class Result:
         measurements: The numbers.
         setup: What numbers of a backend depend on besides: its variant, device, dtype, threads.
         notes: What could not be measured, or not well, and why.
+        failures: What went wrong while others were measured.
     """
 
     command: str
@@ -39,11 +40,12 @@ class Result:
     measurements: tuple[Measurement, ...]
     setup: Mapping[str, str] = field(factory=dict)
     notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
 
     @property
     def within(self) -> bool:
-        """Whether every budget is kept that decides."""
-        return all(measurement.within for measurement in self.measurements if measurement.decides)
+        """Whether nothing failed, and every budget is kept that decides."""
+        return not self.failures and all(one.within for one in self.measurements if one.decides)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -54,6 +56,7 @@ class Result:
             "setup": dict(self.setup),
             "measurements": numbers,
             "notes": list(self.notes),
+            "failures": list(self.failures),
         }
 
     def facts(self) -> list[tuple[str, str]]:
@@ -69,6 +72,11 @@ class Result:
             *self.setup.items(),
             ("command", f"`{self.command}`"),
         ]
+
+    def remarks(self) -> list[str]:
+        """Return what failed, and the notes, each on one line."""
+        failed = [f"failed: {' '.join(failure.split())}" for failure in self.failures]
+        return [*failed, *(f"note: {note}" for note in self.notes)]
 
     def page(self) -> str:
         """Return the result as Markdown."""
@@ -88,8 +96,8 @@ class Result:
                 "| --- | --- | --- | --- | --- | --- |",
                 *map(_row, self.measurements),
                 "",
-                *(f"- {note}" for note in self.notes),
-                *([""] if self.notes else []),
+                *(f"- {said.removeprefix('note: ')}" for said in self.remarks()),
+                *([""] if self.remarks() else []),
             ]
         )
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from attnplug.contract.kv_cache import Cache
     from attnplug.contract.layer import Layer
     from attnplug.contract.metadata import Metadata
+    from attnplug.contract.slot import GraphSlot
 
 LAYER = "layer"
 
@@ -201,18 +202,18 @@ def make_planner(step: Step, choice: Choice, **engine: Any) -> Planner:
     )
 
 
-def make_rig(step: Step, choice: Choice) -> Rig:
+def make_rig(step: Step, choice: Choice, **engine: Any) -> Rig:
     """Return a step that can run, its past computed by the backend. Arguments and errors as for `make_planner`."""
     import torch  # noqa: PLC0415 - only who measures pays for it
 
     from attnplug.contract.dtypes import torch_dtype  # noqa: PLC0415 - imports torch
 
-    planner = make_planner(step, choice)
+    planner = make_planner(step, choice, **engine)
     device, dtype = planner.backend.device, torch_dtype(planner.backend.agreement.requirements.dtype)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
 
     def rows(count: int, heads: int) -> Tensor:
-        return torch.randn(count, heads, step.head_size, generator=generator).to(device, dtype)
+        return torch.randn(count, heads, step.head_size, generator=generator, device=device).to(dtype)
 
     tokens, kv_heads = step.num_tokens, step.num_kv_heads
     rig = Rig(
@@ -227,6 +228,17 @@ def make_rig(step: Step, choice: Choice) -> Rig:
     )
     _fill(rig)
     return rig
+
+
+def capture_slot(planner: Planner) -> tuple[GraphSlot, Metadata]:
+    """Return a slot as a capture uses it, of the shortest length that holds the step, and the metadata in it."""
+    from attnplug.contract.graph_key import GraphKey  # noqa: PLC0415 - imports torch
+
+    step, builder, state = planner.step, planner.builder, planner.builder.state
+    length = next(length for length in builder.graph_lengths if length >= max(step.seq_lens))
+    with state.graph_capture(step.num_reqs):
+        slot = state.slot(GraphKey(step.num_reqs, step.num_tokens, 1, length))
+        return slot, builder.build(slot.dummy_batch(), slot=slot)
 
 
 def _fill(rig: Rig) -> None:

@@ -20,10 +20,10 @@ def show(result: Result) -> None:
     for measurement in result.measurements:
         say()
         _show(measurement)
-    if result.notes:
+    if result.remarks():
         say()
-    for note in result.notes:
-        say("\n".join(wrapped(f"note: {note}")))
+    for remark in result.remarks():
+        say("\n".join(wrapped(remark)))
 
 
 def _style(measurement: Measurement) -> str:
