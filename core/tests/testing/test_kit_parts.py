@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from attrs import evolve
 
+from attnplug.manifest.parse import read_manifest
+from attnplug.negotiation.candidate import examine
+from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 from attnplug.testing.kit import Basic, Tier
 from attnplug.testing.kit.ask import Ask
 from attnplug.testing.kit.menu import Capability, is_served, menu_of
-from attnplug.testing.kit.pairwise import covering_asks
+from attnplug.testing.kit.pairwise import covering_asks, kernel_of
 from attnplug.testing.kit.plugin import Reporter
-from attnplug.testing.kit.subject import find_subjects
+from attnplug.testing.kit.subject import Subject, find_subjects
 
 SUBJECT = find_subjects("torch/sdpa", "cpu")[0]
+MANIFEST = read_manifest(Path(__file__).parent / "vendor" / "attnplug.toml")
+
+
+def vendor(jit: str | None) -> Subject:
+    """The vendor's manifest, of which nothing is installed: all that the kit asks follows from it alone."""
+    variant = evolve(MANIFEST.variants[0], jit=jit)
+    return Subject(f"vendor/{jit}", Device.cpu(), examine(MANIFEST, variant, lambda _: None))
+
+
+COMPILED = vendor("nvcc")
 APART = ("cudagraph", "host_lengths", "compute_capability", "device_type")
 
 
@@ -39,29 +54,39 @@ def test_every_ask_of_the_menu_is_served_and_contains_its_value() -> None:
             assert ask.fields[capability.field] == capability.value
 
 
-def test_rows_cover_every_pair_that_is_served() -> None:
-    rows = [set(row.pairs) for row in covering_asks(SUBJECT)]
-    served = [item for item in menu_of(SUBJECT).asks if item.field not in APART]
+@pytest.mark.parametrize("subject", [SUBJECT, vendor(None), COMPILED], ids=str)
+def test_rows_cover_every_pair_that_is_served(subject: Subject) -> None:
+    rows = [set(row.pairs) for row in covering_asks(subject)]
+    served = [item for item in menu_of(subject).asks if item.field not in APART]
     uncovered = [
         (one, other)
         for one, other in combinations(served, 2)
         if one.field != other.field and not any({one_of(one), one_of(other)} <= row for row in rows)
     ]
 
-    assert [pair for pair in uncovered if are_served(*pair)] == []
+    assert [pair for pair in uncovered if are_served(subject, *pair)] == []
 
 
 def one_of(capability: Capability):
     return capability.field, capability.value
 
 
-def are_served(one: Capability, other: Capability) -> bool:
+def are_served(subject: Subject, one: Capability, other: Capability) -> bool:
     """Whether some ask that is served has both values."""
-    asks = menu_of(SUBJECT).asks
+    asks = menu_of(subject).asks
     merged = {**asks[one].fields, **asks[other].fields, **dict([one_of(one), one_of(other)])}
     merged["paged"] = all(asks[item].fields["paged"] for item in (one, other))
     ask = Ask.of(merged)
-    return {one_of(one), one_of(other)} <= set(ask.pairs) and is_served(SUBJECT, ask)
+    return {one_of(one), one_of(other)} <= set(ask.pairs) and is_served(subject, ask)
+
+
+def test_a_variant_that_compiles_is_asked_for_few_kernels() -> None:
+    kernels = [
+        len({kernel_of(ask) for ask in (*menu_of(subject).asks.values(), *covering_asks(subject))})
+        for subject in (vendor(None), COMPILED)
+    ]
+
+    assert kernels[1] <= 16 < kernels[0]
 
 
 def test_rows_are_the_same_each_time() -> None:

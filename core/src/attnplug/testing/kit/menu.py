@@ -114,7 +114,7 @@ def menu_of(subject: Subject) -> Menu:
     """Return the menu of a subject, from its manifest and the device alone."""
     asks: dict[Capability, Ask] = {}
     unreached = [Unreached(Capability("features", name), _OWN) for name in subject.open_features]
-    unserved = []
+    unserved: list[Unreached] = []
     for capability in _declared(subject):
         because = _out_of_reach(subject, capability)
         ask = None if because else _plainest(subject, capability)
