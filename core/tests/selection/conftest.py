@@ -116,7 +116,7 @@ def world(tmp_path, monkeypatch):
                 Plugin(parsed.name, f"scratch_{name}.plugin", f"dist-{name}", "1.0", parsed, embedded=embedded)
             )
         found = {name: version for name, version in INSTALLED.items() if name not in missing}
-        registry = Registry(plugins, version_of=found.get)
+        registry = Registry(plugins, version_of=found.get, settings=settings)
         process._state = process.State(registry, settings, registry.generation, device=device)
         return registry
 

@@ -33,7 +33,7 @@ FORMAT: Final = 1
 _KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list: "a list", Mapping: "an object"}
 
 
-@frozen
+@frozen(eq=False)
 class Shelf:
     """
     What lies in one folder.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MATCHED: Final = frozenset({"device_type", "vendor", "compute_capability"})  # evidence for another device is not read
 
 
-@frozen
+@frozen(eq=False)
 class Evidence:
     """
     The outcome of one run.
@@ -44,7 +44,7 @@ class Evidence:
     device: Device
     passed: bool
     served: frozenset[tuple[str, Any]]
-    unreached: Mapping[tuple[str, Any], str] = field(factory=dict, hash=False)
+    unreached: Mapping[tuple[str, Any], str] = field(factory=dict)
     origin: str = ""
 
     def counts_for(self, distribution: str, device: Device) -> bool:

@@ -1,0 +1,277 @@
+"""Evidence files: found in two places, read strictly, and never a reason to stumble."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.discovery.evidence import parse_evidence, read_folder
+from attnplug.discovery.known import Known
+from attnplug.discovery.plugin import BY_HAND
+from attnplug.discovery.registry import Registry
+from attnplug.manifest.parse import parse_manifest
+from attnplug.negotiation.evidence import hashable
+from attnplug.negotiation.reason import Reason
+from attnplug.request.device import Device
+from attnplug.request.settings import Settings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from attnplug.discovery.plugin import Plugin
+
+GOOD: dict[str, Any] = {
+    "format": 1,
+    "command": "pytest",
+    "backend": "acme/default",
+    "distribution": "attnplug-acme 1.0",
+    "device": {"type": "cuda", "vendor": "nvidia", "name": "NVIDIA H200", "compute_capability": "9.0"},
+    "passed": True,
+    "served": [{"field": "head_size", "value": 64}, {"field": "phases", "value": ["decode"]}],
+    "unreached": [{"field": "block_sparse", "value": {"b": 1, "a": 2}, "because": "no oracle knows it"}],
+}
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def write(folder: Path, name: str, content: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / name
+    file.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def acme(plugin: Any, manifest: Any, tmp_path: Path) -> Plugin:
+    """A plugin with a folder of its own, where evidence may lie."""
+    (tmp_path / "acme").mkdir()
+    parsed = parse_manifest(manifest("acme"), str(tmp_path / "acme" / "attnplug.toml"))
+    return attrs.evolve(plugin("acme"), manifest=parsed)
+
+
+def registry_of(*plugins: Plugin, evidence: tuple[str, ...] = (), **sources: str) -> Registry:
+    settings = Settings(evidence=evidence, sources=sources)
+    return Registry(plugins, known=Known(), version_of=lambda _: None, settings=settings)
+
+
+def about(registry: Registry, candidate_id: str = "acme/default") -> list[str]:
+    candidate = next(c for c in registry.candidates(Settings()) if c.id == candidate_id)
+    return [os.path.basename(evidence.origin) for evidence in registry.evidence(candidate)]  # noqa: PTH119 - a text
+
+
+# What a file says
+
+
+def test_a_file_is_read_as_the_kit_has_written_it() -> None:
+    found = parse_evidence(GOOD, "here")
+
+    assert (found.id, found.distribution, found.origin) == ("acme/default", "attnplug-acme 1.0", "here")
+    assert found.device == Device.cuda("9.0", name="NVIDIA H200")
+    assert found.passed
+    assert found.served == {("head_size", 64), ("phases", ("decode",))}
+    assert found.unreached == {("block_sparse", (("a", 2), ("b", 1))): "no oracle knows it"}
+
+
+@given(st.lists(st.tuples(st.text(), plain)))
+def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
+    served = [{"field": name, "value": value} for name, value in pairs]
+    read = json.loads(json.dumps({**GOOD, "served": served}))
+
+    found = parse_evidence(read).served
+
+    assert all((item["field"], hashable(item["value"])) in found for item in read["served"])
+    assert len(found) <= len(served)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": 2}, "its format is 2, and this core reads format 1"),
+        ({"format": True}, "its format is True"),
+        ({"format": None}, "its format is None"),
+        ({"backend": "acme"}, "`backend/variant`"),
+        ({"backend": 3}, "backend is 3, and it is a text"),
+        ({"distribution": "attnplug-acme"}, "no version tells"),
+        ({"distribution": BY_HAND}, "no version tells"),
+        ({"passed": 1}, "passed is 1, and it is true or false"),
+        ({"device": "cpu"}, "device is 'cpu', and it is an object"),
+        ({"device": {}}, "it has no 'type'"),
+        ({"device": {"type": "cuda"}}, "without a compute capability"),
+        ({"device": {"type": "cpu", "color": "red"}}, "the device field 'color' was given"),
+        ({"served": {"head_size": 64}}, "served is {'head_size': 64}, and it is a list"),
+        ({"served": [64]}, "served holds 64"),
+        ({"served": [{"field": "head_size"}]}, "served holds {'field': 'head_size'}"),
+        ({"unreached": [{"field": "sinks", "value": True}]}, "it has no 'because'"),
+    ],
+)
+def test_what_is_wrong_is_said(change, said) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        parse_evidence({**GOOD, **change})
+
+
+@pytest.mark.parametrize("key", ["backend", "distribution", "device", "passed", "served", "unreached"])
+def test_every_key_that_is_used_is_needed(key) -> None:
+    with pytest.raises(ValueError, match=f"it has no '{key}'"):
+        parse_evidence({name: value for name, value in GOOD.items() if name != key})
+
+
+@given(plain | st.fixed_dictionaries({}, optional=dict.fromkeys(GOOD, plain)).map(lambda change: {**GOOD, **change}))
+def test_no_content_is_more_than_a_value_error(content) -> None:
+    with suppress(ValueError):
+        found = parse_evidence(content)
+        assert content["format"] == 1
+        assert found.id == content["backend"]
+
+
+# What lies in a folder
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "Expecting value"),
+        (b"{", "Expecting property name"),
+        (b"[]", "it is no JSON object"),
+        (b"\xff\xfe\x00", "codec can't decode"),
+        (b"[" * 100_000, "it is nested too deeply"),
+        (json.dumps({**GOOD, "format": 7}).encode(), "its format is 7"),
+    ],
+    ids=["empty", "cut off", "a list", "no text", "deep", "newer"],
+)
+def test_a_file_that_is_no_evidence_is_a_note_and_hides_no_neighbor(tmp_path: Path, content, said) -> None:
+    write(tmp_path, "a.json", GOOD)
+    (tmp_path / "b.json").write_bytes(content)
+    write(tmp_path, "c.json", {**GOOD, "backend": "acme/other"})
+    write(tmp_path, "read.me", "no evidence at all")
+
+    shelf = read_folder(tmp_path)
+
+    assert [evidence.id for evidence in shelf.evidence] == ["acme/default", "acme/other"]
+    (note,) = shelf.notes
+    assert (note.subject, note.stage) == (str(tmp_path / "b.json"), "evidence")
+    assert said in note.message
+
+
+def test_what_is_no_file_is_a_note(tmp_path: Path) -> None:
+    (tmp_path / "folder.json").mkdir()
+    os.mkfifo(tmp_path / "pipe.json")  # opening it would wait for a writer
+    (tmp_path / "dangling.json").symlink_to(tmp_path / "nowhere")
+
+    shelf = read_folder(tmp_path)
+
+    assert shelf.evidence == ()
+    assert [note.message for note in shelf.notes] == ["is not read: it is no file"] * 3
+
+
+def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:
+    file = write(tmp_path, "a.json", GOOD)
+
+    assert read_folder(tmp_path / "none").notes == read_folder(file).notes == ()
+    assert read_folder(tmp_path / "none").evidence == read_folder(file).evidence == ()
+
+
+def test_a_folder_that_cannot_be_named_is_a_note(tmp_path: Path) -> None:
+    (note,) = read_folder(tmp_path / "nul\0byte").notes
+
+    assert "cannot be listed" in note.message
+
+
+def test_a_run_that_failed_is_told(tmp_path: Path) -> None:
+    write(tmp_path, "a.json", {**GOOD, "passed": False})
+
+    shelf = read_folder(tmp_path)
+
+    assert [evidence.passed for evidence in shelf.evidence] == [False]
+    assert [note.message for note in shelf.notes] == [
+        "tells of a run in which 'acme/default' failed, and verifies nothing"
+    ]
+
+
+# Where it lies
+
+
+def test_a_plugin_brings_its_evidence_and_the_user_has_more(acme: Plugin, tmp_path: Path) -> None:
+    write(tmp_path / "acme" / "evidence", "default-cpu.json", GOOD)
+    write(tmp_path / "mine", "evidence-acme-default.json", GOOD)
+    write(tmp_path / "more", "x.json", GOOD)
+    folders = (str(tmp_path / "mine"), str(tmp_path / "more"), str(tmp_path / "mine"))
+
+    assert about(registry_of(acme)) == ["default-cpu.json"]
+    found = registry_of(acme, evidence=folders)
+    assert about(found) == ["default-cpu.json", "evidence-acme-default.json", "x.json"]
+    assert found.notes == ()
+
+
+def test_a_plugin_vouches_for_itself_alone(acme: Plugin, plugin: Any, tmp_path: Path) -> None:
+    write(tmp_path / "acme" / "evidence", "other.json", {**GOOD, "backend": "other/default"})
+    write(tmp_path / "acme" / "evidence", "slow.json", {**GOOD, "backend": "acme/slow"})
+    found = registry_of(acme, plugin("other"))
+
+    assert about(found) == about(found, "other/default") == []
+    assert [note.message for note in found.notes] == [
+        "is about 'other/default', which is no variant of 'acme'",
+        "is about 'acme/slow', which is no variant of 'acme'",
+    ]
+
+
+def test_evidence_about_what_is_not_installed_is_a_note(acme: Plugin, tmp_path: Path) -> None:
+    file = write(tmp_path / "mine", "x.json", {**GOOD, "backend": "gone/default"})
+    found = registry_of(acme, evidence=(str(tmp_path / "mine"),))
+
+    (note,) = found.notes
+    assert str(note) == f"{file}: is about 'gone/default', which no installed plugin offers"
+
+
+def test_bad_files_hide_no_plugin_and_change_no_candidate(acme: Plugin, tmp_path: Path) -> None:
+    before = registry_of(acme).candidates(Settings())
+    write(tmp_path / "acme" / "evidence", "bad.json", "{")
+
+    found = registry_of(acme)
+
+    assert [note.stage for note in found.notes] == ["evidence"]
+    assert [(c.id, c.standing) for c in found.candidates(Settings())] == [(c.id, c.standing) for c in before]
+
+
+def test_a_folder_that_somebody_named_in_vain_is_warned_about_once(
+    acme: Plugin, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    there, gone = tmp_path / "there", str(tmp_path / "gone")
+    there.mkdir()
+    settings = Settings(evidence=(str(there), gone), sources={"evidence": "environment variable ATTNPLUG_EVIDENCE"})
+    found = registry_of(acme, evidence=settings.evidence)
+
+    with caplog.at_level(logging.WARNING, logger="attnplug"):
+        found.candidates(settings)
+        found.candidates(settings, assume_installed=True)
+
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{gone!r} in environment variable ATTNPLUG_EVIDENCE is no folder, and holds no evidence"
+    )
+
+
+# When it is read
+
+
+def test_files_are_read_once_a_generation_and_not_before_somebody_asks(acme: Plugin, tmp_path: Path) -> None:
+    found = registry_of(acme)
+    found.candidates(Settings())
+    file = write(tmp_path / "acme" / "evidence", "a.json", GOOD)
+
+    assert about(found) == ["a.json"]
+    file.unlink()
+    assert about(found) == ["a.json"]
+    found.mark_broken("acme/default", Reason("broken", "acme/default", None, "it failed"))
+    assert about(found) == []

@@ -1,0 +1,235 @@
+"""What of an agreement evidence does not cover."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.manifest.parse import parse_manifest
+from attnplug.negotiation.agreement import Agreement
+from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.evidence import Evidence, find_unverified
+from attnplug.negotiation.unverified import Unverified
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+
+MANIFEST = """\
+api = "1.0"
+backend = { name = "acme", summary = "s" }
+[supports]
+device_type = ["cpu", "cuda"]
+compute_capability = { min = "8.0" }
+dtype = ["float32", "bfloat16"]
+head_size = { min = 1, max = 512 }
+block_size = [16, { min = 1 }]
+kv_layout = ["NHD", "HND"]
+kv_cache_dtype = ["auto", "fp8_e4m3"]
+cudagraph = { max = "always" }
+phases = ["prefill", "decode"]
+dcp_size = { max = 8 }
+features = ["paged", "sliding_window", "sinks", "block_sparse", "acme.rope"]
+"""
+HOPPER = Device.cuda("9.0", name="NVIDIA H200")
+OWN = "attnplug-acme 1.0"
+PLAIN = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
+BASICS = {
+    ("head_size", 64),
+    ("dtype", "bfloat16"),
+    ("paged", True),
+    ("block_size", 16),
+    ("kv_layout", "NHD"),
+    ("phases", ("prefill",)),
+    ("phases", ("decode",)),
+}
+
+
+def candidate():
+    manifest = parse_manifest(MANIFEST)
+    return examine(manifest, manifest.variants[0], lambda _: None, distribution=OWN)
+
+
+def agreed(**asked):
+    requirements = Requirements(**{**PLAIN, **asked})
+    size, layout = (
+        (requirements.block_size or 16, requirements.kv_layout or "NHD") if requirements.paged else (None,) * 2
+    )
+    return Agreement("acme", "default", requirements, size, layout, requirements.kv_cache_dtype, requirements.cudagraph)
+
+
+def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=None):
+    return Evidence("acme/default", distribution, device, passed, frozenset(served), unreached or {})
+
+
+def unverified(*known, device=HOPPER, **asked):
+    return find_unverified(candidate(), agreed(**asked), device, known)
+
+
+def test_nothing_is_unverified_where_every_value_was_exercised() -> None:
+    assert unverified(evidence(*BASICS)) == ()
+
+
+def test_several_runs_cover_together_what_none_covers_alone() -> None:
+    first, *rest = sorted(BASICS, key=str)
+
+    assert unverified(evidence(first), evidence(*rest)) == ()
+    assert len(unverified(evidence(*rest))) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"head_size": 96}, [("head_size", 96, "verified is 64")]),
+        ({"block_size": 32}, [("block_size", 32, "verified is 16")]),
+        ({"sinks": True}, [("sinks", True, "no test has asked for it")]),
+        ({"paged": False}, [("paged", False, "verified is True")]),
+        ({"kv_cache_dtype": "fp8"}, [("kv_cache_dtype", "fp8_e4m3", "the oracle does not round to it")]),
+        ({"cudagraph": "always"}, [("cudagraph", "always", "no test has asked for it")]),
+        ({"dcp_size": 4}, [("dcp_size", 4, "it takes several ranks")]),
+        ({"block_sparse": {"b": 1}}, [("block_sparse", {"b": 1}, "no test has asked for it")]),
+        ({"features": ("acme.rope",)}, [("features", "acme.rope", "it means what its backend says")]),
+        ({"num_q_heads": 14}, []),
+        ({"kv_cache_dtype": "bfloat16"}, []),
+        ({"phases": ("decode",)}, []),
+    ],
+)
+def test_each_value_counts_by_itself_and_the_rest_is_told(asked, found) -> None:
+    unreached = {
+        ("kv_cache_dtype", "fp8_e4m3"): "the oracle does not round to it",
+        ("dcp_size", 2): "it takes several ranks",
+        ("features", "acme.rope"): "it means what its backend says",
+    }
+
+    told = unverified(evidence(*BASICS, unreached=unreached), **asked)
+
+    assert [(item.field, item.value, item.because) for item in told] == found
+
+
+def test_between_two_verified_sizes_nothing_is_inferred() -> None:
+    (told,) = unverified(evidence(*BASICS, ("head_size", 128), ("head_size", 9)), head_size=96)
+
+    assert str(told) == "head_size=96 (verified are 9, 64, 128)"
+
+
+def test_only_the_part_that_was_asked_for_is_checked_name_by_name() -> None:
+    known = evidence(*(BASICS - {("phases", ("prefill",))}))
+
+    assert unverified(known, phases=("decode",)) == ()
+    (told,) = unverified(known, phases=("prefill",))
+    assert str(told) == "phases=prefill (verified is decode)"
+
+
+VALUES = {
+    "head_size": (1, 64, 512),
+    "dtype": ("float32", "bfloat16"),
+    "block_size": (1, 16, 48),
+    "kv_layout": ("NHD", "HND"),
+    "sliding_window": (None, 7, 4096),
+    "sinks": (False, True),
+    "cudagraph": ("never", "always"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
+}
+NEUTRAL = {None, False, "never", "auto"}
+questions = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VALUES.items()})
+pairs = st.frozensets(
+    st.sampled_from([(name, value) for name, values in VALUES.items() for value in values if value not in NEUTRAL])
+)
+ALWAYS = [("paged", True), ("phases", ("prefill",)), ("phases", ("decode",))]
+
+
+@given(questions, pairs)
+def test_what_is_told_is_what_was_asked_and_not_exercised(asked, served) -> None:
+    told = unverified(evidence(*served, *ALWAYS), **asked)
+
+    missing = {(name, value) for name, value in asked.items() if value not in NEUTRAL} - served
+    assert {(item.field, item.value) for item in told} == missing
+    assert len(told) == len(missing)
+    assert all(item.because for item in told)
+
+
+@given(questions, pairs, pairs)
+def test_more_evidence_leaves_less_unverified(asked, some, more) -> None:
+    def left(*known):
+        return {(item.field, item.value) for item in unverified(*known, **asked)}
+
+    both = left(evidence(*some), evidence(*more))
+    assert both == left(evidence(*(some | more))) == left(evidence(*more), evidence(*some))
+    assert both <= left(evidence(*some))
+
+
+# Whose evidence it is
+
+
+@pytest.mark.parametrize(
+    ("ran", "here", "counts"),
+    [
+        (Device.cpu(), Device.cpu(), True),
+        (Device("cpu", name="a"), Device("cpu", name="b"), True),
+        (Device.cpu(), HOPPER, False),
+        (HOPPER, Device.cpu(), False),
+        (HOPPER, Device.cuda("9.0"), True),
+        (HOPPER, Device.cuda("9.0", name="NVIDIA H100"), True),
+        (HOPPER, Device.cuda("9.0a"), True),
+        (HOPPER, Device.cuda("9.1"), False),
+        (HOPPER, Device.cuda("10.0"), False),
+        (Device("cuda", compute_capability="9.0", num_multiprocessors=132), Device.cuda("9.0"), True),
+        (Device("cuda", vendor="amd", name="MI300X"), Device("cuda", vendor="amd", name="MI300X"), True),
+        (Device("cuda", vendor="amd", name="MI300X"), Device("cuda", vendor="amd", name="MI250"), False),
+        (Device("cuda", vendor="amd", name="MI300X"), Device("cuda", vendor="amd"), False),
+        (HOPPER, Device("cuda", vendor="amd", name="NVIDIA H200"), False),
+        (Device("xpu", vendor="intel"), Device("xpu", vendor="intel"), True),
+        (Device("xpu"), Device("xpu", vendor="intel"), False),
+    ],
+)
+def test_evidence_is_for_devices_that_run_the_same_code(ran, here, counts) -> None:
+    assert evidence(device=ran).is_for(here) is counts
+
+
+def test_without_evidence_there_is_one_record_for_the_device() -> None:
+    known = evidence(*BASICS)
+
+    (told,) = unverified(known, device=Device.cuda("8.0", name="NVIDIA A100"), sinks=True)
+    (on_cpu,) = unverified(known, device=Device.cpu())
+
+    assert told == Unverified("device", "cuda:8.0", "no run of the conformance kit on cuda:8.0 is known")
+    assert on_cpu.value == "cpu"
+    assert unverified(device=HOPPER)[0].value == "cuda:9.0"
+
+
+def test_another_version_verifies_nothing_and_is_named() -> None:
+    others = (
+        evidence(*BASICS, distribution="attnplug-acme 0.9"),
+        evidence(*BASICS, distribution="attnplug-acme 1.0.dev3"),
+    )
+
+    (told,) = unverified(*others)
+
+    assert str(told) == "attnplug-acme 1.0 (verified is attnplug-acme 0.9, attnplug-acme 1.0.dev3)"
+    assert told.field == "distribution"
+
+
+def test_a_run_that_failed_verifies_nothing() -> None:
+    failed = evidence(*BASICS, passed=False)
+
+    (told,) = unverified(failed, evidence(*BASICS, distribution="attnplug-acme 0.9"))
+
+    assert told == Unverified("device", "cuda:9.0", "the conformance kit has failed on cuda:9.0")
+    assert unverified(failed, evidence(*BASICS)) == ()
+
+
+@given(st.lists(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just((("a", 1),))))
+def test_odd_values_in_a_file_are_told_like_any_other(values) -> None:
+    known = evidence(
+        *((name, value) for name, value in BASICS if name != "head_size"), *(("head_size", v) for v in values)
+    )
+
+    told = unverified(known, head_size=96)
+
+    assert [item.field for item in told] == ["head_size"] * (96 not in values)
+
+
+@pytest.mark.parametrize("value", [96, True, "always", 2.5])
+def test_a_record_is_plain_data(value) -> None:
+    record = Unverified("x", value, "why")
+
+    assert Unverified.from_dict(record.to_dict()) == record
