@@ -72,6 +72,23 @@ def test_deciding_imports_no_backend_and_nothing_heavy(code: str) -> None:
     assert _third_party(found) <= {"attr", "attrs", "packaging", "platformdirs", "tomli"}
 
 
+def test_deciding_opens_no_evidence() -> None:
+    found = _imported(f"import attnplug; attnplug.select({QUESTION}, device=attnplug.Device.cpu())")
+
+    assert "attnplug.selection.decide" in found
+    assert not found & {"attnplug.discovery.evidence", "attnplug.negotiation.evidence"}
+
+
+def test_what_is_unverified_is_told_without_importing_anything_heavy() -> None:
+    found = _imported(
+        f"import attnplug; assert attnplug.select({QUESTION}, device=attnplug.Device.cpu()).unverified is not None"
+    )
+
+    assert "attnplug.discovery.evidence" in found
+    assert not found & HEAVY
+    assert _third_party(found) <= {"attr", "attrs", "packaging", "platformdirs", "tomli"}
+
+
 def test_loading_is_what_imports_the_contract() -> None:
     found = _imported(f"import attnplug; attnplug.load({QUESTION}, device=attnplug.Device.cpu(), backend='torch')")
 

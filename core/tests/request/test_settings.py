@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import pytest
 from platformdirs import user_config_path
@@ -107,6 +108,9 @@ def test_unknown_variables_are_warned_about_with_the_near_match(config, caplog):
         ("kv_layout = 'hnd'", "did you mean 'HND'"),
         ("kv_layout = 3", "kv_layout in"),
         ("kv_layot = 'HND'", "did you mean 'kv_layout'"),
+        ("evidence = 3", "a folder or a list of folders"),
+        ("evidence = ['a', '']", "evidence = ['a', '']"),
+        ("evidense = 'a'", "did you mean 'evidence'"),
         ("options = 3", "options = 3"),
         ("options = { a = 1 }", "options"),
         ("= 3", "it is not TOML"),
@@ -119,6 +123,35 @@ def test_a_wrong_file_is_an_error_that_names_it(config, text, said):
         read({}, config)
 
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "line", "folders", "source"),
+    [
+        ("a", "", ("a",), "environment variable ATTNPLUG_EVIDENCE"),
+        (f"a{os.pathsep}b c", "evidence = 'd'", ("a", "b c"), "environment variable ATTNPLUG_EVIDENCE"),
+        ("", "evidence = 'd'", ("d",), "file "),
+        ("  ", "evidence = ['d', 'c']", ("d", "c"), "file "),
+    ],
+)
+def test_folders_with_evidence_keep_their_order(config, variable, line, folders, source):
+    config.write_text(line)
+
+    settings = read({"ATTNPLUG_EVIDENCE": variable}, config)
+
+    assert settings.evidence == folders
+    assert settings.sources["evidence"].startswith(source)
+
+
+@pytest.mark.parametrize("text", ["a{0}", "{0}a", "a{0}{0}b", "a{0} {0}b"])
+def test_an_empty_folder_is_refused(config, text):
+    config.write_text("")
+    given = text.format(os.pathsep)
+
+    with pytest.raises(SettingsError, match=r"the current folder is '\.'") as caught:
+        read({"ATTNPLUG_EVIDENCE": given}, config)
+
+    assert f"ATTNPLUG_EVIDENCE={given!r} is set" in str(caught.value)
 
 
 def test_an_unreadable_file_is_an_error(config):

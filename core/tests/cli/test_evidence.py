@@ -1,0 +1,121 @@
+"""What the verbs tell of evidence: which devices were verified, and what was not."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+ASKED = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "2", "--dtype", "bfloat16", "--backend", "flash")
+HERE = ("--device", "cpu")
+SERVED = {"head_size": 64, "dtype": "bfloat16", "paged": True, "block_size": 16, "kv_layout": "NHD"}
+
+
+def evidence(candidate: str, **change: Any) -> str:
+    served = [{"field": name, "value": value} for name, value in SERVED.items()]
+    plain = {
+        "format": 1,
+        "backend": candidate,
+        "distribution": "attnplug-flash 1.0",
+        "device": {"type": "cpu"},
+        "passed": True,
+        "served": served,
+        "unreached": [],
+    }
+    return json.dumps({**plain, **change})
+
+
+@pytest.fixture
+def shipped(site: Any) -> Path:
+    """The folder in which the flash plugin brings its evidence along."""
+    folder = site.folder / "scratch_flash_flash" / "evidence"
+    folder.mkdir()
+    (folder / "host-cpu.json").write_text(evidence("flash/host"))
+    return folder
+
+
+def _variants(told: Any) -> dict[str, Any]:
+    return {v["id"]: v for backend in told.json["backends"] for v in backend["variants"]}
+
+
+def test_list_names_the_devices_on_which_each_variant_was_verified(run, shipped) -> None:
+    h200 = {"type": "cuda", "name": "NVIDIA H200", "compute_capability": "9.0"}
+    (shipped / "host-h200.json").write_text(evidence("flash/host", device=h200))
+    (shipped / "old-h200.json").write_text(evidence("flash/old", device=h200, distribution="attnplug-flash 0.9"))
+
+    variants = _variants(run("list", "--json"))
+
+    assert variants["flash/host"]["verified_on"] == [{"type": "cpu"}, {"vendor": "nvidia", **h200}]
+    assert variants["flash/old"]["verified_on"] == variants["flash/new"]["verified_on"] == []
+    text = run("list").out
+    assert "    verified on cpu, cuda:9.0 (NVIDIA H200)\n" in text
+    assert text.count("    verified on no device\n") >= 2
+
+
+def test_explain_tells_what_is_unverified(run, shipped) -> None:
+    found = run("explain", *ASKED, *HERE, "--sliding-window", "7")
+
+    assert "unverified on this device: sliding_window=7 (no test has asked for it)" in found.out
+    assert "unverified" not in run("explain", *ASKED, *HERE).out
+
+
+def test_explain_as_json_has_records(run, shipped) -> None:
+    (explanation,) = run("explain", *ASKED, *HERE, "--sliding-window", "7", "--json").json["explanations"]
+
+    verdicts = {verdict["id"]: verdict["unverified"] for verdict in explanation["verdicts"]}
+    assert verdicts["flash/host"] == [{"field": "sliding_window", "value": 7, "because": "no test has asked for it"}]
+    assert verdicts["flash/old"] == []  # it cannot serve, and says why
+
+
+def test_devices_side_by_side_show_where_it_was_verified(run, shipped) -> None:
+    told = run("explain", *ASKED, *HERE, "--device", "cuda:8.0", "--assume-installed")
+
+    row = next(line for line in told.out.splitlines() if line.startswith("flash/host"))
+    assert row.split()[:2] == ["flash/host", "chosen"]
+    row = next(line for line in told.out.splitlines() if line.startswith("flash/old"))
+    assert row.endswith("chosen, unverified")
+
+
+def test_a_terminal_shows_it_too(on_terminal, shipped) -> None:
+    told = on_terminal("explain", *ASKED, *HERE, "--sliding-window", "7")
+
+    assert told.code == 0
+    assert "unverified on this device" in told.out
+
+
+@pytest.mark.parametrize("content", ["{", evidence("flash/host", format=2), evidence("other/host")])
+def test_doctor_notes_a_file_that_is_of_no_use(run, shipped, content) -> None:
+    (shipped / "bad.json").write_text(content)
+
+    told = run("doctor", "--json")
+
+    (note,) = (note for note in told.json["notes"] if note["stage"] == "evidence")
+    assert note["subject"] == str(shipped / "bad.json")
+    assert _variants(told)["flash/host"]["verified_on"] == [{"type": "cpu"}]
+    assert not [problem for problem in told.json["problems"] if "evidence" in problem["what"]]
+    assert "bad.json" in run("doctor").out.replace("\n      ", "")
+
+
+def test_doctor_warns_of_a_folder_that_is_not_there(run, site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = str(tmp_path / "gone")
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", gone)
+
+    told = run("doctor", "--json")
+
+    assert told.json["warnings"] == [
+        f"{gone!r} in environment variable ATTNPLUG_EVIDENCE is no folder, and holds no evidence"
+    ]
+    rows = {row["name"]: row for row in told.json["settings"]}
+    assert rows["evidence"]["value"] == [gone]
+
+
+def test_the_users_folder_counts(run, site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "evidence-flash-host.json").write_text(evidence("flash/host"))
+    assert "unverified" in run("explain", *ASKED, *HERE).out
+    monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path))
+
+    assert "unverified" not in run("explain", *ASKED, *HERE).out

@@ -1,0 +1,79 @@
+"""The evidence that the embedded backend brings along is about what it declares today."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import attnplug
+from attnplug import torch_backend
+from attnplug.discovery.evidence import read_folder
+from attnplug.negotiation.evidence import hashable
+from attnplug.request.settings import Settings
+from attnplug.testing.kit.menu import menu_of
+from attnplug.testing.kit.subject import Subject
+
+FOLDER = Path(torch_backend.__file__).with_name("evidence")
+SHELF = read_folder(FOLDER)
+AGAIN = (
+    "make it anew on such a device: pytest --pyargs attnplug.testing --attn-backend={0.id} --attn-report=report, then "
+    "move report/evidence-*.json to {0.origin}"
+)
+
+
+@pytest.fixture(params=SHELF.evidence, ids=lambda evidence: Path(evidence.origin).stem)
+def evidence(request):
+    return request.param
+
+
+def test_every_file_is_read_and_tells_of_a_run_that_passed() -> None:
+    assert SHELF.notes == ()
+    assert all(evidence.passed for evidence in SHELF.evidence)
+    assert "sdpa-cpu" in {Path(evidence.origin).stem for evidence in SHELF.evidence}
+
+
+def test_a_file_is_named_by_variant_and_device(evidence) -> None:
+    variant, _, device = Path(evidence.origin).stem.partition("-")
+
+    assert evidence.id == f"torch/{variant}"
+    assert device == "cpu" if evidence.device.type == "cpu" else device in str(evidence.device.name).lower()
+
+
+def test_every_declared_value_is_accounted_for(evidence) -> None:
+    candidates = attnplug.registry().candidates(Settings(), assume_installed=True)
+    candidate = next(c for c in candidates if c.id == evidence.id)
+    menu = menu_of(Subject(evidence.id, evidence.device, candidate))
+
+    served = {(item.field, hashable(item.value)) for item in menu.asks}
+    # A device's capability is no JSON value: the kit writes it as text.
+    unreached = {(item.capability.field, str(item.capability.value)) for item in menu.unreached}
+    told = {(field, str(value)) for field, value in evidence.unreached}
+    on_device = {pair for pair in served if pair[0] == "compute_capability"}
+    assert served - on_device == {pair for pair in evidence.served if pair[0] != "compute_capability"}, AGAIN.format(
+        evidence
+    )
+    assert unreached == told, AGAIN.format(evidence)
+
+
+def test_the_cpu_was_verified_in_this_version(evidence) -> None:
+    """A run on a GPU is as old as its report; then selection names the version that it verified."""
+    if evidence.device.type == "cpu":
+        assert evidence.distribution == f"attnplug {version('attnplug')}", AGAIN.format(evidence)
+
+
+def test_a_file_tells_nothing_of_the_machine_but_its_device(evidence) -> None:
+    text = Path(evidence.origin).read_text("utf-8")
+
+    assert re.findall(r'"(?:[^"]*[ =])?(?:/|~|[A-Z]:\\)[^"]*"', text) == []
+
+
+def test_selection_finds_it() -> None:
+    asked = attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sinks=True)
+
+    pick = attnplug.select(asked, "cpu", backend="torch/sdpa")
+
+    assert pick.unverified == ()
+    assert [item.field for item in attnplug.select(asked, "cuda:12.1", backend="torch/sdpa").unverified] == ["device"]
