@@ -41,8 +41,9 @@ demo: $(READY) ## real model architectures, served through the chosen backend
 	@$(BIN)/attnplug demo
 
 # The one command that guards everything, and the one that CI runs on a clean clone: style, types, documentation, tests, coverage.
+# The plugins are not installed into .venv, where the documentation shows them as absent; pytest finds them by path (pyproject.toml).
 # coverage starts pytest, and not the other way round: attnplug's own pytest plugin is imported before any plugin could measure it.
-test: lint docs ## lint, docs, and every test with branch coverage of core
+test: lint docs ## lint, docs, and every test of core and plugins with branch coverage
 	@$(BIN)/python -m coverage erase
 	@$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS)
 	@$(BIN)/python -m coverage combine --quiet
@@ -63,7 +64,8 @@ tables: $(READY) ## regenerate the reference pages that are made from manifests
 bench: $(READY) ## the time budgets, measured here
 	@$(BIN)/attnplug bench
 
-test-gpu: $(READY) ## the tests that need an NVIDIA GPU; writes a report under docs/reference/evidence
+# Tests of a plugin on the GPU need its kernel library in .venv too: .venv/bin/pip install 'flashinfer-python>=0.6.8,<0.7.3'
+test-gpu: $(READY) ## the tests of core and plugins that need an NVIDIA GPU; writes a report under docs/reference/evidence
 	@$(BIN)/python -m pytest -m gpu --gpu-report=$(REPORT) $(PYTEST_ARGS)
 
 clean: ## everything that the other targets made

@@ -29,8 +29,9 @@ BENEATH = {
     "discovery": {"negotiation"},
     "selection": {"discovery"},
     "contract": {"negotiation"},
-    "batching": {"contract"},
-    "ops": {"contract"},
+    "triton_launch": {"errors"},
+    "batching": {"contract", "triton_launch"},
+    "ops": {"contract", "triton_launch"},
     "torch_backend": {"batching", "ops"},
     "testing": {"batching", "ops", "selection"},
     "hosts": {"batching", "ops", "selection"},
@@ -51,14 +52,17 @@ LATE = {
 TENSOR_LIBRARIES = {"torch", "transformers", "numpy", "triton"}
 TENSOR_FREE = {"errors", "request", "manifest", "negotiation", "discovery", "selection"}
 FACADE_USERS = {"hosts", "cli", "testing"}
+# What a plugin is written against, beside the facade: the doors that third parties have. Its tests have all of them.
+PUBLIC = ("contract", "batching", "ops", "errors", "request", "negotiation.reason")
 
 
 class Import(NamedTuple):
-    """One imported module, where it stands, and whether a function body postpones it."""
+    """One imported module, where it stands, whether a function body postpones it, and the names taken from it."""
 
     module: str
     line: int
     late: bool
+    names: tuple[str, ...] = ()
 
 
 def imports_of(source: str, package: str) -> Iterator[Import]:
@@ -71,7 +75,8 @@ def _walk(node: ast.AST, package: str, *, late: bool) -> Iterator[Import]:
         for child in node.orelse:
             yield from _walk(child, package, late=late)
         return
-    yield from (Import(module, node.lineno, late) for module in _modules(node, package))
+    names = tuple(alias.name for alias in node.names) if isinstance(node, ast.ImportFrom) else ()
+    yield from (Import(module, node.lineno, late, names) for module in _modules(node, package))
     late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
     for child in ast.iter_child_nodes(node):
         yield from _walk(child, package, late=late)
@@ -138,14 +143,30 @@ def _judge_own(part: str, target: str, found: Import) -> str | None:
     return None if target in below(part) else f"{part} imports {target}, against the order"
 
 
-def plugin_violations(own: str, files: dict[str, str]) -> list[str]:
-    """Judge one plugin package: no other plugin, no private name of the core."""
+def plugin_violations(own: str, files: dict[str, str], *, tests: bool = False) -> list[str]:
+    """Judge one plugin package, or its tests: no other plugin, no private name, no part of the core but the public."""
     return [
-        f"{path}:{found.line} {own} imports {found.module}"
+        f"{path}:{found.line} {own} imports {told}"
         for path, source in files.items()
         for found in imports_of(source, ".".join([own, *Path(path).parent.parts]))
-        if _is_other_plugin(own, found.module) or _is_private(found.module)
+        if not _is_within(own, found.module)
+        for told in _forbidden(own, found, tests=tests)
     ]
+
+
+def _forbidden(own: str, found: Import, *, tests: bool) -> list[str]:
+    if _is_other_plugin(own, found.module) or _is_private(found.module):
+        return [found.module]
+    if found.module.partition(".")[0] != "attnplug":
+        return []
+    part = found.module.partition(".")[2]
+    if not tests and part.partition(".")[0] in BENEATH and not any(_is_within(door, part) for door in PUBLIC):
+        return [f"{found.module}, which is no door for plugins"]
+    return [f"{found.module}.{name}" for name in found.names if name.startswith("_")]
+
+
+def _is_within(package: str, module: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
 
 
 def _is_other_plugin(own: str, module: str) -> bool:
@@ -172,8 +193,16 @@ def test_the_core_obeys_the_import_law() -> None:
 
 
 def test_no_plugin_knows_another() -> None:
-    assert "attnplug_good" in _plugins()
+    assert {"attnplug_good", "attnplug_flashinfer"} <= set(_plugins())
     assert [line for own, folder in _plugins().items() for line in plugin_violations(own, _read(folder))] == []
+
+
+def test_the_tests_of_a_plugin_know_no_other_and_nothing_private() -> None:
+    tests = {folder.name: folder.parents[1] / "tests" for folder in ROOT.glob("plugins/*/src/attnplug_*/")}
+    found = {own: plugin_violations(own, _read(folder), tests=True) for own, folder in tests.items()}
+
+    assert found == {own: [] for own in tests}
+    assert tests
 
 
 def test_the_embedded_backend_has_no_private_door() -> None:
@@ -235,3 +264,36 @@ def test_a_plugin_that_knows_another_is_found() -> None:
     found = plugin_violations("attnplug_a", {"impl.py": source})
 
     assert found == ["impl.py:3 attnplug_a imports attnplug_b.impl", "impl.py:4 attnplug_a imports attnplug._secret"]
+
+
+@pytest.mark.parametrize(
+    ("source", "told", "in_tests"),
+    [
+        ("from attnplug.ops import _merge", "attnplug.ops._merge", True),
+        ("from attnplug.contract.guards import _x as x", "attnplug.contract.guards._x", True),
+        ("import attnplug.selection.load", "attnplug.selection.load, which is no door for plugins", False),
+        ("def f():\n    from attnplug import cli", "attnplug.cli, which is no door for plugins", False),
+        ("from attnplug.testing.kit import Conformance", "attnplug.testing.kit, which is no door for plugins", False),
+        ("from attnplug.negotiation.candidate import C", "attnplug.negotiation.candidate, which is no door", False),
+        ("from attnplug.torch_backend import plugin", "attnplug.torch_backend, which is no door for plugins", False),
+    ],
+)
+def test_a_plugin_that_takes_another_door_is_found(source: str, told: str, *, in_tests: bool) -> None:
+    (found,) = plugin_violations("attnplug_a", {"impl.py": source})
+
+    assert told in found
+    assert bool(plugin_violations("attnplug_a", {"impl.py": source}, tests=True)) is in_tests
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from attnplug import Reason, Device\nimport attnplug",
+        "from attnplug.contract.hooks import hookimpl\nfrom attnplug.batching import pages_of",
+        "from attnplug.negotiation.reason import Reason\nfrom attnplug.errors import BatchError",
+        "from attnplug_a.plan import _private\nfrom ._own import _secret",
+        "if TYPE_CHECKING:\n    from attnplug.selection.selection import Selection",
+    ],
+)
+def test_what_plugins_are_written_against_passes(source: str) -> None:
+    assert plugin_violations("attnplug_a", {"impl.py": source}) == []
