@@ -244,6 +244,16 @@ def test_the_kit_sees_through_a_plugin_that_drops_what_it_claims(workshop: Works
     assert {name.partition("=")[0] for test, name in failed} == {"sinks", "sliding_window", "logits_soft_cap"}
 
 
+def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, tmp_path: Path) -> None:
+    site = workshop.install(tmp_path / "site", "writes_on_import")
+    options = ("-q", "--pyargs", "attnplug.testing", "--attn-backend=writes_on_import", "-k", "TestPurity")
+    done = _python(site, tmp_path, "pytest", *options, WRITES_ON_IMPORT="trace.txt")
+
+    assert done.returncode == 1
+    assert "importing its module wrote ['trace.txt']" in done.stdout
+    assert re.findall(r"^FAILED \S+::test_(\w+)", done.stdout, re.MULTILINE) == ["importing_leaves_no_trace"]
+
+
 @pytest.mark.parametrize("name", ["duplicate", "catalogue", "good", "lies", "slow_probe", "stale"])
 def test_check_of_a_sound_project_finds_no_problem(name: str, tmp_path: Path) -> None:
     done = _attnplug(tmp_path, tmp_path, "check", str(PLUGINS / name))

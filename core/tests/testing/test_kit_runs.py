@@ -18,15 +18,19 @@ from pathlib import Path
 import pytest
 import attnplug
 attnplug.register(sys.argv[1], manifest=Path(sys.argv[2]))
-options = ["--pyargs", "attnplug.testing", "--attn-device=cpu", "-p", "no:cacheprovider", "-q", *sys.argv[3:]]
+options = ["--attn-device=cpu", "-p", "no:cacheprovider", "-q", *sys.argv[3:]]
 sys.exit(pytest.main(options))
 """
 
 
 def run(
-    folder: Path, *options: str, module: str = "minimal.least", manifest: Path = HERE / "minimal" / "attnplug.toml"
+    folder: Path,
+    *options: str,
+    module: str = "minimal.least",
+    manifest: Path = HERE / "minimal" / "attnplug.toml",
+    tests: tuple[str, ...] = ("--pyargs", "attnplug.testing"),
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", RUN, module, str(manifest), "--rootdir", str(folder), *options]
+    command = [sys.executable, "-c", RUN, module, str(manifest), "--rootdir", str(folder), *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
@@ -52,7 +56,7 @@ def test_the_evidence_says_what_is_known_of_this_device(whole) -> None:
 
     assert evidence["format"] == 1
     assert evidence["backend"] == "minimal/plain"
-    assert evidence["command"].startswith("pytest --pyargs attnplug.testing")
+    assert evidence["command"].startswith("pytest --attn-device=cpu")
     assert "--attn-report" not in evidence["command"]
     assert evidence["device"]["type"] == "cpu"
     assert evidence["passed"] is True
@@ -107,6 +111,25 @@ def test_a_value_that_the_rules_always_refuse_is_red(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout
     assert "declared, and refused in every request: sinks=True (sinks=True refused: not yet)" in done.stdout
     assert "not exercised: sinks=True" in done.stdout
+
+
+KNOWN = """
+from attnplug.testing.kit import Basic
+
+
+class TestMinimal(Basic):
+    backend = "minimal"
+    known_failures = {"test_one_token": "it was so once"}
+"""
+
+
+def test_an_expected_failure_that_passes_is_red(tmp_path: Path) -> None:
+    (tmp_path / "test_known.py").write_text(KNOWN, "utf-8")
+    done = run(tmp_path, "-k", "one_token or mixed", tests=(str(tmp_path / "test_known.py"),))
+
+    assert done.returncode == 1, done.stdout
+    assert "[XPASS(strict)] it was so once" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout
 
 
 def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:

@@ -39,6 +39,18 @@ RED: dict[str, tuple[str, str]] = {
     "build_mutates_batch": ("test_build_mutates_nothing[*]", "build changed block_table"),
     "overwrites_original": ("test_update_block_table[*]", "update_block_table changed the original's block_table"),
     "sink_in_lse_undeclared": ("test_sink_is_counted_as_declared[*]", "lse_includes_sink is False, and the LSE counts"),
+    "ignores_v_scale": ("test_input_is_used[*v_scale of fp8_e5m2]", "another value of v_scale *did not move: ignored"),
+    "keeps_no_cache": ("test_slots[*kv_layout=HND]", "numbers of new keys are not in their slots"),
+    "writes_next_slot": ("test_slots[*block_size=16]", "keys were written into slot *belongs to no token of the batch"),
+    "mixes_requests": ("test_others_do_not_influence[*]", "NaN in the first request's cache reached rows of other"),
+    "lse_of_prefills_alone": ("test_rows[*]", "rows of the LSE are not written"),
+    "stale_replay": ("test_replays[*cudagraph=uniform_batch]", "a replay: output: "),
+    "shares_scratch": ("test_threads[*]", "a thread among others: output: "),
+    "advances_original": ("test_advance_step[*]", "step 1 of an advanced batch: output: "),
+    "uses_plan_up": ("test_forward_twice[*]", "a layer after another one: output: "),
+}
+RED_ON_GPU: dict[str, tuple[str, str]] = {
+    "waits_for_device": ("test_build_never_synchronizes[*]", "build or forward waits for the device"),
 }
 
 RUN = """
@@ -50,7 +62,7 @@ torch.set_num_threads(1)
 folder, mutants = Path(sys.argv[1]), json.loads(sys.argv[2])
 for name, test in mutants.items():
     attnplug.register(f"mutants.{name}", manifest=folder / f"{name}.toml")
-    options = [f"--attn-backend={name}", "--attn-device=cpu", f"--attn-report={folder / name}", "-k", test]
+    options = [f"--attn-backend={name}", *sys.argv[3:], f"--attn-report={folder / name}", "-k", test]
     plain = ["-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--rootdir", str(folder)]
     pytest.main(["--pyargs", "attnplug.testing", *plain, *options])
 """
@@ -58,24 +70,38 @@ for name, test in mutants.items():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    return run(tmp_path_factory.mktemp("mutants"), RED, "--attn-device=cpu")
+
+
+def run(folder: Path, mutants: dict[str, tuple[str, str]], *options: str) -> dict[str, list[dict[str, str]]]:
     """Every mutant in one process, each under the test that has to find it."""
-    folder = tmp_path_factory.mktemp("mutants")
     embedded = MANIFEST.read_text("utf-8").partition("# No custom_mask")[0]
-    for name in RED:
+    for name in mutants:
         text = embedded.replace('name = "torch", aliases = ["TORCH_SDPA"]', f'name = "{name}"')
         (folder / f"{name}.toml").write_text(text, "utf-8")
-    tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in RED.items()})
+    tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in mutants.items()})
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", RUN, str(folder), tests]
+    command = [sys.executable, "-c", RUN, str(folder), tests, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in RED}
+    return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in mutants}
 
 
 @pytest.mark.parametrize("mutant", RED)
 def test_a_mutant_is_found(mutant: str, reports: dict[str, list[dict[str, str]]]) -> None:
-    test, message = RED[mutant]
-    red = {one["id"].rpartition("::")[2]: one["message"] for one in reports[mutant] if one["outcome"] == "failed"}
+    demand_red(RED[mutant], reports[mutant])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mutant", RED_ON_GPU)
+def test_a_mutant_is_found_on_a_gpu(mutant: str, tmp_path: Path) -> None:
+    demand_red(RED_ON_GPU[mutant], run(tmp_path, {mutant: RED_ON_GPU[mutant]})[mutant])
+
+
+def demand_red(wanted: tuple[str, str], tests: list[dict[str, str]]) -> None:
+    """The test that is named is red, and says what is wrong."""
+    test, message = wanted
+    red = {one["id"].rpartition("::")[2]: one["message"] for one in tests if one["outcome"] == "failed"}
 
     found = [text for name, text in red.items() if matches(test, name)]
 
@@ -98,4 +124,4 @@ def matches(pattern: str, text: str) -> bool:
 
 
 def test_there_is_a_test_for_each_mutant() -> None:
-    assert {path.stem for path in HERE.glob("mutants/*.py")} == set(RED)
+    assert {path.stem for path in HERE.glob("mutants/*.py")} == set(RED) | set(RED_ON_GPU)

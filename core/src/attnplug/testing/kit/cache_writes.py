@@ -69,10 +69,9 @@ class CacheWrites(Tier):
         dtype, scale = ran.output.dtype, scene.largest_value
         assert_close(ran.output[first:], clean.output[first:].double().cpu(), dtype=dtype, scale=scale)
 
-    @needs(paged=True)
     def test_output_rows(self, subject: Subject) -> None:
         """Rows of the batch are overwritten, whatever they held; rows beyond are not touched."""
-        ask = plain(subject, paged=True)
+        ask = plain(subject)
         scene = realise(ask.case(44))
         rig = Rig(load_for(subject, ask, scene.case), scene)
         call = rig.call(scene)

@@ -1,0 +1,22 @@
+"""Writes the slots of the next step into the metadata of this one."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _advance_step(self, metadata, batch):
+        metadata.batch.slot_mapping.copy_(batch.slot_mapping)
+        return super()._advance_step(metadata, batch)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

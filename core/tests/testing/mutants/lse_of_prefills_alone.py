@@ -1,0 +1,24 @@
+"""Leaves the LSE of decodes unwritten."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        before = None if lse is None else lse[: metadata.num_decode_tokens].clone()
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        if lse is not None:
+            lse[: metadata.num_decode_tokens] = before
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

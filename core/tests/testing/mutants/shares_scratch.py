@@ -1,0 +1,26 @@
+"""Computes in memory that all threads share."""
+
+from __future__ import annotations
+
+from time import sleep
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        MutantImpl.scratch = output.clone()
+        sleep(0.02)
+        output.copy_(MutantImpl.scratch if MutantImpl.scratch.shape == output.shape else output * 0)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

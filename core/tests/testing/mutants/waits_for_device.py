@@ -1,0 +1,23 @@
+"""Reads the longest sequence from the device in each build."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _build(self, batch, *, fast, slot):
+        if batch.seq_lens.max().item() < 0:
+            raise ValueError
+        return super()._build(batch, fast=fast, slot=slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

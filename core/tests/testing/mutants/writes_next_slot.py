@@ -1,0 +1,22 @@
+"""Rounds a write up to pairs of slots."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _write_kv(self, key, value, kv_cache, slot_mapping, **more):
+        super()._write_kv(key, value, kv_cache, slot_mapping + (slot_mapping >= 0), **more)
+        super()._write_kv(key, value, kv_cache, slot_mapping, **more)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
