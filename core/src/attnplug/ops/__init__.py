@@ -1,10 +1,10 @@
-"""Tensor code that backends share: cache writes, gathered pages, merged states. Plain torch, on any device."""
+"""Tensor code that backends share: cache writes, gathered pages, merged states. Plain torch; Triton where it helps."""
 
 from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, pages_as_tokens
 from attnplug.ops.merge import merge_attention_states
 from attnplug.ops.pages import key_and_value_pages
 from attnplug.ops.quantize import dequantize, quantize
-from attnplug.ops.write import write_cache
+from attnplug.ops.write import write_cache, write_kv
 
 __all__ = [
     "dequantize",
@@ -16,4 +16,5 @@ __all__ = [
     "pages_as_tokens",
     "quantize",
     "write_cache",
+    "write_kv",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,50 @@ from attnplug.contract.kv_cache import is_narrow_float
 from attnplug.errors import TensorError
 from attnplug.ops.gather import as_slots
 from attnplug.ops.quantize import quantize
+from attnplug.triton_launch import triton_works
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slot_mapping: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    *,
+    padded: bool = True,
+) -> None:
+    """
+    Write each row of K and of V into its slot, as two calls of `write_cache` do and to the bit.
+
+    On a GPU that Triton knows it is one launch: nothing is allocated for rows whose elements lie side by side, the
+    device is never waited for, and a captured graph replays it. The first call of each combination of dtypes, row
+    shapes and cache strides compiles, which a warm-up should see to.
+
+    Args:
+        key: ``(tokens, num_kv_heads, head_size)``, of any strides; rows beyond the slot mapping are not read.
+        value: ``(tokens, num_kv_heads, head_size_v)``, likewise.
+        key_pages: ``(num_blocks, block_size, num_kv_heads, head_size)``, of any strides; written in place.
+        value_pages: ``(num_blocks, block_size, num_kv_heads, head_size_v)``, likewise.
+        slot_mapping: ``(n,)`` int64, as of `write_cache`.
+        k_scale: As the scale of `write_cache`.
+        v_scale: Likewise.
+        padded: As of `write_cache`.
+
+    Raises:
+        TensorError: The shapes do not fit together; nothing is written.
+    """
+    write = _in_one_launch() if slot_mapping.is_cuda else None
+    if write is not None and write(key, value, key_pages, value_pages, slot_mapping, k_scale, v_scale):
+        return
+    for rows, pages in ((key, key_pages), (value, value_pages)):
+        _check_shapes(rows, pages, slot_mapping.shape[0])
+    write_cache(key, key_pages, slot_mapping, k_scale, padded=padded)
+    write_cache(value, value_pages, slot_mapping, v_scale, padded=padded)
 
 
 def write_cache(
@@ -34,12 +81,7 @@ def write_cache(
         TensorError: The shapes do not fit together.
     """
     num_slots = slot_mapping.shape[0]
-    if rows.shape[0] < num_slots or rows.shape[1:] != pages.shape[2:]:
-        raise TensorError(
-            f"rows of shape {tuple(rows.shape)} and {num_slots} slots were given for pages {tuple(pages.shape)}",
-            "rows are (tokens, num_kv_heads, head_size), at least as many as slots, with the heads of the pages",
-            "pass this step's K or V and its slot mapping",
-        )
+    _check_shapes(rows, pages, num_slots)
     if rows.shape[0] > num_slots:
         rows = rows[:num_slots]
     if is_narrow_float(pages.dtype):
@@ -53,6 +95,24 @@ def write_cache(
         _write_selected(rows, pages, slot_mapping)
     else:
         _write_all(rows, pages, slot_mapping)
+
+
+@cache
+def _in_one_launch() -> Callable[..., bool] | None:
+    if not triton_works():
+        return None
+    from attnplug.ops.triton_write import write  # noqa: PLC0415 - Triton is imported where it works, and there alone
+
+    return write
+
+
+def _check_shapes(rows: Tensor, pages: Tensor, num_slots: int) -> None:
+    if rows.shape[0] < num_slots or rows.shape[1:] != pages.shape[2:]:
+        raise TensorError(
+            f"rows of shape {tuple(rows.shape)} and {num_slots} slots were given for pages {tuple(pages.shape)}",
+            "rows are (tokens, num_kv_heads, head_size), at least as many as slots, with the heads of the pages",
+            "pass this step's K or V and its slot mapping",
+        )
 
 
 def _write_selected(rows: Tensor, pages: Tensor, slots: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from attnplug.contract.batch import Batch
 from attnplug.contract.impl import AttentionImpl
 from attnplug.ops.pages import key_and_value_pages
-from attnplug.ops.write import write_cache
+from attnplug.ops.write import write_kv
 from attnplug.torch_backend.cascade import merge, pass_of
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.kernels import Call
@@ -63,8 +63,7 @@ class TorchImpl(AttentionImpl):
     ) -> None:
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
-        for rows, pages in zip((key, value), key_and_value_pages(kv_cache), strict=True):
-            write_cache(rows, pages, slot_mapping, padded=padded)
+        write_kv(key, value, *key_and_value_pages(kv_cache), slot_mapping, padded=padded)
 
     def _forward(
         self,
