@@ -1,0 +1,139 @@
+"""Everything that was asked of the double, for tests to read; and which plans are still on their way to the device."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from attrs import define, field, frozen
+
+from flashinfer.misuse import demand
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@frozen
+class Call:
+    """
+    One call, as it was written.
+
+    Attributes:
+        callable: ``"Class.method"``, or the name of a function.
+        wrapper: The number of the wrapper; 0 for a function.
+        num_positional: Arguments by position, `self` left out.
+        keywords: The names of the others.
+        arguments: Its values by name, without tensors: they would live as long as the journal.
+    """
+
+    callable: str
+    wrapper: int
+    num_positional: int
+    keywords: tuple[str, ...]
+    arguments: dict[str, Any] = field(eq=False, repr=False)
+
+    @property
+    def kind(self) -> str:
+        """``"__init__"``, ``"plan"`` or ``"run"``; the name of a function."""
+        return self.callable.rpartition(".")[2]
+
+    @property
+    def owner(self) -> str:
+        """The class; empty for a function."""
+        return self.callable.rpartition(".")[0]
+
+
+@define(eq=False)
+class Journal:
+    """
+    The log of a process.
+
+    Attributes:
+        calls: All calls that were not refused, in order.
+        in_flight: The numbers of the wrappers whose last plan may still be read from their staging memory.
+    """
+
+    calls: list[Call] = field(factory=list)
+    in_flight: set[int] = field(factory=set)
+    _is_flying: bool = False
+    _numbers: Iterator[int] = field(factory=functools.partial(itertools.count, 1))
+
+    def clear(self) -> None:
+        """Forget everything but the numbers."""
+        self.calls.clear()
+        self.in_flight.clear()
+
+    def number(self) -> int:
+        """Return the number of a new wrapper."""
+        return next(self._numbers)
+
+    def of(self, kind: str, owner: str | None = None) -> list[Call]:
+        """Return the calls of a kind, of one class alone where it is named."""
+        return [call for call in self.calls if call.kind == kind and owner in (None, call.owner)]
+
+    @property
+    def plans(self) -> list[Call]:
+        """The plans."""
+        return self.of("plan")
+
+    @property
+    def runs(self) -> list[Call]:
+        """The runs."""
+        return self.of("run")
+
+    @contextmanager
+    def flight(self) -> Iterator[None]:
+        """
+        Let no copy of a plan arrive on the device while the body runs, unless `land` says that somebody waited for it.
+
+        A second plan of one wrapper is refused then: it overwrites what the first one's copy has yet to read.
+        """
+        self._is_flying = True
+        try:
+            yield
+        finally:
+            self._is_flying = False
+            self.in_flight.clear()
+
+    def land(self, *wrappers: int) -> None:
+        """Say that somebody has waited for the copies of these wrappers, or of all."""
+        self.in_flight.difference_update(wrappers or tuple(self.in_flight))
+
+    def stage(self, wrapper: int) -> None:
+        """Note that a plan was written into a wrapper's staging memory, and that its copy has begun."""
+        demand(
+            wrapper not in self.in_flight,
+            f"plan() of wrapper {wrapper} overwrites the staging memory that its plan in flight is copied from",
+        )
+        if self._is_flying:
+            self.in_flight.add(wrapper)
+
+
+journal = Journal()
+"""The journal of this process."""
+
+
+def noted(function: _F) -> _F:
+    """Write the calls of a function, or of a method of a wrapper, into the journal."""
+    signature = inspect.signature(function)
+    is_method = "self" in signature.parameters
+
+    @functools.wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        owner = type(args[0]) if is_method else None
+        if owner is None or getattr(owner, function.__name__) is noting:  # not where a subclass calls its parent's
+            plain = {k: v for k, v in signature.bind(*args, **kwargs).arguments.items() if _is_plain(v)}
+            name = function.__name__ if owner is None else f"{owner.__name__}.{function.__name__}"
+            number = 0 if owner is None else args[0].number
+            journal.calls.append(Call(name, number, len(args) - is_method, tuple(kwargs), plain))
+        return result
+
+    return noting  # type: ignore[return-value]
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str)) or type(value).__name__ == "dtype"

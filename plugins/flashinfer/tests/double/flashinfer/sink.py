@@ -1,0 +1,82 @@
+"""The wrapper whose kernels know sinks: no soft cap, no scales, and everything that shapes a kernel said beforehand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from flashinfer.journal import noted
+from flashinfer.kernels import check_backend, resolve
+from flashinfer.misuse import demand, demand_unused
+from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flashinfer.exact import Terms
+    from flashinfer.wrapper import Planned
+
+
+class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
+    """
+    Attention with sinks, which `run` takes by position, with the scale of the scores behind them.
+
+    The scale of the plan is not read, and neither are a soft cap and k_scale: the double refuses these two.
+    """
+
+    @noted
+    def __init__(  # noqa: PLR0917 - the library's signature
+        self,
+        float_workspace_buffer: Tensor,
+        kv_layout: str = "NHD",
+        use_cuda_graph: bool = False,
+        qo_indptr_buf: Tensor | None = None,
+        paged_kv_indptr_buf: Tensor | None = None,
+        paged_kv_indices_buf: Tensor | None = None,
+        paged_kv_last_page_len_buf: Tensor | None = None,
+        custom_mask_buf: Tensor | None = None,
+        mask_indptr_buf: Tensor | None = None,
+        backend: str = "auto",
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        q_data_type: torch.dtype = torch.bfloat16,
+        kv_data_type: torch.dtype = torch.bfloat16,
+        head_dim_qk: int = 128,
+        head_dim_vo: int = 128,
+        window_left: int = -1,
+    ) -> None:
+        check_backend(backend, "fa2", "fa3", "auto")
+        demand(pos_encoding_mode == "NONE", f"pos_encoding_mode={pos_encoding_mode!r} is not modelled")
+        demand_unused(use_fp16_qk_reduction=use_fp16_qk_reduction)
+        demand(kv_data_type == q_data_type, f"a cache of {kv_data_type} has scales, which these kernels do not read")
+        super().__init__(
+            float_workspace_buffer,
+            kv_layout,
+            use_cuda_graph,
+            qo_indptr_buf,
+            paged_kv_indptr_buf,
+            paged_kv_indices_buf,
+            paged_kv_last_page_len_buf,
+            custom_mask_buf,
+            mask_indptr_buf,
+            resolve(backend, kv_data_type),
+        )
+        self._kernel = (q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left >= 0)
+
+    def _check_kernel(self, planned: Planned) -> None:
+        asked = (planned.q, planned.kv, planned.head_size, planned.head_size, planned.terms.window_left >= 0)
+        demand(asked == self._kernel, f"the wrapper was made for {self._kernel}, and the plan is for {asked}")
+        demand(not planned.terms.soft_cap, "the kernels with sinks have no soft cap, and ignore one")
+
+    def _terms(self, terms: Terms, args: tuple[Any, ...]) -> tuple[Terms, Tensor | None]:
+        demand(terms == self._plan_of().terms, "the kernels with sinks read neither q_scale nor k_scale")
+        demand(len(args) == 2, f"run(q, cache, sink, sm_scale) was called with {len(args)} arguments after the cache")
+        sink, scale = args
+        demand(isinstance(sink, torch.Tensor) and isinstance(scale, float), "sink is a tensor, and sm_scale a float")
+        heads = self._plan_of().num_qo_heads
+        demand(sink.dtype == torch.float32, f"the sink is {sink.dtype}, and is read as float32")
+        demand(tuple(sink.shape) == (heads,), f"the sink has shape {tuple(sink.shape)}, and there are {heads} heads")
+        demand(sink.device == self.device and sink.is_contiguous(), "the sink is elsewhere, or not contiguous")
+        return evolve(terms, scale=scale), sink
