@@ -27,7 +27,9 @@ def padded_for(case: Case, spare: int) -> Case:
     return evolve(case, num_padding_tokens=spare * case.query_lens[0])
 
 
-def check_replays(backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, max_seq_len: int) -> list[Ran]:
+def check_replays(
+    backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, max_seq_len: int, num_tokens: int | None = None
+) -> list[Ran]:
     """
     Capture one shape, replay it for every scene, and assert that each result is the oracle's.
 
@@ -36,20 +38,23 @@ def check_replays(backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, m
 
     Args:
         backend: Loaded for the requirements of the scenes, with a graph level.
-        scenes: Uniform batches of one query length; their cases differ in lengths alone.
-        num_reqs: Requests of the captured shape; scenes have room for them (`padded_for`).
+        scenes: Batches whose cases differ in lengths alone, and have room for the rows of the captured shape.
+        num_reqs: Requests of the captured shape.
         max_seq_len: The longest sequence of the captured shape.
+        num_tokens: Query tokens of a shape for batches of any kind; None is the shape of uniform batches, all of the
+            query length of the first one (`padded_for`).
 
     Raises:
         AssertionError: A result is not the oracle's.
     """
-    first, query_len = scenes[0], scenes[0].case.query_lens[0]
-    device, key = backend.device, GraphKey(num_reqs, num_reqs * query_len, query_len, max_seq_len)
+    first, device = scenes[0], backend.device
+    query_len = first.case.query_lens[0] if num_tokens is None else None
+    key = GraphKey(num_reqs, num_tokens or num_reqs * first.case.query_lens[0], query_len, max_seq_len)
     impl = backend.make_impl(first.layer(device=device))
     limits = Limits(max_num_reqs=num_reqs, max_num_tokens=key.num_tokens, max_seq_len=max_seq_len)
     builder = backend.make_builder([impl], backend.make_state(limits))
-    calls = [_roomy(scene, backend, num_reqs) for scene in scenes]
-    static = _roomy(max(scenes, key=lambda scene: scene.num_blocks), backend, num_reqs)
+    calls = [_roomy(scene, backend, key.num_tokens) for scene in scenes]
+    static = _roomy(max(scenes, key=lambda scene: scene.num_blocks), backend, key.num_tokens)
     lse = static.lse if backend.agreement.requirements.return_lse else None
     keys = (static.key, static.value)
     with builder.state.graph_capture(num_reqs):
@@ -70,11 +75,12 @@ def check_replays(backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, m
     return results
 
 
-def _roomy(scene: Scene, backend: Backend, num_reqs: int) -> Paged:
+def _roomy(scene: Scene, backend: Backend, rows: int) -> Paged:
     call = scene.paged(backend, backend.device)
-    rows = num_reqs * scene.case.query_lens[0]
     if call.query.shape[0] != rows:
-        raise AssertionError(f"a scene of {call.query.shape[0]} rows was given for {rows}: make its case `padded_for`")
+        raise AssertionError(
+            f"a scene of {call.query.shape[0]} rows was given for {rows}: give its case that much padding"
+        )
     return call
 
 

@@ -9,10 +9,12 @@ from attrs import evolve
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.serving import load_for
 from attnplug.testing.kit.tier import Tier, over
-from attnplug.testing.replay import check_replays, padded_for
+from attnplug.testing.replay import check_replays
 from attnplug.testing.scene import realise
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attnplug.testing.kit.ask import Ask
     from attnplug.testing.kit.record import Record
     from attnplug.testing.kit.subject import Subject
@@ -30,6 +32,9 @@ _FEATURES: Final = (
 )
 _STEPS: Final = ((5, 30, 0), (41,), (17, 17, 17, 2))  # context lengths of the requests of each replay
 _REQUESTS: Final = 5
+_MIXED: Final = (((1, 1, 9), (5, 30, 0)), ((4,), (17,)), ((1, 2, 7, 11), (17, 2, 0, 40)))  # query and context lengths
+_TOKENS: Final = 24
+_Step = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _levels(subject: Subject) -> dict[str, tuple[str, Ask]]:
@@ -53,13 +58,11 @@ class Graphs(Tier):
         """One capture serves batches of other lengths, in other pages, with fewer requests than its shape has."""
         level, ask = point
         query_len = 1 if level == "single_token_decode" else 3
-        scenes = _scenes(ask.and_(decode_query_len=_decodes(subject, query_len)), query_len)
-        backend = load_for(subject, ask.and_(decode_query_len=_decodes(subject, query_len)), scenes[0].case)
-        longest = max(max(step) for step in _STEPS) + query_len + 7
-        try:
-            check_replays(backend, scenes, num_reqs=_REQUESTS, max_seq_len=longest)
-        except AssertionError as error:
-            raise AssertionError(f"{subject} with {ask}: a replay: {error}") from error
+        asked = ask.and_(decode_query_len=_decodes(subject, query_len))
+        steps = [((query_len,) * len(lens), lens) for lens in _STEPS]
+        _check(subject, asked, steps, _REQUESTS * query_len)
+        if level == "always":
+            _check(subject, ask, _MIXED, _TOKENS, num_tokens=_TOKENS)
         record.exercised("cudagraph", level)
 
 
@@ -69,9 +72,19 @@ def _decodes(subject: Subject, query_len: int) -> int | None:
     return query_len if query_len > 1 and declared is not None and declared.allows(query_len) else None
 
 
-def _scenes(ask: Ask, query_len: int) -> list[Scene]:
-    made = []
-    for seed, lens in enumerate(_STEPS):
-        case = ask.case(91, query_lens=(query_len,) * len(lens), context_lens=lens, num_padding_tokens=0)
-        made.append(realise(evolve(padded_for(case, _REQUESTS - len(lens)), seed=seed)))
-    return [evolve(scene, sinks=made[0].sinks) for scene in made]
+def _check(subject: Subject, ask: Ask, steps: Sequence[_Step], rows: int, **shape: int) -> None:
+    """Replay steps that are padded to so many rows."""
+    scenes = [_scene(ask, seed, step, rows) for seed, step in enumerate(steps)]
+    scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
+    longest = max(sum(each) for step in steps for each in zip(*step, strict=True)) + 7
+    try:
+        backend = load_for(subject, ask, scenes[0].case)
+        check_replays(backend, scenes, num_reqs=_REQUESTS, max_seq_len=longest, **shape)
+    except AssertionError as error:
+        raise AssertionError(f"{subject} with {ask}: a replay: {error}") from error
+
+
+def _scene(ask: Ask, seed: int, step: _Step, rows: int) -> Scene:
+    queries, contexts = step
+    case = ask.case(91, query_lens=queries, context_lens=contexts, num_padding_tokens=rows - sum(queries))
+    return realise(evolve(case, seed=seed))
