@@ -39,8 +39,9 @@ GOOD: dict[str, Any] = {
     "served": [{"field": "head_size", "value": 64}, {"field": "phases", "value": ["decode"]}],
     "unreached": [{"field": "block_sparse", "value": {"b": 1, "a": 2}, "because": "no oracle knows it"}],
 }
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
@@ -84,7 +85,7 @@ def test_a_file_is_read_as_the_kit_has_written_it() -> None:
     assert found.unreached == {("block_sparse", (("a", 2), ("b", 1))): "no oracle knows it"}
 
 
-@given(st.lists(st.tuples(st.text(), plain)))
+@given(st.lists(st.tuples(st.text(), scalars | st.lists(scalars) | st.dictionaries(st.text(), scalars))))
 def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
     served = [{"field": name, "value": value} for name, value in pairs]
     read = json.loads(json.dumps({**GOOD, "served": served}))
@@ -110,6 +111,8 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
         ({"device": {}}, "it has no 'type'"),
         ({"device": {"type": "cuda"}}, "without a compute capability"),
         ({"device": {"type": "cpu", "color": "red"}}, "the device field 'color' was given"),
+        ({"device": {"type": "cpu", "name": ["a"]}}, "its values are texts and numbers"),
+        ({"served": [{"field": "head_size", "value": [[1]]}]}, "no field has a value like that"),
         ({"served": {"head_size": 64}}, "served is {'head_size': 64}, and it is a list"),
         ({"served": [64]}, "served holds 64"),
         ({"served": [{"field": "head_size"}]}, "served holds {'field': 'head_size'}"),
@@ -133,6 +136,7 @@ def test_no_content_is_more_than_a_value_error(content) -> None:
         found = parse_evidence(content)
         assert content["format"] == 1
         assert found.id == content["backend"]
+        assert {found.device: str(found.device)}
 
 
 # What lies in a folder

@@ -174,6 +174,8 @@ def _of(data: Mapping[str, Any], name: str, kind: Any) -> Any:
 
 def _device(data: Mapping[str, Any]) -> Device:
     _of(data, "type", str)
+    if not all(isinstance(value, (str, int)) for value in data.values()):
+        raise ValueError(f"device is {reprlib.repr(data)}, and its values are texts and numbers")
     try:
         return Device.from_dict(data)
     except AttnplugError as error:
@@ -183,7 +185,15 @@ def _device(data: Mapping[str, Any]) -> Device:
 def _pair(item: Any, name: str) -> tuple[str, Any]:
     if not isinstance(item, Mapping) or not isinstance(item.get("field"), str) or "value" not in item:
         raise ValueError(f"{name} holds {reprlib.repr(item)}, and each is an object with `field` and `value`")
+    if not _is_flat(item["value"]):
+        raise ValueError(f"{name} holds {reprlib.repr(item)}, and no field has a value like that")
     return item["field"], hashable(item["value"])
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a value is plain, or a list or a table of plain ones: fields have no others."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not any(isinstance(item, (dict, list)) for item in items)
 
 
 def _complaint(error: Exception) -> str:

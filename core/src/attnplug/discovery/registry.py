@@ -143,11 +143,12 @@ class Registry:
         return self._evidence().about(candidate.id)
 
     def _evidence(self) -> Library:
-        if self._library is None:
+        library = self._library
+        if library is None:
             from attnplug.discovery.evidence import Library  # noqa: PLC0415 - deciding does without, and has a budget
 
-            self._library = Library(self._plugins, self._settings.evidence)
-        return self._library
+            library = self._library = Library(self._plugins, self._settings.evidence)
+        return library
 
     def plugin(self, name: str) -> Plugin:
         """
