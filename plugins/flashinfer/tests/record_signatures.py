@@ -38,8 +38,9 @@ CALLABLES: Final = (
     "BatchAttentionWithAttentionSinkWrapper.plan",
     "BatchAttentionWithAttentionSinkWrapper.run",
     "merge_state_in_place",
+    "decode.fast_decode_plan",
 )
-"""What the plugin calls, by the names that the package exports."""
+"""What the plugin calls: by the names that the package exports, or that a module of it has."""
 
 Parameter = tuple[str, ...]
 _Function = ast.FunctionDef
@@ -59,9 +60,11 @@ class Wheel:
 
     def _signature(self, name: str) -> list[Parameter]:
         owner, _, method = name.rpartition(".")
-        module, node = self._exported(owner or method)
-        if not owner:
+        inner = f"{PACKAGE}/{owner}.py"
+        if not owner or inner in self._archive.namelist():
+            _, node = self._defined(inner if owner else f"{PACKAGE}/__init__.py", method)
             return list(_parameters(node))
+        module, node = self._defined(f"{PACKAGE}/__init__.py", owner)
         return self._method(module, node, method)
 
     def _method(self, module: str, node: ast.ClassDef, name: str) -> list[Parameter]:
@@ -77,9 +80,6 @@ class Wheel:
             kept = [item for item in found if item[1] != "VAR_KEYWORD"]
             return kept + [(item[0], "KEYWORD_ONLY", *item[2:]) for item in handed]
         return found
-
-    def _exported(self, name: str) -> tuple[str, Any]:
-        return self._defined(f"{PACKAGE}/__init__.py", name)
 
     def _defined(self, module: str, name: str) -> tuple[str, Any]:
         """Follow imports until a class or function of that name is defined."""
@@ -110,7 +110,7 @@ def _parameters(function: ast.FunctionDef) -> Iterator[Parameter]:
     positional = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(given.defaults)), *given.defaults]
     for item, default in zip(positional, defaults, strict=True):
-        if item.arg != "self":
+        if item.arg != "self" or function.col_offset == 0:  # a function may call its first parameter so
             kind = "POSITIONAL_ONLY" if item in given.posonlyargs else "POSITIONAL_OR_KEYWORD"
             yield _parameter(item.arg, kind, default)
     if given.vararg is not None:

@@ -171,7 +171,7 @@ def test_runs(wrong):
 
 @pytest.mark.parametrize("make", [decode, prefill])
 def test_run_before_plan(make):
-    with pytest.raises(AssertionError, match=r"run\(\) before plan\(\)"):
+    with pytest.raises(AssertionError, match=r"before plan\(\)"):
         make().run(rows(), cache())
 
 
@@ -278,7 +278,7 @@ def test_sinks(wrong):
 
 def test_the_kernels_with_sinks_are_made_beforehand():
     with pytest.raises(AssertionError, match="the wrapper was made for"):
-        plan_prefill(sink_wrapper(head_dim_qk=128, head_dim_vo=128))
+        plan_prefill(sink_wrapper(), head_dim_qk=128)
     with pytest.raises(AssertionError, match="the wrapper was made for"):
         plan_prefill(sink_wrapper(), window_left=3)
     with pytest.raises(AssertionError, match="the wrapper was made for"):
@@ -295,6 +295,65 @@ def test_the_kernels_with_sinks_take_no_scale_of_the_keys():
         wrapper.run(rows(4), cache(), sink, 0.125, k_scale=0.5)
     with pytest.raises(AssertionError, match="with 0 arguments after the cache"):
         wrapper.run(rows(4), cache())
+
+
+def test_two_kernels_with_sinks_of_one_name(journal):
+    """The library's name for such a module does not say the head size, and a process loads a name once."""
+    sink_wrapper()
+    sink_wrapper()
+    sink_wrapper(window_left=3)
+    assert len(journal.modules) == 2
+    with pytest.raises(AssertionError, match="a wrapper wants it for"):
+        sink_wrapper(head_dim_qk=128, head_dim_vo=128)
+
+
+def fast_plan(wrapper: Any, **changed: Any) -> None:
+    arguments = {
+        "indptr": int32(0, 2, 3), "indices": int32(5, 2, 7), "last_page_len": int32(2, 3), "num_qo_heads": HEADS,
+        "num_kv_heads": KV_HEADS, "head_dim": HEAD, "page_size": SIZE, "q_data_type": torch.bfloat16,
+        "global_override_indptr_cpu": int32(0, 2, 3),
+    }  # fmt: skip
+    library().decode.fast_decode_plan(wrapper, **{**arguments, **changed})
+
+
+@pytest.mark.parametrize("use_tensor_cores", [False, True])
+def test_a_fast_plan_copies_nothing(use_tensor_cores):
+    buffers, query, pages = graph_buffers(), rows(), cache()
+    wrapper = plan_decode(decode(use_cuda_graph=True, use_tensor_cores=use_tensor_cores, **buffers))
+    before = wrapper.run(query, pages)
+    fast_plan(wrapper)
+    assert torch.equal(wrapper.run(query, pages), before)
+    fast_plan(wrapper, last_page_len=int32(3, 4))
+    with pytest.raises(AssertionError, match=r"plan\(\) again"):
+        wrapper.run(query, pages)
+    buffers["paged_kv_last_page_len_buffer"].copy_(int32(3, 4))
+    fresh = plan_decode(decode(), last_page_len=int32(3, 4))
+    assert torch.equal(wrapper.run(query, pages), fresh.run(query, pages))
+
+
+FAST = {
+    "kernel": ({"q_data_type": torch.float16}, AssertionError, "the kernel is for"),
+    "window": ({"window_left": 2}, AssertionError, "the kernel is for"),
+    "default_dtype": ({"q_data_type": None}, AssertionError, "the kernel is for"),
+    "no_host_array": ({"global_override_indptr_cpu": None}, AssertionError, "waits for the device"),
+    "batch_size": ({"last_page_len": int32(2)}, ValueError, "The batch size should be fixed"),
+    "indices": ({"indices": int32(*range(7))}, ValueError, "less than or equal to the allocated buffer"),
+}
+
+
+@pytest.mark.parametrize("wrong", FAST)
+def test_fast_plans(wrong):
+    changed, error, message = FAST[wrong]
+    wrapper = plan_decode(decode(use_cuda_graph=True, **graph_buffers()))
+    with pytest.raises(error, match=message):
+        fast_plan(wrapper, **changed)
+
+
+def test_a_fast_plan_is_a_later_plan():
+    with pytest.raises(AssertionError, match=r"before plan\(\)"):
+        fast_plan(decode(use_cuda_graph=True, **graph_buffers()))
+    with pytest.raises(AssertionError, match="outside a graph"):
+        fast_plan(plan_decode(decode()))
 
 
 def test_queries_are_float16_unless_the_plan_says_so():

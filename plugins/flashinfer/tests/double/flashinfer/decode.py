@@ -135,3 +135,52 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         self._attend(rows_of, q, pages, out, lse, planned.scaled(q_scale, k_scale))
         scale_output(out, v_scale)
         return out if lse is None else (out, lse)
+
+
+@noted
+def fast_decode_plan(  # noqa: PLR0917 - the library's signature
+    self: BatchDecodeWithPagedKVCacheWrapper,
+    indptr: Tensor,
+    indices: Tensor,
+    last_page_len: Tensor,
+    num_qo_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    pos_encoding_mode: str = "NONE",
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    q_data_type: str | torch.dtype | None = None,
+    kv_data_type: str | torch.dtype | None = None,
+    data_type: str | torch.dtype | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    non_blocking: bool = True,
+    fixed_split_size: int | None = None,
+    disable_split_kv: bool = False,
+    global_override_indptr_cpu: Tensor | None = None,
+) -> None:
+    """
+    Plan a graph's decodes again, for the same kernel: nothing is copied, and whoever calls has filled the buffers.
+
+    Outside a graph the library takes the arrays as they are, on the device: the double does not model that.
+    """
+    demand(self.is_cuda_graph_enabled, "a fast plan outside a graph is not modelled")
+    demand(global_override_indptr_cpu is not None, "without global_override_indptr_cpu a plan waits for the device")
+    demand_unused(data_type=data_type, rope_scale=rope_scale, rope_theta=rope_theta)
+    former = self._plan_of()
+    self._fixed(len(last_page_len), self._batch_size)
+    if len(indices) > len(self._indices):
+        raise ValueError("The size of indices should be less than or equal to the allocated buffer")
+    host: Tensor = global_override_indptr_cpu  # type: ignore[assignment]
+    check_pages(host, indices, last_page_len, page_size, self.device)
+    q = dtype_of("float16" if q_data_type is None else q_data_type)
+    kv = dtype_of(q if kv_data_type is None else kv_data_type)
+    terms = terms_of(sm_scale, head_dim, logits_soft_cap, window_left, causal=False)
+    lengths = Lengths((1,) * len(last_page_len), key_lengths(host, last_page_len, page_size))
+    planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim, page_size, q, kv, former.o, terms, former.backend)
+    demand(pos_encoding_mode == "NONE", f"pos_encoding_mode={pos_encoding_mode!r} is not modelled")
+    demand(planned.kernel == former.kernel, f"the kernel is for {former.kernel}, and the plan for {planned.kernel}")
+    journal.stage(self.number)
+    self._planned = planned

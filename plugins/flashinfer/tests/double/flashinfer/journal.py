@@ -14,6 +14,7 @@ from attrs import define, field, frozen
 from flashinfer.misuse import demand
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_INNER = {"fast_decode_plan": "decode.fast_decode_plan"}  # what the package itself does not export
 
 
 @frozen
@@ -22,8 +23,8 @@ class Call:
     One call, as it was written.
 
     Attributes:
-        callable: ``"Class.method"``, or the name of a function.
-        wrapper: The number of the wrapper; 0 for a function.
+        callable: ``"Class.method"``, or the name of a function, with its module where the package does not export it.
+        wrapper: The number of the wrapper; 0 for a function that has none.
         num_positional: Arguments by position, `self` left out.
         keywords: The names of the others.
         arguments: Its values by name, without tensors: they would live as long as the journal.
@@ -53,10 +54,12 @@ class Journal:
 
     Attributes:
         calls: All calls that were not refused, in order.
+        modules: The modules that were compiled for wrappers, by name, and what each is for.
         in_flight: The numbers of the wrappers whose last plan may still be read from their staging memory.
     """
 
     calls: list[Call] = field(factory=list)
+    modules: dict[str, tuple[Any, ...]] = field(factory=dict)
     in_flight: set[int] = field(factory=set)
     _is_flying: bool = False
     _numbers: Iterator[int] = field(factory=functools.partial(itertools.count, 1))
@@ -64,6 +67,7 @@ class Journal:
     def clear(self) -> None:
         """Forget everything but the numbers."""
         self.calls.clear()
+        self.modules.clear()
         self.in_flight.clear()
 
     def number(self) -> int:
@@ -76,8 +80,8 @@ class Journal:
 
     @property
     def plans(self) -> list[Call]:
-        """The plans."""
-        return self.of("plan")
+        """The plans, fast ones included."""
+        return [call for call in self.calls if call.kind in ("plan", "fast_decode_plan")]
 
     @property
     def runs(self) -> list[Call]:
@@ -102,6 +106,11 @@ class Journal:
         """Say that somebody has waited for the copies of these wrappers, or of all."""
         self.in_flight.difference_update(wrappers or tuple(self.in_flight))
 
+    def compile(self, name: str, *kernel: Any) -> None:
+        """Note that a wrapper compiles a module, by whose name a process and its disk know it."""
+        former = self.modules.setdefault(name, kernel)
+        demand(former == kernel, f"the module {name} is there for {former}, and a wrapper wants it for {kernel}")
+
     def stage(self, wrapper: int) -> None:
         """Note that a plan was written into a wrapper's staging memory, and that its copy has begun."""
         demand(
@@ -119,7 +128,8 @@ journal = Journal()
 def noted(function: _F) -> _F:
     """Write the calls of a function, or of a method of a wrapper, into the journal."""
     signature = inspect.signature(function)
-    is_method = "self" in signature.parameters
+    is_method = "." in function.__qualname__
+    called = _INNER.get(function.__name__, function.__name__)
 
     @functools.wraps(function)
     def noting(*args: Any, **kwargs: Any) -> Any:
@@ -127,12 +137,17 @@ def noted(function: _F) -> _F:
         owner = type(args[0]) if is_method else None
         if owner is None or getattr(owner, function.__name__) is noting:  # not where a subclass calls its parent's
             plain = {k: v for k, v in signature.bind(*args, **kwargs).arguments.items() if _is_plain(v)}
-            name = function.__name__ if owner is None else f"{owner.__name__}.{function.__name__}"
-            number = 0 if owner is None else args[0].number
+            name = called if owner is None else f"{_name_of(owner)}.{called}"
+            number = getattr(args[0], "number", 0) if args else 0
             journal.calls.append(Call(name, number, len(args) - is_method, tuple(kwargs), plain))
         return result
 
     return noting  # type: ignore[return-value]
+
+
+def _name_of(owner: type) -> str:
+    """Return what the library calls a class, or the one that a plugin's is made from."""
+    return next(each.__name__ for each in owner.__mro__ if each.__module__.partition(".")[0] == "flashinfer")
 
 
 def _is_plain(value: Any) -> bool:

@@ -39,7 +39,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         jit_kwargs: dict[str, Any] | None = None,
     ) -> None:
         demand_unused(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
-        demand_unused(jit_args=jit_args, jit_kwargs=jit_kwargs)
+        if jit_args is not None:
+            journal.compile(*jit_args[:7], backend, jit_kwargs)
         check_backend(backend, "auto", "fa2", "fa3")
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph=use_cuda_graph)
         self._backend = backend
@@ -95,7 +96,6 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         demand_unused(prefix_len_ptr=prefix_len_ptr, token_pos_in_items_ptr=token_pos_in_items_ptr)
         demand_unused(token_pos_in_items_len=token_pos_in_items_len, max_item_len_ptr=max_item_len_ptr)
         demand_unused(seq_lens_q=seq_lens_q, block_tables=block_tables, max_sequence_kv=max_sequence_kv)
-        demand_unused(max_token_per_sequence=max_token_per_sequence)
         q = dtype_of(q_data_type)
         kv = dtype_of(q if kv_data_type is None else kv_data_type)
         o = dtype_of(q if o_data_type is None else o_data_type)
@@ -105,6 +105,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         check_offsets("qo_indptr", qo_indptr, len(paged_kv_last_page_len))
         check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, self.device)
         lens = tuple(qo_indptr.diff().tolist())
+        demand(max_token_per_sequence in (None, max(lens)), f"max_token_per_sequence={max_token_per_sequence} for {lens}")
         demand(causal or window_left < 0 or max(lens) <= 1, "a window without causal=True does not end at the token")
         lengths = Lengths(lens, key_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size))
         terms = terms_of(sm_scale, head_dim_qk, logits_soft_cap, window_left, causal=causal)

@@ -51,19 +51,23 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         demand(pos_encoding_mode == "NONE", f"pos_encoding_mode={pos_encoding_mode!r} is not modelled")
         demand_unused(use_fp16_qk_reduction=use_fp16_qk_reduction)
         demand(kv_data_type == q_data_type, f"a cache of {kv_data_type} has scales, which these kernels do not read")
-        super().__init__(
-            float_workspace_buffer,
-            kv_layout,
-            use_cuda_graph,
-            qo_indptr_buf,
-            paged_kv_indptr_buf,
-            paged_kv_indices_buf,
-            paged_kv_last_page_len_buf,
-            custom_mask_buf,
-            mask_indptr_buf,
-            resolve(backend, kv_data_type),
-        )
         self._kernel = (q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left >= 0)
+        backend = resolve(backend, kv_data_type)
+        name = f"batch_prefill_attention_sink_{q_data_type}_swa_{window_left >= 0}_{backend}"
+        super().__init__(  # by keyword, as in the library: what stands between the two classes may change them
+            float_workspace_buffer=float_workspace_buffer,
+            kv_layout=kv_layout,
+            use_cuda_graph=use_cuda_graph,
+            qo_indptr_buf=qo_indptr_buf,
+            paged_kv_indptr_buf=paged_kv_indptr_buf,
+            paged_kv_indices_buf=paged_kv_indices_buf,
+            paged_kv_last_page_len_buf=paged_kv_last_page_len_buf,
+            custom_mask_buf=custom_mask_buf,
+            mask_indptr_buf=mask_indptr_buf,
+            backend=backend,
+            jit_args=[name, q_data_type, kv_data_type, q_data_type, torch.int32, head_dim_qk, head_dim_vo, ["sink"]],
+            jit_kwargs={"use_sliding_window": window_left >= 0},
+        )
 
     def _check_kernel(self, planned: Planned) -> None:
         asked = (planned.q, planned.kv, planned.head_size, planned.head_size, planned.terms.window_left >= 0)

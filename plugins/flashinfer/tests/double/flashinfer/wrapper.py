@@ -44,6 +44,11 @@ class Planned:
     terms: Terms
     backend: str
 
+    @property
+    def kernel(self) -> tuple[object, ...]:
+        """What a kernel is compiled for."""
+        return self.q, self.kv, self.o, self.head_size, self.terms.window_left >= 0, self.terms.soft_cap > 0
+
     def row_shape(self, rows: int) -> tuple[int, int, int]:
         """Return the shape of so many query rows."""
         return rows, self.num_qo_heads, self.head_size
@@ -100,7 +105,7 @@ class Wrapper:
             )
 
     def _plan_of(self) -> Planned:
-        demand(self._planned is not None, "run() before plan()")
+        demand(self._planned is not None, "before plan(), there is nothing to run or to plan again")
         return self._planned  # type: ignore[return-value]
 
 
