@@ -6,11 +6,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from attnplug_flashinfer.kernels import CUDA_CORE_GROUPS
+
 if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
-
-CUDA_CORE_GROUPS: Final = (1, 2, 3, 4, 8)
-"""The query heads per KV head that the kernels on CUDA cores are compiled for."""
 
 _SHORT: Final = {"bfloat16": "bf16", "float16": "f16", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 

@@ -1,0 +1,47 @@
+"""The option `decode_kernel`: kernels that there are none of are refused by name, and nobody else pays for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug import Agreement, Requirements
+from attnplug.errors import SettingsError
+from attnplug_flashinfer.kernels import check_decode_kernel
+
+
+def agreed(kernel: str, num_q_heads: int = 32, **asked: object) -> Agreement:
+    heads = {"head_size": 128, "num_q_heads": num_q_heads, "num_kv_heads": 8, "dtype": "bfloat16"}
+    requirements = Requirements(**{**heads, **asked})
+    options = {"decode_kernel": kernel, "workspace_mib": 256}
+    return Agreement("flashinfer", "fa2", requirements, 16, "NHD", "bfloat16", "never", options)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "tensor_cores"])
+@pytest.mark.parametrize("num_q_heads", [8, 40, 56, 128])
+def test_tensor_cores_take_every_group(kernel: str, num_q_heads: int) -> None:
+    check_decode_kernel(agreed(kernel, num_q_heads))
+    check_decode_kernel(agreed(kernel, num_q_heads, sinks=True))
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
+def test_cuda_cores_take_the_groups_that_they_are_compiled_for(group: int) -> None:
+    check_decode_kernel(agreed("cuda_cores", 8 * group))
+
+
+@pytest.mark.parametrize("group", [5, 6, 7, 9, 16])
+def test_another_group_is_refused_with_the_way_out(group: int) -> None:
+    with pytest.raises(SettingsError) as caught:
+        check_decode_kernel(agreed("cuda_cores", 8 * group))
+
+    assert caught.value.given == "decode_kernel='cuda_cores' was given to 'flashinfer/fa2'"
+    assert f"{8 * group} query heads over 8 KV heads are groups of {group}" in caught.value.allowed
+    assert caught.value.remedy == "set it to 'auto' or 'tensor_cores'"
+
+
+def test_with_sinks_there_are_none_either() -> None:
+    with pytest.raises(SettingsError, match="with sinks decodes run the kernels of prefills"):
+        check_decode_kernel(agreed("cuda_cores", sinks=True))
+
+
+def test_without_a_cache_the_option_is_about_nothing() -> None:
+    check_decode_kernel(agreed("cuda_cores", 40, paged=False))
