@@ -18,7 +18,7 @@ PINNED := -c constraints.txt $(PIP_ARGS)
 # Tools that no distribution of this workspace asks for itself. hatchling and editables build the core inside .venv, so that they are pinned too;
 # tomli is what Python 3.10 reads TOML with, and mypy looks at that branch on every version.
 BUILD := hatchling editables
-TOOLS := build coverage mkdocs mkdocs-material mypy pytest-randomly ruff tomli
+TOOLS := build coverage mkdocs mkdocs-material mypy pytest-randomly pytest-xdist ruff tomli
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

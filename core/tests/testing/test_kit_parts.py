@@ -116,20 +116,42 @@ class Known(Basic):
     known_failures = {"test_one_token": "a reason"}  # noqa: RUF012 - as a plugin's author would write it
 
 
-def test_a_whole_run_that_leaves_values_out_is_red() -> None:
-    exits = []
-    for part in (False, True):
-        reporter, session = Reporter(None, "pytest", complete=True), SimpleNamespace(exitstatus=0)
-        item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": SUBJECT}))
-        reporter.pytest_itemcollected(item)
-        if part:
-            reporter.pytest_deselected()
-        passed = pytest.TestReport("a", ("a", 1, ""), {}, "passed", None, "call", user_properties=item.user_properties)
-        reporter.pytest_runtest_logreport(passed)
-        reporter.pytest_sessionfinish(session)
-        exits.append(session.exitstatus)
+@pytest.mark.parametrize("part", [False, True])
+def test_a_whole_run_that_leaves_values_out_is_red(part: bool) -> None:
+    reporter, session = Reporter(None, "pytest", complete=True), of_session()
+    passed = collected(reporter, part=part)
+    reporter.pytest_runtest_logreport(passed)
+    reporter.pytest_sessionfinish(session)
 
-    assert exits == [1, 0]
+    assert session.exitstatus == (0 if part else 1)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_the_first_process_puts_together_what_others_ran(part: bool) -> None:
+    other, first, session = Reporter(None, "", complete=True), Reporter(None, "", complete=True), of_session()
+    passed, told = collected(other, part=part), {}
+    other.pytest_sessionfinish(of_session(workeroutput=told))
+    passed.user_properties = [list(note) for note in passed.user_properties]  # as they travel
+    first.pytest_runtest_logreport(passed)
+    first.pytest_testnodedown(SimpleNamespace(workeroutput=told))
+    first.pytest_sessionfinish(session)
+
+    assert [report.subject for report in first._found] == [SUBJECT]
+    assert session.exitstatus == (0 if part else 1)
+    assert other._found == []
+
+
+def of_session(**config: object) -> SimpleNamespace:
+    return SimpleNamespace(exitstatus=0, config=SimpleNamespace(**config))
+
+
+def collected(reporter: Reporter, *, part: bool) -> pytest.TestReport:
+    """The report of a test of a run, or of a part of it, that passed and exercised nothing."""
+    item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": SUBJECT}))
+    reporter.pytest_itemcollected(item)
+    if part:
+        reporter.pytest_deselected()
+    return pytest.TestReport("a", ("a", 1, ""), {}, "passed", None, "call", user_properties=item.user_properties)
 
 
 def test_a_class_without_a_backend_says_how_to_name_one() -> None:

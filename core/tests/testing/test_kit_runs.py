@@ -140,6 +140,17 @@ def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:
     assert "not exercised: gqa_ratio=1, 4, 7, 8" in done.stdout
 
 
+def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist, which spreads tests over processes, is not installed")
+    done = run(tmp_path, "--attn-backend=torch/sdpa", "-n2", "-k", "TestBasic", f"--attn-report={tmp_path / 'report'}")
+    (report,) = json.loads((tmp_path / "report" / "report.json").read_text("utf-8"))
+
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("torch/sdpa on cpu: ") == 1
+    assert report["outcomes"] == {"passed": len(report["tests"])}
+    assert {"field": "dtype", "value": "bfloat16"} in report["served"]
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

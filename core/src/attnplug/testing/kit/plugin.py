@@ -1,23 +1,27 @@
 """
 The pytest plugin of the kit: gathers what its tests noted, and says it at the end of the run.
 
-`attnplug.cli.kit_options` registers it, which pytest finds by its entry point.
+`attnplug.cli.kit_options` registers it, which pytest finds by its entry point. Where pytest-xdist spreads the tests
+over processes (``-n 4``), each of them says in its reports what they are about, and the first one puts them together.
 """
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+import pytest
+
+from attnplug.request.device import Device
 from attnplug.testing.kit.record import SUBJECT
 from attnplug.testing.kit.report import SubjectReport, report_of, subject_of
-from attnplug.testing.kit.subject import Subject
+from attnplug.testing.kit.subject import Subject, find_subjects
 from attnplug.testing.kit.table import lines_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import pytest
+_PART: Final = "attnplug_part"  # what a process of pytest-xdist tells the first one: that it left tests out
 
 
 class Reporter:
@@ -43,8 +47,9 @@ class Reporter:
         call = getattr(item, "callspec", None)
         subject = call.params.get("subject") if call is not None else None
         if isinstance(subject, Subject):
-            self._subjects[subject.id] = subject
-            item.user_properties.append((SUBJECT, subject.id))
+            name = json.dumps({"id": subject.id, "device": subject.device.to_dict()}, sort_keys=True)
+            self._subjects[name] = subject
+            item.user_properties.append((SUBJECT, name))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the report of a test's call, or of the phase that it did not get beyond."""
@@ -57,16 +62,33 @@ class Reporter:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Put the reports together, write them, and fail a run that left something out."""
+        told = getattr(session.config, "workeroutput", None)
+        if told is not None:
+            told[_PART] = not self._complete
+            return
         by_subject: dict[str, list[pytest.TestReport]] = {}
         for report in self._reports.values():
             name = subject_of(report)
             if name is not None:
                 by_subject.setdefault(name, []).append(report)
-        self._found = [report_of(self._subjects[name], found) for name, found in sorted(by_subject.items())]
+        self._found = [report_of(self._subject(name), found) for name, found in sorted(by_subject.items())]
         if self._folder is not None and self._found:
             _write(self._folder, self._command, self._found)
         if self._complete and any(report.missing for report in self._found) and session.exitstatus == 0:
             session.exitstatus = 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Hear from a process of pytest-xdist whether it left tests out."""
+        if getattr(node, "workeroutput", {}).get(_PART):
+            self._complete = False
+
+    def _subject(self, name: str) -> Subject:
+        """The subject of a report: of this process, or of one that collected the tests for it."""
+        if name not in self._subjects:
+            data = json.loads(name)
+            (self._subjects[name],) = find_subjects(data["id"], Device.from_dict(data["device"]))
+        return self._subjects[name]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print a table for each subject."""

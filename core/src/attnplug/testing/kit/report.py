@@ -134,7 +134,7 @@ def _test(report: pytest.TestReport) -> dict[str, str]:
 
 def _reason(longrepr: object) -> str:
     """Why a test was skipped, or a failure that has no place; nothing for a test that passed."""
-    return str(longrepr[2] if isinstance(longrepr, tuple) else longrepr or "")
+    return str(longrepr[2] if isinstance(longrepr, (tuple, list)) else longrepr or "")
 
 
 def _errors(reports: Iterable[pytest.TestReport]) -> list[dict[str, Any]]:
