@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache, cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import frozen
@@ -12,9 +13,15 @@ from torch import Tensor
 from attnplug.batching.padding import NULL_BLOCK, pad_rows
 from attnplug.contract.staging import upload
 from attnplug.errors import BatchError
+from attnplug.triton_launch import triton_works
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnplug.contract.batch import Batch
+
+_FEW: Final = 32
+"""Requests up to which lists are faster than tensor operations."""
 
 
 @frozen(eq=False)
@@ -22,25 +29,35 @@ class Pages:
     """
     The pages that each request uses, one request after another.
 
+    Libraries plan with the host's arrays. The device's copies of two of them are made when first asked for; ask before
+    a capture, not within.
+
     Attributes:
-        indptr: ``(num_reqs + 1,)`` int32 exclusive cumulative sum of the page counts.
         indices: ``(indptr[-1],)`` int32 physical blocks.
-        last_page_len: ``(num_reqs,)`` int32 used slots of each request's last page, in ``[1, block_size]``; 0 for a
-            request without keys.
         indptr_cpu: Host copy of `indptr`.
         last_page_len_cpu: Host copy of `last_page_len`.
     """
 
-    indptr: Tensor
     indices: Tensor
-    last_page_len: Tensor
     indptr_cpu: Tensor
     last_page_len_cpu: Tensor
+
+    @cached_property
+    def indptr(self) -> Tensor:
+        """``(num_reqs + 1,)`` int32 exclusive cumulative sum of the page counts."""
+        return upload(self.indptr_cpu, self.indices.device)
+
+    @cached_property
+    def last_page_len(self) -> Tensor:
+        """``(num_reqs,)`` int32 used slots of the last page, in ``[1, block_size]``; 0 for a request without keys."""
+        return upload(self.last_page_len_cpu, self.indices.device)
 
 
 def pages_of(batch: Batch, block_size: int) -> Pages:
     """
     Return the pages of a paged batch with exact host lengths. Computed once per batch and shared by whoever asks.
+
+    On a GPU that Triton knows it is one launch, and nothing is uploaded. The device is never waited for.
 
     Raises:
         BatchError: The batch has no pages, no host lengths, or a block table with too few columns.
@@ -62,11 +79,10 @@ def pad_pages(pages: Pages, num_reqs: int, num_indices: int | None = None) -> Pa
     Raises:
         BatchError: There are more requests or pages than that.
     """
-    added = num_reqs - pages.last_page_len.shape[0]
+    added = num_reqs - pages.last_page_len_cpu.shape[0]
     indices = pages.indices if num_indices is None else pad_rows(pages.indices, num_indices, NULL_BLOCK)
-    last, last_cpu = (pad_rows(each, num_reqs, 0) for each in (pages.last_page_len, pages.last_page_len_cpu))
-    indptr, indptr_cpu = (torch.cat([each, each[-1:].expand(added)]) for each in (pages.indptr, pages.indptr_cpu))
-    return Pages(indptr, indices, last, indptr_cpu, last_cpu)
+    last = pad_rows(pages.last_page_len_cpu, num_reqs, 0)
+    return Pages(indices, torch.cat([pages.indptr_cpu, pages.indptr_cpu[-1:].expand(added)]), last)
 
 
 def _pages_of(batch: Batch, block_size: int) -> Pages:
@@ -78,18 +94,52 @@ def _pages_of(batch: Batch, block_size: int) -> Pages:
             "pages are counted from exact host lengths and read from the block table",
             "give both, or use the dense block table with lengths on the device",
         )
-    seq_lens = lengths.tolist()
-    counts = [-(-length // block_size) for length in seq_lens]
-    if max(counts, default=0) > table.shape[1]:
+    count = _count_few if lengths.shape[0] <= _FEW else _count_many
+    indptr, last, num_pages, most = count(lengths, block_size)
+    if most > table.shape[1]:
+        longest = int(lengths.argmax())
         raise BatchError(
-            f"request {counts.index(max(counts))} has {max(seq_lens)} keys, {max(counts)} pages",
+            f"request {longest} has {int(lengths[longest])} keys, {most} pages",
             f"the block table has {table.shape[1]} columns of {block_size} slots",
             "allocate the request's blocks before its step",
         )
-    indptr_cpu = torch.tensor([0, *accumulate(counts)], dtype=torch.int32)
-    last_cpu = torch.tensor([(length - 1) % block_size + 1 if length else 0 for length in seq_lens], dtype=torch.int32)
-    indptr = upload(indptr_cpu, table.device)
-    entries = torch.arange(sum(counts), dtype=torch.int32, device=table.device)
+    pack, seq_lens = _in_one_launch() if table.is_cuda else None, batch.seq_lens
+    if pack is not None and seq_lens.device == table.device and seq_lens.is_contiguous():
+        return Pages(pack(table, seq_lens, block_size, num_pages, most), indptr, last)
+    return Pages(_indices(table, upload(indptr, table.device), num_pages), indptr, last)
+
+
+def _count_few(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
+    """Return `indptr`, `last_page_len`, the pages of all requests, and those of the longest."""
+    seq_lens = lengths.tolist()
+    counts = [-(-length // block_size) for length in seq_lens]
+    starts = [0, *accumulate(counts)]
+    last = [(length - 1) % block_size + 1 if length else 0 for length in seq_lens]
+    indptr, used = (torch.tensor(each, dtype=torch.int32) for each in (starts, last))
+    return indptr, used, starts[-1], max(counts, default=0)
+
+
+def _count_many(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
+    """As `_count_few`, in a time that hardly depends on how many requests there are."""
+    lengths = lengths.int()
+    counts = (lengths + (block_size - 1)).div_(block_size, rounding_mode="floor")
+    indptr = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
+    most = int(counts.max())
+    last = torch.sub(lengths, counts.sub_(1).clamp_(min=0), alpha=block_size)
+    return indptr, last, int(indptr[-1]), most
+
+
+def _indices(table: Tensor, indptr: Tensor, num_pages: int) -> Tensor:
+    entries = torch.arange(num_pages, dtype=torch.int32, device=table.device)
     requests = torch.searchsorted(indptr[1:], entries, right=True)
-    indices = table[requests, entries - indptr[requests]].to(torch.int32)
-    return Pages(indptr, indices, upload(last_cpu, table.device), indptr_cpu, last_cpu)
+    return table[requests, entries - indptr[requests]].to(torch.int32)
+
+
+@cache
+def _in_one_launch() -> Callable[..., Tensor] | None:
+    if not triton_works():
+        return None
+    from attnplug.batching.triton_pages import pack  # noqa: PLC0415 - Triton is imported where it works, and there alone
+
+    return pack
