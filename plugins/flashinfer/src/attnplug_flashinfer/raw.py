@@ -1,0 +1,257 @@
+"""FlashInfer's own calls, as a host that knows this library alone writes them: the plugin is held against them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from attnplug_flashinfer.kernels import on_tensor_cores
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attnplug.cli.bench.rig import Planner, Rig
+
+_WORKSPACE = 256 * 2**20  # bytes
+_LAYOUT = "NHD"
+
+
+@frozen
+class RawFlashInfer:
+    """`append_paged_kv_cache`, and the wrappers for decodes and prompts, on the kernels that the plugin runs too."""
+
+    backend: ClassVar[str] = "flashinfer"
+    what: ClassVar[str] = "raw FlashInfer calls"
+
+    def layer(self, rig: Rig) -> Callable[[], Tensor]:
+        """Return the append and the runs of one planned step."""
+        return _calls(rig, _Wrappers.of(rig.planner, captured=False))
+
+    def captured(self, rig: Rig) -> Callable[[], Tensor]:
+        """Return the same with the wrapper for graphs."""
+        return _calls(rig, _Wrappers.of(rig.planner, captured=True))
+
+    def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
+        """Return the wrappers' own `plan`, and the same with the arrays that it takes, from a table of blocks."""
+        wrappers, tables = _Wrappers.of(planner, captured=captured), _Tables.of(planner)
+        pages = tables.pages()
+        return {
+            "the raw `plan`": lambda: wrappers.plan(pages),
+            "the raw `plan`, its page arrays made from a table of blocks": lambda: wrappers.plan(tables.pages()),
+        }
+
+
+@frozen(eq=False)
+class _Pages:
+    """
+    The pages of some requests as the library takes them, int32.
+
+    Attributes:
+        indptr: ``(num_reqs + 1,)`` on the host.
+        last_page_len: ``(num_reqs,)`` on the host.
+        indices: ``(pages,)`` on the device.
+    """
+
+    indptr: Tensor
+    last_page_len: Tensor
+    indices: Tensor
+
+    def part(self, requests: slice) -> _Pages:
+        """Return those of some requests."""
+        last_page_len = self.last_page_len[requests]
+        if len(last_page_len) == len(self.last_page_len):
+            return self
+        first = requests.start or 0
+        indptr = self.indptr[first : first + len(last_page_len) + 1]
+        return _Pages(indptr - indptr[0], last_page_len, self.indices[int(indptr[0]) : int(indptr[-1])])
+
+
+@frozen(eq=False)
+class _Tables:
+    """
+    What a host keeps from step to step.
+
+    Attributes:
+        blocks: ``(num_reqs, columns)`` int32 on the host.
+        seq_lens: ``(num_reqs,)`` int32 on the host.
+        block_size: Slots per block.
+        device: Where the kernels run.
+        num_decodes: Requests with one new token, which come first.
+    """
+
+    blocks: Tensor
+    seq_lens: Tensor
+    block_size: int
+    device: torch.device
+    num_decodes: int
+
+    @classmethod
+    def of(cls, planner: Planner) -> _Tables:
+        step = planner.step
+        rows = [torch.tensor(blocks, dtype=torch.int32) for blocks in planner.blocks]
+        blocks = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        seq_lens = torch.tensor(step.seq_lens, dtype=torch.int32)
+        return cls(blocks, seq_lens, planner.block_size, planner.backend.device, step.query_lens.count(1))
+
+    def whole(self) -> _Pages:
+        """Return the pages of the step."""
+        counts = (self.seq_lens + (self.block_size - 1)) // self.block_size
+        indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
+        torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
+        indices = self.blocks[torch.arange(self.blocks.shape[1], dtype=torch.int32) < counts[:, None]]
+        return _Pages(indptr, self.seq_lens - (counts - 1) * self.block_size, _to_device(indices, self.device))
+
+    def pages(self) -> tuple[_Pages, _Pages]:
+        """Return the pages of the decodes, and of the prompts."""
+        whole = self.whole()
+        return whole.part(slice(self.num_decodes)), whole.part(slice(self.num_decodes, None))
+
+
+@frozen(eq=False)
+class _Wrappers:
+    """
+    The wrappers of a step, and what their plans take besides pages.
+
+    Attributes:
+        decode: For the requests with one new token; None where there are none.
+        prefill: For the others; None where there are none.
+        query_start_loc: ``(prompts + 1,)`` int32 on the host.
+        given: Keywords that both take.
+        head_size: Size of a head.
+    """
+
+    decode: Any
+    prefill: Any
+    query_start_loc: Tensor
+    given: dict[str, Any]
+    head_size: int
+
+    @classmethod
+    def of(cls, planner: Planner, *, captured: bool) -> _Wrappers:
+        step = planner.step
+        workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=planner.backend.device)
+        prompts = [length for length in step.query_lens if length > 1]
+        decodes = len(prompts) < step.num_reqs
+        return cls(
+            _decode_wrapper(planner, workspace, captured=captured) if decodes else None,
+            _prefill_wrapper(planner, workspace) if prompts else None,
+            torch.tensor([0, *prompts]).cumsum(0, dtype=torch.int32),
+            _given(planner),
+            step.head_size,
+        )
+
+    def plan(self, pages: tuple[_Pages, _Pages]) -> None:
+        """Plan the step."""
+        for_decode, for_prefill = pages
+        if self.decode is not None:
+            self.decode.plan(
+                for_decode.indptr,
+                for_decode.indices,
+                for_decode.last_page_len,
+                head_dim=self.head_size,
+                **self.given,
+            )
+        if self.prefill is not None:
+            self.prefill.plan(
+                self.query_start_loc,
+                for_prefill.indptr,
+                for_prefill.indices,
+                for_prefill.last_page_len,
+                head_dim_qk=self.head_size,
+                causal=True,
+                **self.given,
+            )
+
+
+def _given(planner: Planner) -> dict[str, Any]:
+    step, dtype = planner.step, _dtype(planner)
+    return {
+        "num_qo_heads": step.num_q_heads,
+        "num_kv_heads": step.num_kv_heads,
+        "page_size": planner.block_size,
+        "sm_scale": step.head_size**-0.5,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+        "o_data_type": dtype,
+    }
+
+
+def _decode_wrapper(planner: Planner, workspace: Tensor, *, captured: bool) -> Any:
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # noqa: PLC0415 - a second, and a GPU's libraries
+
+    def buffer(size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=workspace.device)
+
+    requests, buffers = planner.step.num_reqs, {}
+    if captured:
+        buffers = {
+            "use_cuda_graph": True,
+            "paged_kv_indptr_buffer": buffer(requests + 1),
+            "paged_kv_indices_buffer": buffer(planner.num_blocks),
+            "paged_kv_last_page_len_buffer": buffer(requests),
+        }
+    backend = planner.backend
+    tensor_cores = on_tensor_cores(backend.agreement, backend.selection.device)
+    return BatchDecodeWithPagedKVCacheWrapper(
+        workspace, _LAYOUT, use_tensor_cores=tensor_cores, backend="fa2", **buffers
+    )
+
+
+def _prefill_wrapper(planner: Planner, workspace: Tensor) -> Any:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper  # noqa: PLC0415 - as above
+
+    return BatchPrefillWithPagedKVCacheWrapper(workspace, _LAYOUT, backend=planner.backend.variant)
+
+
+def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
+    from flashinfer import append_paged_kv_cache  # noqa: PLC0415 - as above
+
+    tables, cache = _Tables.of(rig.planner), _cache(rig)
+    wrappers.plan(tables.pages())
+    where = _where(rig, tables)
+    query, key, value = rig.query, rig.key, rig.value
+    output, first = torch.empty_like(query), tables.num_decodes
+    runs = [
+        (wrapper.run, query[rows], output[rows])
+        for wrapper, rows in ((wrappers.decode, slice(first)), (wrappers.prefill, slice(first, None)))
+        if wrapper is not None
+    ]
+
+    def call() -> Tensor:
+        append_paged_kv_cache(key, value, *where[:2], cache, *where[2:], kv_layout=_LAYOUT)
+        for run, rows, out in runs:
+            run(rows, cache, out=out)
+        return output.flatten(1)
+
+    return call
+
+
+def _where(rig: Rig, tables: _Tables) -> tuple[Tensor, ...]:
+    """Return what an append takes beside rows and cache, on the device: requests and positions of the rows, pages."""
+    from flashinfer import get_batch_indices_positions  # noqa: PLC0415 - as above
+
+    pages, step, device = tables.whole(), rig.step, tables.device
+    starts = torch.tensor([0, *step.query_lens]).cumsum(0, dtype=torch.int32).to(device)
+    rows = get_batch_indices_positions(starts, tables.seq_lens.to(device), step.num_tokens)
+    return (*rows, pages.indices, pages.indptr.to(device), pages.last_page_len.to(device))
+
+
+def _cache(rig: Rig) -> Tensor:
+    """Return a cache ``(num_blocks, 2, block_size, num_kv_heads, head_size)`` that holds the past."""
+    key, value, slots = rig.cached
+    cache = rig.key.new_zeros(rig.num_blocks, 2, rig.block_size, *rig.key.shape[1:])
+    blocks, places = slots // rig.block_size, slots % rig.block_size
+    cache[blocks, 0, places], cache[blocks, 1, places] = key, value
+    return cache
+
+
+def _to_device(numbers: Tensor, device: torch.device) -> Tensor:
+    return (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
+
+
+def _dtype(planner: Planner) -> torch.dtype:
+    found: torch.dtype = getattr(torch, planner.backend.agreement.requirements.dtype)
+    return found

@@ -1,0 +1,139 @@
+"""The raw calls that the plugin is held against: they compute the same, and are what an expert would write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.cli.bench import building, forwarding, replaying
+from attnplug.cli.bench.baseline import Baseline
+from attnplug.cli.bench.choice import Choice
+from attnplug.cli.bench.rig import make_planner, make_rig
+from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes
+from attnplug_flashinfer import raw
+from attnplug_flashinfer.raw import RawFlashInfer
+
+TINY = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 64}
+STEPS = (
+    first_prefills(2, 21, **TINY),
+    decodes(3, 33, **TINY),
+    decodes(1, 1, **TINY),
+    ragged_decodes(4, 2, 70, **TINY),
+    mixed(3, 40, 2, 18, **TINY),
+)
+CHOICE = Choice("flashinfer_double/fa2", "cpu")
+
+
+def get_batch_indices_positions(append_indptr, seq_lens, nnz):
+    """Compute what the library's function of that name does, from its documentation."""
+    assert append_indptr.dtype == seq_lens.dtype == torch.int32
+    counts = append_indptr.diff()
+    requests = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
+    assert len(requests) == nnz
+    rows = torch.arange(nnz, dtype=torch.int32)
+    return requests, (rows - append_indptr[requests + 1] + seq_lens[requests]).int()
+
+
+def append_paged_kv_cache(  # noqa: PLR0917 - the library's signature
+    append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
+    kv_layout="NHD",
+):  # fmt: skip
+    """Write rows as the library's function of that name does, from its documentation."""
+    assert kv_layout == "NHD"
+    for array in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+        assert array.dtype == torch.int32
+    size = paged_kv_cache.shape[2]
+    lengths = (kv_indptr.diff() - 1) * size + kv_last_page_len
+    assert bool((positions < lengths[batch_indices]).all())
+    pages, places = kv_indices[kv_indptr[batch_indices] + positions // size].long(), (positions % size).long()
+    paged_kv_cache[pages, 0, places], paged_kv_cache[pages, 1, places] = append_key, append_value
+
+
+@pytest.fixture
+def library(doubled, monkeypatch):
+    """Give the double the two functions that the plugin does without, and the bench a dtype that it has."""
+    import flashinfer  # noqa: PLC0415 - the double, in place by now
+
+    for function in (get_batch_indices_positions, append_paged_kv_cache):
+        monkeypatch.setattr(flashinfer, function.__name__, function, raising=False)
+    monkeypatch.setattr("attnplug.cli.bench.rig.dtype_on", lambda _: "bfloat16")
+    monkeypatch.setattr(RawFlashInfer, "backend", "flashinfer_double")
+    for section in (building, forwarding, replaying):
+        monkeypatch.setattr(section, "baseline_of", lambda _: (RawFlashInfer(), None))
+
+
+class Ticks:
+    """A clock that counts calls instead of seconds."""
+
+    what = "ticks"
+
+    def seconds(self, call, argument) -> float:
+        call(argument)
+        return 1e-6
+
+
+def test_they_are_a_baseline() -> None:
+    assert isinstance(RawFlashInfer(), Baseline)
+    assert RawFlashInfer().backend == "flashinfer"
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
+def test_forwards_are_held_against_them(library, step) -> None:
+    found = forwarding.found([((step,), Ticks(), True), ((step,), Ticks(), False)], CHOICE, 1)
+
+    assert not found.failures
+    assert [m.budget for m in found.measurements] == [None, None, 10, 10, None, None, None, None]
+    assert found.measurements[0].what.endswith("raw FlashInfer calls")
+
+
+def test_a_second_call_finds_what_the_first_has_written(library) -> None:
+    rig = make_rig(decodes(3, 33, **TINY), CHOICE)
+    call = RawFlashInfer().layer(rig)
+    first = call().clone()
+
+    assert torch.equal(call(), first)
+    rig.value.mul_(2)  # the token's own value, which comes back through the pages
+    assert not torch.equal(call(), first)
+
+
+@pytest.mark.parametrize("step", [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)], ids=lambda step: step.what)
+def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
+    monkeypatch.setattr(replaying, "work_clock", lambda _: Ticks())
+
+    found = forwarding.found([], CHOICE, 1, [step])
+
+    assert not found.failures
+    assert len(found.measurements) == 3
+
+
+def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
+    monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
+
+    found = building.found(STEPS, STEPS[1:2], CHOICE, 1)
+
+    assert not found.failures
+    over = [m.what for m in found.measurements if m.paired]
+    assert len(over) == len(STEPS) + 1
+    assert all(what.endswith("`build` over the raw `plan`") for what in over)
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [("tensor_cores", True), ("cuda_cores", False)])
+def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_doubled, monkeypatch, kernel: str, expected) -> None:
+    options = {"flashinfer_double": {"decode_kernel": kernel}}
+    monkeypatch.setattr(Choice, "load", lambda _, asked: load_doubled(asked, options=options))
+
+    planner = make_planner(decodes(2, 5, **TINY), CHOICE)
+
+    assert planner.backend.agreement.options["decode_kernel"] == kernel
+    assert raw._Wrappers.of(planner, captured=False).decode.use_tensor_cores is expected
+
+
+def test_pages_are_those_of_the_step(library) -> None:
+    planner = make_planner(mixed(1, 40, 1, 18, **TINY), CHOICE)
+    decode, prompt = raw._Tables.of(planner).pages()
+
+    size = planner.block_size
+    assert size == 16
+    assert (decode.indptr.tolist(), decode.last_page_len.tolist()) == ([0, 3], [8])
+    assert (prompt.indptr.tolist(), prompt.last_page_len.tolist()) == ([0, 2], [2])
+    assert [decode.indices.tolist(), prompt.indices.tolist()] == list(planner.blocks)
