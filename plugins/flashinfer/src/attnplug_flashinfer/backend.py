@@ -1,0 +1,38 @@
+"""The backend, the same for both variants: they differ in what their wrappers are told."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.contract import Backend, CacheTensor
+from attnplug_flashinfer.builder import FlashInferBuilder
+from attnplug_flashinfer.impl import FlashInferImpl
+from attnplug_flashinfer.warmup import run_each_kind
+from attnplug_flashinfer.workspace import workspace_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnplug.contract import GraphKey, Limits
+
+
+class FlashInferBackend(Backend):
+    """FlashInfer's wrappers over a paged cache, or over keys and values that come with the call."""
+
+    impl_class = FlashInferImpl
+    builder_class = FlashInferBuilder
+
+    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
+        """Return the contract's tensor, in the library's order: in memory a block holds its keys, then its values."""
+        order = (1, 0, 3, 2, 4) if self.agreement.kv_layout == "HND" else (1, 0, 2, 3, 4)
+        tensors = super().cache_tensors(num_blocks)
+        return {role: CacheTensor(given.shape, given.dtype, given.block_axis, order) for role, given in tensors.items()}
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the size of the library's float workspace."""
+        return workspace_bytes(self.agreement, self.selection.device, limits)
+
+    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+        """Compile every kernel that the agreement can need. None of them depends on a batch's shape."""
+        if shapes:
+            run_each_kind(self)

@@ -1,0 +1,76 @@
+"""Turns a batch into plans."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.contract import MetadataBuilder
+from attnplug_flashinfer.arrays import Buffers, rows_of_dense, rows_of_slot, rows_of_step
+from attnplug_flashinfer.planner import Planner
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from attnplug.contract import AttentionImpl, Backend, Batch, GraphSlot, Metadata, State
+    from attnplug_flashinfer.plan import Plan
+
+
+class FlashInferBuilder(MetadataBuilder):
+    """
+    Makes one `Plan` per plan key. The arrays that plans take are made once per batch, and shared by all keys.
+
+    The library plans decodes for one row per request. Requests of one row at the front run there; all others are
+    prefills, whatever phase they count to.
+    """
+
+    takes_slots = True
+
+    def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
+        super().__init__(backend, impls, state)
+        asked = self.agreement.requirements
+        self._is_paged = bool(asked.paged)
+        self._apart = not asked.sinks
+        self._block_size = self.agreement.block_size or 1
+        self._planners = {key: Planner(group[0], state) for key, group in self.plan_groups.items()}
+        self._indices: weakref.ref[Tensor] | None = None
+
+    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+        del fast
+        plans = self._plans(batch) if slot is None else self._slot_plans(batch, slot)
+        return self.describe(batch, plans=plans)
+
+    def _plans(self, batch: Batch) -> Mapping[Hashable, Plan]:
+        step = rows_of_step(batch, self._block_size, apart=self._apart) if self._is_paged else rows_of_dense(batch)
+        return {key: planner.plan(step) for key, planner in self._planners.items()}
+
+    def _slot_plans(self, batch: Batch, slot: GraphSlot) -> Mapping[Hashable, Plan]:
+        buffers, starts = self.once(slot, "buffers", lambda: self._buffers(slot))
+        rows = rows_of_slot(batch, self._block_size, starts)
+        name = "decode" if rows.longest == 1 and self._apart else "prefill"
+        plans = {}
+        for key, planner in self._planners.items():
+            plans[key] = self.once(slot, key, partial(planner.captured, name, rows, buffers)).write(rows)
+        return plans
+
+    def _buffers(self, slot: GraphSlot) -> tuple[Buffers, Tensor]:
+        """Return the buffers of a slot, which all plan keys share, and where the rows of its requests start."""
+        reqs, device = slot.key.num_reqs, self.state.device
+        query_len = slot.key.num_tokens // reqs
+        starts = torch.arange(0, slot.key.num_tokens + 1, query_len, dtype=torch.int32)
+        indptr, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in (reqs + 1, reqs))
+        indices = self._indices_of(reqs * -(-slot.max_seq_len // self._block_size))
+        return Buffers(starts.to(device), indptr, indices, last), starts
+
+    def _indices_of(self, size: int) -> Tensor:
+        """Return memory for so many pages, which slots share: each writes its own before its replay."""
+        found = None if self._indices is None else self._indices()
+        if found is None or found.shape[0] < size:
+            found = torch.zeros(size, dtype=torch.int32, device=self.state.device)
+            self._indices = weakref.ref(found)
+        return found

@@ -1,0 +1,146 @@
+"""One layer on FlashInfer's wrappers."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
+
+import torch
+
+from attnplug.contract import AttentionImpl
+from attnplug.ops import write_kv
+from attnplug_flashinfer import library
+from attnplug_flashinfer.kernels import check_decode_kernel
+from attnplug_flashinfer.profile import run_dense
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from attnplug.contract import Backend, Layer, Metadata
+    from attnplug_flashinfer.plan import Part, Plan
+
+_LN2: Final = math.log(2.0)
+
+
+class FlashInferImpl(AttentionImpl):
+    """
+    Runs the wrappers that its builder has planned.
+
+    All that does not change from call to call is made here once. The LSE of the library has base 2 until it leaves.
+    """
+
+    cache_write = "either"
+    lse_includes_sink = True
+    static_scales: ClassVar[frozenset[str]] = frozenset("kv")
+
+    def __init__(self, layer: Layer, backend: Backend) -> None:
+        super().__init__(layer, backend)
+        check_decode_kernel(self.agreement)
+        self._key = super().plan_key
+        self._heads = (self.num_q_heads, self.head_size)
+        self._axes = (1, 0, 3, 2, 4) if self.agreement.kv_layout == "HND" else (1, 0, 2, 3, 4)
+        self._writes = bool(self.forward_writes)
+        # The kernels with sinks take these two by place, and no scales; the others take nothing else.
+        self._extra = () if layer.sinks is None else (layer.sinks.float().contiguous(), self.scale)
+        quantized = layer.k_scale_tensor is not None
+        self._scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if quantized else {}
+
+    @property
+    def plan_key(self) -> Hashable:
+        """The contract's own, made once."""
+        return self._key
+
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor | None,
+        metadata: Metadata,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        plan: Plan = self.plan(metadata)
+        if kv_cache is None:
+            rows = metadata.num_key_rows
+            operands: tuple[Any, ...] = (cast("Tensor", key)[:rows], cast("Tensor", value)[:rows])
+        else:
+            if self._writes and key is not None and value is not None:
+                self._write_kv(key, value, kv_cache, cast("Tensor", metadata.batch.slot_mapping))
+            operands = (kv_cache.permute(self._axes), *self._extra)
+        if output.is_contiguous() and (lse is None or lse.is_contiguous()):
+            self._attend(plan, query, operands, output.view(-1, *self._heads), lse)
+        else:
+            self._attend_aside(plan, metadata.batch.num_actual_tokens, query, operands, output, lse)
+
+    def _attend(self, plan: Plan, query: Tensor, operands: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
+        if plan.prefix is not None:
+            self._attend_twice(plan.parts, plan.prefix, query, operands, out, lse)
+            return
+        for part in plan.parts:
+            sums = self._run(part, query, operands, out, lse)
+            if sums is not None:
+                sums.mul_(_LN2)
+
+    def _run(
+        self, part: Part, query: Tensor, operands: tuple[Any, ...], out: Tensor, lse: Tensor | None
+    ) -> Tensor | None:
+        """Attend the rows of a part, and return their LSE, of base 2."""
+        if part.first or part.last != query.shape[0]:
+            rows = slice(part.first, part.last)
+            query, out, lse = query[rows], out[rows], None if lse is None else lse[rows]
+        part.run(query, *operands, out=out, lse=lse, return_lse=lse is not None, **self._scales)
+        return lse
+
+    def _attend_twice(
+        self,
+        parts: tuple[Part, ...],
+        prefix: Part,
+        query: Tensor,
+        operands: tuple[Any, ...],
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend the shared prefix and the rest apart, and merge: two passes have an LSE, and take scales."""
+        tokens = prefix.last
+        query, out = query[:tokens], out[:tokens]
+        sums = query.new_empty(query.shape[:2], dtype=torch.float32) if lse is None else lse[:tokens]
+        for part in parts:
+            self._run(part, query, operands, out, sums)
+        shared, shared_sums = torch.empty_like(out), torch.empty_like(sums)
+        self._run(prefix, query, operands, shared, shared_sums)
+        library.merge(out, sums, shared, shared_sums)
+        if lse is not None:
+            sums.mul_(_LN2)
+
+    def _attend_aside(
+        self,
+        plan: Plan,
+        tokens: int,
+        query: Tensor,
+        operands: tuple[Any, ...],
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend into memory of this call: kernels write rows one after another, without looking at strides."""
+        query = query[:tokens]
+        out = query.new_empty(query.shape)
+        sums = None if lse is None else lse.new_empty(query.shape[:2])
+        self._attend(plan, query, operands, out, sums)
+        output[:tokens] = out.flatten(1)
+        if lse is not None and sums is not None:
+            lse[:tokens] = sums
+
+    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        layer = self.layer
+        keys, values = kv_cache.unbind(0)
+        write_kv(key, value, keys, values, slot_mapping, layer.k_scale_tensor, layer.v_scale_tensor)
+
+    def _profile(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        del lse
+        if key is not None and value is not None and query.shape[0] and key.shape[0]:
+            run_dense(self, query, key, value, output)

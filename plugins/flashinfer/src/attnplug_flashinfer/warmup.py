@@ -1,0 +1,65 @@
+"""Runs one tiny step of each kind, so that what nvcc compiles is compiled before the first request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
+from attnplug_flashinfer import library
+
+if TYPE_CHECKING:
+    from attnplug import Requirements
+    from attnplug.contract import AttentionImpl, Backend
+
+_MOST = 16
+
+
+def run_each_kind(backend: Backend) -> None:
+    """Run a request of one row and one of several, as far as the agreement has them, and a merge for cascades."""
+    asked = backend.agreement.requirements
+    sinks = torch.zeros(asked.num_q_heads, device=backend.device) if asked.sinks else None
+    impl = backend.make_impl(Layer(name="warmup", sinks=sinks))
+    state = backend.make_state(Limits(max_num_reqs=2, max_num_tokens=2 * _MOST, max_seq_len=_MOST))
+    batch = _paged(backend) if asked.paged else _dense(backend)
+    tokens = batch.num_actual_tokens
+    query = _zeros(impl, tokens, impl.num_q_heads)
+    keys = _zeros(impl, tokens, impl.num_kv_heads)
+    output = query.new_empty(tokens, impl.output_width)
+    lse = torch.empty(tokens, impl.num_q_heads, device=query.device) if asked.return_lse else None
+    cache = backend.make_cache(2) if asked.paged else None
+    metadata = backend.make_builder([impl], state).build(batch)
+    impl.forward(query, keys, keys, cache, metadata, output, lse=lse)
+    if asked.cascade:
+        sums = torch.zeros(tokens, impl.num_q_heads, device=query.device)
+        library.merge(query, sums, query.clone(), sums.clone())
+
+
+def _paged(backend: Backend) -> Batch:
+    """All pages are the null block, and no row has a slot."""
+    lens = _query_lens(backend.agreement.requirements)
+    size = backend.agreement.block_size or 1
+    return Batch.from_lengths(
+        lens,
+        block_table=torch.zeros(len(lens), -(-max(lens) // size), dtype=torch.int32),
+        slot_mapping=torch.full((sum(lens),), PAD_SLOT_ID, dtype=torch.int64),
+        device=backend.device,
+        causal=bool(backend.agreement.requirements.causal),
+        dummy=True,
+    )
+
+
+def _dense(backend: Backend) -> Batch:
+    return Batch.from_lengths([2], device=backend.device, causal=bool(backend.agreement.requirements.causal))
+
+
+def _query_lens(asked: Requirements) -> list[int]:
+    """Decodes first: one row, and one row more than a decode has, or as many as it may have."""
+    longest = asked.decode_query_len + 1 if "prefill" in asked.phases else asked.decode_query_len
+    return [1, min(longest, _MOST)] if longest > 1 else [1]
+
+
+def _zeros(impl: AttentionImpl, tokens: int, heads: int) -> torch.Tensor:
+    dtype = torch_dtype(impl.agreement.requirements.dtype)
+    return torch.zeros(tokens, heads, impl.head_size, dtype=dtype, device=impl.device)
