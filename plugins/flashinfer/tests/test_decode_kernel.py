@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import attnplug
 from attnplug import Agreement, Requirements
 from attnplug.errors import SettingsError
 from attnplug_flashinfer.kernels import check_decode_kernel
@@ -45,3 +46,15 @@ def test_with_sinks_there_are_none_either() -> None:
 
 def test_without_a_cache_the_option_is_about_nothing() -> None:
     check_decode_kernel(agreed("cuda_cores", 40, paged=False))
+
+
+@pytest.mark.usefixtures("doubled")
+def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> None:
+    asked, options = agreed("auto", 40).requirements, {"flashinfer_double": {"decode_kernel": "cuda_cores"}}
+    refusing = attnplug.load(asked, "cpu", backend="flashinfer_double/fa2", options=options)
+
+    with pytest.raises(SettingsError, match="groups of 5"):
+        refusing.make_impl(attnplug.Layer(name="layer", scale=1.0))
+
+    serving = attnplug.load(asked, "cpu", backend="flashinfer_double/fa2")
+    assert serving.make_impl(attnplug.Layer(name="layer", scale=1.0)).num_q_heads == 40

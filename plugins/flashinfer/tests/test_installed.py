@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,23 @@ imported = {name.partition(".")[0] for name in sys.modules} & {"attnplug_flashin
 assert not imported, imported
 sys.exit(status)
 """
+LOAD = """
+import sys
+import torch
+torch.cuda.is_available = lambda: False  # on a machine with a GPU too
+import attnplug
+asked = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
+device = attnplug.Device.cuda("9.0")
+try:
+    attnplug.load(asked, device, backend="flashinfer")
+except attnplug.AttnplugError as error:
+    print(error)
+assert "flashinfer" not in sys.modules and "attnplug_flashinfer.backend" not in sys.modules
+for verdict in attnplug.explain(asked, device, backend="flashinfer").verdicts:
+    print(verdict.id, verdict.status)
+"""
 ASKED = ("--head-size", "128", "--num-q-heads", "32", "--num-kv-heads", "8", "--dtype", "bfloat16")
+absent = pytest.mark.skipif(find_spec("flashinfer") is not None, reason="the library is installed here")
 
 
 @frozen
@@ -36,14 +53,18 @@ class Site:
 
     def attnplug(self, *words: str, libraries: Path | None = None, status: int = 0) -> Any:
         """Run a verb in a fresh Python that imports nothing of the plugin; return what it says to a program."""
+        return json.loads(self.run(PROGRAM, *words, "--json", libraries=libraries, status=status))
+
+    def run(self, program: str, *words: str, libraries: Path | None = None, status: int = 0) -> str:
+        """Run a program in a fresh Python, and return what it prints."""
         outside = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
         paths = (str(path) for path in (libraries, self.folder) if path is not None)
         home = str(self.folder)
         own = {"PYTHONPATH": os.pathsep.join(paths), "HOME": home, "XDG_CONFIG_HOME": home}
-        command = [sys.executable, "-W", "error", "-c", PROGRAM, *words, "--json"]
+        command = [sys.executable, "-W", "error", "-c", program, *words]
         done = subprocess.run(command, env={**outside, **own}, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stdout + done.stderr
-        return json.loads(done.stdout)
+        return done.stdout
 
     def backend(self, libraries: Path | None = None) -> dict[str, Any]:
         """Return what `attnplug list` says of the plugin."""
@@ -98,6 +119,7 @@ def test_the_metadata_says_what_it_needs_and_offers(site: Site) -> None:
     assert found.metadata.get_all("Provides-Extra") == ["library", "test"]
 
 
+@absent
 def test_without_the_library_it_is_listed_as_lacking_it(site: Site) -> None:
     found = site.backend()
 
@@ -108,6 +130,7 @@ def test_without_the_library_it_is_listed_as_lacking_it(site: Site) -> None:
     ]
 
 
+@absent
 def test_without_the_library_the_remedy_is_to_install_it(site: Site) -> None:
     explanation = site.explanation("cuda:9.0", "--backend", "flashinfer", status=1)
 
@@ -147,3 +170,12 @@ def test_its_old_name_selects_it(site: Site, tmp_path: Path) -> None:
     explanation = site.explanation("cuda:9.0", "--backend", "FLASHINFER", libraries=library(tmp_path, "0.6.12"))
 
     assert explanation["chosen"] == "flashinfer/fa3"
+
+
+def test_what_the_probe_finds_is_what_loading_says(site: Site, tmp_path: Path) -> None:
+    printed = site.run(LOAD, libraries=library(tmp_path, "0.6.12"))
+
+    assert "'flashinfer/fa3' was probed" in printed
+    assert "it refuses this machine: torch 2." in printed
+    assert ("is built without CUDA" in printed) or ("sees no CUDA device" in printed)
+    assert "flashinfer/fa3 broken" in printed
