@@ -57,7 +57,7 @@ _SMALL: Final = {
     "intermediate_size": 192,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 32,
+    "head_dim": 64,
 }
 _CONFIGURATIONS: Final[dict[str, Any]] = {
     "llama": transformers.LlamaConfig,
@@ -68,7 +68,7 @@ _CONFIGURATIONS: Final[dict[str, Any]] = {
 
 def build(name: str, *, device: str, small: bool = False, seed: int = 0) -> Any:
     """Return a model in bfloat16 whose tokens depend on all that their attention may read."""
-    sizes = _LARGE[name] | (_SMALL | ({"query_pre_attn_scalar": 32} if name == "gemma2" else {}) if small else {})
+    sizes = _LARGE[name] | (_SMALL | ({"query_pre_attn_scalar": 64} if name == "gemma2" else {}) if small else {})
     if small and "sliding_window" in sizes:
         sizes = sizes | {"sliding_window": 12}
     configuration = _CONFIGURATIONS[name](**_COMMON | sizes)
