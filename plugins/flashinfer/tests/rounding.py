@@ -9,7 +9,7 @@ the truth.
 - The engine's logits may be no farther from the truth than 1.5 times that, in the root mean square over all of them.
 - Each token that the engine chose is the truth's choice, unless the truth has the two closer together than six such
   distances of two logits: rounding decides there, and transformers itself chooses either.
-- At least half of the tokens are chosen by more than that: the second point is not empty.
+- At least a third of the tokens are chosen by more than that: the second point is not empty.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Verdict:
         Raises:
             AssertionError: It does not, or it would explain anything.
         """
-        assert self.decided >= 0.5, f"rounding decides most tokens of this model: {self}"
+        assert self.decided >= 1 / 3, f"rounding decides most tokens of this model: {self}"
         assert self.worst <= 1, f"a token was chosen that rounding does not explain: {self}"
         assert self.farther <= _FARTHER, f"the logits are farther from the truth than rounding takes them: {self}"
 
