@@ -105,7 +105,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         check_offsets("qo_indptr", qo_indptr, len(paged_kv_last_page_len))
         check_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size, self.device)
         lens = tuple(qo_indptr.diff().tolist())
-        demand(max_token_per_sequence in (None, max(lens)), f"max_token_per_sequence={max_token_per_sequence} for {lens}")
+        longest = max(lens) if max_token_per_sequence is None else max_token_per_sequence
+        demand(longest == max(lens), f"max_token_per_sequence={longest} of queries of {lens}")
         demand(causal or window_left < 0 or max(lens) <= 1, "a window without causal=True does not end at the token")
         lengths = Lengths(lens, key_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size))
         terms = terms_of(sm_scale, head_dim_qk, logits_soft_cap, window_left, causal=causal)

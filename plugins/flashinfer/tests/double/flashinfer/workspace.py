@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashinfer.misuse import demand
 
-_SAMPLE: Final = 1 << 16
+_SAMPLE: Final = 1 << 10
 _known: dict[int, weakref.ref[Tensor]] = {}
 
 

@@ -1,0 +1,233 @@
+"""
+What the plugin calls is what the library takes: in every release that it allows, and in the one that is installed.
+
+`CALLS` is what it calls. A run of all features on the double shows that the list is right; the records in
+``signatures/``, by ``record_signatures.py``, and what is installed are held against it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from attrs import evolve
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+import attnplug_flashinfer
+from attnplug.contract import GraphKey
+from attnplug.manifest.parse import read_manifest
+from attnplug.testing import Case, check, check_replays, padded_for, realise
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+RECORDS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "signatures").glob("*.json")}
+DOUBLED = "0.6.12"
+
+DECODE = "BatchDecodeWithPagedKVCacheWrapper"
+PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
+RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
+SINK = "BatchAttentionWithAttentionSinkWrapper"
+
+_TERMS = {"num_qo_heads", "num_kv_heads", "window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type"}
+_SIZES = {"head_dim_qk", "head_dim_vo"}
+_RESULTS = {"out", "lse", "return_lse"}
+_PREFILLS = {*_TERMS, *_SIZES, "o_data_type", "page_size", "causal", "max_token_per_sequence"}
+_PAGES = {"paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"}
+_BUFFERS = {"use_cuda_graph", "qo_indptr_buf", *_PAGES}
+CALLS: dict[str, tuple[int, set[str]]] = {
+    f"{DECODE}.__init__": (2, {"backend", "use_tensor_cores", "use_cuda_graph", *(f"{name}fer" for name in _PAGES)}),
+    f"{DECODE}.plan": (3, {*_TERMS, "o_data_type", "page_size", "head_dim"}),
+    f"{DECODE}.run": (2, {*_RESULTS, "k_scale", "v_scale"}),
+    f"{PREFILL}.__init__": (2, {"backend", *_BUFFERS}),
+    f"{PREFILL}.plan": (4, _PREFILLS),
+    f"{PREFILL}.run": (2, {*_RESULTS, "k_scale", "v_scale"}),
+    f"{RAGGED}.__init__": (2, {"backend"}),
+    f"{RAGGED}.plan": (2, {*_TERMS, *_SIZES, "o_data_type", "causal"}),
+    f"{RAGGED}.run": (3, _RESULTS),
+    f"{SINK}.__init__": (
+        2, {"backend", *_BUFFERS, *_SIZES, "q_data_type", "kv_data_type", "window_left"},
+    ),
+    f"{SINK}.plan": (4, _PREFILLS),
+    f"{SINK}.run": (4, _RESULTS),
+    "decode.fast_decode_plan": (4, {*_TERMS, "page_size", "head_dim", "global_override_indptr_cpu"}),
+    "merge_state_in_place": (4, set()),
+}  # fmt: skip
+"""What the plugin calls: how many arguments by position, and the keywords it passes in one call or another."""
+
+MIXED = Case(query_lens=(1, 1, 5, 17), context_lens=(20, 7, 5, 0), head_size=64, dtype="bfloat16")
+DECODES = Case(query_lens=(1, 1), context_lens=(20, 7), head_size=64, dtype="bfloat16")
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.3, "v_scale": 0.7}
+STEPS = {
+    "plain": (MIXED, {}),
+    "hnd": (MIXED, {"kv_layout": "HND", "return_lse": True}),
+    "window": (evolve(MIXED, sliding_window=5), {}),
+    "soft_cap": (evolve(MIXED, logits_soft_cap=3.0), {}),
+    "fp8": (evolve(MIXED, **FP8), {}),
+    "sinks": (evolve(MIXED, sinks=True), {"return_lse": True}),
+    "shared": (evolve(MIXED, kv_sharing=True), {}),
+    "not_causal": (evolve(MIXED, causal=False), {}),
+    "dense": (MIXED, {"paged": False, "return_lse": True}),
+    "cascade": (MIXED.with_shared_prefix(2), {}),
+}
+GRAPHS = {
+    "decodes": DECODES,
+    "fp8": evolve(DECODES, **FP8),
+    "queries": evolve(DECODES, query_lens=(3, 3), decode_query_len=3),
+    "sinks": evolve(DECODES, sinks=True),
+}
+
+
+def run_all_features(load: Callable[..., Any]) -> None:
+    """Make every call that the plugin has."""
+    kernels = [{"flashinfer_double": {"decode_kernel": kernel}} for kernel in ("tensor_cores", "cuda_cores")]
+    for case, engine in STEPS.values():
+        for options in kernels[: 1 if case.sinks or not engine.get("paged", True) else 2]:
+            check(load(case.requirements(**engine), options=options), realise(case))
+    for case in GRAPHS.values():
+        for options in kernels[: 1 if case.sinks else 2]:
+            scenes = [realise(padded_for(evolve(case, seed=seed), spare=1)) for seed in (1, 2)]
+            scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
+            backend = load(case.requirements(cudagraph="uniform_batch", return_lse=True), options=options)
+            check_replays(backend, scenes, num_reqs=3, max_seq_len=64)
+    check(load(MIXED.requirements(), "fa3"), realise(MIXED))
+    load(MIXED.with_shared_prefix(2).requirements()).warmup([GraphKey(1, 1, 1, 64)])
+
+
+def test_the_list_is_what_the_plugin_calls(journal, load_doubled):
+    run_all_features(load_doubled)
+    found: dict[str, tuple[int, set[str]]] = {}
+    for call in journal.calls:
+        positional, keywords = found.get(call.callable, (call.num_positional, set()))
+        assert positional == call.num_positional
+        found[call.callable] = positional, keywords | set(call.keywords)
+    assert found == CALLS
+
+
+def lacking(parameters: Iterable[inspect.Parameter], positional: int, keywords: Iterable[str]) -> list[str]:
+    """
+    Return what a call passes and parameters do not take.
+
+    Arguments by position may go into ``*args``, as those of a kernel of one's own do, but not into a ``*name`` that a
+    release has put where it wants keywords.
+    """
+    given = list(parameters)
+    by_place = [item for item in given if item.kind.name.startswith("POSITIONAL")]
+    by_name = {item.name for item in given if item.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
+    takes_more = any(item.kind.name == "VAR_POSITIONAL" and item.name == "args" for item in given)
+    missing = [] if positional <= len(by_place) or takes_more else [f"argument {positional} by position"]
+    occupied = {item.name for item in by_place[:positional]}
+    return missing + [f"keyword {name!r}" for name in sorted(keywords) if name not in by_name or name in occupied]
+
+
+def recorded(version: str, name: str) -> list[inspect.Parameter]:
+    """The parameters of a release. Defaults are texts."""
+    made = []
+    for parameter, kind, *default in RECORDS[version][name]:
+        more = {"default": default[0]} if default else {}
+        made.append(inspect.Parameter(parameter, getattr(inspect.Parameter, kind), **more))
+    return made
+
+
+def complaint(version: str, name: str, missing: Iterable[str]) -> str:
+    return f"flashinfer-python {version}: {name} no longer takes {', '.join(missing)}, which the plugin passes"
+
+
+@pytest.mark.parametrize("version", sorted(RECORDS, key=Version))
+@pytest.mark.parametrize("name", CALLS)
+def test_every_release_takes_the_calls(version, name):
+    missing = lacking(recorded(version, name), *CALLS[name])
+    assert not missing, complaint(version, name, missing)
+
+
+def test_the_first_and_the_last_release_are_recorded():
+    manifest = read_manifest(Path(attnplug_flashinfer.__file__).with_name("attnplug.toml"))
+    for variant in manifest.variants:
+        (text,) = variant.requires
+        allowed = Requirement(text).specifier
+        assert all(allowed.contains(version) for version in RECORDS)
+        oldest = min(RECORDS, key=Version)
+        assert f">={oldest}" in str(allowed)
+        newest = Version(max(RECORDS, key=Version)).release
+        assert f"<{newest[0]}.{newest[1]}.{newest[2] + 1}" in str(allowed)
+
+
+def found_in(package: Any, name: str) -> Any:
+    """The function that a name stands for."""
+    found = package
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def accepted(package: Any, name: str) -> list[inspect.Parameter]:
+    """
+    Return the parameters of a function, `self` of methods left out.
+
+    Where a method takes ``**kwargs`` it hands them to one of the same name with ``_impl`` behind it.
+    """
+    owner, _, method = name.rpartition(".")
+    parameters = list(inspect.signature(found_in(package, name)).parameters.values())
+    if inspect.isclass(owner and found_in(package, owner)):
+        parameters = parameters[1:]
+    if any(item.kind.name == "VAR_KEYWORD" for item in parameters):
+        known = {item.name for item in parameters}
+        inner = inspect.signature(found_in(package, f"{owner}._{method}_impl")).parameters.values()
+        parameters += [item.replace(kind=item.KEYWORD_ONLY) for item in inner if item.name not in known]
+    return parameters
+
+
+@pytest.mark.usefixtures("doubled")
+@pytest.mark.parametrize("name", RECORDS[DOUBLED])
+def test_the_double_has_the_signatures_of_its_release(name):
+    def told(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
+        return [
+            (item.name, item.kind.name, *(() if item.default is item.empty else (show(item.default),)))
+            for item in parameters
+        ]
+
+    assert told(accepted(import_module("flashinfer"), name), repr) == told(recorded(DOUBLED, name), str)
+
+
+class Future:
+    """A release that is yet to come."""
+
+    class Wrapper:
+        def plan(self, indptr, *deprecated_positional_args, window=-1, **kwargs):
+            pass
+
+        def _plan_impl(self, indptr, *, sm_scale=None):
+            pass
+
+        def run(self, q, *args, lse=None):
+            pass
+
+
+FUTURE = {
+    "known": ("Wrapper.plan", 1, {"window", "sm_scale"}, []),
+    "gone": ("Wrapper.plan", 1, {"window_left", "sm_scale"}, ["keyword 'window_left'"]),
+    "no_more_places": ("Wrapper.plan", 2, set(), ["argument 2 by position"]),
+    "places_of_a_kernel": ("Wrapper.run", 3, {"lse"}, []),
+    "twice": ("Wrapper.run", 1, {"q"}, ["keyword 'q'"]),
+}
+
+
+@pytest.mark.parametrize("what", FUTURE)
+def test_what_a_release_does_not_take_is_seen(what):
+    name, positional, keywords, missing = FUTURE[what]
+    assert lacking(accepted(Future, name), positional, keywords) == missing
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_the_installed_library_takes_the_calls(name):
+    package = pytest.importorskip("flashinfer")
+    if "." in name and name.partition(".")[0].islower():
+        import_module(f"flashinfer.{name.partition('.')[0]}")
+    missing = lacking(accepted(package, name), *CALLS[name])
+    assert not missing, complaint(package.__version__, name, missing)
