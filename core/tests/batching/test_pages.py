@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
 import pytest
 import torch
 from attrs import evolve
@@ -10,8 +16,13 @@ from attnplug.batching import pad_batch, pad_pages, pages_of
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
 
+# Few requests and many are counted by different means.
+few_and_many = st.lists(st.integers(0, 40), min_size=1, max_size=6) | st.lists(
+    st.integers(0, 40), min_size=30, max_size=50
+)
 
-@given(st.lists(st.integers(0, 40), min_size=1, max_size=6), st.sampled_from([1, 3, 16]), st.integers(0, 2))
+
+@given(few_and_many, st.sampled_from([1, 3, 16]), st.integers(0, 2))
 def test_lists_the_pages_in_use(seq_lens: list[int], block_size: int, spare_columns: int) -> None:
     columns = max(-(-n // block_size) for n in seq_lens) + spare_columns
     table = torch.randint(1, 99, (len(seq_lens), columns), dtype=torch.int32)
@@ -34,8 +45,10 @@ def test_is_computed_once_per_batch() -> None:
     assert pages_of(batch, 4) is not pages_of(batch, 16)
 
 
-def test_a_block_table_that_is_too_short_is_refused() -> None:
-    batch = Batch.from_lengths([1, 1], [3, 40], block_table=torch.ones(2, 2, dtype=torch.int32))
+@pytest.mark.parametrize("more", [0, 60])
+def test_a_block_table_that_is_too_short_is_refused(more: int) -> None:
+    lens = [3, 40] + [5] * more
+    batch = Batch.from_lengths([1] * len(lens), lens, block_table=torch.ones(len(lens), 2, dtype=torch.int32))
 
     with pytest.raises(BatchError, match="request 1 has 40 keys, 3 pages"):
         pages_of(batch, 16)
@@ -73,3 +86,16 @@ def test_padding_drops_neither_requests_nor_pages(sizes: tuple[int, int | None])
 
     with pytest.raises(BatchError, match="are to be padded to"):
         pad_pages(pages_of(batch, 4), *sizes)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_by_the_interpreter() -> None:
+    file = Path(__file__).with_name("test_pages_on_gpu.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
+
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
