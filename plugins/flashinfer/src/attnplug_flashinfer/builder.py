@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnplug.contract import MetadataBuilder
+from attnplug.contract import MetadataBuilder, upload
 from attnplug_flashinfer.arrays import Buffers, rows_of_dense, rows_of_slot, rows_of_step
 from attnplug_flashinfer.planner import Planner
 
@@ -65,7 +65,7 @@ class FlashInferBuilder(MetadataBuilder):
         starts = torch.arange(0, slot.key.num_tokens + 1, query_len, dtype=torch.int32)
         indptr, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in (reqs + 1, reqs))
         indices = self._indices_of(reqs * -(-slot.max_seq_len // self._block_size))
-        return Buffers(starts.to(device), indptr, indices, last), starts
+        return Buffers(upload(starts, device), indptr, indices, last), starts
 
     def _indices_of(self, size: int) -> Tensor:
         """Return memory for so many pages, which slots share: each writes its own before its replay."""

@@ -44,7 +44,7 @@ def on_tensor_cores(agreement: Agreement, device: Device) -> bool:
     Whether decodes run the kernels of prefills, on tensor cores.
 
     Those load keys for several query heads at once. Measured on an H200, bfloat16, 64 sequences of 4096 keys, 32 query
-    and 8 KV heads of 128: 334 us instead of 426 us. On older devices CUDA cores keep up with groups of 4.
+    and 8 KV heads of 128: 334 us instead of 426 us. Elsewhere the published threshold decides: groups of more than 4.
 
     Args:
         agreement: What was negotiated; its option `decode_kernel` decides unless it is ``"auto"``.

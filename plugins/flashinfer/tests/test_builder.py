@@ -1,0 +1,248 @@
+"""What a build asks of the library: which wrapper plans which rows, with which values, and how often."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.contract import Batch, Layer
+from attnplug.errors import NotNegotiatedError
+from plugins.flashinfer.tests.setting import Setting
+
+DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+RAGGED, SINK = "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper"
+
+
+def owners(calls) -> list[str]:
+    return [call.owner for call in calls]
+
+
+def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_doubled, journal) -> None:
+    setting = Setting(load_doubled)
+    plan = setting.impls[0].plan(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
+
+    assert owners(journal.plans) == [DECODE, PREFILL]
+    assert [(part.first, part.last) for part in plan.parts] == [(0, 2), (2, 7)]
+    assert plan.prefix is None
+
+
+@pytest.mark.parametrize("query_lens", [[3, 3], [3, 1], [3, 2, 1]])
+def test_decodes_of_several_rows_run_as_causal_prefills(load_doubled, journal, query_lens) -> None:
+    setting = Setting(load_doubled, decode_query_len=3)
+    metadata = setting.builder.build(setting.batch(query_lens, [20] * len(query_lens)))
+
+    assert metadata.num_prefills == 0
+    (plan,) = journal.plans
+    assert plan.owner == PREFILL
+    assert plan.arguments["causal"] is True
+
+
+def test_one_row_ahead_of_longer_decodes_is_planned_as_one(load_doubled, journal) -> None:
+    setting = Setting(load_doubled, decode_query_len=3)
+    setting.builder.build(setting.batch([1, 3, 3], [20, 20, 20]))
+
+    assert owners(journal.plans) == [DECODE, PREFILL]
+
+
+@pytest.mark.parametrize("query_lens", [[0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 0, 4], [1, 4, 0], [0, 4]])
+def test_padded_requests_may_stand_anywhere(load_doubled, query_lens) -> None:
+    setting = Setting(load_doubled)
+    seq_lens = [length and length + 9 for length in query_lens]
+    plan = setting.impls[0].plan(setting.builder.build(setting.batch(query_lens, seq_lens)))
+
+    rows = [row for part in plan.parts for row in range(part.first, part.last)]
+    assert rows == list(range(sum(query_lens)))
+    setting.forward(setting.builder.build(setting.batch(query_lens, seq_lens)))  # the double checks every array
+
+
+def test_layers_with_equal_values_share_a_plan_and_others_have_their_own(load_doubled, journal) -> None:
+    layers = [Layer(name=f"layers.{i}", scale=scale) for i, scale in enumerate((0.1, 0.2, 0.1))]
+    setting = Setting(load_doubled, layers)
+    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+
+    first, second, third = (impl.plan(metadata) for impl in setting.impls)
+    assert first is third
+    assert second is not first
+    assert [call.arguments["sm_scale"] for call in journal.plans] == [0.1, 0.1, 0.2, 0.2]
+    assert len({call.wrapper for call in journal.plans}) == 4
+
+
+def test_every_value_that_has_a_default_is_said(load_doubled, journal) -> None:
+    setting = Setting(load_doubled, sliding_window=7, logits_soft_cap=30.0, kv_cache_dtype="fp8_e5m2")
+    setting.builder.build(setting.batch([1, 5], [9, 5]))
+
+    for call in journal.plans:
+        said = {name: call.arguments[name] for name in ("window_left", "logits_soft_cap", "sm_scale", "page_size")}
+        assert said == {"window_left": 6, "logits_soft_cap": 30.0, "sm_scale": 0.125, "page_size": 16}
+        assert call.arguments["q_data_type"] is call.arguments["o_data_type"] is torch.bfloat16
+        assert call.arguments["kv_data_type"] is torch.float8_e5m2
+
+
+@pytest.mark.parametrize(("variant", "backend"), [("fa2", "fa2"), ("fa3", "fa3")])
+def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both(
+    load_doubled, journal, variant, backend
+) -> None:
+    setting = Setting(load_doubled, variant=variant)
+    setting.builder.build(setting.batch([1, 5], [9, 5]))
+
+    made = {call.owner: call.arguments["backend"] for call in journal.of("__init__")}
+    assert made == {DECODE: "fa2", PREFILL: backend}
+
+
+def test_arrays_are_made_once_per_batch(load_doubled, monkeypatch) -> None:
+    layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(3)]
+    setting = Setting(load_doubled, layers)
+    from attnplug_flashinfer import arrays, builder  # noqa: PLC0415 - the double has to be in place
+
+    made = []
+    monkeypatch.setattr(
+        builder, "rows_of_step", lambda *given, **how: made.append(1) or arrays.rows_of_step(*given, **how)
+    )
+    setting.builder.build(setting.batch([1, 5], [9, 5]))
+
+    assert made == [1]
+
+
+def test_dense_calls_run_ragged(load_doubled, journal) -> None:
+    setting = Setting(load_doubled, paged=False, block_size=None)
+    batch = Batch.from_lengths([3, 1, 6], [5, 1, 6])
+    metadata = setting.builder.build(batch)
+
+    assert owners(journal.plans) == [RAGGED]
+    assert journal.plans[0].arguments["causal"] is True
+    assert metadata.num_key_rows == 12
+
+
+@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
+def test_encoders_are_not_causal(load_doubled, journal, attn_type) -> None:
+    setting = Setting(load_doubled, paged=False, block_size=None, attn_type=attn_type)
+    setting.builder.build(Batch.from_lengths([3, 6], causal=False))
+
+    assert journal.plans[0].arguments["causal"] is False
+
+
+def test_sinks_have_a_wrapper_of_their_own_for_every_row(load_doubled, journal) -> None:
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    setting = Setting(load_doubled, [Layer(name="layers.0", sinks=sinks)], sinks=True, sliding_window=7)
+    setting.forward(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
+
+    assert owners(journal.plans) == owners(journal.runs) == [SINK]
+    (made,) = journal.of("__init__")
+    assert made.arguments["window_left"] == 6
+    assert (made.arguments["head_dim_qk"], made.arguments["head_dim_vo"]) == (64, 64)
+    assert not {"sinks", "k_scale", "v_scale"} & set(journal.runs[0].keywords)  # taken by run, and not read
+
+
+def test_layers_with_other_sinks_share_a_plan(load_doubled) -> None:
+    layers = [Layer(name=f"layers.{i}", sinks=torch.full((4,), float(i))) for i in range(2)]
+    setting = Setting(load_doubled, layers, sinks=True)
+    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+
+    assert setting.impls[0].plan(metadata) is setting.impls[1].plan(metadata)
+    assert not torch.equal(*(setting.forward(metadata, impl) for impl in setting.impls))
+
+
+def test_scales_of_a_layer_go_to_the_kernels_as_floats(load_doubled, journal) -> None:
+    layers = [Layer(name="layers.0", k_scale=0.5, v_scale_tensor=torch.tensor([0.25]))]
+    setting = Setting(load_doubled, layers, kv_cache_dtype="fp8_e4m3")
+    setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])))
+
+    assert [(call.arguments["k_scale"], call.arguments["v_scale"]) for call in journal.runs] == [(0.5, 0.25)] * 2
+
+
+def test_without_an_8_bit_cache_no_scale_is_passed(load_doubled, journal) -> None:
+    setting = Setting(load_doubled)
+    setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])))
+
+    assert not any({"k_scale", "v_scale"} & set(call.keywords) for call in journal.runs)
+
+
+def test_a_layer_that_shares_keys_writes_none(load_doubled) -> None:
+    setting = Setting(load_doubled, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
+    batch = setting.batch([1, 1], [9, 4])
+    cache = setting.backend.make_cache(8)
+    output = torch.empty(2, 256, dtype=torch.bfloat16)
+    query = torch.ones(2, 4, 64, dtype=torch.bfloat16)
+    setting.impls[0].forward(query, None, None, cache, setting.builder.build(batch), output)
+
+    assert not cache.any()
+    assert not output.any()  # values of zero
+
+
+def test_a_shared_prefix_is_a_pass_of_all_rows_and_the_rest_as_ever(load_doubled, journal) -> None:
+    setting = Setting(load_doubled, cascade=True)
+    batch = setting.batch([1, 1, 3], [40, 36, 43])
+    batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
+    plan = setting.impls[0].plan(setting.builder.build(_sharing(batch, 32)))
+
+    assert owners(journal.plans) == [DECODE, PREFILL, PREFILL]
+    assert [call.arguments.get("causal") for call in journal.plans] == [None, True, False]
+    assert (plan.prefix.first, plan.prefix.last) == (0, 5)
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_a_cascade_equals_the_flat_step(load_doubled, journal, with_lse) -> None:
+    setting = Setting(load_doubled, cascade=True, return_lse=True)
+    batch = setting.batch([1, 1, 3], [40, 36, 43])
+    batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
+    lses = [torch.zeros(5, 4) if with_lse else None for _ in range(2)]
+    flat, shared = (
+        setting.forward(setting.builder.build(given), lse=lse)
+        for given, lse in zip((batch, _sharing(batch, 32)), lses, strict=True)
+    )
+
+    torch.testing.assert_close(shared, flat, atol=2e-2, rtol=2e-2)
+    if with_lse:
+        torch.testing.assert_close(lses[1], lses[0], atol=1e-4, rtol=1e-4)
+    assert len(journal.of("merge_state_in_place")) == 1
+
+
+def test_a_shared_prefix_has_to_be_negotiated(load_doubled) -> None:
+    setting = Setting(load_doubled)
+    batch = setting.batch([1, 1], [40, 36])
+    batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
+
+    with pytest.raises(NotNegotiatedError, match="cascade was not asked for"):
+        setting.builder.build(_sharing(batch, 32))
+
+
+def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_doubled) -> None:
+    setting = Setting(load_doubled, return_lse=True)
+    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+    wide, sums = torch.zeros(6, 512, dtype=torch.bfloat16), torch.zeros(6, 8)
+    query, rows = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 2, 64).bfloat16()
+    cache, outputs = setting.backend.make_cache(8), []
+    for output, lse in ((wide[:, :256], sums[:, :4]), (torch.zeros(6, 256, dtype=torch.bfloat16), torch.zeros(6, 4))):
+        setting.impls[0].forward(query, rows, rows, cache, metadata, output, lse=lse)
+        outputs.append((output, lse))
+
+    assert torch.equal(outputs[0][0], outputs[1][0])
+    assert torch.equal(outputs[0][1], outputs[1][1])
+    assert not wide[:, 256:].any()
+    assert not sums[:, 4:].any()
+
+
+def test_a_step_is_advanced_by_planning_it_with_the_lengths_of_the_next(load_doubled, journal) -> None:
+    setting = Setting(load_doubled)
+    metadata = setting.builder.build(setting.batch([1, 1], [15, 9]))
+    advanced = setting.builder.advance_step(metadata)
+
+    assert advanced.batch.seq_lens_cpu.tolist() == [16, 10]
+    assert [call.wrapper for call in journal.plans] == [journal.plans[0].wrapper, journal.plans[0].wrapper + 1]
+    setting.forward(metadata)  # the original can still be run
+    setting.forward(advanced)
+
+
+def test_other_pages_are_planned_in_another_wrapper(load_doubled) -> None:
+    setting = Setting(load_doubled)
+    batch = setting.batch([1, 1], [15, 9])
+    metadata = setting.builder.build(batch)
+    moved = setting.builder.update_block_table(metadata, batch.block_table + 2, batch.slot_mapping + 32)
+
+    assert setting.impls[0].plan(moved).parts[0].run is not setting.impls[0].plan(metadata).parts[0].run
+    assert torch.equal(setting.forward(moved), setting.forward(metadata))  # the same numbers, in other blocks
+
+
+def _sharing(batch: Batch, length: int) -> Batch:
+    """Return the batch again, with a prefix that its requests share."""
+    return Batch(**{**batch.to_dict(), "common_prefix_len": length})

@@ -1,0 +1,186 @@
+"""Graph slots: one wrapper that is planned again, padding that reads the null block, memory that never moves."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from attnplug.contract import GraphKey, Layer
+from plugins.flashinfer.tests.setting import BLOCK, Setting
+
+DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+
+
+PLAIN = (Layer(name="layers.0"),)
+
+
+def graphs(load_doubled, layers=PLAIN, **asked) -> Setting:
+    return Setting(load_doubled, layers, cudagraph="uniform_batch", **asked)
+
+
+def rows_of(setting: Setting, slot, monkeypatch, batch):
+    """Build a batch into a slot, and return the rows that were planned."""
+    from attnplug_flashinfer import kinds  # noqa: PLC0415 - the double has to be in place
+
+    seen = []
+    for kind in (kinds.Decode, kinds.Prefill):
+        monkeypatch.setattr(kind, "replan", lambda self, wrapper, rows, buffers: seen.append(rows))
+    setting.builder.build(batch, slot=slot)
+    return seen[0]
+
+
+def test_a_slot_has_one_wrapper_per_plan_key(load_doubled, journal) -> None:
+    setting = graphs(load_doubled, [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)])
+    slot = setting.slot()
+    for lens in ([20, 9, 40], [5], [64, 64, 64, 64]):
+        setting.builder.build(setting.batch([1] * len(lens), lens), slot=slot)
+
+    assert [call.owner for call in journal.of("__init__")] == [DECODE, DECODE]
+    assert len(journal.plans) == 8
+    assert len({call.wrapper for call in journal.of("plan")}) == 2
+
+
+def test_the_plan_is_the_same_object_in_every_replay(load_doubled) -> None:
+    setting = graphs(load_doubled)
+    slot = setting.slot()
+    plans = [
+        setting.impls[0].plan(setting.builder.build(setting.batch([1], [length]), slot=slot)) for length in (5, 50)
+    ]
+
+    assert plans[0] is plans[1]
+
+
+@pytest.mark.parametrize("query_len", [1, 3, 20])
+def test_padded_requests_read_as_many_keys_as_they_have_rows_in_the_null_block(
+    load_doubled, monkeypatch, query_len
+) -> None:
+    setting = graphs(load_doubled, decode_query_len=query_len)
+    slot = setting.slot(4 if query_len < 20 else 3, query_len)
+    rows = rows_of(setting, slot, monkeypatch, setting.batch([query_len, query_len], [40, 33]))
+    reqs, each = slot.key.num_reqs, -(-query_len // BLOCK)
+
+    assert rows.starts.tolist() == list(range(0, slot.key.num_tokens + 1, query_len))
+    assert rows.indptr.tolist() == [0, 3, 6, *(6 + each * (i + 1) for i in range(reqs - 2))]
+    assert rows.indices.tolist() == [1, 2, 3, 4, 5, 6, *[0] * each * (reqs - 2)]
+    assert rows.last_page_len.tolist() == [8, 1, *[(query_len - 1) % BLOCK + 1] * (reqs - 2)]
+
+
+def test_a_full_slot_has_no_padding(load_doubled, monkeypatch) -> None:
+    setting = graphs(load_doubled)
+    rows = rows_of(setting, setting.slot(2), monkeypatch, setting.batch([1, 1], [16, 17]))
+
+    assert rows.indptr.tolist() == [0, 1, 3]
+    assert rows.last_page_len.tolist() == [16, 1]
+
+
+def test_lengths_that_a_padded_request_kept_are_not_read(load_doubled, monkeypatch) -> None:
+    setting = graphs(load_doubled)
+    rows = rows_of(setting, setting.slot(3), monkeypatch, setting.batch([1, 0], [16, 40]))
+
+    assert rows.indptr.tolist() == [0, 1, 2, 3]
+    assert rows.indices.tolist() == [1, 0, 0]
+
+
+def test_decodes_of_several_rows_are_captured_as_prefills(load_doubled, journal) -> None:
+    setting = graphs(load_doubled, decode_query_len=3)
+    setting.slot(4, 3)
+
+    (made,) = journal.of("__init__")
+    assert made.owner == PREFILL
+    assert made.arguments["use_cuda_graph"] is True
+    assert journal.plans[0].arguments["causal"] is True
+
+
+def test_decodes_with_sinks_are_captured_in_their_wrapper(load_doubled, journal) -> None:
+    setting = graphs(load_doubled, [Layer(name="layers.0", sinks=torch.zeros(4))], sinks=True)
+    setting.slot()
+
+    assert [call.owner for call in journal.plans] == ["BatchAttentionWithAttentionSinkWrapper"]
+
+
+def test_tensor_cores_are_planned_fast_after_the_first_time(load_doubled, journal) -> None:
+    setting = graphs(load_doubled, num_q_heads=16)
+    slot = setting.slot()
+    setting.builder.build(setting.batch([1, 1], [20, 30]), slot=slot)
+
+    assert [call.kind for call in journal.plans] == ["plan", "fast_decode_plan"]
+
+
+def test_without_a_fast_plan_the_plain_one_is_repeated(load_doubled, journal, monkeypatch) -> None:
+    setting = graphs(load_doubled, num_q_heads=16)
+    from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
+
+    monkeypatch.setattr(library, "_fast_decode_plan", None)
+    slot = setting.slot()
+    setting.builder.build(setting.batch([1, 1], [20, 30]), slot=slot)
+
+    assert [call.kind for call in journal.plans] == ["plan", "plan"]
+
+
+def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_doubled, monkeypatch) -> None:
+    setting = graphs(load_doubled, num_q_heads=16)
+    slot, outputs = setting.slot(2), []
+    from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
+
+    for _ in range(2):
+        outputs.append(setting.forward(setting.builder.build(setting.batch([1, 1], [20, 30]), slot=slot)))
+        monkeypatch.setattr(library, "_fast_decode_plan", None)
+        setting.builder.build(setting.batch([1], [3]), slot=slot)
+
+    assert torch.equal(*outputs)
+
+
+def test_slots_share_the_memory_of_the_pages(load_doubled) -> None:
+    setting = graphs(load_doubled)
+    large = setting.slot(4)
+    with setting.state.graph_capture(4):
+        small = setting.state.slot(GraphKey(2, 2, 1, 64))
+        setting.builder.build(small.dummy_batch(setting.builder), slot=small)
+    first, second = (setting.builder.once(slot, "buffers", lambda: None)[0] for slot in (large, small))
+
+    assert first.indices is second.indices
+    assert first.indptr is not second.indptr
+
+
+def test_released_slots_free_it(load_doubled) -> None:
+    setting = graphs(load_doubled)
+    setting.slot(4)
+    assert setting.builder._indices() is not None
+
+    setting.state.release_slots()
+    gc.collect()
+
+    assert setting.builder._indices() is None
+
+
+def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
+    setting = graphs(load_doubled)
+    with setting.state.graph_capture(4):
+        made = [setting.state.slot(GraphKey(size, size, 1, 64)) for size in (2, 4)]
+        for slot in made:
+            setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
+    first, second = (setting.builder.once(slot, "buffers", lambda: None)[0] for slot in made)
+
+    assert first.indices.shape[0] < second.indices.shape[0]
+
+
+def test_a_slot_can_be_advanced(load_doubled) -> None:
+    setting = graphs(load_doubled)
+    slot = setting.slot(2)
+    metadata = setting.builder.build(setting.batch([1, 1], [15, 9]), slot=slot)
+    advanced = setting.builder.advance_step(metadata)
+
+    assert setting.impls[0].plan(advanced) is setting.impls[0].plan(metadata)
+    assert advanced.batch.seq_lens_cpu.tolist() == [16, 10]
+
+
+def test_shared_prefixes_and_prompts_run_eagerly(load_doubled) -> None:
+    setting = graphs(load_doubled, cascade=True)
+    batch = setting.batch([1, 1], [40, 36])
+    shared = type(batch)(**{**batch.to_dict(), "common_prefix_len": 32})
+
+    assert setting.builder.can_run_in_cudagraph(batch)
+    assert not setting.builder.can_run_in_cudagraph(shared)
+    assert not setting.builder.can_run_in_cudagraph(setting.batch([1, 5], [9, 5]))

@@ -1,0 +1,89 @@
+"""Warm-up and profiling run what compiles, and leave nothing behind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.contract import GraphKey, Layer
+from plugins.flashinfer.tests.setting import Setting
+
+DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+RAGGED, SINK = "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper"
+SHAPE = GraphKey(4, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "run"),
+    [
+        ({}, {DECODE, PREFILL}),
+        ({"phases": ("decode",)}, {DECODE}),
+        ({"phases": ("decode",), "decode_query_len": 3}, {DECODE, PREFILL}),
+        ({"decode_query_len": 3}, {DECODE, PREFILL}),
+        ({"sinks": True}, {SINK}),
+        ({"return_lse": True, "kv_cache_dtype": "fp8_e4m3"}, {DECODE, PREFILL}),
+        ({"paged": False, "block_size": None}, {RAGGED}),
+        ({"paged": False, "block_size": None, "attn_type": "encoder_only"}, {RAGGED}),
+    ],
+)
+def test_every_kind_runs_once(load_doubled, journal, asked, run) -> None:
+    backend = Setting(
+        load_doubled, [Layer(name="l", sinks=torch.zeros(4) if asked.get("sinks") else None)], **asked
+    ).backend
+    journal.clear()
+    backend.warmup([SHAPE])
+
+    assert {call.owner for call in journal.runs} == run
+
+
+def test_a_cascade_merges_too(load_doubled, journal) -> None:
+    Setting(load_doubled, cascade=True).backend.warmup([SHAPE])
+
+    assert len(journal.of("merge_state_in_place")) == 1
+
+
+def test_nothing_is_prepared_for_no_shape(load_doubled, journal) -> None:
+    Setting(load_doubled).backend.warmup([])
+
+    assert not journal.calls
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"sliding_window": 4}, {"kv_cache_dtype": "fp8_e4m3"}, {"paged": False, "block_size": None}]
+)
+def test_a_profiling_run_attends_what_it_is_given(load_doubled, journal, asked) -> None:
+    setting = Setting(load_doubled, **asked)
+    query, rows = torch.randn(9, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
+    output = torch.zeros(9, 256, dtype=torch.bfloat16)
+    setting.impls[0].forward(query, rows, rows, None, None, output)
+
+    assert [call.owner for call in journal.runs] == [RAGGED]
+    assert journal.plans[0].arguments["causal"] is True
+    assert output.any()
+
+
+def test_it_takes_outputs_that_are_not_contiguous_and_fewer_keys_than_rows(load_doubled, journal) -> None:
+    impl = Setting(load_doubled).impls[0]
+    query, rows = torch.randn(9, 4, 64).bfloat16(), torch.randn(5, 2, 64).bfloat16()
+    impl.forward(query, rows, rows, None, None, torch.zeros(9, 512, dtype=torch.bfloat16)[:, :256])
+
+    assert len(journal.runs) == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 4])
+def test_there_may_be_nothing_to_attend(load_doubled, journal, tokens) -> None:
+    impl = Setting(load_doubled).impls[0]
+    rows = torch.zeros(0, 2, 64, dtype=torch.bfloat16)
+    output = torch.zeros(tokens, 256, dtype=torch.bfloat16)
+    impl.forward(torch.zeros(tokens, 4, 64, dtype=torch.bfloat16), rows, rows, None, None, output)
+
+    assert not journal.runs
+
+
+def test_with_sinks_it_makes_the_wrapper_and_compiles_no_other(load_doubled, journal) -> None:
+    impl = Setting(load_doubled, [Layer(name="l", sinks=torch.zeros(4))], sinks=True).impls[0]
+    journal.clear()
+    query, rows = torch.randn(9, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
+    impl.forward(query, rows, rows, None, None, torch.zeros(9, 256, dtype=torch.bfloat16))
+
+    assert [call.owner for call in journal.calls] == [SINK]
