@@ -3,11 +3,15 @@ Compares the paged engine with transformers' own continuous batching: same model
 
     python benchmarks/engine.py [--preset small|1b] [--device cuda] [--backend NAME[/variant]] [--rounds 3] [--json]
     python benchmarks/engine.py --requests 1 4 32 --prompt 64 --new 200 --layers 2 --threads 1
+    python benchmarks/engine.py --preset 1b --backend flashinfer --also torch --out DIR
 
-Both generate greedily from the same random prompts, in turns. What is timed is the time from the first request to the
+All generate greedily from the same random prompts, in turns. What is timed is the time from the first request to the
 last token; models, caches, graphs and a warm-up generation come before. Shown are the medians, their spread and the
 ratio, and how many of the tokens are the same: rounding may decide between two tokens of a model with random weights.
-With few requests of a small model it is the host that takes the time.
+With few requests of a small model it is the host that takes the time. One that fails is told, and the others go on.
+
+With --also the engine runs once more, on another backend, in the same turns. With --out the result is written into that
+folder, as engine.json and engine.md, anew after each comparison.
 """
 
 from __future__ import annotations
@@ -16,9 +20,12 @@ import argparse
 import json
 import logging
 import platform
+import shlex
 import sys
 import time
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +38,8 @@ import attnplug
 from attnplug.hosts.transformers.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from contextlib import AbstractContextManager
 
 _NO_TOKEN = -1
 
@@ -85,11 +93,19 @@ PRESETS = {
 
 @frozen
 class Timed:
-    """One of the two, over all rounds."""
+    """One way to generate, over all rounds."""
 
     name: str
     seconds: tuple[float, ...]
     tokens_per_second: float
+    about: dict[str, Any]
+
+
+@frozen(eq=False)
+class Way:
+    """One way to generate, ready to."""
+
+    generate: Callable[[], list[list[int]]]
     about: dict[str, Any]
 
 
@@ -132,37 +148,81 @@ def main() -> int:
         torch.set_num_threads(options.threads)
     logging.getLogger("transformers").setLevel(logging.ERROR)
     sizes = {name: getattr(options, name) or getattr(preset, name) for name in ("layers", "prompt", "new")}
+    found: list[dict[str, Any]] = []
     for requests in options.requests or [preset.requests]:
-        _compare(options, evolve(preset, requests=requests, **sizes), device)
-    return 0
+        found.append(_compare(options, evolve(preset, requests=requests, **sizes), device))
+        print(json.dumps(found[-1]) if options.json else _text(found[-1]), flush=True)
+        if options.out is not None:
+            _write(options.out, found, shlex.join(["python", "benchmarks/engine.py", *sys.argv[1:]]))
+    return int(any(one["failures"] for one in found))
 
 
-def _compare(options: Any, preset: Preset, device: str) -> None:
-    batch_tokens = max(preset.requests, options.batch_tokens)
-    model = preset.model(device)
+@contextmanager
+def ours(options: Any, preset: Preset, device: str, backend: list[str] | None) -> Iterator[Way]:
+    """Yield a generation through the engine."""
     engine = Engine(
-        model,
-        backend=options.backend,
+        preset.model(device),
+        backend=backend,
         max_num_reqs=preset.requests,
-        max_num_tokens=batch_tokens,
+        max_num_tokens=max(preset.requests, options.batch_tokens),
         max_seq_len=preset.prompt + preset.new,
         graphs=options.graphs,
         reuse_prefixes=False,
     )
-    runs: dict[str, list[float]] = {"attnplug": [], "transformers": []}
+    ids = sorted({selection.id for selection in engine.selections.values()})
+    about = {"backends": ids, "graphs": engine.num_graphs, "why_eager": engine.why_eager}
+
+    def generate() -> list[list[int]]:
+        return engine.generate(preset.prompts(), max_new_tokens=preset.new, stop_tokens=())
+
+    try:
+        yield Way(generate, about)
+    finally:
+        engine.close()
+
+
+@contextmanager
+def others(options: Any, preset: Preset, device: str) -> Iterator[Way]:
+    """Yield a generation through transformers' continuous batching."""
+    with theirs(preset.model(device), preset, max(preset.requests, options.batch_tokens)) as generate:
+        yield Way(generate, {"version": transformers.__version__})
+
+
+def _compare(options: Any, preset: Preset, device: str) -> dict[str, Any]:
+    """Time all ways in turns, and return what was found; a way that fails is left out from then on."""
+    runs: dict[str, list[float]] = {}
     tokens: dict[str, list[list[int]]] = {}
-    with theirs(preset.model(device), preset, batch_tokens) as other:
-        ways = {
-            "attnplug": lambda: engine.generate(preset.prompts(), max_new_tokens=preset.new, stop_tokens=()),
-            "transformers": other,
-        }
+    failures: dict[str, str] = {}
+    with ExitStack() as stack:
+        ways: dict[str, Way] = {}
+        for name, opened in _ways(options, preset, device).items():
+            with _told(name, failures):
+                ways[name] = stack.enter_context(opened)
         for turn in range(options.rounds + 1):
-            for name, generate in ways.items():
-                seconds, tokens[name] = _time(generate, device)
-                if turn:  # the first round warms up
-                    runs[name].append(seconds)
-    _show(options, preset, device, engine, runs, tokens)
-    engine.close()
+            for name in [name for name in ways if name not in failures]:
+                with _told(name, failures):
+                    seconds, tokens[name] = _time(ways[name].generate, device)
+                    print(f"round {turn}, {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
+                    if turn:  # the first round warms up
+                        runs.setdefault(name, []).append(seconds)
+    about = {name: way.about for name, way in ways.items()}
+    return _found(options, preset, device, about, runs, tokens) | {"failures": failures}
+
+
+def _ways(options: Any, preset: Preset, device: str) -> dict[str, AbstractContextManager[Way]]:
+    found = {"attnplug": ours(options, preset, device, options.backend)}
+    for name in options.also:
+        found[f"attnplug {name}"] = ours(options, preset, device, [name])
+    return {**found, "transformers": others(options, preset, device)}
+
+
+@contextmanager
+def _told(name: str, failures: dict[str, str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the other ways may do better
+        failures[name] = f"{type(error).__name__}: {error}"
+        print(f"{name}: {failures[name]}", file=sys.stderr, flush=True)
 
 
 def _time(generate: Callable[[], list[list[int]]], device: str) -> tuple[float, list[list[int]]]:
@@ -173,15 +233,10 @@ def _time(generate: Callable[[], list[list[int]]], device: str) -> tuple[float, 
     return time.perf_counter() - start, tokens
 
 
-def _show(options: Any, preset: Preset, device: str, engine: Engine, runs: Any, tokens: Any) -> None:
+def _found(options: Any, preset: Preset, device: str, about: Any, runs: Any, tokens: Any) -> dict[str, Any]:
+    """Return all of it as plain JSON values; ratios and equal tokens are those of the first way to the last."""
     total = preset.requests * preset.new
-    ids = sorted({selection.id for selection in engine.selections.values()})
-    about = {
-        "attnplug": {"backends": ids, "graphs": engine.num_graphs, "why_eager": engine.why_eager},
-        "transformers": {"version": transformers.__version__},
-    }
     timed = [Timed(name, tuple(times), total / median(times), about[name]) for name, times in runs.items()]
-    same = sum(a == b for mine, other in zip(*tokens.values(), strict=True) for a, b in zip(mine, other, strict=True))
     machine = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -189,26 +244,39 @@ def _show(options: Any, preset: Preset, device: str, engine: Engine, runs: Any, 
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    ratio = timed[0].tokens_per_second / timed[1].tokens_per_second
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    "preset": asdict(preset),
-                    "machine": machine,
-                    "ratio": ratio,
-                    "same_tokens": same / total,
-                    "runs": [asdict(one) for one in timed],
-                }
-            )
-        )
-        return
-    print(", ".join(f"{name} {value}" for name, value in machine.items()))
-    print(f"{options.preset}: {preset.requests} requests of {preset.prompt} + {preset.new} tokens, {preset.dtype}")
-    for one in timed:
-        spread = f"{min(one.seconds):.2f} to {max(one.seconds):.2f} s"
-        print(f"  {one.name:13} {one.tokens_per_second:8.0f} tokens/s  ({spread})  {one.about}")
-    print(f"  ratio {ratio:.2f}, {100 * same / total:.1f} % of the tokens are the same")
+    both = {"attnplug", "transformers"} <= runs.keys()
+    return {
+        "name": options.preset,
+        "preset": asdict(preset),
+        "machine": machine,
+        "ratio": timed[0].tokens_per_second / timed[-1].tokens_per_second if both else None,
+        "same_tokens": _same(tokens["attnplug"], tokens["transformers"]) / total if both else None,
+        "runs": [asdict(one) for one in timed],
+    }
+
+
+def _same(some: list[list[int]], others: list[list[int]]) -> int:
+    return sum(a == b for mine, theirs in zip(some, others, strict=True) for a, b in zip(mine, theirs, strict=True))
+
+
+def _text(found: dict[str, Any]) -> str:
+    """Return a comparison as lines to read."""
+    preset, lines = found["preset"], [", ".join(f"{name} {value}" for name, value in found["machine"].items())]
+    what = f"{preset['requests']} requests of {preset['prompt']} + {preset['new']} tokens, {preset['dtype']}"
+    lines.append(f"{found['name']}: {what}")
+    for one in found["runs"]:
+        spread = f"{min(one['seconds']):.2f} to {max(one['seconds']):.2f} s"
+        lines.append(f"  {one['name']:20} {one['tokens_per_second']:8.0f} tokens/s  ({spread})  {one['about']}")
+    if found["ratio"] is not None:
+        lines.append(f"  ratio {found['ratio']:.2f}, {100 * found['same_tokens']:.1f} % of the tokens are the same")
+    return "\n".join([*lines, *(f"  failed: {name}: {why}" for name, why in found["failures"].items())])
+
+
+def _write(out: Path, found: list[dict[str, Any]], command: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "engine.json").write_text(json.dumps(found, indent=1))
+    text = "\n\n".join(map(_text, found))
+    (out / "engine.md").write_text(f"# The engine beside transformers\n\n    {command}\n\n```text\n{text}\n```\n")
 
 
 def _options() -> Any:
@@ -216,6 +284,8 @@ def _options() -> Any:
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--device", choices=["cpu", "cuda"])
     parser.add_argument("--backend", action="append", help="as for attnplug.plan; repeated: in this order")
+    parser.add_argument("--also", action="append", default=[], help="the engine once more, on this backend; repeated")
+    parser.add_argument("--out", type=Path, help="folder to write the results into")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of one step, on both sides")
     parser.add_argument("--requests", type=int, nargs="+", help="one comparison for each; default: the preset's")
