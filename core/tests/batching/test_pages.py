@@ -99,3 +99,18 @@ def test_the_kernel_by_the_interpreter() -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_the_kernel_compiles_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton  # noqa: PLC0415 - not on every platform
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    from attnplug.batching.triton_pages import _kernel  # noqa: PLC0415
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kinds = ["*i32", "*i32", "*i32", "i64", "i64", "i32", "i32", "constexpr", "constexpr", "constexpr"]
+    source = ASTSource(_kernel, dict(zip(_kernel.arg_names, kinds, strict=True)), {(7,): 16, (8,): 1024, (9,): 512}, {})
+
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]

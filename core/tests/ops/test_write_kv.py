@@ -50,3 +50,35 @@ def test_the_kernel_by_the_interpreter() -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("rows", "pages", "mantissa", "scales"),
+    [("i16", "i16", -1, 0), ("bf16", "u8", 3, 1), ("fp32", "u8", 2, 4), ("fp32", "i16", 7, 0)],
+)
+def test_the_kernel_compiles_where_there_is_no_gpu(
+    rows: str, pages: str, mantissa: int, scales: int, capability: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler refuses what the interpreter takes. Rows and slots of 16 bytes are to be moved as such."""
+    import triton  # noqa: PLC0415 - not on every platform
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    from attnplug.ops.triton_write import _kernel  # noqa: PLC0415
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    half = (4, 128, True, 16, 2 * 16 * 4 * 128, 128, 16 * 128, 1, mantissa, scales)
+    kinds = [f"*{rows}"] * 2 + [f"*{pages}"] * 2 + ["*i64", "*fp32", "*fp32"] + ["i64"] * 4
+    constants = {(11 + place,): value for place, value in enumerate((*half, *half, 8, 512))}
+    signature = dict(zip(_kernel.arg_names, kinds + ["constexpr"] * len(constants), strict=True))
+    aligned = {(place,): [["tt.divisibility", 16]] for place in range(4)}
+    source = ASTSource(_kernel, signature, constants, aligned)
+
+    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 2}).asm["ptx"]
+
+    assert "ld.global.v4" in code
+    assert ("st.global.v2" if pages == "u8" else "st.global.v4") in code
+    assert ".ftz" not in code
+    assert ("div.rn.f32" in code) == bool(scales)
