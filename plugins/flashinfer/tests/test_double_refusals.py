@@ -331,6 +331,24 @@ def test_a_fast_plan_copies_nothing(use_tensor_cores):
     assert torch.equal(wrapper.run(query, pages), fresh.run(query, pages))
 
 
+@pytest.mark.parametrize("use_tensor_cores", [False, True])
+def test_a_fast_plan_gives_every_request_a_key_where_pages_have_one(use_tensor_cores):
+    """On tensor cores it does not look at the last pages then: a padded request without pages is planned with a key."""
+    buffers, arrays = graph_buffers(), (int32(0, 2, 2), int32(5, 2), int32(1, 0))
+    wrapper = plan_decode(
+        decode(use_cuda_graph=True, use_tensor_cores=use_tensor_cores, **buffers),
+        indptr=arrays[0], indices=arrays[1], last_page_len=arrays[2], page_size=1,
+    )  # fmt: skip
+    one = torch.randn(9, 2, 1, KV_HEADS, HEAD).bfloat16()
+    wrapper.run(rows(), one)
+    fast_plan(wrapper, global_override_indptr_cpu=arrays[0], indices=arrays[1], last_page_len=arrays[2], page_size=1)
+    if not use_tensor_cores:
+        wrapper.run(rows(), one)
+        return
+    with pytest.raises(AssertionError, match=r"plan\(\) again"):
+        wrapper.run(rows(), one)
+
+
 FAST = {
     "kernel": ({"q_data_type": torch.float16}, AssertionError, "the kernel is for"),
     "window": ({"window_left": 2}, AssertionError, "the kernel is for"),

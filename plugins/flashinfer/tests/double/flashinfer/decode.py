@@ -178,7 +178,9 @@ def fast_decode_plan(  # noqa: PLR0917 - the library's signature
     q = dtype_of("float16" if q_data_type is None else q_data_type)
     kv = dtype_of(q if kv_data_type is None else kv_data_type)
     terms = terms_of(sm_scale, head_dim, logits_soft_cap, window_left, causal=False)
-    lengths = Lengths((1,) * len(last_page_len), key_lengths(host, last_page_len, page_size))
+    one_each = self.use_tensor_cores and page_size == 1  # whatever the array says of requests without pages
+    last = torch.ones_like(last_page_len) if one_each else last_page_len
+    lengths = Lengths((1,) * len(last_page_len), key_lengths(host, last, page_size))
     planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim, page_size, q, kv, former.o, terms, former.backend)
     demand(pos_encoding_mode == "NONE", f"pos_encoding_mode={pos_encoding_mode!r} is not modelled")
     demand(planned.kernel == former.kernel, f"the kernel is for {former.kernel}, and the plan for {planned.kernel}")
