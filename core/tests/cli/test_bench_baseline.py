@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from attnplug.cli import bench  # noqa: E402 - without torch there is nothing to
 from attnplug.cli.bench import baseline, building, forwarding, replaying  # noqa: E402
 from attnplug.cli.bench.baseline import GROUP, Baseline, baseline_of  # noqa: E402
 from attnplug.cli.bench.choice import Choice  # noqa: E402
-from attnplug.cli.bench.finding import Finding, Gathering  # noqa: E402
+from attnplug.cli.bench.finding import Finding, Gathering, _libraries  # noqa: E402
 from attnplug.cli.bench.measurement import Measurement  # noqa: E402
 from attnplug.cli.bench.raw_torch import RawTorch  # noqa: E402
 from attnplug.cli.bench.rig import make_rig  # noqa: E402
@@ -206,6 +207,14 @@ def test_the_ratio_has_a_budget_on_a_device_alone(monkeypatch: pytest.MonkeyPatc
 
     assert [m.budget for m in found.measurements] == [None, None, None]
     assert 0.99 <= 1 / forwarding.RATIO < 0.991
+
+
+def test_the_setup_tells_the_libraries_of_the_variant(site) -> None:
+    backend = SimpleNamespace(id="flash/old")
+
+    assert _libraries(backend) == "flash-old 2.8.3"
+    assert not _libraries(SimpleNamespace(id="flash/new"))  # its library is not installed
+    assert not _libraries(SimpleNamespace(id="torch/sdpa"))
 
 
 # -- steps that fail -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import asdict, frozen
 
 from attnplug.cli.bench.measurement import Measurement
+from attnplug.cli.doctor.environment import PACKAGES, version_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -94,8 +95,22 @@ def setup_of(backend: Backend) -> dict[str, str]:
     agreement, asked = backend.agreement, backend.agreement.requirements
     where = backend.selection.device
     device = f"{where} with CUDA {torch.version.cuda}" if where.type == "cuda" else str(where)
+    libraries = _libraries(backend)
     return {
         "backend": f"{backend.id}, {asked.dtype}, blocks of {agreement.block_size}, layout {agreement.kv_layout}",
+        **({"libraries": libraries} if libraries else {}),
         "device": device,
         "torch threads": str(torch.get_num_threads()),
     }
+
+
+def _libraries(backend: Backend) -> str:
+    """Return what the variant requires beside what every run tells, with the versions that are installed."""
+    from attnplug.manifest.installed import requirement_name  # noqa: PLC0415 - only who measures pays for it
+    from attnplug.selection import state  # noqa: PLC0415 - as above
+
+    now = state.current()
+    candidates = now.registry.candidates(now.settings)
+    variants = [one.variant for one in candidates if one.id == backend.id and one.variant is not None]
+    names = {requirement_name(required) for variant in variants for required in variant.requires} - {*PACKAGES}
+    return ", ".join(f"{name} {version}" for name in sorted(names) if (version := version_of(name)))

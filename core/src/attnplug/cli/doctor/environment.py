@@ -17,11 +17,12 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name in PACKAGES if (version := version_of(name))},
     }
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str:
+    """Return the installed version of a distribution, or an empty text."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
