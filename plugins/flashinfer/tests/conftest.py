@@ -22,6 +22,7 @@ import attnplug
 import attnplug_flashinfer
 from attnplug.request.device import Device
 from attnplug.selection import state as process
+from plugins.flashinfer.tests import real
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -161,3 +162,11 @@ def library_at() -> Callable[[str], Any]:
     if IS_REAL_HERE:
         pytest.skip("FlashInfer is installed here, and its double would be mistaken for it")
     return lambda version: stage(version).entered()
+
+
+@pytest.fixture
+def load_real(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Return what loads the plugin on FlashInfer itself, by requirements, variant and options; for tests on a GPU."""
+    monkeypatch.setattr(process, "_state", None)
+    real.offer()
+    return real.load

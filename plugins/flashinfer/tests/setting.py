@@ -43,13 +43,15 @@ class Setting:
         self.state = self.backend.make_state(Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128))
         self.builder = self.backend.make_builder(self.impls, self.state)
 
-    def batch(self, query_lens: Sequence[int], seq_lens: Sequence[int] | None = None, **more: Any) -> Batch:
-        """Return a batch whose requests have pages of their own, from block 1 on."""
+    def batch(
+        self, query_lens: Sequence[int], seq_lens: Sequence[int] | None = None, *, first_block: int = 1, **more: Any
+    ) -> Batch:
+        """Return a batch whose requests have pages of their own, one after another."""
         lengths = list(query_lens if seq_lens is None else seq_lens)
         counts = [-(-length // BLOCK) for length in lengths]
-        table = torch.zeros(len(lengths), max(*counts, 1) if len(counts) > 1 else max(counts[0], 1), dtype=torch.int32)
+        table = torch.zeros(len(lengths), max([*counts, 1]), dtype=torch.int32)
         for row, count, last in zip(table, counts, accumulate(counts), strict=True):
-            row[:count] = torch.arange(last - count, last) + 1
+            row[:count] = torch.arange(last - count, last) + first_block
         slots = [
             int(table[request, place // BLOCK]) * BLOCK + place % BLOCK
             for request, (query, length) in enumerate(zip(query_lens, lengths, strict=True))
