@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -112,12 +113,16 @@ def _ended(command: list[str], log: Path, limit: float, environment: dict[str, s
     """Run a command, show and keep what it says, and end it when its time is over; return how it ended."""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(  # noqa: S603 - scripts of this folder
-            command, stdout=file, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+            command,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
+            start_new_session=True,  # compilers that it starts end with it
         )
         try:
             found: int | str = process.wait(limit)
         except subprocess.TimeoutExpired:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             found = f"ended after {limit:.0f} s"
     print(log.read_text(encoding="utf-8", errors="replace")[-4000:], flush=True)
