@@ -7,17 +7,14 @@ What is compared, and why rounding hides no mistake, is said in `rounding.py`; w
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
 
-import attnplug
-import attnplug_flashinfer
-from attnplug.errors import DuplicateBackendError
 from attnplug.hosts.transformers.engine import Engine
 from attnplug.selection import state
 from plugins.flashinfer.tests.models import NAMES, build, prompts
+from plugins.flashinfer.tests.real import offer
 from plugins.flashinfer.tests.rounding import Recorder, Reference, Verdict
 from plugins.flashinfer.tests.wrong import WRONG
 
@@ -33,14 +30,8 @@ OWN = {"llama": "sdpa", "gpt_oss": "eager", "gemma2": "eager"}
 @pytest.fixture(autouse=True)
 def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offer the plugin where it is not installed, and see that its library is there."""
-    pytest.importorskip("flashinfer", reason="pip install 'flashinfer-python>=0.6.8,<0.7.3'")
     monkeypatch.setattr(state, "_state", None)
-    try:
-        attnplug.register(
-            "attnplug_flashinfer.plugin", manifest=Path(attnplug_flashinfer.__file__).with_name("attnplug.toml")
-        )
-    except DuplicateBackendError:  # it is installed
-        assert "flashinfer" in {plugin.name for plugin in state.registry().plugins}
+    offer()
 
 
 @pytest.fixture(scope="module")
