@@ -187,6 +187,16 @@ def test_steps_may_be_built_while_others_run(load_real, variant) -> None:
         compare(Ran(call, call.output[:tokens].view(tokens, 8, -1), call.lse[:tokens]), backend, scene)
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_made_under_inference_mode_serves_outside(load_real, variant) -> None:
+    setting = Setting(load_real, variant=variant, head_size=128)
+    with torch.inference_mode():
+        outputs = [setting.forward(setting.builder.build(setting.batch([1, 20], [9, 33]))).clone()]
+    outputs.append(setting.forward(setting.builder.build(setting.batch([1, 20], [9, 33]))))
+
+    assert torch.equal(*outputs)
+
+
 @pytest.mark.parametrize("num_q_heads", [4, 16])
 def test_replays_may_be_built_while_others_run(load_real, num_q_heads) -> None:
     setting = Graphs(load_real, "fa2", num_q_heads=num_q_heads)

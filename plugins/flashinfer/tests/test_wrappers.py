@@ -19,6 +19,7 @@ class Kind:
         self.made: list[Library] = []
 
     def make(self, buffers):
+        assert not torch.is_inference_mode_enabled()
         self.made.append(Library())
         return self.made[-1]
 
@@ -130,6 +131,13 @@ def test_a_plan_waits_for_the_copy_of_the_one_before_and_marks_its_own(wrappers)
 
     assert wrapper.fence.log == ["wait", "set"] * 2
     assert kind.made[0].log == [("plan", "first"), ("plan", "second")]
+
+
+def test_a_wrapper_that_is_made_under_inference_mode_can_be_planned_outside(wrappers) -> None:
+    with torch.inference_mode():
+        wrapper = wrappers.Wrapper(Kind(), CPU)
+
+    wrapper.plan("rows")
 
 
 def test_a_graphs_wrapper_is_planned_and_then_planned_again(wrappers) -> None:

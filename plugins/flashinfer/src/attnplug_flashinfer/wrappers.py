@@ -54,7 +54,8 @@ class Wrapper:
     def __init__(self, kind: Kind, device: torch.device, buffers: Buffers | None = None) -> None:
         self._kind = kind
         self._buffers = buffers
-        self._library = kind.make(buffers)
+        with torch.inference_mode(mode=False):  # a tensor that is made under it could not be written outside of it
+            self._library = kind.make(buffers)
         self._is_planned = False
         self.run = self._library.run
         self.fence = Fence(device)
