@@ -58,6 +58,13 @@ def test_captured_sizes_bound_them() -> None:
     assert workspace_bytes(agreement, H200, limits(1024, capture_sizes=(8, 32))) == 256 * MIB
 
 
+def test_fewer_rows_per_request_leave_room_for_more_requests() -> None:
+    agreement = agreed(32, 8, "uniform_batch", decode_query_len=8)
+    bounded = limits(1024, capture_sizes=(2048,))
+
+    assert workspace_bytes(agreement, H200, bounded) > 32 * 1023 * 128 * 128 * 4  # 1024 requests of two rows
+
+
 def test_dense_calls_are_not_captured() -> None:
     agreement = agreed(64, 8, "uniform_batch", paged=False)
 

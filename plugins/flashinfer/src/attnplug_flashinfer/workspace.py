@@ -47,7 +47,7 @@ def _captured(agreement: Agreement, pieces: int, limits: Limits) -> int:
     tokens = max(limits.capture_sizes, default=limits.max_num_reqs * longest)
     group = asked.num_q_heads // asked.num_kv_heads
     needed = 0
-    for query_len in {1, longest}:
+    for query_len in range(1, longest + 1):
         reqs = min(limits.max_num_reqs, -(-tokens // query_len))
         tile = _tile((reqs * (query_len - 1) + 1) * group, asked.head_size)
         tiles = -(-reqs * query_len * group // tile) + reqs - 1
