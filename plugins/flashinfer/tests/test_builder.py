@@ -89,6 +89,42 @@ def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both
     assert made == {DECODE: "fa2", PREFILL: backend}
 
 
+@pytest.mark.parametrize(
+    ("asked", "query_lens", "backends"),
+    [
+        ({"decode_query_len": 3}, [1, 3, 2], ["fa2", "fa2"]),
+        ({"decode_query_len": 3}, [3, 1, 2], ["fa2"]),
+        ({"decode_query_len": 3}, [3, 1, 9], ["fa2", "fa3"]),
+        ({"decode_query_len": 3}, [1, 3, 9], ["fa2", "fa2", "fa3"]),
+        ({"decode_query_len": 3}, [1, 9, 9], ["fa2", "fa3"]),
+        ({"sinks": True}, [1, 1], ["fa2"]),
+        ({"sinks": True}, [1, 1, 9], ["fa2", "fa3"]),
+        ({"sinks": True, "decode_query_len": 3}, [1, 3, 9], ["fa2", "fa3"]),
+        ({"sinks": True}, [9, 9], ["fa3"]),
+    ],
+)
+def test_few_rows_per_request_run_the_kernels_that_split_keys(
+    load_doubled, journal, asked, query_lens, backends
+) -> None:
+    layer = Layer(name="layers.0", sinks=torch.zeros(4) if "sinks" in asked else None)
+    setting = Setting(load_doubled, [layer], variant="fa3", **asked)
+    setting.forward(setting.builder.build(setting.batch(query_lens, [20] * len(query_lens))))
+
+    assert [call.arguments["backend"] for call in journal.of("__init__")] == backends
+
+
+@pytest.mark.parametrize(("query_lens", "backend"), [([1, 1], "fa2"), ([1, 9], "fa3")])
+def test_a_shared_prefix_runs_what_the_longest_queries_run(load_doubled, journal, query_lens, backend) -> None:
+    setting = Setting(load_doubled, variant="fa3", cascade=True)
+    batch = setting.batch(query_lens, [40, 45])
+    batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
+    setting.builder.build(_sharing(batch, 32))
+
+    last = journal.plans[-1]
+    assert last.arguments["causal"] is False
+    assert {call.arguments["backend"] for call in journal.of("__init__") if call.wrapper == last.wrapper} == {backend}
+
+
 def test_arrays_are_made_once_per_batch(load_doubled, monkeypatch) -> None:
     layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(3)]
     setting = Setting(load_doubled, layers)

@@ -93,6 +93,12 @@ def test_decodes_of_several_rows_are_captured_as_prefills(load_doubled, journal)
     assert journal.plans[0].arguments["causal"] is True
 
 
+def test_in_both_variants_they_run_the_kernels_that_split_keys(load_doubled, journal) -> None:
+    Setting(load_doubled, variant="fa3", cudagraph="uniform_batch", decode_query_len=3).slot(4, 3)
+
+    assert [call.arguments["backend"] for call in journal.of("__init__")] == ["fa2"]
+
+
 def test_decodes_with_sinks_are_captured_in_their_wrapper(load_doubled, journal) -> None:
     setting = graphs(load_doubled, [Layer(name="layers.0", sinks=torch.zeros(4))], sinks=True)
     setting.slot()

@@ -36,6 +36,22 @@ def test_every_kind_runs_once(load_doubled, journal, asked, run) -> None:
     assert {call.owner for call in journal.runs} == run
 
 
+@pytest.mark.parametrize(
+    ("asked", "backends"),
+    [
+        ({}, ["fa2", "fa3"]),
+        ({"decode_query_len": 3}, ["fa2", "fa2", "fa3"]),
+        ({"sinks": True}, ["fa2", "fa3"]),
+        ({"sinks": True, "phases": ("decode",)}, ["fa2"]),
+    ],
+)
+def test_so_does_every_backend(load_doubled, journal, asked, backends) -> None:
+    layer = Layer(name="l", sinks=torch.zeros(4) if asked.get("sinks") else None)
+    Setting(load_doubled, [layer], variant="fa3", **asked).backend.warmup([SHAPE])
+
+    assert [call.arguments["backend"] for call in journal.of("__init__")] == backends
+
+
 def test_a_cascade_merges_too(load_doubled, journal) -> None:
     Setting(load_doubled, cascade=True).backend.warmup([SHAPE])
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import evolve, frozen
@@ -12,8 +13,6 @@ from attnplug.batching import NULL_BLOCK, pad_rows, pages_of
 from attnplug.contract import upload
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attnplug.batching import Pages
     from attnplug.contract import Batch
 
@@ -49,6 +48,7 @@ class Rows:
     Requests whose query rows lie together, in the form of a plan: host tensors but for the pages.
 
     Attributes:
+        kind: The kind of wrapper that plans them, by a name of `attnplug_flashinfer.kinds`.
         first: Their first query row.
         last: The row behind their last one.
         longest: Rows of the longest query.
@@ -59,6 +59,7 @@ class Rows:
         last_page_len: ``(requests,)`` int32 keys in each last page; of dense calls, empty.
     """
 
+    kind: str
     first: int
     last: int
     longest: int
@@ -69,33 +70,69 @@ class Rows:
     last_page_len: Tensor
 
 
-def rows_of_step(batch: Batch, block_size: int, *, apart: bool) -> Mapping[str, Rows]:
+@frozen(eq=False)
+class Step:
     """
-    Return the rows of a paged step by what plans them: ``"decode"``, ``"prefill"``, and ``"prefix"`` for a shared one.
+    The rows of a step.
+
+    Attributes:
+        parts: All rows, each in one part.
+        prefix: The same rows, over the keys that all requests share; the parts then have the others.
+    """
+
+    parts: tuple[Rows, ...]
+    prefix: Rows | None = None
+
+
+@frozen
+class Cut:
+    """
+    Which requests at the front of a step, or behind an earlier cut, are of a kind of their own.
+
+    Attributes:
+        kind: Their kind.
+        shortest: Rows that each has at least. Padded requests have none.
+        longest: Rows that each has at most.
+    """
+
+    kind: str
+    shortest: int
+    longest: int
+
+    def takes(self, length: int) -> bool:
+        """Whether a request of so many rows is of this kind."""
+        return self.shortest <= length <= self.longest
+
+
+REST: Final = Cut("prefill", 0, sys.maxsize)
+"""What no other cut takes."""
+
+
+def rows_of_step(batch: Batch, block_size: int, cuts: tuple[Cut, ...]) -> Step:
+    """
+    Return the rows of a paged step.
 
     Args:
         batch: A checked batch.
         block_size: Slots per page.
-        apart: Whether requests of one row at the front are decodes; otherwise all rows are one prefill.
+        cuts: The kinds of requests, in their order; the last one takes every request.
     """
     if not batch.common_prefix_len:
-        return _split(batch, pages_of(batch, block_size), apart=apart)
+        return Step(_split(batch, pages_of(batch, block_size), cuts))
     shared = batch.common_prefix_len // block_size
-    return {
-        **_split(batch, _own_pages(batch, block_size, shared), apart=apart),
-        "prefix": _prefix(batch, shared, block_size),
-    }
+    parts = _split(batch, _own_pages(batch, block_size, shared), cuts)
+    kind = "short" if parts[-1].kind == "decode" else parts[-1].kind
+    return Step(parts, _prefix(batch, shared, block_size, kind))
 
 
-def rows_of_dense(batch: Batch) -> Mapping[str, Rows]:
+def rows_of_dense(batch: Batch) -> Step:
     """Return the rows of a dense step, all of them ``"ragged"``."""
-    starts, keys = _host(batch.query_start_loc_cpu), _host(batch.key_start_loc_cpu)
+    starts, keys, tokens = _host(batch.query_start_loc_cpu), _host(batch.key_start_loc_cpu), batch.num_actual_tokens
     none = starts[:0]
-    tokens = batch.num_actual_tokens
-    return {"ragged": Rows(0, tokens, batch.max_query_len, batch.causal, starts, keys, none, none)}
+    return Step((Rows("ragged", 0, tokens, batch.max_query_len, batch.causal, starts, keys, none, none),))
 
 
-def rows_of_slot(batch: Batch, block_size: int, starts: Tensor) -> Rows:
+def rows_of_slot(batch: Batch, block_size: int, kind: str, starts: Tensor) -> Rows:
     """
     Return the rows of a batch that was padded to a captured shape.
 
@@ -105,6 +142,7 @@ def rows_of_slot(batch: Batch, block_size: int, starts: Tensor) -> Rows:
     Args:
         batch: The batch as the graph sees it: its requests have equally many rows, and padding stands last.
         block_size: Slots per page.
+        kind: The kind of wrapper.
         starts: ``(num_reqs + 1,)`` where the rows of the captured shape start.
     """
     pages, query_len = pages_of(batch, block_size), batch.max_query_len
@@ -117,40 +155,44 @@ def rows_of_slot(batch: Batch, block_size: int, starts: Tensor) -> Rows:
         indptr = torch.cat((indptr[: real + 1], added))
         last = pad_rows(last[:real], batch.num_reqs, (query_len - 1) % block_size + 1)
         indices = pad_rows(indices[:used], used + padded * each, NULL_BLOCK)
-    return Rows(0, batch.num_actual_tokens, query_len, batch.causal, starts, indptr, indices, last)
+    return Rows(kind, 0, batch.num_actual_tokens, query_len, batch.causal, starts, indptr, indices, last)
 
 
-def _split(batch: Batch, pages: Pages, *, apart: bool) -> dict[str, Rows]:
-    starts, tokens, found = _host(batch.query_start_loc_cpu), batch.num_actual_tokens, {}
-    ones = _leading_ones(batch, starts) if apart else 0
-    if ones:
-        indptr, last = pages.indptr_cpu[: ones + 1], pages.last_page_len_cpu[:ones]
-        found["decode"] = Rows(0, ones, 1, batch.causal, starts[: ones + 1], indptr, pages.indices, last)
-    if ones < tokens:
-        indptr, indices, last = pages.indptr_cpu, pages.indices, pages.last_page_len_cpu
-        if ones:
-            used = int(indptr[ones])
-            starts, indptr, indices, last = starts[ones:] - ones, indptr[ones:] - used, indices[used:], last[ones:]
-        found["prefill"] = Rows(ones, tokens, batch.max_query_len, batch.causal, starts, indptr, indices, last)
-    return found
+def _split(batch: Batch, pages: Pages, cuts: tuple[Cut, ...]) -> tuple[Rows, ...]:
+    starts = _host(batch.query_start_loc_cpu)
+    if batch.num_actual_tokens == batch.num_reqs and batch.max_query_len == 1:  # the usual step, without a loop
+        kind = next(cut.kind for cut in cuts if cut.takes(1))
+        return (_part(kind, batch, starts, pages, 0, batch.num_reqs, 1),)
+    lens: list[int] = starts.diff().tolist()
+    first, parts = 0, []
+    for cut in cuts:
+        last = next((index for index in range(first, len(lens)) if not cut.takes(lens[index])), len(lens))
+        longest = max(lens[first:last], default=0)
+        if longest:
+            parts.append(_part(cut.kind, batch, starts, pages, first, last, longest))
+            first = last
+    return tuple(parts)
 
 
-def _leading_ones(batch: Batch, starts: Tensor) -> int:
-    """Return how many requests at the front have one row. Padded ones may stand anywhere, with none."""
-    if batch.num_actual_tokens == batch.num_reqs and batch.max_query_len == 1:
-        return batch.num_reqs
-    places: list[int] = starts.tolist()
-    return next((index - 1 for index, place in enumerate(places) if place != index), batch.num_reqs)
+def _part(kind: str, batch: Batch, starts: Tensor, pages: Pages, first: int, last: int, longest: int) -> Rows:
+    """Return the requests from `first` to before `last`, counted from 0 again."""
+    indptr, indices, used = pages.indptr_cpu[first : last + 1], pages.indices, pages.last_page_len_cpu[first:last]
+    starts = starts[first : last + 1]
+    begin, end = (int(starts[0]), int(starts[-1])) if last < batch.num_reqs or first else (0, batch.num_actual_tokens)
+    if first:
+        indices = indices[int(indptr[0]) :]
+        starts, indptr = starts - begin, indptr - indptr[0]
+    return Rows(kind, begin, end, longest, batch.causal, starts, indptr, indices, used)
 
 
-def _prefix(batch: Batch, shared: int, block_size: int) -> Rows:
+def _prefix(batch: Batch, shared: int, block_size: int, kind: str) -> Rows:
     """One request that has all rows, and the pages that all requests share."""
     tokens, table = batch.num_actual_tokens, batch.block_table
     assert table is not None  # noqa: S101 - the batch is paged, and was checked
     starts, indptr, last = (
         torch.tensor(values, dtype=torch.int32) for values in ([0, tokens], [0, shared], [block_size])
     )
-    return Rows(0, tokens, tokens, False, starts, indptr, table[0, :shared], last)  # noqa: FBT003 - see Rows
+    return Rows(kind, 0, tokens, tokens, False, starts, indptr, table[0, :shared], last)  # noqa: FBT003 - see Rows
 
 
 def _own_pages(batch: Batch, block_size: int, shared: int) -> Pages:

@@ -10,6 +10,7 @@ import torch
 
 from attnplug.contract import MetadataBuilder, upload
 from attnplug_flashinfer.arrays import Buffers, rows_of_dense, rows_of_slot, rows_of_step
+from attnplug_flashinfer.kinds import cuts_of
 from attnplug_flashinfer.planner import Planner
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class FlashInferBuilder(MetadataBuilder):
     Makes one `Plan` per plan key. The arrays that plans take are made once per batch, and shared by all keys.
 
     The library plans decodes for one row per request. Requests of one row at the front run there; all others are
-    prefills, whatever phase they count to.
+    prefills to it, whatever phase they count to.
     """
 
     takes_slots = True
@@ -35,7 +36,7 @@ class FlashInferBuilder(MetadataBuilder):
         super().__init__(backend, impls, state)
         asked = self.agreement.requirements
         self._is_paged = bool(asked.paged)
-        self._apart = not asked.sinks
+        self._cuts = cuts_of(self.agreement)
         self._block_size = self.agreement.block_size or 1
         self._planners = {key: Planner(group[0], state) for key, group in self.plan_groups.items()}
         self._indices: weakref.ref[Tensor] | None = None
@@ -46,16 +47,16 @@ class FlashInferBuilder(MetadataBuilder):
         return self.describe(batch, plans=plans)
 
     def _plans(self, batch: Batch) -> Mapping[Hashable, Plan]:
-        step = rows_of_step(batch, self._block_size, apart=self._apart) if self._is_paged else rows_of_dense(batch)
+        step = rows_of_step(batch, self._block_size, self._cuts) if self._is_paged else rows_of_dense(batch)
         return {key: planner.plan(step) for key, planner in self._planners.items()}
 
     def _slot_plans(self, batch: Batch, slot: GraphSlot) -> Mapping[Hashable, Plan]:
         buffers, starts = self.once(slot, "buffers", lambda: self._buffers(slot))
-        rows = rows_of_slot(batch, self._block_size, starts)
-        name = "decode" if rows.longest == 1 and self._apart else "prefill"
+        kind = next(cut.kind for cut in self._cuts if cut.takes(batch.max_query_len))
+        rows = rows_of_slot(batch, self._block_size, kind, starts)
         plans = {}
         for key, planner in self._planners.items():
-            plans[key] = self.once(slot, key, partial(planner.captured, name, rows, buffers)).write(rows)
+            plans[key] = self.once(slot, key, partial(planner.captured, rows, buffers)).write(rows)
         return plans
 
     def _buffers(self, slot: GraphSlot) -> tuple[Buffers, Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.contract import torch_dtype
 from attnplug_flashinfer import library
+from attnplug_flashinfer.arrays import REST, Cut
 from attnplug_flashinfer.kernels import on_tensor_cores
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug import Agreement
     from attnplug.contract import AttentionImpl
     from attnplug_flashinfer.arrays import Buffers, Rows
 
@@ -31,7 +33,6 @@ class Kind(ABC):
         agreement, asked = impl.agreement, impl.agreement.requirements
         self._workspace = workspace
         self._layout = agreement.kv_layout or "NHD"
-        self._backend = agreement.variant
         self._dtype = torch_dtype(asked.dtype)
         self._head_size = impl.head_size
         self._values: dict[str, Any] = {  # said in full: several defaults are those of another model
@@ -85,10 +86,11 @@ class Decode(Kind):
 
 
 class Prefill(Kind):
-    """Several rows per request, on pages."""
+    """Several rows per request, on pages. `backend` says which kernels run; the others are as for `Kind`."""
 
-    def __init__(self, impl: AttentionImpl, workspace: Tensor) -> None:
+    def __init__(self, impl: AttentionImpl, workspace: Tensor, backend: str) -> None:
         super().__init__(impl, workspace)
+        self._backend = backend
         self._values |= {"head_dim_qk": impl.head_size, "head_dim_vo": impl.head_size}
         self._values |= {"page_size": impl.agreement.block_size}
 
@@ -131,6 +133,7 @@ class Ragged(Kind):
 
     def __init__(self, impl: AttentionImpl, workspace: Tensor) -> None:
         super().__init__(impl, workspace)
+        self._backend = impl.agreement.variant
         self._values |= {"head_dim_qk": impl.head_size, "head_dim_vo": impl.head_size, "kv_data_type": self._dtype}
 
     def make(self, buffers: Buffers | None) -> Any:
@@ -144,8 +147,25 @@ class Ragged(Kind):
 
 
 def kinds_of(impl: AttentionImpl, workspace: Tensor) -> Mapping[str, Kind]:
-    """Return the kinds that a layer's plan key needs, by the names that `attnplug_flashinfer.arrays` gives to rows."""
+    """
+    Return the kinds that a layer's plan key needs, by name.
+
+    Few rows per request, ``"short"``, run the kernels for Ampere in both variants: those put the rows of all query
+    heads of a group into one tile, and split the keys of a request. Those for Hopper read all keys once per query head.
+    """
     if not impl.is_paged:
         return {"ragged": Ragged(impl, workspace)}
-    prefill = Prefill(impl, workspace) if impl.layer.sinks is None else SinkPrefill(impl, workspace)
-    return {"decode": Decode(impl, workspace), "prefill": prefill, "prefix": prefill}
+    cls = Prefill if impl.layer.sinks is None else SinkPrefill
+    prefill = cls(impl, workspace, impl.agreement.variant)
+    short = prefill if impl.agreement.variant == "fa2" else cls(impl, workspace, "fa2")
+    return {"decode": Decode(impl, workspace), "short": short, "prefill": prefill}
+
+
+def cuts_of(agreement: Agreement) -> tuple[Cut, ...]:
+    """Return which requests are of which kind, in paged steps. No decode of the library's own knows sinks."""
+    asked, cuts = agreement.requirements, []
+    if not asked.sinks:
+        cuts.append(Cut("decode", 1, 1))
+    if agreement.variant != "fa2" and (asked.sinks or asked.decode_query_len > 1):
+        cuts.append(Cut("short", 0, asked.decode_query_len))
+    return (*cuts, REST)

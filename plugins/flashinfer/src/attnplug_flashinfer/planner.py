@@ -9,10 +9,8 @@ from attnplug_flashinfer.plan import Part, Plan
 from attnplug_flashinfer.wrappers import Pool, Wrapper
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from attnplug.contract import AttentionImpl, State
-    from attnplug_flashinfer.arrays import Buffers, Rows
+    from attnplug_flashinfer.arrays import Buffers, Rows, Step
 
 
 class Planner:
@@ -29,18 +27,17 @@ class Planner:
         self._kinds = kinds_of(impl, state.workspace)
         self._pools = {kind: Pool(kind, state.device) for kind in self._kinds.values()}
 
-    def plan(self, step: Mapping[str, Rows]) -> Plan:
-        """Plan a step, whose rows have the names of kinds."""
-        parts = {name: self._part(name, rows) for name, rows in step.items()}
-        prefix = parts.pop("prefix", None)
-        return Plan(tuple(parts.values()), prefix)
+    def plan(self, step: Step) -> Plan:
+        """Plan a step."""
+        parts = tuple(self._part(rows) for rows in step.parts)
+        return Plan(parts, None if step.prefix is None else self._part(step.prefix))
 
-    def captured(self, name: str, rows: Rows, buffers: Buffers) -> CapturedPlan:
+    def captured(self, rows: Rows, buffers: Buffers) -> CapturedPlan:
         """Return the plan of a slot, which is not planned yet."""
-        return CapturedPlan(Wrapper(self._kinds[name], self._device, buffers), rows)
+        return CapturedPlan(Wrapper(self._kinds[rows.kind], self._device, buffers), rows)
 
-    def _part(self, name: str, rows: Rows) -> Part:
-        lease = self._pools[self._kinds[name]].take()
+    def _part(self, rows: Rows) -> Part:
+        lease = self._pools[self._kinds[rows.kind]].take()
         lease.wrapper.plan(rows)
         return Part(lease.wrapper.run, rows.first, rows.last, lease)
 

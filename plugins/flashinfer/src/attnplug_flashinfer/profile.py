@@ -38,6 +38,6 @@ def run_dense(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor, ou
     batch = Batch.from_lengths([rows], [key.shape[0]], causal=impl.causal)
     kind = Ragged(impl, workspace)
     wrapper = kind.make(None)
-    kind.plan(wrapper, rows_of_dense(batch)["ragged"])
+    kind.plan(wrapper, rows_of_dense(batch).parts[0])
     out = output[:rows].view(rows, impl.num_q_heads, impl.head_size) if output.is_contiguous() else None
     wrapper.run(query[:rows], key, value, out=out)

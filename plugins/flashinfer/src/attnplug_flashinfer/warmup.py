@@ -13,23 +13,21 @@ if TYPE_CHECKING:
     from attnplug import Requirements
     from attnplug.contract import AttentionImpl, Backend
 
-_MOST = 16
-
 
 def run_each_kind(backend: Backend) -> None:
-    """Run a request of one row and one of several, as far as the agreement has them, and a merge for cascades."""
+    """Run a request of each kind that the agreement has, and a merge for cascades."""
     asked = backend.agreement.requirements
     sinks = torch.zeros(asked.num_q_heads, device=backend.device) if asked.sinks else None
     impl = backend.make_impl(Layer(name="warmup", sinks=sinks))
-    state = backend.make_state(Limits(max_num_reqs=2, max_num_tokens=2 * _MOST, max_seq_len=_MOST))
     batch = _paged(backend) if asked.paged else _dense(backend)
     tokens = batch.num_actual_tokens
+    limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
     query = _zeros(impl, tokens, impl.num_q_heads)
     keys = _zeros(impl, tokens, impl.num_kv_heads)
     output = query.new_empty(tokens, impl.output_width)
     lse = torch.empty(tokens, impl.num_q_heads, device=query.device) if asked.return_lse else None
     cache = backend.make_cache(2) if asked.paged else None
-    metadata = backend.make_builder([impl], state).build(batch)
+    metadata = backend.make_builder([impl], backend.make_state(limits)).build(batch)
     impl.forward(query, keys, keys, cache, metadata, output, lse=lse)
     if asked.cascade:
         sums = torch.zeros(tokens, impl.num_q_heads, device=query.device)
@@ -55,9 +53,9 @@ def _dense(backend: Backend) -> Batch:
 
 
 def _query_lens(asked: Requirements) -> list[int]:
-    """Decodes first: one row, and one row more than a decode has, or as many as it may have."""
-    longest = asked.decode_query_len + 1 if "prefill" in asked.phases else asked.decode_query_len
-    return [1, min(longest, _MOST)] if longest > 1 else [1]
+    """One row, as many as a decode may have, and one more."""
+    longest = asked.decode_query_len
+    return sorted({1, longest, longest + 1 if "prefill" in asked.phases else 1})
 
 
 def _zeros(impl: AttentionImpl, tokens: int, heads: int) -> torch.Tensor:
