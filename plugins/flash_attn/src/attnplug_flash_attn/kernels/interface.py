@@ -1,0 +1,122 @@
+"""What the plugin asks of a kernel library. Everything behind it is written once, everything before it once each."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug import Agreement
+
+
+@frozen(eq=False, kw_only=True)
+class Terms:
+    """
+    What a layer brings to each of its calls: made once per layer.
+
+    Attributes:
+        softmax_scale: What the logits are multiplied with.
+        window: How many keys a row sees to its left and to its right; -1 for all of them.
+        softcap: Bound of the logits; 0 for none.
+        alibi_slopes: float32 of shape (q_heads,).
+        sinks: Of shape (q_heads,), in the dtype of the queries. None in a pass that is merged with one that has them.
+        q_descale: float32 of shape (1,) or (kv_heads,): what quantized queries are multiplied with.
+        k_descale: Likewise for keys.
+        v_descale: Likewise for values.
+    """
+
+    softmax_scale: float
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+
+
+@frozen(eq=False, kw_only=True)
+class Call:
+    """
+    Whose rows attend which keys: made once per step, the same for all layers of a plan key.
+
+    Index tensors are int32, contiguous, on the device of the queries. Keys are in pages where there is a block table,
+    and else packed one request behind the other.
+
+    Attributes:
+        cu_seqlens_q: (requests + 1,), from 0: where the rows of each request start.
+        max_seqlen_q: At least the longest of them.
+        max_seqlen_k: At least the most keys of a request.
+        seqused_k: (requests,): keys per request. Always there with a block table.
+        cu_seqlens_k: (requests + 1,), from 0: where the keys of each request start. None exactly with a block table.
+        block_table: (requests, blocks): pages of each request, the last dimension contiguous.
+        causal: Whether the last row of a request sees all of its keys, and each row before it one less.
+        num_splits: At most so many parts of the keys of a request; 0 leaves it to the library.
+        scheduler_metadata: What `Kernels.schedule` has returned for this call.
+    """
+
+    cu_seqlens_q: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_k: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    block_table: Tensor | None = None
+    causal: bool = True
+    num_splits: int = 0
+    scheduler_metadata: Tensor | None = None
+
+
+class Kernels(ABC):
+    """
+    A kernel library, loaded.
+
+    Attributes:
+        paged: Whether it reads pages of the agreed size. Where it does not, the builder packs the pages in use and
+            calls have no block table.
+        schedules: Whether `schedule` may return anything but None.
+
+    Args:
+        agreement: What was agreed on for all layers.
+    """
+
+    paged: ClassVar[bool] = True
+    schedules: ClassVar[bool] = False
+
+    def __init__(self, agreement: Agreement) -> None:
+        self.agreement = agreement
+
+    @abstractmethod
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+    ) -> None:
+        """
+        Fill `out`, and `lse` where it is given. No synchronization with the device, nothing allocated that is kept.
+
+        Args:
+            query: (tokens, q_heads, head_size).
+            key: (blocks, block_size, kv_heads, head_size) with a block table, whatever the strides; else packed rows
+                (keys, kv_heads, head_size).
+            value: Likewise, of head_size_v.
+            out: (tokens, q_heads, head_size_v): the rows of `query`, in the dtype of the model.
+            call: Whose rows, which keys.
+            terms: The layer's.
+            lse: float32 of shape (tokens, q_heads), natural logarithm. A row without keys has -inf, and zeros in `out`.
+        """
+
+    def schedule(self, call: Call, terms: Terms, *, num_heads_q: int) -> Tensor | None:
+        """
+        Return how the library divides a call among the multiprocessors, for `Call.scheduler_metadata`.
+
+        Args:
+            call: The call, its own schedule ignored.
+            terms: Of any layer of the plan key.
+            num_heads_q: Query heads of the call: more than the layer's where ranks gather them.
+
+        Returns:
+            A new int32 tensor, or None where the library has no such thing.
+        """
+        del call, terms, num_heads_q
