@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
+from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attnplug import Agreement
 
 
@@ -52,10 +51,12 @@ class Call:
         max_seqlen_q: At least the longest of them.
         max_seqlen_k: At least the most keys of a request.
         seqused_k: (requests,): keys per request. Always there with a block table.
-        cu_seqlens_k: (requests + 1,), from 0: where the keys of each request start. None exactly with a block table.
+        cu_seqlens_k: (requests + 1,), from 0: where the keys of each request start. Always there without a block table;
+            with one, where `Kernels.cumulative_keys` says so, and else not.
         block_table: (requests, blocks): pages of each request, the last dimension contiguous.
         causal: Whether the last row of a request sees all of its keys, and each row before it one less.
-        num_splits: At most so many parts of the keys of a request; 0 leaves it to the library.
+        num_splits: At most so many parts of the keys of a request; 0 leaves it to the library, 1 is batch-invariant.
+            Libraries that choose by themselves tell 1 from other numbers and no more.
         scheduler_metadata: What `Kernels.schedule` has returned for this call.
     """
 
@@ -77,6 +78,7 @@ class Kernels(ABC):
     Attributes:
         paged: Whether it reads pages of the agreed size. Where it does not, the builder packs the pages in use and
             calls have no block table.
+        cumulative_keys: Whether calls with a block table say the numbers of keys as ``cu_seqlens_k``.
         schedules: Whether `schedule` may return anything but None.
 
     Args:
@@ -84,6 +86,7 @@ class Kernels(ABC):
     """
 
     paged: ClassVar[bool] = True
+    cumulative_keys: ClassVar[bool] = False
     schedules: ClassVar[bool] = False
 
     def __init__(self, agreement: Agreement) -> None:
