@@ -7,7 +7,7 @@ import torch
 
 from attnplug.contract import Batch, Layer
 from attnplug.errors import NotNegotiatedError
-from plugins.flashinfer.tests.setting import Setting
+from tests.backends.setting import Setting
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 RAGGED, SINK = "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper"

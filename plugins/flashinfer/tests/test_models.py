@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnplug.hosts.transformers.engine import Engine
-from plugins.flashinfer.tests.models import NAMES, build, prompts
-from plugins.flashinfer.tests.rounding import Recorder, Reference, Verdict
+from tests.backends.models import NAMES, build, prompts
+from tests.backends.rounding import Recorder, Reference, Verdict
 
 LENGTHS = (19, 1, 40, 27)
 NEW = 8

@@ -13,10 +13,10 @@ import torch
 
 from attnplug.hosts.transformers.engine import Engine
 from attnplug.selection import state
-from plugins.flashinfer.tests.models import NAMES, build, prompts
 from plugins.flashinfer.tests.real import offer
-from plugins.flashinfer.tests.rounding import Recorder, Reference, Verdict
-from plugins.flashinfer.tests.wrong import WRONG
+from tests.backends.models import NAMES, build, prompts
+from tests.backends.rounding import Recorder, Reference, Verdict
+from tests.backends.wrong import WRONG
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attnplug.contract import GraphKey, Layer
-from plugins.flashinfer.tests.setting import BLOCK, Setting
+from tests.backends.setting import BLOCK, Setting
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 

@@ -14,7 +14,7 @@ from attnplug.testing import Case, Ran, check_replays, padded_for, realise
 from attnplug.testing.kit.rig import Rig
 from attnplug.testing.running import compare
 from plugins.flashinfer.tests.real import VARIANTS
-from plugins.flashinfer.tests.setting import Setting
+from tests.backends.setting import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -15,7 +15,7 @@ from attnplug.contract import GraphKey, Limits
 from attnplug.testing import Case, Ran, check, realise
 from attnplug.testing.running import compare, run
 from plugins.flashinfer.tests.real import VARIANTS
-from plugins.flashinfer.tests.setting import Setting
+from tests.backends.setting import Setting
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug.contract import GraphKey, Layer
-from plugins.flashinfer.tests.setting import Setting
+from tests.backends.setting import Setting
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 RAGGED, SINK = "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper"

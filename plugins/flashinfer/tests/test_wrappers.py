@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 import torch
 
-from plugins.flashinfer.tests.setting import Setting
+from tests.backends.setting import Setting
 
 pytestmark = pytest.mark.usefixtures("doubled")
 

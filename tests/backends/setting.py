@@ -1,4 +1,4 @@
-"""A backend with layers, state and builder, for tests that look at what a build asks of the library."""
+"""A backend with layers, state and builder, for tests that look at what a build asks of a kernel library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Setting:
     Args:
         load: What loads a backend for requirements.
         layers: The layers; one plain layer by default.
-        variant: The variant.
+        variant: The variant; None is what `load` takes by itself.
         asked: Requirements beyond those of MODEL.
     """
 
@@ -35,10 +35,10 @@ class Setting:
         self,
         load: Callable[..., Backend],
         layers: Sequence[Layer] = (Layer(name="layers.0"),),
-        variant: str = "fa2",
+        variant: str | None = None,
         **asked: Any,
     ) -> None:
-        self.backend = load(Requirements(**{**MODEL, **asked}), variant)
+        self.backend = load(Requirements(**{**MODEL, **asked}), *([variant] if variant else []))
         self.impls = [self.backend.make_impl(layer) for layer in layers]
         self.state = self.backend.make_state(Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128))
         self.builder = self.backend.make_builder(self.impls, self.state)

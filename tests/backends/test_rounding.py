@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attnplug.hosts.transformers.engine import Engine
-from plugins.flashinfer.tests.models import NAMES, build, prompts
-from plugins.flashinfer.tests.rounding import Recorder, Reference, Verdict
-from plugins.flashinfer.tests.wrong import WRONG
+from tests.backends.models import NAMES, build, prompts
+from tests.backends.rounding import Recorder, Reference, Verdict
+from tests.backends.wrong import WRONG
 
 NEW = 12
 LENGTHS = (19, 1, 40, 27, 33, 14)
