@@ -1,0 +1,256 @@
+"""
+Decode context parallelism: the cached tokens of each sequence are spread over ranks that share its KV heads.
+
+Each rank has query heads of its own, the same KV heads as the others, and pages for its share of the tokens (`shares`).
+Two passes over the same rows: the cached tokens, which this rank attends for the query heads of all ranks and as far as
+it holds them, and the new tokens, which come with the call and which each rank attends for its own heads. A key of the
+first pass lies before all of the rows whatever its place among the rank's keys, so that no mask is needed there; it is
+also why windows, chunks and ALiBi cannot be served. The sink is in the second pass alone: in the first each rank would
+count it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, frozen
+
+from attnplug.batching import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
+from attnplug.contract import torch_dtype
+from attnplug.errors import NotNegotiatedError
+from attnplug.ops import merge_attention_states, quantize
+from attnplug_flash_attn.collectives import Ranks
+from attnplug_flash_attn.kernels.interface import Call, Terms
+from attnplug_flash_attn.shares import check_share, local_lens
+
+if TYPE_CHECKING:
+    from typing import Protocol
+
+    from torch import Tensor
+
+    from attnplug.contract import AttentionImpl, Batch, GraphSlot, MetadataBuilder
+
+    class Run(Protocol):
+        """Attends the keys of a call: `Kernels.attend`, or what packs pages first."""
+
+        def __call__(  # noqa: D102
+            self, query: Tensor, key: Any, value: Any, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        ) -> None: ...
+
+
+@frozen(eq=False, kw_only=True)
+class Sharded:
+    """
+    The passes of a step whose sequences are spread over ranks.
+
+    Attributes:
+        num_tokens: Rows of the step, from the first one on.
+        new: Of the new tokens.
+        context: Of this rank's share of the cached tokens; None where no request has any, on no rank.
+        holds_context: Whether this rank holds any of them; it takes part in the exchange in any case.
+        ranks: Who they are.
+        in_order: Whether sums over ranks may not depend on what else is in the step.
+    """
+
+    num_tokens: int
+    new: Call
+    context: Call | None
+    holds_context: bool
+    ranks: Ranks
+    in_order: bool
+
+
+def passes(builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, slot: GraphSlot | None) -> Sharded:
+    """
+    Return the passes of a batch, without schedules. Nothing waits for the device.
+
+    Args:
+        builder: Whose ranks, agreement and slots they are.
+        batch: A checked batch.
+        ranks: Of the builder's `Parallel`; made once.
+        num_splits: `Call.num_splits` of both passes.
+        slot: The graph slot that is built into.
+
+    Raises:
+        BatchError: The host counts another share for this rank than `Parallel` says.
+        CacheError: A token has a slot that is not its place on this rank.
+    """
+    new = Call(
+        cu_seqlens_q=batch.query_start_loc,
+        cu_seqlens_k=batch.query_start_loc,
+        max_seqlen_q=batch.max_query_len,
+        max_seqlen_k=batch.max_query_len,
+        causal=batch.causal,
+        num_splits=num_splits,
+    )
+    longest = _longest_context(builder, batch, slot)
+    context = None if longest is None else _context(builder, batch, new, longest, slot)
+    return Sharded(
+        num_tokens=batch.num_actual_tokens,
+        new=new,
+        context=context,
+        holds_context=bool(longest),
+        ranks=ranks,
+        in_order=builder.batch_invariant,
+    )
+
+
+def _longest_context(builder: MetadataBuilder, batch: Batch, slot: GraphSlot | None) -> int | None:
+    """Return a bound of the cached tokens that this rank holds of a request; None where there is none on any rank."""
+    parallel, lens, table = builder.parallel, batch.seq_lens_cpu, batch.block_table
+    assert table is not None  # noqa: S101 - sequences that are spread are paged
+    size = builder.agreement.block_size or 1
+    if builder.agreement.requirements.host_lengths == "exact" and lens is not None:
+        check_share(batch, parallel, size)
+        if slot is None and batch.query_start_loc_cpu is not None:
+            computed = lens - batch.query_start_loc_cpu.diff()
+            if not bool((computed > 0).any()):  # all ranks have the same lengths, and come to the same conclusion
+                return None
+            return int(local_lens(computed.clamp(min=0), parallel).amax())
+    bound = max_local_tokens_per_dcp_rank(batch.max_seq_len, parallel.dcp_size, parallel.dcp_interleave)
+    return min(bound, table.shape[1] * size)
+
+
+def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, slot: GraphSlot | None) -> Call:
+    computed = (batch.seq_lens - batch.query_start_loc.diff()).clamp(min=0)
+    return evolve(
+        new,
+        cu_seqlens_k=None,
+        seqused_k=builder.keep(slot, "context", local_lens(computed, builder.parallel)),
+        max_seqlen_k=longest,
+        block_table=batch.block_table,
+        causal=False,
+    )
+
+
+def attend(
+    plan: Sharded,
+    query: Tensor,
+    new: tuple[Tensor | None, Tensor | None],
+    pages: tuple[Any, Any],
+    output: Tensor,
+    lse: Tensor | None,
+    *,
+    run: Run,
+    terms: Terms,
+) -> None:
+    """
+    Attend, and write the result of this rank's query heads into the first rows of `output` and `lse`.
+
+    Args:
+        plan: Of the step; all ranks have the same but for their shares.
+        query: ``(tokens, q_heads, head_size)``: this rank's heads.
+        new: K/V of the new tokens, ``(tokens, kv_heads, size)``, as the cache would give them back.
+        pages: K/V of this rank's share, as `run` takes them.
+        output: ``(tokens, q_heads, head_size_v)``.
+        lse: ``(tokens, q_heads)`` float32, or None.
+        run: Attends the keys of one call.
+        terms: The layer's.
+
+    Raises:
+        NotNegotiatedError: There are no K/V for the new tokens.
+    """
+    rows = slice(plan.num_tokens)
+    key, value = new
+    if key is None or value is None:
+        raise NotNegotiatedError(
+            "no key and value were given to a layer whose sequences are spread over ranks",
+            "the new tokens are attended as they come with the call: no rank has all of them in its cache",
+            "give K/V to each layer, or select with dcp_size=1",
+        )
+    query, output, lse = query[rows], output[rows], None if lse is None else lse[rows]
+    key, value = key[rows], value[rows]
+    if plan.context is None:
+        run(query, key, value, output, plan.new, terms, lse)
+        return
+    out, sums = torch.empty_like(output), _sums_of(query)
+    run(query, key, value, out, plan.new, terms, sums)
+    cached = _attend_context(plan, plan.context, query, pages, out, key.shape[1], run, terms)
+    merged, total = merge_attention_states(*cached, out, sums, sink_in_b=terms.sinks is not None)
+    output.copy_(merged)
+    if lse is not None:
+        lse.copy_(total)
+
+
+def _attend_context(
+    plan: Sharded,
+    call: Call,
+    query: Tensor,
+    pages: tuple[Any, Any],
+    like: Tensor,
+    kv_heads: int,
+    run: Run,
+    terms: Terms,
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's heads over the cached tokens of all ranks: float32, and its LSE."""
+    every = together(plan.ranks.all_gather(query), kv_heads)
+    out, sums = like.new_empty((*every.shape[:2], like.shape[2])), _sums_of(every)
+    if plan.holds_context:
+        run(every, *pages, out, call, terms if terms.sinks is None else evolve(terms, sinks=None), sums)
+    else:
+        sums.fill_(-torch.inf)
+    return combine(out, sums, plan.ranks, kv_heads, in_order=plan.in_order)
+
+
+def combine(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, *, in_order: bool) -> tuple[Tensor, Tensor]:
+    """
+    Return the attention of this rank's heads over the keys of all ranks, float32, and its LSE.
+
+    Args:
+        out: ``(tokens, all q_heads, head_size_v)`` over the keys of this rank; anything where there are none.
+        lse: ``(tokens, all q_heads)`` float32, -inf where this rank has no keys.
+        ranks: Who they are.
+        kv_heads: KV heads, by which the query heads are ordered (`together`).
+        in_order: As of `Ranks.reduce_scatter`.
+    """
+    total = ranks.all_gather(lse).logsumexp(0)
+    weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp().unsqueeze(-1)
+    # Where there are no keys out may be anything, NaN included, and 0 * NaN is NaN: it is replaced, not scaled.
+    share = torch.where(weight > 0, out.float() * weight, 0.0)
+    mine = ranks.reduce_scatter(apart(share, ranks.size, kv_heads).contiguous(), in_order=in_order)
+    return mine, apart(total, ranks.size, kv_heads)[ranks.rank]
+
+
+def together(heads: Tensor, kv_heads: int) -> Tensor:
+    """
+    Return the query heads of all ranks in the order in which they read KV heads: ``(tokens, ranks * q_heads, ...)``.
+
+    Args:
+        heads: ``(ranks, tokens, q_heads, ...)``.
+        kv_heads: KV heads; those of one follow each other.
+    """
+    size, tokens, count, *rest = heads.shape
+    grouped = heads.view(size, tokens, kv_heads, count // kv_heads, *rest)
+    return grouped.movedim(0, 2).reshape(tokens, size * count, *rest)
+
+
+def apart(heads: Tensor, size: int, kv_heads: int) -> Tensor:
+    """Return what `together` has put together, by rank again: ``(size, tokens, q_heads, ...)``."""
+    tokens, count, *rest = heads.shape
+    grouped = heads.view(tokens, kv_heads, size, count // (kv_heads * size), *rest)
+    return grouped.movedim(2, 0).reshape(size, tokens, count // size, *rest)
+
+
+def as_cached(impl: AttentionImpl, key: Tensor | None, value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Return new K/V as the cache of a layer holds them: kernels take queries, cached and new keys of one dtype."""
+    dtype = torch_dtype(impl.agreement.kv_cache_dtype)
+    if dtype == torch_dtype(impl.agreement.requirements.dtype) or key is None or value is None:
+        return key, value
+    return quantize(key, dtype, impl.layer.k_scale_tensor), quantize(value, dtype, impl.layer.v_scale_tensor)
+
+
+def dummy(batch: Batch, size: int) -> Batch:
+    """Return a batch that stands in, with lengths of some rank's shares: it names the null block alone."""
+    if size == 1:
+        return batch
+    host = batch.seq_lens_cpu
+    return evolve(
+        batch,
+        dcp_local_seq_lens=num_local_tokens_per_dcp_rank(batch.seq_lens, size, 0),
+        dcp_local_seq_lens_cpu=None if host is None else num_local_tokens_per_dcp_rank(host, size, 0),
+    )
+
+
+def _sums_of(query: Tensor) -> Tensor:
+    return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
