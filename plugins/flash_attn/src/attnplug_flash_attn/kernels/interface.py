@@ -22,7 +22,7 @@ class Terms:
         window: How many keys a row sees to its left and to its right; -1 for all of them.
         softcap: Bound of the logits; 0 for none.
         alibi_slopes: float32 of shape (q_heads,).
-        sinks: Of shape (q_heads,), in the dtype of the queries. None in a pass that is merged with one that has them.
+        sinks: Of shape (q_heads,), in the dtype of the model. None in a pass that is merged with one that has them.
         q_descale: float32 of shape (1,) or (kv_heads,): what quantized queries are multiplied with.
         k_descale: Likewise for keys.
         v_descale: Likewise for values.
@@ -123,3 +123,4 @@ class Kernels(ABC):
             A new int32 tensor, or None where the library has no such thing.
         """
         del call, terms, num_heads_q
+        return None

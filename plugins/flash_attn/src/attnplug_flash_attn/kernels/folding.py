@@ -1,0 +1,34 @@
+"""How FlashAttention 2's kernels take calls of one row per request, and what is done where that is not wanted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from attnplug_flash_attn.kernels.interface import Call, Terms
+
+
+def bound_of_rows(call: Call, *, unfolded: bool) -> int:
+    """
+    Return ``max_seqlen_q`` for a call.
+
+    Where it is 1 the query heads of a key head are folded into rows, and keys are split: as the library likes, and in
+    some releases with an LSE in another order than its shape says. A bound of 2 changes nothing else.
+
+    Args:
+        call: The call.
+        unfolded: Whether the call must not be folded.
+    """
+    return max(call.max_seqlen_q, 2) if unfolded else call.max_seqlen_q
+
+
+def window_of(call: Call, terms: Terms, *, return_lse: bool) -> tuple[int, int]:
+    """
+    Return ``window_size`` for a call.
+
+    With ALiBi and a causal mask alone the kernels leave out what is the same for all keys of a row: outputs do not
+    notice, an LSE does. A window of all keys makes them count the distance.
+    """
+    if return_lse and terms.alibi_slopes is not None and call.causal and terms.window[0] < 0:
+        return max(call.max_seqlen_k - 1, 0), 0
+    return terms.window
