@@ -1,0 +1,53 @@
+"""The backend, the same for all variants: they differ in their kernel library."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from attnplug.contract import Backend, CacheTensor
+from attnplug_flash_attn import dcp
+from attnplug_flash_attn.builder import FlashAttentionBuilder
+from attnplug_flash_attn.impl import FlashAttentionImpl
+from attnplug_flash_attn.kernels import kernels_of
+from attnplug_flash_attn.warmup import run_each_pass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnplug.contract import Batch, GraphKey
+    from attnplug_flash_attn.kernels.interface import Kernels
+
+_WITH_LAYERS = {"NHD": (2, 0, 1, 3, 4, 5), "HND": (2, 4, 0, 1, 3, 5)}
+
+
+class FlashAttentionBackend(Backend):
+    """FlashAttention over a paged cache, or over keys and values that come with the call."""
+
+    impl_class = FlashAttentionImpl
+    builder_class = FlashAttentionBuilder
+
+    @cached_property
+    def kernels(self) -> Kernels:
+        """The kernel library of the variant, imported with the first use."""
+        return kernels_of(self.variant)(self.agreement)
+
+    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
+        """Return the contract's tensors. Where a host keeps all layers in one, a block holds those of all layers."""
+        order = _WITH_LAYERS[self.agreement.kv_layout or "NHD"]
+        tensors = super().cache_tensors(num_blocks)
+        return {
+            role: evolve(tensor, layer_stride_order=order) if role == "kv" else tensor
+            for role, tensor in tensors.items()
+        }
+
+    def dummy_batch(self, key: GraphKey) -> Batch:
+        """Return the contract's batch, with a share of its tokens where sequences are spread over ranks."""
+        return dcp.dummy(super().dummy_batch(key), self.agreement.requirements.dcp_size)
+
+    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+        """Run one tiny step of each kind: what is compiled at first use is compiled then."""
+        if shapes:
+            run_each_pass(self)

@@ -1,0 +1,152 @@
+"""Turns a batch into plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from attrs import evolve
+
+from attnplug.contract import MetadataBuilder
+from attnplug_flash_attn import dcp
+from attnplug_flash_attn.cascade import behind_prefix, prefix_rows
+from attnplug_flash_attn.collectives import Ranks
+from attnplug_flash_attn.kernels.interface import Call
+from attnplug_flash_attn.passes import Pass, Plan, Rows, as_taken, call_of
+from attnplug_flash_attn.schedule import Schedules, carried_over
+from attnplug_flash_attn.splits import num_splits
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from attnplug.contract import AttentionImpl, Batch, GraphSlot, Metadata, Phase, State
+    from attnplug_flash_attn.backend import FlashAttentionBackend
+    from attnplug_flash_attn.impl import FlashAttentionImpl
+
+
+class FlashAttentionBuilder(MetadataBuilder):
+    """
+    Makes one `Plan` per step, and a schedule for each plan key where the library has such a thing.
+
+    Decodes and prefills are calls of their own: their rows are tiled in other ways.
+    """
+
+    takes_slots = True
+    backend: FlashAttentionBackend
+
+    def __init__(self, backend: FlashAttentionBackend, impls: Sequence[AttentionImpl], state: State) -> None:
+        super().__init__(backend, impls, state)
+        asked = self.agreement.requirements
+        self._kernels = backend.kernels
+        self._is_paged = bool(asked.paged)
+        self._is_cross = asked.attn_type == "encoder_decoder"
+        self._block_size = self.agreement.block_size or 1
+        self._schedules = Schedules(self, self._kernels)
+        self._ranks = Ranks(self.parallel, state.device) if self.parallel.dcp_size > 1 else None
+        groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
+        self._terms = {key: group[0].terms for key, group in groups.items()}
+
+    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+        metadata = self.describe(batch)
+        plan = self._plan(metadata)
+        if not self._kernels.schedules or (fast and slot is None):  # a graph keeps reading what it was captured with
+            return evolve(metadata, plans=dict.fromkeys(self._terms, plan))
+        add = self._schedules.add
+        return evolve(metadata, plans={key: add(plan, key, terms, slot) for key, terms in self._terms.items()})
+
+    def _update_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
+        """Schedules follow from lengths, and are kept; those of other builders may be for other layers."""
+        fresh = self.describe(batch)
+        plan = self._plan(fresh)
+        plans = {
+            key: carried_over(plan, metadata.plans[key])
+            if key in metadata.plans
+            else self._schedules.add(plan, key, terms, None)
+            for key, terms in self._terms.items()
+        }
+        return evolve(fresh, plans=plans)
+
+    def _plan(self, metadata: Metadata) -> Plan:
+        """Return the passes of a step, without schedules."""
+        batch = metadata.batch
+        splits = num_splits(self.limits, batch.num_actual_tokens, batch_invariant=self.batch_invariant)
+        if not self._is_paged:
+            return Plan(prefill=self._dense(batch, splits))
+        if self._ranks is not None:
+            return self._sharded(metadata, self._ranks, splits)
+        prefix = None
+        if batch.common_prefix_len:
+            prefix = self._paged(prefix_rows(batch, self._block_size), splits, metadata.slot, "prefix")
+        return Plan(
+            decode=self._phase(metadata, metadata.decodes, splits, "decode"),
+            prefill=self._phase(metadata, metadata.prefills, splits, "prefill"),
+            prefix=prefix,
+        )
+
+    def _phase(self, metadata: Metadata, phase: Phase | None, splits: int, name: str) -> Pass | None:
+        if phase is None:
+            return None
+        rows = self._rows(phase, causal=metadata.batch.causal)
+        if metadata.batch.common_prefix_len:
+            rows = behind_prefix(rows, metadata.batch.common_prefix_len, self._block_size)
+        return self._paged(rows, splits, metadata.slot, name)
+
+    def _rows(self, phase: Phase, *, causal: bool) -> Rows:
+        lens, lens_cpu, longest = phase.seq_lens, phase.seq_lens_cpu, phase.max_seq_len
+        if self._is_cross:
+            lens = cast("Tensor", phase.encoder_seq_lens)
+            lens_cpu, longest = phase.encoder_seq_lens_cpu, phase.max_encoder_seq_len or 0
+        return Rows(
+            first=phase.first_token,
+            last=phase.first_token + phase.num_tokens,
+            starts=phase.query_start_loc,
+            longest_query=phase.max_query_len,
+            lens=lens,
+            lens_cpu=lens_cpu,
+            longest=longest,
+            table=cast("Tensor", phase.block_table),
+            causal=causal,
+        )
+
+    def _paged(self, rows: Rows, splits: int, slot: GraphSlot | None, name: str) -> Pass:
+        call, slots = self._taken(call_of(rows, splits), rows.num_keys, slot, name)
+        return Pass(call, rows.first, rows.last, slots)
+
+    def _taken(self, call: Call, num_keys: int, slot: GraphSlot | None, name: str) -> tuple[Call, Tensor | None]:
+        def keep(kind: str, tensor: Tensor) -> Tensor:
+            return self.keep(slot, (name, kind), tensor)
+
+        return as_taken(self._bounded(call, name), num_keys, self._kernels, self._block_size, keep)
+
+    def _bounded(self, call: Call, name: str) -> Call:
+        """Libraries choose tiles by the longest query and the most keys: all batches have the same ones if need be."""
+        if not self.batch_invariant:
+            return call
+        decodes = self.agreement.requirements.decode_query_len
+        longest = decodes if name == "decode" else self.limits.max_num_tokens
+        return evolve(call, max_seqlen_q=longest, max_seqlen_k=self.limits.max_seq_len)
+
+    def _sharded(self, metadata: Metadata, ranks: Ranks, splits: int) -> Plan:
+        """Shared prefixes are attended like all else here."""
+        batch, slot = metadata.batch, metadata.slot
+        found = dcp.passes(self, batch, ranks, num_splits=splits, slot=slot)
+        found = evolve(found, new=self._bounded(found.new, "new"))
+        if found.context is None:
+            return Plan(sharded=found)
+        held = batch.dcp_local_seq_lens_cpu
+        most = batch.num_reqs * found.context.max_seqlen_k if held is None else int(held.sum())
+        context, slots = self._taken(found.context, most, slot, "context")
+        return Plan(sharded=evolve(found, context=context), shard_slots=slots)
+
+    def _dense(self, batch: Batch, splits: int) -> Pass:
+        """Keys come with the call, one request behind the other."""
+        call = Call(
+            cu_seqlens_q=batch.query_start_loc,
+            max_seqlen_q=batch.max_query_len,
+            max_seqlen_k=batch.max_seq_len,
+            cu_seqlens_k=batch.key_start_loc,
+            causal=batch.causal,
+            num_splits=splits,
+        )
+        return Pass(self._bounded(call, "prefill"), 0, batch.num_actual_tokens)

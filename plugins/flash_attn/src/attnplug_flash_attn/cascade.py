@@ -1,0 +1,67 @@
+"""A prefix that all requests share: attended once for all rows, and merged with what each request has of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import evolve
+
+from attnplug.contract import upload
+from attnplug_flash_attn.passes import Rows
+
+if TYPE_CHECKING:
+    from attnplug.contract import Batch
+
+
+def prefix_rows(batch: Batch, block_size: int) -> Rows:
+    """
+    Return all rows of a batch as one request, over the keys that all requests share.
+
+    Every key of the prefix comes before every row, so that nothing is masked.
+
+    Args:
+        batch: A checked batch with a shared prefix.
+        block_size: Slots per block.
+    """
+    length, count = batch.common_prefix_len, batch.num_actual_tokens
+    table, starts = batch.block_table, batch.query_start_loc_cpu
+    assert table is not None  # noqa: S101 - the batch is paged, and was checked
+    assert starts is not None  # noqa: S101 - likewise
+    host = torch.tensor([0, count, length], dtype=torch.int32)
+    numbers = upload(host, table.device)
+    first = _first_running(starts)
+    return Rows(
+        first=0,
+        last=count,
+        starts=numbers[:2],
+        longest_query=count,
+        lens=numbers[2:],
+        lens_cpu=host[2:],
+        longest=length,
+        table=table[first : first + 1, : length // block_size],
+        causal=False,
+    )
+
+
+def behind_prefix(rows: Rows, length: int, block_size: int) -> Rows:
+    """
+    Return requests with the keys that they have of their own.
+
+    Args:
+        rows: Requests with all their keys. Padded ones may have fewer than the prefix.
+        length: Keys that the others share.
+        block_size: Slots per block.
+    """
+    return evolve(
+        rows,
+        lens=(rows.lens - length).clamp_(min=0),
+        lens_cpu=None if rows.lens_cpu is None else (rows.lens_cpu - length).clamp_(min=0),
+        longest=rows.longest - length,
+        table=rows.table[:, length // block_size :],
+    )
+
+
+def _first_running(starts: torch.Tensor) -> int:
+    """Return the first request with a query: the pages of padded ones are not the shared ones."""
+    return 0 if int(starts[1]) else int(starts.diff().ne(0).int().argmax())

@@ -1,0 +1,176 @@
+"""One layer on the kernels of a library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from attrs import evolve
+
+from attnplug.contract import AttentionImpl, torch_dtype
+from attnplug.ops import merge_attention_states, pages_as_tokens, quantize, write_kv
+from attnplug_flash_attn import dcp
+from attnplug_flash_attn.kernels.interface import Terms
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from attnplug.contract import Layer, Metadata
+    from attnplug_flash_attn.backend import FlashAttentionBackend
+    from attnplug_flash_attn.dcp import Sharded
+    from attnplug_flash_attn.passes import Pass, Plan
+
+
+class FlashAttentionImpl(AttentionImpl):
+    """
+    Runs the passes that its builder has made. All that does not change from call to call is made here once.
+
+    Attributes:
+        kernels: The library.
+        terms: What the layer brings to each call.
+        other_terms: The same for a pass that is merged with one of `terms`: a sink enters the softmax once.
+    """
+
+    cache_write = "either"
+    lse_includes_sink = True
+    static_scales: ClassVar[frozenset[str]] = frozenset("qkv")
+
+    def __init__(self, layer: Layer, backend: FlashAttentionBackend) -> None:
+        super().__init__(layer, backend)
+        asked = self.agreement.requirements
+        self.kernels = backend.kernels
+        self.terms = self._terms(layer)
+        self.other_terms = evolve(self.terms, sinks=None)
+        self._key = (self.window, self.logits_soft_cap)
+        self._heads, self._heads_v = (self.num_q_heads, self.head_size), (self.num_q_heads, self.head_size_v)
+        self._is_one_tensor = asked.head_size_v == asked.head_size
+        self._writes = bool(self.forward_writes)
+        self._query_scale = layer.q_scale_tensor  # there wherever the cache is quantized
+        self._cache_dtype = torch_dtype(self.agreement.kv_cache_dtype)
+
+    @property
+    def plan_key(self) -> Hashable:
+        """What a schedule depends on. All else is told with each call."""
+        return self._key
+
+    def _terms(self, layer: Layer) -> Terms:
+        dtype = torch_dtype(self.agreement.requirements.dtype)
+        slopes, sinks = layer.alibi_slopes, layer.sinks
+        return Terms(
+            softmax_scale=self.scale,
+            window=self.window,
+            softcap=self.logits_soft_cap or 0.0,
+            alibi_slopes=None if slopes is None else slopes.float().contiguous(),
+            sinks=None if sinks is None else sinks.to(dtype).contiguous(),
+            q_descale=_flat(layer.q_scale_tensor),
+            k_descale=_flat(layer.k_scale_tensor),
+            v_descale=_flat(layer.v_scale_tensor),
+        )
+
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Any,
+        metadata: Metadata,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        plan: Plan = metadata.plans.get(self._key) or self.plan(metadata)
+        if kv_cache is None:
+            rows = metadata.num_key_rows
+            keys, values = cast("Tensor", key)[:rows], cast("Tensor", value)[:rows]
+        else:
+            keys, values = self._pages(kv_cache)
+            if self._writes and key is not None and value is not None:
+                self._write(key, value, keys, values, cast("Tensor", metadata.batch.slot_mapping))
+        if self._query_scale is not None:
+            query = self._quantized(query)
+        out = output.view(-1, *self._heads_v)
+        if plan.sharded is not None:
+            self._attend_shard(plan, plan.sharded, query, (key, value), (keys, values), out, lse)
+            return
+        if plan.prefix is not None:
+            self._attend_twice(plan.parts, plan.prefix, query, keys, values, out, lse)
+            return
+        for part in plan.parts:
+            self._attend(part, query, keys, values, out, lse, self.terms)
+
+    def _attend(
+        self,
+        part: Pass,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+        terms: Terms,
+    ) -> None:
+        """Attend the rows of a part."""
+        if part.first or part.last != query.shape[0]:
+            rows = slice(part.first, part.last)
+            query, out, lse = query[rows], out[rows], None if lse is None else lse[rows]
+        if part.slots is not None:
+            keys, values = pages_as_tokens(keys, part.slots), pages_as_tokens(values, part.slots)
+        self.kernels.attend(query, keys, values, out, part.call, terms, lse)
+
+    def _attend_twice(
+        self,
+        parts: tuple[Pass, ...],
+        prefix: Pass,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend the shared prefix and the rest apart, and merge. The sink is in the prefix alone."""
+        rows = prefix.last
+        query, out = query[:rows], out[:rows]
+        sums = out.new_empty(out.shape[:2], dtype=torch.float32) if lse is None else lse[:rows]
+        for part in parts:
+            self._attend(part, query, keys, values, out, sums, self.other_terms)
+        shared, shared_sums = torch.empty_like(out), torch.empty_like(sums)
+        self._attend(prefix, query, keys, values, shared, shared_sums, self.terms)
+        merged, total = merge_attention_states(shared, shared_sums, out, sums, sink_in_a=self.terms.sinks is not None)
+        out.copy_(merged)
+        if lse is not None:
+            sums.copy_(total)
+
+    def _attend_shard(
+        self,
+        plan: Plan,
+        sharded: Sharded,
+        query: Tensor,
+        new: tuple[Tensor | None, Tensor | None],
+        pages: tuple[Tensor, Tensor],
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend this rank's share of the cached keys for all ranks, and the new ones."""
+        if plan.shard_slots is not None:
+            pages = pages_as_tokens(pages[0], plan.shard_slots), pages_as_tokens(pages[1], plan.shard_slots)
+        new = dcp.as_cached(self, *new)
+        dcp.attend(sharded, query, new, pages, out, lse, run=self.kernels.attend, terms=self.terms)
+
+    def _pages(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
+        return kv_cache.unbind(0) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
+
+    def _quantized(self, query: Tensor) -> Tensor:
+        """Return queries in the dtype of the cache. Scales are one per group of query heads, or one."""
+        grouped = query.reshape(query.shape[0], self.num_kv_heads, -1)
+        return quantize(grouped, self._cache_dtype, self._query_scale).view(-1, *self._heads)
+
+    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+        self._write(key, value, *self._pages(kv_cache), slot_mapping)
+
+    def _write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        write_kv(key, value, keys, values, slot_mapping, self.layer.k_scale_tensor, self.layer.v_scale_tensor)
+
+
+def _flat(scale: Tensor | None) -> Tensor | None:
+    """Return a view ``(1,)`` or ``(kv_heads,)``: what the host writes into its scale later is seen."""
+    return None if scale is None else scale.view(-1)

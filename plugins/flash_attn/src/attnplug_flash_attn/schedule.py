@@ -1,0 +1,117 @@
+"""The library's division of a call among multiprocessors, made once per step and kept where graphs read it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from attrs import evolve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterator
+
+    from torch import Tensor
+
+    from attnplug.contract import GraphSlot, Limits, MetadataBuilder
+    from attnplug_flash_attn.kernels.interface import Call, Kernels, Terms
+    from attnplug_flash_attn.passes import Pass, Plan
+
+_PASSES = ("decode", "prefill", "prefix")
+
+
+def longest_schedule(limits: Limits) -> int:
+    """Return the integers of the longest schedule that the library makes: four per request, rounded up, and one."""
+    most = max(limits.max_num_reqs, *limits.capture_sizes, 1)
+    return 1 + -(-most // 4) * 4 * 4
+
+
+class Schedules:
+    """
+    Makes the schedules of a builder.
+
+    Slots share the memory of their schedules, one for each pass of a plan key: each writes its own before its replay.
+
+    Args:
+        builder: The builder.
+        kernels: The library.
+    """
+
+    def __init__(self, builder: MetadataBuilder, kernels: Kernels) -> None:
+        self._builder = builder
+        self._kernels = kernels
+        self._memories: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
+
+    def add(self, plan: Plan, key: Hashable, terms: Terms, slot: GraphSlot | None) -> Plan:
+        """
+        Return the plan with a schedule in each pass that the library has one for.
+
+        Args:
+            plan: The plan of a step.
+            key: Its plan key.
+            terms: Of a layer of the plan key.
+            slot: The graph slot that is built into, or None.
+        """
+        heads = self._builder.agreement.requirements.num_q_heads
+
+        def scheduled(name: str, call: Call, num_heads_q: int = heads) -> Call:
+            schedule = self._kernels.schedule(call, terms, num_heads_q=num_heads_q)
+            if schedule is not None and slot is not None:
+                schedule = self._kept(schedule, slot, (key, name))
+            return call if schedule is None else evolve(call, scheduler_metadata=schedule)
+
+        return _mapped(plan, scheduled, heads * self._builder.parallel.dcp_size)
+
+    def _kept(self, schedule: Tensor, slot: GraphSlot, name: Hashable) -> Tensor:
+        """Kernels take what a longer schedule has left behind theirs for work, and overwrite the output: it is 0."""
+        count = schedule.shape[0]
+        memory = self._builder.once(slot, ("schedule", name), lambda: self._memory(name, count))
+        memory[:count].copy_(schedule)
+        memory[count:].zero_()
+        return memory[:count]
+
+    def _memory(self, name: Hashable, count: int) -> Tensor:
+        found = self._memories.get(name)
+        if found is None or found.shape[0] < count:
+            size = max(count, longest_schedule(self._builder.limits))
+            found = torch.zeros(size, dtype=torch.int32, device=self._builder.state.device)
+            self._memories[name] = found
+        return found
+
+
+def carried_over(plan: Plan, before: Plan) -> Plan:
+    """
+    Return a plan with the schedules of another, which follow from lengths alone.
+
+    Args:
+        plan: Of the same requests as `before`, in other pages.
+        before: What was scheduled.
+    """
+    calls = dict(_calls(before))
+
+    def with_schedule(name: str, call: Call) -> Call:
+        old = calls[name].scheduler_metadata
+        return call if old is None else evolve(call, scheduler_metadata=old)
+
+    return _mapped(plan, with_schedule)
+
+
+def _mapped(plan: Plan, change: Callable[..., Call], *heads_of_shard: int) -> Plan:
+    """Return a plan with other calls. That of the cached keys of a rank is for the query heads of all ranks."""
+    made: dict[str, Any] = {}
+    for name, call in _calls(plan):
+        if name == "context":
+            made["sharded"] = evolve(plan.sharded, context=change(name, call, *heads_of_shard))
+        else:
+            made[name] = evolve(getattr(plan, name), call=change(name, call))
+    return evolve(plan, **made)
+
+
+def _calls(plan: Plan) -> Iterator[tuple[str, Call]]:
+    """Yield the calls on pages, by name. Those on keys that come with the call have no schedule."""
+    for name in _PASSES:
+        found: Pass | None = getattr(plan, name)
+        if found is not None:
+            yield name, found.call
+    if plan.sharded is not None and plan.sharded.context is not None:
+        yield "context", plan.sharded.context

@@ -1,0 +1,86 @@
+"""Runs one tiny step of each kind, so that what compiles at its first use is compiled before the first request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnplug import Requirements
+    from attnplug.contract import AttentionImpl, Backend
+
+
+def run_each_pass(backend: Backend) -> None:
+    """Run decodes, prefills, and a shared prefix where it was asked for; all keys are in the null block."""
+    asked = backend.agreement.requirements
+    impl = backend.make_impl(_layer(backend))
+    cache = backend.make_cache(2) if asked.paged else None
+    for batch in _batches(backend):
+        tokens = batch.num_actual_tokens
+        limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
+        query = _zeros(impl, tokens, impl.num_q_heads, impl.head_size)
+        key = _zeros(impl, tokens, impl.num_kv_heads, impl.head_size)
+        value = _zeros(impl, tokens, impl.num_kv_heads, impl.head_size_v)
+        output = query.new_empty(tokens, impl.output_width)
+        lse = torch.empty(tokens, impl.num_q_heads, device=query.device) if asked.return_lse else None
+        metadata = backend.make_builder([impl], backend.make_state(limits)).build(batch)
+        impl.forward(query, key, value, cache, metadata, output, lse=lse)
+
+
+def _layer(backend: Backend) -> Layer:
+    asked, device = backend.agreement.requirements, backend.device
+    heads, scales = asked.num_q_heads, dict[str, Any]()
+    if asked.per_head_scales:
+        scales = {f"{letter}_scale_tensor": torch.ones(asked.num_kv_heads, device=device) for letter in "qkv"}
+    return Layer(
+        name="warmup",
+        sinks=torch.zeros(heads, device=device) if asked.sinks else None,
+        alibi_slopes=torch.zeros(heads, device=device) if asked.alibi else None,
+        **scales,
+    )
+
+
+def _batches(backend: Backend) -> Iterator[Batch]:
+    asked = backend.agreement.requirements
+    causal, size = bool(asked.causal), backend.agreement.block_size or 1
+    if not asked.paged:
+        yield Batch.from_lengths([2], device=backend.device, causal=causal)
+        return
+    lens = _query_lens(asked)
+    yield _paged(backend, lens, lens)
+    if asked.cascade:
+        yield _paged(backend, lens, [length + size for length in lens], common_prefix_len=size)
+
+
+def _paged(backend: Backend, query_lens: list[int], seq_lens: list[int], **more: Any) -> Batch:
+    """Every page is the null block, and no row has a slot."""
+    asked, size = backend.agreement.requirements, backend.agreement.block_size or 1
+    rows = 0 if asked.attn_type == "encoder_decoder" else sum(query_lens)
+    if asked.attn_type == "encoder_decoder":
+        encoders = torch.ones(len(query_lens), dtype=torch.int32)
+        more |= {"encoder_seq_lens": encoders.to(backend.device), "encoder_seq_lens_cpu": encoders}
+    return Batch.from_lengths(
+        query_lens,
+        seq_lens,
+        block_table=torch.zeros(len(query_lens), -(-max(seq_lens) // size), dtype=torch.int32),
+        slot_mapping=torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64),
+        device=backend.device,
+        causal=bool(asked.causal),
+        dummy=True,
+        **more,
+    )
+
+
+def _query_lens(asked: Requirements) -> list[int]:
+    """One row, as many as a decode may have, and one more."""
+    longest = asked.decode_query_len
+    return sorted({1, longest, longest + 1 if "prefill" in asked.phases else 1})
+
+
+def _zeros(impl: AttentionImpl, tokens: int, heads: int, size: int) -> torch.Tensor:
+    return torch.zeros(tokens, heads, size, dtype=torch_dtype(impl.agreement.requirements.dtype), device=impl.device)
