@@ -48,12 +48,13 @@ class Setting:
     ) -> Batch:
         """Return a batch whose requests have pages of their own, one after another."""
         lengths = list(query_lens if seq_lens is None else seq_lens)
-        counts = [-(-length // BLOCK) for length in lengths]
+        size = self.backend.agreement.block_size or BLOCK
+        counts = [-(-length // size) for length in lengths]
         table = torch.zeros(len(lengths), max([*counts, 1]), dtype=torch.int32)
         for row, count, last in zip(table, counts, accumulate(counts), strict=True):
             row[:count] = torch.arange(last - count, last) + first_block
         slots = [
-            int(table[request, place // BLOCK]) * BLOCK + place % BLOCK
+            int(table[request, place // size]) * size + place % size
             for request, (query, length) in enumerate(zip(query_lens, lengths, strict=True))
             for place in range(length - query, length)
         ]

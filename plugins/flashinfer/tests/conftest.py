@@ -22,7 +22,7 @@ import attnplug
 import attnplug_flashinfer
 from attnplug.request.device import Device
 from attnplug.selection import state as process
-from plugins.flashinfer.tests import real
+from plugins.flashinfer.tests.real import FLASHINFER
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -167,6 +167,5 @@ def library_at() -> Callable[[str], Any]:
 @pytest.fixture
 def load_real(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return what loads the plugin on FlashInfer itself, by requirements, variant and options; for tests on a GPU."""
-    monkeypatch.setattr(process, "_state", None)
-    real.offer()
-    return real.load
+    FLASHINFER.offer(monkeypatch)
+    return lambda requirements, variant="fa2", **options: FLASHINFER.load(requirements, variant, **options)

@@ -11,11 +11,10 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import GraphKey, Limits
-from attnplug.testing import Case, Ran, check, realise
-from attnplug.testing.running import compare, run
+from attnplug.contract import GraphKey
+from attnplug.testing import Case, check, realise
 from plugins.flashinfer.tests.real import VARIANTS
-from tests.backends.setting import Setting
+from tests.backends import traps
 
 pytestmark = pytest.mark.gpu
 
@@ -69,17 +68,7 @@ def test_other_groups_decode_on_tensor_cores(load_real, group) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_lse_of_a_single_key_is_its_score(load_real, variant) -> None:
-    case = evolve(LLAMA, query_lens=(1, 1), context_lens=(0, 0))
-    scene = realise(case)
-    ran = run(load_real(case.requirements(return_lse=True), variant), scene)
-    scores = torch.stack(
-        [
-            (query[0].double() * key[0].double().repeat_interleave(4, 0)).sum(-1) * scene.scale
-            for query, key in zip(scene.queries, scene.keys, strict=True)
-        ]
-    )
-
-    torch.testing.assert_close(ran.lse.cpu().double(), scores, atol=2e-2, rtol=1e-2)
+    traps.check_the_lse_of_a_single_key(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -105,67 +94,29 @@ def test_8_bit_caches_are_read_with_their_scales(load_real, layout, kernel, dtyp
 def test_a_cascade_is_what_the_flat_step_is(load_real, variant, dtype, lens) -> None:
     scales = {} if dtype == "auto" else {"k_scale": 0.5, "v_scale": 2.0}
     case = evolve(lens, kv_cache_dtype=dtype, **scales).with_shared_prefix(2)
-    backend = load_real(case.requirements(return_lse=True), variant)
-    scene = realise(case)
 
-    check(backend, scene)
-    check(backend, evolve(scene, case=evolve(case, common_prefix_len=0)))
+    traps.check_a_cascade_and_the_flat_step(load_real, variant, case)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_groups_with_different_windows_share_a_state_and_nothing_else(load_real, variant) -> None:
-    """As in models whose layers alternate: both are built before either runs, and use one workspace."""
-    scenes = [realise(evolve(LLAMA, sliding_window=window)) for window in (None, 9)]
-    backends = [load_real(scene.case.requirements(return_lse=True), variant) for scene in scenes]
-    state = backends[0].make_state(Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=512))
-    calls = [scene.paged(backend, backend.device) for scene, backend in zip(scenes, backends, strict=True)]
-    impls = [b.make_impl(s.layer(device=b.device)) for b, s in zip(backends, scenes, strict=True)]
-    built = [
-        backend.make_builder([impl], state).build(call.batch)
-        for backend, impl, call in zip(backends, impls, calls, strict=True)
-    ]
-    for _ in range(2):
-        for impl, call, metadata in zip(impls, calls, built, strict=True):
-            impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output, lse=call.lse)
-    for scene, backend, call in zip(scenes, backends, calls, strict=True):
-        compare(_ran(scene, call), backend, scene)
+    """They use one workspace."""
+    traps.check_groups_that_share_a_state(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
-    for query_lens in ((0, 1, 1), (1, 0, 1), (1, 0, 40), (1, 40, 0), (0, 40, 0)):
-        context = tuple(17 if length else 0 for length in query_lens)
-        case = evolve(LLAMA, query_lens=query_lens, context_lens=context)
-        check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    traps.check_padded_requests_anywhere(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_calls_and_profiling_runs(load_real, variant) -> None:
-    for attn_type, causal in (("decoder", True), ("encoder_only", False)):
-        case = evolve(LLAMA, query_lens=(40, 1, 300), context_lens=(0, 0, 0), attn_type=attn_type, causal=causal)
-        check(load_real(case.requirements(paged=False, return_lse=True), variant), realise(case))
-    setting = Setting(load_real, variant=variant, head_size=128)
-    rows = [torch.randn(50, heads, 128, device="cuda").bfloat16() for heads in (4, 2, 2)]
-    output = torch.zeros(50, 512, dtype=torch.bfloat16, device="cuda")
-    setting.impls[0].forward(*rows, None, None, output)
-    assert output.any()
+    traps.check_dense_calls(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, variant) -> None:
-    setting = Setting(load_real, variant=variant, head_size=128, return_lse=True)
-    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
-    rows = [torch.randn(6, heads, 128, device="cuda").bfloat16() for heads in (4, 2, 2)]
-    wide, sums = torch.zeros(6, 1024, dtype=torch.bfloat16, device="cuda"), torch.zeros(6, 8, device="cuda")
-    plain, plain_sums = wide[:, :512].clone(), sums[:, :4].clone()
-    cache = setting.backend.make_cache(8)
-    for output, lse in ((wide[:, :512], sums[:, :4]), (plain, plain_sums)):
-        setting.impls[0].forward(*rows, cache, metadata, output, lse=lse)
-
-    assert torch.equal(wide[:, :512], plain)
-    assert torch.equal(sums[:, :4], plain_sums)
-    assert not wide[:, 512:].any()
-    assert not sums[:, 4:].any()
+    traps.check_an_output_that_is_not_contiguous(load_real, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -175,8 +126,3 @@ def test_warm_up_runs(load_real, variant, asked) -> None:
     load_real(case.requirements(**{k: v for k, v in asked.items() if k != "sinks"}), variant).warmup(
         [GraphKey(4, 4, 1)]
     )
-
-
-def _ran(scene, call):
-    tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-    return Ran(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])

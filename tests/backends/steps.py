@@ -1,0 +1,132 @@
+"""What holds for steps one after another on a GPU, whichever plugin: its tests say for which layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from attnplug.contract import GraphKey
+from attnplug.testing import Ran, realise
+from attnplug.testing.kit.rig import Rig
+from attnplug.testing.running import compare
+from tests.backends.graphs import LONG, Captured, Graphs, again, nothing_waits
+from tests.backends.setting import Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attnplug.contract import Backend
+    from attnplug.testing import Case
+
+    Load = Callable[..., Backend]
+
+
+def check_graphs_of_several_sizes(load: Load, variant: str, *, decode_query_len: int = 1, **asked: Any) -> None:
+    """Replay graphs of several sizes in any order: each gives what the layers give without one."""
+    setting = Graphs(load, variant, decode_query_len=decode_query_len, **asked)
+    with setting.state.graph_capture(8):
+        captured = [
+            Captured(setting, GraphKey(size, size * decode_query_len, decode_query_len, 128)) for size in (8, 4, 1)
+        ]
+    steps = ([30, 9, 100], [64], [17] * 8, [5, 6, 7, 8], [3], [99, 98], [128, 33, 16, 15, 70])
+    for number, lens in enumerate(steps):
+        batch = setting.batch([decode_query_len] * len(lens), lens, first_block=1 + 5 * number)
+        step = setting.state.begin_forward({setting.builder: batch})
+        one = next(found for found in captured if found.slot is step.slot)
+        for tensor in one.rows:
+            tensor.normal_()
+        one.replay()
+        tokens = batch.num_actual_tokens
+        eager = setting.eagerly(again(batch), [row[:tokens] for row in one.rows])
+        for replayed, expected in zip(one.outputs, eager, strict=True):
+            torch.testing.assert_close(replayed[:tokens], expected, atol=2e-2, rtol=2e-2)
+
+
+def check_that_no_build_waits(load: Load, variant: str, *, decode_query_len: int = 1, **asked: Any) -> None:
+    """Build mixed and decoding steps, eager and into a slot, while the device is busy: nothing waits for it."""
+    setting = Graphs(load, variant, decode_query_len=decode_query_len, **asked)
+    mixed, decodes = setting.batch([1, 1, 20], [9, 100, 33]), setting.batch([decode_query_len] * 2, [100, 33])
+    with setting.state.graph_capture(4):
+        slot = setting.state.slot(GraphKey(4, 4 * decode_query_len, decode_query_len, 128))
+        setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
+    kept = [setting.builder.build(again(mixed)) for _ in range(3)]  # compiles, and makes what is kept
+    kept.append(setting.builder.build(again(decodes)))
+    torch.cuda._sleep(LONG)
+    with nothing_waits():
+        for batch in (mixed, decodes):
+            metadata = setting.builder.build(again(batch))
+            setting.builder.update_block_table(metadata, batch.block_table, batch.slot_mapping)
+            setting.builder.advance_step(metadata, prefills_to_decodes=True)
+        setting.builder.build(again(decodes), slot=slot)
+        if decode_query_len == 1:
+            setting.builder.advance_step(setting.builder.build(again(decodes), slot=slot))
+
+
+def check_that_no_cascade_waits(load: Load, variant: str, **asked: Any) -> None:
+    """Build a step with a shared prefix: nothing waits for the device."""
+    setting = Setting(load, variant=variant, cascade=True, head_size=128, **asked)
+    batch = setting.batch([1, 1, 20], [40, 36, 60])
+    batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
+    batch = again(batch, common_prefix_len=32, block_table_cpu=None)
+    kept = [setting.builder.build(again(batch)) for _ in range(2)]
+    with nothing_waits():
+        setting.builder.build(again(batch))
+    assert kept
+
+
+def check_steps_built_while_others_run(load: Load, variant: str, decodes: Case, **asked: Any) -> None:
+    """Let each forward stand behind a kernel that takes long: nothing that a build left is overwritten by the next."""
+    cases = [
+        evolve(decodes, query_lens=(1,) * count + (11,), context_lens=(*range(7, 7 + 9 * count, 9), 5), seed=count)
+        for count in range(1, 7)
+    ]
+    scenes = [realise(case) for case in cases]
+    backend = load(cases[0].requirements(return_lse=True, **asked), variant)
+    rig = Rig(backend, scenes[0])
+    calls = [rig.call(evolve(scene, scale=scenes[0].scale)) for scene in scenes]
+    rig.forward(rig.call(scenes[0]), rig.builder.build(rig.call(scenes[0]).batch))  # compiles
+    for call in calls:
+        torch.cuda._sleep(LONG)
+        rig.forward(call, rig.builder.build(call.batch))
+    torch.cuda.synchronize()
+    for scene, call in zip(scenes, calls, strict=True):
+        tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
+        compare(Ran(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens]), backend, scene)
+
+
+def check_replays_built_while_others_run(load: Load, variant: str, **asked: Any) -> None:
+    """Queue builds into a slot and replays behind long kernels: each replay computes from its own build."""
+    setting = Graphs(load, variant, **asked)
+    with setting.state.graph_capture(4):
+        captured = Captured(setting, GraphKey(4, 4, 1, 128))
+    captured.rows[0].normal_()
+    batches = [setting.batch([1] * len(lens), lens) for lens in ([100, 3], [7], [128, 64, 1, 9], [33, 32, 31])]
+
+    def replayed(cycles: int) -> list[torch.Tensor]:
+        """Return the rows of every batch, replayed one after another behind a kernel that takes so long."""
+        found = []
+        for batch in batches:
+            torch.cuda._sleep(cycles)
+            setting.builder.build(again(batch), slot=captured.slot)
+            captured.replay()
+            found += [output[: batch.num_actual_tokens].clone() for output in captured.outputs]
+            if not cycles:
+                torch.cuda.synchronize()
+        return found
+
+    replayed(0)  # from now on the caches hold what each of them writes
+    alone, queued = replayed(0), replayed(LONG)
+
+    assert all(torch.equal(*pair) for pair in zip(alone, queued, strict=True))
+
+
+def check_what_inference_mode_leaves(load: Load, variant: str, **asked: Any) -> None:
+    """Build and run under inference mode, and then outside of it."""
+    setting = Setting(load, variant=variant, head_size=128, **asked)
+    with torch.inference_mode():
+        outputs = [setting.forward(setting.builder.build(setting.batch([1, 20], [9, 33]))).clone()]
+    outputs.append(setting.forward(setting.builder.build(setting.batch([1, 20], [9, 33]))))
+
+    assert torch.equal(*outputs)
