@@ -11,14 +11,13 @@ count it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from attrs import evolve, frozen
 
 from attnplug.batching import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
 from attnplug.contract import torch_dtype
-from attnplug.errors import NotNegotiatedError
 from attnplug.ops import merge_attention_states, quantize
 from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Call, Terms
@@ -47,8 +46,8 @@ class Sharded:
     Attributes:
         num_tokens: Rows of the step, from the first one on.
         new: Of the new tokens.
-        context: Of this rank's share of the cached tokens; None where no request has any, on no rank.
-        holds_context: Whether this rank holds any of them; it takes part in the exchange in any case.
+        context: Of the cached tokens that this rank holds; None where it holds none.
+        has_context: Whether any rank holds some. All ranks know it alike, and exchange then, also those that hold none.
         ranks: Who they are.
         in_order: Whether sums over ranks may not depend on what else is in the step.
     """
@@ -56,7 +55,7 @@ class Sharded:
     num_tokens: int
     new: Call
     context: Call | None
-    holds_context: bool
+    has_context: bool
     ranks: Ranks
     in_order: bool
 
@@ -84,40 +83,43 @@ def passes(builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: 
         causal=batch.causal,
         num_splits=num_splits,
     )
-    longest = _longest_context(builder, batch, slot)
-    context = None if longest is None else _context(builder, batch, new, longest, slot)
+    cached, held = _counted(builder, batch)
+    is_known = held is not None and slot is None  # what a graph runs serves all lengths to come
+    longest = int(held.amax()) if held is not None and is_known else _bound(builder, batch)
     return Sharded(
         num_tokens=batch.num_actual_tokens,
         new=new,
-        context=context,
-        holds_context=bool(longest),
+        context=_context(builder, batch, new, longest, slot) if longest else None,
+        has_context=not is_known or cached > 0,
         ranks=ranks,
         in_order=builder.batch_invariant,
     )
 
 
-def _longest_context(builder: MetadataBuilder, batch: Batch, slot: GraphSlot | None) -> int | None:
-    """Return a bound of the cached tokens that this rank holds of a request; None where there is none on any rank."""
-    parallel, lens, table = builder.parallel, batch.seq_lens_cpu, batch.block_table
+def _counted(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None]:
+    """Return the most cached tokens of a request, and what this rank holds of each request's; None if not known."""
+    lens, starts = batch.seq_lens_cpu, batch.query_start_loc_cpu
+    if builder.agreement.requirements.host_lengths != "exact" or lens is None or starts is None:
+        return 0, None
+    check_share(batch, builder.parallel, builder.agreement.block_size or 1)
+    cached = (lens - starts.diff()).clamp_(min=0)
+    return int(cached.amax()), local_lens(cached, builder.parallel)
+
+
+def _bound(builder: MetadataBuilder, batch: Batch) -> int:
+    """Return at least what this rank holds of any request."""
+    parallel, table = builder.parallel, batch.block_table
     assert table is not None  # noqa: S101 - sequences that are spread are paged
-    size = builder.agreement.block_size or 1
-    if builder.agreement.requirements.host_lengths == "exact" and lens is not None:
-        check_share(batch, parallel, size)
-        if slot is None and batch.query_start_loc_cpu is not None:
-            computed = lens - batch.query_start_loc_cpu.diff()
-            if not bool((computed > 0).any()):  # all ranks have the same lengths, and come to the same conclusion
-                return None
-            return int(local_lens(computed.clamp(min=0), parallel).amax())
     bound = max_local_tokens_per_dcp_rank(batch.max_seq_len, parallel.dcp_size, parallel.dcp_interleave)
-    return min(bound, table.shape[1] * size)
+    return min(bound, table.shape[1] * (builder.agreement.block_size or 1))
 
 
 def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, slot: GraphSlot | None) -> Call:
-    computed = (batch.seq_lens - batch.query_start_loc.diff()).clamp(min=0)
+    cached = (batch.seq_lens - batch.query_start_loc.diff()).clamp_(min=0)
     return evolve(
         new,
         cu_seqlens_k=None,
-        seqused_k=builder.keep(slot, "context", local_lens(computed, builder.parallel)),
+        seqused_k=builder.keep(slot, "context", local_lens(cached, builder.parallel)),
         max_seqlen_k=longest,
         block_table=batch.block_table,
         causal=False,
@@ -147,26 +149,16 @@ def attend(
         lse: ``(tokens, q_heads)`` float32, or None.
         run: Attends the keys of one call.
         terms: The layer's.
-
-    Raises:
-        NotNegotiatedError: There are no K/V for the new tokens.
     """
     rows = slice(plan.num_tokens)
-    key, value = new
-    if key is None or value is None:
-        raise NotNegotiatedError(
-            "no key and value were given to a layer whose sequences are spread over ranks",
-            "the new tokens are attended as they come with the call: no rank has all of them in its cache",
-            "give K/V to each layer, or select with dcp_size=1",
-        )
     query, output, lse = query[rows], output[rows], None if lse is None else lse[rows]
-    key, value = key[rows], value[rows]
-    if plan.context is None:
+    key, value = (cast("Tensor", each)[rows] for each in new)  # no layer shares a cache here: all bring theirs
+    if not plan.has_context:
         run(query, key, value, output, plan.new, terms, lse)
         return
     out, sums = torch.empty_like(output), _sums_of(query)
     run(query, key, value, out, plan.new, terms, sums)
-    cached = _attend_context(plan, plan.context, query, pages, out, key.shape[1], run, terms)
+    cached = _attend_context(plan, query, pages, out, key.shape[1], run, terms)
     merged, total = merge_attention_states(*cached, out, sums, sink_in_b=terms.sinks is not None)
     output.copy_(merged)
     if lse is not None:
@@ -174,22 +166,15 @@ def attend(
 
 
 def _attend_context(
-    plan: Sharded,
-    call: Call,
-    query: Tensor,
-    pages: tuple[Any, Any],
-    like: Tensor,
-    kv_heads: int,
-    run: Run,
-    terms: Terms,
+    plan: Sharded, query: Tensor, pages: tuple[Any, Any], like: Tensor, kv_heads: int, run: Run, terms: Terms
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's heads over the cached tokens of all ranks: float32, and its LSE."""
     every = together(plan.ranks.all_gather(query), kv_heads)
     out, sums = like.new_empty((*every.shape[:2], like.shape[2])), _sums_of(every)
-    if plan.holds_context:
-        run(every, *pages, out, call, terms if terms.sinks is None else evolve(terms, sinks=None), sums)
-    else:
+    if plan.context is None:
         sums.fill_(-torch.inf)
+    else:
+        run(every, *pages, out, plan.context, terms if terms.sinks is None else evolve(terms, sinks=None), sums)
     return combine(out, sums, plan.ranks, kv_heads, in_order=plan.in_order)
 
 
@@ -207,7 +192,7 @@ def combine(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, *, in_order: 
     total = ranks.all_gather(lse).logsumexp(0)
     weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp().unsqueeze(-1)
     # Where there are no keys out may be anything, NaN included, and 0 * NaN is NaN: it is replaced, not scaled.
-    share = torch.where(weight > 0, out.float() * weight, 0.0)
+    share = torch.where(weight > 0, out * weight, 0.0)
     mine = ranks.reduce_scatter(apart(share, ranks.size, kv_heads).contiguous(), in_order=in_order)
     return mine, apart(total, ranks.size, kv_heads)[ranks.rank]
 
