@@ -1,50 +1,16 @@
-"""The op libraries in vLLM's wheel, found by the files of its distribution. vLLM itself is never imported."""
+"""The op libraries in vLLM's wheel, loaded. vLLM itself is never imported."""
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnplug.errors import PluginLoadError
+from attnplug_flash_attn.op_files import ARGUMENTS, DISTRIBUTION, FOLDER, find
 
-DISTRIBUTION: Final = "vllm"
-FOLDER: Final = "vllm/vllm_flash_attn"
-
-ARGUMENTS: Final = {
-    "_vllm_fa2_C": {
-        "varlen_fwd": (
-            "q k v out cu_seqlens_q cu_seqlens_k seqused_k leftpad_k block_table alibi_slopes max_seqlen_q "
-            "max_seqlen_k p_dropout softmax_scale zero_tensors is_causal window_size_left window_size_right softcap "
-            "return_softmax num_splits gen"
-        ),
-    },
-    "_vllm_fa3_C": {
-        "fwd": (
-            "q k v k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q "
-            "max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale "
-            "v_descale softmax_scale is_causal window_size_left window_size_right softcap is_rotary_interleaved "
-            "scheduler_metadata num_splits pack_gqa sm_margin s_aux cp_world_size cp_rank cp_tot_seqused_k"
-        ),
-        "get_scheduler_metadata": (
-            "batch_size max_seqlen_q max_seqlen_k num_heads num_heads_k headdim headdim_v qkv_dtype seqused_k "
-            "cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q leftpad_k page_size max_seqlen_k_new is_causal "
-            "window_size_left window_size_right has_softcap num_splits pack_gqa sm_margin"
-        ),
-    },
-}
-"""The ops that the adapters call, by library, and the names of their arguments: they are passed by position."""
-
-
-def find(library: str) -> Path | None:
-    """Return the file of an op library, or None where vLLM is not installed or its wheel has no such file."""
-    try:
-        folder = Path(str(distribution(DISTRIBUTION).locate_file(FOLDER)))
-    except PackageNotFoundError:
-        return None
-    return next(iter(sorted(folder.glob(f"{library}*.so"))), None)
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def load(library: str) -> Any:

@@ -1,0 +1,89 @@
+"""
+The op libraries inside a vLLM wheel: where they lie, and which ops they declare. Nothing is loaded to find out.
+
+A library registers its ops by texts, ``varlen_fwd(Tensor! q, Tensor k, ...) -> Tensor[]``; its file has them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+DISTRIBUTION: Final = "vllm"
+FOLDER: Final = "vllm/vllm_flash_attn"
+LIBRARIES: Final = {"fa2_vllm": "_vllm_fa2_C", "fa3_vllm": "_vllm_fa3_C"}
+"""The library of each variant: its namespace below ``torch.ops``, with which the name of its file begins."""
+
+ARGUMENTS: Final = {
+    "_vllm_fa2_C": {
+        "varlen_fwd": (
+            "q k v out cu_seqlens_q cu_seqlens_k seqused_k leftpad_k block_table alibi_slopes max_seqlen_q "
+            "max_seqlen_k p_dropout softmax_scale zero_tensors is_causal window_size_left window_size_right softcap "
+            "return_softmax num_splits gen"
+        ),
+    },
+    "_vllm_fa3_C": {
+        "fwd": (
+            "q k v k_new v_new q_v out cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q seqused_k max_seqlen_q "
+            "max_seqlen_k page_table kv_batch_idx leftpad_k rotary_cos rotary_sin seqlens_rotary q_descale k_descale "
+            "v_descale softmax_scale is_causal window_size_left window_size_right softcap is_rotary_interleaved "
+            "scheduler_metadata num_splits pack_gqa sm_margin s_aux cp_world_size cp_rank cp_tot_seqused_k"
+        ),
+        "get_scheduler_metadata": (
+            "batch_size max_seqlen_q max_seqlen_k num_heads num_heads_k headdim headdim_v qkv_dtype seqused_k "
+            "cu_seqlens_q cu_seqlens_k cu_seqlens_k_new seqused_q leftpad_k page_size max_seqlen_k_new is_causal "
+            "window_size_left window_size_right has_softcap num_splits pack_gqa sm_margin"
+        ),
+    },
+}
+"""The ops that are called, by library, and the names of their arguments: they are passed by position."""
+
+_LONGEST: Final = 4096  # characters of a declaration
+_NAME: Final = re.compile(r"\w+(?=\s*(?:=.*)?$)")
+
+
+def find(library: str) -> Path | None:
+    """Return the file of an op library; None where vLLM is not installed, or has none."""
+    for folder in _folders():
+        found = sorted(folder.glob(f"{library}*.so"))
+        if found:
+            return found[0]
+    return None
+
+
+def changed_ops(library: str, file: Path) -> list[str]:
+    """Return the ops that a file does not declare, or declares with other arguments."""
+    wanted = ARGUMENTS[library]
+    if not file.stat().st_size:  # nothing to map
+        return list(wanted)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return [op for op, names in wanted.items() if names.split() not in _declared(data, op)]
+
+
+def _folders() -> Iterator[Path]:
+    """Yield where the distribution lies, then where its package is: another place for a checkout."""
+    try:
+        yield Path(str(distribution(DISTRIBUTION).locate_file(FOLDER)))
+    except PackageNotFoundError:
+        return
+    spec = find_spec(DISTRIBUTION)
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        yield Path(place).parent / FOLDER
+
+
+def _declared(data: mmap.mmap, op: str) -> list[list[str]]:
+    """Return the names of the arguments of each declaration of an op."""
+    found, mark, at = [], f"\0{op}(".encode(), -1
+    while (at := data.find(mark, at + 1)) >= 0:
+        text = data[at + len(mark) : at + len(mark) + _LONGEST].partition(b"\0")[0].decode("ascii", "replace")
+        arguments, closed, _ = text.partition(") -> ")
+        if closed:
+            found.append([name[0] for part in arguments.split(",") if (name := _NAME.search(part.strip()))])
+    return found
