@@ -140,7 +140,7 @@ class Fa2Vllm(Calls):
         del schedule
         where = (rows.query_starts, torch.zeros_like(rows.query_starts), rows.keys, None, rows.table, None)
         how = (rows.max_query, rows.max_keys, 0.0, rows.scale, False, True, -1, -1, 0.0, False, 0, None)
-        return partial(torch.ops._vllm_fa2_C.varlen_fwd, query, key, value, out, *where, *how)  # noqa: SLF001 - the op's name
+        return partial(torch.ops._vllm_fa2_C.varlen_fwd.default, query, key, value, out, *where, *how)  # noqa: SLF001 - the op's name
 
 
 class Fa3(Calls):
@@ -186,7 +186,7 @@ class Fa3Vllm(Calls):
         """Divide the work."""
         sizes = (rows.num_q_heads, rows.num_kv_heads, rows.head_size, rows.head_size, rows.dtype)
         lengths = (rows.keys, rows.query_starts, None, None, None, None, rows.block_size, 0)
-        schedule = torch.ops._vllm_fa3_C.get_scheduler_metadata  # noqa: SLF001 - the op's name
+        schedule = torch.ops._vllm_fa3_C.get_scheduler_metadata.default  # noqa: SLF001 - the op's name
         how = (True, -1, -1, False, 0, None, 0)
         found: Tensor = schedule(len(rows.keys), rows.max_query, rows.max_keys, *sizes, *lengths, *how)
         return found
@@ -198,7 +198,7 @@ class Fa3Vllm(Calls):
         none = (None,) * 3
         lengths = (rows.query_starts, *none, rows.keys, rows.max_query, rows.max_keys, rows.table)
         how = (rows.scale, True, -1, -1, 0.0, True, schedule, 0, None, 0, None, 1, 0, None)
-        fwd = torch.ops._vllm_fa3_C.fwd  # noqa: SLF001 - the op's name
+        fwd = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001 - the op's name
         # key_new, value_new, query_value; batch indices, padding, rotary embedding (3); descales
         return partial(fwd, query, key, value, *none, out, *lengths, None, None, *none, *none, *how)
 
@@ -237,7 +237,7 @@ class Torch(Calls):
         del out, schedule
         lengths = (rows.query_starts, rows.key_starts, rows.max_query, rows.max_keys)
         how = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": rows.scale}
-        attend: Any = partial(torch.ops.aten._flash_attention_forward, query)  # noqa: SLF001 - the op's name
+        attend: Any = partial(torch.ops.aten._flash_attention_forward.default, query)  # noqa: SLF001 - the op's name
         if not rows.past:
             return lambda: attend(key, value, *lengths, **how)[0]
         pages = tuple(cache.flatten(0, 1) for cache in (key, value))
