@@ -43,12 +43,12 @@ class Fa2Vllm(Kernels):
             call.max_seqlen_k,
             0.0,  # p_dropout
             terms.softmax_scale,
-            False,  # zero_tensors
+            False,  # noqa: FBT003 - zero_tensors
             call.causal,
             left,
             right,
             terms.softcap,
-            False,  # return_softmax
+            False,  # noqa: FBT003 - return_softmax
             min(call.num_splits, 1),  # of more than one it knows what calls of one row per request have, and no bound
             None,  # gen
         )

@@ -58,7 +58,7 @@ class Fa3Vllm(Kernels):
             call.causal,
             *terms.window,
             terms.softcap,
-            True,  # is_rotary_interleaved
+            True,  # noqa: FBT003 - is_rotary_interleaved
             call.scheduler_metadata,
             call.num_splits,
             None,  # pack_gqa

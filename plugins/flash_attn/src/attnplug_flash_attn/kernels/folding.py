@@ -26,9 +26,11 @@ def window_of(call: Call, terms: Terms, *, return_lse: bool) -> tuple[int, int]:
     """
     Return ``window_size`` for a call.
 
-    With ALiBi and a causal mask alone the kernels leave out what is the same for all keys of a row: outputs do not
-    notice, an LSE does. A window of all keys makes them count the distance.
+    With ALiBi and nothing but a causal mask the kernels leave out what is the same for all keys of a row: outputs do
+    not notice, an LSE does. They take a window that holds all keys for none. One that holds all but the first makes
+    them count distances, and the only row that could see that many keys sees one more, its own.
     """
-    if return_lse and terms.alibi_slopes is not None and call.causal and terms.window[0] < 0:
-        return max(call.max_seqlen_k - 1, 0), 0
-    return terms.window
+    left, right = terms.window
+    if not return_lse or terms.alibi_slopes is None or (right != 0 and not call.causal) or 0 <= left < call.max_seqlen_k:
+        return left, right
+    return max(call.max_seqlen_k - 1, 0), 0

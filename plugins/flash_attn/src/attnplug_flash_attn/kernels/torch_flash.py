@@ -36,7 +36,7 @@ class TorchFlash(Kernels):
             call.max_seqlen_k,
             0.0,  # dropout_p
             call.causal,
-            False,  # return_debug_mask
+            False,  # noqa: FBT003 - return_debug_mask
             scale=terms.softmax_scale,
             window_size_left=terms.window[0],
             window_size_right=terms.window[1],
