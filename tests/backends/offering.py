@@ -16,6 +16,7 @@ from attnplug.selection import state
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
+    from tests.backends.rounding import Verdict
 
 
 @frozen
@@ -42,6 +43,34 @@ class Plugin:
             attnplug.register(f"{self.package}.plugin", manifest=manifest)
         except DuplicateBackendError:  # it is installed
             assert self.name in {plugin.name for plugin in state.registry().plugins}
+
+    def fixture(self) -> Any:
+        """Return a fixture, for a module's name `load_real`: what `load` is, with the plugin offered."""
+
+        @pytest.fixture
+        def load_real(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Backend]:
+            self.offer(monkeypatch)
+            return self.load
+
+        return load_real
+
+    def judge_fixture(self) -> Any:
+        """Return a fixture, for a module's name `judge`: a `Judge` of models generated through a variant."""
+        from tests.backends.judging import Judge  # noqa: PLC0415 - the engine, which other tests do without
+        from tests.backends.rounding import Recorder  # noqa: PLC0415 - as above
+
+        @pytest.fixture
+        def judge(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Verdict]:
+            self.offer(monkeypatch)
+            judged = Judge(Recorder.listening(monkeypatch))
+
+            def judge(name: str, variant: str, *, graphs: bool) -> Verdict:
+                self.check_here(variant)
+                return judged(name, f"{self.name}/{variant}", graphs=graphs)
+
+            return judge
+
+        return judge
 
     def check_here(self, variant: str) -> None:
         """Skip the test where a variant's library or its GPU is not here."""

@@ -29,7 +29,12 @@ class Setting:
         layers: The layers; one plain layer by default.
         variant: The variant; None is what `load` takes by itself.
         asked: Requirements beyond those of MODEL.
+
+    Attributes:
+        limits: Of the state.
     """
+
+    limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128)
 
     def __init__(
         self,
@@ -40,7 +45,7 @@ class Setting:
     ) -> None:
         self.backend = load(Requirements(**{**MODEL, **asked}), *([variant] if variant else []))
         self.impls = [self.backend.make_impl(layer) for layer in layers]
-        self.state = self.backend.make_state(Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128))
+        self.state = self.backend.make_state(self.limits)
         self.builder = self.backend.make_builder(self.impls, self.state)
 
     def batch(

@@ -17,7 +17,7 @@ from tests.backends.setting import Setting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract import Backend
+    from attnplug.contract import Backend, GraphSlot
     from attnplug.testing import Case
 
     Load = Callable[..., Backend]
@@ -45,12 +45,14 @@ def check_graphs_of_several_sizes(load: Load, variant: str, *, decode_query_len:
 
 
 def check_that_no_build_waits(load: Load, variant: str, *, decode_query_len: int = 1, **asked: Any) -> None:
-    """Build mixed and decoding steps, eager and into a slot, while the device is busy: nothing waits for it."""
+    """
+    Build mixed and decoding steps while the device is busy: nothing waits for it.
+
+    Those that decode are built into a slot as well, unless ``cudagraph="never"`` is asked for.
+    """
     setting = Graphs(load, variant, decode_query_len=decode_query_len, **asked)
     mixed, decodes = setting.batch([1, 1, 20], [9, 100, 33]), setting.batch([decode_query_len] * 2, [100, 33])
-    with setting.state.graph_capture(4):
-        slot = setting.state.slot(GraphKey(4, 4 * decode_query_len, decode_query_len, 128))
-        setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
+    slot = None if asked.get("cudagraph") == "never" else _used_slot(setting, decode_query_len)
     kept = [setting.builder.build(again(mixed)) for _ in range(3)]  # compiles, and makes what is kept
     kept.append(setting.builder.build(again(decodes)))
     torch.cuda._sleep(LONG)
@@ -59,9 +61,32 @@ def check_that_no_build_waits(load: Load, variant: str, *, decode_query_len: int
             metadata = setting.builder.build(again(batch))
             setting.builder.update_block_table(metadata, batch.block_table, batch.slot_mapping)
             setting.builder.advance_step(metadata, prefills_to_decodes=True)
+        if slot is None:
+            return
         setting.builder.build(again(decodes), slot=slot)
         if decode_query_len == 1:
             setting.builder.advance_step(setting.builder.build(again(decodes), slot=slot))
+
+
+def _used_slot(setting: Graphs, query_len: int) -> GraphSlot:
+    with setting.state.graph_capture(4):
+        slot = setting.state.slot(GraphKey(4, 4 * query_len, query_len, 128))
+        setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
+    return slot
+
+
+def check_that_no_forward_waits(load: Load, variant: str, **asked: Any) -> None:
+    """Run mixed and decoding steps while the device is busy: nothing waits for it."""
+    setting = Graphs(load, variant, **{"cudagraph": "never", **asked})
+    heads = (setting.impls[0].num_q_heads, *(setting.impls[0].num_kv_heads,) * 2)
+    batches = [setting.batch([1, 1, 20], [9, 100, 33]), setting.batch([1, 1], [100, 33])]
+    rows = [[setting.rows(batch.num_actual_tokens, number) for number in heads] for batch in batches]
+    first = [setting.eagerly(again(batch), found) for batch, found in zip(batches, rows, strict=True)]  # compiles
+    torch.cuda._sleep(LONG)
+    with nothing_waits():
+        second = [setting.eagerly(again(batch), found) for batch, found in zip(batches, rows, strict=True)]
+    for outputs in zip(first[-1], second[-1], strict=True):
+        torch.testing.assert_close(*outputs)
 
 
 def check_that_no_cascade_waits(load: Load, variant: str, **asked: Any) -> None:

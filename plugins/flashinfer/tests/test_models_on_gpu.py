@@ -5,31 +5,19 @@ from __future__ import annotations
 import pytest
 
 from plugins.flashinfer.tests.real import FLASHINFER
-from tests.backends.judging import Judge, check_right, forget_models
+from tests.backends.judging import check_right, forget_models
 from tests.backends.models import NAMES
-from tests.backends.rounding import Recorder, Verdict
 from tests.backends.wrong import WRONG
 
 pytestmark = pytest.mark.gpu
+
+judge = FLASHINFER.judge_fixture()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgotten():
     yield
     forget_models()
-
-
-@pytest.fixture
-def judge(monkeypatch):
-    """Return what generates with a model through a variant, and says how that compares with the model alone."""
-    FLASHINFER.offer(monkeypatch)
-    judged = Judge(Recorder.listening(monkeypatch))
-
-    def judge(name: str, variant: str, *, graphs: bool) -> Verdict:
-        FLASHINFER.check_here(variant)
-        return judged(name, f"flashinfer/{variant}", graphs=graphs)
-
-    return judge
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])

@@ -1,0 +1,65 @@
+"""The plugin on the kernel libraries themselves, and which of them have what."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from attrs import evolve
+
+from tests.backends.offering import Plugin
+
+if TYPE_CHECKING:
+    from attnplug.testing import Case
+
+VARIANTS: Final = ("fa3_vllm", "fa4", "fa3", "fa2", "fa2_vllm", "torch")
+SINKS: Final = ("fa3_vllm", "fa4")
+ALIBI: Final = ("fa2", "fa2_vllm")
+FP8: Final = ("fa3_vllm", "fa3")
+SOFT_CAP: Final = tuple(variant for variant in VARIANTS if variant != "torch")
+GRAPHS: Final = SOFT_CAP
+GRAPHS_OF_ALL_STEPS: Final = ("fa3_vllm", "fa3")
+BATCH_INVARIANT: Final = ("fa3_vllm", "fa4", "fa3", "fa2_vllm")
+
+_DISTRIBUTIONS: Final = {"fa4": "flash-attn-4", "fa2": "flash-attn"}
+_OP_LIBRARIES: Final = {"fa3_vllm": "_vllm_fa3_C", "fa2_vllm": "_vllm_fa2_C"}
+_MAJORS: Final = {"fa3_vllm": (9,), "fa3": (9,), "fa4": (9, 10, 11)}
+
+
+def lacking(variant: str) -> str | None:
+    """Return what a variant needs and is not here."""
+    if not _is_installed(variant):
+        return f"the library of {variant} is not installed"
+    major = torch.cuda.get_device_capability()[0]
+    if major not in _MAJORS.get(variant, range(8, 100)):
+        return f"{variant} has no kernels for compute capability {major}.x"
+    return None
+
+
+def _is_installed(variant: str) -> bool:
+    if variant in _OP_LIBRARIES:
+        folders = (Path(path, "vllm", "vllm_flash_attn") for path in sys.path)
+        return any(True for folder in folders for _ in folder.glob(f"{_OP_LIBRARIES[variant]}.*"))
+    if variant == "fa3":
+        return find_spec("flash_attn_interface") is not None
+    try:
+        return variant == "torch" or bool(version(_DISTRIBUTIONS[variant]))
+    except PackageNotFoundError:
+        return False
+
+
+FLASH_ATTN: Final = Plugin("flash_attn", "attnplug_flash_attn", lacking)
+
+
+def block_of(variant: str) -> int:
+    """Return the least number of slots in a block that a variant's library reads."""
+    return 256 if variant == "fa2" else 16
+
+
+def fit(case: Case, variant: str, **changes: Any) -> Case:
+    """Return a case in blocks that a variant's library reads."""
+    return evolve(case, **{"block_size": block_of(variant), **changes})

@@ -1,0 +1,265 @@
+"""
+What the kernel libraries get wrong when they are asked in the wrong way, on a GPU, and held against the oracle.
+
+The kit asks for every declared value as well. Here is what it cannot know: which kernels there are, where they change
+over, and what has been wrong in one of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from attnplug.contract import GraphKey, Limits
+from attnplug.testing import Case, check, realise
+from plugins.flash_attn.tests.real import (
+    ALIBI,
+    BATCH_INVARIANT,
+    FLASH_ATTN,
+    FP8,
+    SINKS,
+    SOFT_CAP,
+    VARIANTS,
+    block_of,
+    fit,
+)
+from tests.backends import traps
+from tests.backends.setting import Setting
+
+pytestmark = pytest.mark.gpu
+
+MIXED = Case(query_lens=(1, 1, 1, 40), context_lens=(300, 0, 17, 5), num_q_heads=8, head_size=128, dtype="bfloat16")
+DECODES = evolve(MIXED, query_lens=(1, 1, 1), context_lens=(300, 0, 17))
+STEPS = pytest.mark.parametrize("step", [MIXED, DECODES], ids=["mixed", "decodes"])
+
+load_real = FLASH_ATTN.fixture()
+
+
+# -- pages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("factor", [1, 2, 3, 8])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_pages_of_every_size_are_read_in_both_layouts(load_real, variant, factor, layout) -> None:
+    """Slots that nobody has written hold NaN: a kernel that reads whole pages or tiles multiplies them by 0."""
+    case = fit(MIXED, variant, block_size=factor * block_of(variant))
+
+    check(load_real(case.requirements(return_lse=True, kv_layout=layout), variant), realise(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("group", [1, 4, 5, 16])
+@pytest.mark.parametrize("head_size", [64, 96, 256])
+def test_heads_of_other_sizes_and_groups(load_real, variant, group, head_size) -> None:
+    case = fit(MIXED, variant, num_q_heads=2 * group, head_size=head_size)
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("lens", [((1,), (5000,)), ((1,) * 3, (5000, 3, 700)), ((30,), (2500,)), ((2, 600), (40, 900))])
+def test_keys_by_far_more_than_queries_are_all_read(load_real, variant, lens) -> None:
+    """Long contexts are split; the longest keys of a prompt's chunk are its context's, not the chunk's."""
+    case = fit(MIXED, variant, query_lens=lens[0], context_lens=lens[1])
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+# -- windows, soft caps, ALiBi, sinks ------------------------------------------------------------------------------
+
+
+@STEPS
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("window", [1, 9, 128])
+def test_windows(load_real, variant, step, window) -> None:
+    """One library wants None where the others take -1 for no bound."""
+    case = fit(step, variant, sliding_window=window)
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_windows_of_encoders_reach_to_both_sides(load_real, variant) -> None:
+    case = fit(MIXED, variant, query_lens=(40, 1, 300), context_lens=(0,) * 3, attn_type="encoder_only", causal=False)
+    case = evolve(case, sliding_window=9)
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+@STEPS
+@pytest.mark.parametrize("variant", SOFT_CAP)
+def test_soft_caps(load_real, variant, step) -> None:
+    for window in (None, 9):
+        case = fit(step, variant, logits_soft_cap=2.0, gain=4.0, sliding_window=window)
+        check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+@STEPS
+@pytest.mark.parametrize("variant", ALIBI)
+def test_alibi(load_real, variant, step) -> None:
+    for window in (None, 9):
+        case = fit(step, variant, alibi="linear", sliding_window=window)
+        check(load_real(case.requirements(), variant), realise(case))
+
+
+@STEPS
+@pytest.mark.parametrize("variant", SINKS)
+@pytest.mark.parametrize("head_size", [64, 128])
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks_count(load_real, variant, step, head_size, window) -> None:
+    case = fit(step, variant, sinks=True, head_size=head_size, sliding_window=window)
+    backend, scene = load_real(case.requirements(return_lse=True), variant), realise(case)
+    outputs = [check(backend, evolve(scene, sinks=sinks)).output for sinks in (scene.sinks, scene.sinks + 3.0)]
+
+    assert not torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("variant", SINKS)
+def test_sinks_count_for_64_heads(load_real, variant) -> None:
+    case = fit(MIXED, variant, sinks=True, num_q_heads=64, num_kv_heads=8, head_size=64)
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+# -- logarithms of sums --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_lse_of_a_single_key_is_its_score(load_real, variant) -> None:
+    traps.check_the_lse_of_a_single_key(load_real, variant, fit(MIXED, variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
+def test_each_head_and_row_has_its_own_lse(load_real, variant, num_kv_heads) -> None:
+    """Where heads are folded into rows a library may return them in an order that its shape does not tell."""
+    case = fit(DECODES, variant, query_lens=(1,) * 5, context_lens=(300, 0, 17, 64, 200), num_kv_heads=num_kv_heads)
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+# -- 8-bit caches --------------------------------------------------------------------------------------------------
+
+
+@STEPS
+@pytest.mark.parametrize("variant", FP8)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("per_head", [False, True], ids=["per layer", "per head"])
+def test_8_bit_caches_are_read_with_their_scales(load_real, variant, step, layout, per_head) -> None:
+    scales = {"k_scale": 0.25, "v_scale": 3.0, "per_head_scales": per_head}
+    case = fit(step, variant, kv_cache_dtype="fp8_e4m3", **scales)
+    backend = load_real(case.requirements(return_lse=True, kv_layout=layout), variant)
+
+    check(backend, realise(case))
+    check(backend, realise(case), host_writes=True)
+
+
+@pytest.mark.parametrize("variant", FP8)
+def test_8_bit_caches_beside_windows_and_soft_caps(load_real, variant) -> None:
+    for asked in ({"sliding_window": 9}, {"logits_soft_cap": 5.0}, {"head_size": 64, "num_q_heads": 32}):
+        case = fit(MIXED, variant, kv_cache_dtype="fp8_e4m3", k_scale=0.25, v_scale=3.0, **asked)
+        check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+def test_8_bit_caches_beside_sinks(load_real) -> None:
+    case = evolve(MIXED, kv_cache_dtype="fp8_e4m3", k_scale=0.5, v_scale=2.0, sinks=True, head_size=64)
+
+    check(load_real(case.requirements(return_lse=True), "fa3_vllm"), realise(case))
+
+
+# -- kinds of requests ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("query_lens", [(4, 4, 4), (4, 2, 1), (1, 4, 4)])
+def test_every_row_of_a_decode_is_written(load_real, variant, query_lens) -> None:
+    case = fit(MIXED, variant, query_lens=query_lens, context_lens=(300, 0, 17), decode_query_len=4)
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(evolve(case, num_padding_tokens=3)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_keys_of_an_encoder_are_read_from_the_cache_after_the_first_step(load_real, variant) -> None:
+    case = fit(MIXED, variant, query_lens=(1, 1, 7), context_lens=(5, 30, 0), attn_type="encoder_decoder", causal=False)
+    case = evolve(case, encoder_lens=(40, 3, 90))
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_keys_of_another_layer_are_read(load_real, variant) -> None:
+    case = fit(MIXED, variant, kv_sharing=True)
+
+    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
+    traps.check_padded_requests_anywhere(load_real, variant, fit(MIXED, variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_dense_calls_and_profiling_runs(load_real, variant) -> None:
+    traps.check_dense_calls(load_real, variant, fit(MIXED, variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, variant) -> None:
+    traps.check_an_output_that_is_not_contiguous(load_real, variant, block_size=block_of(variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_groups_with_different_windows_share_a_state(load_real, variant) -> None:
+    """Each has schedules of its own, where there are schedules."""
+    traps.check_groups_that_share_a_state(load_real, variant, fit(MIXED, variant))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("asked", [{}, {"cascade": True, "return_lse": True}, {"decode_query_len": 3}], ids=str)
+def test_warm_up_runs(load_real, variant, asked) -> None:
+    load_real(fit(MIXED, variant).requirements(**asked), variant).warmup([GraphKey(4, 4, 1)])
+
+
+# -- what does not depend on the batch -----------------------------------------------------------------------------
+
+LENGTHS = (4096, 3000, 3, 4096, 2048, 17, 4000, 1)
+
+
+class Long(Setting):
+    """Room for a batch of LENGTHS."""
+
+    limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=4096)
+
+
+@pytest.mark.parametrize("variant", BATCH_INVARIANT)
+def test_a_request_has_the_same_bits_in_every_batch(load_real, variant) -> None:
+    assert _bits_that_differ(Long(load_real, variant=variant, head_size=128, batch_invariant=True)) == 0
+
+
+def test_a_request_has_other_bits_where_keys_are_split_as_the_library_likes(load_real) -> None:
+    """Otherwise the test before this one would show nothing."""
+    assert _bits_that_differ(Long(load_real, variant="fa3_vllm", head_size=128)) > 0
+
+
+def _bits_that_differ(setting: Setting) -> int:
+    """Return how many requests have other bits alone than together."""
+    rows = [torch.randn(8, heads, 128, device="cuda").bfloat16() for heads in (4, 2, 2)]
+    cache = setting.backend.make_cache(1 + 8 * 256)
+    cache.copy_(torch.randn(cache.shape, device="cuda"))
+    together = _forward(setting, cache, setting.batch([1] * 8, LENGTHS), rows)
+    first, differing = 1, 0
+    for request, length in enumerate(LENGTHS):
+        alone = setting.batch([1], [length], first_block=first)
+        found = _forward(setting, cache, alone, [row[request : request + 1] for row in rows])
+        differing += not torch.equal(found[0], together[request])
+        first += -(-length // setting.backend.agreement.block_size)
+    return differing
+
+
+def _forward(setting, cache, batch, rows):
+    impl = setting.impls[0]
+    output = rows[0].new_empty(batch.num_actual_tokens, impl.output_width)
+    impl.forward(*rows, cache, setting.builder.build(batch), output)
+    return output
