@@ -66,7 +66,7 @@ tables: $(READY) ## regenerate the reference pages that are made from manifests
 bench: $(READY) ## the time budgets, measured here
 	@$(BIN)/attnplug bench
 
-# Tests of a plugin on the GPU need its kernel library in .venv too: .venv/bin/pip install 'flashinfer-python>=0.6.8,<0.7.3'
+# Tests of a plugin on the GPU need its kernel library in .venv too: .venv/bin/pip install 'flashinfer-python>=0.6.8,<0.7.3' 'flash-attn-4>=4.0.0b11,<4.1'
 test-gpu: $(READY) ## the tests of core and plugins that need an NVIDIA GPU; writes a report under docs/reference/evidence
 	@$(BIN)/python -m pytest -m gpu --gpu-report=$(REPORT) $(PYTEST_ARGS)
 
