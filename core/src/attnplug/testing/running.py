@@ -56,7 +56,8 @@ def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:
         host_writes: Whether the new K/V go into the cache through `write_kv`, apart from forward.
     """
     device = backend.device
-    layer = scene.layer(device=device, cache_write="host" if host_writes else None)
+    writer, scales = "host" if host_writes else None, backend.impl_class.static_scales
+    layer = scene.layer(device=device, cache_write=writer, scales=scales)
     impl = backend.make_impl(layer)
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     asked = backend.agreement.requirements

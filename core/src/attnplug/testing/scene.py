@@ -17,15 +17,18 @@ from attnplug.ops.pages import key_and_value_pages
 from attnplug.testing.block_table import shuffled_blocks
 from attnplug.testing.cases import Case
 from attnplug.testing.oracle import Attended, attend
-from attnplug.testing.rounding import Rounding
+from attnplug.testing.rounding import Rounding, nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from attnplug.contract.backend import Backend
 
 CANARY: Final = 12288.0
 """What outputs hold before a call: exact in every dtype, and far from any attention output."""
+
+_QUERY_SCALE: Final = 0.5
+"""Of queries that a backend quantizes: they are numbers of the cache's dtype already, and this loses no bit of one."""
 
 _SHAPING: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "dtype", "kv_cache_dtype")
 
@@ -139,8 +142,22 @@ class Scene:
             custom_mask=None if self.masks is None else self.masks[request],
         )
 
-    def layer(self, name: str = "layer", device: torch.device | str = "cpu", cache_write: str | None = None) -> Layer:
-        """Return the layer, with everything that the case's requirements leave to it."""
+    def layer(
+        self,
+        name: str = "layer",
+        device: torch.device | str = "cpu",
+        cache_write: str | None = None,
+        scales: Collection[str] = "kv",
+    ) -> Layer:
+        """
+        Return the layer, with everything that the case's requirements leave to it.
+
+        Args:
+            name: Its name.
+            device: Where its tensors go.
+            cache_write: As of `Layer`.
+            scales: The scales that a quantized cache has here, as `AttentionImpl.static_scales` says.
+        """
         sinks = None if self.sinks is None else self.sinks.to(device)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(device)
         return Layer(
@@ -150,17 +167,24 @@ class Scene:
             alibi_slopes=slopes,
             kv_sharing_target="earlier" if self.case.kv_sharing else None,
             cache_write=cache_write,
-            **self._scales(device),
+            **self._scales(device, scales),
         )
 
-    def _scales(self, device: torch.device | str) -> dict[str, Any]:
-        """Keys get theirs as a tensor, values as a number where one is enough: a host may give either."""
+    def _scales(self, device: torch.device | str, scales: Collection[str]) -> dict[str, Any]:
+        """Keys get theirs as a tensor, the others as a number where one is enough: a host may give either."""
         if self.rounding is None:
             return {}
-        key = {"k_scale_tensor": self.rounding.key_scale.to(device)}
+        found: dict[str, Any] = {"k_scale_tensor": self.rounding.key_scale.to(device)}
         if self.case.per_head_scales:
-            return {**key, "v_scale_tensor": self.rounding.value_scale.to(device)}
-        return {**key, "v_scale": self.case.v_scale}
+            found["v_scale_tensor"] = self.rounding.value_scale.to(device)
+        else:
+            found["v_scale"] = float(self.rounding.value_scale)
+        if "q" not in scales:
+            return found
+        if not self.case.per_head_scales:
+            return {**found, "q_scale": _QUERY_SCALE}
+        heads = torch.arange(self.case.num_kv_heads, dtype=torch.float32)
+        return {**found, "q_scale_tensor": torch.pow(_QUERY_SCALE, 1 + heads % 3).to(device)}
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -305,7 +329,7 @@ def realise(case: Case) -> Scene:
     block_table, num_blocks = shuffled_blocks(case)
     return Scene(
         case=case,
-        queries=tuple(rows.to(dtype) for rows in queries),
+        queries=tuple(_representable(case, rows).to(dtype) for rows in queries),
         keys=_shared(case, (rows.to(dtype) for rows in keys)),
         values=_shared(case, (rows.to(dtype) for rows in values)),
         sinks=normal(case.num_q_heads) if case.sinks else None,
@@ -316,6 +340,12 @@ def realise(case: Case) -> Scene:
         scale=case.head_size**-0.5,
         rounding=_rounding(case),
     )
+
+
+def _representable(case: Case, queries: Tensor) -> Tensor:
+    """Return queries that an 8-bit cache could hold too: some kernels read queries and keys of one dtype alone."""
+    dtype = torch_dtype(case.requirements().kv_cache_dtype)
+    return nearest(queries.double(), dtype) if is_narrow_float(dtype) else queries
 
 
 def _rounding(case: Case) -> Rounding | None:

@@ -31,7 +31,9 @@ class Rig:
     ) -> None:
         self.backend = backend
         writer = "host" if host_writes else None
-        self.impl = backend.make_impl(layer or scene.layer(device=backend.device, cache_write=writer))
+        scales = backend.impl_class.static_scales
+        own = layer or scene.layer(device=backend.device, cache_write=writer, scales=scales)
+        self.impl = backend.make_impl(own)
         self.state = backend.make_state(Limits(max_num_reqs=16, max_num_tokens=1024, max_seq_len=1024))
         self.builder = backend.make_builder([self.impl], self.state)
 
