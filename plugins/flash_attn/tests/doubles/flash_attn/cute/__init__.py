@@ -14,7 +14,7 @@ from torch import Tensor
 CAPABILITY = 9
 """Major compute capability of the device that it is on; tests set others."""
 
-TILE = 128  # pages of whole tiles are loaded whole: what lies behind the last key of a request must be finite
+TILES = (64, 80, 96, 112, 128, 144)  # pages of a tile are loaded whole: what lies behind the last key must be finite
 
 
 @noted("fa4")
@@ -104,7 +104,8 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, learnab
     assert _has_kernel(size, size_v), f"(head_dim, head_dim_v)=({size}, {size_v}) is not supported"
     if learnable_sink is not None:
         assert learnable_sink.shape == (heads,)
-        assert learnable_sink.dtype == torch.bfloat16, "learnable_sink must be bfloat16"  # of the oldest release
+        kinds = (torch.float16, torch.bfloat16, torch.float32)
+        assert learnable_sink.dtype in kinds, "learnable_sink must be float16, bfloat16, or float32"
     return cu_seqlens_k, seqused_k
 
 
@@ -122,8 +123,8 @@ def _has_kernel(size: int, size_v: int) -> bool:
 
 
 def _is_finite_behind(keys: Keys, request: int) -> bool:
-    """Whether what lies behind the last key in a page of whole tiles is finite: zero times NaN is NaN."""
-    if keys.table is None or keys.key.shape[1] % TILE:
+    """Whether what lies behind the last key in a page of a tile is finite: zero times NaN is NaN."""
+    if keys.table is None or keys.key.shape[1] not in TILES:
         return True
     length, size = keys.lengths()[request], keys.key.shape[1]
     if not length % size:
