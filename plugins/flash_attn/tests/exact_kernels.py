@@ -1,0 +1,78 @@
+"""Kernels that compute in float64, request by request, and look at every number of the call that they are given."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug_flash_attn.kernels.interface import Kernels
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug_flash_attn.kernels.interface import Call, Terms
+
+
+class ExactKernels(Kernels):
+    """Reads pages of any size."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+    ) -> None:
+        assert self.paged or call.block_table is None
+        starts = call.cu_seqlens_q.tolist()
+        assert starts[0] == 0
+        assert starts[-1] <= query.shape[0]
+        assert out.shape == (*query.shape[:2], value.shape[-1])
+        assert terms.sinks is None or terms.sinks.shape == (query.shape[1],)
+        for request, (first, last) in enumerate(itertools.pairwise(starts)):
+            assert last - first <= call.max_seqlen_q
+            keys, values = (self._keys_of(request, rows, call) for rows in (key, value))
+            rows = slice(first, last)
+            found, sums = _attend(query[rows], keys, values, call, terms)
+            out[rows] = found.to(out.dtype)
+            if lse is not None:
+                lse[rows] = sums.float()
+
+    def _keys_of(self, request: int, given: Tensor, call: Call) -> Tensor:
+        starts, table = call.cu_seqlens_k, call.block_table
+        assert (starts is not None) == (table is None or self.cumulative_keys)
+        if table is None:
+            keys = given[slice(*starts[request : request + 2].tolist())]
+        else:
+            count = int(call.seqused_k[request]) if starts is None else int(starts.diff()[request])
+            blocks = table[request, : -(-count // given.shape[1])].long()
+            keys = given[blocks].flatten(0, 1)[:count]
+            assert keys.shape[0] == count
+        assert keys.shape[0] <= call.max_seqlen_k
+        return keys.double()
+
+
+def _attend(query: Tensor, keys: Tensor, values: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    keys, values = (rows.repeat_interleave(heads // rows.shape[1], 1) for rows in (keys, values))
+    scores = torch.einsum("qhd,khd->qhk", query.double(), keys) * terms.softmax_scale
+    if terms.softcap:
+        scores = terms.softcap * (scores / terms.softcap).tanh()
+    if call.causal:
+        ahead = torch.ones(tokens, keys.shape[0], dtype=torch.bool).triu(keys.shape[0] - tokens + 1)
+        scores = scores.masked_fill(ahead.unsqueeze(1), -torch.inf)
+    sums = scores.logsumexp(2) if keys.shape[0] else scores.new_full((tokens, heads), -torch.inf)
+    if terms.sinks is not None:
+        sums = torch.logaddexp(sums, terms.sinks.double())
+    weights = (scores - sums.unsqueeze(2)).exp()
+    return torch.einsum("qhk,khd->qhd", weights, values), sums
+
+
+class CumulativeKernels(ExactKernels):
+    """Is told where the keys of each request would start, with pages too."""
+
+    cumulative_keys = True
+
+
+class PackedKernels(ExactKernels):
+    """Reads no pages."""
+
+    paged = False

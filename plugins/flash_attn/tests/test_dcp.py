@@ -1,0 +1,114 @@
+"""Sequences that are spread over ranks give, on real processes, what one rank gives; and mistakes are found out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+
+from attnplug.testing.closeness import assert_close
+from plugins.flash_attn.tests import spread as steps
+from plugins.flash_attn.tests.mutants import MUTANTS
+from plugins.flash_attn.tests.processes import Processes
+from plugins.flash_attn.tests.spread import Spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # without shrinking: ranks that hang cost their time-out each
+
+_running: list[Processes] = []
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[list[Processes]]:
+    """Four processes, started when a test first needs them, and anew after one has failed."""
+    yield _running
+    while _running:
+        _running.pop().close()
+
+
+def on_ranks(spread: Spread, mutant: str | None = None) -> list[steps.Result]:
+    if not (_running and _running[-1].live):
+        _running.append(Processes(4))
+    return _running[-1].call(steps.run, spread, mutant, size=spread.ranks)
+
+
+def assert_as_one_rank(spread: Spread, results: list[steps.Result]) -> None:
+    """Output and LSE are the oracle's and those of one rank; each new token is in the cache of its holder alone."""
+    output, lse = steps.expected(spread)
+    alone = steps.run(0, None, spread.alone())
+    dtype, numbers = alone.output.dtype, steps.Numbers(spread)
+    largest = max(float(rows.abs().max()) for rows in numbers.values)
+    for rank, result in enumerate(results):
+        heads = steps.heads_of(spread, rank)
+        for wanted, sums in ((output, lse), (alone.output.double(), alone.lse.double())):
+            assert_close(result.output, wanted[:, heads], dtype=dtype, scale=largest)
+            assert_close(result.lse, sums[:, heads], dtype=dtype, what="lse")
+        assert result.is_padding_kept
+        assert not result.strays
+        for request, rows in enumerate(result.keys):
+            for position, row in enumerate(rows):
+                mine = spread.holder(position) == rank
+                assert torch.equal(row, numbers.keys[request][position].float()) if mine else row.isnan().all()
+
+
+@st.composite
+def spreads(draw: st.DrawFn, ranks: int) -> Spread:
+    """Steps of few requests: decodes and prefills, some shorter than a run of tokens, some with nothing cached."""
+    interleave = draw(st.sampled_from([1, 2, 3, 5, 16, 32]))
+    cached = st.sampled_from([0, 1, interleave, 3 * interleave - 1, 2 * ranks * interleave]) | st.integers(0, 70)
+    decodes = draw(st.lists(cached, max_size=3))
+    prefills = draw(st.lists(st.tuples(st.integers(2, 9), cached), min_size=not decodes, max_size=2))
+    return Spread(
+        ranks=ranks,
+        interleave=interleave,
+        new=(*[1] * len(decodes), *[new for new, _ in prefills]),
+        cached=(*decodes, *[before for _, before in prefills]),
+        kv_heads=draw(st.sampled_from([1, 2])),
+        group=draw(st.sampled_from([1, 3])),
+        sinks=draw(st.booleans()),
+        cap=draw(st.sampled_from([None, 2.0])),
+        host_lengths=draw(st.sampled_from(["exact", "exact", "upper_bound", "absent"])),
+        host_writes=draw(st.booleans()),
+        batch_invariant=draw(st.booleans()),
+        reads=draw(st.sampled_from(["pages", "cumulative", "packed"])),
+        layout=draw(st.sampled_from(["NHD", "HND"])),
+        seed=draw(st.integers(0, 99)),
+        padding=draw(st.sampled_from([0, 2])),
+    )
+
+
+@pytest.mark.usefixtures("processes")
+class TestOnProcesses:
+    @settings(max_examples=30, phases=PHASES)
+    @given(spreads(2))
+    @example(Spread(ranks=2, interleave=16, new=(1, 1), cached=(3, 15)))  # rank 1 holds nothing
+    @example(Spread(ranks=2, interleave=4, new=(7,), cached=(0,)))  # nothing is cached
+    @example(Spread(ranks=2, interleave=4, new=(1, 6), cached=(9, 0), reads="packed"))
+    def test_two_ranks_are_as_one(self, spread):
+        assert_as_one_rank(spread, on_ranks(spread))
+
+    @settings(max_examples=20, phases=PHASES)
+    @given(spreads(4))
+    @example(Spread(ranks=4, interleave=32, new=(1, 4), cached=(20, 0), sinks=True))  # ranks 1 to 3 hold nothing
+    @example(Spread(ranks=4, interleave=1, new=(1, 1, 3), cached=(2, 0, 5), host_lengths="absent", reads="packed"))
+    def test_four_ranks_are_as_one(self, spread):
+        assert_as_one_rank(spread, on_ranks(spread))
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+    def test_ranks_are_as_one_in_half_precision(self, dtype):
+        spread = Spread(ranks=2, interleave=4, new=(1, 5), cached=(61, 30), dtype=dtype, sinks=True)
+        assert_as_one_rank(spread, on_ranks(spread))
+
+    @pytest.mark.parametrize("mutant", MUTANTS)
+    @pytest.mark.parametrize("ranks", [2, 4])
+    def test_a_mistake_is_found_out(self, mutant, ranks):
+        spread = Spread(ranks=ranks, interleave=3, new=(1, 1, 4), cached=(33, 4, 25), sinks=True)
+        assert_as_one_rank(spread, on_ranks(spread))
+        wrong = on_ranks(spread, mutant)
+        with pytest.raises(AssertionError):
+            assert_as_one_rank(spread, wrong)

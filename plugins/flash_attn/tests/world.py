@@ -1,0 +1,45 @@
+"""The plugin's backend on kernels that any machine runs, agreed on without asking which libraries are here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.negotiation.agreement import Agreement
+from attnplug.request.device import Device
+from attnplug.selection.selection import Selection
+from attnplug_flash_attn.backend import FlashAttentionBackend
+from plugins.flash_attn.tests.exact_kernels import CumulativeKernels, ExactKernels, PackedKernels
+
+if TYPE_CHECKING:
+    from attnplug import Requirements
+
+KERNELS: Final = {"pages": ExactKernels, "cumulative": CumulativeKernels, "packed": PackedKernels}
+
+
+class ExactBackend(FlashAttentionBackend):
+    """All of the plugin but a kernel library."""
+
+    kernels: Any = None
+
+
+def make_backend(requirements: Requirements, reads: str = "pages", cudagraph: str = "never") -> ExactBackend:
+    """
+    Return a backend.
+
+    Args:
+        requirements: With a block size.
+        reads: What the kernels take: ``"pages"``, ``"cumulative"`` lengths with pages, or keys that are ``"packed"``.
+        cudagraph: The agreed graph level.
+    """
+    agreement = Agreement(
+        backend="flash_attn",
+        variant="exact",
+        requirements=requirements,
+        block_size=requirements.block_size,
+        kv_layout=requirements.kv_layout or "NHD",
+        kv_cache_dtype=requirements.kv_cache_dtype,
+        cudagraph=cudagraph,
+    )
+    backend = ExactBackend(Selection(agreement=agreement, device=Device.cpu()))
+    backend.kernels = KERNELS[reads](agreement)
+    return backend
