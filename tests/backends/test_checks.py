@@ -33,6 +33,7 @@ def test_they_hold_for_shared_prefixes() -> None:
 
 
 def test_they_hold_for_steps() -> None:
+    traps.check_a_profiling_run(load, "sdpa", computes=True)
     traps.check_an_output_that_is_not_contiguous(load, "sdpa")
     steps.check_graphs_of_several_sizes(load, "sdpa")
     steps.check_what_inference_mode_leaves(load, "sdpa")

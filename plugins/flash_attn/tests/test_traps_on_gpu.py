@@ -203,6 +203,7 @@ def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_calls_and_profiling_runs(load_real, variant) -> None:
     traps.check_dense_calls(load_real, variant, fit(MIXED, variant))
+    traps.check_a_profiling_run(load_real, variant, computes=False, block_size=block_of(variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -219,7 +220,9 @@ def test_groups_with_different_windows_share_a_state(load_real, variant) -> None
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("asked", [{}, {"cascade": True, "return_lse": True}, {"decode_query_len": 3}], ids=str)
 def test_warm_up_runs(load_real, variant, asked) -> None:
-    load_real(fit(MIXED, variant).requirements(**asked), variant).warmup([GraphKey(4, 4, 1)])
+    setting = Setting(load_real, variant=variant, head_size=128, block_size=block_of(variant), **asked)
+
+    setting.backend.warmup([GraphKey(4, 4, 1)])
 
 
 # -- what does not depend on the batch -----------------------------------------------------------------------------

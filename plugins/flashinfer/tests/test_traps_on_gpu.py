@@ -112,6 +112,7 @@ def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_calls_and_profiling_runs(load_real, variant) -> None:
     traps.check_dense_calls(load_real, variant, LLAMA)
+    traps.check_a_profiling_run(load_real, variant, computes=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -30,7 +30,7 @@ class Fa2(Kernels):
             value,
             cu_seqlens_q=call.cu_seqlens_q,
             cu_seqlens_k=call.cu_seqlens_k,
-            max_seqlen_q=bound_of_rows(call, unfolded=lse is not None or call.num_splits == 1),
+            max_seqlen_q=bound_of_rows(call, query.shape[0], unfolded=lse is not None or call.num_splits == 1),
             max_seqlen_k=call.max_seqlen_k,
             softmax_scale=terms.softmax_scale,
             causal=call.causal,

@@ -39,7 +39,7 @@ class Fa2Vllm(Kernels):
             None,  # leftpad_k
             call.block_table,
             terms.alibi_slopes,
-            bound_of_rows(call, unfolded=lse is not None and call.block_table is None),
+            bound_of_rows(call, query.shape[0], unfolded=lse is not None and call.block_table is None),
             call.max_seqlen_k,
             0.0,  # p_dropout
             terms.softmax_scale,

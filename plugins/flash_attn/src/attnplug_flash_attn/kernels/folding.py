@@ -8,18 +8,22 @@ if TYPE_CHECKING:
     from attnplug_flash_attn.kernels.interface import Call, Terms
 
 
-def bound_of_rows(call: Call, *, unfolded: bool) -> int:
+def bound_of_rows(call: Call, rows: int, *, unfolded: bool) -> int:
     """
     Return ``max_seqlen_q`` for a call.
 
     Where it is 1 the query heads of a key head are folded into rows, and keys are split: as the library likes, and in
-    some releases with an LSE in another order than its shape says. A bound of 2 changes nothing else.
+    some releases with an LSE in another order than its shape says. Requests without a row cannot be folded: every one
+    is taken to have its row. A bound of 2 changes nothing else.
 
     Args:
         call: The call.
+        rows: Query rows of the call.
         unfolded: Whether the call must not be folded.
     """
-    return max(call.max_seqlen_q, 2) if unfolded else call.max_seqlen_q
+    if call.max_seqlen_q != 1:
+        return call.max_seqlen_q
+    return 2 if unfolded or rows != call.cu_seqlens_q.shape[0] - 1 else 1
 
 
 def window_of(call: Call, terms: Terms, *, return_lse: bool) -> tuple[int, int]:
@@ -31,6 +35,7 @@ def window_of(call: Call, terms: Terms, *, return_lse: bool) -> tuple[int, int]:
     them count distances, and the only row that could see that many keys sees one more, its own.
     """
     left, right = terms.window
-    if not return_lse or terms.alibi_slopes is None or (right != 0 and not call.causal) or 0 <= left < call.max_seqlen_k:
-        return left, right
-    return max(call.max_seqlen_k - 1, 0), 0
+    is_causal_alone = (call.causal or right == 0) and not 0 <= left < call.max_seqlen_k
+    if return_lse and terms.alibi_slopes is not None and is_causal_alone:
+        return max(call.max_seqlen_k - 1, 0), 0
+    return left, right

@@ -32,7 +32,7 @@ class TorchFlash(Kernels):
             value,
             call.cu_seqlens_q,
             call.cu_seqlens_k,
-            bound_of_rows(call, unfolded=call.num_splits == 1),
+            bound_of_rows(call, query.shape[0], unfolded=call.num_splits == 1),
             call.max_seqlen_k,
             0.0,  # dropout_p
             call.causal,
