@@ -100,7 +100,7 @@ def _mapped(plan: Plan, change: Callable[..., Call], *heads_of_shard: int) -> Pl
     """Return a plan with other calls. That of the cached keys of a rank is for the query heads of all ranks."""
     made: dict[str, Any] = {}
     for name, call in _calls(plan):
-        if name == "context":
+        if name == "context" and plan.sharded is not None:
             made["sharded"] = evolve(plan.sharded, context=change(name, call, *heads_of_shard))
         else:
             made[name] = evolve(getattr(plan, name), call=change(name, call))
