@@ -18,14 +18,12 @@ class Build:
 
     Attributes:
         page_multiple: What divides the size of pages; None where there are none.
-        folded_lse: How the LSE of folded rows is laid out where keys are not split: ``"right"``, ``"pages"`` where it is
-            wrong with pages, ``"packed"`` where it is wrong without.
-        bounds_splits: Whether calls say how many parts the keys have.
+        folded_lse: How the LSE of folded rows is laid out where keys are not split: ``"right"``, or in another order
+            with ``"pages"``, or where keys are ``"packed"``.
     """
 
     page_multiple: int | None
     folded_lse: str
-    bounds_splits: bool = False
 
 
 @frozen(eq=False, kw_only=True)

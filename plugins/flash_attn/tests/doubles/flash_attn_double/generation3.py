@@ -40,10 +40,8 @@ def fwd(rows: Rows, keys: Keys, terms: Scores, *, causal: bool) -> tuple[Tensor,
     where = spans(rows.starts, len(rows.query), rows.longest)
     for request, (at, (key, value)) in enumerate(zip(where, keys.of_requests(), strict=True)):
         query = rows.query[at].double() * query_scale[request].repeat_interleave(heads // kv_heads)[:, None]
-        key, value = (
-            each.double() * scale[request][:, None] for each, scale in ((key, key_scale), (value, value_scale))
-        )
-        out[at], lse[:, at] = attend(query, key, value, terms)
+        scaled = (key.double() * key_scale[request][:, None], value.double() * value_scale[request][:, None])
+        out[at], lse[:, at] = attend(query, *scaled, terms)
         if not len(key):
             lse[:, at] = torch.inf if not len(keys.key) else -torch.inf  # a sink is not looked at
     return out.to(torch.bfloat16 if rows.query.dtype == FP8 else rows.query.dtype), lse.float()

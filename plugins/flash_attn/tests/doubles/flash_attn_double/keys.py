@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from flash_attn_double.refusal import check, demand
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @frozen(eq=False, kw_only=True)
@@ -69,7 +73,7 @@ def spans(starts: Tensor, total: int, longest: int) -> list[slice]:
     places = starts.tolist()
     demand(places[0] == 0, f"cu_seqlens_q starts at {places[0]}")
     demand(places == sorted(places) and places[-1] <= total, f"cu_seqlens_q {places} of {total} rows")
-    found = [slice(*pair) for pair in zip(places, places[1:], strict=False)]
+    found = [slice(*pair) for pair in pairwise(places)]
     most = max(each.stop - each.start for each in found)
     demand(most <= longest, f"max_seqlen_q={longest}, and a request has {most} rows: they are not computed")
     return found

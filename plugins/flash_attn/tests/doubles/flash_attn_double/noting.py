@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flash_attn_double.journal import journal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def noted(library: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -21,7 +21,7 @@ def register() -> torch.library.Library:
     return library
 
 
-def forward(
+def forward(  # noqa: PLR0917 - the library's own
     query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *, scale=None,
     window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
     num_splits=None,
