@@ -39,7 +39,9 @@ GOOD: dict[str, Any] = {
     "served": [{"field": "head_size", "value": 64}, {"field": "phases", "value": ["decode"]}],
     "unreached": [{"field": "block_sparse", "value": {"b": 1, "a": 2}, "because": "no oracle knows it"}],
 }
-scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+numbers = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
+scalars = numbers | st.text()
+lines = st.text().filter(str.isprintable)
 plain = st.recursive(
     scalars,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -85,7 +87,7 @@ def test_a_file_is_read_as_the_kit_has_written_it() -> None:
     assert found.unreached == {("block_sparse", (("a", 2), ("b", 1))): "no oracle knows it"}
 
 
-@given(st.lists(st.tuples(st.text(), scalars | st.lists(scalars) | st.dictionaries(st.text(), scalars))))
+@given(st.lists(st.tuples(lines, lines | numbers | st.lists(scalars) | st.dictionaries(st.text(), scalars))))
 def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
     served = [{"field": name, "value": value} for name, value in pairs]
     read = json.loads(json.dumps({**GOOD, "served": served}))
@@ -117,6 +119,12 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
         ({"served": [64]}, "served holds 64"),
         ({"served": [{"field": "head_size"}]}, "served holds {'field': 'head_size'}"),
         ({"unreached": [{"field": "sinks", "value": True}]}, "it has no 'because'"),
+        ({"backend": "acme/" + "x" * 2000}, "and it is one line, of at most 1000 characters"),
+        ({"distribution": "attnplug-acme 1.0\n\x1b[31mfake"}, "and it is one line"),
+        ({"device": {"type": "cpu", "name": "\x1b[31mred"}}, "the device's name is '\\x1b[31mred', and it is one line"),
+        ({"device": {"type": "cpu", "num_multiprocessors": True}}, "its values are texts and numbers"),
+        ({"served": [{"field": "head_size", "value": 10**1001}]}, "and it is one line"),
+        ({"unreached": [{"field": "sinks", "value": True, "because": "\x1b]0;a\x07"}]}, "because is"),
     ],
 )
 def test_what_is_wrong_is_said(change, said) -> None:
@@ -148,11 +156,13 @@ def test_no_content_is_more_than_a_value_error(content) -> None:
         (b"", "Expecting value"),
         (b"{", "Expecting property name"),
         (b"[]", "it is no JSON object"),
-        (b"\xff\xfe\x00", "codec can't decode"),
+        (b"\xff\xfe\x00", "it is no UTF-8: invalid start byte at byte 0"),
+        (json.dumps({**GOOD, "fraction": float("nan")}).encode(), "it is no JSON: there is no number NaN"),
+        (b" " * (4 * 2**20 + 1), "it is larger than 4 MiB"),
         (b"[" * 100_000, "it is nested too deeply"),
         (json.dumps({**GOOD, "format": 7}).encode(), "its format is 7"),
     ],
-    ids=["empty", "cut off", "a list", "no text", "deep", "newer"],
+    ids=["empty", "cut off", "a list", "no text", "no number", "huge", "deep", "newer"],
 )
 def test_a_file_that_is_no_evidence_is_a_note_and_hides_no_neighbor(tmp_path: Path, content, said) -> None:
     write(tmp_path, "a.json", GOOD)
@@ -177,6 +187,14 @@ def test_what_is_no_file_is_a_note(tmp_path: Path) -> None:
 
     assert shelf.evidence == ()
     assert [note.message for note in shelf.notes] == ["is not read: it is no file"] * 3
+
+
+def test_a_note_steers_no_terminal(tmp_path: Path) -> None:
+    (tmp_path / "\x1b[31mred.json").write_text("{}", "utf-8")
+
+    (note,) = read_folder(tmp_path).notes
+
+    assert note.subject.endswith("\\x1b[31mred.json'")
 
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path: Path) -> None:

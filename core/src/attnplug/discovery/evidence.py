@@ -30,6 +30,12 @@ FOLDER: Final = "evidence"
 FORMAT: Final = 1
 """The version of the files that this core reads."""
 
+_LARGEST: Final = 4 * 2**20
+"""Bytes of a file that are read: the kit writes some ten thousand."""
+
+_LONGEST: Final = 1000
+"""Characters of a text: all of them are shown to somebody in one line."""
+
 _KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list: "a list", Mapping: "an object"}
 
 
@@ -133,7 +139,25 @@ def read_file(path: Path) -> Evidence:
     """
     if not path.is_file():
         raise ValueError("it is no file")
-    return parse_evidence(json.loads(path.read_text(encoding="utf-8")), str(path))
+    with path.open("rb") as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise ValueError(f"it is larger than {_LARGEST // 2**20} MiB, and evidence is not")
+    return parse_evidence(_read_json(content), str(path))
+
+
+def _read_json(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+
+
+def _refuse_constant(text: str) -> Any:
+    """Python reads, and writes, numbers that JSON does not have; none of them is a value that anybody asks for."""
+    raise ValueError(f"it is no JSON: there is no number {text}")
 
 
 def parse_evidence(data: Any, origin: str = "") -> Evidence:
@@ -167,15 +191,26 @@ def parse_evidence(data: Any, origin: str = "") -> Evidence:
 def _of(data: Mapping[str, Any], name: str, kind: Any) -> Any:
     if name not in data:
         raise ValueError(f"it has no {name!r}")
-    if not isinstance(data[name], kind):
-        raise ValueError(f"{name} is {reprlib.repr(data[name])}, and it is {_KINDS[kind]}")  # noqa: TRY004 - likewise
-    return data[name]
+    value = data[name]
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, and it is {_KINDS[kind]}")  # noqa: TRY004 - likewise
+    if isinstance(value, str):
+        _check_line(name, value)
+    return value
+
+
+def _check_line(name: str, text: str) -> None:
+    """What is shown in a terminal neither fills nor steers it."""
+    if len(text) > _LONGEST or not text.isprintable():
+        raise ValueError(f"{name} is {reprlib.repr(text)}, and it is one line, of at most {_LONGEST} characters")
 
 
 def _device(data: Mapping[str, Any]) -> Device:
     _of(data, "type", str)
-    if not all(isinstance(value, (str, int)) for value in data.values()):
-        raise ValueError(f"device is {reprlib.repr(data)}, and its values are texts and numbers")
+    for name, value in data.items():
+        if type(value) not in (str, int):
+            raise ValueError(f"device is {reprlib.repr(data)}, and its values are texts and numbers")
+        _check_line(f"the device's {name}", str(value))
     try:
         return Device.from_dict(data)
     except AttnplugError as error:
@@ -187,6 +222,7 @@ def _pair(item: Any, name: str) -> tuple[str, Any]:
         raise ValueError(f"{name} holds {reprlib.repr(item)}, and each is an object with `field` and `value`")
     if not _is_flat(item["value"]):
         raise ValueError(f"{name} holds {reprlib.repr(item)}, and no field has a value like that")
+    _check_line(name, f"{item['field']}={item['value']}")
     return item["field"], hashable(item["value"])
 
 
@@ -203,4 +239,5 @@ def _complaint(error: Exception) -> str:
 
 
 def _note(path: Path, message: str) -> Note:
-    return Note(str(path), "evidence", message)
+    name = str(path)
+    return Note(name if name.isprintable() else ascii(name), "evidence", message)
