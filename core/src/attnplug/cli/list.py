@@ -130,7 +130,8 @@ def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
         yield variant.summary or manifest.summary
         if variant.requires:
             yield f"requires {', '.join(variant.requires)}"
-        yield f"verified on {', '.join(map(str, verified_on(candidate, registry))) or 'no device'}"
+        devices = dict.fromkeys(map(str, verified_on(candidate, registry)))
+        yield f"verified on {', '.join(devices) or 'no device'}"
     for reason in candidate.obstacles:
         yield f"- {reason}"
     if candidate.standing != "ready":
