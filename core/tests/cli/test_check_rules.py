@@ -125,3 +125,27 @@ def test_what_never_fires_is_seen(when) -> None:
     manifest = _read(when)
 
     assert cannot_hold(manifest.variants[0].rules[0].when, manifest.variants)
+
+
+@pytest.mark.parametrize(("device_types", "capability"), [('"cuda"', ""), ('["cpu", "cuda"]', ""), ('"cuda"', '"9.0"')])
+def test_cuda_without_a_capability_is_served_nowhere(device_types, capability) -> None:
+    listed = f"compute_capability = {capability}" if capability else ""
+    text = f"""
+api = "1.0"
+backend = {{ name = "acme", summary = "an example" }}
+[supports]
+device_type = {device_types}
+{listed}
+dtype = "bfloat16"
+head_size = 64
+[variants.only]
+"""
+    manifest = parse_manifest(text)
+    candidate = examine(manifest, manifest.variants[0], lambda _: None)
+    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
+
+    found = [finding.given for finding in check_rules(manifest, text)]
+    served = not negotiate(candidate, Question(asked, Device.cuda("9.0"))).objections
+
+    assert found == ([] if served else ["the variant 'only' names 'cuda' and no compute_capability"])
+    assert served is bool(capability)

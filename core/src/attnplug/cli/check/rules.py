@@ -20,7 +20,9 @@ def check_rules(manifest: Manifest, text: str) -> Iterator[Finding]:
     for rule, variants in _rules(manifest):
         yield from _check_rule(rule, variants, manifest.path)
     for variant in manifest.variants:
-        yield from _check_reach(variant, manifest.path, locate(text, ("variants", variant.name)) or 1)
+        line = locate(text, ("variants", variant.name)) or 1
+        yield from _check_reach(variant, manifest.path, line)
+        yield from _check_capability(variant, manifest.path, line)
 
 
 def cannot_hold(when: Sequence[Condition], variants: Iterable[Variant]) -> str:
@@ -93,6 +95,19 @@ def _check_reach(variant: Variant, path: str, line: int) -> Iterator[Finding]:
         path,
         line,
     )
+
+
+def _check_capability(variant: Variant, path: str, line: int) -> Iterator[Finding]:
+    """Yield that a variant names CUDA devices, and serves none: each of them has a compute capability."""
+    types = variant.supports.get("device_type")
+    if types is not None and types.allows("cuda") and "compute_capability" not in variant.supports:
+        yield Finding(
+            f"the variant {variant.name!r} names 'cuda' and no compute_capability",
+            "every CUDA device has one, and what is not declared is refused: none of them is served",
+            'declare those that the kernels are for, such as compute_capability = { min = "8.0" }',
+            path,
+            line,
+        )
 
 
 def _told(conditions: Sequence[Condition]) -> str:
