@@ -254,6 +254,16 @@ def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, 
     assert re.findall(r"^FAILED \S+::test_(\w+)", done.stdout, re.MULTILINE) == ["importing_leaves_no_trace"]
 
 
+def test_the_kit_says_why_a_plugin_that_is_there_cannot_be_tested(workshop: Workshop, tmp_path: Path) -> None:
+    site = workshop.install(tmp_path / "site", "malformed")
+    done = _python(site, tmp_path, "pytest", "--pyargs", "attnplug.testing", "--attn-backend=malformed")
+
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 4
+    assert "it is installed, and broken: " in said
+    assert "attnplug.toml:" in said
+
+
 @pytest.mark.parametrize("name", ["duplicate", "catalogue", "good", "lies", "slow_probe", "stale"])
 def test_check_of_a_sound_project_finds_no_problem(name: str, tmp_path: Path) -> None:
     done = _attnplug(tmp_path, tmp_path, "check", str(PLUGINS / name))

@@ -114,6 +114,17 @@ def test_a_value_that_the_rules_always_refuse_is_red(tmp_path: Path) -> None:
     assert "not exercised: sinks=True" in done.stdout
 
 
+def test_a_backend_without_pages_is_green(tmp_path: Path) -> None:
+    text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")
+    text = text.replace('"paged", "batch_invariant", "host_lengths"', '"batch_invariant"')
+    text = text.replace("block_size = { multiple_of = 16 }", "")
+    (tmp_path / "attnplug.toml").write_text(text, "utf-8")
+    done = run(tmp_path, "--attn-backend=minimal", manifest=tmp_path / "attnplug.toml")
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+
+
 KNOWN = """
 from attnplug.testing.kit import Basic
 

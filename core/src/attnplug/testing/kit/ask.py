@@ -95,6 +95,7 @@ def _is_without_a_batch(fields: Mapping[str, Any]) -> bool:
     inexact = fields.get("host_lengths", "exact") != "exact"
     return (
         (bool(fields.get("per_head_scales")) and not narrow)
+        or (dense and fields.get("phases") == ("decode",))
         or (cross and bool(fields.get("cascade")))
         or (cross and not dense and bool(fields.get("custom_mask")))
         or (inexact and (dense or cross or bool(fields.get("custom_mask"))))

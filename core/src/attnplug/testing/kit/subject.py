@@ -70,7 +70,7 @@ def find_subjects(name: str, device: Device | str | None = None) -> tuple[Subjec
 
     Raises:
         DeviceError: The device's name is none.
-        UnknownBackendError: Nothing of that name is installed, or nothing of it can run here.
+        UnknownBackendError: Nothing of that name is installed, it is broken, or nothing of it can run here.
     """
     here = Device.current() if device is None else Device.parse(device) if isinstance(device, str) else device
     backend, _, variant = name.partition("/")
@@ -79,6 +79,13 @@ def find_subjects(name: str, device: Device | str | None = None) -> tuple[Subjec
         for item in _candidates()
         if backend in (item.backend, *item.aliases) and (not variant or item.id == f"{item.backend}/{variant}")
     ]
+    broken = [item for item in _registered() if item.backend == backend and item.variant is None and item.obstacles]
+    if broken and not named:
+        raise UnknownBackendError(
+            f"the backend {name!r} was to be tested",
+            f"it is installed, and {broken[0].standing}: {'; '.join(map(str, broken[0].obstacles))}",
+            broken[0].remedy or "attnplug check PATH says more of its project",
+        )
     if not named:
         names = list(installed())
         raise UnknownBackendError(
@@ -102,9 +109,13 @@ def installed() -> tuple[str, ...]:
     return tuple(sorted(item.id for item in _candidates()))
 
 
-def _candidates() -> list[Candidate]:
+def _registered() -> list[Candidate]:
     found = process.registry().candidates(process.current().settings)
-    return [item for item in found if item.variant is not None and item.standing != "absent"]
+    return [item for item in found if item.standing != "absent"]
+
+
+def _candidates() -> list[Candidate]:
+    return [item for item in _registered() if item.variant is not None]
 
 
 def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:
