@@ -34,6 +34,13 @@ def _lengths_known(subject: Subject) -> Mapping[str, Ask]:
     return {str(item): ask for item, ask in asks if item.field == "host_lengths"}
 
 
+def _own_inputs(subject: Subject) -> Mapping[str, Ask]:
+    """A plain ask, and one for each input that a layer brings along."""
+    fields = ("alibi", "sinks", "kv_cache_dtype", "per_head_scales")
+    asks = {str(item): ask for item, ask in menu_of(subject).asks.items() if item.field in fields}
+    return {"plain": plain(subject), **asks}
+
+
 class Building(Tier):
     """Metadata: built once per step, from this step's batch, leaving everything else alone."""
 
@@ -77,6 +84,42 @@ class Building(Tier):
         for _ in range(2):
             rig.forward(call, metadata)
             _compare(rig, call, scene, f"{subject}: a layer after another one")
+
+    def test_step_in_the_same_tensors(self, subject: Subject) -> None:
+        """A host may write the next step into the tensors of the last one: nothing is known of a batch by its place."""
+        rig, (scene, other) = _rig(subject, 2)
+        call = rig.run(scene).call
+        after = rig.call(other)
+        if rig.backend.device.type == "cuda":
+            torch.cuda.synchronize()  # the step is over: its tensors are not in use any more
+        held: dict[str, Any] = {
+            name: tensor for name, tensor in call.batch.to_dict().items() if isinstance(tensor, torch.Tensor)
+        }
+        for name, tensor in held.items():
+            tensor.copy_(getattr(after.batch, name))
+        rig.forward(after, rig.builder.build(evolve(after.batch, **held)))
+        _compare(rig, after, other, f"{subject}: a step in the tensors of the step before")
+
+    def test_fast_build(self, subject: Subject) -> None:
+        """A build in a hurry plans the same attention."""
+        rig, (scene,) = _rig(subject, 1)
+        call = rig.call(scene)
+        rig.forward(call, rig.builder.build(call.batch, fast=True))
+        _compare(rig, call, scene, f"{subject}: a step that was built with fast=True")
+
+    @over(_own_inputs)
+    def test_layers_of_one_builder(self, subject: Subject, point: Any) -> None:
+        """Layers that run on the metadata of one build have a scale, sinks, slopes and a cache of their own."""
+        scenes = _layers(realise(point.case(62)))
+        backend = load_for(subject, point, scenes[0].case)
+        scales = backend.impl_class.static_scales
+        layers = [each.layer(f"layer.{n}", backend.device, scales=scales) for n, each in enumerate(scenes)]
+        rigs = [Rig(backend, each, layer=layer) for each, layer in zip(scenes, layers, strict=True)]
+        calls = [rig.call(scene) for rig, scene in zip(rigs, scenes, strict=True)]
+        metadata = backend.make_builder([rig.impl for rig in rigs], rigs[0].state).build(calls[0].batch)
+        for number, (rig, call, scene) in enumerate(zip(rigs, calls, scenes, strict=True), 1):
+            rig.forward(call, metadata)
+            _compare(rig, call, scene, f"{subject} with {point}: layer {number} of a builder for two")
 
     @needs(paged=True)
     def test_update_block_table(self, subject: Subject) -> None:
@@ -157,6 +200,23 @@ def _rig(subject: Subject, count: int, **fields: Any) -> tuple[Rig, list[Scene]]
     case = ask.case(61)
     scenes = [realise(evolve(case, seed=61 + step)) for step in range(count)]
     return Rig(load_for(subject, ask, case), scenes[0]), scenes
+
+
+def _layers(first: Scene) -> tuple[Scene, Scene]:
+    """Two layers of one step: the same requests in the same pages, and all else differs."""
+    other = realise(evolve(first.case, seed=first.case.seed + 1))
+    slopes, rounding = first.alibi_slopes, first.rounding
+    second = evolve(
+        other,
+        block_table=first.block_table,
+        masks=first.masks,
+        scale=2 * first.scale,
+        alibi_slopes=None if slopes is None else slopes / 2,
+        rounding=None
+        if rounding is None
+        else evolve(rounding, key_scale=2 * rounding.key_scale, value_scale=2 * rounding.value_scale),
+    )
+    return first, second
 
 
 def _compare(rig: Rig, call: Dense | Paged, scene: Scene, what: str) -> None:

@@ -53,6 +53,25 @@ class CacheWrites(Tier):
             pytest.skip(f"{subject}: forward writes the cache")
         _demand_written(Rig(backend, scene, host_writes=True), scene)
 
+    @over(_caches)
+    def test_blocks_move(self, subject: Subject, point: Any) -> None:
+        """Copied and swapped blocks take keys and values along, and leave all other blocks alone."""
+        scene = realise(point.case(46))
+        backend = load_for(subject, point, scene.case)
+        cache = scene.paged(backend, backend.device, written=True).cache
+        other = backend.make_cache(scene.num_blocks, device=backend.device)
+        before = [_bytes(pages).clone() for pages in key_and_value_pages(cache)]
+        backend.swap_blocks(cache, other, [(1, 2)])
+        backend.copy_blocks([cache], {1: [2, 3]})
+        for name, was, now, moved in zip(
+            ("key", "value"), before, key_and_value_pages(cache), key_and_value_pages(other), strict=True
+        ):
+            wanted = was[[0, 1, 1, 1, *range(4, len(was))]]
+            same = torch.equal(_bytes(moved)[2], was[1])
+            demand(same, f"{subject}: swap_blocks did not copy the {name}s of a block")
+            same = torch.equal(_bytes(now), wanted)
+            demand(same, f"{subject}: after copy_blocks, {name}s are not where they belong")
+
     @needs(paged=True)
     def test_others_do_not_influence(self, subject: Subject) -> None:
         """NaN in the keys and values of one request reaches no row of another one."""

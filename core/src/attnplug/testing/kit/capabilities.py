@@ -24,6 +24,17 @@ if TYPE_CHECKING:
     from attnplug.testing.kit.subject import Subject
 
 _ELSEWHERE: Final = ("cudagraph", "host_lengths")
+_AT_LENGTH: Final = (
+    "sliding_window",
+    "attention_chunk",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "kv_cache_dtype",
+    "return_lse",
+    "paged",
+)
+_HEADS: Final = 8
 
 
 def _capabilities(subject: Subject) -> Mapping[str, Ask]:
@@ -35,6 +46,15 @@ def _capabilities(subject: Subject) -> Mapping[str, Ask]:
 
 def _rows(subject: Subject) -> Mapping[str, Ask]:
     return {f"{number:02}": ask for number, ask in enumerate(covering_asks(subject))}
+
+
+def _long(subject: Subject) -> Mapping[str, Ask]:
+    asks = menu_of(subject).asks.items()
+    return {str(item): ask for item, ask in asks if item.field in _AT_LENGTH and "attn_type" not in ask.fields}
+
+
+def _of_several_tokens(subject: Subject) -> Mapping[str, Ask]:
+    return {str(item): ask for item, ask in menu_of(subject).asks.items() if item.field == "decode_query_len"}
 
 
 class Capabilities(Tier):
@@ -56,14 +76,38 @@ class Capabilities(Tier):
         """Every two declared values that may be asked for together give the oracle's output."""
         serve(subject, point, record, point.case(seed=21))
 
+    @over(_long)
+    def test_long_sequences(self, subject: Subject, record: Record, point: Any) -> None:
+        """Many keys, which kernels split among each other and merge, and more rows than a tile has."""
+        lens = {"decode": ((1, 1), (1100, 300)), "prefill": ((140,), (600,))}
+        known = [lens[phase] for phase in ("decode", "prefill") if phase in point.fields.get("phases", lens)]
+        query_lens, context_lens = (sum(parts, ()) for parts in zip(*known, strict=True))
+        serve(subject, point, record, point.case(seed=23, query_lens=query_lens, context_lens=context_lens))
+
+    def test_many_requests(self, subject: Subject, record: Record) -> None:
+        """More requests than a warp has threads, with more KV heads than elsewhere where they may be as many."""
+        ask = menu_of(subject).ask(num_kv_heads=_HEADS) or plain(subject)
+        query_lens, context_lens = (*[1] * 36, *[3, 18] * 2), tuple((7 * request) % 50 for request in range(40))
+        serve(subject, ask, record, ask.case(seed=24, query_lens=query_lens, context_lens=context_lens))
+
+    @over(_of_several_tokens)
+    def test_decodes_of_several_tokens(self, subject: Subject, record: Record, point: Any) -> None:
+        """Where a decode has several tokens, a batch of decodes alone is still causal in each."""
+        longest = point.fields["decode_query_len"]
+        lens: dict[str, Any] = {"query_lens": (longest, 1, longest), "context_lens": (33, 0, 7)}
+        serve(subject, point, record, point.case(seed=25, **lens))
+
     @needs(batch_invariant=True)
     def test_batch_invariant(self, subject: Subject) -> None:
         """A request gives the same bits alone and among others, where that is declared."""
         ask = plain(subject, batch_invariant=True)
         scene = realise(ask.case(22, query_lens=(1, 1, 12), context_lens=(30, 64, 7)))
         backend = load_for(subject, ask, scene.case)
-        lens = {"query_lens": scene.case.query_lens[:1], "context_lens": scene.case.context_lens[:1]}
-        alone = realise(ask.case(22, **lens))
-        alone = evolve(alone, queries=scene.queries[:1], keys=scene.keys[:1], values=scene.values[:1])
-        among, apart = (Rig(backend, each).run(each).output[:1] for each in (scene, alone))
-        demand(torch.equal(among, apart), f"{subject}: batch_invariant is declared, and a row differs in another batch")
+        among = torch.split(Rig(backend, scene).run(scene).output, list(scene.case.query_lens))
+        for request, rows in enumerate(among):
+            only = slice(request, request + 1)
+            lens = {"query_lens": scene.case.query_lens[only], "context_lens": scene.case.context_lens[only]}
+            tensors = {name: getattr(scene, name)[only] for name in ("queries", "keys", "values")}
+            alone = evolve(realise(ask.case(22, **lens)), **tensors)
+            same = torch.equal(rows, Rig(backend, alone).run(alone).output)
+            demand(same, f"{subject}: batch_invariant is declared, and request {request} differs in another batch")

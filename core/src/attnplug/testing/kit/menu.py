@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.reason import Reason
 
 _SAMPLES: Final[dict[str, tuple[Any, ...]]] = {
-    "head_size": (64, 128, 80),
+    "head_size": (64, 128, 80, 40),
     "head_size_v": (24, 128),
     "num_kv_heads": (2, 1),
     "block_size": (16, 1, 12),

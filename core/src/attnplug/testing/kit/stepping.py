@@ -68,7 +68,8 @@ class Stepping(Tier):
     def test_advance_step(self, subject: Subject) -> None:
         """Metadata that was advanced decodes the next token, and the step before is left alone."""
         ask = plain(subject, paged=True, phases=("decode",))
-        lens: dict[str, Any] = {"query_lens": (2, 2), "context_lens": (20, 9), "num_padding_tokens": 0}
+        last = ask.fields["block_size"] - 1  # one step fills a block, and the next one begins another
+        lens: dict[str, Any] = {"query_lens": (2, 2, 2), "context_lens": (20, last, 9), "num_padding_tokens": 0}
         whole = realise(ask.case(82, **lens))
         rig, cache = _paged(subject, ask, whole)
         exact, contexts = whole.expected().output, whole.case.context_lens

@@ -1,0 +1,23 @@
+"""Gathers pages once a step, from the cache of the first layer."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        if kv_cache is not None and metadata.slot is None:
+            kv_cache = metadata.batch.once("pages", lambda: kv_cache)
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,25 @@
+"""Plans with the first layer's scale for all layers."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def __init__(self, backend, impls, state):
+        super().__init__(backend, impls, state)
+        for impl in impls:
+            impl._call = evolve(impl._call, scale=impls[0]._call.scale)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

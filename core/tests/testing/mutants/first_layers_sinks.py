@@ -1,0 +1,23 @@
+"""Plans with the first layer's sinks for all layers."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def __init__(self, backend, impls, state):
+        super().__init__(backend, impls, state)
+        for impl in impls:
+            impl._sinks = impls[0]._sinks
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

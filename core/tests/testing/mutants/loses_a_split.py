@@ -1,0 +1,23 @@
+"""Leaves the last part out where many keys are split."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        if metadata.batch.max_seq_len > 1024 and metadata.slot is None:
+            output[: metadata.batch.num_actual_tokens] *= 0.9
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,23 @@
+"""Computes four KV heads."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        rows = slice(metadata.batch.num_actual_tokens)
+        output[rows, 4 * self.num_queries_per_kv * self.head_size_v :] = 0
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

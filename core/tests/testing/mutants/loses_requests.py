@@ -1,0 +1,24 @@
+"""Computes as many requests as a warp has threads."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        batch = metadata.batch
+        if batch.num_reqs > 32:
+            output[batch.query_start_loc[32] : batch.num_actual_tokens] = 0
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,25 @@
+"""Attends all tokens of a decode in each of them, where there are decodes alone."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _plan(self, key, shape, batch, slot):
+        if 1 < batch.max_query_len <= self.agreement.requirements.decode_query_len:
+            shape = evolve(shape, causal=False)
+        return super()._plan(key, shape, batch, slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

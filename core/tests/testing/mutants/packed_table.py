@@ -1,0 +1,27 @@
+"""Takes a block table for one whose rows follow each other without a gap."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _plan(self, key, shape, batch, slot):
+        table = batch.block_table
+        if table is not None and slot is None:
+            packed = table.as_strided(table.shape, (max(-(-batch.max_seq_len // self.agreement.block_size), 1), 1))
+            batch = evolve(batch, block_table=packed, block_table_cpu=packed)
+        return super()._plan(key, shape, batch, slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
