@@ -1,0 +1,422 @@
+"""What the probe finds missing, in environments that are made up: a fake torch, fake packages, fake metadata."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import frozen
+
+from attnplug import Agreement, Device, Reason, Requirements
+from attnplug_flash_attn import fa3_build, op_files, probe
+
+SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
+DECODER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
+VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa4", "torch")
+CUDA_TORCH = "__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
+CPU_TORCH = CUDA_TORCH.replace("'13.0'", "None").replace("+cu130", "+cpu")
+REAL = [name for name in ("vllm", "flash_attn", "flash_attn_interface", "cutlass") if find_spec(name) is not None]
+pytestmark = pytest.mark.skipif(bool(REAL), reason=f"{', '.join(REAL)} is installed here, and would be found too")
+FA4_NEEDS = ("cutlass", "quack", "tvm_ffi", "einops")
+OURS = ("ATTNPLUG_", "PYTEST", "CUDA_")  # of whoever runs the tests; coverage is let in
+PROGRAM = """
+import json, sys
+from attnplug import Agreement, Device
+from attnplug_flash_attn.probe import probe
+variant, agreement, device = json.loads(sys.argv[1])
+reason = probe(variant, Agreement.from_dict(agreement), Device.parse(device))
+imported = {name.partition(".")[0] for name in sys.modules}
+assert not imported & {"torch", "vllm", "cutlass"}
+assert not [name for name in imported if name.startswith("flash_attn")]
+print(json.dumps(reason and reason.to_dict()))
+"""
+
+
+def agreed(variant: str, kv_cache_dtype: str = "bfloat16", **asked: object) -> Agreement:
+    requirements = Requirements(**{**DECODER, "kv_cache_dtype": kv_cache_dtype, **asked})
+    size, layout = (16, "NHD") if requirements.paged else (None, None)
+    return Agreement("flash_attn", variant, requirements, size, layout, kv_cache_dtype, "never", {})
+
+
+def declaration(library: str, op: str, *, without: str = "") -> bytes:
+    """Return the text with which a library registers an op, as a compiler leaves it in the file."""
+    names = [name for name in op_files.ARGUMENTS[library][op].split() if name != without]
+    return b"\0" + f"{op}({', '.join(f'Tensor!? {name}' for name in names)}) -> Tensor[]".encode() + b"\0"
+
+
+@frozen
+class Machine:
+    """A machine that has nothing but what a test gives it."""
+
+    root: Path
+
+    @property
+    def site(self) -> Path:
+        return self.root / "site"
+
+    def write(self, name: str, text: str | bytes = "") -> Path:
+        file = self.root / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(text.encode() if isinstance(text, str) else text)
+        return file
+
+    def package(self, name: str, site: str = "site") -> None:
+        self.write(f"{site}/{name}/__init__.py", f"raise AssertionError('{name} is not to be imported')")
+
+    def torch(self, version_file: str) -> None:
+        self.package("torch")
+        self.write("site/torch/version.py", version_file)
+
+    def distribution(self, name: str, version: str, *files: Path, site: str = "site") -> None:
+        info = f"{site}/{name.replace('-', '_')}-{version}.dist-info"
+        self.write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        if files:
+            lines = [self.record(file, self.root / site) for file in files]
+            self.write(f"{info}/RECORD", "".join(f"{line}\n" for line in lines))
+
+    @staticmethod
+    def record(file: Path, site: Path) -> str:
+        """Return a line as pip writes it when it installs a file."""
+        data = file.read_bytes()
+        digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+        return f"{file.relative_to(site).as_posix()},sha256={digest},{len(data)}"
+
+    def fa2(self, version: str = "2.8.3") -> None:
+        self.distribution("flash-attn", version)
+        self.package("flash_attn")
+        self.write("site/flash_attn_2_cuda.py", "raise AssertionError('nor is this')")
+
+    def fa3(self, *flags: str) -> None:
+        self.distribution("flash-attn-3", "3.0.0")
+        self.write("site/flash_attn_interface.py", "raise AssertionError('nor is this')")
+        self.write("site/flash_attn_3/_C.abi3.so")
+        config = {"build_flags": {name: name in flags for name in (*flags, "FLASHATTENTION_DISABLE_BACKWARD")}}
+        self.write("site/flash_attn_config.py", f"CONFIG = {config!r}\n\ndef show():\n    raise AssertionError\n")
+
+    def fa4(self, version: str = "4.0.0b36", site: str = "site") -> Path:
+        file = self.write(f"{site}/flash_attn/cute/interface.py", "raise AssertionError('nor is this')")
+        self.distribution("flash-attn-4", version, file, site=site)
+        for name in FA4_NEEDS:
+            self.package(name, site)
+        return file
+
+    def vllm(self, library: str, *declarations: bytes) -> Path:
+        self.distribution("vllm", "0.24.0")
+        self.package("vllm")
+        return self.write(f"site/vllm/vllm_flash_attn/{library}.abi3.so", b"\x7fELF" + b"".join(declarations))
+
+    def everything(self) -> None:
+        self.fa2()
+        self.fa3()
+        self.fa4()
+        for library, ops in op_files.ARGUMENTS.items():
+            self.vllm(library, *(declaration(library, op) for op in ops))
+
+    def probe(self, agreement: Agreement, device: str = "cuda:9.0", *before: Path) -> Reason | None:
+        """Probe in a fresh Python, which makes sure that neither torch nor a library is imported."""
+        outside = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        paths = os.pathsep.join(map(str, (*before, self.site, *SOURCES)))
+        given = json.dumps([agreement.variant, agreement.to_dict(), device])
+        command = [sys.executable, "-W", "error", "-c", PROGRAM, given]
+        environment = {**outside, "PYTHONPATH": paths}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        return found and Reason.from_dict(found)
+
+    def told(self, agreement: Agreement, *before: Path) -> str:
+        """Return the words of a refusal."""
+        reason = self.probe(agreement, "cuda:9.0", *before)
+        assert reason is not None
+        assert reason.code == "probe"
+        return f"{reason.field} | {reason}"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A machine with a torch for CUDA, and no library."""
+    made = Machine(tmp_path)
+    made.torch(CUDA_TORCH)
+    return made
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_machine_with_everything_is_not_refused(machine: Machine, variant: str) -> None:
+    machine.everything()
+
+    assert machine.probe(agreed(variant)) is None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_torch_for_the_cpu_is_refused(machine: Machine, variant: str) -> None:
+    machine.torch(CPU_TORCH)
+    machine.everything()
+
+    assert machine.told(agreed(variant)).startswith(
+        "torch | torch 2.11.0+cpu is built without CUDA: install a torch that is built for CUDA"
+    )
+
+
+def test_a_torch_that_does_not_say_how_it_was_built_is_let_in(machine: Machine) -> None:
+    machine.torch("commit = 'abc'\n")
+
+    assert machine.probe(agreed("torch")) is None
+
+
+def test_another_device_is_the_business_of_the_manifest(machine: Machine) -> None:
+    machine.torch(CPU_TORCH)
+
+    assert machine.probe(agreed("fa2"), "cpu") is None
+
+
+@pytest.mark.parametrize("available", [True, False])
+def test_a_torch_that_is_loaded_is_asked_for_a_device(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(probe.torch_build, "read", lambda: None)
+
+    reason = probe.probe("torch", agreed("torch"), Device.cuda("9.0"))
+
+    assert (reason is None) == available
+    if reason is not None:
+        assert (reason.field, reason.because) == ("device", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+        assert reason.supported == f"torch {torch.__version__} sees no CUDA device"
+
+
+# One package of two distributions
+
+
+def test_an_empty_namespace_is_no_flash_attention_2(machine: Machine) -> None:
+    machine.fa4()
+    machine.distribution("flash-attn", "2.8.3")
+
+    assert machine.told(agreed("fa2")) == (
+        f"flash-attn | flash-attn 2.8.3 is installed, but import flash_attn finds {machine.site / 'flash_attn'}, "
+        "without FlashAttention 2: pip install --force-reinstall --no-deps flash-attn==2.8.3"
+    )
+    assert machine.probe(agreed("fa4")) is None
+
+
+def test_metadata_without_a_package_is_no_flash_attention_2(machine: Machine) -> None:
+    machine.distribution("flash-attn", "2.8.3")
+
+    assert "flash-attn 2.8.3 is installed, and there is no package flash_attn" in machine.told(agreed("fa2"))
+
+
+def test_flash_attention_2_without_its_kernels_is_refused(machine: Machine) -> None:
+    machine.fa2()
+    (machine.site / "flash_attn_2_cuda.py").unlink()
+
+    assert machine.told(agreed("fa2")).startswith(
+        "flash-attn | flash-attn 2.8.3 comes without kernels: no flash_attn_2_cuda: install a wheel for this torch and"
+    )
+
+
+def test_both_in_one_folder_are_both_found(machine: Machine) -> None:
+    machine.fa4()
+    machine.fa2()
+
+    assert machine.probe(agreed("fa2")) is None
+    assert machine.probe(agreed("fa4")) is None
+
+
+def test_a_folder_cute_that_was_installed_later_is_not_flash_attention_4(machine: Machine) -> None:
+    file = machine.fa4()
+    machine.fa2()
+    file.write_text("raise AssertionError('that of flash-attn')", encoding="utf-8")
+
+    assert machine.told(agreed("fa4")) == (
+        f"flash-attn-4 | flash-attn-4 4.0.0b36 is installed, but {file} is another's: that of flash-attn, "
+        "installed later: pip install --force-reinstall --no-deps flash-attn-4==4.0.0b36"
+    )
+    assert machine.probe(agreed("fa2")) is None
+
+
+def test_what_uninstalling_the_other_one_took_away_is_missed(machine: Machine) -> None:
+    file = machine.fa4()
+    file.unlink()
+
+    assert f"flash-attn-4 4.0.0b36 is installed, but {file} is gone" in machine.told(agreed("fa4"))
+
+
+def test_a_package_that_comes_first_on_the_path_hides_flash_attention_4(machine: Machine) -> None:
+    machine.fa4()
+    machine.package("flash_attn", site="first")
+    first = machine.root / "first"
+
+    assert machine.told(agreed("fa4"), first) == (
+        f"flash-attn-4 | flash-attn-4 4.0.0b36 lies in {machine.site}, and import flash_attn finds "
+        f"{first / 'flash_attn'}: install both into one folder, or one of them only"
+    )
+
+
+def test_two_folders_of_one_namespace_hide_nothing(machine: Machine) -> None:
+    machine.fa4()
+    machine.write("first/flash_attn/other/__init__.py")
+
+    assert machine.probe(agreed("fa4"), "cuda:10.0", machine.root / "first") is None
+
+
+@pytest.mark.parametrize("record", [False, True], ids=["unrecorded", "recorded"])
+def test_flash_attention_4_needs_what_it_imports(machine: Machine, record: bool) -> None:
+    machine.fa4()
+    for name in ("cutlass", "einops"):
+        (machine.site / name / "__init__.py").unlink()
+        (machine.site / name).rmdir()
+    if not record:  # an editable installation lists no file of the package
+        (machine.site / "flash_attn_4-4.0.0b36.dist-info" / "RECORD").unlink()
+
+    told = machine.told(agreed("fa4"))
+
+    assert "einops" in told
+    assert told == (
+        "flash-attn-4 | flash-attn-4 4.0.0b36 is installed without nvidia-cutlass-dsl, einops: "
+        "pip install nvidia-cutlass-dsl einops"
+    )
+
+
+# FlashAttention 3, compiled without
+
+
+@pytest.mark.parametrize(
+    ("flag", "needing", "without"),
+    [
+        ("PAGEDKV", {}, {"paged": False}),
+        ("LOCAL", {"sliding_window": 4096}, {}),
+        ("SOFTCAP", {"logits_soft_cap": 30.0}, {}),
+        ("FP16", {"dtype": "float16", "kv_cache_dtype": "float16"}, {}),
+        ("FP8", {"kv_cache_dtype": "fp8_e4m3"}, {}),
+    ],
+)
+def test_what_was_compiled_out_is_refused_where_it_is_needed(
+    machine: Machine, flag: str, needing: dict[str, object], without: dict[str, object]
+) -> None:
+    machine.fa3(f"FLASHATTENTION_DISABLE_{flag}")
+    name = f"FLASH_ATTENTION_DISABLE_{flag}"
+
+    assert machine.told(agreed("fa3", **needing)) == (
+        f"flash-attn-3 | this flash-attn-3 was compiled with {name}: compile it without {name}"
+    )
+    assert machine.probe(agreed("fa3", **without)) is None
+
+
+def test_everything_that_was_compiled_out_is_told_at_once(machine: Machine) -> None:
+    machine.fa3("FLASHATTENTION_DISABLE_VARLEN", "FLASHATTENTION_DISABLE_LOCAL", "FLASHATTENTION_DISABLE_FP8")
+
+    told = machine.told(agreed("fa3", sliding_window=4096))
+
+    assert told.endswith("compile it without FLASH_ATTENTION_DISABLE_VARLEN, FLASH_ATTENTION_DISABLE_LOCAL")
+
+
+def test_heads_run_the_kernels_of_the_next_size_that_there_is(machine: Machine) -> None:
+    machine.fa3(*(f"FLASHATTENTION_DISABLE_HDIM{size}" for size in (64, 192, 256)))
+
+    assert machine.probe(agreed("fa3", head_size=64)) is None
+    assert machine.told(agreed("fa3", head_size=160)) == (
+        "flash-attn-3 | this flash-attn-3 was compiled without kernels for heads of 160: "
+        "compile it without FLASH_ATTENTION_DISABLE_HDIM192"
+    )
+
+
+def test_a_build_that_does_not_say_is_let_in(machine: Machine) -> None:
+    machine.fa3()
+    (machine.site / "flash_attn_config.py").unlink()
+
+    assert machine.probe(agreed("fa3", sliding_window=4096)) is None
+
+
+def test_a_configuration_without_flags_leaves_nothing_out(machine: Machine) -> None:
+    machine.fa3()
+    machine.write("site/flash_attn_config.py", "OTHER = {}\n")
+
+    assert machine.probe(agreed("fa3")) is None
+
+
+def test_metadata_alone_is_no_flash_attention_3(machine: Machine) -> None:
+    machine.distribution("flash-attn-3", "3.0.0")
+
+    assert "and there is no module flash_attn_interface" in machine.told(agreed("fa3"))
+    machine.write("site/flash_attn_interface.py")
+    assert "flash-attn-3 comes without kernels: no flash_attn_3/_C" in machine.told(agreed("fa3"))
+
+
+def test_the_features_of_an_agreement() -> None:
+    asked = {"sliding_window": 4096, "logits_soft_cap": 30.0, "dtype": "float16"}
+
+    assert list(fa3_build.needed(agreed("fa3", "fp8_e4m3", **asked))) == [
+        f"DISABLE_{name}" for name in ("VARLEN", "PAGEDKV", "LOCAL", "SOFTCAP", "FP16", "FP8")
+    ]
+
+
+# The op libraries of vLLM's wheel
+
+
+@pytest.mark.parametrize(("variant", "library"), sorted(op_files.LIBRARIES.items()))
+def test_a_wheel_of_vllm_without_the_op_library_is_refused(machine: Machine, variant: str, library: str) -> None:
+    machine.vllm("_C")
+
+    assert machine.told(agreed(variant)) == (
+        f"vllm | vllm 0.24.0 has no {library} in vllm/vllm_flash_attn: install the wheel of vLLM that is built for CUDA"
+    )
+
+
+def test_an_op_that_lacks_an_argument_is_refused_by_its_name(machine: Machine) -> None:
+    machine.vllm(
+        "_vllm_fa3_C",
+        declaration("_vllm_fa3_C", "fwd", without="s_aux"),
+        declaration("_vllm_fa3_C", "get_scheduler_metadata"),
+    )
+
+    assert machine.told(agreed("fa3_vllm")) == (
+        "vllm | fwd of _vllm_fa3_C in vllm 0.24.0 takes other arguments than are known here: "
+        "install another release of vLLM, or one of this plugin"
+    )
+
+
+@pytest.mark.parametrize("text", [b"", b"\0fwd(Tensor q\0"], ids=["empty", "cut short"])
+def test_a_file_without_declarations_has_no_op(machine: Machine, text: bytes) -> None:
+    file = machine.vllm("_vllm_fa3_C", text)
+    if not text:
+        file.write_bytes(b"")
+
+    assert op_files.changed_ops("_vllm_fa3_C", file) == ["fwd", "get_scheduler_metadata"]
+
+
+def test_texts_that_look_like_the_op_do_not_count(machine: Machine) -> None:
+    others = b"\0fwd(Tensor q) -> Tensor[]\0", declaration("_vllm_fa3_C", "fwd").replace(b"\0fwd", b"\0new_fwd")
+    file = machine.vllm("_vllm_fa3_C", *others, declaration("_vllm_fa3_C", "get_scheduler_metadata"))
+
+    assert op_files.changed_ops("_vllm_fa3_C", file) == ["fwd"]
+
+
+def test_defaults_and_types_of_arguments_do_not_matter(machine: Machine) -> None:
+    text = declaration("_vllm_fa2_C", "varlen_fwd").replace(b"Tensor!? gen", b"Generator? gen=None")
+    file = machine.vllm("_vllm_fa2_C", text.replace(b", ", b",    "))
+
+    assert op_files.changed_ops("_vllm_fa2_C", file) == []
+
+
+def test_a_checkout_of_vllm_is_looked_into_where_its_package_is(machine: Machine) -> None:
+    file = machine.vllm("_vllm_fa2_C", declaration("_vllm_fa2_C", "varlen_fwd"))
+    moved = machine.root / "checkout" / "vllm"
+    moved.parent.mkdir()
+    file.parents[1].rename(moved)
+
+    assert machine.probe(agreed("fa2_vllm"), "cuda:8.0", moved.parent) is None
+    assert "vllm 0.24.0 has no _vllm_fa2_C" in machine.told(agreed("fa2_vllm"))
+
+
+def test_without_vllm_there_is_no_op_library() -> None:
+    assert op_files.find("_vllm_fa2_C") is None
+
+
+@pytest.mark.parametrize("variant", ["fa2_vllm", "fa3_vllm", "fa4"])
+def test_what_is_not_installed_is_the_business_of_the_manifest(machine: Machine, variant: str) -> None:
+    assert machine.probe(agreed(variant)) is None
