@@ -24,6 +24,7 @@ class ExactKernels(Kernels):
         assert self.paged or call.block_table is None
         starts = call.cu_seqlens_q.tolist()
         assert starts[0] == 0
+        assert query.dtype == key.dtype == value.dtype
         assert starts[-1] <= query.shape[0]
         assert out.shape == (*query.shape[:2], value.shape[-1])
         assert terms.sinks is None or terms.sinks.shape == (query.shape[1],)
@@ -52,8 +53,14 @@ class ExactKernels(Kernels):
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
+    query = (
+        _descaled(query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2), terms.q_descale)
+        .transpose(1, 2)
+        .flatten(1, 2)
+    )
+    keys, values = _descaled(keys, terms.k_descale), _descaled(values, terms.v_descale)
     keys, values = (rows.repeat_interleave(heads // rows.shape[1], 1) for rows in (keys, values))
-    scores = torch.einsum("qhd,khd->qhk", query.double(), keys) * terms.softmax_scale
+    scores = torch.einsum("qhd,khd->qhk", query, keys) * terms.softmax_scale
     if terms.softcap:
         scores = terms.softcap * (scores / terms.softcap).tanh()
     if call.causal:
@@ -64,6 +71,11 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, call: Call, terms: Term
         sums = torch.logaddexp(sums, terms.sinks.double())
     weights = (scores - sums.unsqueeze(2)).exp()
     return torch.einsum("qhk,khd->qhd", weights, values), sums
+
+
+def _descaled(rows: Tensor, scale: Tensor | None) -> Tensor:
+    """``(..., kv_heads, size)``; a scale is one, or one for each KV head."""
+    return rows.double() if scale is None else rows.double() * scale.double().view(-1, 1)
 
 
 class CumulativeKernels(ExactKernels):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnplug import Requirements
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, Parallel, torch_dtype
+from attnplug.ops import quantize
 from attnplug.testing.oracle import attend
 from plugins.flash_attn.tests import mutants
 from plugins.flash_attn.tests.world import make_backend
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from attnplug.contract import Backend
 
 CANARY: Final = 12288.0
+SCALES: Final = {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 0.125}
 SPARE: Final = 3
 """By how much a host that knows upper bounds errs."""
 
@@ -41,6 +43,7 @@ class Spread:
         reads: What the kernels take (`make_backend`).
         seed: Of the numbers.
         padding: Rows that the call has beyond its tokens.
+        kv_cache_dtype: Of the cache.
     """
 
     ranks: int
@@ -61,6 +64,7 @@ class Spread:
     layout: str = "NHD"
     seed: int = 0
     padding: int = 0
+    kv_cache_dtype: str = "auto"
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -69,6 +73,10 @@ class Spread:
     @property
     def q_heads(self) -> int:
         return self.kv_heads * self.group
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.kv_cache_dtype != "auto"
 
     def alone(self) -> Spread:
         """The same model on one rank."""
@@ -106,17 +114,30 @@ class Numbers:
     """The tensors of all ranks."""
 
     def __init__(self, spread: Spread) -> None:
-        generator = torch.Generator().manual_seed(spread.seed)
-        dtype = torch_dtype(spread.dtype)
+        dtype, whole = torch_dtype(spread.dtype), spread.kv_heads * spread.group * spread.ranks
+        generators = [torch.Generator().manual_seed(1000 * spread.seed + place) for place in range(len(spread.new) + 1)]
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator).to(dtype)
+        def normal(place: int, *shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generators[place]).to(dtype)
 
-        whole = spread.kv_heads * spread.group * spread.ranks
-        self.queries = [2 * normal(count, whole, spread.head_size) for count in spread.new]
-        self.keys = [normal(count, spread.kv_heads, spread.head_size) for count in spread.lens]
-        self.values = [normal(count, spread.kv_heads, spread.head_size) for count in spread.lens]
-        self.sinks = normal(whole).float() if spread.sinks else None
+        def rows(lens: tuple[int, ...], heads: int) -> list[Tensor]:
+            """A request has the same numbers whatever the others are."""
+            return [normal(1 + request, count, heads, spread.head_size) for request, count in enumerate(lens)]
+
+        self.queries = [2 * each for each in rows(spread.new, whole)]
+        self.keys, self.values = rows(spread.lens, spread.kv_heads), rows(spread.lens, spread.kv_heads)
+        self.sinks = normal(0, whole).float() if spread.sinks else None
+        self.cached_keys, self.cached_values = (
+            [_cached(rows, spread, scale) for rows in side]
+            for side, scale in ((self.keys, SCALES["k_scale"]), (self.values, SCALES["v_scale"]))
+        )
+
+
+def _cached(rows: Tensor, spread: Spread, scale: float) -> Tensor:
+    """Return rows as the cache holds them."""
+    if not spread.is_narrow:
+        return rows
+    return quantize(rows, torch_dtype(spread.kv_cache_dtype), torch.tensor([scale]))
 
 
 def heads_of(spread: Spread, rank: int) -> list[int]:
@@ -139,6 +160,7 @@ def requirements_of(spread: Spread) -> Requirements:
         kv_layout=spread.layout,
         host_lengths=spread.host_lengths,
         batch_invariant=spread.batch_invariant,
+        kv_cache_dtype=spread.kv_cache_dtype,
     )
 
 
@@ -167,7 +189,8 @@ def _run(rank: int, group: Any, spread: Spread, device: torch.device) -> Result:
     backend, numbers = backend_of(spread, device), Numbers(spread)
     heads, pages = heads_of(spread, rank), Pages(spread, rank)
     sinks = None if numbers.sinks is None else numbers.sinks[heads].to(device)
-    layer = Layer(name="layer", sinks=sinks, cache_write="host" if spread.host_writes else None)
+    scales = SCALES if spread.is_narrow else {}
+    layer = Layer(name="layer", sinks=sinks, cache_write="host" if spread.host_writes else None, **scales)
     impl = backend.make_impl(layer)
     builder = backend.make_builder(
         [impl], backend.make_state(limits_of(spread, pages), parallel_of(spread, rank, group))
@@ -184,7 +207,7 @@ def _run(rank: int, group: Any, spread: Spread, device: torch.device) -> Result:
     if impl.host_writes:
         impl.write_kv(*new, cache, batch.slot_mapping)
     impl.forward(query, *new, cache, builder.build(batch), output, lse=lse)
-    return pages.result(output.cpu(), lse.cpu(), cache.cpu())
+    return pages.result(output.cpu(), lse.cpu(), cache.cpu().float())
 
 
 def backend_of(spread: Spread, device: torch.device) -> Backend:
@@ -253,8 +276,9 @@ class Pages:
 
     def fill(self, backend: Backend, numbers: Numbers, device: torch.device) -> Tensor:
         """Return a cache with the cached tokens that this rank holds, NaN elsewhere."""
-        cache = backend.make_cache(self.num_blocks, device="cpu").fill_(torch.nan)
-        for side, rows in enumerate((numbers.keys, numbers.values)):
+        cache = backend.make_cache(self.num_blocks, device="cpu")
+        cache.copy_(torch.full(cache.shape, torch.nan))
+        for side, rows in enumerate((numbers.cached_keys, numbers.cached_values)):
             for request, mine in enumerate(self.mine):
                 for position in mine:
                     if position < self.spread.cached[request]:
