@@ -56,6 +56,14 @@ def test_list_names_the_devices_on_which_each_variant_was_verified(run, shipped)
     assert text.count("    verified on no device\n") >= 2
 
 
+def test_list_names_devices_that_read_alike_once(run, shipped) -> None:
+    h200 = {"type": "cuda", "name": "NVIDIA H200", "compute_capability": "9.0"}
+    (shipped / "host-h200.json").write_text(evidence("flash/host", device=h200))
+    (shipped / "host-part-of-h200.json").write_text(evidence("flash/host", device={**h200, "num_multiprocessors": 66}))
+
+    assert "    verified on cpu, cuda:9.0 (NVIDIA H200)\n" in run("list").out
+
+
 def test_explain_tells_what_is_unverified(run, shipped) -> None:
     found = run("explain", *ASKED, *HERE, "--sliding-window", "7")
 
