@@ -89,7 +89,6 @@ def for_cpu(manifest: str) -> str:
         (r'name = "flash_attn", aliases = \[[^]]*\]', f'name = "{NAME}"'),
         (r'^device_type = "cuda"', 'device_type = ["cuda", "cpu"]'),
         (r"^compute_capability = .*$", ""),
-        (r"^need = \{ compute_capability = [^}]*\} \}$", 'need = { device_type = ["cuda", "cpu"] }'),
     ):
         manifest, count = re.subn(pattern, replacement, manifest, flags=re.MULTILINE)
         assert count, f"attnplug.toml has nothing like {pattern!r} any more"
