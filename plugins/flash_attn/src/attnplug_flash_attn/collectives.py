@@ -66,7 +66,7 @@ class Ranks:
         if in_order or not self._reduces:
             return self._exchange(parts)
         found = torch.empty_like(parts[0])
-        _call("reduce_scatter_single", "reduce_scatter_tensor")(found, parts, group=self._group)
+        _call("reduce_scatter_single", "reduce_scatter_tensor")(found.view(-1), parts.view(-1), group=self._group)
         return found
 
     def _exchange(self, parts: Tensor) -> Tensor:
