@@ -1,0 +1,212 @@
+"""What a build makes of a batch: which rows are one call, over which keys, and what the kernels are told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+from attnplug.contract import Batch, Layer, Limits
+from plugins.flash_attn.tests.noting import load
+from tests.backends.setting import BLOCK, Setting
+
+KINDS = ["pages", "cumulative", "packed", "scheduled"]
+
+
+def plan_of(setting: Setting, batch: Batch, **keywords):
+    return setting.impls[0].plan(setting.builder.build(batch, **keywords))
+
+
+def test_decodes_and_prefills_are_calls_of_their_own() -> None:
+    setting = Setting(load)
+    batch = setting.batch([1, 1, 5, 3], [9, 40, 5, 20])
+    plan = plan_of(setting, batch)
+
+    decode, prefill = plan.decode, plan.prefill
+    assert plan.parts == (decode, prefill)
+    assert (decode.first, decode.last, prefill.first, prefill.last) == (0, 2, 2, 10)
+    assert decode.call.cu_seqlens_q.tolist() == [0, 1, 2]
+    assert prefill.call.cu_seqlens_q.tolist() == [0, 5, 8]
+    assert (decode.call.max_seqlen_q, prefill.call.max_seqlen_q) == (1, 5)
+    assert (decode.call.seqused_k.tolist(), prefill.call.seqused_k.tolist()) == ([9, 40], [5, 20])
+    assert (decode.call.max_seqlen_k, prefill.call.max_seqlen_k) == (40, 20)  # keys, not the longest query
+    assert decode.call.block_table.data_ptr() == batch.block_table.data_ptr()
+    assert torch.equal(prefill.call.block_table, batch.block_table[2:])
+    assert decode.slots is prefill.slots is plan.prefix is plan.sharded is None
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [5, 9]])
+def test_a_batch_of_one_phase_is_one_call_on_the_tensors_of_the_batch(query_lens) -> None:
+    setting = Setting(load)
+    batch = setting.batch(query_lens, [20, 30])
+    (part,) = plan_of(setting, batch).parts
+
+    assert part.call.cu_seqlens_q.data_ptr() == batch.query_start_loc.data_ptr()
+    assert part.call.seqused_k.data_ptr() == batch.seq_lens.data_ptr()
+
+
+def test_queries_of_several_rows_are_decodes_up_to_the_agreed_length() -> None:
+    setting = Setting(load, decode_query_len=3)
+    plan = plan_of(setting, setting.batch([3, 1, 2, 4], [20] * 4))
+
+    assert plan.decode.call.cu_seqlens_q.tolist() == [0, 3, 4, 6]
+    assert (plan.decode.call.max_seqlen_q, plan.decode.call.causal) == (3, True)
+    assert plan.prefill.call.cu_seqlens_q.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("query_lens", [[0, 1, 1], [1, 0, 4], [1, 4, 0], [0, 4]])
+def test_padded_requests_may_stand_anywhere(kind, query_lens) -> None:
+    setting = Setting(load, variant=kind)
+    seq_lens = [length and length + 9 for length in query_lens]
+    metadata = setting.builder.build(setting.batch(query_lens, seq_lens))
+
+    rows = [row for part in setting.impls[0].plan(metadata).parts for row in range(part.first, part.last)]
+    assert rows == list(range(sum(query_lens)))
+    setting.forward(metadata)  # the kernels check every number
+
+
+def test_libraries_are_told_keys_as_they_take_them() -> None:
+    batches = {}
+    for kind in KINDS:
+        setting = Setting(load, variant=kind)
+        batches[kind] = plan_of(setting, setting.batch([1, 1, 20], [9, 40, 33]))
+
+    assert batches["pages"].decode.call.cu_seqlens_k is None
+    cumulative = batches["cumulative"]
+    assert cumulative.decode.call.cu_seqlens_k.tolist() == [0, 9, 49]
+    assert cumulative.decode.call.seqused_k.tolist() == [9, 40]
+    packed = batches["packed"].decode
+    assert packed.call.cu_seqlens_k.tolist() == [0, 9, 49]
+    assert packed.call.block_table is packed.call.seqused_k is None
+    assert packed.slots.tolist() == [*range(16, 25), *range(32, 72)]
+
+
+@pytest.mark.parametrize("host_lengths", ["upper_bound", "absent"])
+@pytest.mark.parametrize("kind", ["packed", "cumulative"])
+def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, host_lengths) -> None:
+    setting = Setting(load, variant=kind, host_lengths=host_lengths)
+    exact = setting.batch([1, 12], [30, 12])
+    known = {"seq_lens_cpu": None if host_lengths == "absent" else exact.seq_lens + 16, "max_seq_len": 64}
+    table = torch.nn.functional.pad(exact.block_table, (0, 2), value=7)
+    inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
+
+    outputs = [setting.forward(setting.builder.build(batch)) for batch in (inexact,)]
+    sure = Setting(load, variant=kind)
+    assert torch.equal(outputs[0], sure.forward(sure.builder.build(exact)))
+
+
+def test_keys_that_come_with_the_call_are_one_pass() -> None:
+    setting = Setting(load, paged=False, block_size=None)
+    batch = Batch.from_lengths([3, 1, 7], [3, 1, 9])
+    (part,) = plan_of(setting, batch).parts
+
+    assert (part.first, part.last) == (0, 11)
+    assert part.call.cu_seqlens_k.tolist() == [0, 3, 4, 13]
+    assert part.call.block_table is part.call.seqused_k is None
+    assert (part.call.max_seqlen_q, part.call.max_seqlen_k) == (7, 9)
+
+
+def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
+    asked = {"attn_type": "encoder_only", "paged": False, "block_size": None, "sliding_window": 4}
+    setting = Setting(load, **asked)
+    setting.forward(setting.builder.build(Batch.from_lengths([9, 3], causal=False)))
+
+    (noted,) = setting.backend.kernels.noted
+    assert noted.terms.window == (3, 3)
+    assert noted.call.causal is False
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_cross_attention_reads_the_keys_of_the_encoder(kind) -> None:
+    setting = Setting(load, variant=kind, attn_type="encoder_decoder")
+    lens = torch.tensor([20, 5], dtype=torch.int32)
+    given = {"encoder_seq_lens": lens, "causal": False, "block_table": torch.tensor([[1, 2], [3, 0]]).int()}
+    slots = torch.tensor([*range(16, 36), *range(48, 53)])
+    first = setting.batch([4, 2], **given, slot_mapping=slots)
+    later = setting.batch([1, 1], [5, 3], **given, slot_mapping=slots[:0])
+    cache, impl = setting.backend.make_cache(8), setting.impls[0]
+    query, keys = torch.randn(6, 4, 64).bfloat16(), torch.randn(25, 2, 64).bfloat16()
+    output = torch.empty(6, 256).bfloat16()
+
+    impl.forward(query, keys, keys, cache, setting.builder.build(first), output)
+    impl.forward(query[:2], None, None, cache, setting.builder.build(later), output[:2])
+
+    call = setting.backend.kernels.noted[-1].call
+    assert call.max_seqlen_k == 20
+    lengths = call.cu_seqlens_k.diff() if call.seqused_k is None else call.seqused_k
+    assert lengths.tolist() == [20, 5]
+
+
+def test_layers_of_equal_windows_share_a_plan() -> None:
+    layers = [Layer(name=f"layers.{i}", scale=scale) for i, scale in enumerate((0.1, 0.2))]
+    setting = Setting(load, layers, variant="scheduled")
+    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+
+    assert setting.impls[0].plan(metadata) is setting.impls[1].plan(metadata)
+    assert len(setting.backend.kernels.scheduled) == 2
+    for impl in setting.impls:
+        setting.forward(metadata, impl)
+    assert [noted.terms.softmax_scale for noted in setting.backend.kernels.noted] == [0.1, 0.1, 0.2, 0.2]
+
+
+def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> None:
+    setting = Setting(load, batch_invariant=True, decode_query_len=2, sliding_window=9)
+    calls = []
+    for query_lens, seq_lens in (([1, 7], [30, 40]), ([2, 1, 20], [2, 9, 20])):
+        plan = plan_of(setting, setting.batch(query_lens, seq_lens))
+        calls.append([(call.max_seqlen_q, call.max_seqlen_k, call.num_splits) for call in (p.call for p in plan.parts)])
+
+    limits = setting.limits
+    assert calls[0] == calls[1] == [(2, limits.max_seq_len, 1), (limits.max_num_tokens, limits.max_seq_len, 1)]
+
+
+def test_a_host_may_do_without_the_invariance_that_was_agreed_on() -> None:
+    setting = Setting(load, batch_invariant=True)
+    limits = Limits(max_num_reqs=4, max_num_tokens=16, max_seq_len=64, batch_invariant=False)
+    builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
+
+    (part,) = setting.impls[0].plan(builder.build(setting.batch([1]))).parts
+    assert (part.call.num_splits, part.call.max_seqlen_k) == (0, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_block_table_is_followed_by_every_pass(kind) -> None:
+    setting = Setting(load, variant=kind)
+    before = setting.builder.build(setting.batch([1, 1, 20], [9, 40, 33]))
+    other = setting.batch([1, 1, 20], [9, 40, 33], first_block=20)
+    made = len(setting.backend.kernels.scheduled)
+    after = setting.builder.update_block_table(before, other.block_table, other.slot_mapping)
+
+    old, new = (setting.impls[0].plan(metadata) for metadata in (before, after))
+    assert len(setting.backend.kernels.scheduled) == made  # schedules follow from lengths, which are the same
+    for name, rows in (("decode", slice(0, 2)), ("prefill", slice(2, 3))):
+        earlier, later = getattr(old, name), getattr(new, name)
+        assert later.call.scheduler_metadata is earlier.call.scheduler_metadata
+        if kind == "packed":
+            assert torch.equal(later.slots, earlier.slots + 19 * BLOCK)
+        else:
+            assert torch.equal(later.call.block_table, other.block_table[rows])
+            assert torch.equal(earlier.call.block_table, before.batch.block_table[rows])
+    setting.forward(after)
+
+
+def test_metadata_of_other_layers_is_scheduled_for_those_of_the_builder() -> None:
+    setting = Setting(load, variant="scheduled", sliding_window=9)
+    batch = setting.batch([1, 5], [9, 20])
+    before = setting.builder.build(batch)
+    strange = evolve(before, plans={})
+
+    plan = setting.impls[0].plan(setting.builder.update_block_table(strange, batch.block_table, batch.slot_mapping))
+    assert all(part.call.scheduler_metadata is not None for part in plan.parts)
+
+
+def test_advanced_steps_are_decodes() -> None:
+    setting = Setting(load, variant="scheduled")
+    metadata = setting.builder.build(setting.batch([1, 1], [9, 16]))
+    table = torch.nn.functional.pad(metadata.batch.block_table, (0, 1), value=9)
+    metadata = setting.builder.update_block_table(metadata, table, metadata.batch.slot_mapping)
+
+    (part,) = setting.impls[0].plan(setting.builder.advance_step(metadata)).parts
+    assert part.call.seqused_k.tolist() == [10, 17]
+    assert part.call.scheduler_metadata is None  # the next step is near, and a schedule is a launch

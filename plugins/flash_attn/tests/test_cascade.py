@@ -1,0 +1,143 @@
+"""A shared prefix that is attended once gives what attending it in each request gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.contract import Batch, Layer
+from attnplug.testing.closeness import assert_close
+from plugins.flash_attn.tests.noting import load
+from tests.backends.setting import BLOCK, Setting
+
+KINDS = ["pages", "cumulative", "packed", "scheduled"]
+SINKS = torch.linspace(-1.0, 3.0, 4)
+ASKED: dict[str, Any] = {"cascade": True, "dtype": "float32", "return_lse": True}
+
+
+def shared_batch(setting: Setting, query_lens: list[int], own: list[int], blocks: int, **more: Any) -> Batch:
+    """Return a batch whose requests share their first blocks, with so many keys of their own beside their queries."""
+    length = blocks * BLOCK
+    seq_lens = [query and query + more + length for query, more in zip(query_lens, own, strict=True)]
+    batch = setting.batch(query_lens, seq_lens, first_block=1 + blocks)
+    table = batch.block_table.clone()
+    table[torch.tensor(query_lens) > 0, :blocks] = torch.arange(1, 1 + blocks, dtype=torch.int32)
+    places = [
+        int(table[request, place // BLOCK]) * BLOCK + place % BLOCK
+        for request, (query, length) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for place in range(length - query, length)
+    ]
+    given = {"block_table": table, "block_table_cpu": table, "slot_mapping": torch.tensor(places)}
+    return evolve(batch, **given, slot_mapping_cpu=given["slot_mapping"], common_prefix_len=blocks * BLOCK, **more)
+
+
+def results(setting: Setting, batch: Batch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, generator = batch.num_actual_tokens, torch.Generator().manual_seed(5)
+    query = torch.randn(tokens, 4, 64, generator=generator)
+    key, value = (torch.randn(tokens, 2, 64, generator=generator) for _ in range(2))
+    output, lse = torch.empty(tokens, 256), torch.empty(tokens, 4)
+    setting.impls[0].forward(query, key, value, cache.clone(), setting.builder.build(batch), output, lse=lse)
+    return output, lse
+
+
+@given(
+    query_lens=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    prompts=st.lists(st.integers(4, 20), max_size=2),
+    padding=st.sampled_from([None, 0, -1]),
+    own=st.integers(0, 30),
+    blocks=st.integers(1, 3),
+    with_sinks=st.booleans(),
+    cap=st.sampled_from([None, 5.0]),
+    kind=st.sampled_from(KINDS),
+)
+def test_it_is_what_flat_attention_is(query_lens, prompts, padding, own, blocks, with_sinks, cap, kind) -> None:
+    lens = [*query_lens, *prompts]
+    if padding is not None:  # a padded request has other pages, and may stand first
+        lens.insert(0 if padding == 0 else len(lens), 0)
+    layer = Layer(name="layers.0", sinks=SINKS if with_sinks else None)
+    setting = Setting(load, [layer], kind, **ASKED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
+    batch = shared_batch(setting, lens, [own + request for request in range(len(lens))], blocks)
+    cache = setting.backend.make_cache(64)
+    cache.normal_(generator=torch.Generator().manual_seed(1))
+
+    (output, lse), (flat, flat_lse) = (
+        results(setting, each, cache) for each in (batch, evolve(batch, common_prefix_len=0))
+    )
+    assert_close(output, flat.double(), dtype=torch.float32, scale=4.0)
+    assert_close(lse, flat_lse.double(), dtype=torch.float32, what="lse")
+
+
+def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> None:
+    setting = Setting(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **ASKED, sinks=True)
+    batch = shared_batch(setting, [1, 1, 5], [3, 0, 20], 2)
+    plan = setting.impls[0].plan(setting.builder.build(batch))
+
+    call = plan.prefix.call
+    assert (plan.prefix.first, plan.prefix.last, call.causal) == (0, 7, False)
+    assert (call.cu_seqlens_q.tolist(), call.seqused_k.tolist()) == ([0, 7], [32])
+    assert (call.max_seqlen_q, call.max_seqlen_k, call.block_table.tolist()) == (7, 32, [[1, 2]])
+    assert [part.call.seqused_k.tolist() for part in plan.parts] == [[4, 1], [25]]
+    assert [part.call.max_seqlen_k for part in plan.parts] == [4, 25]
+    assert torch.equal(plan.decode.call.block_table, batch.block_table[:2, 2:])
+    assert all(part.call.causal for part in plan.parts)
+    assert len(setting.backend.kernels.scheduled) == 3  # the prefix, the decodes and the prefills
+
+
+def test_the_sink_enters_the_prefix_alone() -> None:
+    setting = Setting(load, [Layer(name="layers.0", sinks=SINKS)], **ASKED, sinks=True)
+    results(setting, shared_batch(setting, [1, 5], [3, 20], 1), setting.backend.make_cache(64))
+
+    *parts, prefix = setting.backend.kernels.noted
+    assert [noted.terms.sinks for noted in parts] == [None, None]
+    assert torch.equal(prefix.terms.sinks, SINKS)
+
+
+def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
+    setting = Setting(load, **ASKED)
+    plan = setting.impls[0].plan(setting.builder.build(shared_batch(setting, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
+
+    assert plan.prefix.call.block_table.tolist() == [[1, 2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
+    setting = Setting(load, variant=kind, **ASKED)
+    batch = shared_batch(setting, [1, 1], [3, 9], 2)
+    before = setting.builder.build(batch)
+    table = torch.where(batch.block_table > 0, batch.block_table + 7, 0)
+    after = setting.builder.update_block_table(before, table, batch.slot_mapping + 7 * BLOCK)
+
+    prefix, earlier = (setting.impls[0].plan(metadata).prefix for metadata in (after, before))
+    if kind == "packed":
+        assert torch.equal(prefix.slots, earlier.slots + 7 * BLOCK)
+    else:
+        assert prefix.call.block_table.tolist() == [[8, 9]]
+    assert prefix.call.scheduler_metadata is earlier.call.scheduler_metadata
+
+
+def test_hosts_are_told_when_it_pays() -> None:
+    builder = Setting(load, **ASKED).builder
+    assert builder.use_cascade_attention(8192, [2] * 64)
+    assert not builder.use_cascade_attention(128, [2] * 64)
+    assert not Setting(load).builder.use_cascade_attention(8192, [2] * 64)
+
+
+def test_outputs_whose_rows_lie_apart_are_merged_in_place() -> None:
+    setting = Setting(load, **ASKED)
+    batch = shared_batch(setting, [1, 1], [3, 9], 1)
+    cache = setting.backend.make_cache(64)
+    wide = torch.full((3, 512), 7.0)
+    query, keys = torch.randn(3, 4, 64), torch.randn(3, 2, 64)
+    plain = torch.full((3, 256), 7.0)
+    for output in (wide[:, 256:], plain):
+        setting.impls[0].forward(query, keys, keys, cache.clone(), setting.builder.build(batch), output)
+
+    assert torch.equal(wide[:2, 256:], plain[:2])
+    assert bool((wide[:, :256] == 7.0).all())
+    assert bool((wide[2] == 7.0).all())
+    assert bool((plain[2] == 7.0).all())

@@ -1,0 +1,149 @@
+"""What a layer brings to each call, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.contract import Layer
+from plugins.flash_attn.tests.noting import load
+from tests.backends.setting import Setting
+
+FP8 = torch.float8_e4m3fn
+
+
+def run(setting: Setting, query_lens: list[int], seq_lens: list[int], **tensors):
+    """Run a step; the call's tensors may be given."""
+    batch = setting.batch(query_lens, seq_lens)
+    tokens, impl = batch.num_actual_tokens, setting.impls[0]
+    given = {
+        "query": torch.randn(tokens, 4, 64).bfloat16(),
+        "key": torch.randn(tokens, 2, 64).bfloat16(),
+        "value": torch.randn(tokens, 2, 64).bfloat16(),
+        "kv_cache": setting.backend.make_cache(16),
+        "output": torch.empty(tokens, 256).bfloat16(),
+        **tensors,
+    }
+    impl.forward(**given, metadata=setting.builder.build(batch))
+    return given, setting.backend.kernels.noted
+
+
+def test_a_profiling_run_leaves_the_output_alone() -> None:
+    setting = Setting(load)
+    query, keys = torch.randn(3, 4, 64).bfloat16(), torch.randn(3, 2, 64).bfloat16()
+    output = torch.full((3, 256), 7.0).bfloat16()
+    setting.impls[0].forward(query, keys, keys, None, None, output)
+
+    assert bool((output == 7.0).all())
+    assert not setting.backend.kernels.noted
+
+
+def test_kernels_write_the_output_and_the_lse_in_place() -> None:
+    setting = Setting(load, return_lse=True)
+    wide = torch.full((6, 300), 7.0).bfloat16()
+    lse = torch.full((6, 4), 7.0)
+    given, noted = run(setting, [1, 4], [9, 4], output=wide[:5, 20:276], lse=lse[:5])
+    exact = torch.empty(5, 256).bfloat16()
+    run(setting, [1, 4], [9, 4], **{**given, "output": exact, "lse": None})
+
+    assert torch.equal(wide[:5, 20:276], exact)
+    assert bool((wide[:, :20] == 7.0).all())
+    assert bool((wide[:, 276:] == 7.0).all())
+    assert bool((wide[5:] == 7.0).all())
+    assert [one.lse.data_ptr() for one in noted[:2]] == [lse.data_ptr(), lse[1:].data_ptr()]
+    assert bool((lse[5] == 7.0).all())
+
+
+def test_slopes_and_sinks_come_as_the_kernels_take_them() -> None:
+    layer = Layer(name="layers.0", sinks=torch.randn(4), alibi_slopes=torch.rand(8)[::2])
+    impl = Setting(load, [layer], sinks=True, alibi="linear").impls[0]
+
+    assert impl.terms.sinks.dtype == torch.bfloat16
+    assert impl.terms.alibi_slopes.dtype == torch.float32
+    assert impl.terms.alibi_slopes.is_contiguous()
+    assert impl.other_terms.sinks is None
+    assert impl.other_terms.alibi_slopes is impl.terms.alibi_slopes
+
+
+def test_no_soft_cap_is_zero() -> None:
+    assert Setting(load).impls[0].terms.softcap == 0.0
+    assert Setting(load, logits_soft_cap=30.0).impls[0].terms.softcap == 30.0
+
+
+def test_queries_are_quantized_by_their_scale() -> None:
+    layer = Layer(name="layers.0", q_scale=0.5, k_scale=0.25, v_scale=2.0)
+    setting = Setting(load, [layer], kv_cache_dtype="fp8_e4m3")
+    query = (torch.arange(4 * 64).view(1, 4, 64) / 16).bfloat16()
+    _, (noted,) = run(setting, [1], [5], query=query)
+
+    assert noted.query_dtype == FP8
+    assert [float(scale) for scale in (noted.terms.q_descale, noted.terms.k_descale, noted.terms.v_descale)] == [
+        0.5,
+        0.25,
+        2.0,
+    ]
+
+
+def test_scales_per_head_are_those_of_the_queries_that_read_the_head() -> None:
+    scales = {f"{letter}_scale_tensor": torch.tensor([0.5, 4.0]) for letter in "qkv"}
+    setting = Setting(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
+    query = torch.ones(1, 4, 64).bfloat16()
+    quantized = setting.impls[0]._quantized(query)
+
+    assert quantized.dtype == FP8
+    assert quantized[0, :, 0].float().tolist() == [2.0, 2.0, 0.25, 0.25]
+
+
+def test_queries_of_a_fused_projection_are_quantized_where_they_are() -> None:
+    setting = Setting(load, kv_cache_dtype="fp8_e4m3")
+    fused = torch.randn(5, 8, 64).bfloat16()
+    assert torch.equal(setting.impls[0]._quantized(fused[:, :4]).float(), fused[:, :4].to(FP8).float())
+
+
+def test_a_scale_that_the_host_changes_is_seen() -> None:
+    scale = torch.ones(1)
+    impl = Setting(load, [Layer(name="layers.0", k_scale_tensor=scale)], kv_cache_dtype="fp8_e4m3").impls[0]
+    scale.fill_(3.0)
+
+    assert float(impl.terms.k_descale) == 3.0
+
+
+@pytest.mark.parametrize("writer", ["forward", "host"])
+def test_either_writes_the_cache(writer) -> None:
+    setting = Setting(load, [Layer(name="layers.0", cache_write=writer)])
+    cache, batch = setting.backend.make_cache(16), setting.batch([2], [5])
+    query, keys = torch.randn(2, 4, 64).bfloat16(), torch.randn(2, 2, 64).bfloat16()
+    impl, output = setting.impls[0], torch.empty(2, 256).bfloat16()
+    if writer == "host":
+        impl.write_kv(keys, keys, cache, batch.slot_mapping)
+        written = cache.clone()
+    impl.forward(query, keys, keys, cache, setting.builder.build(batch), output)
+
+    assert torch.equal(cache[0, 1, 3:5], keys)
+    assert torch.equal(cache[1, 1, 3:5], keys)
+    if writer == "host":
+        assert torch.equal(cache, written)
+
+
+@pytest.mark.parametrize("brings", [True, False])
+def test_a_layer_that_shares_a_cache_writes_nothing(brings) -> None:
+    setting = Setting(load, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
+    keys = torch.randn(2, 2, 64).bfloat16() if brings else None
+    given, _ = run(setting, [2], [5], key=keys, value=keys)
+
+    assert not given["kv_cache"].any()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_all_layers_in_one_tensor_are_blocks_first(layout) -> None:
+    backend = Setting(load, kv_layout=layout).backend
+    spec = backend.cache_tensors(6)["kv"].with_layers(3)
+    layers = spec.allocate("cpu")
+
+    assert layers.shape == (3, 2, 6, 16, 2, 64)
+    steps = layers.stride()
+    assert steps[2] == 3 * 2 * 16 * 2 * 64  # a block holds what all layers have for it
+    order = sorted(range(6), key=lambda axis: -steps[axis])
+    assert order == ([2, 0, 1, 3, 4, 5] if layout == "NHD" else [2, 4, 0, 1, 3, 5])
+    setting = Setting(load, kv_layout=layout)
+    run(setting, [1, 4], [9, 4], kv_cache=layers[1])

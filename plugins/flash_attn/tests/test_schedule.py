@@ -1,0 +1,117 @@
+"""Schedules are made once per step for each pass, and stay in one place where a graph reads them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from attrs import evolve
+
+from attnplug.contract import GraphKey, Limits
+from attnplug_flash_attn.schedule import longest_schedule
+from plugins.flash_attn.tests.noting import load
+from tests.backends.setting import Setting
+
+if TYPE_CHECKING:
+    import torch
+
+LIMITS = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128, capture_sizes=(10,))
+
+
+class Captured(Setting):
+    """A backend that makes schedules, with slots of several shapes."""
+
+    limits = LIMITS
+
+    def __init__(self, *keys: GraphKey, **asked: Any) -> None:
+        super().__init__(load, variant="scheduled", **{"cudagraph": "always", **asked})
+        with self.state.graph_capture(8):
+            self.slots = [self.state.slot(key) for key in keys]
+            for slot in self.slots:
+                self.builder.build(slot.dummy_batch(self.builder), slot=slot)
+
+    def schedule(self, number: int, *lens: Any) -> torch.Tensor:
+        metadata = self.builder.build(self.batch(*lens), slot=self.slots[number])
+        (part,) = self.impls[0].plan(metadata).parts
+        self.forward(metadata)  # the kernels compare the schedule with what they make themselves
+        return part.call.scheduler_metadata
+
+
+def whole(schedule: torch.Tensor) -> torch.Tensor:
+    """The memory that a schedule lies in."""
+    size = schedule.untyped_storage().nbytes() // 4
+    return schedule.as_strided((size,), (1,), 0)
+
+
+def test_each_pass_has_a_schedule_of_its_own() -> None:
+    setting = Setting(load, variant="scheduled", cascade=True)
+    plan = setting.impls[0].plan(setting.builder.build(setting.batch([1, 5], [9, 20])))
+
+    made = [part.call.scheduler_metadata for part in plan.parts]
+    assert all(schedule is not None for schedule in made)
+    assert made[0] is not made[1]
+    assert [call.max_seqlen_q for call in setting.backend.kernels.scheduled] == [1, 5]
+
+
+def test_a_build_in_a_hurry_makes_none() -> None:
+    setting = Setting(load, variant="scheduled")
+    plan = setting.impls[0].plan(setting.builder.build(setting.batch([1, 5], [9, 20]), fast=True))
+
+    assert all(part.call.scheduler_metadata is None for part in plan.parts)
+    assert not setting.backend.kernels.scheduled
+
+
+def test_a_graph_has_its_schedule_however_fast_it_is_built() -> None:
+    setting = Captured(GraphKey(4, 4, 1))
+    before = setting.schedule(0, [1, 1], [9, 20])
+    metadata = setting.builder.build(setting.batch([1, 1, 1], [4, 5, 6]), fast=True, slot=setting.slots[0])
+
+    (part,) = setting.impls[0].plan(metadata).parts
+    assert part.call.scheduler_metadata.data_ptr() == before.data_ptr()
+    setting.forward(metadata)
+
+
+@pytest.mark.parametrize(
+    ("reqs", "captured", "expected"), [(8, (10,), 49), (8, (), 33), (9, (), 49), (1, (), 17), (12, (4, 12), 49)]
+)
+def test_memory_is_for_the_largest_batch(reqs, captured, expected) -> None:
+    limits = evolve(LIMITS, max_num_reqs=reqs, capture_sizes=captured)
+    assert longest_schedule(limits) == expected
+
+
+def test_slots_share_one_memory_whose_tail_is_zero() -> None:
+    setting = Captured(GraphKey(8, 8, 1), GraphKey(2, 2, 1), GraphKey(4, 24))
+    large = setting.schedule(0, [1] * 8, [100] * 8)
+    memory, place = whole(large), large.data_ptr()
+    assert memory.shape[0] == longest_schedule(LIMITS)
+    assert not memory[large.shape[0] :].any()
+
+    for number, lens in ((1, ([1, 1], [9, 20])), (0, ([1] * 3, [50] * 3)), (1, ([1], [3]))):
+        schedule = setting.schedule(number, *lens)
+        assert schedule.data_ptr() == place
+        assert whole(schedule).data_ptr() == memory.data_ptr()
+        assert not whole(schedule)[schedule.shape[0] :].any()
+
+    prefills = setting.schedule(2, [7, 17], [9, 20])
+    assert prefills.data_ptr() != place  # of another pass
+    assert not whole(prefills)[prefills.shape[0] :].any()
+
+
+def test_the_memory_goes_with_the_slots() -> None:
+    setting = Captured(GraphKey(4, 4, 1))
+    assert len(setting.builder._schedules._memories) == 1
+    setting.slots.clear()
+    setting.state.release_slots()
+    setting.backend.kernels.noted.clear()
+
+    assert not setting.builder._schedules._memories
+
+
+def test_the_bound_of_captured_sizes_holds_for_eager_steps_of_that_size_too() -> None:
+    limits = evolve(LIMITS, max_num_splits=6, capture_sizes=(4,))
+    setting = Setting(load, variant="scheduled", cudagraph="always")
+    builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
+    small, large = (builder.build(setting.batch([1] * count)) for count in (4, 5))
+
+    assert [setting.impls[0].plan(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
+    assert [call.num_splits for call in setting.backend.kernels.scheduled] == [6, 0]

@@ -1,0 +1,26 @@
+"""Into how many parts keys may be cut: by the size of the step, the host's bound, and what results may depend on."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug.contract import Limits
+from attnplug_flash_attn.splits import num_splits
+
+
+@pytest.mark.parametrize(
+    ("captured", "bound", "tokens", "invariant", "expected"),
+    [
+        ((), None, 4, False, 0),
+        ((), 16, 4, False, 0),  # nothing is captured: memory for parts is nobody's concern
+        ((2, 8), 16, 8, False, 16),
+        ((2, 8), 16, 9, False, 0),
+        ((2, 8), None, 8, False, 0),
+        ((2, 8), 16, 8, True, 1),
+        ((), None, 4, True, 1),
+        ((2, 8), 1, 3, False, 1),
+    ],
+)
+def test_num_splits(captured, bound, tokens, invariant, expected) -> None:
+    limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=64, capture_sizes=captured, max_num_splits=bound)
+    assert num_splits(limits, tokens, batch_invariant=invariant) == expected

@@ -1,0 +1,47 @@
+"""A warm-up runs each kind of call, and nothing for no shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug import Requirements
+from attnplug.contract import GraphKey
+from plugins.flash_attn.tests.noting import load
+from tests.backends.setting import MODEL
+
+SHAPES = [GraphKey(4, 4, 1)]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"cascade": True, "sinks": True, "return_lse": True},
+        {"alibi": "linear", "sliding_window": 5},
+        {"kv_cache_dtype": "fp8_e4m3", "per_head_scales": True},
+        {"paged": False, "block_size": None},
+        {"attn_type": "encoder_decoder"},
+        {"phases": ("decode",), "decode_query_len": 3},
+    ],
+)
+@pytest.mark.parametrize("kind", ["pages", "packed"])
+def test_each_kind_of_call_runs(kind, asked) -> None:
+    backend = load(Requirements(**{**MODEL, **asked}), kind)
+    backend.warmup(SHAPES)
+    noted = backend.kernels.noted
+
+    rows = {one.call.max_seqlen_q for one in noted}
+    if asked.get("phases") == ("decode",):
+        assert rows == {3}
+    elif "paged" in asked:
+        assert rows == {2}
+    else:
+        assert {1, 2} <= rows
+    assert ("cascade" in asked) == any(not one.call.causal for one in noted if "attn_type" not in asked)
+    assert all((one.lse is not None) == bool(asked.get("return_lse")) for one in noted)
+
+
+def test_nothing_is_run_for_no_shape() -> None:
+    backend = load(Requirements(**MODEL))
+    backend.warmup([])
+    assert not backend.kernels.noted
