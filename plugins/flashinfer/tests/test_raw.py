@@ -12,6 +12,7 @@ from attnplug.cli.bench.rig import make_planner, make_rig
 from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes
 from attnplug_flashinfer import raw
 from attnplug_flashinfer.raw import RawFlashInfer
+from tests.backends.ticking import Ticks
 
 TINY = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 64}
 STEPS = (
@@ -60,16 +61,6 @@ def library(doubled, monkeypatch):
     monkeypatch.setattr(RawFlashInfer, "backend", "flashinfer_double")
     for section in (building, forwarding, replaying):
         monkeypatch.setattr(section, "baseline_of", lambda _: (RawFlashInfer(), None))
-
-
-class Ticks:
-    """A clock that counts calls instead of seconds."""
-
-    what = "ticks"
-
-    def seconds(self, call, argument) -> float:
-        call(argument)
-        return 1e-6
 
 
 def test_they_are_a_baseline() -> None:

@@ -56,22 +56,6 @@ class Rows:
         """What scores are multiplied with."""
         return float(self.head_size**-0.5)
 
-    def scheduled_by(self, schedule: Callable[..., Tensor]) -> Tensor:
-        """Return what a ``get_scheduler_metadata`` of FlashAttention 3's Python module makes of them."""
-        return schedule(
-            len(self.keys),
-            self.max_query,
-            self.max_keys,
-            self.num_q_heads,
-            self.num_kv_heads,
-            self.head_size,
-            self.keys,
-            self.dtype,
-            cu_seqlens_q=self.query_starts,
-            page_size=self.block_size,
-            causal=True,
-        )
-
 
 class Calls:
     """
@@ -110,21 +94,17 @@ class Calls:
 
 
 class Fa2(Calls):
-    """`flash_attn`: the call for caches where one token is new, the one for prompts otherwise."""
+    """`flash_attn`: its call for packed rows, which splits the keys of decodes."""
 
     def bind(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
-        """Return one of the two."""
+        """Return the call."""
         del out, schedule
         import flash_attn  # noqa: PLC0415 - a GPU's library
 
-        given = {"block_table": rows.table, "softmax_scale": rows.scale, "causal": True}
-        if rows.max_query == 1:
-            attend = flash_attn.flash_attn_with_kvcache
-            one, keys = query.unsqueeze(1), rows.keys
-            return lambda: attend(one, key, value, cache_seqlens=keys, **given).squeeze(1)
         lengths = (rows.query_starts, rows.key_starts, rows.max_query, rows.max_keys)
+        given = {"block_table": rows.table, "softmax_scale": rows.scale, "causal": True}
         return partial(flash_attn.flash_attn_varlen_func, query, key, value, *lengths, **given)
 
 
@@ -146,19 +126,11 @@ class Fa2Vllm(Calls):
 class Fa3(Calls):
     """`flash_attn_interface`: its call for caches takes several rows per request as well."""
 
-    schedules = True
-
-    def schedule(self, rows: Rows) -> Tensor | None:
-        """Divide the work."""
-        import flash_attn_interface  # noqa: PLC0415 - a GPU's library
-
-        return rows.scheduled_by(flash_attn_interface.get_scheduler_metadata)
-
     def bind(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
         """Return the call."""
-        del out
+        del out, schedule
         import flash_attn_interface  # noqa: PLC0415 - a GPU's library
 
         return partial(
@@ -172,7 +144,6 @@ class Fa3(Calls):
             max_seqlen_q=rows.max_query,
             softmax_scale=rows.scale,
             causal=True,
-            scheduler_metadata=schedule,
         )
 
 

@@ -1,0 +1,99 @@
+"""The raw calls that the plugin is held against: they compute the same, and are what an expert would write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.cli.bench import building, forwarding, replaying
+from attnplug.cli.bench.baseline import Baseline
+from attnplug.cli.bench.choice import Choice
+from attnplug.cli.bench.rig import make_planner, make_rig
+from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes
+from attnplug_flash_attn import raw
+from attnplug_flash_attn.raw import SCHEDULE, RawFlashAttention
+from attnplug_flash_attn.raw_calls import CALLS
+from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
+from tests.backends.ticking import Ticks
+
+TINY = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 64}
+STEPS = (
+    first_prefills(2, 21, **TINY),
+    decodes(3, 33, **TINY),
+    decodes(1, 1, **TINY),
+    ragged_decodes(4, 2, 70, **TINY),
+    mixed(3, 40, 2, 18, **TINY),
+)
+
+
+def choice(variant: str) -> Choice:
+    return Choice(f"flash_attn_double/{variant}", "cpu")
+
+
+@pytest.fixture
+def library(doubled, monkeypatch):
+    """Give the bench a dtype that the libraries have, and let the double's backend have these raw calls."""
+    monkeypatch.setattr("attnplug.cli.bench.rig.dtype_on", lambda _: "bfloat16")
+    monkeypatch.setattr(RawFlashAttention, "backend", "flash_attn_double")
+    for section in (building, forwarding, replaying):
+        monkeypatch.setattr(section, "baseline_of", lambda _: (RawFlashAttention(), None))
+
+
+def test_they_are_a_baseline_for_every_variant() -> None:
+    assert isinstance(RawFlashAttention(), Baseline)
+    assert RawFlashAttention().backend == "flash_attn"
+    assert set(CALLS) == set(VARIANTS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
+def test_forwards_are_held_against_them(library, step, variant) -> None:
+    found = forwarding.found([((step,), Ticks(), True), ((step,), Ticks(), False)], choice(variant), 1)
+
+    assert not found.failures
+    assert found.measurements[0].what.endswith("raw FlashAttention calls")
+    assert [m.budget for m in found.measurements][:4] == [None, None, 10, 10]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_second_call_finds_what_the_first_has_written(library, variant) -> None:
+    rig = make_rig(decodes(3, 33, **TINY), choice(variant))
+    call = RawFlashAttention().layer(rig)
+    first = call().clone()
+
+    assert torch.equal(call(), first)
+    rig.value.mul_(2)  # the token's own value, which comes back through the pages
+    assert not torch.equal(call(), first)
+
+
+@pytest.mark.parametrize("variant", GRAPHS)
+def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
+    monkeypatch.setattr(replaying, "work_clock", lambda _: Ticks())
+
+    found = forwarding.found([], choice(variant), 1, [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)])
+
+    assert not found.failures
+    assert len(found.measurements) == 6
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_builds_are_held_against_schedules_where_there_are_any(library, monkeypatch, variant) -> None:
+    monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
+
+    found = building.found(STEPS, STEPS[1:2], choice(variant), 1)
+
+    assert not found.failures
+    over = [m.what for m in found.measurements if m.paired]
+    assert len(over) == (len(STEPS) + 1 if CALLS[variant].schedules else 0)
+    assert all(what.endswith(f"`build` over {SCHEDULE}") for what in over)
+
+
+def test_rows_are_those_of_the_step(library) -> None:
+    planner = make_planner(mixed(1, 40, 1, 18, **TINY), choice("fa3_vllm"))
+    decode, prompt = raw._rows(planner)
+
+    assert (decode.where, prompt.where) == (slice(0, 1), slice(1, 19))
+    assert (decode.past, prompt.past) == (True, False)
+    assert (decode.max_query, decode.max_keys, prompt.max_query, prompt.max_keys) == (1, 40, 18, 18)
+    assert [decode.table.tolist()[0], prompt.table.tolist()[0]] == list(planner.blocks)
+    assert prompt.slots.tolist()[:2] == [planner.blocks[1][0] * 16, planner.blocks[1][0] * 16 + 1]
