@@ -99,8 +99,6 @@ def test_replays_over_8_bit_caches_are_the_oracles(load_real, variant) -> None:
 @pytest.mark.parametrize("variant", GRAPHS)
 @pytest.mark.parametrize("asked", [{}, {"decode_query_len": 3}, {"batch_invariant": True}], ids=str)
 def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, asked) -> None:
-    if asked.get("batch_invariant") and variant == "fa2":
-        pytest.skip("fa2 is not offered as invariant of the batch")
     steps.check_graphs_of_several_sizes(load_real, variant, block_size=block_of(variant), **asked)
 
 

@@ -4,13 +4,52 @@ from __future__ import annotations
 
 import pytest
 
+from attnplug import Requirements
+from attnplug.errors import NoBackendError
 from attnplug.testing import Case
-from plugins.flash_attn.tests.real import GRAPHS, SINKS, VARIANTS, block_of, fit
+from plugins.flash_attn.tests.real import (
+    ALIBI,
+    BATCH_INVARIANT,
+    FP8,
+    GRAPHS,
+    GRAPHS_OF_ALL_STEPS,
+    SINKS,
+    SOFT_CAP,
+    VARIANTS,
+    block_of,
+    fit,
+)
 from tests.backends import steps, traps
 
 pytestmark = pytest.mark.usefixtures("doubled")
 
 MIXED = Case(query_lens=(1, 1, 1, 30), context_lens=(60, 0, 17, 5), num_q_heads=8, head_size=64, dtype="bfloat16")
+
+
+ASKED = {"head_size": 128, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
+TABLES = (
+    ({"sinks": True}, SINKS),
+    ({"alibi": "linear"}, ALIBI),
+    ({"kv_cache_dtype": "fp8_e4m3"}, FP8),
+    ({"logits_soft_cap": 30.0}, SOFT_CAP),
+    ({"cudagraph": "uniform_batch"}, GRAPHS),
+    ({"cudagraph": "always"}, GRAPHS_OF_ALL_STEPS),
+    ({"batch_invariant": True}, BATCH_INVARIANT),
+    ({"cascade": True, "return_lse": True}, VARIANTS),
+)
+
+
+@pytest.mark.parametrize(("asked", "variants"), TABLES, ids=str)
+def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_doubled, asked, variants) -> None:
+    serving = set()
+    for variant in VARIANTS:
+        try:
+            load_doubled(Requirements(**ASKED, **asked), variant)
+        except NoBackendError:
+            continue
+        serving.add(variant)
+
+    assert serving == set(variants)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
