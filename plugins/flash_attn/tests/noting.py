@@ -23,7 +23,7 @@ class Noted:
     A call of `Kernels.attend`.
 
     Attributes:
-        rows: Query rows.
+        num_heads: Query heads.
         query_dtype: Their dtype.
         call: Whose rows, which keys.
         terms: The layer's.
@@ -31,7 +31,7 @@ class Noted:
         key: The keys, in pages or packed.
     """
 
-    rows: int
+    num_heads: int
     query_dtype: torch.dtype
     call: Call
     terms: Terms
@@ -50,7 +50,7 @@ class Pages(Kernels):
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
     ) -> None:
-        self.noted.append(Noted(query.shape[0], query.dtype, call, terms, lse, key))
+        self.noted.append(Noted(query.shape[1], query.dtype, call, terms, lse, key))
         self._check(query, key, value, out, call, terms)
         starts = call.cu_seqlens_q.tolist()
         for request in range(len(starts) - 1):
@@ -79,12 +79,12 @@ class Pages(Kernels):
         assert all(tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in numbers)
         assert query.dtype == key.dtype == value.dtype
         assert query.shape[:2] == out.shape[:2]
-        assert query.shape[1] == asked.num_q_heads
+        assert query.shape[1] in {asked.num_q_heads, asked.num_q_heads * asked.dcp_size}
         assert int(call.cu_seqlens_q[-1]) <= query.shape[0]  # less where a graph is padded
         assert int(call.cu_seqlens_q.diff().amax()) <= call.max_seqlen_q
         assert terms.sinks is None or terms.sinks.dtype == out.dtype
         assert terms.alibi_slopes is None or terms.alibi_slopes.dtype == torch.float32
-        assert (call.block_table is not None) == (self.paged and bool(asked.paged))
+        assert self.paged or call.block_table is None
         assert (call.seqused_k is None) == (call.block_table is None)
         assert (call.cu_seqlens_k is None) == (call.block_table is not None and not self.cumulative_keys)
         if call.block_table is not None and call.seqused_k is not None:

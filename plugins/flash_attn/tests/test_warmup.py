@@ -41,6 +41,16 @@ def test_each_kind_of_call_runs(kind, asked) -> None:
     assert all((one.lse is not None) == bool(asked.get("return_lse")) for one in noted)
 
 
+@pytest.mark.parametrize("kind", ["pages", "cumulative", "packed"])
+def test_a_rank_warms_up_alone(kind) -> None:
+    backend = load(Requirements(**MODEL, dcp_size=2), kind)
+    backend.warmup(SHAPES)
+
+    new, context = backend.kernels.noted
+    assert (new.call.block_table, new.call.causal, context.call.causal) == (None, True, False)
+    assert (new.num_heads, context.num_heads) == (4, 8)
+
+
 def test_nothing_is_run_for_no_shape() -> None:
     backend = load(Requirements(**MODEL))
     backend.warmup([])

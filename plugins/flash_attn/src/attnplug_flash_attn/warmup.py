@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
+from attnplug.ops import pages_as_tokens
+from attnplug_flash_attn.gathering import cumulative
+from attnplug_flash_attn.kernels.interface import Call
+from attnplug_flash_attn.passes import as_taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
     from attnplug import Requirements
     from attnplug.contract import AttentionImpl, Backend
+    from attnplug_flash_attn.backend import FlashAttentionBackend
+    from attnplug_flash_attn.impl import FlashAttentionImpl
 
 
-def run_each_pass(backend: Backend) -> None:
-    """Run decodes, prefills, and a shared prefix where it was asked for; all keys are in the null block."""
+def run_each_pass(backend: FlashAttentionBackend) -> None:
+    """
+    Run decodes, prefills, and a shared prefix where it was asked for; all keys are in the null block.
+
+    Where sequences are spread over ranks, the calls of one rank are run: nobody is asked to take part.
+    """
     asked = backend.agreement.requirements
     impl = backend.make_impl(_layer(backend))
     cache = backend.make_cache(2) if asked.paged else None
+    if asked.dcp_size > 1:
+        _run_shard(backend, cast("FlashAttentionImpl", impl), cast("Tensor", cache))
+        return
     for batch in _batches(backend):
         tokens = batch.num_actual_tokens
         limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
@@ -30,6 +46,27 @@ def run_each_pass(backend: Backend) -> None:
         lse = torch.empty(tokens, impl.num_q_heads, device=query.device) if asked.return_lse else None
         metadata = backend.make_builder([impl], backend.make_state(limits)).build(batch)
         impl.forward(query, key, value, cache, metadata, output, lse=lse)
+
+
+def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: Tensor) -> None:
+    """Run the new tokens of two requests, and their cached ones for the query heads of all ranks."""
+    asked, device = backend.agreement.requirements, backend.device
+    lens = torch.tensor([1, 2], dtype=torch.int32, device=device)
+    starts, tokens = cumulative(lens), 3
+    key, value = (_zeros(impl, tokens, impl.num_kv_heads, size) for size in (impl.head_size, impl.head_size_v))
+    new = Call(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=2, max_seqlen_k=2, num_splits=0)
+    table = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    held = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
+    context, slots = as_taken(held, tokens, backend.kernels, backend.agreement.block_size or 1, lambda _, kept: kept)
+    keys, values = (part if slots is None else pages_as_tokens(part, slots) for part in cache.unbind(0))
+    for heads, given, found, call, terms in (
+        (impl.num_q_heads, key, value, new, impl.terms),
+        (impl.num_q_heads * asked.dcp_size, keys, values, context, impl.other_terms),
+    ):
+        query = _zeros(impl, tokens, heads, impl.head_size)
+        lse = torch.empty(tokens, heads, device=device)
+        out = _zeros(impl, tokens, heads, impl.head_size_v)
+        backend.kernels.attend(query, given, found, out, call, terms, lse)
 
 
 def _layer(backend: Backend) -> Layer:
@@ -82,5 +119,5 @@ def _query_lens(asked: Requirements) -> list[int]:
     return sorted({1, longest, longest + 1 if "prefill" in asked.phases else 1})
 
 
-def _zeros(impl: AttentionImpl, tokens: int, heads: int, size: int) -> torch.Tensor:
+def _zeros(impl: AttentionImpl, tokens: int, heads: int, size: int) -> Tensor:
     return torch.zeros(tokens, heads, size, dtype=torch_dtype(impl.agreement.requirements.dtype), device=impl.device)
