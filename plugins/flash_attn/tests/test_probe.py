@@ -167,7 +167,9 @@ def test_a_torch_for_the_cpu_is_refused(machine: Machine, variant: str) -> None:
 
 def test_a_torch_that_does_not_say_how_it_was_built_is_let_in(machine: Machine) -> None:
     machine.torch("commit = 'abc'\n")
+    assert machine.probe(agreed("torch")) is None
 
+    (machine.site / "torch" / "version.py").unlink()
     assert machine.probe(agreed("torch")) is None
 
 
@@ -255,6 +257,13 @@ def test_a_package_that_comes_first_on_the_path_hides_flash_attention_4(machine:
         f"flash-attn-4 | flash-attn-4 4.0.0b36 lies in {machine.site}, and import flash_attn finds "
         f"{first / 'flash_attn'}: install both into one folder, or one of them only"
     )
+
+
+def test_a_module_of_that_name_hides_it_too(machine: Machine) -> None:
+    machine.fa4()
+    file = machine.write("first/flash_attn.py")
+
+    assert f"and import flash_attn finds {file}: install" in machine.told(agreed("fa4"), file.parent)
 
 
 def test_two_folders_of_one_namespace_hide_nothing(machine: Machine) -> None:
@@ -417,6 +426,6 @@ def test_without_vllm_there_is_no_op_library() -> None:
     assert op_files.find("_vllm_fa2_C") is None
 
 
-@pytest.mark.parametrize("variant", ["fa2_vllm", "fa3_vllm", "fa4"])
+@pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3_vllm", "fa4"])
 def test_what_is_not_installed_is_the_business_of_the_manifest(machine: Machine, variant: str) -> None:
     assert machine.probe(agreed(variant)) is None

@@ -28,7 +28,11 @@ _NEEDS: Final = {  # what its modules import at their top: the modules, and wher
 
 def missing_for_fa2() -> Reason | None:
     """Return what keeps ``flash_attn`` from being FlashAttention 2, compiled; None where nothing does."""
-    name, installed = "flash-attn", _version("flash-attn")
+    name = "flash-attn"
+    try:
+        installed = version(name)
+    except PackageNotFoundError:
+        return None  # the manifest has said so
     spec = find_spec("flash_attn")
     if spec is None:
         return _broken(name, installed, "and there is no package flash_attn")
@@ -47,7 +51,7 @@ def missing_for_fa4() -> Reason | None:
     try:
         found = distribution(name)
     except PackageNotFoundError:
-        return None  # where its version is right without metadata, somebody has said so
+        return None  # the manifest has said so
     if found.files is not None and any(str(file) == FA4_MARK for file in found.files):
         reason = _misplaced(found)
         if reason is not None:
@@ -65,9 +69,10 @@ def _misplaced(found: Distribution) -> Reason | None:
     if not file.is_file():
         return _broken("flash-attn-4", found.version, f"but {file} is gone")
     spec = find_spec("flash_attn")
-    places = [Path(place).resolve() for place in (spec.submodule_search_locations or ())] if spec is not None else []
-    if file.parents[1].resolve() not in places:
-        told = f"flash-attn-4 {found.version} lies in {file.parents[2]}, and import flash_attn finds {places[0]}"
+    places = (spec.submodule_search_locations or [spec.origin or ""]) if spec is not None else []
+    if file.parents[1].resolve() not in {Path(place).resolve() for place in places}:
+        others = ", ".join(places) or "nothing"
+        told = f"flash-attn-4 {found.version} lies in {file.parents[2]}, and import flash_attn finds {others}"
         return Reason("probe", "flash-attn-4", None, told, "install both into one folder, or one of them only")
     if _is_overwritten(found, file):
         return _broken("flash-attn-4", found.version, f"but {file} is another's: that of flash-attn, installed later")
@@ -76,20 +81,11 @@ def _misplaced(found: Distribution) -> Reason | None:
 
 def _is_overwritten(found: Distribution, file: Path) -> bool:
     """Whether a file is not the one that its distribution recorded when it was installed."""
-    for path in found.files or ():
-        if str(path) == FA4_MARK and path.hash is not None and path.hash.mode == "sha256":
-            digest = hashlib.sha256(file.read_bytes()).digest()
-            return base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != path.hash.value
-    return False
+    recorded = [path.hash.value for path in found.files or () if str(path) == FA4_MARK and path.hash is not None]
+    digest = hashlib.sha256(file.read_bytes()).digest()  # what wheels and pip record
+    return bool(recorded) and base64.urlsafe_b64encode(digest).rstrip(b"=").decode() not in recorded
 
 
-def _broken(name: str, installed: str | None, told: str) -> Reason:
+def _broken(name: str, installed: str, told: str) -> Reason:
     because = f"pip install --force-reinstall --no-deps {name}=={installed}"
     return Reason("probe", name, None, f"{name} {installed} is installed, {told}", because)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
