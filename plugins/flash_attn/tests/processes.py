@@ -24,7 +24,7 @@ START_LIMIT: Final = 120.0
 """Seconds in which a process has to come up: it imports torch, on a machine that may be busy."""
 
 ANSWER_LIMIT: Final = 60.0
-"""Seconds in which a process has to answer."""
+"""Seconds in which a process has to answer; half of them in which the others have to come to an exchange."""
 
 
 class Processes:
@@ -37,10 +37,12 @@ class Processes:
     Args:
         size: Processes.
         backend: Of torch.distributed; with ``"nccl"`` each process has the GPU of its rank.
+        limit: Seconds in which a process has to answer: more where kernels are compiled.
     """
 
-    def __init__(self, size: int, backend: str = "gloo") -> None:
+    def __init__(self, size: int, backend: str = "gloo", limit: float = ANSWER_LIMIT) -> None:
         self.size = size
+        self._limit = limit
         self._folder = TemporaryDirectory(prefix="attnplug-ranks-")
         context = mp.get_context("spawn")
         self._ends: list[Connection] = []
@@ -48,7 +50,7 @@ class Processes:
         for rank in range(size):
             here, there = context.Pipe()
             store = str(Path(self._folder.name) / "store")
-            process = context.Process(target=_serve, args=(rank, size, backend, store, there), daemon=True)
+            process = context.Process(target=_serve, args=(rank, size, backend, store, limit, there), daemon=True)
             process.start()
             there.close()
             self._ends.append(here)
@@ -65,7 +67,7 @@ class Processes:
         ranks = range(self.size if size is None else size)
         for rank in ranks:
             self._ends[rank].send((function, len(ranks), arguments))
-        return self._answers(ranks, ANSWER_LIMIT)
+        return self._answers(ranks, self._limit)
 
     @property
     def live(self) -> bool:
@@ -109,13 +111,16 @@ class Processes:
         raise AssertionError(message)
 
 
-def _serve(rank: int, size: int, backend: str, store: str, end: Connection) -> None:
+def _serve(rank: int, size: int, backend: str, store: str, seconds: float, end: Connection) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    limit = timedelta(seconds=ANSWER_LIMIT / 2)
-    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=limit)
+    device = torch.device("cuda", rank) if backend == "nccl" else None
+    if device is None:
+        warnings.simplefilter("error")
+    else:
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=seconds / 2)
+    meeting = {"store": dist.FileStore(store, size), "rank": rank, "world_size": size, "device_id": device}
+    dist.init_process_group(backend, timeout=limit, **meeting)
     groups = {count: dist.new_group(list(range(count)), timeout=limit) for count in range(2, size + 1)}
     end.send((True, None))
     while (asked := _next(end)) is not None:

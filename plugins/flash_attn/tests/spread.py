@@ -5,20 +5,23 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any, Final
 
-import attrs
+import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from attnplug import Requirements
-from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, Parallel, torch_dtype
+from attnplug.contract import PAD_SLOT_ID, Batch, GraphKey, Layer, Limits, Parallel, capture, torch_dtype
 from attnplug.ops import quantize
 from attnplug.testing.oracle import attend
 from plugins.flash_attn.tests import mutants
+from plugins.flash_attn.tests.real import FLASH_ATTN
 from plugins.flash_attn.tests.world import make_backend
 
 if TYPE_CHECKING:
-    from attnplug.contract import Backend
+    from collections.abc import Callable
+
+    from attnplug.contract import Backend, Metadata, MetadataBuilder
 
 CANARY: Final = 12288.0
 SCALES: Final = {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 0.125}
@@ -80,7 +83,7 @@ class Spread:
 
     def alone(self) -> Spread:
         """The same model on one rank."""
-        return attrs.evolve(self, ranks=1, interleave=1, group=self.group * self.ranks)
+        return evolve(self, ranks=1, interleave=1, group=self.group * self.ranks)
 
     def holder(self, position: int) -> int:
         return position // self.interleave % self.ranks
@@ -179,24 +182,31 @@ def expected(spread: Spread) -> tuple[Tensor, Tensor]:
     return torch.cat([each.output for each in found]), torch.cat([each.lse_with_sink for each in found])
 
 
-def run(rank: int, group: Any, spread: Spread, mutant: str | None = None, device: str = "cpu") -> Result:
-    """Do what a host does on one rank, and return what came out."""
+def run(rank: int, group: Any, spread: Spread, mutant: str | None = None, *, replayed: bool = False) -> Result:
+    """
+    Do what a host does on one rank, and return what came out.
+
+    Args:
+        rank: The rank.
+        group: The process group.
+        spread: The step.
+        mutant: The mistake that is made.
+        replayed: Whether the step runs on what a graph would read: metadata of a capture, which a build wrote into.
+    """
     with mutants.in_force(mutant):
-        return _run(rank, group, spread, torch.device(device))
+        return run_on(backend_of(spread, replayed=replayed), rank, group, spread, replayed=replayed)
 
 
-def _run(rank: int, group: Any, spread: Spread, device: torch.device) -> Result:
-    backend, numbers = backend_of(spread, device), Numbers(spread)
-    heads, pages = heads_of(spread, rank), Pages(spread, rank)
+def run_on(backend: Backend, rank: int, group: Any, spread: Spread, *, replayed: bool = False) -> Result:
+    """Do so on a backend."""
+    numbers, heads, pages, device = Numbers(spread), heads_of(spread, rank), Pages(spread, rank), backend.device
     sinks = None if numbers.sinks is None else numbers.sinks[heads].to(device)
     scales = SCALES if spread.is_narrow else {}
     layer = Layer(name="layer", sinks=sinks, cache_write="host" if spread.host_writes else None, **scales)
     impl = backend.make_impl(layer)
-    builder = backend.make_builder(
-        [impl], backend.make_state(limits_of(spread, pages), parallel_of(spread, rank, group))
-    )
-    cache = pages.fill(backend, numbers, device)
-    batch = pages.batch(device)
+    state = backend.make_state(limits_of(spread, pages), parallel_of(spread, rank, group))
+    builder = backend.make_builder([impl], state)
+    cache, batch = pages.fill(backend, numbers, device), pages.batch(device)
     query = _padded(torch.cat(numbers.queries)[:, heads], spread, device)
     new = [
         _padded(torch.cat([r[-n:] for r, n in zip(rows, spread.new, strict=True)]), spread, device)
@@ -204,14 +214,44 @@ def _run(rank: int, group: Any, spread: Spread, device: torch.device) -> Result:
     ]
     output = torch.full((query.shape[0], spread.q_heads * spread.head_size), CANARY, dtype=query.dtype, device=device)
     lse = torch.full((query.shape[0], spread.q_heads), CANARY, device=device)
+
+    def forward(metadata: Metadata) -> None:
+        impl.forward(query, *new, cache, metadata, output, lse=lse)
+
+    if replayed:
+        replay = _captured(builder, spread, forward)
+        output.fill_(CANARY)
+        lse.fill_(CANARY)
+    metadata = builder.build(batch, slot=next(iter(state.slots.values())) if replayed else None)
     if impl.host_writes:
         impl.write_kv(*new, cache, batch.slot_mapping)
-    impl.forward(query, *new, cache, builder.build(batch), output, lse=lse)
+    if replayed:
+        replay()
+    else:
+        forward(metadata)
     return pages.result(output.cpu(), lse.cpu(), cache.cpu().float())
 
 
-def backend_of(spread: Spread, device: torch.device) -> Backend:
-    return make_backend(requirements_of(spread), spread.reads)
+def _captured(builder: MetadataBuilder, spread: Spread, forward: Callable[[Metadata], None]) -> Callable[[], None]:
+    """Return what replays a step of the rows of the call, and of one more request."""
+    state = builder.state
+    key = GraphKey(len(spread.new) + 1, sum(spread.new) + spread.padding, None, max(spread.lens) + SPARE)
+    with state.graph_capture(key.num_reqs):
+        slot = state.slot(key)
+        metadata = builder.build(slot.dummy_batch(builder), slot=slot)
+        return capture(lambda: forward(metadata), state.device)[1]
+
+
+def run_real(rank: int, group: Any, spread: Spread, variant: str, *, replayed: bool = False) -> Result:
+    """Do so on a kernel library."""
+    asked = evolve(requirements_of(spread), cudagraph="always" if replayed else "never")
+    with pytest.MonkeyPatch.context() as patch:
+        FLASH_ATTN.offer(patch)
+        return run_on(FLASH_ATTN.load(asked, variant), rank, group, spread, replayed=replayed)
+
+
+def backend_of(spread: Spread, *, replayed: bool = False) -> Backend:
+    return make_backend(requirements_of(spread), spread.reads, cudagraph="always" if replayed else "never")
 
 
 def parallel_of(spread: Spread, rank: int, group: Any) -> Parallel:
@@ -222,7 +262,7 @@ def parallel_of(spread: Spread, rank: int, group: Any) -> Parallel:
 
 def limits_of(spread: Spread, pages: Pages) -> Limits:
     return Limits(
-        max_num_reqs=len(spread.new),
+        max_num_reqs=len(spread.new) + 1,
         max_num_tokens=sum(spread.new) + spread.padding,
         max_seq_len=max(spread.lens) + SPARE,
         num_blocks=pages.num_blocks,
@@ -272,7 +312,7 @@ class Pages:
         )
         if spread.host_lengths == "exact":
             return batch
-        return attrs.evolve(batch, **_loose(batch, spread))
+        return evolve(batch, **_loose(batch, spread))
 
     def fill(self, backend: Backend, numbers: Numbers, device: torch.device) -> Tensor:
         """Return a cache with the cached tokens that this rank holds, NaN elsewhere."""

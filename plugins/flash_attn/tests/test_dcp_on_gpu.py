@@ -1,0 +1,70 @@
+"""Sequences that are spread over two GPUs, which exchange through NCCL, on each kernel library that serves them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from attnplug.testing.closeness import assert_close
+from plugins.flash_attn.tests import spread as steps
+from plugins.flash_attn.tests.processes import Processes
+from plugins.flash_attn.tests.real import FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP, VARIANTS
+from plugins.flash_attn.tests.spread import Spread
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytestmark = pytest.mark.gpu
+
+SPREADING = tuple(variant for variant in VARIANTS if not variant.startswith("fa2"))
+MIXED = {
+    "ranks": 2,
+    "new": (1, 1, 1, 40),
+    "cached": (700, 3, 0, 130),
+    "head_size": 128,
+    "dtype": "bfloat16",
+    "group": 4,
+}
+"""Decodes and a prefill: long, shorter than a run of 16, with nothing cached, and in the middle of its prompt."""
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    """Two processes with a GPU each."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"two GPUs are needed, and {torch.cuda.device_count()} is here")
+    started = Processes(2, "nccl", limit=400.0)
+    yield started
+    started.close()
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+@pytest.mark.parametrize("variant", SPREADING)
+def test_two_gpus_are_as_one(variant, interleave, processes):
+    has_sinks, has_cap = variant in SINKS, variant in SOFT_CAP
+    spread = Spread(interleave=interleave, sinks=has_sinks, cap=None if has_sinks or not has_cap else 5.0, **MIXED)
+    check(processes, variant, spread)
+
+
+@pytest.mark.parametrize("variant", SPREADING)
+def test_two_gpus_fill_empty_caches(variant, processes):
+    check(processes, variant, Spread(interleave=16, **MIXED | {"new": (20, 40), "cached": (0, 0)}))
+
+
+@pytest.mark.parametrize("variant", GRAPHS_OF_ALL_STEPS)
+def test_a_graph_has_the_exchange_inside(variant, processes):
+    check(processes, variant, Spread(interleave=16, padding=3, **MIXED), replayed=True)
+
+
+def check(processes: Processes, variant: str, spread: Spread, *, replayed: bool = False) -> None:
+    FLASH_ATTN.check_here(variant)
+    output, lse = steps.expected(spread)
+    largest = max(float(rows.abs().max()) for rows in steps.Numbers(spread).values)
+    for rank, found in enumerate(processes.call(partial(steps.run_real, replayed=replayed), spread, variant)):
+        heads = steps.heads_of(spread, rank)
+        assert_close(found.output, output[:, heads], dtype=found.output.dtype, scale=largest)
+        assert_close(found.lse, lse[:, heads], dtype=found.output.dtype, what="lse")
+        assert not found.strays
