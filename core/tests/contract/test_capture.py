@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+
+import pytest
 import torch
 
 from attnplug.contract import capture
@@ -35,3 +38,14 @@ def test_calls_that_return_nothing():
     result, replay = capture(call, CPU)
     replay()
     assert (result, given.tolist()) == (None, [2])
+
+
+@pytest.mark.parametrize("device", [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)], ids=str)
+def test_what_a_replay_reads_lives_as_long_as_it(device):
+    """A graph knows addresses alone: memory that nobody holds any more is somebody else's soon."""
+    given = torch.ones(3, device=device)
+    (result, replay), alive = capture(given.exp, device), weakref.ref(given)
+    del given
+    replay()
+    assert alive() is not None
+    assert torch.allclose(result, torch.ones(3, device=device).exp())

@@ -95,7 +95,8 @@ def run(folder: Path, mutants: dict[str, tuple[str, str]], *options: str) -> dic
         text = embedded.replace('name = "torch", aliases = ["TORCH_SDPA"]', f'name = "{name}"')
         (folder / f"{name}.toml").write_text(text, "utf-8")
     tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in mutants.items()})
-    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN, str(folder), tests, *options]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -20,6 +21,8 @@ def capture(call: Callable[[], _T], device: torch.device, *, pool: Any = None) -
     would. Elsewhere a replay is the call itself, made again: it sees what a graph would see, the tensors of now, and
     its result is copied into the tensors of the first run.
 
+    The replay keeps the call alive, and with it the tensors that it holds: a graph knows their addresses alone.
+
     Args:
         call: Launches work on tensors that never move; returns a tensor, a tuple of tensors, or None.
         device: Where it runs.
@@ -37,7 +40,11 @@ def capture(call: Callable[[], _T], device: torch.device, *, pool: Any = None) -
     # Other threads go on meanwhile: what they do is recorded in no graph of this one.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = call()
-    return result, graph.replay
+    return result, partial(_replay, graph, call)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _call: Callable[[], object]) -> None:
+    graph.replay()
 
 
 def _copy(kept: Any, fresh: Any) -> None:
