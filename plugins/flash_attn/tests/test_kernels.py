@@ -1,0 +1,180 @@
+"""The adapters, each on the double of its library: what goes in is what the library wants, what comes out is right."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+from attrs import evolve
+
+from attnplug_flash_attn.kernels import ADAPTERS
+from attnplug_flash_attn.kernels.interface import Terms
+from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, kernels, requests
+
+pytestmark = pytest.mark.usefixtures("doubled")
+
+PLAIN = Terms(softmax_scale=0.3)
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
+MIXED = requests((5, 1, 7), (20, 300, 7))
+DECODES = requests((1, 1, 1), (20, 40, 7))
+LONG = requests((1, 1, 1), (20, 300, 7))
+
+FP8 = torch.float8_e4m3fn
+same = {"rtol": 1e-2, "atol": 1e-2}
+same_lse = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def assert_right(found, asked, terms, *, causal=True):
+    out, lse = asked.truth(terms, causal=causal)
+    torch.testing.assert_close(found[0].double(), out, **same)
+    torch.testing.assert_close(found[1].double(), lse, **same_lse)
+
+
+@pytest.mark.parametrize("variant", ADAPTERS)
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("asked", [MIXED, DECODES, LONG], ids=["mixed", "decodes", "long"])
+def test_output_and_lse(variant, paged, asked):
+    adapter = kernels(variant)
+    assert_right(asked.attend(adapter, asked.call(adapter, paged=paged), PLAIN), asked, PLAIN)
+
+
+@pytest.mark.parametrize("variant", ADAPTERS)
+@pytest.mark.parametrize("window", [(3, 0), (0, 0), (2, 2), (9, -1), (-1, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows(variant, window, causal):
+    adapter, terms = kernels(variant), evolve(PLAIN, window=window)
+    call = MIXED.call(adapter, causal=causal)
+    assert_right(MIXED.attend(adapter, call, terms), MIXED, terms, causal=causal)
+
+
+@pytest.mark.parametrize("variant", ["fa2", "fa2_vllm"])
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize(
+    ("window", "causal"), [((-1, -1), True), ((-1, 0), False), ((400, 0), True), ((-1, -1), False)]
+)
+def test_lse_with_alibi(variant, paged, window, causal):
+    adapter, terms = kernels(variant), evolve(PLAIN, alibi_slopes=SLOPES, window=window)
+    for asked in (MIXED, DECODES):
+        call = asked.call(adapter, paged=paged, causal=causal)
+        assert_right(asked.attend(adapter, call, terms), asked, terms, causal=causal)
+
+
+@pytest.mark.parametrize("variant", ADAPTERS)
+def test_rows_without_keys(variant):
+    asked = requests((3, 2), (5, 0))
+    adapter = kernels(variant)
+    call = asked.call(adapter, paged=variant not in {"fa2", "fa2_vllm"}, causal=False)
+    assert_right(asked.attend(adapter, call, PLAIN), asked, PLAIN, causal=False)
+    assert asked.truth(PLAIN)[1][-1].tolist() == [-torch.inf] * HEADS
+
+
+@pytest.mark.parametrize("variant", ADAPTERS)
+def test_without_lse(variant):
+    adapter = kernels(variant)
+    out, lse = DECODES.attend(adapter, DECODES.call(adapter), PLAIN, lse=False)
+    torch.testing.assert_close(out.double(), DECODES.truth(PLAIN)[0], **same)
+    assert lse.isnan().all()
+
+
+@pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "torch"])
+def test_requests_without_rows(variant):
+    """Where the longest request has one row, every one is taken to have its row, unless the bound is another."""
+    asked = requests((1, 0, 1), (20, 300, 7))
+    adapter = kernels(variant)
+    assert_right(asked.attend(adapter, asked.call(adapter), PLAIN), asked, PLAIN)
+
+
+@pytest.mark.parametrize(
+    ("variant", "name", "value"),
+    [
+        ("fa2", "max_seqlen_q", 2),
+        ("fa2_vllm", "num_splits", 1),
+        ("fa3", "num_splits", 1),
+        ("fa3_vllm", "num_splits", 1),
+        ("fa4", "num_splits", 1),
+        ("torch", "max_q", 2),
+    ],
+)
+def test_one_part_of_the_keys(journal, variant, name, value):
+    """Keys that are not split are added up in the same order in all batches."""
+    adapter = kernels(variant)
+    LONG.attend(adapter, LONG.call(adapter, num_splits=1), PLAIN, lse=False)
+    assert journal.calls[-1].arguments[name] == value
+
+
+@pytest.mark.parametrize(("variant", "passed"), [("fa2_vllm", 1), ("fa3", 8), ("fa3_vllm", 8)])
+def test_bound_of_parts(journal, variant, passed):
+    adapter = kernels(variant)
+    LONG.attend(adapter, LONG.call(adapter, num_splits=8), PLAIN)
+    assert journal.calls[-1].arguments["num_splits"] == passed
+
+
+@pytest.mark.parametrize(("capability", "num_splits"), [((9, 0), 1), ((10, 0), 0), ((11, 0), 0)])
+def test_fa4_splits_on_blackwell_alone(journal, monkeypatch, capability, num_splits):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(import_module("flash_attn.cute"), "CAPABILITY", capability[0])
+    adapter = kernels("fa4")
+    LONG.attend(adapter, LONG.call(adapter), PLAIN)
+    assert journal.calls[-1].arguments["num_splits"] == num_splits
+
+
+@pytest.mark.parametrize("variant", ["fa3_vllm", "fa4"])
+def test_sinks(variant):
+    adapter = kernels(variant)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0]).bfloat16()
+    found, lse = MIXED.attend(adapter, MIXED.call(adapter), evolve(PLAIN, sinks=sinks))
+    out, plain = MIXED.truth(PLAIN)
+    total = torch.logaddexp(plain, sinks.double())
+    torch.testing.assert_close(lse.double(), total, **same_lse)
+    torch.testing.assert_close(found.double(), out * (plain - total).exp()[..., None], **same)
+
+
+@pytest.mark.parametrize("variant", ["fa3", "fa3_vllm"])
+@pytest.mark.parametrize("heads", [1, KV_HEADS])
+def test_descales(journal, variant, heads):
+    """One for all heads or one each; the library wants one for each request and head."""
+    adapter = kernels(variant, kv_cache_dtype="fp8_e4m3")
+    scales = {f"{letter}_descale": torch.arange(1.0, heads + 1) / 2 for letter in "qkv"}
+    quantized = evolve(MIXED, query=MIXED.query.to(FP8), pages=MIXED.pages.to(FP8))
+    out = torch.empty(MIXED.query.shape, dtype=torch.bfloat16)
+    adapter.attend(quantized.query, *quantized.pages, out, MIXED.call(adapter), evolve(PLAIN, **scales), None)
+    assert journal.calls[-1].arguments["k_descale"] == (len(MIXED.keys), KV_HEADS)
+    groups = scales["q_descale"].expand(KV_HEADS)[:, None]
+    exact = evolve(
+        MIXED,
+        query=quantized.query.float() * groups.repeat_interleave(HEADS // KV_HEADS, 0),
+        packed=[each.to(FP8).float() * groups for each in MIXED.packed],
+    )
+    torch.testing.assert_close(out.double(), exact.truth(PLAIN)[0], rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("variant", ADAPTERS)
+def test_who_schedules(variant):
+    adapter = kernels(variant)
+    schedule = adapter.schedule(MIXED.call(adapter), PLAIN, num_heads_q=HEADS)
+    assert (schedule is not None) == adapter.schedules == (variant == "fa3_vllm")
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
+@pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
+def test_schedules_are_for_their_calls(num_splits, window):
+    adapter, terms = kernels("fa3_vllm"), evolve(PLAIN, window=window, softcap=2.0)
+    for asked in (MIXED, DECODES, LONG):
+        call = asked.call(adapter, num_splits=num_splits)
+        schedule = adapter.schedule(call, terms, num_heads_q=HEADS)
+        found = asked.attend(adapter, evolve(call, scheduler_metadata=schedule), terms)
+        torch.testing.assert_close(found, asked.attend(adapter, call, terms))
+
+
+def test_a_dense_call_without_used_keys_has_no_schedule():
+    adapter = kernels("fa3_vllm")
+    assert adapter.schedule(MIXED.call(adapter, paged=False), PLAIN, num_heads_q=HEADS) is None
+
+
+def test_a_schedule_of_packed_keys():
+    adapter = kernels("fa3_vllm", kv_cache_dtype="fp8_e4m3")
+    call = MIXED.call(adapter, paged=False, seqused_k=torch.tensor(MIXED.keys, dtype=torch.int32))
+    schedule = adapter.schedule(call, PLAIN, num_heads_q=HEADS)
+    assert_right(MIXED.attend(adapter, evolve(call, scheduler_metadata=schedule), PLAIN), MIXED, PLAIN)
