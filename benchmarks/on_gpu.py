@@ -1,16 +1,19 @@
 """
-Everything that is measured of the FlashInfer plugin on one GPU, within a given time.
+Everything that is measured of the plugins for GPUs on one of them, within a given time.
 
-    pip install --no-deps -e core -e plugins/flashinfer
-    python benchmarks/on_gpu.py --out DIR [--seconds 560] [--parts compile bench-fa3 bench-fa2 decode engine]
+    pip install --no-deps -e core -e plugins/flashinfer -e plugins/flash_attn
+    python benchmarks/on_gpu.py --out DIR [--seconds 560] [--parts PART ...]
 
 Each part runs in a process of its own and is ended when its time is over; what it had found by then is in the folder,
-and the next part begins. summary.json says how each part ended.
+and the next part begins. summary.json says how each part ended: with 0, with how it failed, or with what is not here.
 
-- compile: the modules that the other parts and the GPU tests need, several at once
-- bench-fa3, bench-fa2: builds, forwards and replays over the library's raw calls, as by `attnplug bench build forward`
-- decode: CUDA cores against tensor cores, as by flashinfer_decode.py
-- engine: the engine beside transformers' continuous batching, as by engine.py --preset 1b
+- compile: the modules of FlashInfer that the other parts and the GPU tests need, several at once
+- bench-BACKEND-VARIANT: builds, forwards and replays over the library's raw calls, as by `attnplug bench build forward`
+- flashinfer-decode: CUDA cores against tensor cores, as by flashinfer_decode.py
+- cascade-BACKEND-VARIANT: steps with a shared prefix against the same steps flat, as by cascade.py
+- engine-BACKEND: the engine beside transformers' continuous batching, as by engine.py --preset 1b
+
+All parts of the plugins that are installed run where none is named.
 """
 
 from __future__ import annotations
@@ -27,16 +30,13 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
+from stepwise import NOT_HERE, is_here, measure_all
 
 import attnplug
 from attnplug.cli.bench import building, forwarding, replaying
 from attnplug.cli.bench.baseline import GROUP
 from attnplug.cli.bench.choice import Choice
 from attnplug.cli.bench.clock import host_clock, work_clock
-from attnplug.cli.bench.machine import machine
-from attnplug.cli.bench.measurement import told
-from attnplug.cli.bench.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,8 +44,21 @@ if TYPE_CHECKING:
     from attnplug.cli.bench.finding import Finding
 
 HERE = Path(__file__).parent
-SHARES = {"compile": 0.5, "bench-fa3": 0.5, "bench-fa2": 0.5, "decode": 0.5, "engine": 1.0}
-"""What each part may take of the time that is left when it begins."""
+FLASH_ATTN = ("fa3_vllm", "fa4", "fa3", "fa2", "torch", "fa2_vllm")
+"""In the order in which they are measured: the driver compiles the last one for minutes on some GPUs."""
+
+PARTS = {
+    "flashinfer": ("compile", "bench-flashinfer-fa3", "bench-flashinfer-fa2", "flashinfer-decode", "engine-flashinfer"),
+    "flash_attn": (
+        *(f"bench-flash_attn-{variant}" for variant in FLASH_ATTN),
+        *(f"cascade-flash_attn-{variant}" for variant in FLASH_ATTN),
+        "engine-flash_attn",
+    ),
+}
+"""By backend."""
+
+SHARE = 0.5
+"""What each part but the last may take of the time that is left when it begins."""
 
 AT_ONCE = 6
 JOBS = "3"
@@ -79,34 +92,53 @@ def main() -> int:
         return _compile(json.loads(options.compile))
     if options.bench:
         return _bench(options.bench, options.out, options.seconds, options.repeats)
-    if not entry_points(group=GROUP, name="flashinfer"):
-        print("the plugin is not installed: pip install --no-deps -e core -e plugins/flashinfer", file=sys.stderr)
+    installed = [name for name in PARTS if entry_points(group=GROUP, name=name)]
+    if not installed:
+        print("no plugin is installed: pip install --no-deps -e core -e plugins/flashinfer", file=sys.stderr)
         return 2
-    end, outcomes = time.monotonic() + options.seconds, {}
-    for part in options.parts:
-        limit = SHARES[part] * (end - time.monotonic()) if part != options.parts[-1] else end - time.monotonic()
+    parts = options.parts or [part for name in installed for part in PARTS[name]]
+    end, outcomes = time.monotonic() + options.seconds, dict[str, Any]()
+    for part in parts:
+        limit = (SHARE if part != parts[-1] else 1.0) * (end - time.monotonic())
         print(f"== {part}, at most {limit:.0f} s", flush=True)
         start = time.monotonic()
-        outcomes[part] = {"ended": _run(part, options, limit), "seconds": round(time.monotonic() - start, 1)}
+        outcomes[part] = {"ended": _run(part, installed, options, limit), "seconds": round(time.monotonic() - start, 1)}
         print(f"== {part}: {outcomes[part]}", flush=True)
         (options.out / "summary.json").write_text(json.dumps(outcomes, indent=1))
-    return int(any(one["ended"] != 0 for one in outcomes.values()))
+    return int(any(one["ended"] != 0 and not _is_absent(one["ended"]) for one in outcomes.values()))
 
 
-def _run(part: str, options: argparse.Namespace, limit: float) -> int | str:
+def _is_absent(ended: int | str) -> bool:
+    return isinstance(ended, str) and ended.startswith("not here")
+
+
+def _run(part: str, installed: list[str], options: argparse.Namespace, limit: float) -> int | str:
+    (backend,) = [name for name, parts in PARTS.items() if part in parts]
+    if backend not in installed:
+        return f"not here: the plugin of {backend} is not installed"
     if limit < 5:
         return "no time was left"
     if part == "compile":
         return _compile_all(options.out, limit)
-    own = [sys.executable, str(HERE / "on_gpu.py"), "--out", str(options.out), "--seconds", f"{limit - 5:.0f}"]
-    commands = {
-        "bench-fa3": [*own, "--repeats", str(options.repeats), "--bench", "flashinfer/fa3"],
-        "bench-fa2": [*own, "--repeats", str(options.repeats), "--bench", "flashinfer/fa2"],
-        "decode": [*own[:1], str(HERE / "flashinfer_decode.py"), *own[2:]],
-        "engine": [*own[:1], str(HERE / "engine.py"), "--preset", "1b", "--backend", "flashinfer", "--also", "torch"],
-    }
-    command = commands[part] + (["--out", str(options.out)] if part == "engine" else [])
-    return _ended(command, options.out / f"{part}.log", limit)
+    log = options.out / f"{part}.log"
+    ended = _ended([sys.executable, *_words(part, backend, options, limit - 5)], log, limit)
+    if ended != NOT_HERE:
+        return ended
+    return next(line for line in log.read_text(encoding="utf-8").splitlines() if line.startswith("not here"))
+
+
+def _words(part: str, backend: str, options: argparse.Namespace, seconds: float) -> list[str]:
+    """Return the script of a part, and its options."""
+    limits, out = ["--seconds", f"{seconds:.0f}", "--repeats", str(options.repeats)], ["--out", str(options.out)]
+    variant = part.rpartition("-")[2]
+    if part.startswith("bench-"):
+        return [str(HERE / "on_gpu.py"), *out, *limits, "--bench", f"{backend}/{variant}"]
+    if part.startswith("cascade-"):
+        return [str(HERE / "cascade.py"), *out, *limits, "--backend", f"{backend}/{variant}"]
+    if part == "flashinfer-decode":
+        return [str(HERE / "flashinfer_decode.py"), *out, *limits[:2]]
+    folder = ["--out", str(options.out / part)]
+    return [str(HERE / "engine.py"), "--preset", "1b", "--backend", backend, "--also", "torch", *folder]
 
 
 def _ended(command: list[str], log: Path, limit: float, environment: dict[str, str] | None = None) -> int | str:
@@ -168,15 +200,11 @@ def _compile(asked: dict[str, Any]) -> int:
 
 
 def _bench(backend: str, out: Path, seconds: float, repeats: int) -> int:
-    """Measure step by step, and write what was found after each."""
-    end, choice = time.monotonic() + seconds, Choice(backend, "cuda", 1)
-    choice.settle()
-    facts, file = machine(), out / f"forward-{backend.replace('/', '-')}"
-    found = Result(f"python benchmarks/on_gpu.py --bench {backend}", facts, ())
-    for what, measure in _steps(choice, repeats):
-        found = _with(found, what, measure if time.monotonic() < end else _no_time)
-        for suffix in (".md", ".json"):
-            found.write(file.with_suffix(suffix))
+    choice = Choice(backend, "cuda", 1)
+    if not is_here(choice):
+        return NOT_HERE
+    file = out / f"forward-{backend.replace('/', '-')}"
+    found = measure_all(_steps(choice, repeats), f"python benchmarks/on_gpu.py --bench {backend}", file, seconds)
     return 1 if found.failures else 0
 
 
@@ -195,34 +223,11 @@ def _steps(choice: Choice, repeats: int) -> Iterator[tuple[str, Callable[[], Fin
         yield f"replay, {step.what}", lambda s=step: replaying.measured(s, choice, repeats)
 
 
-def _no_time() -> Finding:
-    raise TimeoutError("no time was left")
-
-
-def _with(result: Result, what: str, measure: Callable[[], Finding]) -> Result:
-    """Return a result with what one step gives."""
-    try:
-        found = measure()
-    except Exception as error:  # noqa: BLE001 - the next step may do better
-        failure = f"{what}: {type(error).__name__}: {error}"
-        print(f"FAILED {failure}", flush=True)
-        return evolve(result, failures=(*result.failures, failure))
-    for one in found.measurements:
-        budget = "" if one.budget is None else f"  ({one.verdict}, budget {one.budget:g})"
-        print(f"{told(one.median, one.unit):>10}  {one.what}{budget}", flush=True)
-    return evolve(
-        result,
-        measurements=(*result.measurements, *found.measurements),
-        setup={**result.setup, **found.setup},
-        notes=tuple(dict.fromkeys((*result.notes, *found.notes))),
-    )
-
-
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--seconds", type=float, default=560.0, help="what all parts may take together")
-    parser.add_argument("--parts", nargs="+", choices=SHARES, default=list(SHARES))
+    parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
     parser.add_argument("--repeats", type=int, default=10, help="as for `attnplug bench`")
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--bench", help=argparse.SUPPRESS)

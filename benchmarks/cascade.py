@@ -1,0 +1,203 @@
+"""
+Compares a step in which all requests share a long prefix with the same step computed flat, on one GPU.
+
+    python benchmarks/cascade.py --backend flash_attn/fa3_vllm --out DIR [--seconds 120] [--repeats 5]
+
+Both run on the same inputs in turn in one process, over the same pages; their results are compared before. It is said
+for each case what the published heuristic chooses. Graphs are left out: steps with a shared prefix run without.
+
+It writes cascade-BACKEND-VARIANT.md and .json into the folder, anew after each case. Where a library or a GPU for the
+backend is not here, it says so and exits with status 3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve, frozen
+from stepwise import NOT_HERE, is_here, measure_all
+
+from attnplug.cli.bench.choice import Choice
+from attnplug.cli.bench.clock import host_clock, work_clock
+from attnplug.cli.bench.finding import Finding, setup_of
+from attnplug.cli.bench.interleaved import Contender, interleaved
+from attnplug.cli.bench.measurement import Measurement
+from attnplug.cli.bench.rig import Rig, make_rig
+from attnplug.cli.bench.step import Step
+from attnplug.contract import Metadata
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnplug.cli.bench.interleaved import Samples
+
+NAME = "cascade"
+_APART = 2**-5  # of values near 1 in bfloat16: the two round at other places
+
+
+@frozen
+class Case:
+    """
+    Requests that share a prefix.
+
+    Attributes:
+        requests: How many.
+        prefix: Tokens that they share.
+        own: Tokens that each has besides, new ones included.
+        new: New tokens of each.
+    """
+
+    requests: int
+    prefix: int
+    own: int = 256
+    new: int = 1
+
+    @property
+    def step(self) -> Step:
+        """The step, as if nothing were shared."""
+        cached = self.prefix + self.own - self.new
+        return Step(self.what, (self.new,) * self.requests, (cached,) * self.requests)
+
+    @property
+    def what(self) -> str:
+        """The case in words."""
+        tokens = f"{self.new} new token{'s' * (self.new > 1)} each"
+        return f"{self.requests} requests, {self.prefix} shared tokens, {self.own} of their own, {tokens}"
+
+
+CASES = (
+    Case(64, 8192),
+    Case(64, 2048),
+    Case(16, 8192),
+    Case(256, 2048),
+    Case(8, 8192),
+    Case(8, 512),
+    Case(16, 8192, own=512, new=256),
+)
+
+
+@frozen(eq=False)
+class Shared:
+    """
+    A step over pages that all requests share, and its metadata both ways.
+
+    Attributes:
+        rig: Inputs, cache and flat metadata.
+        cascade: The metadata of the step that says what is shared.
+        prefix: Tokens that are shared.
+    """
+
+    rig: Rig
+    cascade: Metadata
+    prefix: int
+
+    @classmethod
+    def of(cls, case: Case, choice: Choice) -> Shared:
+        """Return it. All requests get the first one's pages for the prefix."""
+        rig = make_rig(case.step, choice, cascade=True)
+        planner = rig.planner
+        columns = case.prefix // planner.block_size
+        blocks = tuple(planner.blocks[0][:columns] + own[columns:] for own in planner.blocks)
+        planner = evolve(planner, blocks=blocks)
+        rig = evolve(rig, planner=planner, metadata=planner.builder.build(planner.batch()))
+        batch = evolve(planner.batch(), common_prefix_len=case.prefix)
+        return cls(rig, planner.builder.build(batch), case.prefix)
+
+    @property
+    def chosen(self) -> str:
+        """What the heuristic says."""
+        step = self.rig.step
+        uses = self.rig.planner.builder.use_cascade_attention(self.prefix, step.query_lens)
+        return "cascade" if uses else "flat"
+
+    def builds(self) -> dict[str, Contender]:
+        """Return both builds; a batch is new at each step."""
+        planner = self.rig.planner
+        flat, build = planner.batch(), planner.builder.build
+        shared = evolve(flat, common_prefix_len=self.prefix)
+        return {"flat": Contender(build, lambda: evolve(flat)), "cascade": Contender(build, lambda: evolve(shared))}
+
+    def forwards(self) -> dict[str, Contender]:
+        """Return both forwards."""
+        flat, cascade = self.rig.forward(), evolve(self.rig, metadata=self.cascade).forward()
+        return {"flat": Contender(lambda _: flat()), "cascade": Contender(lambda _: cascade())}
+
+    def check(self) -> None:
+        """
+        Compare the two.
+
+        Raises:
+            RuntimeError: They do not compute the same.
+        """
+        outputs = []
+        for one in self.forwards().values():
+            self.rig.output.fill_(float("nan"))
+            one.call(None)
+            outputs.append(self.rig.output.float().clone())
+        apart = float((outputs[0] - outputs[1]).abs().max())
+        if not apart <= _APART:  # NaN is not
+            message = f"the results are {apart} apart"
+            raise RuntimeError(message)
+
+
+def measured(case: Case, choice: Choice, repeats: int) -> Finding:
+    """
+    Measure one case.
+
+    Raises:
+        RuntimeError: The two ways do not compute the same.
+    """
+    shared = Shared.of(case, choice)
+    shared.check()
+    kind = shared.rig.planner.backend.device.type
+    device, host = work_clock(kind), host_clock(kind)
+    ran = interleaved(shared.forwards(), device, repeats)
+    built = interleaved(shared.builds(), host, repeats)
+    numbers = [*_told(case, ran, f"forward, {device.what}", "ms"), *_told(case, built, f"build, {host.what}", "us")]
+    note = f"{case.what}: the heuristic chooses {shared.chosen}"
+    return Finding(tuple(numbers), setup_of(shared.rig.planner.backend), (note,))
+
+
+def _told(case: Case, samples: Samples, what: str, unit: Any) -> Iterator[Measurement]:
+    for name in ("flat", "cascade"):
+        yield Measurement(NAME, f"{case.what}: {name} {what}", samples.seconds[name], unit)
+    ratio = samples.ratio("flat", "cascade")
+    yield Measurement(NAME, f"{case.what}: flat in units of cascade, {what}", ratio, "x", paired=True)
+
+
+def main() -> int:
+    """Measure all cases."""
+    options = _options()
+    choice = Choice(options.backend, "cuda", 1)
+    if not is_here(choice):
+        return NOT_HERE
+    options.out.mkdir(parents=True, exist_ok=True)
+    steps = ((case.what, lambda case=case: measured(case, choice, options.repeats)) for case in CASES)
+    command = f"python benchmarks/cascade.py --backend {options.backend}"
+    file = options.out / f"cascade-{options.backend.replace('/', '-')}"
+    found = measure_all(_emptied(steps), command, file, options.seconds)
+    return 1 if found.failures else 0
+
+
+def _emptied(steps: Any) -> Any:
+    """Yield the steps, and free what each has left."""
+    for step in steps:
+        yield step
+        torch.cuda.empty_cache()
+
+
+def _options() -> Any:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", required=True, help="backend/variant")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the results; default: the current one")
+    parser.add_argument("--seconds", type=float, default=120.0, help="after so many, no further case begins")
+    parser.add_argument("--repeats", type=int, default=5, help="as for `attnplug bench`")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

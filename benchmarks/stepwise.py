@@ -1,0 +1,84 @@
+"""Measures step by step within a given time, and writes what was found after each: what ends early keeps the rest."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+import attnplug
+from attnplug.cli.bench.machine import machine
+from attnplug.cli.bench.measurement import told
+from attnplug.cli.bench.result import Result
+from attnplug.errors import DeviceError, NoBackendError, PluginLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from attnplug.cli.bench.choice import Choice
+    from attnplug.cli.bench.finding import Finding
+
+    Steps = Iterable[tuple[str, Callable[[], Finding]]]
+
+NOT_HERE = 3
+"""Exit status of what has nothing to measure, since a library or a GPU for it is not here."""
+
+_PLAIN = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
+
+
+def is_here(choice: Choice) -> bool:
+    """Tell whether a backend serves a common layer here; otherwise say why not."""
+    try:
+        choice.load(attnplug.Requirements(**_PLAIN))
+    except NoBackendError as error:
+        verdicts = error.explanation.verdicts if error.explanation is not None else ()
+        reasons = [str(reason) for one in verdicts if one.id == choice.backend for reason in one.reasons]
+        print(f"not here: {'; '.join(reasons) or error}", flush=True)
+    except (DeviceError, PluginLoadError) as error:
+        print(f"not here: {error.allowed}", flush=True)
+    else:
+        return True
+    return False
+
+
+def measure_all(steps: Steps, command: str, file: Path, seconds: float) -> Result:
+    """
+    Measure, and write after each step.
+
+    Args:
+        steps: What is measured, in words, and the measurement; the most wanted first.
+        command: The command that the result names.
+        file: The result without its suffix.
+        seconds: After so many, no further step begins; those that are left are failures.
+    """
+    end, found = time.monotonic() + seconds, Result(command, machine(), ())
+    for what, measure in steps:
+        found = _with(found, what, measure if time.monotonic() < end else _no_time)
+        for suffix in (".md", ".json"):
+            found.write(file.with_suffix(suffix))
+    return found
+
+
+def _no_time() -> Finding:
+    raise TimeoutError("no time was left")
+
+
+def _with(result: Result, what: str, measure: Callable[[], Finding]) -> Result:
+    """Return a result with what one step gives."""
+    try:
+        found = measure()
+    except Exception as error:  # noqa: BLE001 - the next step may do better
+        failure = f"{what}: {type(error).__name__}: {error}"
+        print(f"FAILED {failure}", flush=True)
+        return evolve(result, failures=(*result.failures, failure))
+    for one in found.measurements:
+        budget = "" if one.budget is None else f"  ({one.verdict}, budget {one.budget:g})"
+        print(f"{told(one.median, one.unit):>10}  {one.what}{budget}", flush=True)
+    return evolve(
+        result,
+        measurements=(*result.measurements, *found.measurements),
+        setup={**result.setup, **found.setup},
+        notes=tuple(dict.fromkeys((*result.notes, *found.notes))),
+    )
