@@ -86,7 +86,7 @@ def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, learnab
         assert cu_seqlens_k is None, "page_table is not supported with cu_seqlens_k"
         assert page_table.dtype == torch.int32, "page_table must be int32"
         assert page_table.stride(-1) == 1, "page_table must be contiguous in the last dimension"
-        assert len(page_table) == requests
+        assert len(page_table) == requests, "page_table must have a row of pages for each of the requests"
         demand(seqused_k is not None, "pages without seqused_k: all of each row of the table is read")
     assert k.shape == (*v.shape[:-1], size)
     assert v.dtype in (torch.float16, torch.bfloat16), (
