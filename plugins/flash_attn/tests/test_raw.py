@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from attnplug.cli.bench import building, forwarding, replaying
 from attnplug.cli.bench.baseline import Baseline
 from attnplug.cli.bench.choice import Choice
-from attnplug.cli.bench.rig import make_planner, make_rig
-from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes
+from attnplug.cli.bench.rig import make_planner
+from attnplug.cli.bench.step import decodes, mixed, ragged_decodes
 from attnplug_flash_attn import raw
 from attnplug_flash_attn.raw import SCHEDULE, RawFlashAttention
 from attnplug_flash_attn.raw_calls import CALLS
 from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
-from tests.backends.ticking import Ticks
-
-TINY = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 64}
-STEPS = (
-    first_prefills(2, 21, **TINY),
-    decodes(3, 33, **TINY),
-    decodes(1, 1, **TINY),
-    ragged_decodes(4, 2, 70, **TINY),
-    mixed(3, 40, 2, 18, **TINY),
-)
+from tests.backends.benching import STEPS, TINY, Ticks, check_a_second_call, hold_against
 
 
 def choice(variant: str) -> Choice:
@@ -32,11 +22,7 @@ def choice(variant: str) -> Choice:
 
 @pytest.fixture
 def library(doubled, monkeypatch):
-    """Give the bench a dtype that the libraries have, and let the double's backend have these raw calls."""
-    monkeypatch.setattr("attnplug.cli.bench.rig.dtype_on", lambda _: "bfloat16")
-    monkeypatch.setattr(RawFlashAttention, "backend", "flash_attn_double")
-    for section in (building, forwarding, replaying):
-        monkeypatch.setattr(section, "baseline_of", lambda _: (RawFlashAttention(), None))
+    hold_against(monkeypatch, RawFlashAttention, "flash_attn_double")
 
 
 def test_they_are_a_baseline_for_every_variant() -> None:
@@ -57,13 +43,7 @@ def test_forwards_are_held_against_them(library, step, variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_second_call_finds_what_the_first_has_written(library, variant) -> None:
-    rig = make_rig(decodes(3, 33, **TINY), choice(variant))
-    call = RawFlashAttention().layer(rig)
-    first = call().clone()
-
-    assert torch.equal(call(), first)
-    rig.value.mul_(2)  # the token's own value, which comes back through the pages
-    assert not torch.equal(call(), first)
+    check_a_second_call(RawFlashAttention(), choice(variant))
 
 
 @pytest.mark.parametrize("variant", GRAPHS)

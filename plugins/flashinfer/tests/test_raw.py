@@ -8,20 +8,12 @@ import torch
 from attnplug.cli.bench import building, forwarding, replaying
 from attnplug.cli.bench.baseline import Baseline
 from attnplug.cli.bench.choice import Choice
-from attnplug.cli.bench.rig import make_planner, make_rig
-from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes
+from attnplug.cli.bench.rig import make_planner
+from attnplug.cli.bench.step import decodes, mixed, ragged_decodes
 from attnplug_flashinfer import raw
 from attnplug_flashinfer.raw import RawFlashInfer
-from tests.backends.ticking import Ticks
+from tests.backends.benching import STEPS, TINY, Ticks, check_a_second_call, hold_against
 
-TINY = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 64}
-STEPS = (
-    first_prefills(2, 21, **TINY),
-    decodes(3, 33, **TINY),
-    decodes(1, 1, **TINY),
-    ragged_decodes(4, 2, 70, **TINY),
-    mixed(3, 40, 2, 18, **TINY),
-)
 CHOICE = Choice("flashinfer_double/fa2", "cpu")
 
 
@@ -57,10 +49,7 @@ def library(doubled, monkeypatch):
 
     for function in (get_batch_indices_positions, append_paged_kv_cache):
         monkeypatch.setattr(flashinfer, function.__name__, function, raising=False)
-    monkeypatch.setattr("attnplug.cli.bench.rig.dtype_on", lambda _: "bfloat16")
-    monkeypatch.setattr(RawFlashInfer, "backend", "flashinfer_double")
-    for section in (building, forwarding, replaying):
-        monkeypatch.setattr(section, "baseline_of", lambda _: (RawFlashInfer(), None))
+    hold_against(monkeypatch, RawFlashInfer, "flashinfer_double")
 
 
 def test_they_are_a_baseline() -> None:
@@ -78,13 +67,7 @@ def test_forwards_are_held_against_them(library, step) -> None:
 
 
 def test_a_second_call_finds_what_the_first_has_written(library) -> None:
-    rig = make_rig(decodes(3, 33, **TINY), CHOICE)
-    call = RawFlashInfer().layer(rig)
-    first = call().clone()
-
-    assert torch.equal(call(), first)
-    rig.value.mul_(2)  # the token's own value, which comes back through the pages
-    assert not torch.equal(call(), first)
+    check_a_second_call(RawFlashInfer(), CHOICE)
 
 
 @pytest.mark.parametrize("step", [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)], ids=lambda step: step.what)
