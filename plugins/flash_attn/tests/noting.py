@@ -107,7 +107,7 @@ class Pages(Kernels):
         """A schedule that holds what it was made of, so that an old one is noticed."""
         lens = call.seqused_k
         facts = [len(lens), call.max_seqlen_q, call.max_seqlen_k, call.causal, call.num_splits, *terms.window]
-        schedule = torch.zeros(1 + -(-len(lens) // 4) * 4 * 4, dtype=torch.int32)
+        schedule = torch.full((1 + -(-len(lens) // 4) * 4 * 4,), len(lens), dtype=torch.int32)
         schedule[: len(facts)] = torch.tensor(facts, dtype=torch.int32)
         schedule[len(facts) : len(facts) + len(lens)] = lens
         return schedule

@@ -1,0 +1,55 @@
+"""What is built into a slot stays where it is, step after step, for each way in which libraries are told of keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.contract import GraphKey
+from plugins.flash_attn.tests.noting import load
+from tests.backends.setting import Setting
+
+DECODES = ([[1, 1], [9, 20]], [[1, 1, 1, 1], [40, 2, 17, 16]], [[1], [60]])
+MIXED = ([[1, 7], [9, 20]], [[16], [16]], [[1, 1, 1, 9], [40, 2, 17, 16]])
+
+
+@pytest.mark.parametrize("kind", ["pages", "cumulative", "scheduled"])
+@pytest.mark.parametrize(("key", "steps"), [(GraphKey(4, 4, 1), DECODES), (GraphKey(4, 16), MIXED)])
+def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
+    setting = Setting(load, variant=kind, cudagraph="always")
+    with setting.state.graph_capture(4):
+        slot = setting.state.slot(key)
+        captured = setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
+    (part,) = setting.impls[0].plan(captured).parts  # a graph runs this one for ever
+
+    for query_lens, seq_lens in steps:
+        batch = setting.batch(query_lens, seq_lens)
+        setting.builder.build(batch, slot=slot)  # which compares all that a graph reads with the capture
+        lens = part.call.seqused_k.tolist()
+        assert lens == seq_lens + [0] * (4 - len(seq_lens))
+        assert (part.first, part.last) == (0, key.num_tokens)
+        replayed = setting.forward(captured)[: sum(query_lens)]
+        assert torch.equal(replayed, eager(setting, query_lens, seq_lens, key.num_tokens))
+
+
+def eager(setting: Setting, query_lens: list[int], seq_lens: list[int], rows: int) -> torch.Tensor:
+    """The rows of a replay, built by themselves: `forward` draws as many as its metadata has, from one seed."""
+    impl, batch, generator = setting.impls[0], setting.batch(query_lens, seq_lens), torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn(rows, heads, 64, generator=generator).bfloat16()[: sum(query_lens)] for heads in (4, 2, 2)
+    )
+    output = query.new_empty(sum(query_lens), impl.output_width)
+    cache = setting.backend.make_cache(64)
+    impl.forward(query, key, value, cache, setting.builder.build(batch), output)
+    return output
+
+
+@pytest.mark.parametrize("kind", ["pages", "cumulative", "scheduled"])
+def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
+    setting = Setting(load, variant=kind, cudagraph="always")
+    with setting.state.graph_capture(4):
+        slot = setting.state.slot(GraphKey(4, 16))
+        plan = setting.impls[0].plan(setting.builder.build(slot.dummy_batch(setting.builder), slot=slot))
+
+    assert plan.decode is None
+    assert (plan.prefill.call.max_seqlen_q, plan.prefill.call.max_seqlen_k) == (16, slot.max_seq_len)
