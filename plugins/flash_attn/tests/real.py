@@ -24,6 +24,7 @@ SOFT_CAP: Final = tuple(variant for variant in VARIANTS if variant != "torch")
 GRAPHS: Final = SOFT_CAP
 GRAPHS_OF_ALL_STEPS: Final = ("fa3_vllm", "fa3")
 BATCH_INVARIANT: Final = VARIANTS
+SPREADING: Final = tuple(variant for variant in VARIANTS if variant not in {"fa2", "fa2_vllm"})
 
 _DISTRIBUTIONS: Final = {"fa4": "flash-attn-4", "fa2": "flash-attn"}
 _OP_LIBRARIES: Final = {"fa3_vllm": "_vllm_fa3_C", "fa2_vllm": "_vllm_fa2_C"}

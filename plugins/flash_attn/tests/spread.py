@@ -10,11 +10,13 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug import Requirements
+import attnplug
+from attnplug import Device, Requirements
 from attnplug.contract import PAD_SLOT_ID, Batch, GraphKey, Layer, Limits, Parallel, capture, torch_dtype
 from attnplug.ops import quantize
 from attnplug.testing.oracle import attend
 from plugins.flash_attn.tests import mutants
+from plugins.flash_attn.tests.conftest import NAME, stage
 from plugins.flash_attn.tests.real import FLASH_ATTN
 from plugins.flash_attn.tests.world import make_backend
 
@@ -248,6 +250,13 @@ def run_real(rank: int, group: Any, spread: Spread, variant: str, *, replayed: b
     with pytest.MonkeyPatch.context() as patch:
         FLASH_ATTN.offer(patch)
         return run_on(FLASH_ATTN.load(asked, variant), rank, group, spread, replayed=replayed)
+
+
+def run_doubled(rank: int, group: Any, spread: Spread, variant: str) -> Result:
+    """Do so on the double of a kernel library."""
+    with stage().entered():
+        backend = attnplug.load(requirements_of(spread), Device.cpu(), backend=f"{NAME}/{variant}")
+        return run_on(backend, rank, group, spread)
 
 
 def backend_of(spread: Spread, *, replayed: bool = False) -> Backend:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from attnplug.testing.closeness import assert_close
 from plugins.flash_attn.tests import spread as steps
 from plugins.flash_attn.tests.mutants import MUTANTS
 from plugins.flash_attn.tests.processes import Processes
+from plugins.flash_attn.tests.real import SINKS, SPREADING
 from plugins.flash_attn.tests.spread import Spread
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # without shrinking: ranks that hang cost their time-out each
 
@@ -34,9 +35,13 @@ def processes() -> Iterator[list[Processes]]:
 
 
 def on_ranks(spread: Spread, mutant: str | None = None, *, replayed: bool = False) -> list[steps.Result]:
+    return call(partial(steps.run, replayed=replayed), spread, mutant)
+
+
+def call(function: Callable[..., steps.Result], spread: Spread, *arguments: Any) -> list[steps.Result]:
     if not (_running and _running[-1].live):
         _running.append(Processes(4))
-    return _running[-1].call(partial(steps.run, replayed=replayed), spread, mutant, size=spread.ranks)
+    return _running[-1].call(function, spread, *arguments, size=spread.ranks)
 
 
 def assert_as_one_rank(spread: Spread, results: list[steps.Result], *, replayed: bool = False) -> None:
@@ -122,6 +127,20 @@ class TestOnProcesses:
         for alone, among in zip(on_ranks(by_itself), on_ranks(beside), strict=True):
             assert torch.equal(alone.output, among.output[:1])
             assert torch.equal(alone.lse, among.lse[:1])
+
+    @pytest.mark.usefixtures("doubled")
+    @pytest.mark.parametrize("ranks", [2, 4])
+    @pytest.mark.parametrize("variant", SPREADING)
+    def test_the_libraries_take_the_calls(self, variant, ranks):
+        step = {
+            "new": (1, 1, 1, 9),
+            "cached": (70, 3, 0, 20),
+            "dtype": "bfloat16",
+            "head_size": 16,
+            "sinks": variant in SINKS,
+        }
+        spread = Spread(ranks=ranks, interleave=4, **step)
+        assert_as_one_rank(spread, call(steps.run_doubled, spread, variant))
 
     @pytest.mark.parametrize("ranks", [2, 4])
     @pytest.mark.parametrize("cached", [(40, 3, 7), (0, 0, 0), (2, 0, 1)])

@@ -11,7 +11,7 @@ import torch
 from attnplug.testing.closeness import assert_close
 from plugins.flash_attn.tests import spread as steps
 from plugins.flash_attn.tests.processes import Processes
-from plugins.flash_attn.tests.real import FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP, VARIANTS
+from plugins.flash_attn.tests.real import FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP, SPREADING
 from plugins.flash_attn.tests.spread import Spread
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.gpu
 
-SPREADING = tuple(variant for variant in VARIANTS if not variant.startswith("fa2"))
 MIXED = {
     "ranks": 2,
     "new": (1, 1, 1, 40),

@@ -15,6 +15,7 @@ from plugins.flash_attn.tests.real import (
     GRAPHS_OF_ALL_STEPS,
     SINKS,
     SOFT_CAP,
+    SPREADING,
     VARIANTS,
     block_of,
     fit,
@@ -36,6 +37,7 @@ TABLES = (
     ({"cudagraph": "always"}, GRAPHS_OF_ALL_STEPS),
     ({"batch_invariant": True}, BATCH_INVARIANT),
     ({"cascade": True, "return_lse": True}, VARIANTS),
+    ({"dcp_size": 2}, SPREADING),
 )
 
 

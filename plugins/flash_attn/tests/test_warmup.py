@@ -41,9 +41,10 @@ def test_each_kind_of_call_runs(kind, asked) -> None:
     assert all((one.lse is not None) == bool(asked.get("return_lse")) for one in noted)
 
 
+@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("kind", ["pages", "cumulative", "packed"])
-def test_a_rank_warms_up_alone(kind) -> None:
-    backend = load(Requirements(**MODEL, dcp_size=2), kind)
+def test_a_rank_warms_up_alone(kind, dtype) -> None:
+    backend = load(Requirements(**MODEL, dcp_size=2, kv_cache_dtype=dtype), kind)
     backend.warmup(SHAPES)
 
     new, context = backend.kernels.noted

@@ -11,7 +11,7 @@ count it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
@@ -129,7 +129,7 @@ def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, sl
 def attend(
     plan: Sharded,
     query: Tensor,
-    new: tuple[Tensor | None, Tensor | None],
+    new: tuple[Tensor, Tensor],
     pages: tuple[Any, Any],
     output: Tensor,
     lse: Tensor | None,
@@ -152,7 +152,7 @@ def attend(
     """
     rows = slice(plan.num_tokens)
     query, output, lse = query[rows], output[rows], None if lse is None else lse[rows]
-    key, value = (cast("Tensor", each)[rows] for each in new)  # no layer shares a cache here: all bring theirs
+    key, value = (each[rows] for each in new)
     if not plan.has_context:
         run(query, key, value, output, plan.new, terms, lse)
         return
@@ -217,10 +217,10 @@ def apart(heads: Tensor, size: int, kv_heads: int) -> Tensor:
     return grouped.movedim(2, 0).reshape(size, tokens, count // size, *rest)
 
 
-def as_cached(impl: AttentionImpl, key: Tensor | None, value: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def as_cached(impl: AttentionImpl, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return new K/V as the cache of a layer holds them: kernels take queries, cached and new keys of one dtype."""
     dtype = torch_dtype(impl.agreement.kv_cache_dtype)
-    if dtype == torch_dtype(impl.agreement.requirements.dtype) or key is None or value is None:
+    if dtype == key.dtype:
         return key, value
     return quantize(key, dtype, impl.layer.k_scale_tensor), quantize(value, dtype, impl.layer.v_scale_tensor)
 

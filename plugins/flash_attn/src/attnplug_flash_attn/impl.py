@@ -91,7 +91,8 @@ class FlashAttentionImpl(AttentionImpl):
             query = self._quantized(query)
         out = output.view(-1, *self._heads_v)
         if plan.sharded is not None:
-            self._attend_shard(plan, plan.sharded, query, (key, value), (keys, values), out, lse)
+            new = cast("tuple[Tensor, Tensor]", (key, value))  # no layer shares a cache here: all bring theirs
+            self._attend_shard(plan, plan.sharded, query, new, (keys, values), out, lse)
             return
         if plan.prefix is not None:
             self._attend_twice(plan.parts, plan.prefix, query, keys, values, out, lse)
@@ -145,7 +146,7 @@ class FlashAttentionImpl(AttentionImpl):
         plan: Plan,
         sharded: Sharded,
         query: Tensor,
-        new: tuple[Tensor | None, Tensor | None],
+        new: tuple[Tensor, Tensor],
         pages: tuple[Tensor, Tensor],
         out: Tensor,
         lse: Tensor | None,

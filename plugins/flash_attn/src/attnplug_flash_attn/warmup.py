@@ -9,6 +9,7 @@ from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 from attnplug.ops import pages_as_tokens
+from attnplug_flash_attn import dcp
 from attnplug_flash_attn.gathering import cumulative
 from attnplug_flash_attn.kernels.interface import Call
 from attnplug_flash_attn.passes import as_taken
@@ -54,6 +55,7 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
     lens = torch.tensor([1, 2], dtype=torch.int32, device=device)
     starts, tokens = cumulative(lens), 3
     key, value = (_zeros(impl, tokens, impl.num_kv_heads, size) for size in (impl.head_size, impl.head_size_v))
+    key, value = dcp.as_cached(impl, key, value)
     new = Call(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=2, max_seqlen_k=2, num_splits=0)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     held = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
@@ -63,7 +65,7 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
         (impl.num_q_heads, key, value, new, impl.terms),
         (impl.num_q_heads * asked.dcp_size, keys, values, context, impl.other_terms),
     ):
-        query = _zeros(impl, tokens, heads, impl.head_size)
+        query = _zeros(impl, tokens, heads, impl.head_size).to(cache.dtype)
         lse = torch.empty(tokens, heads, device=device)
         out = _zeros(impl, tokens, heads, impl.head_size_v)
         backend.kernels.attend(query, given, found, out, call, terms, lse)
