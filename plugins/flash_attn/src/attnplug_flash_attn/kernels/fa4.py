@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Fa4(Kernels):
-    """``flash_attn.cute``: pages, best of 128 tokens, and sinks; no ALiBi."""
+    """``flash_attn.cute``: pages, but those of a tile of keys, and sinks; no ALiBi."""
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
