@@ -49,6 +49,7 @@ class Spread:
         seed: Of the numbers.
         padding: Rows that the call has beyond its tokens.
         kv_cache_dtype: Of the cache.
+        return_lse: Whether the host wants the LSE; where it does not, results have CANARY there.
     """
 
     ranks: int
@@ -70,6 +71,7 @@ class Spread:
     seed: int = 0
     padding: int = 0
     kv_cache_dtype: str = "auto"
+    return_lse: bool = True
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -160,7 +162,7 @@ def requirements_of(spread: Spread) -> Requirements:
         sinks=spread.sinks,
         logits_soft_cap=spread.cap,
         dcp_size=spread.ranks,
-        return_lse=True,
+        return_lse=spread.return_lse,
         block_size=spread.block_size,
         kv_layout=spread.layout,
         host_lengths=spread.host_lengths,
@@ -218,7 +220,7 @@ def run_on(backend: Backend, rank: int, group: Any, spread: Spread, *, replayed:
     lse = torch.full((query.shape[0], spread.q_heads), CANARY, device=device)
 
     def forward(metadata: Metadata) -> None:
-        impl.forward(query, *new, cache, metadata, output, lse=lse)
+        impl.forward(query, *new, cache, metadata, output, lse=lse if spread.return_lse else None)
 
     if replayed:
         replay = _captured(builder, spread, forward)
