@@ -8,9 +8,10 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import AttentionImpl, torch_dtype
-from attnplug.ops import merge_attention_states, pages_as_tokens, quantize, write_kv
+from attnplug.ops import pages_as_tokens, quantize, write_kv
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_flash_attn.merging import merge_into
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -81,8 +82,9 @@ class FlashAttentionImpl(AttentionImpl):
     ) -> None:
         plan: Plan = metadata.plans.get(self._key) or self.plan(metadata)
         if kv_cache is None:
-            rows = metadata.num_key_rows
-            keys, values = cast("Tensor", key)[:rows], cast("Tensor", value)[:rows]
+            keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
+            if keys.shape[0] != rows:
+                keys, values = keys[:rows], values[:rows]
         else:
             keys, values = self._pages(kv_cache)
             if self._writes and key is not None and value is not None:
@@ -134,12 +136,9 @@ class FlashAttentionImpl(AttentionImpl):
         sums = out.new_empty(out.shape[:2], dtype=torch.float32) if lse is None else lse[:rows]
         for part in parts:
             self._attend(part, query, keys, values, out, sums, self.other_terms)
-        shared, shared_sums = torch.empty_like(out), torch.empty_like(sums)
+        shared, shared_sums = out.new_empty(out.shape), sums.new_empty(sums.shape)
         self._attend(prefix, query, keys, values, shared, shared_sums, self.terms)
-        merged, total = merge_attention_states(shared, shared_sums, out, sums, sink_in_a=self.terms.sinks is not None)
-        out.copy_(merged)
-        if lse is not None:
-            sums.copy_(total)
+        merge_into(out, sums, shared, shared_sums)
 
     def _attend_shard(
         self,
