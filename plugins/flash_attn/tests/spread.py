@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import random
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -16,7 +18,7 @@ from attnplug.contract import PAD_SLOT_ID, Batch, GraphKey, Layer, Limits, Paral
 from attnplug.ops import quantize
 from attnplug.testing.oracle import attend
 from plugins.flash_attn.tests import mutants
-from plugins.flash_attn.tests.conftest import NAME, stage
+from plugins.flash_attn.tests.conftest import NAME, pytest_unconfigure, stage
 from plugins.flash_attn.tests.real import FLASH_ATTN
 from plugins.flash_attn.tests.world import make_backend
 
@@ -256,9 +258,17 @@ def run_real(rank: int, group: Any, spread: Spread, variant: str, *, replayed: b
 
 def run_doubled(rank: int, group: Any, spread: Spread, variant: str) -> Result:
     """Do so on the double of a kernel library."""
-    with stage().entered():
+    with _stage().entered():
         backend = attnplug.load(requirements_of(spread), Device.cpu(), backend=f"{NAME}/{variant}")
         return run_on(backend, rank, group, spread)
+
+
+@cache
+def _stage() -> Any:
+    """The stage of this process, which ends without pytest."""
+    found = stage()
+    atexit.register(pytest_unconfigure)
+    return found
 
 
 def backend_of(spread: Spread, *, replayed: bool = False) -> Backend:
