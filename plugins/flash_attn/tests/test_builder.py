@@ -82,6 +82,46 @@ def test_libraries_are_told_keys_as_they_take_them() -> None:
     assert packed.slots.tolist() == [*range(16, 25), *range(32, 72)]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
+    setting = Setting(load, variant=kind)
+    plan = plan_of(setting, setting.batch([1, 5, 3], [9, 5, 3]))
+    setting.forward(setting.builder.build(setting.batch([1, 5, 3], [9, 5, 3])))
+
+    call = plan.prefill.call
+    assert plan.prefill.is_first
+    assert call.block_table is call.seqused_k is plan.prefill.slots is call.scheduler_metadata is None
+    assert (call.cu_seqlens_k.tolist(), call.max_seqlen_k, call.causal) == ([0, 5, 8], 5, True)
+    assert not plan.decode.is_first
+    assert setting.backend.kernels.noted[-1].key.shape == (8, 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("asked", "lens"),
+    [
+        ({}, ([5, 3], [5, 4])),  # a chunk of a prompt
+        ({}, ([1, 1], [1, 1])),  # decodes
+        ({"kv_cache_dtype": "fp8_e4m3"}, ([5], [5])),  # the cache rounds
+        ({"batch_invariant": True}, ([5], [5])),  # in another batch the same rows may be read from pages
+        ({"host_lengths": "upper_bound"}, ([5], [5])),
+    ],
+)
+def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(asked, lens) -> None:
+    setting = Setting(load, **asked)
+    (part,) = plan_of(setting, setting.batch(*lens)).parts
+
+    assert not part.is_first
+    assert part.call.block_table is not None
+
+
+def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
+    layers = [Layer(name="layers.0"), Layer(name="layers.1", kv_sharing_target="layers.0")]
+    setting = Setting(load, layers, kv_sharing=True)
+
+    (part,) = plan_of(setting, setting.batch([5], [5])).parts
+    assert not part.is_first
+
+
 @pytest.mark.parametrize("host_lengths", ["upper_bound", "absent"])
 @pytest.mark.parametrize("kind", ["packed", "cumulative"])
 def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, host_lengths) -> None:

@@ -52,4 +52,5 @@ def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
         plan = setting.impls[0].plan(setting.builder.build(slot.dummy_batch(setting.builder), slot=slot))
 
     assert plan.decode is None
+    assert not plan.prefill.is_first  # the steps to come may be others
     assert (plan.prefill.call.max_seqlen_q, plan.prefill.call.max_seqlen_k) == (16, slot.max_seq_len)

@@ -41,6 +41,14 @@ def test_each_kind_of_call_runs(kind, asked) -> None:
     assert all((one.lse is not None) == bool(asked.get("return_lse")) for one in noted)
 
 
+def test_prompts_are_run_in_one_piece_and_in_chunks() -> None:
+    backend = load(Requirements(**MODEL))
+    backend.warmup(SHAPES)
+
+    prompts = [one.call for one in backend.kernels.noted if one.call.max_seqlen_q > 1]
+    assert [call.block_table is None for call in prompts] == [True, False]
+
+
 @pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("kind", ["pages", "cumulative", "packed"])
 def test_a_rank_warms_up_alone(kind, dtype) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import torch
 from attrs import evolve
 
 from attnplug.contract import MetadataBuilder
@@ -43,6 +44,13 @@ class FlashAttentionBuilder(MetadataBuilder):
         self._is_cross = asked.attn_type == "encoder_decoder"
         self._block_size = self.agreement.block_size or 1
         self._schedules = Schedules(self, self._kernels)
+        # Chunks of a prompt read pages, and pages and rows are tiled in other ways: never where results may not differ.
+        self._uses_rows = (
+            asked.dtype == self.agreement.kv_cache_dtype
+            and asked.host_lengths == "exact"
+            and not (self._is_cross or self.batch_invariant)
+            and all(impl.layer.kv_sharing_target is None for impl in impls)
+        )
         self._ranks = Ranks(self.parallel, state.device) if self.parallel.dcp_size > 1 else None
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
         self._terms = {key: group[0].terms for key, group in groups.items()}
@@ -87,6 +95,8 @@ class FlashAttentionBuilder(MetadataBuilder):
     def _phase(self, metadata: Metadata, phase: Phase | None, splits: int, name: str) -> Pass | None:
         if phase is None:
             return None
+        if name == "prefill" and metadata.slot is None and self._uses_rows and _is_first(phase):
+            return self._first(phase, splits, causal=metadata.batch.causal)
         rows = self._rows(phase, causal=metadata.batch.causal)
         if metadata.batch.common_prefix_len:
             rows = behind_prefix(rows, metadata.batch.common_prefix_len, self._block_size)
@@ -108,6 +118,18 @@ class FlashAttentionBuilder(MetadataBuilder):
             table=cast("Tensor", phase.block_table),
             causal=causal,
         )
+
+    def _first(self, phase: Phase, splits: int, *, causal: bool) -> Pass:
+        """Rows are read faster than pages, and need not be packed."""
+        call = Call(
+            cu_seqlens_q=phase.query_start_loc,
+            max_seqlen_q=phase.max_query_len,
+            max_seqlen_k=phase.max_query_len,
+            cu_seqlens_k=phase.query_start_loc,
+            causal=causal,
+            num_splits=splits,
+        )
+        return Pass(call, phase.first_token, phase.first_token + phase.num_tokens, is_first=True)
 
     def _paged(self, rows: Rows, splits: int, slot: GraphSlot | None, name: str) -> Pass:
         call, slots = self._taken(call_of(rows, splits), rows.num_keys, slot, name)
@@ -150,3 +172,9 @@ class FlashAttentionBuilder(MetadataBuilder):
             num_splits=splits,
         )
         return Pass(self._bounded(call, "prefill"), 0, batch.num_actual_tokens)
+
+
+def _is_first(phase: Phase) -> bool:
+    """Whether no request has keys from before this step."""
+    starts, lens = phase.query_start_loc_cpu, phase.seq_lens_cpu
+    return lens is not None and phase.max_query_len == phase.max_seq_len and torch.equal(starts.diff(), lens)

@@ -100,7 +100,12 @@ class FlashAttentionImpl(AttentionImpl):
             self._attend_twice(plan.parts, plan.prefix, query, keys, values, out, lse)
             return
         for part in plan.parts:
-            self._attend(part, query, keys, values, out, lse, self.terms)
+            if part.is_first and key is not None and value is not None:
+                self._attend(
+                    part, query, key[part.first : part.last], value[part.first : part.last], out, lse, self.terms
+                )
+            else:
+                self._attend(part, query, keys, values, out, lse, self.terms)
 
     def _attend(
         self,

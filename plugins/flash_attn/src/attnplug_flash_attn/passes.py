@@ -63,12 +63,15 @@ class Pass:
         last: The row behind the last one.
         slots: ``(keys,)`` int64: the slots of the cache that are packed for a library that reads no pages; None where
             it reads them, or keys come with the call.
+        is_first: Whether the keys of a paged step are those that come with the call, in the same rows: no request has
+            any in the cache from before.
     """
 
     call: Call
     first: int
     last: int
     slots: Tensor | None = None
+    is_first: bool = False
 
 
 @frozen(eq=False, kw_only=True)

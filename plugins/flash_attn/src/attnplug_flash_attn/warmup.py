@@ -91,7 +91,8 @@ def _batches(backend: Backend) -> Iterator[Batch]:
         yield Batch.from_lengths([2], device=backend.device, causal=causal)
         return
     lens = _query_lens(asked)
-    yield _paged(backend, lens, lens)
+    yield _paged(backend, lens, lens)  # prompts in one piece: their keys may be read as they come with the call
+    yield _paged(backend, lens, [length + 1 for length in lens])
     if asked.cascade:
         yield _paged(backend, lens, [length + size for length in lens], common_prefix_len=size)
 
