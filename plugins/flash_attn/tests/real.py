@@ -26,6 +26,9 @@ GRAPHS_OF_ALL_STEPS: Final = ("fa3_vllm", "fa3")
 BATCH_INVARIANT: Final = VARIANTS
 SPREADING: Final = tuple(variant for variant in VARIANTS if variant not in {"fa2", "fa2_vllm"})
 
+PAGES: Final = {"fa4": (16, 32, 256, 512), "fa2": (256, 512, 768)}
+"""Sizes of pages to try, where they are not those of `pages_of`."""
+
 _DISTRIBUTIONS: Final = {"fa4": "flash-attn-4", "fa2": "flash-attn"}
 _OP_LIBRARIES: Final = {"fa3_vllm": "_vllm_fa3_C", "fa2_vllm": "_vllm_fa2_C"}
 _MAJORS: Final = {"fa3_vllm": (9,), "fa3": (9,), "fa4": (9, 10, 11)}
@@ -56,9 +59,14 @@ def _is_installed(variant: str) -> bool:
 FLASH_ATTN: Final = Plugin("flash_attn", "attnplug_flash_attn", lacking)
 
 
+def pages_of(variant: str) -> tuple[int, ...]:
+    """Return sizes of pages that a variant's library reads, the least first."""
+    return PAGES.get(variant, (16, 32, 48, 128))
+
+
 def block_of(variant: str) -> int:
-    """Return the least number of slots in a block that a variant's library reads."""
-    return 256 if variant == "fa2" else 16
+    """Return the least of them."""
+    return pages_of(variant)[0]
 
 
 def fit(case: Case, variant: str, **changes: Any) -> Case:
