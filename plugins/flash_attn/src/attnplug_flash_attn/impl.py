@@ -8,10 +8,11 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import AttentionImpl, torch_dtype
-from attnplug.ops import pages_as_tokens, quantize, write_kv
+from attnplug.ops import pages_as_tokens, write_kv
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import Terms
 from attnplug_flash_attn.merging import merge_into
+from attnplug_flash_attn.quantizing import quantized
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -45,11 +46,10 @@ class FlashAttentionImpl(AttentionImpl):
         self.terms = self._terms(layer)
         self.other_terms = evolve(self.terms, sinks=None)
         self._key = (self.window, self.logits_soft_cap)
-        self._heads, self._heads_v = (self.num_q_heads, self.head_size), (self.num_q_heads, self.head_size_v)
+        self._heads_v = (self.num_q_heads, self.head_size_v)
         self._is_one_tensor = asked.head_size_v == asked.head_size
         self._writes = bool(self.forward_writes)
         self._query_scale = layer.q_scale_tensor  # there wherever the cache is quantized
-        self._cache_dtype = torch_dtype(self.agreement.kv_cache_dtype)
 
     @property
     def plan_key(self) -> Hashable:
@@ -90,7 +90,7 @@ class FlashAttentionImpl(AttentionImpl):
             if self._writes and key is not None and value is not None:
                 self._write(key, value, keys, values, cast("Tensor", metadata.batch.slot_mapping))
         if self._query_scale is not None:
-            query = self._quantized(query)
+            query = quantized(query, self._query_scale)
         out = output.view(-1, *self._heads_v)
         if plan.sharded is not None:
             new = cast("tuple[Tensor, Tensor]", (key, value))  # no layer shares a cache here: all bring theirs
@@ -163,11 +163,6 @@ class FlashAttentionImpl(AttentionImpl):
 
     def _pages(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         return kv_cache.unbind(0) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
-
-    def _quantized(self, query: Tensor) -> Tensor:
-        """Return queries in the dtype of the cache. Scales are one per group of query heads, or one."""
-        grouped = query.reshape(query.shape[0], self.num_kv_heads, -1)
-        return quantize(grouped, self._cache_dtype, self._query_scale).view(-1, *self._heads)
 
     def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         self._write(key, value, *self._pages(kv_cache), slot_mapping)

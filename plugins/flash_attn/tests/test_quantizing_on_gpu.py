@@ -1,0 +1,49 @@
+"""Queries rounded in one launch, against the operation to the bit: on a GPU, or on a CPU by Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.ops import quantize
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
+
+
+@given(
+    tokens=st.integers(0, 4),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 4, 7]),
+    size=st.sampled_from([16, 64, 80, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    spare=st.sampled_from([0, 8, 3]),
+    per_head=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_is_the_operation_to_the_bit(tokens, kv_heads, group, size, dtype, spare, per_head, seed) -> None:
+    from attnplug_flash_attn.triton_quantize import quantize as launch  # noqa: PLC0415 - there is Triton where this runs
+
+    generator, heads = torch.Generator().manual_seed(seed), kv_heads * group
+    wide = torch.randn(tokens, heads * size + spare, generator=generator)
+    wide *= torch.logspace(-5, 4, wide.shape[1])  # from what rounds to nothing to what is too large
+    wide[:, 5::31] = torch.nan
+    query = wide.to(dtype).to(DEVICE)[:, : heads * size].unflatten(1, (heads, size))
+    scale = 0.5 + torch.rand(kv_heads if per_head else 1, generator=generator).to(DEVICE)
+    out = torch.empty(query.shape, dtype=torch.float8_e4m3fn, device=DEVICE)
+    wanted = quantize(query.reshape(tokens, scale.numel(), heads // scale.numel() * size), out.dtype, scale)
+
+    assert launch(query, scale, out)
+    assert torch.equal(out.float().nan_to_num(1e6), wanted.view(query.shape).float().nan_to_num(1e6))
+
+
+def test_what_lies_otherwise_is_left_to_the_operation() -> None:
+    from attnplug_flash_attn.triton_quantize import quantize as launch  # noqa: PLC0415 - see above
+
+    rows = torch.ones(2, 8, 4, device=DEVICE).transpose(1, 2)
+    assert not launch(rows, torch.ones(1, device=DEVICE), torch.empty_like(rows, dtype=torch.float8_e4m3fn))
