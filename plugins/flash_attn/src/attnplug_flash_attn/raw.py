@@ -22,7 +22,8 @@ SCHEDULE: Final = "the raw `get_scheduler_metadata`"
 @frozen
 class RawFlashAttention:
     """
-    One call for the decodes and one for the prompts, of the library that the variant is.
+    One call for the decodes and one for the prompts, of the library that the variant is. Prompts in one piece are read
+    as they come, and all else from the pages.
 
     The new K/V are written by `attnplug.ops.write_kv`, in one launch: most of these libraries write no cache, and what
     is compared is attention.
@@ -39,7 +40,7 @@ class RawFlashAttention:
         runs = []
         for rows in _rows(rig.planner):
             keys, values = key_pages, value_pages
-            if calls.dense and not rows.past:
+            if not rows.past:
                 keys, values = key[rows.where], value[rows.where]
             runs.append(calls.bind(query[rows.where], keys, values, output[rows.where], rows, calls.schedule(rows)))
 
@@ -55,8 +56,9 @@ class RawFlashAttention:
     def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
         """Return the schedules of a step where the library has such a thing, from lengths that are on the device."""
         del captured
-        calls, parts = CALLS[planner.backend.variant], _rows(planner)
-        if not calls.schedules:
+        calls = CALLS[planner.backend.variant]
+        parts = [rows for rows in _rows(planner) if rows.past and calls.schedules]
+        if not parts:
             return {}
         return {SCHEDULE: lambda: [calls.schedule(rows) for rows in parts]}
 

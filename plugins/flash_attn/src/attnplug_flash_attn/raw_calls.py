@@ -62,12 +62,10 @@ class Calls:
     A library's calls.
 
     Attributes:
-        dense: Whether K/V that come with the step are given as they come, and others are packed first.
         fills_output: Whether results are put where they belong; otherwise they are new tensors.
         schedules: Whether work may be divided ahead of the calls.
     """
 
-    dense: ClassVar[bool] = False
     fills_output: ClassVar[bool] = False
     schedules: ClassVar[bool] = False
 
@@ -84,7 +82,8 @@ class Calls:
 
         Args:
             query: ``(tokens, num_q_heads, head_size)``.
-            key: ``(num_blocks, block_size, num_kv_heads, head_size)``; or rows, where they are taken as they come.
+            key: ``(num_blocks, block_size, num_kv_heads, head_size)``; where there is no past, ``(tokens, num_kv_heads,
+                head_size)``.
             value: Likewise.
             out: As `query`.
             rows: Whose rows these are.
@@ -104,7 +103,7 @@ class Fa2(Calls):
         import flash_attn  # noqa: PLC0415 - a GPU's library
 
         lengths = (rows.query_starts, rows.key_starts, rows.max_query, rows.max_keys)
-        given = {"block_table": rows.table, "softmax_scale": rows.scale, "causal": True}
+        given = {"block_table": rows.table if rows.past else None, "softmax_scale": rows.scale, "causal": True}
         return partial(flash_attn.flash_attn_varlen_func, query, key, value, *lengths, **given)
 
 
@@ -118,13 +117,14 @@ class Fa2Vllm(Calls):
     ) -> Callable[[], Tensor]:
         """Return the op with its arguments in the order of its schema."""
         del schedule
-        where = (rows.query_starts, torch.zeros_like(rows.query_starts), rows.keys, None, rows.table, None)
+        keys = (rows.keys, None, rows.table) if rows.past else (None, None, None)
+        where = (rows.query_starts, rows.key_starts, *keys, None)
         how = (rows.max_query, rows.max_keys, 0.0, rows.scale, False, True, -1, -1, 0.0, False, 0, None)
         return partial(torch.ops._vllm_fa2_C.varlen_fwd.default, query, key, value, out, *where, *how)  # noqa: SLF001 - the op's name
 
 
 class Fa3(Calls):
-    """`flash_attn_interface`: its call for caches takes several rows per request as well."""
+    """`flash_attn_interface`: its call for caches, which takes several rows per request as well, or that without."""
 
     def bind(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
@@ -133,6 +133,10 @@ class Fa3(Calls):
         del out, schedule
         import flash_attn_interface  # noqa: PLC0415 - a GPU's library
 
+        if not rows.past:
+            lengths = (rows.query_starts, rows.key_starts, rows.max_query, rows.max_keys)
+            given: dict[str, Any] = {"softmax_scale": rows.scale, "causal": True}
+            return partial(flash_attn_interface.flash_attn_varlen_func, query, key, value, *lengths, **given)
         return partial(
             flash_attn_interface.flash_attn_with_kvcache,
             query,
@@ -154,7 +158,9 @@ class Fa3Vllm(Calls):
     schedules = True
 
     def schedule(self, rows: Rows) -> Tensor | None:
-        """Divide the work."""
+        """Divide the work of what is read from pages."""
+        if not rows.past:
+            return None
         sizes = (rows.num_q_heads, rows.num_kv_heads, rows.head_size, rows.head_size, rows.dtype)
         lengths = (rows.keys, rows.query_starts, None, None, None, None, rows.block_size, 0)
         schedule = torch.ops._vllm_fa3_C.get_scheduler_metadata.default  # noqa: SLF001 - the op's name
@@ -167,7 +173,8 @@ class Fa3Vllm(Calls):
     ) -> Callable[[], Tensor]:
         """Return the op with its arguments in the order of its schema."""
         none = (None,) * 3
-        lengths = (rows.query_starts, *none, rows.keys, rows.max_query, rows.max_keys, rows.table)
+        starts, keys, table = (None, rows.keys, rows.table) if rows.past else (rows.key_starts, None, None)
+        lengths = (rows.query_starts, starts, None, None, keys, rows.max_query, rows.max_keys, table)
         how = (rows.scale, True, -1, -1, 0.0, True, schedule, 0, None, 0, None, 1, 0, None)
         fwd = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001 - the op's name
         # key_new, value_new, query_value; batch indices, padding, rotary embedding (3); descales
@@ -186,10 +193,9 @@ class Fa4(Calls):
 
         given: dict[str, Any] = {
             "cu_seqlens_q": rows.query_starts,
-            "seqused_k": rows.keys,
+            **({"seqused_k": rows.keys, "page_table": rows.table} if rows.past else {"cu_seqlens_k": rows.key_starts}),
             "max_seqlen_q": rows.max_query,
             "max_seqlen_k": rows.max_keys,
-            "page_table": rows.table,
             "softmax_scale": rows.scale,
             "causal": True,
         }
@@ -198,8 +204,6 @@ class Fa4(Calls):
 
 class Torch(Calls):
     """torch's own op: keys that are in pages are packed into memory that is used again."""
-
-    dense = True
 
     def bind(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
