@@ -241,6 +241,21 @@ def test_metadata_of_other_layers_is_scheduled_for_those_of_the_builder() -> Non
     assert all(part.call.scheduler_metadata is not None for part in plan.parts)
 
 
+def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
+    shared = Layer(name="layers.1", kv_sharing_target="layers.0")
+    setting = Setting(load, variant="scheduled", kv_sharing=True)
+    other = setting.backend.make_builder([setting.backend.make_impl(shared)], setting.state)
+    batch = setting.batch([5], [5])
+    pages = other.build(batch)
+    rows = setting.builder.update_block_table(pages, batch.block_table, batch.slot_mapping)
+    again = other.update_block_table(setting.builder.build(batch), batch.block_table, batch.slot_mapping)
+
+    first, second, third = (other.impls[0].plan(metadata).prefill for metadata in (pages, rows, again))
+    assert [part.is_first for part in (first, second, third)] == [False, True, False]
+    assert first.call.scheduler_metadata is not None
+    assert second.call.scheduler_metadata is third.call.scheduler_metadata is None
+
+
 def test_advanced_steps_are_decodes() -> None:
     setting = Setting(load, variant="scheduled")
     metadata = setting.builder.build(setting.batch([1, 1], [9, 16]))

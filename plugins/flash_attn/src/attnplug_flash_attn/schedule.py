@@ -85,13 +85,14 @@ def carried_over(plan: Plan, before: Plan) -> Plan:
 
     Args:
         plan: Of the same requests as `before`, in other pages.
-        before: What was scheduled.
+        before: What was scheduled. Another builder's may read pages where this one reads rows.
     """
     calls = dict(_calls(before))
 
     def with_schedule(name: str, call: Call) -> Call:
         old = calls[name].scheduler_metadata
-        return call if old is None else evolve(call, scheduler_metadata=old)
+        is_alike = (call.block_table is None) == (calls[name].block_table is None)
+        return evolve(call, scheduler_metadata=old) if is_alike else call
 
     return _mapped(plan, with_schedule)
 
