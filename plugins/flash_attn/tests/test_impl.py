@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from attnplug.contract import Layer
-from attnplug_flash_attn.quantizing import quantized
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import Setting
 
@@ -85,19 +84,12 @@ def test_queries_are_quantized_by_their_scale() -> None:
     ]
 
 
-def test_scales_per_head_are_those_of_the_queries_that_read_the_head() -> None:
+def test_scales_per_head_come_with_each_call() -> None:
     scales = {f"{letter}_scale_tensor": torch.tensor([0.5, 4.0]) for letter in "qkv"}
     setting = Setting(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
-    query = torch.ones(1, 4, 64).bfloat16()
-    rows = quantized(query, setting.impls[0].terms.q_descale)
+    _, (noted,) = run(setting, [1], [5])
 
-    assert rows.dtype == FP8
-    assert rows[0, :, 0].float().tolist() == [2.0, 2.0, 0.25, 0.25]
-
-
-def test_queries_of_a_fused_projection_are_quantized_where_they_are() -> None:
-    fused = torch.randn(5, 8, 64).bfloat16()
-    assert torch.equal(quantized(fused[:, :4], torch.ones(1)).float(), fused[:, :4].to(FP8).float())
+    assert all(torch.equal(scale, torch.tensor([0.5, 4.0])) for scale in (noted.terms.q_descale, noted.terms.k_descale))
 
 
 def test_a_scale_that_the_host_changes_is_seen() -> None:

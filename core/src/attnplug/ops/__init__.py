@@ -1,9 +1,9 @@
 """Tensor code that backends share: cache writes, gathered pages, merged states. Plain torch; Triton where it helps."""
 
 from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, pages_as_tokens
-from attnplug.ops.merge import merge_attention_states
+from attnplug.ops.merge import merge_attention_states, merge_into
 from attnplug.ops.pages import key_and_value_pages
-from attnplug.ops.quantize import dequantize, quantize
+from attnplug.ops.quantize import dequantize, quantize, quantize_queries
 from attnplug.ops.write import write_cache, write_kv
 
 __all__ = [
@@ -13,8 +13,10 @@ __all__ = [
     "gather_packed",
     "key_and_value_pages",
     "merge_attention_states",
+    "merge_into",
     "pages_as_tokens",
     "quantize",
+    "quantize_queries",
     "write_cache",
     "write_kv",
 ]

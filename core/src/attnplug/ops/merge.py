@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from attnplug.errors import NotNegotiatedError, TensorError
+from attnplug.triton_launch import triton_works
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def merge_attention_states(
@@ -54,6 +61,38 @@ def merge_attention_states(
     total = weight_a + weight_b
     merged = _share(out_a, weight_a, total) + _share(out_b, weight_b, total)
     return merged.to(out_a.dtype), shift + total.log()
+
+
+def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """
+    Merge a result over other keys into a result, as `merge_attention_states` does; one launch on a GPU that Triton
+    knows.
+
+    Args:
+        out: ``(tokens, heads, head_size_v)``; written.
+        lse: ``(tokens, heads)`` float32, natural log; written.
+        other: As `out`, contiguous. At most one of the two counts the sink.
+        other_lse: As `lse`, contiguous.
+
+    Raises:
+        TensorError: The shapes do not fit together.
+    """
+    _check_shapes(out, lse, other, other_lse)
+    merge = _in_one_launch() if out.is_cuda else None
+    if merge is not None and merge(out, lse, other, other_lse):
+        return
+    merged, total = merge_attention_states(out, lse, other, other_lse)
+    out.copy_(merged)
+    lse.copy_(total)
+
+
+@cache
+def _in_one_launch() -> Callable[..., bool] | None:
+    if not triton_works():
+        return None
+    from attnplug.ops.triton_merge import merge  # noqa: PLC0415 - Triton is imported where it works, and there alone
+
+    return merge
 
 
 def _share(out: Tensor, weight: Tensor, total: Tensor) -> Tensor:

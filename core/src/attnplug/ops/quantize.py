@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
+
+from attnplug.triton_launch import triton_works
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _WIDE: Final = {2: torch.int32, 4: torch.int64}
 
@@ -29,6 +34,36 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> T
     if scale is not None:
         rows = rows / scale.view(-1, 1)
     return rows.clamp(-limit, limit).to(dtype)
+
+
+def quantize_queries(queries: Tensor, scale: Tensor) -> Tensor:
+    """
+    Return queries in float8_e4m3fn as `quantize` does, for kernels that read queries and keys of one dtype; one launch
+    on a GPU that Triton knows.
+
+    Args:
+        queries: ``(tokens, num_q_heads, head_size)``, of any strides.
+        scale: float32, one element, or one per KV head: that of the query heads which read it.
+    """
+    launch = _in_one_launch() if queries.is_cuda else None
+    if launch is not None:
+        out = torch.empty(queries.shape, dtype=torch.float8_e4m3fn, device=queries.device)
+        if launch(queries, scale, out):
+            return out
+    count, heads, size = queries.shape
+    grouped = queries.reshape(count, scale.numel(), heads // scale.numel() * size)
+    return quantize(grouped, torch.float8_e4m3fn, scale).view(queries.shape)
+
+
+@cache
+def _in_one_launch() -> Callable[..., bool] | None:
+    if not triton_works():
+        return None
+    from attnplug.ops.triton_quantize import (  # noqa: PLC0415 - Triton is imported where it works, and there alone
+        quantize as launch,
+    )
+
+    return launch
 
 
 def dequantize(narrow: Tensor, out: Tensor) -> Tensor:

@@ -8,11 +8,9 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import AttentionImpl, torch_dtype
-from attnplug.ops import pages_as_tokens, write_kv
+from attnplug.ops import merge_into, pages_as_tokens, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import Terms
-from attnplug_flash_attn.merging import merge_into
-from attnplug_flash_attn.quantizing import quantized
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -90,7 +88,7 @@ class FlashAttentionImpl(AttentionImpl):
             if self._writes and key is not None and value is not None:
                 self._write(key, value, keys, values, cast("Tensor", metadata.batch.slot_mapping))
         if self._query_scale is not None:
-            query = quantized(query, self._query_scale)
+            query = quantize_queries(query, self._query_scale)
         out = output.view(-1, *self._heads_v)
         if plan.sharded is not None:
             new = cast("tuple[Tensor, Tensor]", (key, value))  # no layer shares a cache here: all bring theirs

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:.*encountered in")] if INTERPRE
     seed=st.integers(0, 99),
 )
 def test_is_the_operation_in_place(tokens, heads, size, dtype, spare, by_heads, empty, seed) -> None:
-    from attnplug_flash_attn.triton_merge import merge  # noqa: PLC0415 - there is Triton where this runs
+    from attnplug.ops.triton_merge import merge  # noqa: PLC0415 - there is Triton where this runs
 
     generator = torch.Generator().manual_seed(seed)
     wide = torch.randn(tokens, heads * size + spare, generator=generator).to(dtype).to(DEVICE)
@@ -52,7 +52,7 @@ def test_is_the_operation_in_place(tokens, heads, size, dtype, spare, by_heads, 
 
 
 def test_what_lies_otherwise_is_left_to_the_operation() -> None:
-    from attnplug_flash_attn.triton_merge import merge  # noqa: PLC0415 - see above
+    from attnplug.ops.triton_merge import merge  # noqa: PLC0415 - see above
 
     out, lse = torch.ones(2, 4, 8, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
     assert not merge(out.transpose(1, 2).contiguous().transpose(1, 2), lse, out.clone(), lse.clone())

@@ -9,13 +9,31 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from attnplug.ops import quantize_queries
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
+def test_scales_per_head_are_those_of_the_queries_that_read_the_head() -> None:
+    rows = quantize_queries(torch.ones(2, 4, 8).bfloat16(), torch.tensor([0.5, 4.0]))
+
+    assert rows.dtype == torch.float8_e4m3fn
+    assert rows[1, :, 0].float().tolist() == [2.0, 2.0, 0.25, 0.25]
+
+
+def test_queries_of_a_fused_projection_are_rounded_where_they_are() -> None:
+    fused = torch.randn(5, 8, 64).bfloat16()
+    rows = quantize_queries(fused[:, :4], torch.ones(1))
+
+    assert torch.equal(rows.float(), fused[:, :4].to(torch.float8_e4m3fn).float())
+    assert quantize_queries(fused[:0], torch.ones(2)).shape == (0, 8, 64)
+
+
 @needs_triton
 def test_the_kernel_by_the_interpreter() -> None:
-    file = Path(__file__).with_name("test_quantizing_on_gpu.py")
+    file = Path(__file__).with_name("test_quantize_queries_on_gpu.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
 
     done = subprocess.run(
@@ -36,7 +54,7 @@ def test_the_kernel_compiles_where_there_is_no_gpu(
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    from attnplug_flash_attn.triton_quantize import _kernel  # noqa: PLC0415
+    from attnplug.ops.triton_quantize import _kernel  # noqa: PLC0415
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kinds = [f"*{dtype}", "*fp32", "*u8", "i64"]

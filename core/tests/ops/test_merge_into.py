@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnplug.ops import merge_attention_states
-from attnplug_flash_attn.merging import merge_into
+from attnplug.errors import TensorError
+from attnplug.ops import merge_attention_states, merge_into
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -31,9 +31,15 @@ def test_the_first_result_is_overwritten() -> None:
     assert torch.equal(wide[:, 32:], rest)
 
 
+def test_results_of_other_shapes_are_refused() -> None:
+    out, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
+    with pytest.raises(TensorError, match="were given"):
+        merge_into(out, lse, out, lse.T)
+
+
 @needs_triton
 def test_the_kernel_by_the_interpreter() -> None:
-    file = Path(__file__).with_name("test_merging_on_gpu.py")
+    file = Path(__file__).with_name("test_merge_into_on_gpu.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
 
     done = subprocess.run(
@@ -54,7 +60,7 @@ def test_the_kernel_compiles_where_there_is_no_gpu(
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
 
-    from attnplug_flash_attn.triton_merge import _kernel  # noqa: PLC0415
+    from attnplug.ops.triton_merge import _kernel  # noqa: PLC0415
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kinds = [f"*{dtype}", "*fp32", f"*{dtype}", "*fp32"] + ["i64"] * 4

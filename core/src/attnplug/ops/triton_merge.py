@@ -26,7 +26,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> bool:
     """
     Merge the second result into the first and return True; or return False where the kernel is not made for them.
 
-    Arguments are those of `attnplug_flash_attn.merging.merge_into`.
+    Arguments are those of `attnplug.ops.merge_into`.
     """
     tokens, heads, size = out.shape
     if not (_is_dense(out, size) and other.is_contiguous() and other_lse.is_contiguous()):
