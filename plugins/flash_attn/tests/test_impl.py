@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attnplug.contract import Layer
+from attnplug.errors import LayerError
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import Setting
 
@@ -139,3 +140,14 @@ def test_all_layers_in_one_tensor_are_blocks_first(layout) -> None:
     assert order == ([2, 0, 1, 3, 4, 5] if layout == "NHD" else [2, 4, 0, 1, 3, 5])
     setting = Setting(load, kv_layout=layout)
     run(setting, [1, 4], [9, 4], kv_cache=layers[1])
+
+
+@pytest.mark.parametrize("brings", [True, False])
+def test_a_layer_that_shares_a_cache_refuses_metadata_of_rows(brings) -> None:
+    setting = Setting(load, kv_sharing=True)
+    stranger = setting.backend.make_impl(Layer(name="layers.1", kv_sharing_target="layers.0"))
+    metadata, query = setting.builder.build(setting.batch([3], [3])), torch.randn(3, 4, 64).bfloat16()
+    keys = torch.randn(3, 2, 64).bfloat16() if brings else None
+
+    with pytest.raises(LayerError, match="run on metadata of prompts"):
+        stranger.forward(query, keys, keys, setting.backend.make_cache(4), metadata, query.flatten(1))

@@ -8,6 +8,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import AttentionImpl, torch_dtype
+from attnplug.errors import LayerError
 from attnplug.ops import merge_into, pages_as_tokens, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import Terms
@@ -98,12 +99,23 @@ class FlashAttentionImpl(AttentionImpl):
             self._attend_twice(plan.parts, plan.prefix, query, keys, values, out, lse)
             return
         for part in plan.parts:
-            if part.is_first and key is not None and value is not None:
-                self._attend(
-                    part, query, key[part.first : part.last], value[part.first : part.last], out, lse, self.terms
-                )
-            else:
-                self._attend(part, query, keys, values, out, lse, self.terms)
+            given = self._given(part, key, value) if part.is_first else (keys, values)
+            self._attend(part, query, *given, out, lse, self.terms)
+
+    def _given(self, part: Pass, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+        """
+        Return the rows of prompts that have no key in the cache from before.
+
+        Raises:
+            LayerError: The layer shares the cache of another: its own builder reads pages.
+        """
+        if key is None or value is None or self.layer.kv_sharing_target is not None:
+            raise LayerError(
+                f"layer {self.layer.name!r} was run on metadata of prompts whose keys come with the call",
+                f"it reads the cache of {self.layer.kv_sharing_target!r}, and the builder did not know of it",
+                "give all layers that run on its metadata to make_builder",
+            )
+        return key[part.first : part.last], value[part.first : part.last]
 
     def _attend(
         self,
