@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.contract import Layer
+from attnplug.contract import Batch, Layer
 from attnplug.errors import LayerError
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import Setting
@@ -151,3 +151,14 @@ def test_a_layer_that_shares_a_cache_refuses_metadata_of_rows(brings) -> None:
 
     with pytest.raises(LayerError, match="run on metadata of prompts"):
         stranger.forward(query, keys, keys, setting.backend.make_cache(4), metadata, query.flatten(1))
+
+
+def test_rows_of_keys_beyond_those_of_the_batch_are_not_handed_on() -> None:
+    setting = Setting(load, paged=False, block_size=None)
+    query, keys = torch.randn(4, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
+    output = torch.full((4, 256), 7.0).bfloat16()
+    setting.impls[0].forward(query, keys, keys, None, setting.builder.build(Batch.from_lengths([3], [7])), output)
+
+    (noted,) = setting.backend.kernels.noted
+    assert noted.key.shape[0] == 7
+    assert bool((output[3] == 7.0).all())
