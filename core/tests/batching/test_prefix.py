@@ -6,7 +6,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching import BatchDraft, pad_batch, shared_prefix_len
+from attnplug.batching import BatchDraft, pad_batch, shared_prefix_blocks, shared_prefix_len
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
 
@@ -56,3 +56,18 @@ def test_without_host_copies_there_is_no_answer() -> None:
 
     with pytest.raises(BatchError, match="without block_table_cpu"):
         shared_prefix_len(evolve(batch, block_table_cpu=None), 4)
+
+
+def test_the_blocks_are_those_of_the_first_request_that_runs():
+    table = torch.tensor([[0, 0, 0], [0, 0, 0], [4, 5, 6], [4, 5, 7]], dtype=torch.int32)
+    batch = Batch.from_lengths([0, 0, 1, 1], [0, 0, 9, 10], block_table=table)
+    assert shared_prefix_blocks(evolve(batch, common_prefix_len=8), 4).tolist() == [[4, 5]]
+    running = Batch.from_lengths([1, 1], [9, 10], block_table=table[2:])
+    assert shared_prefix_blocks(evolve(running, common_prefix_len=4), 4).tolist() == [[4]]
+
+
+@pytest.mark.parametrize("missing", ["block_table", "query_start_loc_cpu"])
+def test_blocks_need_the_table_and_where_rows_start(missing):
+    batch = Batch.from_lengths([1, 1], [9, 10], block_table=torch.ones(2, 3, dtype=torch.int32))
+    with pytest.raises(BatchError, match=missing):
+        shared_prefix_blocks(evolve(batch, **{missing: None}), 4)

@@ -233,6 +233,15 @@ def test_a_cascade_equals_the_flat_step(load_doubled, journal, with_lse) -> None
     assert len(journal.of("merge_state_in_place")) == 1
 
 
+def test_a_shared_prefix_is_read_in_the_blocks_of_a_request_that_runs(load_doubled) -> None:
+    setting = Setting(load_doubled, cascade=True)
+    batch = setting.batch([0, 1, 3], [0, 36, 43])
+    batch.block_table[:, :2] = torch.tensor([[0, 0], [1, 2], [1, 2]], dtype=torch.int32)
+
+    flat, shared = (setting.forward(setting.builder.build(given)) for given in (batch, _sharing(batch, 32)))
+    torch.testing.assert_close(shared, flat, atol=2e-2, rtol=2e-2)
+
+
 def test_a_shared_prefix_has_to_be_negotiated(load_doubled) -> None:
     setting = Setting(load_doubled)
     batch = setting.batch([1, 1], [40, 36])

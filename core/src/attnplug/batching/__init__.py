@@ -21,7 +21,7 @@ from attnplug.batching.local_chunks import (
 from attnplug.batching.padding import NULL_BLOCK, pad_batch, pad_block_table, pad_rows, padded_size
 from attnplug.batching.pages import Pages, pad_pages, pages_of
 from attnplug.batching.positions import positions_of, positions_of_new_tokens
-from attnplug.batching.prefix import shared_prefix_len
+from attnplug.batching.prefix import shared_prefix_blocks, shared_prefix_len
 from attnplug.batching.reach import first_attended_key, num_freeable_blocks
 from attnplug.batching.reorder import Reordering, reorder_batch_to_split_decodes_and_prefills
 from attnplug.batching.slots import slots_of_new_tokens
@@ -57,6 +57,7 @@ __all__ = [
     "positions_of",
     "positions_of_new_tokens",
     "reorder_batch_to_split_decodes_and_prefills",
+    "shared_prefix_blocks",
     "shared_prefix_len",
     "slots_of_new_tokens",
     "split_decodes_and_prefills",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnplug.contract.batch import Batch
 
 
@@ -40,3 +42,27 @@ def shared_prefix_len(batch: Batch, block_size: int) -> int:
     columns = rows[:, : max(0, int(computed.min())) // block_size]
     same = (columns == columns[0]).all(0) & (columns[0] > 0)
     return int(same.int().cumprod(0).sum()) * block_size
+
+
+def shared_prefix_blocks(batch: Batch, block_size: int) -> Tensor:
+    """
+    Return the blocks of `Batch.common_prefix_len`, ``(1, blocks)``: those of the first request that has a query.
+
+    Padded requests may stand anywhere, and their rows of the block table name the null block.
+
+    Args:
+        batch: A checked batch with a shared prefix, so that some request has a query.
+        block_size: Slots per block.
+
+    Raises:
+        BatchError: The block table or `query_start_loc_cpu` is missing.
+    """
+    table, starts = batch.block_table, batch.query_start_loc_cpu
+    if table is None or starts is None:
+        raise BatchError(
+            "a batch without block_table or query_start_loc_cpu was given",
+            "the blocks of a shared prefix are those of the first request that has a query, which the host knows",
+            "give both, as BatchDraft and Batch.from_lengths do",
+        )
+    first = 0 if int(starts[1]) else int(starts.diff().ne(0).int().argmax())
+    return table[first : first + 1, : batch.common_prefix_len // block_size]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import evolve
 
+from attnplug.batching import shared_prefix_blocks
 from attnplug.contract import upload
 from attnplug_flash_attn.passes import Rows
 
@@ -25,12 +26,8 @@ def prefix_rows(batch: Batch, block_size: int) -> Rows:
         block_size: Slots per block.
     """
     length, count = batch.common_prefix_len, batch.num_actual_tokens
-    table, starts = batch.block_table, batch.query_start_loc_cpu
-    assert table is not None  # noqa: S101 - the batch is paged, and was checked
-    assert starts is not None  # noqa: S101 - likewise
     host = torch.tensor([0, count, length], dtype=torch.int32)
-    numbers = upload(host, table.device)
-    first = _first_running(starts)
+    numbers = upload(host, batch.seq_lens.device)
     return Rows(
         first=0,
         last=count,
@@ -39,7 +36,7 @@ def prefix_rows(batch: Batch, block_size: int) -> Rows:
         lens=numbers[2:],
         lens_cpu=host[2:],
         longest=length,
-        table=table[first : first + 1, : length // block_size],
+        table=shared_prefix_blocks(batch, block_size),
         causal=False,
     )
 
@@ -60,8 +57,3 @@ def behind_prefix(rows: Rows, length: int, block_size: int) -> Rows:
         longest=rows.longest - length,
         table=rows.table[:, length // block_size :],
     )
-
-
-def _first_running(starts: torch.Tensor) -> int:
-    """Return the first request with a query: the pages of padded ones are not the shared ones."""
-    return 0 if int(starts[1]) else int(starts.diff().ne(0).int().argmax())

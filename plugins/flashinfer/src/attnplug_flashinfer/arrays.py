@@ -9,7 +9,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug.batching import NULL_BLOCK, pad_rows, pages_of
+from attnplug.batching import NULL_BLOCK, pad_rows, pages_of, shared_prefix_blocks
 from attnplug.contract import upload
 
 if TYPE_CHECKING:
@@ -187,12 +187,11 @@ def _part(kind: str, batch: Batch, starts: Tensor, pages: Pages, first: int, las
 
 def _prefix(batch: Batch, shared: int, block_size: int, kind: str) -> Rows:
     """One request that has all rows, and the pages that all requests share."""
-    tokens, table = batch.num_actual_tokens, batch.block_table
-    assert table is not None  # noqa: S101 - the batch is paged, and was checked
+    tokens, blocks = batch.num_actual_tokens, shared_prefix_blocks(batch, block_size)
     starts, indptr, last = (
         torch.tensor(values, dtype=torch.int32) for values in ([0, tokens], [0, shared], [block_size])
     )
-    return Rows(kind, 0, tokens, tokens, False, starts, indptr, table[0, :shared], last)  # noqa: FBT003 - see Rows
+    return Rows(kind, 0, tokens, tokens, False, starts, indptr, blocks[0], last)  # noqa: FBT003 - see Rows
 
 
 def _own_pages(batch: Batch, block_size: int, shared: int) -> Pages:
