@@ -92,7 +92,7 @@ def test_a_file_is_read_as_the_kit_has_written_it() -> None:
 texts = st.dictionaries(st.text(max_size=8), short, max_size=4)
 
 
-@given(st.lists(st.tuples(lines, lines | short | st.lists(short, max_size=4) | texts)))
+@given(st.lists(st.tuples(lines, lines | numbers | st.lists(short, max_size=4) | texts)))
 def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
     served = [{"field": name, "value": value} for name, value in pairs]
     read = json.loads(json.dumps({**GOOD, "served": served}))
