@@ -486,6 +486,117 @@ def test_packed_pages_come_after_every_cache_that_is_read_as_it_is(device: Devic
         assert ranked.decided_by == "fewest emulated features"
 
 
+def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone() -> None:
+    """Other variants of this one come behind it, where their kernels were slower; packing comes last as ever."""
+    manifest = read_manifest(MANIFEST)
+    made = [prepare(manifest, each, lambda _: None, assume_installed=True) for each in manifest.variants]
+    packing = next(each for each in made if each.id == "flash_attn/torch")
+    other = evolve(next(each for each in made if each.id == "flash_attn/fa4"), id="flashinfer/a", backend="flashinfer")
+    serving = [each for each in made if each is not packing]
+
+    ranked = rank((other, packing, *reversed(serving)), Question(LLAMA, HOPPER), Policy(orders=read_known().orders))
+
+    assert [each.id.replace("flash_attn/", "") for each in ranked.candidates] == [
+        "fa3_vllm",
+        "fa3",
+        "flashinfer/a",
+        "fa4",
+        "fa2",
+        "fa2_vllm",
+        "torch",
+    ]
+    assert ranked.decided_by == "default order"
+
+
+@pytest.mark.parametrize(
+    ("requirements", "device", "chosen", "others"),
+    [
+        pytest.param(
+            ALIBI,
+            HOPPER,
+            "fa2",
+            {
+                "fa3": ["alibi=linear asked, supported: only none"],
+                "fa3_vllm": ["alibi=linear asked, supported: only none"],
+                "fa4": ["alibi=linear asked, supported: only none"],
+                "torch": ["alibi=linear asked, supported: only none"],
+            },
+            id="ALiBi",
+        ),
+        pytest.param(
+            LLAMA.evolve(sinks=True),
+            HOPPER,
+            "fa3_vllm",
+            {name: ["sinks=True asked, supported: only False"] for name in ("fa2", "fa2_vllm", "fa3", "torch")},
+            id="sinks on Hopper",
+        ),
+        pytest.param(
+            LLAMA.evolve(sinks=True),
+            BLACKWELL,
+            "fa4",
+            {
+                "fa2": ["sinks=True asked, supported: only False"],
+                "fa3_vllm": ["compute_capability=10.0 asked, supported: 9.0"],
+            },
+            id="sinks on Blackwell",
+        ),
+        pytest.param(
+            PAGES_16,
+            HOPPER,
+            "fa3_vllm",
+            {"fa2": ["block_size=16 asked, supported: 256, multiples of 256"]},
+            id="pages of 16",
+        ),
+        pytest.param(LLAMA, HOPPER, "fa3_vllm", {}, id="Hopper"),
+        pytest.param(
+            LLAMA,
+            BLACKWELL,
+            "fa4",
+            {name: ["compute_capability=10.0 asked, supported: 9.0"] for name in ("fa3", "fa3_vllm")},
+            id="Blackwell",
+        ),
+        pytest.param(
+            LLAMA.evolve(sinks=True),
+            AMPERE,
+            None,
+            {
+                "fa2": ["sinks=True asked, supported: only False"],
+                "fa2_vllm": ["sinks=True asked, supported: only False"],
+                "fa3": [
+                    "sinks=True asked, supported: only False",
+                    "compute_capability=8.0 asked, supported: 9.0",
+                ],
+                "fa3_vllm": ["compute_capability=8.0 asked, supported: 9.0"],
+                "fa4": ["compute_capability=8.0 asked, supported: 9.0, 10.0f, 11.0"],
+                "torch": ["sinks=True asked, supported: only False"],
+            },
+            id="sinks on Ampere",
+        ),
+    ],
+)
+def test_variants_are_told_apart_and_every_other_one_says_why_not(
+    requirements: Requirements, device: Device, chosen: str | None, others: dict[str, list[str]]
+) -> None:
+    """Of each that is refused all reasons, and of nobody else any."""
+    verdicts = ask(requirements, device)
+
+    assert [name for name, v in verdicts.items() if v.status == "chosen"] == ([chosen] if chosen else [])
+    told = {name: [str(reason) for reason in v.reasons] for name, v in verdicts.items() if v.status == "refused"}
+    assert {name: told[name] for name in others} == others
+    assert all(told.values())
+    assert chosen not in told
+
+
+@pytest.mark.parametrize(
+    ("device", "order"), [(HOPPER, ["fa3", "fa4", "fa2"]), (BLACKWELL, ["fa4", "fa2"]), (AMPERE, ["fa2"])], ids=str
+)
+def test_newer_kernels_come_first_where_a_device_has_them(device: Device, order: list[str]) -> None:
+    verdicts = ask(LLAMA.evolve(block_size=256), device)
+    serving = [name for name, v in verdicts.items() if v.status in ("chosen", "eligible")]
+
+    assert [name for name in serving if name in ("fa2", "fa3", "fa4")] == order
+
+
 def test_the_extras_install_what_the_manifest_requires() -> None:
     project = parse_toml((PROJECT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = {text for name, texts in project["optional-dependencies"].items() if name != "test" for text in texts}
