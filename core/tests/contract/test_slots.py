@@ -12,7 +12,8 @@ from attrs import evolve, frozen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.contract import GraphKey, Metadata, MetadataBuilder
+from attnplug.batching import num_local_tokens_per_dcp_rank
+from attnplug.contract import GraphKey, Metadata, MetadataBuilder, Parallel
 from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginContractError
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
@@ -447,6 +448,18 @@ def test_the_dummy_batch_is_valid_and_writes_nothing(asked):
         query, key, value, _ = make_qkv(backend, 9)
         _, cache = run(impl, metadata, query, key, value, pages)
         assert not cache.any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_dummy_batch_of_spread_sequences_has_shares(ranks):
+    backend = make_backend(CapturingBackend, agreed_graphs="always", dcp_size=ranks)
+    state = backend.make_state(limits(), Parallel(dcp_size=ranks, dcp_rank=1))
+    builder = backend.make_builder([make_layer(backend)], state)
+    _, (metadata,) = capture(builder, GraphKey(3, 14))
+
+    batch = metadata.batch
+    assert batch.seq_lens.tolist() == [5, 6, 6]
+    assert batch.dcp_local_seq_lens.tolist() == num_local_tokens_per_dcp_rank(batch.seq_lens, ranks, 0).tolist()
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

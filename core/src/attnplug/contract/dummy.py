@@ -18,7 +18,8 @@ def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Ba
     Return a valid batch of this shape, full, that writes nothing into a cache.
 
     With pages, every request has a token of context (or none, where the longest sequence is its query), all of them in
-    the null block: requests that are under way are not touched, whatever a kernel writes for padding.
+    the null block: requests that are under way are not touched, whatever a kernel writes for padding. Where sequences
+    are spread over ranks, it has the largest share that any rank holds where tokens are dealt out one by one.
 
     Args:
         agreement: What was negotiated.
@@ -31,10 +32,13 @@ def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Ba
     most = max(lens)
     longest = most if key.max_seq_len == most else most + 1
     cross = asked.attn_type == "encoder_decoder"
+    seq_lens = [min(length + 1, longest) for length in lens]
     rest = {"encoder_seq_lens": torch.ones(len(lens), dtype=torch.int32)} if cross else {}
+    if asked.dcp_size > 1:
+        rest["dcp_local_seq_lens"] = torch.tensor([-(-n // asked.dcp_size) for n in seq_lens], dtype=torch.int32)
     return Batch.from_lengths(
         lens,
-        [min(length + 1, longest) for length in lens],
+        seq_lens,
         block_table=torch.zeros(len(lens), -(-longest // (agreement.block_size or 1)), dtype=torch.int32),
         slot_mapping=torch.full((0 if cross else sum(lens),), PAD_SLOT_ID, dtype=torch.int64),
         device=device,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 from attnplug.contract import Backend, CacheTensor
-from attnplug_flash_attn import dcp
 from attnplug_flash_attn.builder import FlashAttentionBuilder
 from attnplug_flash_attn.impl import FlashAttentionImpl
 from attnplug_flash_attn.kernels import kernels_of
@@ -17,7 +16,7 @@ from attnplug_flash_attn.warmup import run_each_pass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import Batch, GraphKey
+    from attnplug.contract import GraphKey
     from attnplug_flash_attn.kernels.interface import Kernels
 
 _WITH_LAYERS = {"NHD": (2, 0, 1, 3, 4, 5), "HND": (2, 4, 0, 1, 3, 5)}
@@ -42,10 +41,6 @@ class FlashAttentionBackend(Backend):
             role: evolve(tensor, layer_stride_order=order) if role == "kv" else tensor
             for role, tensor in tensors.items()
         }
-
-    def dummy_batch(self, key: GraphKey) -> Batch:
-        """Return the contract's batch, with a share of its tokens where sequences are spread over ranks."""
-        return dcp.dummy(super().dummy_batch(key), self.agreement.requirements.dcp_size)
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Run one tiny step of each kind: what is compiled at first use is compiled then."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve, frozen
 
-from attnplug.batching import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
+from attnplug.batching import max_local_tokens_per_dcp_rank
 from attnplug.contract import torch_dtype
 from attnplug.ops import merge_attention_states, quantize
 from attnplug_flash_attn.collectives import Ranks
@@ -223,18 +223,6 @@ def as_cached(impl: AttentionImpl, key: Tensor, value: Tensor) -> tuple[Tensor, 
     if dtype == key.dtype:
         return key, value
     return quantize(key, dtype, impl.layer.k_scale_tensor), quantize(value, dtype, impl.layer.v_scale_tensor)
-
-
-def dummy(batch: Batch, size: int) -> Batch:
-    """Return a batch that stands in, with lengths of some rank's shares: it names the null block alone."""
-    if size == 1:
-        return batch
-    host = batch.seq_lens_cpu
-    return evolve(
-        batch,
-        dcp_local_seq_lens=num_local_tokens_per_dcp_rank(batch.seq_lens, size, 0),
-        dcp_local_seq_lens_cpu=None if host is None else num_local_tokens_per_dcp_rank(host, size, 0),
-    )
 
 
 def _sums_of(query: Tensor) -> Tensor:
