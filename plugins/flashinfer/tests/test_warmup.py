@@ -17,7 +17,7 @@ SHAPE = GraphKey(4, 4, 1)
     ("asked", "run"),
     [
         ({}, {DECODE, PREFILL}),
-        ({"phases": ("decode",)}, {DECODE}),
+        ({"phases": ("decode",)}, {DECODE, PREFILL}),  # behind a padded request a decode is a prefill
         ({"phases": ("decode",), "decode_query_len": 3}, {DECODE, PREFILL}),
         ({"decode_query_len": 3}, {DECODE, PREFILL}),
         ({"sinks": True}, {SINK}),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from attrs import evolve, frozen
@@ -11,10 +10,12 @@ from torch import Tensor
 
 from attnplug.batching import NULL_BLOCK, pad_rows, pages_of, shared_prefix_blocks
 from attnplug.contract import upload
+from attnplug_flashinfer.cuts import prefix_kind
 
 if TYPE_CHECKING:
     from attnplug.batching import Pages
     from attnplug.contract import Batch
+    from attnplug_flashinfer.cuts import Cut
 
 
 @frozen(eq=False)
@@ -84,30 +85,6 @@ class Step:
     prefix: Rows | None = None
 
 
-@frozen
-class Cut:
-    """
-    Which requests at the front of a step, or behind an earlier cut, are of a kind of their own.
-
-    Attributes:
-        kind: Their kind.
-        shortest: Rows that each has at least. Padded requests have none.
-        longest: Rows that each has at most.
-    """
-
-    kind: str
-    shortest: int
-    longest: int
-
-    def takes(self, length: int) -> bool:
-        """Whether a request of so many rows is of this kind."""
-        return self.shortest <= length <= self.longest
-
-
-REST: Final = Cut("prefill", 0, sys.maxsize)
-"""What no other cut takes."""
-
-
 def rows_of_step(batch: Batch, block_size: int, cuts: tuple[Cut, ...]) -> Step:
     """
     Return the rows of a paged step.
@@ -121,8 +98,7 @@ def rows_of_step(batch: Batch, block_size: int, cuts: tuple[Cut, ...]) -> Step:
         return Step(_split(batch, pages_of(batch, block_size), cuts))
     shared = batch.common_prefix_len // block_size
     parts = _split(batch, _own_pages(batch, block_size, shared), cuts)
-    kind = "short" if parts[-1].kind == "decode" else parts[-1].kind
-    return Step(parts, _prefix(batch, shared, block_size, kind))
+    return Step(parts, _prefix(batch, shared, block_size, prefix_kind(parts[-1].kind, cuts)))
 
 
 def rows_of_dense(batch: Batch) -> Step:

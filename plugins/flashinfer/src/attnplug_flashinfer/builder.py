@@ -10,7 +10,7 @@ import torch
 
 from attnplug.contract import MetadataBuilder, upload
 from attnplug_flashinfer.arrays import Buffers, rows_of_dense, rows_of_slot, rows_of_step
-from attnplug_flashinfer.kinds import cuts_of
+from attnplug_flashinfer.cuts import cuts_of
 from attnplug_flashinfer.planner import Planner
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What a decode of one row per request runs on."""
+"""Which of the library's kernels run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 CUDA_CORE_GROUPS: Final = (1, 2, 3, 4, 8)
 """Query heads per KV head that the library has kernels on CUDA cores for."""
 
-_HOPPER: Final = (9, 0)
+_MEASURED: Final = (9, 0)
+"""The compute capability that has been measured: that of the H200."""
 
 
 def check_decode_kernel(agreement: Agreement) -> None:
@@ -39,12 +40,28 @@ def check_decode_kernel(agreement: Agreement) -> None:
         )
 
 
+def kernels_of(kind: str, agreement: Agreement, device: Device) -> str:
+    """
+    Return which kernels run a kind of requests: ``"fa2"``, ``"fa3"`` or ``"cuda_cores"``.
+
+    Args:
+        kind: Its name in `attnplug_flashinfer.cuts`.
+        agreement: What was negotiated.
+        device: Where they run.
+    """
+    if kind == "decode":
+        return "fa2" if on_tensor_cores(agreement, device) else "cuda_cores"
+    return "fa2" if kind == "short" else agreement.variant
+
+
 def on_tensor_cores(agreement: Agreement, device: Device) -> bool:
     """
-    Whether decodes run the kernels of prefills, on tensor cores.
+    Whether decodes of one row per request run the kernels of prefills, on tensor cores.
 
-    Those load keys for several query heads at once. Measured on an H200, bfloat16, 64 sequences of 4096 keys, 32 query
-    and 8 KV heads of 128: 334 us instead of 426 us. Elsewhere the published threshold decides: groups of more than 4.
+    Those load keys for several query heads at once. Measured on an H200 (the library's own calls, 0.6.12, bfloat16,
+    heads of 128): tensor cores are 1.4 to 2.6 times as fast in groups of 4 and more; in groups of 1 and 2 CUDA cores
+    are as fast or slightly faster, and planned in less time. Elsewhere the published threshold decides: groups of more
+    than 4, where there is a choice.
 
     Args:
         agreement: What was negotiated; its option `decode_kernel` decides unless it is ``"auto"``.
@@ -55,5 +72,5 @@ def on_tensor_cores(agreement: Agreement, device: Device) -> bool:
     if choice != "auto":
         return bool(choice == "tensor_cores")
     capability = device.compute_capability
-    is_hopper = capability is not None and capability.number >= _HOPPER
-    return group not in CUDA_CORE_GROUPS or group >= (4 if is_hopper else 8)
+    is_measured = capability is not None and capability.number == _MEASURED
+    return group not in CUDA_CORE_GROUPS or group >= (4 if is_measured else 8)

@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.contract import torch_dtype
 from attnplug_flashinfer import library
-from attnplug_flashinfer.arrays import REST, Cut
-from attnplug_flashinfer.kernels import on_tensor_cores
+from attnplug_flashinfer.cuts import kinds_of_steps
+from attnplug_flashinfer.kernels import kernels_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from attnplug import Agreement
     from attnplug.contract import AttentionImpl
     from attnplug_flashinfer.arrays import Buffers, Rows
 
@@ -27,11 +26,13 @@ class Kind(ABC):
     Args:
         impl: A layer of the plan key: all others of it have the same values.
         workspace: uint8, zero at first use, shared by all wrappers that run on one stream.
+        kernels: Which kernels run, as `kernels_of` says.
     """
 
-    def __init__(self, impl: AttentionImpl, workspace: Tensor) -> None:
+    def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
         agreement, asked = impl.agreement, impl.agreement.requirements
         self._workspace = workspace
+        self._kernels = kernels
         self._layout = agreement.kv_layout or "NHD"
         self._dtype = torch_dtype(asked.dtype)
         self._head_size = impl.head_size
@@ -63,9 +64,9 @@ class Kind(ABC):
 class Decode(Kind):
     """Decodes of one row per request. Their plans know no causal mask, and need none."""
 
-    def __init__(self, impl: AttentionImpl, workspace: Tensor) -> None:
-        super().__init__(impl, workspace)
-        self._tensor_cores = on_tensor_cores(impl.agreement, impl.backend.selection.device)
+    def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
+        super().__init__(impl, workspace, kernels)
+        self._tensor_cores = kernels != "cuda_cores"
         self._values |= {"head_dim": impl.head_size, "page_size": impl.agreement.block_size}
 
     def make(self, buffers: Buffers | None) -> Any:
@@ -86,17 +87,16 @@ class Decode(Kind):
 
 
 class Prefill(Kind):
-    """Several rows per request, on pages. `backend` says which kernels run; the others are as for `Kind`."""
+    """Several rows per request, on pages."""
 
-    def __init__(self, impl: AttentionImpl, workspace: Tensor, backend: str) -> None:
-        super().__init__(impl, workspace)
-        self._backend = backend
+    def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
+        super().__init__(impl, workspace, kernels)
         self._values |= {"head_dim_qk": impl.head_size, "head_dim_vo": impl.head_size}
         self._values |= {"page_size": impl.agreement.block_size}
 
     def make(self, buffers: Buffers | None) -> Any:
         """Return a wrapper, for a graph where there are buffers."""
-        return library.prefill_wrapper(self._workspace, self._layout, backend=self._backend, buffers=buffers)
+        return library.prefill_wrapper(self._workspace, self._layout, backend=self._kernels, buffers=buffers)
 
     def plan(self, wrapper: Any, rows: Rows) -> None:
         """Plan a wrapper for a step."""
@@ -120,7 +120,7 @@ class SinkPrefill(Prefill):
         return library.sink_wrapper(
             self._workspace,
             self._layout,
-            backend=self._backend,
+            backend=self._kernels,
             buffers=buffers,
             dtype=self._dtype,
             head_size=self._head_size,
@@ -131,15 +131,14 @@ class SinkPrefill(Prefill):
 class Ragged(Kind):
     """Keys and values that come with the call."""
 
-    def __init__(self, impl: AttentionImpl, workspace: Tensor) -> None:
-        super().__init__(impl, workspace)
-        self._backend = impl.agreement.variant
+    def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
+        super().__init__(impl, workspace, kernels)
         self._values |= {"head_dim_qk": impl.head_size, "head_dim_vo": impl.head_size, "kv_data_type": self._dtype}
 
     def make(self, buffers: Buffers | None) -> Any:
         """Return a wrapper, for a graph where there are buffers."""
         del buffers  # dense calls are not captured
-        return library.ragged_wrapper(self._workspace, backend=self._backend)
+        return library.ragged_wrapper(self._workspace, backend=self._kernels)
 
     def plan(self, wrapper: Any, rows: Rows) -> None:
         """Plan a wrapper for a step."""
@@ -147,25 +146,12 @@ class Ragged(Kind):
 
 
 def kinds_of(impl: AttentionImpl, workspace: Tensor) -> Mapping[str, Kind]:
-    """
-    Return the kinds that a layer's plan key needs, by name.
-
-    Few rows per request, ``"short"``, run the kernels for Ampere in both variants: those put the rows of all query
-    heads of a group into one tile, and split the keys of a request. Those for Hopper read all keys once per query head.
-    """
-    if not impl.is_paged:
-        return {"ragged": Ragged(impl, workspace)}
-    cls = Prefill if impl.layer.sinks is None else SinkPrefill
-    prefill = cls(impl, workspace, impl.agreement.variant)
-    short = prefill if impl.agreement.variant == "fa2" else cls(impl, workspace, "fa2")
-    return {"decode": Decode(impl, workspace), "short": short, "prefill": prefill}
+    """Return the kinds that a layer's plan key needs, by name."""
+    return {name: make_kind(name, impl, workspace) for name in kinds_of_steps(impl.agreement)}
 
 
-def cuts_of(agreement: Agreement) -> tuple[Cut, ...]:
-    """Return which requests are of which kind, in paged steps. No decode of the library's own knows sinks."""
-    asked, cuts = agreement.requirements, []
-    if not asked.sinks:
-        cuts.append(Cut("decode", 1, 1))
-    if agreement.variant != "fa2" and (asked.sinks or asked.decode_query_len > 1):
-        cuts.append(Cut("short", 0, asked.decode_query_len))
-    return (*cuts, REST)
+def make_kind(name: str, impl: AttentionImpl, workspace: Tensor) -> Kind:
+    """Return a kind by its name, as `attnplug_flashinfer.cuts` has it."""
+    of_several = Prefill if impl.layer.sinks is None else SinkPrefill
+    cls = {"decode": Decode, "ragged": Ragged}.get(name, of_several)
+    return cls(impl, workspace, kernels_of(name, impl.agreement, impl.backend.selection.device))

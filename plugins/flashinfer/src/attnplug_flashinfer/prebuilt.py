@@ -6,52 +6,55 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from attnplug_flashinfer.kernels import CUDA_CORE_GROUPS
+from attnplug_flashinfer.cuts import kind_of_profile, kinds_of_steps
+from attnplug_flashinfer.kernels import kernels_of
 
 if TYPE_CHECKING:
-    from attnplug.negotiation.agreement import Agreement
+    from attnplug import Agreement, Device
 
 _SHORT: Final = {"bfloat16": "bf16", "float16": "f16", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}
 
 
-def missing_modules(variant: str, agreement: Agreement) -> tuple[str, ...]:
+def missing_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
     """Return the names of the modules that have to be compiled here. The library's wheel alone brings none."""
     folder = _folder()
-    needed = needed_modules(variant, agreement)
+    needed = needed_modules(agreement, device)
     return tuple(name for name in needed if folder is None or not (folder / name / f"{name}.so").is_file())
 
 
-def needed_modules(variant: str, agreement: Agreement) -> tuple[str, ...]:
+def needed_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
     """
-    Return the names of the modules that steps under an agreement may run.
+    Return the names of the modules that steps and a profiling run under an agreement load, each once.
 
     They are the library's own, from 0.6.8 to 0.7.2: ``get_batch_prefill_uri`` and ``get_batch_decode_uri`` in its
-    ``jit/attention/modules.py``. Where device and group size decide between two decode kernels, both are named.
+    ``jit/attention/modules.py``. One with sinks is named by its wrapper, and here by its head size too: none comes
+    compiled.
+
+    Args:
+        agreement: What was negotiated.
+        device: Where the kernels run.
     """
-    asked, kernel = agreement.requirements, agreement.options["decode_kernel"]
-    window = asked.sliding_window is not None
-    if asked.sinks:
-        return (f"batch_prefill_attention_sink_{_SHORT[asked.dtype]}_swa_{window}_{variant}",)
-    form = _form(agreement)
-    prefill = f"batch_prefill_with_kv_cache_{form}_f16qk_False"
-    names = [f"{prefill}_sm90" if variant == "fa3" else prefill]
-    if asked.paged and kernel != "cuda_cores":
-        names.append(prefill)  # decodes on tensor cores are prefills to the library
-    if asked.paged and kernel != "tensor_cores" and asked.gqa_ratio in CUDA_CORE_GROUPS:
-        names.append(f"batch_decode_with_kv_cache_{form}")
-    if asked.cascade:
+    kinds = (*kinds_of_steps(agreement), kind_of_profile(agreement))
+    names = [_module(kind, kernels_of(kind, agreement, device), agreement) for kind in kinds]
+    if agreement.requirements.cascade:
         names.append("cascade")
     return tuple(dict.fromkeys(names))
 
 
-def _form(agreement: Agreement) -> str:
+def _module(kind: str, kernels: str, agreement: Agreement) -> str:
+    """Return the module of a kind of requests on some kernels."""
     asked = agreement.requirements
-    dtype, size = _SHORT[asked.dtype], asked.head_size
-    return (
-        f"dtype_q_{dtype}_dtype_kv_{_SHORT[agreement.kv_cache_dtype]}_dtype_o_{dtype}_dtype_idx_i32_"
-        f"head_dim_qk_{size}_head_dim_vo_{size}_posenc_0_"
-        f"use_swa_{asked.sliding_window is not None}_use_logits_cap_{asked.logits_soft_cap is not None}"
+    dtype, size, window = _SHORT[asked.dtype], asked.head_size, asked.sliding_window is not None
+    if asked.sinks:
+        return f"batch_prefill_attention_sink_{dtype}_swa_{window}_{kernels}_head_{size}_{size}"
+    cache = dtype if kind == "ragged" else _SHORT[agreement.kv_cache_dtype]  # what comes with the call is as it was
+    form = (
+        f"dtype_q_{dtype}_dtype_kv_{cache}_dtype_o_{dtype}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}_"
+        f"posenc_0_use_swa_{window}_use_logits_cap_{asked.logits_soft_cap is not None}"
     )
+    if kernels == "cuda_cores":
+        return f"batch_decode_with_kv_cache_{form}"
+    return f"batch_prefill_with_kv_cache_{form}_f16qk_False" + ("_sm90" if kernels == "fa3" else "")
 
 
 def _folder() -> Path | None:

@@ -28,7 +28,7 @@ def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
     """Return the first thing that is missing, with what was found and the way out; None where nothing is."""
     if device.type != "cuda":
         return None  # the manifest has refused it, unless somebody declares another device in order to test without one
-    return _torch(variant) or _device() or _companions() or _compiled(variant, agreement)
+    return _torch(variant) or _device() or _companions() or _compiled(agreement, device)
 
 
 def _torch(variant: str) -> Reason | None:
@@ -71,9 +71,9 @@ def _companions() -> Reason | None:
     return None
 
 
-def _compiled(variant: str, agreement: Agreement) -> Reason | None:
+def _compiled(agreement: Agreement, device: Device) -> Reason | None:
     """Nothing is compiled where every kernel comes compiled."""
-    lacking = missing_modules(variant, agreement)
+    lacking = missing_modules(agreement, device)
     return missing_tool(lacking) if lacking else None
 
 

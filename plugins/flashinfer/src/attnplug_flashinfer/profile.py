@@ -8,7 +8,8 @@ import torch
 
 from attnplug.contract import Batch, Limits
 from attnplug_flashinfer.arrays import rows_of_dense
-from attnplug_flashinfer.kinds import Ragged, kinds_of
+from attnplug_flashinfer.cuts import kind_of_profile
+from attnplug_flashinfer.kinds import make_kind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,12 +33,11 @@ def run_dense(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor, ou
     rows = min(query.shape[0], key.shape[0])
     limits = Limits(max_num_reqs=1, max_num_tokens=rows, max_seq_len=key.shape[0])
     workspace = torch.zeros(impl.backend.workspace_bytes(limits), dtype=torch.uint8, device=query.device)
+    kind = make_kind(kind_of_profile(impl.agreement), impl, workspace)
+    wrapper = kind.make(None)
     if impl.layer.sinks is not None:
-        kinds_of(impl, workspace)["prefill"].make(None)
         return
     batch = Batch.from_lengths([rows], [key.shape[0]], causal=impl.causal)
-    kind = Ragged(impl, workspace)
-    wrapper = kind.make(None)
     kind.plan(wrapper, rows_of_dense(batch).parts[0])
     out = output[:rows].view(rows, impl.num_q_heads, impl.head_size) if output.is_contiguous() else None
     wrapper.run(query[:rows], key, value, out=out)

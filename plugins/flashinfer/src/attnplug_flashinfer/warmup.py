@@ -8,9 +8,10 @@ import torch
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 from attnplug_flashinfer import library
+from attnplug_flashinfer.cuts import cuts_of
 
 if TYPE_CHECKING:
-    from attnplug import Requirements
+    from attnplug import Agreement
     from attnplug.contract import AttentionImpl, Backend
 
 
@@ -36,7 +37,7 @@ def run_each_kind(backend: Backend) -> None:
 
 def _paged(backend: Backend) -> Batch:
     """All pages are the null block, and no row has a slot."""
-    lens = _query_lens(backend.agreement.requirements)
+    lens = _query_lens(backend.agreement)
     size = backend.agreement.block_size or 1
     return Batch.from_lengths(
         lens,
@@ -52,10 +53,11 @@ def _dense(backend: Backend) -> Batch:
     return Batch.from_lengths([2], device=backend.device, causal=bool(backend.agreement.requirements.causal))
 
 
-def _query_lens(asked: Requirements) -> list[int]:
-    """One row, as many as a decode may have, and one more."""
-    longest = asked.decode_query_len
-    return sorted({1, longest, longest + 1 if "prefill" in asked.phases else 1})
+def _query_lens(agreement: Agreement) -> list[int]:
+    """One row, and behind a padded request, which decodes leave to others, a request for each other kind."""
+    asked = agreement.requirements
+    longest = asked.decode_query_len + ("prefill" in asked.phases)
+    return [1, 0, *(min(cut.longest, longest) for cut in cuts_of(agreement) if cut.kind != "decode")]
 
 
 def _zeros(impl: AttentionImpl, tokens: int, heads: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from flashinfer.journal import noted
+from flashinfer.journal import journal, noted
 from flashinfer.misuse import demand, demand_unused
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
         mask: Not modelled.
     """
     demand_unused(mask=mask)
+    journal.compile("cascade")
     demand(s.dtype == torch.float32, f"s is {s.dtype}: a float32 copy of it is written, and lost")
     demand(s_other.dtype == torch.float32, f"s_other is {s_other.dtype}")
     demand(v.ndim == 3 and s.ndim == 2, f"v has shape {tuple(v.shape)}, and s {tuple(s.shape)}")

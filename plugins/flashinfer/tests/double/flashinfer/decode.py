@@ -10,6 +10,7 @@ from flashinfer.csr import Lengths, check_pages, key_lengths
 from flashinfer.journal import journal, noted
 from flashinfer.kernels import check_backend, check_dtypes, check_group, check_heads, dtype_of
 from flashinfer.misuse import demand, demand_unused
+from flashinfer.modules import compile_for
 from flashinfer.operands import check_query, lse_for, output_for, pages_of
 from flashinfer.wrapper import PagedWrapper, Planned, scale_output, terms_of
 
@@ -101,6 +102,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         lengths = Lengths((1,) * self._batch_size, key_lengths(indptr, last_page_len, page_size))
         terms = terms_of(sm_scale, head_dim, logits_soft_cap, window_left, causal=False)
         self._planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim, page_size, q, kv, o, terms, backend)
+        compile_for(self._planned)
 
     @noted
     def run(

@@ -54,7 +54,7 @@ class Journal:
 
     Attributes:
         calls: All calls that were not refused, in order.
-        modules: The modules that were compiled for wrappers, by name, and what each is for.
+        modules: The modules that were loaded, by name, and what each is for.
         in_flight: The numbers of the wrappers whose last plan may still be read from their staging memory.
     """
 
@@ -107,7 +107,7 @@ class Journal:
         self.in_flight.difference_update(wrappers or tuple(self.in_flight))
 
     def compile(self, name: str, *kernel: Any) -> None:
-        """Note that a wrapper compiles a module, by whose name a process and its disk know it."""
+        """Note that a module is loaded, and compiled where a process and its disk know none of its name."""
         former = self.modules.setdefault(name, kernel)
         demand(former == kernel, f"the module {name} is there for {former}, and a wrapper wants it for {kernel}")
 

@@ -8,6 +8,7 @@ from flashinfer.csr import Lengths, check_offsets, check_pages, key_lengths
 from flashinfer.journal import journal, noted
 from flashinfer.kernels import check_backend, check_dtypes, check_heads, dtype_of, resolve
 from flashinfer.misuse import demand, demand_unused
+from flashinfer.modules import compile_for
 from flashinfer.operands import check_query, lse_for, output_for, pages_of
 from flashinfer.rows import Rows
 from flashinfer.wrapper import PagedWrapper, Planned, scale_output, terms_of
@@ -117,6 +118,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         self._rows.take(qo_indptr, is_fixed=self._use_cuda_graph)
         journal.stage(self.number)
         self._take_pages(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
+        self._load(planned)
         self._planned = planned
 
     @noted
@@ -149,6 +151,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         self._attend(self._rows.buffer, q, pages, out, lse, terms, sink)
         scale_output(out, v_scale)  # type: ignore[arg-type]
         return out if lse is None else (out, lse)
+
+    def _load(self, planned: Planned) -> None:
+        """Load what a plan needs."""
+        compile_for(planned)
 
     def _check_kernel(self, planned: Planned) -> None:
         """Refuse a plan that the kernel of a wrapper is not made for; this one's are made for their plans."""

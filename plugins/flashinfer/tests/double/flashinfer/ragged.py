@@ -8,6 +8,7 @@ from flashinfer.csr import Lengths, check_offsets
 from flashinfer.journal import journal, noted
 from flashinfer.kernels import check_backend, check_dtypes, check_heads, dtype_of, resolve
 from flashinfer.misuse import demand, demand_unused
+from flashinfer.modules import compile_for
 from flashinfer.operands import check_query, check_rows, lse_for, output_for
 from flashinfer.rows import Rows
 from flashinfer.wrapper import Planned, Wrapper, terms_of, write
@@ -106,6 +107,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         self._keys.buffer = kv_indptr.clone()
         terms = terms_of(sm_scale, head_dim_qk, logits_soft_cap, window_left, causal=causal)
         self._planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim_qk, 1, q, kv, o, terms, backend)
+        compile_for(self._planned)
 
     @noted
     def run(

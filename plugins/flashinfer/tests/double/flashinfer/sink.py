@@ -10,6 +10,7 @@ from attrs import evolve
 from flashinfer.journal import noted
 from flashinfer.kernels import check_backend, resolve
 from flashinfer.misuse import demand, demand_unused
+from flashinfer.modules import SAFE
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         demand(kv_data_type == q_data_type, f"a cache of {kv_data_type} has scales, which these kernels do not read")
         self._kernel = (q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left >= 0)
         backend = resolve(backend, kv_data_type)
-        name = f"batch_prefill_attention_sink_{q_data_type}_swa_{window_left >= 0}_{backend}"
+        name = f"batch_prefill_attention_sink_{SAFE[q_data_type]}_swa_{window_left >= 0}_{backend}"
         super().__init__(  # by keyword, as in the library: what stands between the two classes may change them
             float_workspace_buffer=float_workspace_buffer,
             kv_layout=kv_layout,
@@ -68,6 +69,9 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
             jit_args=[name, q_data_type, kv_data_type, q_data_type, torch.int32, head_dim_qk, head_dim_vo, ["sink"]],
             jit_kwargs={"use_sliding_window": window_left >= 0},
         )
+
+    def _load(self, planned: Planned) -> None:
+        """The constructor has."""
 
     def _check_kernel(self, planned: Planned) -> None:
         asked = (planned.q, planned.kv, planned.head_size, planned.head_size, planned.terms.window_left >= 0)

@@ -1,0 +1,173 @@
+"""The modules that the probe names are those that get loaded: no more of them, and no less."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from attnplug import Agreement, Device, Requirements
+from attnplug.contract import Batch, GraphKey, Layer
+from attnplug_flashinfer.prebuilt import needed_modules
+from tests.backends.setting import BLOCK, Setting
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+FORM = (
+    "dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_head_dim_qk_128_head_dim_vo_128_posenc_0_"
+    "use_swa_False_use_logits_cap_False"
+)
+NAMES = {
+    "prefill": f"batch_prefill_with_kv_cache_{FORM}_f16qk_False",
+    "prefill_sm90": f"batch_prefill_with_kv_cache_{FORM}_f16qk_False_sm90",
+    "decode": f"batch_decode_with_kv_cache_{FORM}",
+    "cascade": "cascade",
+    "sink": "batch_prefill_attention_sink_bf16_swa_False_fa2_head_128_128",
+    "sink_sm90": "batch_prefill_attention_sink_bf16_swa_False_fa3_head_128_128",
+}
+DECODING = {"phases": ("decode",)}
+H200 = Device.cuda("9.0")
+
+
+def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str = "auto", **asked: Any) -> Agreement:
+    model = {"head_size": 128, "num_q_heads": 16, "num_kv_heads": 8, "dtype": "bfloat16"}
+    requirements = Requirements(**{**model, "kv_cache_dtype": kv_cache_dtype, **asked})
+    options = {"decode_kernel": kernel, "workspace_mib": 256}
+    return Agreement("flashinfer", variant, requirements, 16, "NHD", kv_cache_dtype, "never", options)
+
+
+@pytest.mark.parametrize(
+    ("agreement", "named"),
+    [
+        (agreed(), ["decode", "prefill"]),
+        (agreed(kernel="tensor_cores"), ["prefill"]),
+        (agreed(**DECODING), ["decode", "prefill"]),  # behind a padded request a decode is a prefill
+        (agreed(cascade=True), ["decode", "prefill", "cascade"]),
+        (agreed(paged=False), ["prefill"]),
+        (agreed(sinks=True), ["sink"]),
+        (agreed("fa3"), ["decode", "prefill_sm90"]),
+        (agreed("fa3", kernel="tensor_cores"), ["prefill", "prefill_sm90"]),
+        (agreed("fa3", num_q_heads=32), ["prefill", "prefill_sm90"]),  # groups of 4 decode on tensor cores there
+        (agreed("fa3", cascade=True), ["decode", "prefill", "prefill_sm90", "cascade"]),
+        (agreed("fa3", decode_query_len=3), ["decode", "prefill", "prefill_sm90"]),
+        (agreed("fa3", paged=False), ["prefill_sm90"]),
+        (agreed("fa3", sinks=True), ["sink", "sink_sm90"]),
+        (agreed("fa3", sinks=True, **DECODING), ["sink"]),
+        (agreed("fa3", **DECODING), ["decode", "prefill", "prefill_sm90"]),  # the last one for profiling runs
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, list) else value.variant,
+)
+def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> None:
+    assert needed_modules(agreement, H200) == tuple(NAMES[name] for name in named)
+
+
+def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:
+    both = agreed("fa2", "fp8_e5m2", sliding_window=512, logits_soft_cap=50.0)
+    decode, prefill, profiling = needed_modules(both, H200)
+
+    assert all("use_swa_True_use_logits_cap_True" in name for name in (decode, prefill, profiling))
+    assert ["dtype_kv_e5m2" in name for name in (decode, prefill, profiling)] == [True, True, False]
+    assert "dtype_kv_bf16" in profiling  # what a profiling run attends is in no cache
+
+
+@st.composite
+def asks(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
+    """Draw a variant, a decode kernel, and what is asked, all of which the manifest takes."""
+    variant, sinks = draw(st.sampled_from(("fa2", "fa3"))), draw(st.booleans())
+    paged = sinks or draw(st.integers(0, 3)) > 0
+    asked = {"dtype": draw(st.sampled_from(("bfloat16", "float16"))), "head_size": draw(st.sampled_from((64, 128)))}
+    asked |= {"num_q_heads": 2 * draw(st.sampled_from((1, 4, 5))), "sinks": sinks, "paged": paged}
+    asked["sliding_window"] = draw(st.sampled_from((None, 1, 9)))
+    if not sinks:
+        asked["logits_soft_cap"] = draw(st.sampled_from((None, 5.0)))
+    if not paged:
+        return variant, "auto", {**asked, "block_size": None}
+    asked["phases"] = draw(st.sampled_from((("prefill", "decode"), ("decode",), ("prefill",))))
+    asked["return_lse"] = draw(st.booleans())
+    if "decode" in asked["phases"]:
+        asked["decode_query_len"], asked["cudagraph"] = draw(st.sampled_from((1, 3))), "uniform_batch"
+    if not sinks and asked["sliding_window"] is None:
+        asked["cascade"] = draw(st.booleans())
+    if not sinks and variant == "fa2":
+        asked["kv_cache_dtype"] = draw(st.sampled_from(("auto", "fp8_e4m3", "fp8_e5m2")))
+    kernels = ["auto", "tensor_cores"] + ["cuda_cores"] * (not sinks and asked["num_q_heads"] != 10)
+    return variant, draw(st.sampled_from(kernels)), asked
+
+
+def prepared(load: Any, variant: str, kernel: str, asked: dict[str, Any]) -> Setting:
+    """Return a layer as it was asked for, with a builder."""
+    load = partial(load, options={"flashinfer_double": {"decode_kernel": kernel}})
+    sinks = torch.zeros(asked["num_q_heads"]) if asked["sinks"] else None
+    return Setting(load, [Layer(name="layers.0", sinks=sinks)], variant, **asked)
+
+
+def run(setting: Setting, batch: Batch) -> None:
+    """Build and run a step."""
+    impl, asked = setting.impls[0], setting.backend.agreement.requirements
+    dtype, tokens = getattr(torch, asked.dtype), batch.num_actual_tokens
+    query, rows = (
+        torch.zeros(tokens, n, asked.head_size, dtype=dtype) for n in (asked.num_q_heads, asked.num_kv_heads)
+    )
+    lse = torch.zeros(tokens, asked.num_q_heads) if asked.return_lse else None
+    cache = setting.backend.make_cache(16) if asked.paged else None
+    output = query.new_empty(tokens, impl.output_width)
+    impl.forward(query, rows, rows, cache, setting.builder.build(batch), output, lse=lse)
+
+
+def steps(setting: Setting) -> Iterator[Batch]:
+    """Yield steps of every kind that an agreement may have, padded requests and shared prefixes among them."""
+    asked = setting.backend.agreement.requirements
+    if not asked.paged:
+        yield Batch.from_lengths([3, 1])
+        return
+    longest = asked.decode_query_len
+    lens = [[1], [1, 1], [0, 1], [1, 0, 1], [longest, 1], [1, longest, 0, longest]]
+    if "prefill" in asked.phases:
+        lens += [[1, longest + 4], [longest + 1], [0, 5], [1, 0, longest, 7]]
+    for query_lens in lens:
+        seq_lens = [length and length + 2 * BLOCK for length in query_lens]
+        yield setting.batch(query_lens, seq_lens)
+        if asked.cascade and all(query_lens):
+            batch = setting.batch(query_lens, seq_lens)
+            batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
+            yield Batch(**{**batch.to_dict(), "common_prefix_len": 2 * BLOCK})
+
+
+def loaded(journal: Any) -> set[str]:
+    """Return the names of the modules that were loaded since it was asked last."""
+    names = set(journal.modules)
+    journal.clear()
+    return names
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(asks())
+def test_they_are_what_steps_and_a_profiling_run_load_and_warm_up_has_loaded_all_of_the_steps(
+    load_doubled: Any, journal: Any, ask: tuple[str, str, dict[str, Any]]
+) -> None:
+    setting = prepared(load_doubled, *ask)
+    asked = setting.backend.agreement.requirements
+    journal.clear()
+    setting.backend.warmup([GraphKey(4, 4, 1)])
+    warmed = loaded(journal)
+    for batch in steps(setting):
+        run(setting, batch)
+    stepped = loaded(journal)
+    for query_len in {1, asked.decode_query_len} if asked.cudagraph != "never" else ():
+        setting.slot(2, query_len)
+    captured = loaded(journal)
+    query, rows = (
+        torch.zeros(4, heads, asked.head_size, dtype=getattr(torch, asked.dtype))
+        for heads in (asked.num_q_heads, asked.num_kv_heads)
+    )
+    setting.impls[0].forward(query, rows, rows, None, None, query.flatten(1).clone())
+    profiled = loaded(journal)
+
+    assert warmed == stepped
+    assert captured <= warmed
+    assert warmed | profiled == set(needed_modules(setting.backend.agreement, setting.backend.selection.device))
