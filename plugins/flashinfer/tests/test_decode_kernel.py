@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import attnplug
-from attnplug import Agreement, Requirements
+from attnplug import Agreement, Device, Requirements
 from attnplug.errors import SettingsError
-from attnplug_flashinfer.kernels import check_decode_kernel
+from attnplug_flashinfer.kernels import check_decode_kernel, on_tensor_cores
 
 
 def agreed(kernel: str, num_q_heads: int = 32, **asked: object) -> Agreement:
@@ -58,3 +58,22 @@ def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> Non
 
     serving = attnplug.load(asked, "cpu", backend="flashinfer_double/fa2")
     assert serving.make_impl(attnplug.Layer(name="layer", scale=1.0)).num_q_heads == 40
+
+
+@pytest.mark.parametrize(
+    ("device", "on_cuda_cores"),
+    [("8.0", {1, 2, 3, 4}), ("9.0", {1, 2, 3}), ("10.0", {1, 2, 3, 4}), ("12.0", {1, 2, 3, 4})],
+)
+def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_threshold(
+    device: str, on_cuda_cores: set[int]
+) -> None:
+    found = {group for group in range(1, 17) if not on_tensor_cores(agreed("auto", 8 * group), Device.cuda(device))}
+
+    assert found == on_cuda_cores
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("device", [Device.cuda("8.0"), Device.cuda("9.0"), Device.cpu()])
+def test_what_is_said_counts_on_every_device(group: int, device: Device) -> None:
+    assert on_tensor_cores(agreed("tensor_cores", 8 * group), device)
+    assert not on_tensor_cores(agreed("cuda_cores", 8 * group), device)

@@ -11,10 +11,12 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import GraphKey
+from attnplug.contract import GraphKey, Layer
 from attnplug.testing import Case, check, realise
+from attnplug_flashinfer.prebuilt import needed_modules
 from plugins.flashinfer.tests.real import VARIANTS
 from tests.backends import traps
+from tests.backends.setting import Setting
 
 pytestmark = pytest.mark.gpu
 
@@ -121,9 +123,31 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, vari
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("asked", [{}, {"sinks": True}, {"cascade": True, "return_lse": True}], ids=str)
-def test_warm_up_runs(load_real, variant, asked) -> None:
-    case = evolve(LLAMA, sinks=bool(asked.get("sinks")), head_size=64 if asked.get("sinks") else 128)
-    load_real(case.requirements(**{k: v for k, v in asked.items() if k != "sinks"}), variant).warmup(
-        [GraphKey(4, 4, 1)]
-    )
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {},
+        {"phases": ("decode",)},
+        {"decode_query_len": 3},
+        {"cascade": True, "return_lse": True},
+        {"sinks": True, "head_size": 64},
+        {"paged": False, "block_size": None},
+    ],
+    ids=str,
+)
+def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, variant, asked) -> None:
+    from flashinfer.jit.core import jit_spec_registry  # noqa: PLC0415 - there is a GPU
+
+    setting = Setting(load_real, [_layer(asked)], variant, **{"head_size": 128, "num_q_heads": 8, **asked})
+    backend, known = setting.backend, set(jit_spec_registry.get_all_specs())
+    backend.warmup([GraphKey(4, 4, 1)])
+    rows = [torch.zeros(50, n, setting.impls[0].head_size, device=backend.device).bfloat16() for n in (8, 2, 2)]
+    setting.impls[0].forward(*rows, None, None, rows[0].flatten(1).clone())
+    now, needed = set(jit_spec_registry.get_all_specs()), set(needed_modules(backend.agreement, backend.selection.device))
+
+    assert needed <= now
+    assert now - known <= needed
+
+
+def _layer(asked: dict[str, object]) -> Layer:
+    return Layer(name="layers.0", sinks=torch.zeros(8, device="cuda") if asked.get("sinks") else None)

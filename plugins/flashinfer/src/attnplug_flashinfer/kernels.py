@@ -58,10 +58,10 @@ def on_tensor_cores(agreement: Agreement, device: Device) -> bool:
     """
     Whether decodes of one row per request run the kernels of prefills, on tensor cores.
 
-    Those load keys for several query heads at once. Measured on an H200 (the library's own calls, 0.6.12, bfloat16,
-    heads of 128): tensor cores are 1.4 to 2.6 times as fast in groups of 4 and more; in groups of 1 and 2 CUDA cores
-    are as fast or slightly faster, and planned in less time. Elsewhere the published threshold decides: groups of more
-    than 4, where there is a choice.
+    Those load keys once for all query heads of a group. Measured on an H200 by ``benchmarks/flashinfer_decode.py``, the
+    library's own calls, 0.6.12, bfloat16, heads of 128: tensor cores are 1.4 to 2.6 times as fast in groups of 4 and
+    more; in groups of 1 and 2 CUDA cores are as fast or slightly faster, and planned in less time. On other devices the
+    published threshold decides, more than 4. Groups that there is no kernel on CUDA cores for have no choice.
 
     Args:
         agreement: What was negotiated; its option `decode_kernel` decides unless it is ``"auto"``.
