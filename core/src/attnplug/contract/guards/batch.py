@@ -12,6 +12,7 @@ from attnplug.contract.guards.few import FewDecodes
 from attnplug.contract.guards.index import check_index, check_mirror
 from attnplug.contract.guards.negotiated import check_negotiated
 from attnplug.contract.guards.pages import PageGuard
+from attnplug.contract.guards.uniform import uniform_query_lens
 from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, NotNegotiatedError
 
@@ -94,17 +95,17 @@ class BatchGuard:
             count = batch.num_reqs
             return Facts(count, 0, count, 0, count, highest)
         self._check_counts(batch)
-        starts, query_lens = self._check_queries(batch)
-        seq_lens = self._check_lengths(batch, query_lens)
+        query_lens = self._check_queries(batch)
+        seq_lens, contexts = self._check_lengths(batch, query_lens)
         check_negotiated(batch, self._agreement, query_lens, self._device_type)
         num_decodes = self._split(batch, query_lens)
         if self._uniform:
             num_decodes = _alike(query_lens[:num_decodes].tolist())
         if self._pages is not None:
-            rows, highest = self._pages.check(batch, query_lens, seq_lens)
+            rows, highest = self._pages.check(batch, query_lens, seq_lens, contexts)
         else:
             rows, highest = check_dense(batch, seq_lens, self._device_type), -1
-        tokens = starts[num_decodes]
+        tokens = _tokens_of(batch, num_decodes)
         return Facts(num_decodes, batch.num_reqs - num_decodes, tokens, batch.num_actual_tokens - tokens, rows, highest)
 
     def _check_counts(self, batch: Batch) -> None:
@@ -149,10 +150,14 @@ class BatchGuard:
                 f"make the state with Limits(max_seq_len={longest}, ...) or more",
             )
 
-    def _check_queries(self, batch: Batch) -> tuple[list[int], Tensor]:
+    def _check_queries(self, batch: Batch) -> Tensor:
+        """Return the query lengths on the host."""
         shape = (batch.num_reqs + 1,)
         check_index("query_start_loc", batch.query_start_loc, shape, torch.int32, self._device_type)
         host = check_mirror("query_start_loc", batch.query_start_loc, batch.query_start_loc_cpu)
+        uniform = uniform_query_lens(batch)
+        if uniform is not None:
+            return uniform
         starts: list[int] = host.tolist()
         lens = host.diff()
         low, high = (int(end) for end in torch.aminmax(lens))
@@ -164,24 +169,25 @@ class BatchGuard:
                 f"the longest query has {high} tokens",
                 f"pass max_query_len={high}",
             )
-        return starts, lens
+        return lens
 
-    def _check_lengths(self, batch: Batch, query_lens: Tensor) -> Tensor | None:
-        """Return the exact lengths on the host, or None where the host does not know them."""
+    def _check_lengths(self, batch: Batch, query_lens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the exact lengths on the host, and what of them is cached; None where the host does not know."""
         shape = (batch.num_reqs,)
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
         exact = self._asked.host_lengths == "exact"
         if batch.seq_lens_cpu is None and not exact:
             _check_longest(batch, batch.max_query_len if self._orders_keys else 0, exact=False)
-            return None
+            return None, None
         host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
         low, high = (int(end) for end in torch.aminmax(host))
+        contexts = host - query_lens
         _check_longest(batch, high, exact=exact)
-        if low < 0 or (self._orders_keys and int((host - query_lens).amin()) < 0):
+        if low < 0 or (self._orders_keys and int(contexts.amin()) < 0):
             _refuse_short(host, query_lens)
         if batch.num_computed_tokens_cpu is not None:
-            _check_computed(batch.num_computed_tokens_cpu, host - query_lens, exact=exact)
-        return host if exact else None
+            _check_computed(batch.num_computed_tokens_cpu, contexts, exact=exact)
+        return (host, contexts) if exact else (None, None)
 
     def _split(self, batch: Batch, query_lens: Tensor) -> int:
         """Return the number of decodes; they stand first, and padded requests may stand anywhere."""
@@ -211,6 +217,15 @@ class BatchGuard:
 def _alike(lens: list[int]) -> int:
     """Return how many requests at the front have the first one's query length. Padding counts to the prefills."""
     return next((index for index, length in enumerate(lens) if not length or length != lens[0]), len(lens))
+
+
+def _tokens_of(batch: Batch, num_decodes: int) -> int:
+    """Return the query tokens of the requests at the front."""
+    if num_decodes in (0, batch.num_reqs):
+        return batch.num_actual_tokens if num_decodes else 0
+    host = batch.query_start_loc_cpu
+    assert host is not None  # noqa: S101 - _check_queries has seen it
+    return int(host[num_decodes])
 
 
 def _refuse_starts(batch: Batch, starts: list[int]) -> None:
@@ -247,6 +262,8 @@ def _refuse_short(seq_lens: Tensor, query_lens: Tensor) -> None:
 
 def _check_computed(computed: Tensor, contexts: Tensor, *, exact: bool) -> None:
     check_index("num_computed_tokens_cpu", computed, tuple(contexts.shape), torch.int32, "cpu")
+    if torch.equal(computed, contexts):
+        return
     wrong = computed.ne(contexts) if exact else (computed < 0) | (computed > contexts)
     if bool(wrong.any()):
         index = int(wrong.int().argmax())

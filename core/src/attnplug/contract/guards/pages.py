@@ -8,6 +8,7 @@ import torch
 
 from attnplug.contract.batch import PAD_SLOT_ID
 from attnplug.contract.guards.index import check_index, check_mirror
+from attnplug.contract.lasting import lasting
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
@@ -31,11 +32,18 @@ class PageGuard:
         self._window = asked.sliding_window if not self._is_cross and asked.dcp_size == 1 else None
         self._chunk = asked.attention_chunk if not self._is_cross and asked.dcp_size == 1 else None
         self._places = not self._is_cross and asked.dcp_size == 1
+        # Kept between steps: a number in an operation, or a tensor that is made for it, takes as long as the operation.
+        self._block = torch.tensor(self._size, device="cpu")
         self._column_starts = torch.empty(0, dtype=torch.int32)
+        self._column_ordinals = torch.empty(0, dtype=torch.int32)
+        self._table_rows = torch.empty(0, dtype=torch.int64)
+        self._table_width = 0
         self._owner = torch.empty(0, dtype=torch.int32)
         self._tokens = torch.empty(0, dtype=torch.int32)
 
-    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None) -> tuple[int, int]:
+    def check(
+        self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None, contexts: Tensor | None
+    ) -> tuple[int, int]:
         """
         Return the K/V rows of a call, and an upper bound of the blocks in use.
 
@@ -43,6 +51,7 @@ class PageGuard:
             batch: The batch.
             query_lens: ``(num_reqs,)`` int32 on the CPU.
             seq_lens: ``(num_reqs,)`` int32 on the CPU, exact; None where the host does not know them.
+            contexts: What of them is cached before this step, likewise.
 
         Raises:
             BatchError: The block table is too short, or the tables are absent or contradict each other.
@@ -59,13 +68,14 @@ class PageGuard:
         if host_table is not None:
             check_mirror("block_table", table, host_table)
             if keys is not None and width:
-                highest = self._check_blocks(host_table[:, :width], keys, self._first_keys(query_lens, seq_lens))
+                used = host_table if host_table.shape[1] == width else host_table[:, :width]
+                highest = self._check_blocks(used, keys, self._first_keys(contexts))
         host_slots = batch.slot_mapping_cpu
         if host_slots is not None and slots.shape[0]:
             check_mirror("slot_mapping", slots, host_slots)
             highest = max(highest, self._check_slots(batch, host_slots))
-            if self._places and host_table is not None and seq_lens is not None:
-                self._check_places(batch, host_table, host_slots, query_lens, seq_lens)
+            if self._places and host_table is not None and contexts is not None:
+                self._check_places(batch, host_table, host_slots, query_lens, contexts)
         return self._num_key_rows(slots, host_slots), highest
 
     def _num_key_rows(self, slots: Tensor, host: Tensor | None) -> int:
@@ -140,14 +150,13 @@ class PageGuard:
             )
         return width
 
-    def _first_keys(self, query_lens: Tensor, seq_lens: Tensor | None) -> Tensor | None:
+    def _first_keys(self, contexts: Tensor | None) -> Tensor | None:
         """``(num_reqs,)`` the first key that a query attends, or None where that is 0."""
-        if seq_lens is None or (self._window is None and self._chunk is None):
+        if contexts is None or (self._window is None and self._chunk is None):
             return None
-        computed = seq_lens - query_lens
-        first = torch.zeros_like(computed) if self._window is None else (computed - (self._window - 1)).clamp_(min=0)
+        first = torch.zeros_like(contexts) if self._window is None else (contexts - (self._window - 1)).clamp_(min=0)
         if self._chunk is not None:
-            first = torch.maximum(first, computed - computed % self._chunk)
+            first = torch.maximum(first, contexts - contexts % self._chunk)
         return first
 
     def _check_blocks(self, table: Tensor, keys: Tensor, first_keys: Tensor | None) -> int:
@@ -169,11 +178,11 @@ class PageGuard:
 
     def _zeros_are_unused(self, table: Tensor, keys: Tensor, first_keys: Tensor | None) -> bool:
         """Whether each used entry is above 0: the usual table ends in zeros, and three operations clear it."""
-        starts = self._starts(table.shape[1])
         # Raises an unused entry (start >= keys) to at least 1, and leaves a used one as it is or below 1.
-        raised = starts + 1 - keys.unsqueeze(1)
+        raised = self._ordinals(table.shape[1]) - keys.unsqueeze(1)
         torch.maximum(table, raised, out=raised)
         if first_keys is not None:
+            starts = self._starts(table.shape[1])
             torch.maximum(raised, first_keys.unsqueeze(1) + (1 - self._size) - starts, out=raised)
         return int(raised.amin()) >= 1
 
@@ -188,8 +197,14 @@ class PageGuard:
     def _starts(self, width: int) -> Tensor:
         """``(width,)`` int32, the first key of each column, kept between steps."""
         if self._column_starts.shape[0] != width:
-            self._column_starts = torch.arange(0, width * self._size, self._size, dtype=torch.int32)
+            self._column_starts = torch.arange(0, width * self._size, self._size, dtype=torch.int32, device="cpu")
         return self._column_starts
+
+    def _ordinals(self, width: int) -> Tensor:
+        """The same counted from 1, as the first of something is."""
+        if self._column_ordinals.shape[0] != width:
+            self._column_ordinals = self._starts(width) + 1
+        return self._column_ordinals
 
     def _refuse_block(self, table: Tensor, used: Tensor) -> NoReturn:
         wrong = table < 1 if self._num_blocks is None else (table < 1) | (table >= self._num_blocks)
@@ -210,10 +225,10 @@ class PageGuard:
             low = int(written.amin()) if written.numel() else self._size
         if low < self._size or (self._num_blocks is not None and high >= self._num_blocks * self._size):
             self._refuse_slot(slots)
-        padding = slots[batch.num_actual_tokens :]
-        if padding.numel() and not self._is_cross and bool((padding != PAD_SLOT_ID).any()):
+        count = batch.num_actual_tokens
+        if slots.shape[0] > count and not self._is_cross and bool((slots[count:] != PAD_SLOT_ID).any()):
             raise BatchError(
-                f"a slot_mapping with slots beyond its {batch.num_actual_tokens} actual tokens was given",
+                f"a slot_mapping with slots beyond its {count} actual tokens was given",
                 "padding rows are never written",
                 f"pass {PAD_SLOT_ID} for them",
             )
@@ -238,11 +253,18 @@ class PageGuard:
     def _twice_in_cache(self, slots: Tensor, num_blocks: int) -> int | None:
         """The same without sorting: each slot remembers the last token that names it, so all find themselves or not."""
         if not self._owner.shape[0]:
-            self._owner = torch.empty(num_blocks * self._size, dtype=torch.int32)
+            with lasting():
+                self._owner = torch.empty(num_blocks * self._size, dtype=torch.int32, device="cpu")
         tokens = self._token_numbers(slots.shape[0])
-        self._owner.index_copy_(0, slots, tokens)
-        owners = self._owner.index_select(0, slots)
+        owners = self._owner.index_copy_(0, slots, tokens).index_select(0, slots)
         return None if torch.equal(owners, tokens) else int(slots[int(owners.ne(tokens).int().argmax())])
+
+    def _rows(self, table: Tensor) -> Tensor:
+        """``(num_reqs,)`` int64, where each row of a table starts among all its entries, kept likewise."""
+        requests, width = table.shape
+        if self._table_rows.shape[0] != requests or self._table_width != width:
+            self._table_rows, self._table_width = torch.arange(requests, device="cpu") * width, width
+        return self._table_rows
 
     def _token_numbers(self, count: int) -> Tensor:
         """``(count,)`` int32 0, 1, 2, ..., kept between steps."""
@@ -262,20 +284,19 @@ class PageGuard:
             "compute slots from the block table (attnplug.batching)",
         )
 
-    def _check_places(self, batch: Batch, table: Tensor, slots: Tensor, query_lens: Tensor, seq_lens: Tensor) -> None:
+    def _check_places(self, batch: Batch, table: Tensor, slots: Tensor, query_lens: Tensor, contexts: Tensor) -> None:
         """A slot is where the block table says that the token's K/V are: attention reads them there."""
-        count, width = batch.num_actual_tokens, table.shape[1]
-        rows = torch.arange(0, batch.num_reqs * width, width)
-        if batch.max_query_len == 1 and count == batch.num_reqs:
-            positions = seq_lens.long().sub_(1)
-        else:
+        count = batch.num_actual_tokens
+        rows, positions = self._rows(table), contexts.long()
+        if batch.max_query_len > 1 or count != batch.num_reqs:
             requests = torch.repeat_interleave(query_lens, output_size=count)
             rows = rows.index_select(0, requests)
-            positions = (seq_lens - query_lens.cumsum(0)).index_select(0, requests).add_(self._token_numbers(count))
-        columns = positions // self._size
-        blocks = table.take(rows.add_(columns))
+            firsts = positions.add_(query_lens).sub_(query_lens.cumsum(0))  # less the tokens of the requests before
+            positions = firsts.index_select(0, requests).add_(self._token_numbers(count))
+        columns = torch.floor_divide(positions, self._block)
+        blocks = table.take(rows + columns)
         places = positions.sub_(columns, alpha=self._size).add_(blocks, alpha=self._size)
-        given = slots[:count]
+        given = slots if slots.shape[0] == count else slots[:count]
         if torch.equal(places, given):
             return
         wrong = (places != given) & (given != PAD_SLOT_ID)

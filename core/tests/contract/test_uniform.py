@@ -1,0 +1,60 @@
+"""Equal query lengths are told by one comparison, with what the differences of the starts say."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.contract import Batch
+from attnplug.contract.guards.uniform import uniform_query_lens
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+def test_they_are_found_exactly_where_all_are_the_longest(lens):
+    batch = Batch.from_lengths(lens)
+    found = uniform_query_lens(batch)
+
+    assert (found is not None) == (min(lens) == max(lens) > 0)
+    if found is not None:
+        assert torch.equal(found, batch.query_start_loc.diff())
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "num_reqs": st.integers(-1, 6),
+            "num_actual_tokens": st.integers(-1, 15),
+            "max_query_len": st.integers(-1, 4),
+        },
+    ),
+)
+def test_numbers_that_contradict_the_starts_find_none(lens, numbers):
+    batch = evolve(Batch.from_lengths(lens), **numbers)
+    found = uniform_query_lens(batch)
+
+    if found is not None:
+        assert found.tolist() == lens
+        assert (batch.num_reqs, batch.num_actual_tokens, batch.max_query_len) == (len(lens), sum(lens), max(lens))
+
+
+def test_a_host_copy_that_is_missing_or_of_another_form_finds_none():
+    batch = Batch.from_lengths([1, 1])
+    starts = batch.query_start_loc
+
+    assert uniform_query_lens(batch) is not None
+    for host in (None, starts.long(), starts.float(), starts[:2], starts.unsqueeze(0), starts.to("meta")):
+        assert uniform_query_lens(evolve(batch, query_start_loc_cpu=host)) is None
+    assert uniform_query_lens(evolve(batch, num_reqs=2.0)) is None
+
+
+def test_a_default_device_is_no_device_of_host_copies():
+    batch = Batch.from_lengths([13] * 3)
+    with torch.device("meta"):
+        found = uniform_query_lens(batch)
+
+    assert found is not None
+    assert found.is_cpu
