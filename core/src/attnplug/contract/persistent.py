@@ -8,7 +8,6 @@ import torch
 from attrs import evolve
 
 from attnplug.contract.batch import PAD_SLOT_ID
-from attnplug.contract.staging import upload
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
 
 _OPTIONAL = ("encoder_seq_lens", "dcp_local_seq_lens")
+_LENGTHS = ("seq_lens", *_OPTIONAL)
 
 
 class PersistentInputs:
@@ -44,9 +44,10 @@ class PersistentInputs:
 
         self._device = device
         self._query_start_loc = zeros(max_num_reqs + 1)
-        self._lens = {name: zeros(max_num_reqs) for name in ("seq_lens", *_OPTIONAL)}
+        self._lens = {name: zeros(max_num_reqs) for name in _LENGTHS}
         self._block_table = zeros(max_num_reqs, columns)
         self._slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def write(self, batch: Batch, key: GraphKey, max_seq_len: int) -> Batch:
         """
@@ -57,46 +58,43 @@ class PersistentInputs:
             key: The captured shape.
             max_seq_len: The longest sequence of a replay.
         """
-        reqs, tokens = key.num_reqs, key.num_tokens
-        starts = _extended(batch.query_start_loc_cpu, reqs + 1, batch.num_actual_tokens)
+        reqs, tokens, is_host = key.num_reqs, batch.num_actual_tokens, self._device.type == "cpu"
+        # A graph writes no K/V of an encoder: those come at the first step of a request.
+        rows, used = (key.num_tokens, tokens) if batch.encoder_seq_lens is None else (0, 0)
+        views = self._views_of(reqs, rows)
         fields: dict[str, Any] = {
-            "query_start_loc": upload(starts, self._device, out=self._query_start_loc[: reqs + 1]),
-            "query_start_loc_cpu": starts,
-            "num_computed_tokens_cpu": _extended_or_none(batch.num_computed_tokens_cpu, reqs),
+            "query_start_loc": _put(views["query_start_loc"], batch.query_start_loc, tokens),
+            "query_start_loc_cpu": _extended(batch.query_start_loc_cpu, reqs + 1, tokens),
+            "num_computed_tokens_cpu": _extended(batch.num_computed_tokens_cpu, reqs, 0),
         }
-        for name, memory in self._lens.items():
+        for name in _LENGTHS:
             if getattr(batch, name) is not None:
-                fields[name] = self._put(memory[:reqs], getattr(batch, name), 0)
-                fields[f"{name}_cpu"] = _extended_or_none(getattr(batch, f"{name}_cpu"), reqs)
-        if batch.block_table is not None and batch.slot_mapping is not None:
-            fields["block_table"] = self._put_table(self._block_table[:reqs], batch.block_table)
-            fields["block_table_cpu"] = fields["block_table"] if self._device.type == "cpu" else None
-            # A graph writes no K/V of an encoder: those come at the first step of a request.
-            rows, used = (tokens, batch.num_actual_tokens) if batch.encoder_seq_lens is None else (0, 0)
-            fields["slot_mapping"] = self._put(self._slot_mapping[:rows], batch.slot_mapping[:used], PAD_SLOT_ID)
-            fields["slot_mapping_cpu"] = fields["slot_mapping"] if self._device.type == "cpu" else None
-        return as_captured(evolve(batch, **fields), key, max_seq_len)
+                fields[name] = _put(views[name], getattr(batch, name), 0)
+                fields[f"{name}_cpu"] = _extended(getattr(batch, f"{name}_cpu"), reqs, 0)
+        table, slots = batch.block_table, batch.slot_mapping
+        if table is not None and slots is not None:
+            table = _put_table(views["block_table"], table)
+            slots = _put(views["slot_mapping"], slots if slots.shape[0] == used else slots[:used], PAD_SLOT_ID)
+            fields |= {"block_table": table, "block_table_cpu": table if is_host else None}
+            fields |= {"slot_mapping": slots, "slot_mapping_cpu": slots if is_host else None}
+        return as_captured(batch, key, max_seq_len, **fields)
 
-    def _put(self, memory: Tensor, values: Tensor, fill: int) -> Tensor:
-        count = values.shape[0]
-        memory[:count].copy_(values, non_blocking=True)
-        if count < memory.shape[0]:
-            memory[count:].fill_(fill)
-        return memory
-
-    def _put_table(self, memory: Tensor, table: Tensor) -> Tensor:
-        """Columns beyond those that the limits allow for hold no key. What older batches left is never read."""
-        reqs, columns = table.shape[0], min(table.shape[1], memory.shape[1])
-        memory[:reqs, :columns].copy_(table[:, :columns], non_blocking=True)
-        if reqs < memory.shape[0]:
-            memory[reqs:].zero_()
-        return memory
+    def _views_of(self, reqs: int, rows: int) -> dict[str, Tensor]:
+        """Return what a shape takes of the memory, which never moves: made once."""
+        found = self._views.get((reqs, rows))
+        if found is None:
+            found = {name: memory[:reqs] for name, memory in self._lens.items()}
+            found |= {"query_start_loc": self._query_start_loc[: reqs + 1], "block_table": self._block_table[:reqs]}
+            found["slot_mapping"] = self._slot_mapping[:rows]
+            self._views[reqs, rows] = found
+        return found
 
 
-def as_captured(batch: Batch, key: GraphKey, max_seq_len: int) -> Batch:
-    """Return the batch with the numbers that a graph of this shape is captured with."""
+def as_captured(batch: Batch, key: GraphKey, max_seq_len: int, **fields: Any) -> Batch:
+    """Return the batch, its tensors replaced by these, with the numbers that a graph of this shape is captured with."""
     return evolve(
         batch,
+        **fields,
         num_reqs=key.num_reqs,
         num_actual_tokens=key.num_tokens,
         max_query_len=key.query_len or key.num_tokens,
@@ -128,12 +126,29 @@ def check_unmoved(before: dict[str, int], batch: Batch) -> None:
         )
 
 
-def _extended(host: Tensor | None, size: int, fill: int) -> Tensor:
-    assert host is not None  # noqa: S101 - the guard has seen it
+def _put(memory: Tensor, values: Tensor, fill: int) -> Tensor:
+    count = values.shape[0]
+    if count == memory.shape[0]:
+        return memory.copy_(values, non_blocking=True)
+    memory[:count].copy_(values, non_blocking=True)
+    memory[count:].fill_(fill)
+    return memory
+
+
+def _put_table(memory: Tensor, table: Tensor) -> Tensor:
+    """Columns beyond those that the limits allow for hold no key. What older batches left is never read."""
+    if table.shape == memory.shape:
+        return memory.copy_(table, non_blocking=True)
+    reqs, columns = table.shape[0], min(table.shape[1], memory.shape[1])
+    memory[:reqs, :columns].copy_(table[:, :columns], non_blocking=True)
+    if reqs < memory.shape[0]:
+        memory[reqs:].zero_()
+    return memory
+
+
+def _extended(host: Tensor | None, size: int, fill: int) -> Tensor | None:
+    if host is None or host.shape[0] == size:
+        return host
     longer = torch.full((size,), fill, dtype=host.dtype)
     longer[: host.shape[0]] = host
     return longer
-
-
-def _extended_or_none(host: Tensor | None, size: int) -> Tensor | None:
-    return None if host is None else _extended(host, size, 0)

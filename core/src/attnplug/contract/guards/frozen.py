@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 # The batch has a guard of its own; block numbers are looked at by guards, not by kernels.
 _UNREAD: Final = ("batch", "highest_block", "slot", "agreement", "state")
 _NUMBERS: Final = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, slice)
+_LEAVES: Final = (torch.Tensor, *_NUMBERS)
+_COLLECTIONS: Final = (tuple, list, Mapping)
 
 
 @frozen(eq=False)
@@ -32,21 +35,22 @@ class Snapshot:
         value: The value. It is held, so that no other object gets its identity.
         fact: What of it a graph has frozen: where a tensor lies, a number itself; None where the parts say all.
         parts: Snapshots of what is inside, by name.
+        is_fixed: Whether the value itself, found again, is unchanged: no attribute of it can be set.
     """
 
     value: Any
     fact: Any = None
     parts: Mapping[str, Snapshot] = MappingProxyType({})
+    is_fixed: bool = False
 
     def changes(self, found: Any, path: str) -> Iterator[str]:
         """Yield the paths of what differs in a value that a replay is to read in place of this one."""
-        if found is self.value and _is_frozen(type(found)):
+        if found is self.value and self.is_fixed:
             return
-        now = snapshot(found, parts=False)
-        if now.fact != self.fact:
+        if _fact(found) != self.fact:
             yield path
             return
-        inside = dict(_parts(found))
+        inside = _parts(found)
         if inside.keys() != self.parts.keys():
             yield path
             return
@@ -54,20 +58,14 @@ class Snapshot:
             yield from part.changes(inside[name], path + name)
 
 
-def snapshot(value: Any, *, parts: bool = True) -> Snapshot:
+def snapshot(value: Any) -> Snapshot:
     """
     Return what a captured graph freezes of a value.
 
     It looks into attrs classes, tuples, lists and mappings. Of any other object only the identity counts.
     """
-    inside = dict(_parts(value))
-    if isinstance(value, torch.Tensor):
-        fact: Any = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-    elif isinstance(value, _NUMBERS):
-        fact = value
-    else:
-        fact = type(value) if inside or isinstance(value, (tuple, list, Mapping)) else id(value)
-    return Snapshot(value, fact, {name: snapshot(item) for name, item in inside.items()} if parts else {})
+    parts = {name: snapshot(item) for name, item in _parts(value).items()}
+    return Snapshot(value, _fact(value), parts, _is_fixed(value))
 
 
 def snapshots(metadata: Metadata) -> dict[str, Snapshot]:
@@ -107,16 +105,36 @@ def _with_layer(path: str, plans: Mapping[str, str]) -> str:
     return path
 
 
-def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+def _fact(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.shape, value.stride(), value.dtype
+    if isinstance(value, _NUMBERS):
+        return value
+    return type(value) if isinstance(value, _COLLECTIONS) or _names(value) else id(value)
+
+
+def _parts(value: Any) -> dict[str, Any]:
+    if isinstance(value, _LEAVES):
+        return {}
     if isinstance(value, (tuple, list)):
-        yield from ((f"[{index}]", item) for index, item in enumerate(value))
-    elif isinstance(value, Mapping):
-        yield from ((f"[{key!r}]", item) for key, item in value.items())
-    elif attrs.has(type(value)) and not isinstance(value, type):
-        yield from ((f".{field.name}", getattr(value, field.name)) for field in attrs.fields(type(value)))
+        return {f"[{index}]": item for index, item in enumerate(value)}
+    if isinstance(value, Mapping):
+        return {f"[{key!r}]": item for key, item in value.items()}
+    return {f".{name}": getattr(value, name) for name in _names(value)}
 
 
-def _is_frozen(cls: type) -> bool:
-    """Whether instances of a class cannot change, as far as attrs says."""
-    properties = getattr(cls, "__attrs_props__", None)
-    return bool(properties is not None and properties.is_frozen)
+def _names(value: Any) -> tuple[str, ...]:
+    """The fields of an attrs object, of any other none."""
+    cls: Any = type(value)
+    return _names_of(cls)
+
+
+@cache
+def _names_of(cls: type) -> tuple[str, ...]:
+    return tuple(field.name for field in attrs.fields(cls)) if attrs.has(cls) else ()
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether an object cannot change, as far as attrs says."""
+    properties = getattr(type(value), "__attrs_props__", None)
+    return isinstance(value, _NUMBERS) or bool(properties is not None and properties.is_frozen)

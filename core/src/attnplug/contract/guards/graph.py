@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnplug.contract.guards.uniform import uniform_query_lens
 from attnplug.errors import BatchError, LimitsError
 from attnplug.request.fields import GRAPH_LEVELS
 
@@ -132,7 +133,9 @@ def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
 def _has_padding_within(batch: Batch) -> bool:
     """Whether a request without a query stands before one with a query, given that all queries have one length."""
     host = batch.query_start_loc_cpu
-    return host is not None and batch.num_reqs > 1 and int(host.diff().diff().amax()) > 0
+    if host is None or batch.num_reqs == 1 or uniform_query_lens(batch) is not None:
+        return False
+    return int(host.diff().diff().amax()) > 0
 
 
 def _query_range(batch: Batch) -> tuple[int, int]:
@@ -140,6 +143,8 @@ def _query_range(batch: Batch) -> tuple[int, int]:
     host = batch.query_start_loc_cpu
     if host is None:
         return 0, batch.max_query_len
+    if uniform_query_lens(batch) is not None:
+        return batch.max_query_len, batch.max_query_len
     lens = host.diff()
     shortest, longest = (int(end) for end in lens.aminmax())
     return (int(lens[lens > 0].amin()) if shortest == 0 < longest else shortest), longest
