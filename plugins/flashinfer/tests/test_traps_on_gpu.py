@@ -143,7 +143,10 @@ def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, varian
     backend.warmup([GraphKey(4, 4, 1)])
     rows = [torch.zeros(50, n, setting.impls[0].head_size, device=backend.device).bfloat16() for n in (8, 2, 2)]
     setting.impls[0].forward(*rows, None, None, rows[0].flatten(1).clone())
-    now, needed = set(jit_spec_registry.get_all_specs()), set(needed_modules(backend.agreement, backend.selection.device))
+    now, needed = (
+        set(jit_spec_registry.get_all_specs()),
+        set(needed_modules(backend.agreement, backend.selection.device)),
+    )
 
     assert needed <= now
     assert now - known <= needed
