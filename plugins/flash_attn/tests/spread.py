@@ -17,6 +17,7 @@ from attnplug import Device, Requirements
 from attnplug.contract import PAD_SLOT_ID, Batch, GraphKey, Layer, Limits, Parallel, capture, torch_dtype
 from attnplug.ops import quantize
 from attnplug.testing.oracle import attend
+from attnplug_flash_attn import packing
 from plugins.flash_attn.tests import mutants
 from plugins.flash_attn.tests.conftest import NAME, pytest_unconfigure, stage
 from plugins.flash_attn.tests.real import FLASH_ATTN
@@ -52,6 +53,7 @@ class Spread:
         padding: Rows that the call has beyond its tokens.
         kv_cache_dtype: Of the cache.
         return_lse: Whether the host wants the LSE; where it does not, results have CANARY there.
+        room: For how many keys there is room where they are packed, or as many as a request has; None for all.
     """
 
     ranks: int
@@ -74,6 +76,7 @@ class Spread:
     padding: int = 0
     kv_cache_dtype: str = "auto"
     return_lse: bool = True
+    room: int | None = None
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -199,7 +202,10 @@ def run(rank: int, group: Any, spread: Spread, mutant: str | None = None, *, rep
         mutant: The mistake that is made.
         replayed: Whether the step runs on what a graph would read: metadata of a capture, which a build wrote into.
     """
-    with mutants.in_force(mutant):
+    per_key = 2 * spread.kv_heads * spread.head_size * torch_dtype(spread.dtype).itemsize
+    with mutants.in_force(mutant), pytest.MonkeyPatch.context() as patch:
+        if spread.room is not None:
+            patch.setattr(packing, "AT_ONCE", spread.room * per_key)
         return run_on(backend_of(spread, replayed=replayed), rank, group, spread, replayed=replayed)
 
 

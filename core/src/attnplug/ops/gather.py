@@ -33,8 +33,11 @@ def pages_as_tokens(pages: Tensor, slots: Tensor, *, out: Tensor | None = None) 
     if flat is not None:
         return torch.index_select(flat, 0, slots) if out is None else torch.index_select(flat, 0, slots, out=out)
     block_size = pages.shape[1]
-    gathered = pages[torch.div(slots, block_size, rounding_mode="floor"), slots % block_size]
-    return gathered if out is None else out.copy_(gathered)
+    places = [torch.div(slots, block_size, rounding_mode="floor"), slots % block_size]
+    if out is None:
+        return pages[places[0], places[1]]
+    torch.ops.aten.index.Tensor_out(pages, places, out=out)
+    return out
 
 
 def gather_blocks(pages: Tensor, blocks: Tensor, out: Tensor) -> Tensor:

@@ -11,12 +11,13 @@ from attnplug.contract import Backend, CacheTensor
 from attnplug_flash_attn.builder import FlashAttentionBuilder
 from attnplug_flash_attn.impl import FlashAttentionImpl
 from attnplug_flash_attn.kernels import kernels_of
+from attnplug_flash_attn.packing import workspace_bytes
 from attnplug_flash_attn.warmup import run_each_pass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import GraphKey
+    from attnplug.contract import GraphKey, Limits
     from attnplug_flash_attn.kernels.interface import Kernels
 
 _WITH_LAYERS = {"NHD": (2, 0, 1, 3, 4, 5), "HND": (2, 4, 0, 1, 3, 5)}
@@ -41,6 +42,14 @@ class FlashAttentionBackend(Backend):
             role: evolve(tensor, layer_stride_order=order) if role == "kv" else tensor
             for role, tensor in tensors.items()
         }
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the size of the memory into which pages are packed for a library that reads none."""
+        return (
+            workspace_bytes(self.agreement, limits)
+            if self.agreement.requirements.paged and not self.kernels.paged
+            else 0
+        )
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Run one tiny step of each kind: what is compiled at first use is compiled then."""

@@ -12,6 +12,7 @@ from attnplug_flash_attn import dcp
 from attnplug_flash_attn.cascade import behind_prefix, prefix_rows
 from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Call
+from attnplug_flash_attn.packing import packed, rows_of_shard
 from attnplug_flash_attn.passes import Pass, Plan, Rows, as_taken, call_of
 from attnplug_flash_attn.schedule import Schedules, carried_over
 from attnplug_flash_attn.splits import num_splits
@@ -111,6 +112,7 @@ class FlashAttentionBuilder(MetadataBuilder):
             first=phase.first_token,
             last=phase.first_token + phase.num_tokens,
             starts=phase.query_start_loc,
+            starts_cpu=phase.query_start_loc_cpu,
             longest_query=phase.max_query_len,
             lens=lens,
             lens_cpu=lens_cpu,
@@ -132,14 +134,13 @@ class FlashAttentionBuilder(MetadataBuilder):
         return Pass(call, phase.first_token, phase.first_token + phase.num_tokens, is_first=True)
 
     def _paged(self, rows: Rows, splits: int, slot: GraphSlot | None, name: str) -> Pass:
-        call, slots = self._taken(call_of(rows, splits), rows.num_keys, slot, name)
-        return Pass(call, rows.first, rows.last, slots)
+        call = self._bounded(call_of(rows, splits), name)
+        if not self._kernels.paged:
+            return packed(rows, call, self.state.workspace, self.agreement)
+        return Pass(self._taken(call, slot, name), rows.first, rows.last)
 
-    def _taken(self, call: Call, num_keys: int, slot: GraphSlot | None, name: str) -> tuple[Call, Tensor | None]:
-        def keep(kind: str, tensor: Tensor) -> Tensor:
-            return self.keep(slot, (name, kind), tensor)
-
-        return as_taken(self._bounded(call, name), num_keys, self._kernels, self._block_size, keep)
+    def _taken(self, call: Call, slot: GraphSlot | None, name: str) -> Call:
+        return as_taken(call, self._kernels, lambda kind, tensor: self.keep(slot, (name, kind), tensor))
 
     def _bounded(self, call: Call, name: str) -> Call:
         """Libraries choose tiles by the longest query and the most keys: all batches have the same ones if need be."""
@@ -156,10 +157,11 @@ class FlashAttentionBuilder(MetadataBuilder):
         found = evolve(found, new=self._bounded(found.new, "new"))
         if found.context is None:
             return Plan(sharded=found)
-        held = batch.dcp_local_seq_lens_cpu
-        most = batch.num_reqs * found.context.max_seqlen_k if held is None else int(held.sum())
-        context, slots = self._taken(found.context, most, slot, "context")
-        return Plan(sharded=evolve(found, context=context), shard_slots=slots)
+        context = self._bounded(found.context, "context")
+        if self._kernels.paged:
+            return Plan(sharded=evolve(found, context=self._taken(context, slot, "context")))
+        shard = packed(rows_of_shard(batch, found.context), context, self.state.workspace, self.agreement)
+        return Plan(sharded=evolve(found, context=context), shard=shard)
 
     def _dense(self, batch: Batch, splits: int) -> Pass:
         """Keys come with the call, one request behind the other."""

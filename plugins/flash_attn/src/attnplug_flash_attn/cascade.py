@@ -32,6 +32,7 @@ def prefix_rows(batch: Batch, block_size: int) -> Rows:
         first=0,
         last=count,
         starts=numbers[:2],
+        starts_cpu=host[:2],
         longest_query=count,
         lens=numbers[2:],
         lens_cpu=host[2:],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -9,9 +10,10 @@ from attrs import evolve
 
 from attnplug.contract import AttentionImpl, torch_dtype
 from attnplug.errors import LayerError
-from attnplug.ops import merge_into, pages_as_tokens, quantize_queries, write_kv
+from attnplug.ops import merge_into, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_flash_attn.packing import packed_rows
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from attnplug.contract import Layer, Metadata
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.dcp import Sharded
+    from attnplug_flash_attn.kernels.interface import Call
     from attnplug_flash_attn.passes import Pass, Plan
 
 
@@ -132,7 +135,7 @@ class FlashAttentionImpl(AttentionImpl):
             rows = slice(part.first, part.last)
             query, out, lse = query[rows], out[rows], None if lse is None else lse[rows]
         if part.slots is not None:
-            keys, values = pages_as_tokens(keys, part.slots), pages_as_tokens(values, part.slots)
+            keys, values = packed_rows(part, keys, values)
         self.kernels.attend(query, keys, values, out, part.call, terms, lse)
 
     def _attend_twice(
@@ -166,10 +169,26 @@ class FlashAttentionImpl(AttentionImpl):
         lse: Tensor | None,
     ) -> None:
         """Attend this rank's share of the cached keys for all ranks, and the new ones."""
-        if plan.shard_slots is not None:
-            pages = pages_as_tokens(pages[0], plan.shard_slots), pages_as_tokens(pages[1], plan.shard_slots)
-        new = dcp.as_cached(self, *new)
-        dcp.attend(sharded, query, new, pages, out, lse, run=self.kernels.attend, terms=self.terms)
+        run = self.kernels.attend if plan.shard is None else partial(self._attend_packed, plan)
+        dcp.attend(sharded, query, dcp.as_cached(self, *new), pages, out, lse, run=run, terms=self.terms)
+
+    def _attend_packed(
+        self,
+        plan: Plan,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        call: Call,
+        terms: Terms,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend keys that come with the call, or those of this rank's pages, for a library that reads no pages."""
+        if plan.shard is None or plan.sharded is None or call is not plan.sharded.context:
+            self.kernels.attend(query, keys, values, out, call, terms, lse)
+            return
+        for part in plan.shard.calls:
+            self._attend(part, query, keys, values, out, lse, terms)
 
     def _pages(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         return kv_cache.unbind(0) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])

@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 from torch import Tensor
 
 from attnplug_flash_attn.dcp import Sharded
-from attnplug_flash_attn.gathering import cumulative, slots_of_keys
+from attnplug_flash_attn.gathering import cumulative
 from attnplug_flash_attn.kernels.interface import Call
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class Rows:
         first: The first query row.
         last: The row behind the last one.
         starts: ``(requests + 1,)`` int32 from 0: where the query rows of each request start.
+        starts_cpu: Host copy.
         longest_query: At least the longest query.
         lens: ``(requests,)`` int32: keys of each request.
         lens_cpu: Host copy, as exact as the batch's; None where the host does not know them.
@@ -37,19 +38,13 @@ class Rows:
     first: int
     last: int
     starts: Tensor
+    starts_cpu: Tensor
     longest_query: int
     lens: Tensor
     lens_cpu: Tensor | None
     longest: int
     table: Tensor
     causal: bool
-
-    @property
-    def num_keys(self) -> int:
-        """At least the keys of all requests."""
-        if self.lens_cpu is None:
-            return int(self.lens.shape[0]) * self.longest
-        return int(self.lens_cpu.sum())
 
 
 @frozen(eq=False)
@@ -63,6 +58,8 @@ class Pass:
         last: The row behind the last one.
         slots: ``(keys,)`` int64: the slots of the cache that are packed for a library that reads no pages; None where
             it reads them, or keys come with the call.
+        room: Where these keys and values are packed, ``(keys, kv_heads, size)`` each; used again by the next call.
+        rest: Further calls, of other requests, whose keys the room does not hold beside these.
         is_first: Whether the keys of a paged step are those that come with the call, in the same rows: no request has
             any in the cache from before.
     """
@@ -72,6 +69,13 @@ class Pass:
     last: int
     slots: Tensor | None = None
     is_first: bool = False
+    room: tuple[Tensor, Tensor] | None = None
+    rest: tuple[Pass, ...] = ()
+
+    @property
+    def calls(self) -> tuple[Pass, ...]:
+        """All calls: this one, and the rest."""
+        return (self, *self.rest)
 
 
 @frozen(eq=False, kw_only=True)
@@ -84,20 +88,20 @@ class Plan:
         prefill: The rows of the prefills, of all requests in dense calls; None where there are none.
         prefix: All rows, over the keys that all requests share; `decode` and `prefill` then have the other keys.
         sharded: All rows, where sequences are spread over ranks, in place of the others.
-        shard_slots: The slots that are packed for its cached keys, as of `Pass`.
-        parts: `decode` and `prefill`, as far as they are there: each row once.
+        shard: Its pass over the cached keys, for a library that reads no pages; None where it reads them.
+        parts: `decode` and `prefill`, as far as they are there, with all their calls: each row once.
     """
 
     decode: Pass | None = None
     prefill: Pass | None = None
     prefix: Pass | None = None
     sharded: Sharded | None = None
-    shard_slots: Tensor | None = None
+    shard: Pass | None = None
     parts: tuple[Pass, ...] = field(init=False)
 
     @parts.default
     def _present(self) -> tuple[Pass, ...]:
-        return tuple(part for part in (self.decode, self.prefill) if part is not None)
+        return tuple(call for part in (self.decode, self.prefill) if part is not None for call in part.calls)
 
 
 def call_of(rows: Rows, num_splits: int) -> Call:
@@ -113,24 +117,15 @@ def call_of(rows: Rows, num_splits: int) -> Call:
     )
 
 
-def as_taken(
-    call: Call, num_keys: int, kernels: Kernels, block_size: int, keep: Callable[[str, Tensor], Tensor]
-) -> tuple[Call, Tensor | None]:
+def as_taken(call: Call, kernels: Kernels, keep: Callable[[str, Tensor], Tensor]) -> Call:
     """
-    Return a call on pages as the library takes it, and the slots that are packed for it, if it reads no pages.
+    Return a call on pages as a library that reads pages takes it.
 
     Args:
         call: As `call_of` returns it.
-        num_keys: At least the keys of all requests.
         kernels: The library.
-        block_size: Slots per block.
         keep: Takes a tensor of this step by name, and returns it as a graph may read it.
     """
-    lens, table = call.seqused_k, call.block_table
-    if lens is None or table is None or (kernels.paged and not kernels.cumulative_keys):
-        return call, None
-    starts = keep("cu_seqlens_k", cumulative(lens))
-    if kernels.paged:
-        return evolve(call, cu_seqlens_k=starts), None
-    slots = keep("slots", slots_of_keys(table, starts, num_keys, block_size))
-    return evolve(call, cu_seqlens_k=starts, seqused_k=None, block_table=None), slots
+    if call.seqused_k is None or not kernels.cumulative_keys:
+        return call
+    return evolve(call, cu_seqlens_k=keep("cu_seqlens_k", cumulative(call.seqused_k)))

@@ -8,7 +8,6 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
-from attnplug.ops import pages_as_tokens
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.gathering import cumulative
 from attnplug_flash_attn.kernels.interface import Call
@@ -59,8 +58,12 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
     new = Call(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=2, max_seqlen_k=2, num_splits=0)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     held = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
-    context, slots = as_taken(held, tokens, backend.kernels, backend.agreement.block_size or 1, lambda _, kept: kept)
-    keys, values = (part if slots is None else pages_as_tokens(part, slots) for part in cache.unbind(0))
+    keys, values = cache.unbind(0)
+    if backend.kernels.paged:
+        context = as_taken(held, backend.kernels, lambda _, kept: kept)
+    else:
+        context = evolve(held, cu_seqlens_k=starts, seqused_k=None, block_table=None)
+        keys, values = key, value  # packed, they look like these
     for heads, given, found, call, terms in (
         (impl.num_q_heads, key, value, new, impl.terms),
         (impl.num_q_heads * asked.dcp_size, keys, values, context, impl.other_terms),

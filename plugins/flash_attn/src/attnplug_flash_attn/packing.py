@@ -1,0 +1,132 @@
+"""Keys in pages, for libraries that read none: packed into the workspace, as many at a time as it holds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final
+
+from attrs import evolve
+
+from attnplug.contract import torch_dtype
+from attnplug.ops import pages_as_tokens
+from attnplug_flash_attn.gathering import cumulative, slots_of_keys
+from attnplug_flash_attn.passes import Pass, Rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attnplug import Agreement
+    from attnplug.contract import Batch, Limits
+    from attnplug_flash_attn.kernels.interface import Call
+
+AT_ONCE: Final = 2**30
+"""Most bytes of keys and values that are packed for one call, unless one request has more: enough to fill a GPU."""
+
+
+def workspace_bytes(agreement: Agreement, limits: Limits) -> int:
+    """Return what the keys and values of one call take, in one layer: all layers and calls use the same memory."""
+    each = sum(_bytes_per_key(agreement))
+    keys = min(AT_ONCE // each, limits.max_num_reqs * limits.max_seq_len)
+    return max(keys, limits.max_seq_len) * each
+
+
+def packed(rows: Rows, call: Call, workspace: Tensor, agreement: Agreement) -> Pass:
+    """
+    Return the call of requests, or the first of several where the workspace does not hold all of their keys.
+
+    The device is not waited for: where the host knows no lengths, each request takes as much room as the longest.
+
+    Args:
+        rows: The requests.
+        call: Theirs, on pages.
+        workspace: Of at least `workspace_bytes`.
+        agreement: What was agreed on.
+    """
+    count = rows.lens.shape[0]
+    lens = [rows.longest] * count if rows.lens_cpu is None else rows.lens_cpu.tolist()
+    ends = _ends(lens, workspace.shape[0] // sum(_bytes_per_key(agreement)))
+    made: tuple[Pass, ...] = ()
+    for first, end in reversed([*pairwise((0, *ends))]):
+        room = _room(sum(lens[first:end]), workspace, agreement)
+        made = (_pass(rows, slice(first, end), call, room, agreement.block_size or 1, made), *made)
+    return made[0]
+
+
+def rows_of_shard(batch: Batch, context: Call) -> Rows:
+    """
+    Return the requests of a batch with the cached tokens that this rank holds.
+
+    Args:
+        batch: A checked batch. The host's lengths of this rank's share count the new tokens, too.
+        context: As of `dcp.Sharded`, on pages.
+    """
+    starts_cpu, lens, table = batch.query_start_loc_cpu, context.seqused_k, context.block_table
+    assert starts_cpu is not None and lens is not None and table is not None  # noqa: PT018, S101 - sequences are paged
+    return Rows(
+        first=0,
+        last=batch.num_actual_tokens,
+        starts=context.cu_seqlens_q,
+        starts_cpu=starts_cpu,
+        longest_query=context.max_seqlen_q,
+        lens=lens,
+        lens_cpu=batch.dcp_local_seq_lens_cpu,
+        longest=context.max_seqlen_k,
+        table=table,
+        causal=context.causal,
+    )
+
+
+def packed_rows(part: Pass, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Pack the keys and values of a call, and return them: ``(keys, kv_heads, size)`` each."""
+    assert part.room is not None and part.slots is not None  # noqa: PT018, S101 - it is one that `packed` has made
+    key, value = part.room
+    return pages_as_tokens(keys, part.slots, out=key), pages_as_tokens(values, part.slots, out=value)
+
+
+def _ends(lens: Sequence[int], most: int) -> list[int]:
+    """Return behind which requests a call ends: each has as many as follow each other and have `most` keys."""
+    ends, held = [], 0
+    for request, length in enumerate(lens):
+        if held and held + length > most:
+            ends.append(request)
+            held = 0
+        held += length
+    return [*ends, len(lens)]
+
+
+def _pass(
+    rows: Rows, part: slice, call: Call, room: tuple[Tensor, Tensor], block_size: int, rest: tuple[Pass, ...]
+) -> Pass:
+    """Return the call of the requests in `part`."""
+    above, below = (int(rows.starts_cpu[request]) for request in (part.start, part.stop))
+    starts, key_starts = rows.starts[part.start : part.stop + 1], cumulative(rows.lens[part])
+    of_part = evolve(
+        call,
+        cu_seqlens_q=starts - above if above else starts,
+        cu_seqlens_k=key_starts,
+        seqused_k=None,
+        block_table=None,
+    )
+    slots = slots_of_keys(rows.table[part], key_starts, room[0].shape[0], block_size)
+    return Pass(of_part, rows.first + above, rows.first + below, slots=slots, room=room, rest=rest)
+
+
+def _room(num_keys: int, workspace: Tensor, agreement: Agreement) -> tuple[Tensor, Tensor]:
+    """Return the memory of so many keys and of their values, ``(num_keys, num_kv_heads, size)`` each."""
+    asked, dtype = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
+    of_keys, of_values = (num_keys * each for each in _bytes_per_key(agreement))
+    parts = (workspace[:of_keys], workspace[of_keys : of_keys + of_values])
+    sizes = (asked.head_size, asked.head_size_v or asked.head_size)
+    key, value = (
+        part.view(dtype).view(num_keys, asked.num_kv_heads, size) for part, size in zip(parts, sizes, strict=True)
+    )
+    return key, value
+
+
+def _bytes_per_key(agreement: Agreement) -> tuple[int, int]:
+    """Return what a key takes in all heads, and its value."""
+    asked, width = agreement.requirements, torch_dtype(agreement.kv_cache_dtype).itemsize
+    heads = asked.num_kv_heads * width
+    return heads * asked.head_size, heads * (asked.head_size_v or asked.head_size)

@@ -1,0 +1,164 @@
+"""Keys that are packed lie in the workspace, whose size hosts are told; where it is too small there are more calls."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.contract import Layer, Limits
+from attnplug.ops import pages_as_tokens
+from attnplug_flash_attn import packing
+from plugins.flash_attn.tests.noting import load
+from tests.backends.setting import Setting
+
+PER_KEY = 2 * 2 * 64 * 2  # key and value, two heads of 64, two bytes
+LENS = ([1, 1, 1, 7, 20, 3], [60, 90, 2, 90, 33, 3])
+
+
+@pytest.fixture
+def keys_at_once(monkeypatch):
+    """Return what sets for how many keys there is room."""
+    return lambda keys: monkeypatch.setattr(packing, "AT_ONCE", keys * PER_KEY)
+
+
+class Small(Setting):
+    """Requests of up to 90 keys."""
+
+    limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=90)
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(30, 80))
+def test_each_call_has_as_many_requests_as_there_is_room_for(lens, most) -> None:
+    ends = packing._ends(lens, most)
+
+    assert ends == sorted(set(ends))
+    assert ends[-1] == len(lens)
+    held = [sum(lens[first:end]) for first, end in pairwise((0, *ends))]
+    assert all(keys <= most for keys in held)
+    assert all(keys + lens[end] > most for keys, end in zip(held, ends[:-1], strict=False))
+    assert len(held) == 1 or all(held)  # a call without keys is of a step without keys
+
+
+@pytest.mark.parametrize(
+    ("asked", "at_once", "expected"),
+    [
+        ({}, 2**20, 8 * 90),  # never more than there may be
+        ({}, 200, 200),
+        ({}, 10, 90),  # a request is not cut
+        ({"paged": False, "block_size": None}, 200, 0),
+    ],
+)
+def test_hosts_are_told_of_the_memory(keys_at_once, asked, at_once, expected) -> None:
+    keys_at_once(at_once)
+    for kind, keys in (("packed", expected), ("pages", 0), ("cumulative", 0)):
+        setting = Small(load, variant=kind, **asked)
+        assert setting.backend.workspace_bytes(setting.limits) == keys * PER_KEY
+        assert setting.state.workspace.shape[0] == keys * PER_KEY
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_packed_keys_lie_in_the_workspace(layout) -> None:
+    setting = Small(load, variant="packed", kv_layout=layout)
+    setting.forward(setting.builder.build(setting.batch([1, 4], [30, 40])))
+
+    memory = setting.state.workspace.untyped_storage().data_ptr()
+    assert [one.key.shape[0] for one in setting.backend.kernels.noted] == [30, 40]
+    assert all(one.key.untyped_storage().data_ptr() == memory for one in setting.backend.kernels.noted)
+
+
+@pytest.mark.parametrize("step", [LENS, ([0, 1, 0, 12], [0, 90, 0, 80]), ([90 // 2] * 1, [90])])
+@pytest.mark.parametrize(
+    "asked", [{}, {"sliding_window": 9}, {"batch_invariant": True}, {"kv_cache_dtype": "fp8_e4m3"}]
+)
+def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, asked) -> None:
+    whole = Small(load, variant="packed", return_lse=True, **asked)
+    lse = torch.full((2, sum(step[0]), 4), 7.0)
+    expected = whole.forward(whole.builder.build(whole.batch(*step)), lse=lse[0])
+    keys_at_once(50 if "kv_cache_dtype" in asked else 100)  # of 8 bits there is room for twice as many
+    parted = Small(load, variant="packed", return_lse=True, **asked)
+    metadata = parted.builder.build(parted.batch(*step))
+
+    assert torch.equal(parted.forward(metadata, lse=lse[1]), expected)
+    assert torch.equal(*lse)
+    parts = parted.impls[0].plan(metadata).parts
+    rows = [row for part in parts for row in range(part.first, part.last)]
+    assert rows == list(range(sum(step[0])))
+    if step is LENS:
+        assert len(parts) == 4
+        assert all(part.slots.shape[0] <= 100 for part in parts)
+
+
+@pytest.mark.parametrize("host_lengths", ["upper_bound", "absent"])
+def test_requests_of_unknown_length_have_room_for_the_longest(keys_at_once, host_lengths) -> None:
+    keys_at_once(200)
+    setting = Small(load, variant="packed", host_lengths=host_lengths)
+    exact = setting.batch([1] * 5, [30, 20, 9, 60, 3])
+    known = {"seq_lens_cpu": None if host_lengths == "absent" else exact.seq_lens + 30, "max_seq_len": 90}
+    table = torch.nn.functional.pad(exact.block_table, (0, 2), value=7)
+    inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
+    metadata = setting.builder.build(inexact)
+
+    ends = [part.last for part in setting.impls[0].plan(metadata).parts]
+    assert ends == ([2, 4, 5] if host_lengths == "absent" else [3, 5])
+    sure = Small(load, variant="packed")
+    assert torch.equal(setting.forward(metadata), sure.forward(sure.builder.build(exact)))
+
+
+def test_other_blocks_are_followed_by_every_call(keys_at_once) -> None:
+    keys_at_once(100)
+    setting = Small(load, variant="packed")
+    before = setting.builder.build(setting.batch(*LENS))
+    other = setting.batch(*LENS, first_block=25)
+    after = setting.builder.update_block_table(before, other.block_table, other.slot_mapping)
+
+    old, new = (setting.impls[0].plan(metadata).parts for metadata in (before, after))
+    packed = [(a, b) for a, b in zip(old, new, strict=True) if a.slots is not None]
+    assert len(packed) > 2
+    assert all(torch.equal(a.slots + 24 * 16, b.slots) for a, b in packed)
+
+
+def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> None:
+    keys_at_once(100)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    asked = {"return_lse": True, "sinks": True}
+    setting = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", cascade=True, **asked)
+    batch = setting.batch([1, 1, 1, 9], [80, 70, 90, 80])
+    table = batch.block_table.clone()
+    table[:, 0] = table[0, 0]
+    batch = evolve(batch, block_table=table, block_table_cpu=table, common_prefix_len=16)
+    flat = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", **asked)
+    plain = evolve(batch, common_prefix_len=0)
+    cache = setting.backend.make_cache(64).normal_(generator=torch.Generator().manual_seed(1))
+    found = []
+    for world, given_batch in ((setting, batch), (flat, plain)):
+        query, key, value = (
+            torch.randn(12, heads, 64, generator=torch.Generator().manual_seed(2)).bfloat16() for heads in (4, 2, 2)
+        )
+        output, lse = torch.empty(12, 256).bfloat16(), torch.empty(12, 4)
+        metadata = world.builder.build(given_batch)
+        world.impls[0].forward(query, key, value, cache.clone(), metadata, output, lse=lse)
+        found.append((output, lse))
+
+    assert len(setting.impls[0].plan(setting.builder.build(batch)).parts) == 4
+    torch.testing.assert_close(found[0][0], found[1][0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_packing_takes_no_memory_beside_the_workspace(layout) -> None:
+    """Pages whose heads come first cannot be looked up as rows: they are read by block and place, into the memory."""
+    setting = Small(load, variant="packed", kv_layout=layout)
+    cache = setting.backend.make_cache(8).normal_()
+    slots, out = torch.arange(20, 60), torch.empty(40, 2, 64).bfloat16()
+    with torch.profiler.profile(profile_memory=True) as profile:
+        found = pages_as_tokens(cache[0], slots, out=out)
+
+    assert found is out
+    assert torch.equal(out, torch.stack([cache[0, slot // 16, slot % 16] for slot in slots.tolist()]))
+    taken = sum(event.cpu_memory_usage for event in profile.events() if event.cpu_memory_usage > 0)
+    assert taken < out.nbytes // 4
