@@ -14,6 +14,7 @@ from attnplug.ops import merge_into, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import Terms
 from attnplug_flash_attn.packing import packed_rows
+from attnplug_flash_attn.scratch import scratch_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -104,6 +105,13 @@ class FlashAttentionImpl(AttentionImpl):
         for part in plan.parts:
             given = self._given(part, key, value) if part.is_first else (keys, values)
             self._attend(part, query, *given, out, lse, self.terms)
+
+    def _profile(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        """Take as much memory as a step of so many rows, and let go of it. The output is left alone."""
+        del key, value, output, lse
+        query.new_empty(scratch_bytes(self.agreement, self.kernels, query.shape[0]), dtype=torch.uint8)
 
     def _given(self, part: Pass, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         """

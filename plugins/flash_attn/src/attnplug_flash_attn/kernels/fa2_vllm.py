@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 class Fa2Vllm(Kernels):
     """``_vllm_fa2_C``: pages of multiples of 16 tokens, ALiBi; no sinks."""
 
+    fills_output = True
+
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
         self._varlen_fwd = op_library.load("_vllm_fa2_C").varlen_fwd.default

@@ -20,6 +20,7 @@ class Fa3Vllm(Kernels):
     """``_vllm_fa3_C``: pages of any size, fp8, sinks, schedules made ahead; no ALiBi."""
 
     schedules = True
+    fills_output = True
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)

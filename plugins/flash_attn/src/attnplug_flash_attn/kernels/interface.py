@@ -80,6 +80,7 @@ class Kernels(ABC):
             calls have no block table.
         cumulative_keys: Whether calls with a block table say the numbers of keys as ``cu_seqlens_k``.
         schedules: Whether `schedule` may return anything but None.
+        fills_output: Whether it writes its results where they belong; where it does not, they are copied there.
 
     Args:
         agreement: What was agreed on for all layers.
@@ -88,6 +89,7 @@ class Kernels(ABC):
     paged: ClassVar[bool] = True
     cumulative_keys: ClassVar[bool] = False
     schedules: ClassVar[bool] = False
+    fills_output: ClassVar[bool] = False
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
