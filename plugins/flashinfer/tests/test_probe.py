@@ -205,6 +205,22 @@ def test_sinks_are_compiled_wherever_they_run(machine: Machine) -> None:
     assert reason.because == "install a CUDA toolkit, and set CUDA_HOME to its folder"
 
 
+def test_a_library_that_is_told_to_compile_nothing_is_taken_at_its_word(machine: Machine) -> None:
+    machine.tools("nvcc", *TOOLS)
+    decode, prefill = prebuilt.needed_modules(agreed(num_q_heads=8), H200)
+    machine.jit_cache(prefill)
+    forbidding = {"FLASHINFER_DISABLE_JIT": "0"}  # the library asks for no more than that it is set
+
+    assert str(machine.probe(agreed(num_q_heads=8), **forbidding)) == (
+        f"FLASHINFER_DISABLE_JIT is '0', and {decode} would have to be compiled: unset it; or install a "
+        f"flashinfer-jit-cache of the library's version that has {decode}"
+    )
+    assert str(machine.probe(agreed(sinks=True), **forbidding)).endswith("would have to be compiled: unset it")
+    machine.jit_cache(decode, prefill)
+    assert machine.probe(agreed(num_q_heads=8), **forbidding) is None
+    assert machine.probe(agreed(sinks=True)) is None
+
+
 @pytest.mark.parametrize("name", ["flashinfer-jit-cache", "flashinfer-cubin"])
 def test_kernels_of_another_version_are_refused(machine: Machine, name: str) -> None:
     machine.tools("nvcc", *TOOLS)

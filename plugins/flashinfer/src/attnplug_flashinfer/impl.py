@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 
-from attnplug.contract import AttentionImpl
+from attnplug.contract import AttentionImpl, CacheViews
 from attnplug.ops import write_kv
 from attnplug_flashinfer import library
 from attnplug_flashinfer.kernels import check_decode_kernel
@@ -40,10 +41,11 @@ class FlashInferImpl(AttentionImpl):
         check_decode_kernel(self.agreement)
         self._key = super().plan_key
         self._heads = (self.num_q_heads, self.head_size)
-        self._axes = (1, 0, 3, 2, 4) if self.agreement.kv_layout == "HND" else (1, 0, 2, 3, 4)
+        self._caches = CacheViews(partial(_pages, is_hnd=self.agreement.kv_layout == "HND"))
         self._writes = bool(self.forward_writes)
         # The kernels with sinks take these two by place, and no scales; the others take nothing else.
         self._extra = () if layer.sinks is None else (layer.sinks.float().contiguous(), self.scale)
+        self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
         quantized = layer.k_scale_tensor is not None
         self._scales = {"k_scale": layer.k_scale, "v_scale": layer.v_scale} if quantized else {}
 
@@ -62,14 +64,15 @@ class FlashInferImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        plan: Plan = self.plan(metadata)
+        plan: Plan = metadata.plans.get(self._key) or self.plan(metadata)
         if kv_cache is None:
             rows = metadata.num_key_rows
             operands: tuple[Any, ...] = (cast("Tensor", key)[:rows], cast("Tensor", value)[:rows])
         else:
+            halves, pages = self._caches.of(kv_cache)
             if self._writes and key is not None and value is not None:
-                self._write_kv(key, value, kv_cache, cast("Tensor", metadata.batch.slot_mapping))
-            operands = (kv_cache.permute(self._axes), *self._extra)
+                write_kv(key, value, *halves, cast("Tensor", metadata.batch.slot_mapping), *self._scale_tensors)
+            operands = (pages, *self._extra)
         if output.is_contiguous() and (lse is None or lse.is_contiguous()):
             self._attend(plan, query, operands, output.view(-1, *self._heads), lse)
         else:
@@ -91,7 +94,10 @@ class FlashInferImpl(AttentionImpl):
         if part.first or part.last != query.shape[0]:
             rows = slice(part.first, part.last)
             query, out, lse = query[rows], out[rows], None if lse is None else lse[rows]
-        part.run(query, *operands, out=out, lse=lse, return_lse=lse is not None, **self._scales)
+        if lse is None:
+            part.run(query, *operands, out=out, **self._scales)
+        else:
+            part.run(query, *operands, out=out, lse=lse, return_lse=True, **self._scales)
         return lse
 
     def _attend_twice(
@@ -134,9 +140,8 @@ class FlashInferImpl(AttentionImpl):
             lse[:tokens] = sums
 
     def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        layer = self.layer
-        keys, values = kv_cache.unbind(0)
-        write_kv(key, value, keys, values, slot_mapping, layer.k_scale_tensor, layer.v_scale_tensor)
+        halves, _ = self._caches.of(kv_cache)
+        write_kv(key, value, *halves, slot_mapping, *self._scale_tensors)
 
     def _profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
@@ -144,3 +149,9 @@ class FlashInferImpl(AttentionImpl):
         del lse
         if key is not None and value is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
+
+
+def _pages(kv_cache: Tensor, *, is_hnd: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return keys and values ``(num_blocks, block_size, num_kv_heads, head_size)``, and as the library takes them."""
+    keys, values = kv_cache.unbind(0)
+    return (keys, values), (keys.transpose(1, 2), values.transpose(1, 2)) if is_hnd else (keys, values)

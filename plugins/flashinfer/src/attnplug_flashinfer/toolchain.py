@@ -29,7 +29,16 @@ def missing_tool(modules: Sequence[str]) -> Reason | None:
     Args:
         modules: Their names, one at least.
     """
-    return _nvcc(modules) or _cxx() or _ninja()
+    return _forbidden(modules) or _nvcc(modules) or _cxx() or _ninja()
+
+
+def _forbidden(modules: Sequence[str]) -> Reason | None:
+    """Whatever it is set to, the library takes it for a yes."""
+    name = "FLASHINFER_DISABLE_JIT"
+    if not os.environ.get(name):
+        return None
+    found = f"{name} is {os.environ[name]!r}, and {', '.join(modules)} would have to be compiled"
+    return Reason("probe", name, None, found, f"unset it{_or_compiled(modules)}")
 
 
 def _nvcc(modules: Sequence[str]) -> Reason | None:
@@ -62,10 +71,15 @@ def _cuda_home() -> tuple[str | None, str]:
 
 
 def _no_nvcc(found: str, modules: Sequence[str]) -> Reason:
-    because = "install a CUDA toolkit, and set CUDA_HOME to its folder"
-    if not any("attention_sink" in name for name in modules):  # those are compiled wherever they run
-        because += f"; or install a flashinfer-jit-cache of the library's version that has {', '.join(modules)}"
+    because = f"install a CUDA toolkit, and set CUDA_HOME to its folder{_or_compiled(modules)}"
     return Reason("probe", "nvcc", None, found, because)
+
+
+def _or_compiled(modules: Sequence[str]) -> str:
+    """Modules with sinks are compiled wherever they run."""
+    if any("attention_sink" in name for name in modules):
+        return ""
+    return f"; or install a flashinfer-jit-cache of the library's version that has {', '.join(modules)}"
 
 
 def _cxx() -> Reason | None:
