@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 
 from attnplug.contract import Batch, Layer
-from attnplug.errors import NotNegotiatedError
+from attnplug.errors import LayerError, NotNegotiatedError
 from tests.backends.setting import Setting
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
@@ -124,6 +126,35 @@ def test_a_shared_prefix_runs_what_the_longest_queries_run(load_doubled, journal
     last = journal.plans[-1]
     assert last.arguments["causal"] is False
     assert {call.arguments["backend"] for call in journal.of("__init__") if call.wrapper == last.wrapper} == {backend}
+
+
+def test_the_pages_of_the_published_example(doubled) -> None:
+    from attnplug_flashinfer import arrays, cuts  # noqa: PLC0415 - the double has to be in place
+
+    table = torch.tensor([[0, 5, 8], [1, 6, 7], [3, 4, 9]], dtype=torch.int32)
+    batch = Batch.from_lengths([1, 1, 1], [40, 48, 17], block_table=table, slot_mapping=torch.zeros(3).long())
+    (rows,) = arrays.rows_of_step(batch, 16, (cuts.REST,)).parts
+
+    assert rows.indices.tolist() == [0, 5, 8, 1, 6, 7, 3, 4]
+    assert rows.indptr.tolist() == [0, 3, 6, 8]
+    assert rows.last_page_len.tolist() == [8, 16, 1]
+    assert {rows.indices.dtype, rows.indptr.dtype, rows.last_page_len.dtype, rows.starts.dtype} == {torch.int32}
+
+
+def test_a_layer_whose_values_were_not_planned_is_refused(load_doubled) -> None:
+    setting = Setting(load_doubled)
+    other = setting.backend.make_impl(Layer(name="other", scale=0.5))
+
+    with pytest.raises(LayerError, match="no plan for layer 'other'"):
+        setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])), other)
+
+
+def test_a_built_batch_travels_to_another_process_without_its_wrappers(load_doubled) -> None:
+    here, there = Setting(load_doubled), Setting(load_doubled)
+    metadata = here.builder.build(here.batch([1, 5], [9, 5]))
+    received = Batch(**pickle.loads(pickle.dumps(metadata.batch.to_dict())))
+
+    assert torch.equal(there.forward(there.builder.build(received)), here.forward(metadata))
 
 
 def test_arrays_are_made_once_per_batch(load_doubled, monkeypatch) -> None:

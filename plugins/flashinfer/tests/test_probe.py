@@ -121,7 +121,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """The same without a process of its own, for what asks neither for torch nor for metadata."""
     made = Machine(tmp_path)
     made.path.mkdir()
-    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "CXX"):
+    for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_DISABLE_JIT", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(made.path))
     monkeypatch.setattr(toolchain, "DEFAULT_HOME", str(made.default_home))

@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from attnplug.contract import GraphKey, Layer
+from attnplug.contract import Batch, GraphKey, Layer
 from tests.backends.setting import BLOCK, Setting
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
@@ -170,6 +170,57 @@ def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
     first, second = (setting.builder.once(slot, "buffers", lambda: None)[0] for slot in made)
 
     assert first.indices.shape[0] < second.indices.shape[0]
+
+
+@pytest.mark.parametrize("max_seq_len", [64, 50])
+def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_doubled, max_seq_len) -> None:
+    setting = graphs(load_doubled)
+    with setting.state.graph_capture(3):
+        slot = setting.state.slot(GraphKey(3, 3, 1, max_seq_len))
+        setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
+    buffers, _ = setting.builder.once(slot, "buffers", lambda: None)
+    setting.forward(setting.builder.build(setting.batch([1] * 3, [max_seq_len] * 3), slot=slot))
+
+    assert buffers.indices.shape == (3 * 4,)
+
+
+@pytest.mark.parametrize("num_q_heads", [4, 16], ids=["cuda_cores", "tensor_cores"])
+def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_doubled, num_q_heads) -> None:
+    setting = graphs(load_doubled, num_q_heads=num_q_heads)
+    table, slots = torch.arange(1, 9, dtype=torch.int32).view(2, 4), torch.tensor([2 * BLOCK + 13, 5 * BLOCK + 14])
+    batch = Batch.from_lengths([1, 1], [30, 15], block_table=table, slot_mapping=slots)
+    steps = [setting.builder.build(batch, slot=setting.slot(2)), setting.builder.build(batch)]
+    cache = setting.backend.make_cache(9)
+    cache.copy_(torch.randn(cache.shape))
+    rows = [torch.randn(2, heads, 64).bfloat16() for heads in (num_q_heads, 2, 2)]
+    for _ in range(20):
+        outputs = [rows[0].new_empty(2, num_q_heads * 64) for _ in steps]
+        steps = [setting.builder.advance_step(metadata) for metadata in steps]
+        for metadata, output in zip(steps, outputs, strict=True):
+            setting.impls[0].forward(*rows, cache, metadata, output)
+        assert torch.equal(*outputs)
+
+    assert [metadata.batch.seq_lens.tolist() for metadata in steps] == [[50, 35]] * 2
+
+
+def test_every_wrapper_of_a_state_uses_its_one_workspace(load_doubled, monkeypatch) -> None:
+    from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
+
+    seen = []
+    for name in ("decode_wrapper", "prefill_wrapper"):
+        make = getattr(library, name)
+        monkeypatch.setattr(
+            library,
+            name,
+            lambda workspace, *given, make=make, **more: seen.append(workspace) or make(workspace, *given, **more),
+        )
+    layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)]
+    setting = graphs(load_doubled, layers, cascade=True)
+    setting.slot()
+    setting.builder.build(setting.batch([1, 5], [9, 5]))
+
+    assert len(seen) == 6  # two plan keys: a graph, decodes and prompts each
+    assert all(workspace is setting.state.workspace for workspace in seen)
 
 
 def test_a_slot_can_be_advanced(load_doubled) -> None:

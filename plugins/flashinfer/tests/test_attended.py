@@ -1,0 +1,12 @@
+"""Every line of what the plugin attends, on the double."""
+
+from __future__ import annotations
+
+import pytest
+
+from plugins.flashinfer.tests.attended import SERVED, check_attended
+
+
+@pytest.mark.parametrize(("variant", "name"), SERVED)
+def test_output_and_lse_are_the_oracles(load_doubled, variant: str, name: str) -> None:
+    check_attended(load_doubled, variant, name)
