@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.contract.batch import PAD_SLOT_ID, Batch
     from attnplug.contract.builder import MetadataBuilder
+    from attnplug.contract.cache_views import CacheViews
     from attnplug.contract.check import check_backend_class
     from attnplug.contract.dtypes import torch_dtype
     from attnplug.contract.graph_key import GraphKey
@@ -38,6 +39,7 @@ _HOMES = {
     "Batch": "batch",
     "Cache": "kv_cache",
     "CacheTensor": "kv_cache",
+    "CacheViews": "cache_views",
     "GraphKey": "graph_key",
     "GraphSlot": "slot",
     "Layer": "layer",
@@ -63,6 +65,7 @@ __all__ = [
     "Batch",
     "Cache",
     "CacheTensor",
+    "CacheViews",
     "GraphKey",
     "GraphSlot",
     "Layer",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from attrs import evolve
 
-from attnplug.contract import AttentionImpl, torch_dtype
+from attnplug.contract import AttentionImpl, CacheViews, torch_dtype
 from attnplug.errors import LayerError
 from attnplug.ops import merge_into, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
@@ -51,7 +51,9 @@ class FlashAttentionImpl(AttentionImpl):
         self._key = (self.window, self.logits_soft_cap)
         self._heads_v = (self.num_q_heads, self.head_size_v)
         self._is_one_tensor = asked.head_size_v == asked.head_size
+        self._caches = CacheViews(_keys_and_values)
         self._writes = bool(self.forward_writes)
+        self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
         self._query_scale = layer.q_scale_tensor  # there wherever the cache is quantized
 
     @property
@@ -91,7 +93,7 @@ class FlashAttentionImpl(AttentionImpl):
         else:
             keys, values = self._pages(kv_cache)
             if self._writes and key is not None and value is not None:
-                self._write(key, value, keys, values, cast("Tensor", metadata.batch.slot_mapping))
+                write_kv(key, value, keys, values, cast("Tensor", metadata.batch.slot_mapping), *self._scale_tensors)
         if self._query_scale is not None:
             query = quantize_queries(query, self._query_scale)
         out = output.view(-1, *self._heads_v)
@@ -126,6 +128,8 @@ class FlashAttentionImpl(AttentionImpl):
                 f"it reads the cache of {self.layer.kv_sharing_target!r}, and the builder did not know of it",
                 "give all layers that run on its metadata to make_builder",
             )
+        if not part.first and part.last == key.shape[0]:
+            return key, value
         return key[part.first : part.last], value[part.first : part.last]
 
     def _attend(
@@ -199,15 +203,17 @@ class FlashAttentionImpl(AttentionImpl):
             self._attend(part, query, keys, values, out, lse, terms)
 
     def _pages(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
-        return kv_cache.unbind(0) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
+        return self._caches.of(kv_cache) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
 
     def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
-        self._write(key, value, *self._pages(kv_cache), slot_mapping)
-
-    def _write(self, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
-        write_kv(key, value, keys, values, slot_mapping, self.layer.k_scale_tensor, self.layer.v_scale_tensor)
+        write_kv(key, value, *self._pages(kv_cache), slot_mapping, *self._scale_tensors)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:
     """Return a view ``(1,)`` or ``(kv_heads,)``: what the host writes into its scale later is seen."""
     return None if scale is None else scale.view(-1)
+
+
+def _keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    keys, values = kv_cache.unbind(0)
+    return keys, values

@@ -6,12 +6,13 @@ import reprlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from attnplug.contract.guards.wording import describe
 from attnplug.contract.kv_cache import CacheTensor
 from attnplug.errors import CacheError, PluginContractError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from attnplug.contract.kv_cache import Cache
@@ -46,6 +47,7 @@ class CacheGuard:
 
     def __init__(self, specs: Mapping[str, CacheTensor], agreement: Agreement) -> None:
         self._specs = dict(specs)
+        self._role = next(iter(specs)) if len(specs) == 1 else None
         self._agreement = agreement
         self._known: dict[str, tuple[Any, Any, int | None]] = dict.fromkeys(specs, (None, None, None))
 
@@ -56,16 +58,15 @@ class CacheGuard:
         Raises:
             CacheError: The cache is not what `Backend.make_cache` makes.
         """
-        if isinstance(kv_cache, Mapping):
+        if not isinstance(kv_cache, torch.Tensor):
             return self._check_roles(kv_cache, device)
-        if len(self._specs) != 1:
+        if self._role is None:
             raise CacheError(
                 f"a cache tensor of {describe(kv_cache)} was given",
                 f"{self._agreement.id} has {self._roles()}",
                 "pass the mapping that Backend.make_cache returned",
             )
-        (role,) = self._specs
-        return self._check_tensor(role, kv_cache, device) or 0
+        return self._check_tensor(self._role, kv_cache, device) or 0
 
     def _check_roles(self, kv_cache: Mapping[str, Tensor], device: torch.device | None) -> int:
         if kv_cache.keys() != self._specs.keys():
