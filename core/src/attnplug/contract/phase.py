@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 from torch import Tensor
@@ -77,34 +77,39 @@ def phase_of(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_
 
 
 def _phase(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_tokens: int) -> Phase:
-    requests, starts = slice(first_req, first_req + num_reqs), slice(first_req, first_req + num_reqs + 1)
     host = batch.query_start_loc_cpu
     assert host is not None  # noqa: S101 - the guard has seen it
-    whole = num_reqs == batch.num_reqs
+    place: dict[str, Any] = {
+        "first_req": first_req,
+        "num_reqs": num_reqs,
+        "first_token": first_token,
+        "num_tokens": num_tokens,
+    }
+    if num_reqs == batch.num_reqs:
+        # A batch of one phase keeps its own tensors and numbers: in a graph these are bounds, and frozen.
+        return Phase(**place, **{name: getattr(batch, name) for name in (*_KEPT, *_PER_REQUEST)})
+    requests, starts = slice(first_req, first_req + num_reqs), slice(first_req, first_req + num_reqs + 1)
     rebased = host[starts] - first_token if first_token else host[starts]
     lens = batch.seq_lens_cpu
-    is_exact = not whole and lens is not None and int(lens.amax()) == batch.max_seq_len
+    is_exact = lens is not None and int(lens.amax()) == batch.max_seq_len
     return Phase(
-        first_req=first_req,
-        num_reqs=num_reqs,
-        first_token=first_token,
-        num_tokens=num_tokens,
-        # A batch of one phase keeps its own numbers: in a graph they are bounds, and frozen.
-        max_query_len=batch.max_query_len if whole else int(rebased.diff().amax()),
+        **place,
+        max_query_len=int(rebased.diff().amax()),
         max_seq_len=int(lens[requests].amax()) if is_exact and lens is not None else batch.max_seq_len,
         query_start_loc=batch.query_start_loc[starts] - first_token if first_token else batch.query_start_loc[starts],
         query_start_loc_cpu=rebased,
-        seq_lens=batch.seq_lens[requests],
         max_encoder_seq_len=batch.max_encoder_seq_len,
         **{name: _cut(getattr(batch, name), requests) for name in _PER_REQUEST},
     )
 
 
-def _cut(tensor: Tensor | None, requests: slice) -> Tensor | None:
+def _cut(tensor: Tensor | None, requests: slice) -> Any:
     return None if tensor is None else tensor[requests]
 
 
+_KEPT = ("max_query_len", "max_seq_len", "query_start_loc", "query_start_loc_cpu", "max_encoder_seq_len")
 _PER_REQUEST = (
+    "seq_lens",
     "seq_lens_cpu",
     "block_table",
     "encoder_seq_lens",

@@ -57,24 +57,22 @@ class FlashAttentionBuilder(MetadataBuilder):
         self._terms = {key: group[0].terms for key, group in groups.items()}
 
     def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
-        metadata = self.describe(batch)
-        plan = self._plan(metadata)
+        plan = self._plan(self.describe(batch))
         if not self._kernels.schedules or (fast and slot is None):  # a graph keeps reading what it was captured with
-            return evolve(metadata, plans=dict.fromkeys(self._terms, plan))
+            return self.describe(batch, plans=dict.fromkeys(self._terms, plan))
         add = self._schedules.add
-        return evolve(metadata, plans={key: add(plan, key, terms, slot) for key, terms in self._terms.items()})
+        return self.describe(batch, plans={key: add(plan, key, terms, slot) for key, terms in self._terms.items()})
 
     def _update_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
         """Schedules follow from lengths, and are kept; those of other builders may be for other layers."""
-        fresh = self.describe(batch)
-        plan = self._plan(fresh)
+        plan = self._plan(self.describe(batch))
         plans = {
             key: carried_over(plan, metadata.plans[key])
             if key in metadata.plans
             else self._schedules.add(plan, key, terms, None)
             for key, terms in self._terms.items()
         }
-        return evolve(fresh, plans=plans)
+        return self.describe(batch, plans=plans)
 
     def _plan(self, metadata: Metadata) -> Plan:
         """Return the passes of a step, without schedules."""
