@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
 _T = TypeVar("_T")
 
@@ -29,6 +29,13 @@ FEATURES: Final = (
     "kv_cache_dtype",
 )
 """The fields that `random_case` leaves alone unless it is told that they may vary."""
+
+
+def _as_pairs(
+    pattern: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None,
+) -> tuple[tuple[str, Any], ...] | None:
+    """A case hashes, and mappings do not."""
+    return None if pattern is None else tuple(sorted(dict(pattern).items()))
 
 
 @frozen(kw_only=True)
@@ -57,6 +64,7 @@ class Case:
         alibi: As in the requirements.
         sinks: As in the requirements.
         custom_mask: As in the requirements.
+        block_sparse: As in the requirements, with the names of `attnplug.testing.sparsity`.
         kv_sharing: As in the requirements: all K/V are in the cache, and none come with the call.
         decode_query_len: As in the requirements.
         kv_cache_dtype: As in the requirements.
@@ -87,6 +95,7 @@ class Case:
     alibi: str | None = None
     sinks: bool = False
     custom_mask: bool = False
+    block_sparse: tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
     kv_sharing: bool = False
     decode_query_len: int = 1
     kv_cache_dtype: str = "auto"
@@ -160,6 +169,7 @@ class Case:
             alibi=self.alibi,
             sinks=self.sinks,
             custom_mask=self.custom_mask,
+            block_sparse=self.block_sparse,  # type: ignore[arg-type] # pairs are taken as well
             kv_sharing=self.kv_sharing,
             decode_query_len=self.decode_query_len,
             kv_cache_dtype=self.kv_cache_dtype,

@@ -6,9 +6,16 @@ It shares no code with any backend. Nothing here is fast.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from attrs import frozen
 from torch import Tensor
+
+from attnplug.testing.sparsity import seen_by
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @frozen(eq=False)
@@ -42,6 +49,7 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
+    block_sparse: Mapping[str, Any] | None = None,
 ) -> Attended:
     """
     Attend the keys of one request.
@@ -64,13 +72,15 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         alibi_slopes: ``(num_q_heads,)``.
         sinks: ``(num_q_heads,)`` logits that take part in the softmax and have no value.
         custom_mask: ``(queries, keys)`` bool: what is False is not attended, whatever else allows it.
+        block_sparse: The parameters of a pattern, see `attnplug.testing.sparsity`; all heads are here.
     """
     num_queries, num_q_heads, _ = query.shape
     group = num_q_heads // key.shape[1]
     queries = torch.arange(num_queries) + key.shape[0] - num_queries
-    visible = _visible(queries, torch.arange(key.shape[0]), window, attention_chunk, causal=causal)
+    positions = torch.arange(key.shape[0])
+    visible = _visible(queries, positions, window, attention_chunk, causal=causal)
     visible = visible if custom_mask is None else visible & custom_mask
-    distance = (queries[:, None] - torch.arange(key.shape[0])[None, :]).abs().double()
+    distance = (queries[:, None] - positions[None, :]).abs().double()
 
     output = torch.zeros(num_queries, num_q_heads, value.shape[2], dtype=torch.float64)
     lse = torch.full((num_queries, num_q_heads), -torch.inf, dtype=torch.float64)
@@ -83,8 +93,12 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
         if alibi is not None and alibi_slopes is not None:
             slope = alibi_slopes[head].double()
             scores = scores - slope * (distance if alibi == "linear" else distance.sqrt())
+        mine = visible
+        if block_sparse is not None:
+            heads = {"num_q_heads": num_q_heads, "num_kv_heads": key.shape[1]}
+            mine = visible & seen_by(head, block_sparse, **heads, queries=queries, keys=positions)
         for row in range(num_queries):
-            seen = visible[row]
+            seen = mine[row]
             if seen.any():
                 lse[row, head] = torch.logsumexp(scores[row, seen], 0)
             lse_with_sink[row, head] = lse[row, head]

@@ -140,6 +140,7 @@ class Scene:
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
             custom_mask=None if self.masks is None else self.masks[request],
+            block_sparse=None if case.block_sparse is None else dict(case.block_sparse),
         )
 
     def layer(

@@ -33,6 +33,7 @@ _AT_LENGTH: Final = (
     "kv_cache_dtype",
     "return_lse",
     "paged",
+    "block_sparse",
 )
 _HEADS: Final = 8
 

@@ -29,6 +29,7 @@ _FEATURES: Final = (
     "kv_cache_dtype",
     "kv_layout",
     "return_lse",
+    "block_sparse",
 )
 _STEPS: Final = ((5, 30, 0), (41,), (17, 17, 17, 2))  # context lengths of the requests of each replay
 _REQUESTS: Final = 5

@@ -14,6 +14,7 @@ from attnplug.testing.kit.rig import Rig
 from attnplug.testing.kit.serving import load_for
 from attnplug.testing.kit.tier import Tier, over
 from attnplug.testing.scene import realise
+from attnplug.testing.sparsity import EVERYTHING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +34,9 @@ _FEATURES: Final = (
     "sinks",
     "causal",
     "custom_mask",
+    "block_sparse",
 )
+_WITHOUT: Final = {"block_sparse": tuple(sorted(EVERYTHING.items()))}  # there may be nothing without a pattern
 _GAINS: Final = (4.0, 1.0)  # scores that a soft cap bends; scores beside which a sink counts
 
 
@@ -88,13 +91,14 @@ def _features(subject: Subject) -> dict[str, Any]:
     """Each ask for a feature that changes what attention is, beside the same ask without it."""
     asks = menu_of(subject).asks
     shown = {item: ask for item, ask in asks.items() if item.field in _FEATURES}
-    without = {item: ask.and_(**{item.field: None}) for item, ask in shown.items()}
+    without = {item: ask.and_(**{item.field: _WITHOUT.get(item.field)}) for item, ask in shown.items()}
     return {str(item): (item.field, ask, without[item]) for item, ask in shown.items() if _is_visible(item.value)}
 
 
 def _is_visible(value: Any) -> bool:
-    """Whether a value changes the outputs of the batch: a window of more than its tokens does not."""
-    return not isinstance(value, int) or value < 30
+    """Whether a value changes the outputs of the batch: a window, or a block, of more than its tokens does not."""
+    size = dict(value)["block_size"] if isinstance(value, tuple) else value
+    return not isinstance(size, int) or size < 30
 
 
 class Listening(Tier):

@@ -16,6 +16,7 @@ from attnplug.testing.kit.rig import Rig
 from attnplug.testing.kit.serving import load_for, plain
 from attnplug.testing.kit.tier import Tier, needs
 from attnplug.testing.scene import CANARY, realise
+from attnplug.testing.sparsity import EVERYTHING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,10 +93,14 @@ def _counts_sink(subject: Subject) -> bool:
 
 
 def _demand_merged(subject: Subject, **fields: Any) -> None:
-    whole = realise(plain(subject, return_lse=True, **fields).case(52, query_lens=(1, 1), context_lens=(40, 17)))
+    # The pattern of a part of the keys is no part of the pattern.
+    base: dict[str, Any] = {"return_lse": True}
+    if plain(subject, **base).fields.get("block_sparse"):
+        base["block_sparse"] = tuple(sorted(EVERYTHING.items()))
+    whole = realise(plain(subject, **base, **fields).case(52, query_lens=(1, 1), context_lens=(40, 17)))
     states, cut = [], 9
     for asked, part in (({}, slice(None, cut)), (fields, slice(cut, None))):
-        ask = plain(subject, return_lse=True, **asked)
+        ask = plain(subject, **base, **asked)
         scene = _part(whole, part, sinks="sinks" in asked)
         ran = Rig(load_for(subject, ask, scene.case), scene).run(scene)
         states += [ran.output.float().cpu(), ran.lse.cpu()]

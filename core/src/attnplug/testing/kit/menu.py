@@ -14,6 +14,7 @@ from attnplug.request.domain import Flag, Integer, Level, Names, Number
 from attnplug.request.fields import FIELDS
 from attnplug.testing.kit.ask import NARROW, Ask
 from attnplug.testing.kit.subject import Subject
+from attnplug.testing.sparsity import NEEDED, is_known
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,9 +36,15 @@ _LARGEST: Final = 1024
 _FLOATS: Final = ("float32", "bfloat16", "float16")
 _ELSEWHERE: Final[dict[str, str]] = {
     "dcp_size": "the kit runs in one process, and a spread cache needs several ranks",
-    "block_sparse": "a pattern means what its backend says, so no oracle knows it",
     "output_quant": "the oracle's outputs are not quantized",
 }
+_PATTERNS: Final[tuple[dict[str, Any], ...]] = (
+    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 1, "vert_stride": 3},
+    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 0, "vert_stride": 2},
+    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 2, "vert_stride": 3, "homo_head": True},
+    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 1, "vert_stride": 4, "homo_head_group": True},
+    {"max_seqlen": 4096, "block_size": 64, "local_blocks": 2, "vert_stride": 8},
+)
 _ALWAYS: Final = {"gqa_ratio": (1, 2, 4, 7, 8), "num_kv_heads": (2,), "paged": (True, False)}
 
 
@@ -154,6 +161,9 @@ def _of_devices(subject: Subject, name: str, constraint: Constraint) -> Iterator
 def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
     """Every value of a list; of ranges their ends, and some between."""
     domain = FIELDS[name].domain
+    if name == "block_sparse":
+        patterns = (*constraint.choices(), *map(domain.canonical, _PATTERNS))
+        return tuple(dict.fromkeys(pattern for pattern in patterns if constraint.allows(pattern)))
     if isinstance(domain, (Integer, Number)):
         highest = [part.max for part in constraint.alternatives if isinstance(part, Range) and part.max is not None]
         samples = [value for value in _SAMPLES.get(name, ()) if constraint.allows(value)]
@@ -178,6 +188,8 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
         return f"the kit states no tolerance for {value}"
     if name == "kv_cache_dtype" and value not in ("auto", *NARROW):
         return f"the oracle rounds to {' and '.join(NARROW)} alone"
+    if name == "block_sparse" and not is_known(dict(value)):
+        return f"the oracle knows patterns of {', '.join(NEEDED)} alone, and what slides from head to head"
     return _ELSEWHERE.get(name, "")
 
 
@@ -192,6 +204,9 @@ def _asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
     needed = _needed(subject, fields)
     if needed:
         yield from _plain_asks(subject, {**needed, **fields})
+    if "block_sparse" in subject.supports and "block_sparse" not in fields:  # there may be nothing without a pattern
+        for pattern in _values("block_sparse", subject.supports["block_sparse"]):
+            yield from _plain_asks(subject, {**needed, **fields, "block_sparse": pattern})
     for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
         for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
             yield from _plain_asks(subject, {**fields, name: value})

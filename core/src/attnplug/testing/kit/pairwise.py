@@ -33,6 +33,7 @@ _COMPILED: Final = (
     "alibi",
     "sinks",
     "custom_mask",
+    "block_sparse",
 )
 _COMPILED_IN: Final = ("sliding_window", "attention_chunk", "logits_soft_cap")
 _Kernel = tuple[Any, ...]

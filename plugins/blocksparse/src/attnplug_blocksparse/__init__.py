@@ -1,0 +1,1 @@
+"""Block-sparse attention for attnplug: local blocks and vertical strides, in Triton."""

@@ -1,0 +1,58 @@
+"""The backend."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Final
+
+from attnplug.contract import Backend
+from attnplug_blocksparse.builder import BlocksparseBuilder
+from attnplug_blocksparse.decode import scratch_bytes
+from attnplug_blocksparse.impl import BlocksparseImpl
+from attnplug_blocksparse.state import BlocksparseState
+from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
+from attnplug_blocksparse.warmup import run_each_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnplug.contract import GraphKey, Limits
+
+_MULTIPROCESSORS: Final = 132
+"""Of an H100 or H200, where a device does not say."""
+
+
+class BlocksparseBackend(Backend):
+    """Local blocks and vertical strides, over a paged cache, or over keys and values that come with the call."""
+
+    impl_class = BlocksparseImpl
+    builder_class = BlocksparseBuilder
+    state_class = BlocksparseState
+
+    @cached_property
+    def prefill_tiles(self) -> PrefillTiles:
+        """How prompts are computed."""
+        return PrefillTiles.of(self.agreement.requirements.head_size)
+
+    @cached_property
+    def decode_tiles(self) -> DecodeTiles:
+        """How decodes are computed."""
+        return DecodeTiles.of(self.agreement.requirements.head_size)
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of the device that was selected for."""
+        return self.selection.device.num_multiprocessors or _MULTIPROCESSORS
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the size of the partial results of the decodes: as many as programs are wanted, and one a request."""
+        asked = self.agreement.requirements
+        if not asked.paged or "decode" not in asked.phases:
+            return 0
+        parts = self.decode_tiles.most_parts(limits.max_num_reqs, asked.num_kv_heads, self.multiprocessors)
+        return scratch_bytes(parts, asked.num_q_heads, asked.head_size)
+
+    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+        """Compile the kernels: a tiny step of each kind is run."""
+        if shapes:
+            run_each_kernel(self)

@@ -1,0 +1,107 @@
+"""Turns a batch into a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from attrs import evolve
+
+from attnplug.contract import MetadataBuilder
+from attnplug_blocksparse.decode import Tokens
+from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_blocksparse.pattern import Pattern
+from attnplug_blocksparse.plan import Plan
+from attnplug_blocksparse.prefill import Prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from attnplug.contract import AttentionImpl, Batch, GraphSlot, Metadata, Phase, State
+    from attnplug_blocksparse.backend import BlocksparseBackend
+
+
+class BlocksparseBuilder(MetadataBuilder):
+    """
+    Makes one `Plan` per step. Which blocks a row attends the kernels find by themselves, from the lengths on the
+    device: a replayed graph needs nothing new but those.
+    """
+
+    takes_slots = True
+    backend: BlocksparseBackend
+
+    def __init__(self, backend: BlocksparseBackend, impls: Sequence[AttentionImpl], state: State) -> None:
+        super().__init__(backend, impls, state)
+        asked = self.agreement.requirements
+        params = BlocksparseParams.of(
+            dict(asked.block_sparse or {}),
+            num_heads=asked.num_q_heads,
+            num_kv_heads=asked.num_kv_heads,
+            tp_size=self.parallel.tp_size,
+            tp_rank=self.parallel.tp_rank,
+        )
+        self.pattern = Pattern(params, state.device)
+        self._is_paged = bool(asked.paged)
+        # What an 8-bit cache makes of keys is attended in every step, the first one included.
+        self._uses_rows = asked.dtype == self.agreement.kv_cache_dtype
+
+    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+        del fast, slot
+        metadata = self.describe(batch)
+        plan = self._paged(metadata) if self._is_paged else self._dense(batch)
+        return evolve(metadata, plans=dict.fromkeys(self.plan_groups, plan))
+
+    def _dense(self, batch: Batch) -> Plan:
+        prompts = Prompts(
+            pattern=self.pattern,
+            query_starts=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            key_starts=batch.key_start_loc,
+            longest_query=batch.max_query_len,
+        )
+        rows = slice(0, batch.num_actual_tokens)
+        return Plan(prompts=prompts, prompt_rows=rows, reads_rows=True)
+
+    def _paged(self, metadata: Metadata) -> Plan:
+        decodes, prefills = metadata.decodes, metadata.prefills
+        tokens = None if decodes is None else self._tokens(decodes)
+        reads_rows = prefills is not None and self._uses_rows and _is_whole(prefills)
+        return Plan(
+            tokens=tokens,
+            prompts=None if prefills is None else self._prompts(prefills, reads_rows=reads_rows),
+            decode_rows=slice(0) if decodes is None else decodes.rows,
+            prompt_rows=slice(0) if prefills is None else prefills.rows,
+            reads_rows=reads_rows,
+        )
+
+    def _tokens(self, decodes: Phase) -> Tokens:
+        return Tokens(
+            pattern=self.pattern,
+            query_starts=decodes.query_start_loc,
+            seq_lens=decodes.seq_lens,
+            table=cast("Tensor", decodes.block_table),
+            num_splits=self.backend.decode_tiles.splits(
+                sequences=decodes.num_reqs * self.agreement.requirements.num_kv_heads,
+                blocks=self.pattern.most_blocks(decodes.max_seq_len),
+                multiprocessors=self.backend.multiprocessors,
+            ),
+            scratch=self.state.workspace,
+        )
+
+    def _prompts(self, prefills: Phase, *, reads_rows: bool) -> Prompts:
+        return Prompts(
+            pattern=self.pattern,
+            query_starts=prefills.query_start_loc,
+            seq_lens=prefills.seq_lens,
+            key_starts=prefills.query_start_loc if reads_rows else None,
+            table=None if reads_rows else prefills.block_table,
+            longest_query=prefills.max_query_len,
+        )
+
+
+def _is_whole(prefills: Phase) -> bool:
+    """Whether all prompts come in one piece: no request has keys from before this step."""
+    lens = prefills.seq_lens_cpu
+    return lens is not None and torch.equal(prefills.query_start_loc_cpu.diff(), lens)

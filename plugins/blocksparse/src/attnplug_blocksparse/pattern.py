@@ -1,0 +1,64 @@
+"""A pattern as the kernels take it: numbers that are compiled in, and per KV head which blocks its heads attend."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from attrs import define, field
+
+from attnplug_blocksparse.params import BlocksparseParams
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@define(eq=False, slots=False)
+class Pattern:
+    """
+    Parameters with what is derived from them, once for all steps.
+
+    The kernels find the blocks of a row from these numbers: there is no list of blocks, and no mask.
+
+    Attributes:
+        params: The parameters of this rank.
+        device: Where the tables are.
+    """
+
+    params: BlocksparseParams = field()
+    device: torch.device = field()
+
+    @property
+    def constants(self) -> tuple[int, int, int, bool]:
+        """Block size, local blocks, vertical stride, and whether the pattern slides by KV heads."""
+        params = self.params
+        return params.block_size, params.local_blocks, params.vert_stride, params.slides_by_kv_head
+
+    @property
+    def numbers(self) -> tuple[int, int]:
+        """The first head of this rank, and the blocks by which the pattern slides per head."""
+        return self.params.first, abs(self.params.head_sliding_step)
+
+    @cached_property
+    def residues(self) -> Tensor:
+        """``(num_kv_heads, vert_stride)`` int32: the residues of each group's vertical blocks, rising, then zeros."""
+        found = torch.zeros(self.params.num_kv_heads, self.params.vert_stride, dtype=torch.int32)
+        for head, row in enumerate(found):
+            residues = self.params.residues(head)
+            row[: len(residues)] = torch.tensor(residues, dtype=torch.int32)
+        return found.to(self.device)
+
+    @cached_property
+    def before(self) -> Tensor:
+        """``(num_kv_heads, vert_stride + 1)`` int32: how many of these residues are less than 0, 1, ..., all."""
+        edges = range(self.params.vert_stride + 1)
+        rows = [self.params.residues(head) for head in range(self.params.num_kv_heads)]
+        counts = [[sum(residue < edge for residue in row) for edge in edges] for row in rows]
+        return torch.tensor(counts, dtype=torch.int32).to(self.device)
+
+    def most_blocks(self, length: int) -> int:
+        """Return how many blocks the heads of a KV head attend together, at most, in a decode at this length."""
+        blocks = -(-length // self.params.block_size)
+        most = max(len(self.params.residues(head)) for head in range(self.params.num_kv_heads))
+        return min(blocks, self.params.local_blocks + -(-blocks // self.params.vert_stride) * most)

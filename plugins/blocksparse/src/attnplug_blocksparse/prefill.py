@@ -1,0 +1,90 @@
+"""Launches the kernel for prompts: on the rows that come with the call, or on pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import triton
+from attrs import frozen
+from torch import Tensor
+
+from attnplug_blocksparse.launching import INTERPRETED, launch
+from attnplug_blocksparse.pattern import Pattern
+from attnplug_blocksparse.triton_prefill import _prefill
+
+if TYPE_CHECKING:
+    from attnplug_blocksparse.scales import Scales
+    from attnplug_blocksparse.tiles import PrefillTiles
+
+
+@frozen(eq=False, kw_only=True)
+class Prompts:
+    """
+    The requests of one launch.
+
+    Attributes:
+        pattern: Which blocks a head attends.
+        query_starts: ``(num_reqs + 1,)`` int32, from 0.
+        seq_lens: ``(num_reqs,)`` int32 keys per request.
+        key_starts: As `query_starts` for the rows of keys; None where they are in pages.
+        table: ``(num_reqs, max_blocks)`` int32 pages; None where keys are rows.
+        longest_query: Rows of the longest request.
+    """
+
+    pattern: Pattern
+    query_starts: Tensor
+    seq_lens: Tensor
+    key_starts: Tensor | None = None
+    table: Tensor | None = None
+    longest_query: int = 0
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    prompts: Prompts,
+    scales: Scales,
+    tiles: PrefillTiles,
+) -> None:
+    """
+    Attend, and write output and LSE.
+
+    Args:
+        query: ``(tokens, num_q_heads, head_size)``.
+        key: ``(tokens, num_kv_heads, head_size)`` of all keys, one request after another, or the pages
+            ``(num_blocks, page_size, num_kv_heads, head_size)``, of any strides but the last.
+        value: As `key`.
+        out: ``(tokens, num_q_heads, head_size)``, heads side by side.
+        lse: ``(tokens, num_q_heads)`` float32, natural log, or None.
+        prompts: The requests.
+        scales: Of the layer.
+        tiles: How it is computed.
+    """
+    requests, (heads, size) = prompts.seq_lens.shape[0], query.shape[1:]
+    page_size = 0 if prompts.table is None else key.shape[1]
+    # A tile more than rows need: tiles begin at multiples of their size in the sequence, wherever a chunk begins.
+    num_tiles = -(-prompts.longest_query // tiles.rows) + 1
+    sums = query if lse is None else lse
+    table = prompts.seq_lens if prompts.table is None else prompts.table
+    tensors = (
+        query, key, value, out, sums, prompts.query_starts,
+        prompts.query_starts if prompts.key_starts is None else prompts.key_starts,
+        prompts.seq_lens, table,
+        sums if scales.keys is None else scales.keys, sums if scales.values is None else scales.values,
+    )  # fmt: skip
+    of_page = (key.stride(0), value.stride(0)) if page_size else (0, 0)
+    strides = (
+        query.stride(0), query.stride(1), of_page[0], *key.stride()[-3:-1], of_page[1], *value.stride()[-3:-1],
+        out.stride(0), *((0, 0) if lse is None else lse.stride()),
+    )  # fmt: skip
+    of_request = 0 if prompts.table is None else prompts.table.stride(0)
+    numbers = (of_request, requests, num_tiles, scales.scores, *prompts.pattern.numbers)
+    constants = (
+        heads, heads // key.shape[-2], size, triton.next_power_of_2(size), page_size, *prompts.pattern.constants,
+        scales.keys is not None, lse is not None, tiles.rows, tiles.keys, tiles.stages, INTERPRETED,
+    )  # fmt: skip
+    programs = num_tiles * requests * heads
+    launch(_prefill, programs, tensors, strides, numbers, constants, num_warps=tiles.warps)
