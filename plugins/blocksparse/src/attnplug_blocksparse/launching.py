@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import triton
 
-from attnplug.triton_launch import Launch
+from attnplug.ops import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
