@@ -22,7 +22,9 @@ class ExactKernels(Kernels):
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
     ) -> None:
         assert self.paged or call.block_table is None
+        assert (call.leftpad_k is None) == (call.block_table is None or not self.wants_leftpad)
         starts = call.cu_seqlens_q.tolist()
+        assert call.leftpad_k is None or call.leftpad_k.tolist() == [0] * (len(starts) - 1)
         assert starts[0] == 0
         assert query.dtype == key.dtype == value.dtype
         assert starts[-1] <= query.shape[0]
@@ -82,6 +84,12 @@ class CumulativeKernels(ExactKernels):
     """Is told where the keys of each request would start, with pages too."""
 
     cumulative_keys = True
+
+
+class PaddedKernels(ExactKernels):
+    """Wants a padding to the left, of 0 slots."""
+
+    wants_leftpad = True
 
 
 class PackedKernels(ExactKernels):

@@ -74,7 +74,7 @@ class Pages(Kernels):
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms) -> None:
         asked = self.agreement.requirements
-        numbers = (call.cu_seqlens_q, call.seqused_k, call.cu_seqlens_k, call.block_table)
+        numbers = (call.cu_seqlens_q, call.seqused_k, call.cu_seqlens_k, call.block_table, call.leftpad_k)
         assert all(tensor is None or tensor.dtype == torch.int32 for tensor in numbers)
         assert all(tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in numbers)
         assert query.dtype == key.dtype == value.dtype
@@ -87,6 +87,9 @@ class Pages(Kernels):
         assert self.paged or call.block_table is None
         assert (call.seqused_k is None) == (call.block_table is None)
         assert (call.cu_seqlens_k is None) == (call.block_table is not None and not self.cumulative_keys)
+        assert (call.leftpad_k is None) == (call.block_table is None or not self.wants_leftpad)
+        if call.leftpad_k is not None:
+            assert call.leftpad_k.tolist() == [0] * (len(call.cu_seqlens_q) - 1)
         if call.block_table is not None and call.seqused_k is not None:
             assert int(call.seqused_k.amax()) <= call.max_seqlen_k
             if call.cu_seqlens_k is not None:
@@ -125,6 +128,12 @@ class Packed(Pages):
     paged = False
 
 
+class Padded(Pages):
+    """Wants a padding to the left, of 0 slots."""
+
+    wants_leftpad = True
+
+
 class Scheduled(Pages):
     """Makes schedules ahead, like FlashAttention 3."""
 
@@ -146,7 +155,7 @@ def _scaled(rows: Tensor, scale: Tensor | None, kv_heads: int) -> Tensor:
     return rows.double() * each[:, None]
 
 
-KINDS: Final = {"pages": Pages, "cumulative": Cumulative, "packed": Packed, "scheduled": Scheduled}
+KINDS: Final = {"pages": Pages, "cumulative": Cumulative, "packed": Packed, "padded": Padded, "scheduled": Scheduled}
 
 
 def load(requirements: Requirements, variant: str = "pages") -> ExactBackend:

@@ -68,6 +68,7 @@ class Requests:
             seqused_k=torch.tensor(self.keys, dtype=torch.int32) if in_pages else None,
             cu_seqlens_k=starts_of(self.keys) if not in_pages or adapter.cumulative_keys else None,
             block_table=self.table if in_pages else None,
+            leftpad_k=torch.zeros(len(self.keys), dtype=torch.int32) if in_pages and adapter.wants_leftpad else None,
         )
         return evolve(found, **more)
 

@@ -10,7 +10,7 @@ from attnplug.contract import Batch, Layer, Limits
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import BLOCK, Setting
 
-KINDS = ["pages", "cumulative", "packed", "scheduled"]
+KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 
 
 def plan_of(setting: Setting, batch: Batch, **keywords):

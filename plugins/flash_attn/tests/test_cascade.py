@@ -15,7 +15,7 @@ from attnplug.testing.closeness import assert_close
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import BLOCK, Setting
 
-KINDS = ["pages", "cumulative", "packed", "scheduled"]
+KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 SINKS = torch.linspace(-1.0, 3.0, 4)
 ASKED: dict[str, Any] = {"cascade": True, "dtype": "float32", "return_lse": True}
 

@@ -42,7 +42,7 @@ CALLS: dict[tuple[str, str], tuple[int, set[str]]] = {
         3, {*_COMMON, *_KEYS, *_FP8, "seqused_k", "num_splits", "return_attn_probs"},
     ),
     ("fa3", "flash_attn_with_kvcache"): (
-        3, {*_COMMON, *_FP8, "cache_seqlens", "page_table", "num_splits", "return_softmax_lse"},
+        3, {*_COMMON, *_FP8, "cache_seqlens", "cache_leftpad", "page_table", "num_splits", "return_softmax_lse"},
     ),
     ("fa4", "flash_attn_varlen_func"): (
         3, {*_COMMON, *_KEYS, "seqused_k", "page_table", "learnable_sink", "num_splits", "return_lse"},

@@ -13,7 +13,7 @@ DECODES = ([[1, 1], [9, 20]], [[1, 1, 1, 1], [40, 2, 17, 16]], [[1], [60]])
 MIXED = ([[1, 7], [9, 20]], [[16], [16]], [[1, 1, 1, 9], [40, 2, 17, 16]])
 
 
-@pytest.mark.parametrize("kind", ["pages", "cumulative", "scheduled"])
+@pytest.mark.parametrize("kind", ["pages", "cumulative", "padded", "scheduled"])
 @pytest.mark.parametrize(("key", "steps"), [(GraphKey(4, 4, 1), DECODES), (GraphKey(4, 16), MIXED)])
 def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
     setting = Setting(load, variant=kind, cudagraph="always")
@@ -44,7 +44,7 @@ def eager(setting: Setting, query_lens: list[int], seq_lens: list[int], rows: in
     return output
 
 
-@pytest.mark.parametrize("kind", ["pages", "cumulative", "scheduled"])
+@pytest.mark.parametrize("kind", ["pages", "cumulative", "padded", "scheduled"])
 def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
     setting = Setting(load, variant=kind, cudagraph="always")
     with setting.state.graph_capture(4):

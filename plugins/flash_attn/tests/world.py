@@ -8,12 +8,17 @@ from attnplug.negotiation.agreement import Agreement
 from attnplug.request.device import Device
 from attnplug.selection.selection import Selection
 from attnplug_flash_attn.backend import FlashAttentionBackend
-from plugins.flash_attn.tests.exact_kernels import CumulativeKernels, ExactKernels, PackedKernels
+from plugins.flash_attn.tests.exact_kernels import CumulativeKernels, ExactKernels, PackedKernels, PaddedKernels
 
 if TYPE_CHECKING:
     from attnplug import Requirements
 
-KERNELS: Final = {"pages": ExactKernels, "cumulative": CumulativeKernels, "packed": PackedKernels}
+KERNELS: Final = {
+    "pages": ExactKernels,
+    "cumulative": CumulativeKernels,
+    "packed": PackedKernels,
+    "padded": PaddedKernels,
+}
 
 
 class ExactBackend(FlashAttentionBackend):
@@ -28,7 +33,8 @@ def make_backend(requirements: Requirements, reads: str = "pages", cudagraph: st
 
     Args:
         requirements: With a block size.
-        reads: What the kernels take: ``"pages"``, ``"cumulative"`` lengths with pages, or keys that are ``"packed"``.
+        reads: What the kernels take: ``"pages"``, ``"cumulative"`` lengths with pages, keys that are ``"packed"``, or
+            pages with zeros for what is ``"padded"`` to the left.
         cudagraph: The agreed graph level.
     """
     agreement = Agreement(

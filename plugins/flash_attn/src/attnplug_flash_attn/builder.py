@@ -13,7 +13,7 @@ from attnplug_flash_attn.cascade import behind_prefix, prefix_rows
 from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Call
 from attnplug_flash_attn.packing import packed, rows_of_shard
-from attnplug_flash_attn.passes import Pass, Plan, Rows, as_taken, call_of
+from attnplug_flash_attn.passes import Pass, Plan, Rows, as_taken, call_of, leftpad_of
 from attnplug_flash_attn.schedule import Schedules, carried_over
 from attnplug_flash_attn.splits import num_splits
 
@@ -45,6 +45,8 @@ class FlashAttentionBuilder(MetadataBuilder):
         self._is_cross = asked.attn_type == "encoder_decoder"
         self._block_size = self.agreement.block_size or 1
         self._schedules = Schedules(self, self._kernels)
+        # Graphs read it where it is: a slot keeps the builders that were captured, and nobody writes it.
+        self._leftpad = leftpad_of(self._kernels, self.limits.max_num_reqs, state.device)
         # Chunks of a prompt read pages, and pages and rows are tiled in other ways: never where results may not differ.
         self._uses_rows = (
             asked.dtype == self.agreement.kv_cache_dtype
@@ -138,7 +140,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         return Pass(self._taken(call, slot, name), rows.first, rows.last)
 
     def _taken(self, call: Call, slot: GraphSlot | None, name: str) -> Call:
-        return as_taken(call, self._kernels, lambda kind, tensor: self.keep(slot, (name, kind), tensor))
+        return as_taken(call, self._kernels, self._leftpad, lambda kind, tensor: self.keep(slot, (name, kind), tensor))
 
     def _bounded(self, call: Call, name: str) -> Call:
         """Libraries choose tiles by the longest query and the most keys: all batches have the same ones if need be."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
@@ -117,15 +118,23 @@ def call_of(rows: Rows, num_splits: int) -> Call:
     )
 
 
-def as_taken(call: Call, kernels: Kernels, keep: Callable[[str, Tensor], Tensor]) -> Call:
+def leftpad_of(kernels: Kernels, requests: int, device: torch.device) -> Tensor | None:
+    """Return `Call.leftpad_k` of so many requests; None where the library wants none. Nobody writes it again."""
+    return torch.zeros(requests, dtype=torch.int32, device=device) if kernels.wants_leftpad else None
+
+
+def as_taken(call: Call, kernels: Kernels, leftpad: Tensor | None, keep: Callable[[str, Tensor], Tensor]) -> Call:
     """
     Return a call on pages as a library that reads pages takes it.
 
     Args:
         call: As `call_of` returns it.
         kernels: The library.
+        leftpad: As `leftpad_of` has returned it, of the call's requests or more.
         keep: Takes a tensor of this step by name, and returns it as a graph may read it.
     """
+    if leftpad is not None:
+        call = evolve(call, leftpad_k=leftpad[: call.cu_seqlens_q.shape[0] - 1])
     if call.seqused_k is None or not kernels.cumulative_keys:
         return call
     return evolve(call, cu_seqlens_k=keep("cu_seqlens_k", cumulative(call.seqused_k)))

@@ -11,7 +11,7 @@ from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.gathering import cumulative
 from attnplug_flash_attn.kernels.interface import Call
-from attnplug_flash_attn.passes import as_taken
+from attnplug_flash_attn.passes import as_taken, leftpad_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,7 +60,7 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
     held = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
     keys, values = cache.unbind(0)
     if backend.kernels.paged:
-        context = as_taken(held, backend.kernels, lambda _, kept: kept)
+        context = as_taken(held, backend.kernels, leftpad_of(backend.kernels, 2, device), lambda _, kept: kept)
     else:
         context = evolve(held, cu_seqlens_k=starts, seqused_k=None, block_table=None)
         keys, values = key, value  # packed, they look like these

@@ -10,6 +10,7 @@ from flash_attn_double.generation3 import Rows, fwd
 from flash_attn_double.keys import Keys
 from flash_attn_double.noting import noted
 from flash_attn_double.refusal import demand
+from flash_attn_double.tiles import OWN
 
 
 @noted("fa3")
@@ -47,7 +48,7 @@ def flash_attn_varlen_func(  # noqa: PLR0917 - the library's own
     )  # fmt: skip
     keys = Keys(key=k, value=v, starts=cu_seqlens_k, used=seqused_k)
     terms = Scores(scale=softmax_scale, softcap=softcap, left=window_size[0], right=window_size[1])
-    found = fwd(rows, keys, terms, causal=causal)
+    found = fwd(OWN, rows, keys, terms, causal=causal)
     return found if return_attn_probs else found[0]
 
 
@@ -85,7 +86,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0917 - the library's own
     return_softmax_lse=False,
 ) -> Any:
     """Attend packed rows, and keys in pages."""
-    unknown = (k, v, qv, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, cu_seqlens_k_new, rotary_seqlens)
+    unknown = (k, v, qv, rotary_cos, rotary_sin, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens)
     demand(all(each is None for each in (*unknown, scheduler_metadata, pack_gqa)), "the double does not know these")
     demand(not attention_chunk and rotary_interleaved and not sm_margin, "the double does not know these")
     demand(cu_seqlens_q is not None and page_table is not None, "the double knows packed rows and pages alone")
@@ -93,7 +94,7 @@ def flash_attn_with_kvcache(  # noqa: PLR0917 - the library's own
         query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=page_table.shape[1] * k_cache.shape[1],
         descales=(q_descale, k_descale, v_descale),
     )  # fmt: skip
-    keys = Keys(key=k_cache, value=v_cache, used=cache_seqlens, table=page_table)
+    keys = Keys(key=k_cache, value=v_cache, used=cache_seqlens, table=page_table, leftpad=cache_leftpad)
     terms = Scores(scale=softmax_scale, softcap=softcap, left=window_size[0], right=window_size[1])
-    found = fwd(rows, keys, terms, causal=causal)
+    found = fwd(OWN, rows, keys, terms, causal=causal)
     return (*found, torch.empty(0), torch.empty(0)) if return_softmax_lse else found[0]

@@ -8,15 +8,21 @@ from flash_attn_interface import flash_attn_varlen_func, flash_attn_with_kvcache
 
 from attnplug_flash_attn.kernels.interface import Kernels
 from attnplug_flash_attn.kernels.results import descales_of, keep_lse
+from attnplug_flash_attn.kernels.whole_tiles import may_be_whole_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnplug import Agreement
     from attnplug_flash_attn.kernels.interface import Call, Terms
 
 
 class Fa3(Kernels):
     """``flash_attn_interface``: pages of any size, fp8; no ALiBi, no sinks."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement)
+        self.wants_leftpad = may_be_whole_tiles(agreement)
 
     def attend(  # noqa: D102
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
@@ -48,6 +54,7 @@ class Fa3(Kernels):
                 key,
                 value,
                 cache_seqlens=call.seqused_k,
+                cache_leftpad=call.leftpad_k,
                 page_table=call.block_table,
                 return_softmax_lse=True,
                 **given,

@@ -8,6 +8,7 @@ from attnplug.contract import torch_dtype
 from attnplug_flash_attn.kernels import op_library
 from attnplug_flash_attn.kernels.interface import Kernels
 from attnplug_flash_attn.kernels.results import descales_of, keep_lse
+from attnplug_flash_attn.kernels.whole_tiles import may_be_whole_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,6 +25,7 @@ class Fa3Vllm(Kernels):
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
+        self.wants_leftpad = may_be_whole_tiles(agreement)
         ops = op_library.load("_vllm_fa3_C")
         self._fwd, self._get_scheduler_metadata = ops.fwd.default, ops.get_scheduler_metadata.default
 
@@ -48,7 +50,7 @@ class Fa3Vllm(Kernels):
             call.max_seqlen_k,
             call.block_table,
             None,  # kv_batch_idx
-            None,  # leftpad_k
+            call.leftpad_k,
             None,  # rotary_cos
             None,  # rotary_sin
             None,  # seqlens_rotary
@@ -90,7 +92,7 @@ class Fa3Vllm(Kernels):
             call.cu_seqlens_k,
             None,  # cu_seqlens_k_new
             None,  # seqused_q
-            None,  # leftpad_k
+            call.leftpad_k,
             agreement.block_size if is_paged else None,
             0,  # max_seqlen_k_new
             call.causal,

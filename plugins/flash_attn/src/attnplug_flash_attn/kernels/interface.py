@@ -54,6 +54,8 @@ class Call:
         cu_seqlens_k: (requests + 1,), from 0: where the keys of each request start. Always there without a block table;
             with one, where `Kernels.cumulative_keys` says so, and else not.
         block_table: (requests, blocks): pages of each request, the last dimension contiguous.
+        leftpad_k: (requests,), zeros: slots before the first key of each request. With a block table where
+            `Kernels.wants_leftpad` says so, and else not.
         causal: Whether the last row of a request sees all of its keys, and each row before it one less.
         num_splits: At most so many parts of the keys of a request; 0 leaves it to the library, 1 is batch-invariant.
             Libraries that choose by themselves tell 1 from other numbers and no more.
@@ -66,6 +68,7 @@ class Call:
     seqused_k: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     block_table: Tensor | None = None
+    leftpad_k: Tensor | None = None
     causal: bool = True
     num_splits: int = 0
     scheduler_metadata: Tensor | None = None
@@ -79,6 +82,7 @@ class Kernels(ABC):
         paged: Whether it reads pages of the agreed size. Where it does not, the builder packs the pages in use and
             calls have no block table.
         cumulative_keys: Whether calls with a block table say the numbers of keys as ``cu_seqlens_k``.
+        wants_leftpad: Whether calls with a block table have `Call.leftpad_k`.
         schedules: Whether `schedule` may return anything but None.
         fills_output: Whether it writes its results where they belong; where it does not, they are copied there.
 
@@ -88,6 +92,7 @@ class Kernels(ABC):
 
     paged: ClassVar[bool] = True
     cumulative_keys: ClassVar[bool] = False
+    wants_leftpad: bool = False
     schedules: ClassVar[bool] = False
     fills_output: ClassVar[bool] = False
 

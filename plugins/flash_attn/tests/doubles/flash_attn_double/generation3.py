@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from flash_attn_double.exact import Scores, attend
-from flash_attn_double.keys import Keys, check_index, check_longest, check_rows, spans
+from flash_attn_double.keys import Keys, check_index, check_leftpad, check_longest, check_rows, spans
 from flash_attn_double.refusal import check
+
+if TYPE_CHECKING:
+    from flash_attn_double.tiles import Build
 
 FP8 = torch.float8_e4m3fn
 
@@ -29,9 +34,10 @@ class Rows:
         return len(self.starts) - 1
 
 
-def fwd(rows: Rows, keys: Keys, terms: Scores, *, causal: bool) -> tuple[Tensor, Tensor]:
+def fwd(build: Build, rows: Rows, keys: Keys, terms: Scores, *, causal: bool) -> tuple[Tensor, Tensor]:
     """Return output ``(rows, heads, head_size_v)``, NaN where nothing is written, and LSE ``(heads, rows)``."""
     check_call(rows, keys, terms)
+    tile = tile_of(build, rows, keys, terms, causal=causal)
     terms, _ = resolved(rows, terms, causal=causal)
     heads, kv_heads = rows.query.shape[1], keys.key.shape[-2]
     out = torch.full((len(rows.query), heads, keys.value.shape[-1]), torch.nan, dtype=torch.float64)
@@ -42,9 +48,27 @@ def fwd(rows: Rows, keys: Keys, terms: Scores, *, causal: bool) -> tuple[Tensor,
         query = rows.query[at].double() * query_scale[request].repeat_interleave(heads // kv_heads)[:, None]
         scaled = (key.double() * key_scale[request][:, None], value.double() * value_scale[request][:, None])
         out[at], lse[:, at] = attend(query, *scaled, terms)
+        if tile:  # what has no weight is 0 times what is there; here for all rows, not those of the last tile alone
+            behind = keys.behind(request, tile).double().sum(0)
+            out[at] += 0.0 * behind.repeat_interleave(heads // kv_heads, 0)
         if not len(key):
             lse[:, at] = torch.inf if not len(keys.key) else -torch.inf  # a sink is not looked at
     return out.to(torch.bfloat16 if rows.query.dtype == FP8 else rows.query.dtype), lse.float()
+
+
+def tile_of(build: Build, rows: Rows, keys: Keys, terms: Scores, *, causal: bool) -> int:
+    """Return the keys of the tiles that pages are loaded by, as `Build.tile` does."""
+    heads, size = rows.query.shape[1:]
+    resolved_terms, is_causal = resolved(rows, terms, causal=causal)
+    return build.tile(
+        size,
+        0 if keys.table is None else keys.key.shape[1],
+        rows.longest * (heads // keys.key.shape[-2]),
+        resolved_terms,
+        is_narrow=rows.query.dtype == FP8,
+        causal=is_causal,
+        padded=keys.leftpad is not None,
+    )
 
 
 def resolved(rows: Rows, terms: Scores, *, causal: bool) -> tuple[Scores, bool]:
@@ -83,6 +107,7 @@ def check_call(rows: Rows, keys: Keys, terms: Scores) -> None:
     if keys.table is not None:
         check(len(keys.table) == rows.requests, "batch_size must be equal to batch_size_k")
         check_index("block_table", keys.table, tuple(keys.table.shape), query.device)
+    check_leftpad(keys.leftpad, rows.requests, query.device)
     check_longest(keys, rows.longest_keys)
     check_sink(query, terms.sink, size == size_v)
 

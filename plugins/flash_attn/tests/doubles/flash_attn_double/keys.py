@@ -26,6 +26,7 @@ class Keys:
         starts: ``(requests + 1,)``: where the keys of each request start, or None.
         used: ``(requests,)``: how many keys each request has, or None.
         table: ``(requests, pages)``, or None for packed rows.
+        leftpad: ``(requests,)``: slots before the first key of each, 0 everywhere; None says nothing of it.
     """
 
     key: Tensor
@@ -33,6 +34,7 @@ class Keys:
     starts: Tensor | None = None
     used: Tensor | None = None
     table: Tensor | None = None
+    leftpad: Tensor | None = None
 
     def lengths(self) -> list[int]:
         """How many keys each request has."""
@@ -51,6 +53,15 @@ class Keys:
                 if self.table is None
                 else tuple(pages.flatten(0, 1)[at] for pages in (self.key, self.value))
             )  # type: ignore[misc]
+
+    def behind(self, request: int, tile: int) -> Tensor:
+        """Return the values behind the last key of a request, to the end of its tile, which is in the same page."""
+        assert self.table is not None
+        size, length = self.key.shape[1], self.lengths()[request]
+        if not length % tile:
+            return self.value[0, :0]
+        first = length % size
+        return self.value[int(self.table[request, length // size]), first : first + tile - length % tile]
 
     def _rows(self, request: int, length: int) -> Tensor:
         assert self.starts is not None
@@ -77,6 +88,19 @@ def spans(starts: Tensor, total: int, longest: int) -> list[slice]:
     most = max(each.stop - each.start for each in found)
     demand(most <= longest, f"max_seqlen_q={longest}, and a request has {most} rows: they are not computed")
     return found
+
+
+def check_leftpad(leftpad: Tensor | None, requests: int, device: torch.device) -> None:
+    """
+    Check the padding to the left of keys.
+
+    Raises:
+        RuntimeError: It is no index tensor of the requests.
+        MisuseError: There is some, which the double does not know.
+    """
+    if leftpad is not None:
+        check_index("leftpad_k", leftpad, (requests,), device)
+        demand(not leftpad.any(), "the double knows no padding but 0")
 
 
 def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

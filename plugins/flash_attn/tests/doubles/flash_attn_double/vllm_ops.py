@@ -12,9 +12,10 @@ from torch import Tensor
 from flash_attn_double import generation2, generation3
 from flash_attn_double.exact import Scores
 from flash_attn_double.journal import journal
-from flash_attn_double.keys import Keys, check_index
+from flash_attn_double.keys import Keys, check_index, check_leftpad
 from flash_attn_double.refusal import check, demand
 from flash_attn_double.schedule import Plan
+from flash_attn_double.tiles import VLLM
 
 RECORD = Path(__file__).parents[2] / "signatures" / "vllm-0.24.0.json"
 BUILD = generation2.Build(page_multiple=16, folded_lse="packed")
@@ -70,7 +71,7 @@ def fwd(  # noqa: PLR0917 - the library's own
 ):  # fmt: skip
     """FlashAttention 3."""
     given = dict(locals())
-    unknown = (k_new, v_new, q_v, cu_seqlens_k_new, seqused_q, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin)
+    unknown = (k_new, v_new, q_v, cu_seqlens_k_new, seqused_q, kv_batch_idx, rotary_cos, rotary_sin)
     demand(all(each is None for each in (*unknown, seqlens_rotary, pack_gqa)), "the double does not know these")
     check(cp_world_size > 0 and cp_rank == 0, "cp_world_size must be positive, required by downstream code path")
     demand(cp_world_size == 1 and cp_tot_seqused_k is None and not sm_margin, "the double does not know these")
@@ -79,10 +80,10 @@ def fwd(  # noqa: PLR0917 - the library's own
         query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k,
         descales=(q_descale, k_descale, v_descale),
     )  # fmt: skip
-    keys = Keys(key=k, value=v, starts=cu_seqlens_k, used=seqused_k, table=page_table)
+    keys = Keys(key=k, value=v, starts=cu_seqlens_k, used=seqused_k, table=page_table, leftpad=leftpad_k)
     demand(seqused_k is not None or page_table is None, "pages without seqused_k: all of each row of the table is read")
     terms = Scores(scale=softmax_scale, softcap=softcap, left=window_size_left, right=window_size_right, sink=s_aux)
-    found, lse = generation3.fwd(rows, keys, terms, causal=is_causal)
+    found, lse = generation3.fwd(VLLM, rows, keys, terms, causal=is_causal)
     if scheduler_metadata is not None:
         plan = _plan(rows, keys, terms, is_causal, num_splits)
         _follow(scheduler_metadata, plan, found)
@@ -98,11 +99,12 @@ def get_scheduler_metadata(  # noqa: PLR0917 - the library's own
 ):  # fmt: skip
     """FlashAttention 3's schedule."""
     given = dict(locals())
-    unknown = (cu_seqlens_k_new, seqused_q, leftpad_k, pack_gqa)
+    unknown = (cu_seqlens_k_new, seqused_q, pack_gqa)
     demand(all(each is None for each in unknown) and not max_seqlen_k_new and not sm_margin, "the double does not know")
     demand(len(seqused_k) == batch_size, "seqused_k is read for batch_size requests, whatever its length")
     check_index("seqused_k", seqused_k, (batch_size,), seqused_k.device)
     check_index("cu_seqlens_q", cu_seqlens_q, (batch_size + 1,), seqused_k.device)
+    check_leftpad(leftpad_k, batch_size, seqused_k.device)
     demand(
         (page_size is None) == (cu_seqlens_k is not None), "keys are packed, or in pages: say which, as the call does"
     )
@@ -110,9 +112,15 @@ def get_scheduler_metadata(  # noqa: PLR0917 - the library's own
     rows = generation3.Rows(query=torch.empty(0), starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k)
     terms = Scores(scale=1.0, left=window_size_left, right=window_size_right)
     window, swizzles = _swizzles(rows, terms, is_causal)
+    is_narrow = _dtype_of(qkv_dtype).itemsize == 1
+    resolved, causal = generation3.resolved(rows, terms, causal=is_causal)
+    tile = VLLM.tile(
+        headdim, page_size or 0, max_seqlen_q * (num_heads // num_heads_k), resolved, is_narrow=is_narrow,
+        causal=causal, padded=leftpad_k is not None,
+    )  # fmt: skip
     shape = (
-        max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, int(_dtype_of(qkv_dtype).itemsize == 1),
-        page_size or 0, *window, int(has_softcap),
+        max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, int(is_narrow), page_size or 0,
+        int(tile > 0), *window, int(has_softcap),
     )  # fmt: skip
     _note("fa3_vllm", "get_scheduler_metadata", given)
     return Plan(starts=cu_seqlens_q, used=seqused_k, shape=shape, num_splits=num_splits, swizzles=swizzles).make()
@@ -128,8 +136,8 @@ def _plan(rows: generation3.Rows, keys: Keys, terms: Scores, causal: bool, num_s
     window, swizzles = _swizzles(rows, terms, causal)
     shape = (
         rows.longest, rows.longest_keys, rows.query.shape[1], keys.key.shape[-2], rows.query.shape[2],
-        keys.value.shape[-1], int(rows.query.itemsize == 1), 0 if keys.table is None else keys.key.shape[1], *window,
-        int(terms.softcap > 0),
+        keys.value.shape[-1], int(rows.query.itemsize == 1), 0 if keys.table is None else keys.key.shape[1],
+        int(generation3.tile_of(VLLM, rows, keys, terms, causal=causal) > 0), *window, int(terms.softcap > 0),
     )  # fmt: skip
     return Plan(starts=rows.starts, used=keys.used, shape=shape, num_splits=num_splits, swizzles=swizzles)
 

@@ -1,0 +1,154 @@
+"""What an earlier request has left behind the last key of a page does not count, though tiles would be loaded whole."""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+from weakref import ref
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attnplug.contract import GraphKey, Limits
+from attnplug.testing import Case, check, realise
+from attnplug_flash_attn.kernels.interface import Terms
+from plugins.flash_attn.tests.requests_of import HEADS, kernels, requests
+from tests.backends.setting import Setting
+
+pytestmark = pytest.mark.usefixtures("doubled")
+
+VARIANTS = ("fa3", "fa3_vllm")
+TERMS = Terms(softmax_scale=0.3)
+CASE = Case(
+    query_lens=(1, 70), context_lens=(30, 17), num_q_heads=8, num_kv_heads=2, head_size=128, dtype="bfloat16",
+    block_size=128,
+)  # fmt: skip
+
+
+def blind(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Let an adapter take no page for one that is loaded by whole tiles."""
+    monkeypatch.setattr(import_module(f"attnplug_flash_attn.kernels.{variant}"), "may_be_whole_tiles", lambda _: False)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A decode, and a chunk of a prompt on pages of any size."""
+    return evolve(
+        CASE,
+        query_lens=(1, draw(st.integers(2, 90))),
+        context_lens=(30, draw(st.integers(1, 70))),
+        num_q_heads=2 * draw(st.sampled_from([1, 4, 8])),
+        head_size=draw(st.sampled_from([16, 64, 80, 96, 112, 128, 192, 256])),
+        block_size=16 * draw(st.integers(1, 16)),
+        sliding_window=draw(st.sampled_from([None, 9, 40, 500])),
+        kv_cache_dtype=draw(st.sampled_from(["auto", "fp8_e4m3"])),
+    )
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@given(case=cases())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+def test_pages_of_all_sizes_hold_their_keys_alone(load_doubled, variant, case) -> None:
+    """Slots that nobody has written hold NaN."""
+    check(load_doubled(case.requirements(return_lse=True), variant), realise(case))
+
+
+@pytest.mark.parametrize(
+    ("variant", "block_size", "head_size", "window", "is_read"),
+    [
+        ("fa3", 128, 128, None, True),
+        ("fa3", 128, 128, 9, True),
+        ("fa3", 112, 192, None, True),
+        ("fa3_vllm", 128, 128, None, True),
+        ("fa3_vllm", 128, 128, 9, False),  # its kernels with a window load keys one by one
+        ("fa3_vllm", 128, 128, 500, True),  # longer than any request: no window
+        ("fa3_vllm", 80, 256, None, True),
+        ("fa3_vllm", 96, 256, None, False),
+        ("fa3_vllm", 64, 128, None, False),
+    ],
+)
+def test_it_is_the_padding_that_keeps_the_rest_of_a_page_out(
+    load_doubled, monkeypatch, variant, block_size, head_size, window, is_read
+) -> None:
+    blind(monkeypatch, variant)
+    case = evolve(CASE, block_size=block_size, head_size=head_size, sliding_window=window)
+    backend = load_doubled(case.requirements(), variant)
+
+    if is_read:
+        with pytest.raises(AssertionError, match="nan, exact"):
+            check(backend, realise(case))
+    else:
+        check(backend, realise(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("block_size", "is_told"), [(16, False), (48, False), (64, True), (256, True)])
+def test_calls_on_large_pages_have_a_padding_of_nothing(load_doubled, journal, variant, block_size, is_told) -> None:
+    case = evolve(CASE, block_size=block_size)
+    check(load_doubled(case.requirements(), variant), realise(case))
+
+    name = "leftpad_k" if variant == "fa3_vllm" else "cache_leftpad"
+    assert [call.arguments.get(name) for call in journal.calls] == [(1,) if is_told else None] * len(journal.calls)
+    functions = {"fa3": {"flash_attn_with_kvcache"}, "fa3_vllm": {"fwd", "get_scheduler_metadata"}}
+    assert {call.function for call in journal.calls} == functions[variant]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_all_steps_share_the_zeros_of_a_builder(load_doubled, variant) -> None:
+    class Large(Setting):
+        limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=256)
+
+    setting = Large(load_doubled, variant=variant, block_size=128)
+    plans = [
+        setting.impls[0].plan(setting.builder.build(setting.batch([1] * count + [5], [20] * (count + 1))))
+        for count in (2, 7)
+    ]
+    found = [part.call.leftpad_k for plan in plans for part in plan.parts]
+
+    assert [len(each) for each in found] == [2, 1, 7, 1]
+    assert len({each.data_ptr() for each in found}) == 1
+    assert all(each.dtype == torch.int32 and not each.any() for each in found)
+
+
+def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_doubled) -> None:
+    setting = Setting(load_doubled, variant="fa3", block_size=64, cudagraph="always")
+    with setting.state.graph_capture(4):
+        slot = setting.state.slot(GraphKey(4, 4, 1))
+        plan = setting.impls[0].plan(setting.builder.build(slot.dummy_batch(setting.builder), slot=slot))
+    (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(setting.builder._leftpad)
+    assert zeros.data_ptr() == zeros_of_builder().data_ptr()
+
+    del plan, zeros, setting.builder
+    gc.collect()
+    assert zeros_of_builder() is not None
+
+
+def test_a_schedule_is_for_calls_with_the_same_padding() -> None:
+    asked, adapter = requests((100, 1), (110, 300)), kernels("fa3_vllm")
+    call = asked.call(adapter)
+    same, other = (
+        adapter.schedule(evolve(call, leftpad_k=padding), TERMS, num_heads_q=HEADS)
+        for padding in (call.leftpad_k, None)
+    )
+
+    found, _ = asked.attend(adapter, evolve(call, scheduler_metadata=same), TERMS)
+    torch.testing.assert_close(found.double(), asked.truth(TERMS)[0], rtol=1e-2, atol=1e-2)
+    with pytest.raises(RuntimeError, match="scheduler_metadata must have shape"):
+        asked.attend(adapter, evolve(call, scheduler_metadata=other), TERMS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_doubles_know_no_other_padding(variant) -> None:
+    asked, adapter = requests((5, 1), (20, 7)), kernels(variant)
+    call = asked.call(adapter)
+    for wrong, match in (
+        (call.leftpad_k.long(), "int32"),
+        (call.leftpad_k[:1], "shape"),
+        (torch.zeros(4, dtype=torch.int32)[::2], "contiguous"),
+        (torch.ones(2, dtype=torch.int32), "no padding but 0"),
+    ):
+        with pytest.raises((RuntimeError, AssertionError), match=match):
+            asked.attend(adapter, evolve(call, leftpad_k=wrong), TERMS)
