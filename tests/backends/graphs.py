@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from attnplug.contract import Metadata
+
 LONG: Final = 40_000_000
 """Cycles of a kernel that does nothing: tens of milliseconds."""
 
@@ -83,8 +85,12 @@ class Graphs(Setting):
 
     def eagerly(self, batch: Batch, rows: list[Tensor]) -> list[Tensor]:
         """Return what every layer gives without a graph."""
-        metadata, outputs = self.builder.build(batch), []
+        return self.run(self.builder.build(batch), rows)
+
+    def run(self, metadata: Metadata, rows: list[Tensor]) -> list[Tensor]:
+        """Return what every layer gives on metadata of an eager step."""
+        outputs: list[Tensor] = []
         for impl, cache in zip(self.impls, self.caches, strict=True):
-            outputs.append(rows[0].new_zeros(batch.num_actual_tokens, impl.output_width))
+            outputs.append(rows[0].new_zeros(metadata.batch.num_actual_tokens, impl.output_width))
             impl.forward(*rows, cache, metadata, outputs[-1])
         return outputs

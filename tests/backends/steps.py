@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from attnplug.contract import GraphKey
+from attnplug.contract import Batch, GraphKey
 from attnplug.testing import Ran, realise
 from attnplug.testing.kit.rig import Rig
 from attnplug.testing.running import compare
 from tests.backends.graphs import LONG, Captured, Graphs, again, nothing_waits
-from tests.backends.setting import Setting
+from tests.backends.setting import BLOCK, Setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -145,6 +145,27 @@ def check_replays_built_while_others_run(load: Load, variant: str, **asked: Any)
     alone, queued = replayed(0), replayed(LONG)
 
     assert all(torch.equal(*pair) for pair in zip(alone, queued, strict=True))
+
+
+def check_replays_of_advanced_steps(load: Load, variant: str, **asked: Any) -> None:
+    """Advance a slot and an eager step side by side, into blocks that neither had before: both attend the same."""
+    setting = Graphs(load, variant, **asked)
+    with setting.state.graph_capture(2):
+        captured = Captured(setting, GraphKey(2, 2, 1, 128))
+    table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
+    slots = torch.stack([table[0, 1] * BLOCK + 13, table[1, 0] * BLOCK + 14]).long()  # of the last of 30 and 15 tokens
+    batch = Batch.from_lengths([1, 1], [30, 15], block_table=table, slot_mapping=slots, device=setting.backend.device)
+    replayed, eager = setting.builder.build(batch, slot=captured.slot), setting.builder.build(again(batch))
+    for _ in range(40):
+        replayed, eager = setting.builder.advance_step(replayed), setting.builder.advance_step(eager)
+        for rows in captured.rows:
+            rows.normal_()
+        captured.replay()
+        expected = setting.run(eager, list(captured.rows))
+        for outputs in zip(captured.outputs, expected, strict=True):
+            torch.testing.assert_close(*outputs, atol=2e-2, rtol=2e-2)
+
+    assert replayed.batch.seq_lens.tolist() == eager.batch.seq_lens.tolist() == [70, 55]
 
 
 def check_what_inference_mode_leaves(load: Load, variant: str, **asked: Any) -> None:

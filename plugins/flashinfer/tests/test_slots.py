@@ -7,8 +7,9 @@ import gc
 import pytest
 import torch
 
-from attnplug.contract import Batch, GraphKey, Layer
+from attnplug.contract import GraphKey, Layer
 from tests.backends.setting import BLOCK, Setting
+from tests.backends.steps import check_replays_of_advanced_steps
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 
@@ -184,23 +185,10 @@ def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_doub
     assert buffers.indices.shape == (3 * 4,)
 
 
-@pytest.mark.parametrize("num_q_heads", [4, 16], ids=["cuda_cores", "tensor_cores"])
-def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_doubled, num_q_heads) -> None:
-    setting = graphs(load_doubled, num_q_heads=num_q_heads)
-    table, slots = torch.arange(1, 9, dtype=torch.int32).view(2, 4), torch.tensor([2 * BLOCK + 13, 5 * BLOCK + 14])
-    batch = Batch.from_lengths([1, 1], [30, 15], block_table=table, slot_mapping=slots)
-    steps = [setting.builder.build(batch, slot=setting.slot(2)), setting.builder.build(batch)]
-    cache = setting.backend.make_cache(9)
-    cache.copy_(torch.randn(cache.shape))
-    rows = [torch.randn(2, heads, 64).bfloat16() for heads in (num_q_heads, 2, 2)]
-    for _ in range(20):
-        outputs = [rows[0].new_empty(2, num_q_heads * 64) for _ in steps]
-        steps = [setting.builder.advance_step(metadata) for metadata in steps]
-        for metadata, output in zip(steps, outputs, strict=True):
-            setting.impls[0].forward(*rows, cache, metadata, output)
-        assert torch.equal(*outputs)
-
-    assert [metadata.batch.seq_lens.tolist() for metadata in steps] == [[50, 35]] * 2
+@pytest.mark.parametrize("variant", ["fa2", "fa3"])
+@pytest.mark.parametrize("asked", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True}], ids=str)
+def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_doubled, variant, asked) -> None:
+    check_replays_of_advanced_steps(load_doubled, variant, **asked, head_size=64)
 
 
 def test_every_wrapper_of_a_state_uses_its_one_workspace(load_doubled, monkeypatch) -> None:

@@ -82,3 +82,9 @@ def test_what_is_made_under_inference_mode_serves_outside(load_real, variant) ->
 @pytest.mark.parametrize("num_q_heads", [4, 16])
 def test_replays_may_be_built_while_others_run(load_real, num_q_heads) -> None:
     steps.check_replays_built_while_others_run(load_real, "fa2", num_q_heads=num_q_heads)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("asked", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True, "head_size": 64}], ids=str)
+def test_replays_of_advanced_steps_are_those_of_eager_ones(load_real, variant, asked) -> None:
+    steps.check_replays_of_advanced_steps(load_real, variant, **asked)

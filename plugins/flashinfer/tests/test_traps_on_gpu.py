@@ -152,5 +152,19 @@ def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, varian
     assert now - known <= needed
 
 
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_a_wrapper_takes_the_memory_that_the_documentation_tells(load_real, kind) -> None:
+    setting = Setting(load_real, variant="fa2")
+    workspace = setting.state.workspace
+    from attnplug_flashinfer.kinds import make_kind  # noqa: PLC0415 - it imports FlashInfer
+
+    made = make_kind(kind, setting.impls[0], workspace)
+    before = torch.cuda.memory_allocated()
+    wrapper = made.make(None)
+
+    assert wrapper is not None
+    assert 8 <= (torch.cuda.memory_allocated() - before) / 2**20 < 9
+
+
 def _layer(asked: dict[str, object]) -> Layer:
     return Layer(name="layers.0", sinks=torch.zeros(8, device="cuda") if asked.get("sinks") else None)

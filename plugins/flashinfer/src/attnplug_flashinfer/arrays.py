@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from torch import Tensor
 
 from attnplug.batching import NULL_BLOCK, pad_rows, pages_of, shared_prefix_blocks
@@ -25,21 +25,29 @@ class Buffers:
 
     Attributes:
         starts: ``(num_reqs + 1,)`` where each request's rows start.
-        indptr: ``(num_reqs + 1,)`` where each request's pages start.
+        counts: ``(2 * num_reqs + 1,)`` memory of `indptr` and `last_page_len`, which one upload fills.
         indices: Pages, as many as the longest sequences take, or more.
+        indptr: ``(num_reqs + 1,)`` where each request's pages start.
         last_page_len: ``(num_reqs,)`` keys in each last page.
     """
 
     starts: Tensor
-    indptr: Tensor
+    counts: Tensor
     indices: Tensor
-    last_page_len: Tensor
+    indptr: Tensor = field(init=False)
+    last_page_len: Tensor = field(init=False)
+
+    @indptr.default
+    def _front(self) -> Tensor:
+        return self.counts[: self.starts.shape[0]]
+
+    @last_page_len.default
+    def _back(self) -> Tensor:
+        return self.counts[self.starts.shape[0] :]
 
     def write(self, rows: Rows) -> None:
         """Take the pages of a step, in stream order."""
-        device = self.indptr.device
-        upload(rows.indptr, device, out=self.indptr)
-        upload(rows.last_page_len, device, out=self.last_page_len)
+        upload(torch.cat((rows.indptr, rows.last_page_len)), self.counts.device, out=self.counts)
         self.indices[: rows.indices.shape[0]].copy_(rows.indices)
 
 
@@ -152,9 +160,12 @@ def _split(batch: Batch, pages: Pages, cuts: tuple[Cut, ...]) -> tuple[Rows, ...
 
 def _part(kind: str, batch: Batch, starts: Tensor, pages: Pages, first: int, last: int, longest: int) -> Rows:
     """Return the requests from `first` to before `last`, counted from 0 again."""
+    if last - first == batch.num_reqs:
+        tokens, arrays = batch.num_actual_tokens, (pages.indptr_cpu, pages.indices, pages.last_page_len_cpu)
+        return Rows(kind, 0, tokens, longest, batch.causal, starts, *arrays)
     indptr, indices, used = pages.indptr_cpu[first : last + 1], pages.indices, pages.last_page_len_cpu[first:last]
     starts = starts[first : last + 1]
-    begin, end = (int(starts[0]), int(starts[-1])) if last < batch.num_reqs or first else (0, batch.num_actual_tokens)
+    begin, end = int(starts[0]), int(starts[-1])
     if first:
         indices = indices[int(indptr[0]) :]
         starts, indptr = starts - begin, indptr - indptr[0]

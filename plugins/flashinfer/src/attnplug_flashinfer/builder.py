@@ -64,9 +64,9 @@ class FlashInferBuilder(MetadataBuilder):
         reqs, device = slot.key.num_reqs, self.state.device
         query_len = slot.key.num_tokens // reqs
         starts = torch.arange(0, slot.key.num_tokens + 1, query_len, dtype=torch.int32)
-        indptr, last = (torch.zeros(size, dtype=torch.int32, device=device) for size in (reqs + 1, reqs))
+        counts = torch.zeros(2 * reqs + 1, dtype=torch.int32, device=device)
         indices = self._indices_of(reqs * -(-slot.max_seq_len // self._block_size))
-        return Buffers(upload(starts, device), indptr, indices, last), starts
+        return Buffers(upload(starts, device), counts, indices), starts
 
     def _indices_of(self, size: int) -> Tensor:
         """Return memory for so many pages, which slots share: each writes its own before its replay."""
