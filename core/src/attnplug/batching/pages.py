@@ -121,13 +121,19 @@ def _count_few(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, i
 
 def _count_many(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
     """As `_count_few`, in a time that hardly depends on how many requests there are."""
-    lengths = lengths.int()
-    counts = (lengths + (block_size - 1)).div_(block_size, rounding_mode="floor")
+    lengths, (size, rest, one, zero) = lengths.int(), _numbers(block_size)
+    counts = torch.floor_divide(lengths + rest, size)
     indptr = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
-    most = int(counts.max())
-    last = torch.sub(lengths, counts.sub_(1).clamp_(min=0), alpha=block_size)
+    most = int(counts.amax())
+    last = torch.sub(lengths, torch.maximum(counts - one, zero), alpha=block_size)
     return indptr, last, int(indptr[-1]), most
+
+
+@cache
+def _numbers(block_size: int) -> tuple[Tensor, ...]:
+    """Return a block size, one less, 1 and 0 as operations take them: a Python number is turned into one each time."""
+    return tuple(torch.tensor(number, dtype=torch.int32, device="cpu") for number in (block_size, block_size - 1, 1, 0))
 
 
 def _indices(table: Tensor, indptr: Tensor, num_pages: int) -> Tensor:

@@ -14,7 +14,7 @@ from attrs import frozen
 from attnplug.errors import PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.metadata import Metadata
@@ -45,7 +45,7 @@ class Snapshot:
 
     def changes(self, found: Any, path: str) -> Iterator[str]:
         """Yield the paths of what differs in a value that a replay is to read in place of this one."""
-        if found is self.value and self.is_fixed:
+        if self.is_plainly_kept(found):
             return
         if _fact(found) != self.fact:
             yield path
@@ -56,6 +56,19 @@ class Snapshot:
             return
         for name, part in self.parts.items():
             yield from part.changes(inside[name], path + name)
+
+    def is_plainly_kept(self, found: Any) -> bool:
+        """Whether a value is the same without a doubt, as nearly every one is: no paths are made for it."""
+        if found is self.value and self.is_fixed:
+            return True
+        if type(found) is not type(self.value):
+            return False
+        if isinstance(found, _LEAVES):
+            return bool(_fact(found) == self.fact)
+        inside = _values(found)
+        if inside is None or len(inside) != len(self.parts):
+            return False
+        return all(map(Snapshot.is_plainly_kept, self.parts.values(), inside))
 
 
 def snapshot(value: Any) -> Snapshot:
@@ -121,6 +134,13 @@ def _parts(value: Any) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return {f"[{key!r}]": item for key, item in value.items()}
     return {f".{name}": getattr(value, name) for name in _names(value)}
+
+
+def _values(value: Any) -> Sequence[Any] | None:
+    """The values of `_parts` where their names follow from the type, else None."""
+    if isinstance(value, (tuple, list)):
+        return value
+    return [getattr(value, name) for name in _names(value)] or None
 
 
 def _names(value: Any) -> tuple[str, ...]:
