@@ -5,34 +5,28 @@ from __future__ import annotations
 import pytest
 
 import attnplug
-from attnplug import Agreement, Device, Requirements
+from attnplug import Device
 from attnplug.errors import SettingsError
 from attnplug_flashinfer.kernels import check_decode_kernel, on_tensor_cores
-
-
-def agreed(kernel: str, num_q_heads: int = 32, **asked: object) -> Agreement:
-    heads = {"head_size": 128, "num_q_heads": num_q_heads, "num_kv_heads": 8, "dtype": "bfloat16"}
-    requirements = Requirements(**{**heads, **asked})
-    options = {"decode_kernel": kernel, "workspace_mib": 256}
-    return Agreement("flashinfer", "fa2", requirements, 16, "NHD", "bfloat16", "never", options)
+from plugins.flashinfer.tests.agreements import agreed
 
 
 @pytest.mark.parametrize("kernel", ["auto", "tensor_cores"])
 @pytest.mark.parametrize("num_q_heads", [8, 40, 56, 128])
 def test_tensor_cores_take_every_group(kernel: str, num_q_heads: int) -> None:
-    check_decode_kernel(agreed(kernel, num_q_heads))
-    check_decode_kernel(agreed(kernel, num_q_heads, sinks=True))
+    check_decode_kernel(agreed(kernel=kernel, num_q_heads=num_q_heads))
+    check_decode_kernel(agreed(kernel=kernel, num_q_heads=num_q_heads, sinks=True))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
 def test_cuda_cores_take_the_groups_that_they_are_compiled_for(group: int) -> None:
-    check_decode_kernel(agreed("cuda_cores", 8 * group))
+    check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=8 * group))
 
 
 @pytest.mark.parametrize("group", [5, 6, 7, 9, 16])
 def test_another_group_is_refused_with_the_way_out(group: int) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_decode_kernel(agreed("cuda_cores", 8 * group))
+        check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=8 * group))
 
     assert caught.value.given == "decode_kernel='cuda_cores' was given to 'flashinfer/fa2'"
     assert f"{8 * group} query heads over 8 KV heads are groups of {group}" in caught.value.allowed
@@ -41,16 +35,19 @@ def test_another_group_is_refused_with_the_way_out(group: int) -> None:
 
 def test_with_sinks_there_are_none_either() -> None:
     with pytest.raises(SettingsError, match="with sinks decodes run the kernels of prefills"):
-        check_decode_kernel(agreed("cuda_cores", sinks=True))
+        check_decode_kernel(agreed(kernel="cuda_cores", sinks=True))
 
 
 def test_without_a_cache_the_option_is_about_nothing() -> None:
-    check_decode_kernel(agreed("cuda_cores", 40, paged=False))
+    check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=40, paged=False))
 
 
 @pytest.mark.usefixtures("doubled")
 def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> None:
-    asked, options = agreed("auto", 40).requirements, {"flashinfer_double": {"decode_kernel": "cuda_cores"}}
+    asked, options = (
+        agreed(kernel="auto", num_q_heads=40).requirements,
+        {"flashinfer_double": {"decode_kernel": "cuda_cores"}},
+    )
     refusing = attnplug.load(asked, "cpu", backend="flashinfer_double/fa2", options=options)
 
     with pytest.raises(SettingsError, match="groups of 5"):
@@ -67,7 +64,11 @@ def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> Non
 def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_threshold(
     device: str, on_cuda_cores: set[int]
 ) -> None:
-    found = {group for group in range(1, 17) if not on_tensor_cores(agreed("auto", 8 * group), Device.cuda(device))}
+    found = {
+        group
+        for group in range(1, 17)
+        if not on_tensor_cores(agreed(kernel="auto", num_q_heads=8 * group), Device.cuda(device))
+    }
 
     assert found == on_cuda_cores
 
@@ -75,5 +76,5 @@ def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_thr
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("device", [Device.cuda("8.0"), Device.cuda("9.0"), Device.cpu()])
 def test_what_is_said_counts_on_every_device(group: int, device: Device) -> None:
-    assert on_tensor_cores(agreed("tensor_cores", 8 * group), device)
-    assert not on_tensor_cores(agreed("cuda_cores", 8 * group), device)
+    assert on_tensor_cores(agreed(kernel="tensor_cores", num_q_heads=8 * group), device)
+    assert not on_tensor_cores(agreed(kernel="cuda_cores", num_q_heads=8 * group), device)

@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from attnplug import Agreement, Device, Requirements
+from attnplug import Agreement, Device
 from attnplug.contract import Batch, GraphKey, Layer
 from attnplug_flashinfer.prebuilt import needed_modules
+from plugins.flashinfer.tests.agreements import agreed
 from tests.backends.setting import BLOCK, Setting
 
 if TYPE_CHECKING:
@@ -34,31 +35,28 @@ DECODING = {"phases": ("decode",)}
 H200 = Device.cuda("9.0")
 
 
-def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str = "auto", **asked: Any) -> Agreement:
-    model = {"head_size": 128, "num_q_heads": 16, "num_kv_heads": 8, "dtype": "bfloat16"}
-    requirements = Requirements(**{**model, "kv_cache_dtype": kv_cache_dtype, **asked})
-    options = {"decode_kernel": kernel, "workspace_mib": 256}
-    return Agreement("flashinfer", variant, requirements, 16, "NHD", kv_cache_dtype, "never", options)
+PAIRS = {"num_q_heads": 16}  # groups of 2, which decode on CUDA cores everywhere
+FOURS = {"num_q_heads": 32}
 
 
 @pytest.mark.parametrize(
     ("agreement", "named"),
     [
-        (agreed(), ["decode", "prefill"]),
-        (agreed(kernel="tensor_cores"), ["prefill"]),
-        (agreed(**DECODING), ["decode", "prefill"]),  # behind a padded request a decode is a prefill
-        (agreed(cascade=True), ["decode", "prefill", "cascade"]),
-        (agreed(paged=False), ["prefill"]),
-        (agreed(sinks=True), ["sink"]),
-        (agreed("fa3"), ["decode", "prefill_sm90"]),
-        (agreed("fa3", kernel="tensor_cores"), ["prefill", "prefill_sm90"]),
-        (agreed("fa3", num_q_heads=32), ["prefill", "prefill_sm90"]),  # groups of 4 decode on tensor cores there
-        (agreed("fa3", cascade=True), ["decode", "prefill", "prefill_sm90", "cascade"]),
-        (agreed("fa3", decode_query_len=3), ["decode", "prefill", "prefill_sm90"]),
-        (agreed("fa3", paged=False), ["prefill_sm90"]),
-        (agreed("fa3", sinks=True), ["sink", "sink_sm90"]),
-        (agreed("fa3", sinks=True, **DECODING), ["sink"]),
-        (agreed("fa3", **DECODING), ["decode", "prefill", "prefill_sm90"]),  # the last one for profiling runs
+        (agreed(**PAIRS), ["decode", "prefill"]),
+        (agreed(kernel="tensor_cores", **PAIRS), ["prefill"]),
+        (agreed(**DECODING, **PAIRS), ["decode", "prefill"]),  # behind a padded request a decode is a prefill
+        (agreed(cascade=True, **PAIRS), ["decode", "prefill", "cascade"]),
+        (agreed(paged=False, **PAIRS), ["prefill"]),
+        (agreed(sinks=True, **PAIRS), ["sink"]),
+        (agreed("fa3", **PAIRS), ["decode", "prefill_sm90"]),
+        (agreed("fa3", kernel="tensor_cores", **PAIRS), ["prefill", "prefill_sm90"]),
+        (agreed("fa3", **FOURS), ["prefill", "prefill_sm90"]),  # groups of 4 decode on tensor cores there
+        (agreed("fa3", cascade=True, **PAIRS), ["decode", "prefill", "prefill_sm90", "cascade"]),
+        (agreed("fa3", decode_query_len=3, **PAIRS), ["decode", "prefill", "prefill_sm90"]),
+        (agreed("fa3", paged=False, **PAIRS), ["prefill_sm90"]),
+        (agreed("fa3", sinks=True, **PAIRS), ["sink", "sink_sm90"]),
+        (agreed("fa3", sinks=True, **DECODING, **PAIRS), ["sink"]),
+        (agreed("fa3", **DECODING, **PAIRS), ["decode", "prefill", "prefill_sm90"]),  # the last one for profiling runs
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value.variant,
 )
@@ -67,7 +65,7 @@ def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> 
 
 
 def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:
-    both = agreed("fa2", "fp8_e5m2", sliding_window=512, logits_soft_cap=50.0)
+    both = agreed("fa2", "fp8_e5m2", sliding_window=512, logits_soft_cap=50.0, **PAIRS)
     decode, prefill, profiling = needed_modules(both, H200)
 
     assert all("use_swa_True_use_logits_cap_True" in name for name in (decode, prefill, profiling))

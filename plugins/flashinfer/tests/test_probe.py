@@ -12,11 +12,11 @@ import pytest
 import torch
 from attrs import frozen
 
-from attnplug import Agreement, Device, Reason, Requirements
+from attnplug import Agreement, Device, Reason
 from attnplug_flashinfer import prebuilt, probe, toolchain, torch_build
+from plugins.flashinfer.tests.agreements import agreed
 
 SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
-DECODER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
 TOOLS = ("c++", "ninja")
 H200 = Device.cuda("9.0")
 CUDA_TORCH = "__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
@@ -32,12 +32,6 @@ reason = probe(variant, Agreement.from_dict(agreement), Device.parse(device))
 assert not {"torch", "flashinfer", "flashinfer_jit_cache"} & set(sys.modules)
 print(json.dumps(reason and reason.to_dict()))
 """
-
-
-def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str = "auto", **asked: object) -> Agreement:
-    requirements = Requirements(**{**DECODER, "kv_cache_dtype": kv_cache_dtype, **asked})
-    options = {"decode_kernel": kernel, "workspace_mib": 256}
-    return Agreement("flashinfer", variant, requirements, 16, "NHD", kv_cache_dtype, "never", options)
 
 
 @frozen
