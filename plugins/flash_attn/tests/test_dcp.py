@@ -151,7 +151,7 @@ class TestOnProcesses:
 
     @pytest.mark.parametrize("ranks", [2, 4])
     @pytest.mark.parametrize("cached", [(40, 3, 7), (0, 0, 0), (2, 0, 1)])
-    @pytest.mark.parametrize("reads", ["pages", "cumulative", "padded"])
+    @pytest.mark.parametrize("reads", ["pages", "cumulative", "padded", "tiles"])
     def test_a_replay_is_as_one_rank(self, ranks, cached, reads):
         spread = Spread(ranks=ranks, interleave=4, new=(1, 1, 3), cached=cached, reads=reads, sinks=True, padding=2)
         assert_as_one_rank(spread, on_ranks(spread, replayed=True), replayed=True)

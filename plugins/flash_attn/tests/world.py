@@ -8,7 +8,13 @@ from attnplug.negotiation.agreement import Agreement
 from attnplug.request.device import Device
 from attnplug.selection.selection import Selection
 from attnplug_flash_attn.backend import FlashAttentionBackend
-from plugins.flash_attn.tests.exact_kernels import CumulativeKernels, ExactKernels, PackedKernels, PaddedKernels
+from plugins.flash_attn.tests.exact_kernels import (
+    CumulativeKernels,
+    ExactKernels,
+    PackedKernels,
+    PaddedKernels,
+    TiledKernels,
+)
 
 if TYPE_CHECKING:
     from attnplug import Requirements
@@ -18,6 +24,7 @@ KERNELS: Final = {
     "cumulative": CumulativeKernels,
     "packed": PackedKernels,
     "padded": PaddedKernels,
+    "tiles": TiledKernels,
 }
 
 
@@ -34,7 +41,7 @@ def make_backend(requirements: Requirements, reads: str = "pages", cudagraph: st
     Args:
         requirements: With a block size.
         reads: What the kernels take: ``"pages"``, ``"cumulative"`` lengths with pages, keys that are ``"packed"``, or
-            pages with zeros for what is ``"padded"`` to the left.
+            pages with zeros for what is ``"padded"`` to the left, or rows by whole ``"tiles"``.
         cudagraph: The agreed graph level.
     """
     agreement = Agreement(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
+from torch import Tensor
 
 from attnplug.batching import max_local_tokens_per_dcp_rank
 from attnplug.contract import torch_dtype
@@ -25,8 +26,6 @@ from attnplug_flash_attn.shares import check_share, local_lens
 
 if TYPE_CHECKING:
     from typing import Protocol
-
-    from torch import Tensor
 
     from attnplug.contract import AttentionImpl, Batch, GraphSlot, MetadataBuilder
 
@@ -50,6 +49,8 @@ class Sharded:
         has_context: Whether any rank holds some. All ranks know it alike, and exchange then, also those that hold none.
         ranks: Who they are.
         in_order: Whether sums over ranks may not depend on what else is in the step.
+        beyond: ``(num_tokens,)`` bool, in a graph: which rows belong to no request. Kernels that load keys tile by tile
+            read the values there with the weight 0, and 0 * NaN is NaN. None elsewhere: there are no such rows.
     """
 
     num_tokens: int
@@ -58,6 +59,13 @@ class Sharded:
     has_context: bool
     ranks: Ranks
     in_order: bool
+    beyond: Tensor | None = None
+
+    def values(self, value: Tensor) -> Tensor:
+        """Return the values of the new tokens, with zeros in rows that belong to no request."""
+        if self.beyond is None:
+            return value
+        return value[: self.num_tokens].masked_fill(self.beyond.view(-1, 1, 1), 0.0)
 
 
 def passes(builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, slot: GraphSlot | None) -> Sharded:
@@ -93,7 +101,13 @@ def passes(builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: 
         has_context=not is_known or cached > 0,
         ranks=ranks,
         in_order=builder.batch_invariant,
+        beyond=None if slot is None else builder.keep(slot, "beyond", _beyond(batch)),
     )
+
+
+def _beyond(batch: Batch) -> Tensor:
+    starts = batch.query_start_loc
+    return torch.arange(batch.num_actual_tokens, dtype=torch.int32, device=starts.device) >= starts[-1]
 
 
 def _counted(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None]:

@@ -182,7 +182,8 @@ class FlashAttentionImpl(AttentionImpl):
     ) -> None:
         """Attend this rank's share of the cached keys for all ranks, and the new ones."""
         run = self.kernels.attend if plan.shard is None else partial(self._attend_packed, plan)
-        dcp.attend(sharded, query, dcp.as_cached(self, *new), pages, out, lse, run=run, terms=self.terms)
+        new = dcp.as_cached(self, new[0], sharded.values(new[1]))
+        dcp.attend(sharded, query, new, pages, out, lse, run=run, terms=self.terms)
 
     def _attend_packed(
         self,
