@@ -9,6 +9,7 @@ from attnplug.contract import Backend
 from attnplug_blocksparse.builder import BlocksparseBuilder
 from attnplug_blocksparse.decode import scratch_bytes
 from attnplug_blocksparse.impl import BlocksparseImpl
+from attnplug_blocksparse.launching import INTERPRETED
 from attnplug_blocksparse.state import BlocksparseState
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
 from attnplug_blocksparse.warmup import run_each_kernel
@@ -31,13 +32,24 @@ class BlocksparseBackend(Backend):
 
     @cached_property
     def prefill_tiles(self) -> PrefillTiles:
-        """How prompts are computed."""
+        """How chunks are computed, and prompts that are short."""
         return PrefillTiles.of(self.agreement.requirements.head_size)
+
+    @cached_property
+    def prompt_tiles(self) -> PrefillTiles:
+        """How long prompts in one piece are computed, by descriptors."""
+        return PrefillTiles.by_descriptors(self.agreement.requirements.head_size)
 
     @cached_property
     def decode_tiles(self) -> DecodeTiles:
         """How decodes are computed."""
         return DecodeTiles.of(self.agreement.requirements.head_size)
+
+    @property
+    def has_descriptors(self) -> bool:
+        """Whether the device loads tiles by descriptors, or whoever interprets the kernels does."""
+        capability = self.selection.device.compute_capability
+        return INTERPRETED if capability is None else capability.number >= (9, 0)
 
     @property
     def multiprocessors(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Final, cast
 
 import torch
 from attrs import evolve
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
     from attnplug.contract import AttentionImpl, Batch, GraphSlot, Metadata, Phase, State
     from attnplug_blocksparse.backend import BlocksparseBackend
+
+
+_WORTH_A_LAUNCH: Final = 1024
+"""Tokens per prompt, on average."""
 
 
 class BlocksparseBuilder(MetadataBuilder):
@@ -56,6 +60,7 @@ class BlocksparseBuilder(MetadataBuilder):
     def _dense(self, batch: Batch) -> Plan:
         prompts = Prompts(
             pattern=self.pattern,
+            tiles=self.backend.prefill_tiles,
             query_starts=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             key_starts=batch.key_start_loc,
@@ -79,6 +84,7 @@ class BlocksparseBuilder(MetadataBuilder):
     def _tokens(self, decodes: Phase) -> Tokens:
         return Tokens(
             pattern=self.pattern,
+            tiles=self.backend.decode_tiles,
             query_starts=decodes.query_start_loc,
             seq_lens=decodes.seq_lens,
             table=cast("Tensor", decodes.block_table),
@@ -91,14 +97,23 @@ class BlocksparseBuilder(MetadataBuilder):
         )
 
     def _prompts(self, prefills: Phase, *, reads_rows: bool) -> Prompts:
+        lengths = self._lengths(prefills) if reads_rows else ()
         return Prompts(
             pattern=self.pattern,
+            tiles=self.backend.prompt_tiles if lengths else self.backend.prefill_tiles,
             query_starts=prefills.query_start_loc,
             seq_lens=prefills.seq_lens,
             key_starts=prefills.query_start_loc if reads_rows else None,
             table=None if reads_rows else prefills.block_table,
             longest_query=prefills.max_query_len,
+            lengths=lengths,
         )
+
+    def _lengths(self, prefills: Phase) -> tuple[int, ...]:
+        """One launch each pays where prompts are long, and where the device loads tiles by descriptors."""
+        if not self.backend.has_descriptors or prefills.num_tokens < _WORTH_A_LAUNCH * prefills.num_reqs:
+            return ()
+        return tuple(length for length in prefills.query_start_loc_cpu.diff().tolist() if length)
 
 
 def _is_whole(prefills: Phase) -> bool:

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from attnplug_blocksparse.launching import INTERPRETED, launch
 from attnplug_blocksparse.pattern import Pattern
-from attnplug_blocksparse.tiles import MOST_SPLITS
+from attnplug_blocksparse.tiles import MOST_SPLITS, DecodeTiles
 from attnplug_blocksparse.triton_decode import _decode, _merge
 
 if TYPE_CHECKING:
     from attnplug_blocksparse.scales import Scales
-    from attnplug_blocksparse.tiles import DecodeTiles
 
 _LEAST_LANES = 16
 """Rows that a matrix product has at least."""
@@ -32,6 +31,7 @@ class Tokens:
 
     Attributes:
         pattern: Which blocks a head attends.
+        tiles: How it is computed.
         query_starts: ``(num_reqs + 1,)`` int32: the row of each request; one without a row is padding.
         seq_lens: ``(num_reqs,)`` int32 keys per request, the new one included.
         table: ``(num_reqs, max_blocks)`` int32 pages.
@@ -40,6 +40,7 @@ class Tokens:
     """
 
     pattern: Pattern
+    tiles: DecodeTiles
     query_starts: Tensor
     seq_lens: Tensor
     table: Tensor
@@ -60,7 +61,6 @@ def attend(
     lse: Tensor | None,
     tokens: Tokens,
     scales: Scales,
-    tiles: DecodeTiles,
 ) -> None:
     """
     Attend, and write output and LSE.
@@ -73,10 +73,9 @@ def attend(
         lse: ``(tokens, num_q_heads)`` float32, natural log, or None.
         tokens: The requests.
         scales: Of the layer.
-        tiles: How it is computed.
     """
     requests, (heads, size), kv_heads = tokens.seq_lens.shape[0], query.shape[1:], key.shape[2]
-    pattern, splits = tokens.pattern, tokens.num_splits
+    pattern, tiles, splits = tokens.pattern, tokens.tiles, tokens.num_splits
     width = triton.next_power_of_2(size)
     sums = query if lse is None else lse
     parts, part_sums = _parts(tokens.scratch, splits * requests * heads, size) if splits > 1 else (sums, sums)

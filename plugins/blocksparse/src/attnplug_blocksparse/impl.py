@@ -67,7 +67,6 @@ class BlocksparseImpl(AttentionImpl):
                 None if lse is None else lse[rows],
                 plan.tokens,
                 self._scales,
-                self.backend.decode_tiles,
             )
         if plan.prompts is not None:
             rows = plan.prompt_rows
@@ -80,7 +79,6 @@ class BlocksparseImpl(AttentionImpl):
                 None if lse is None else lse[rows],
                 plan.prompts,
                 self._scales,
-                self.backend.prefill_tiles,
             )
 
     def _keys(

@@ -8,13 +8,14 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
+from attnplug_blocksparse import prompt
 from attnplug_blocksparse.launching import INTERPRETED, launch
 from attnplug_blocksparse.pattern import Pattern
+from attnplug_blocksparse.tiles import PrefillTiles
 from attnplug_blocksparse.triton_prefill import _prefill
 
 if TYPE_CHECKING:
     from attnplug_blocksparse.scales import Scales
-    from attnplug_blocksparse.tiles import PrefillTiles
 
 
 @frozen(eq=False, kw_only=True)
@@ -24,19 +25,23 @@ class Prompts:
 
     Attributes:
         pattern: Which blocks a head attends.
+        tiles: How it is computed.
         query_starts: ``(num_reqs + 1,)`` int32, from 0.
         seq_lens: ``(num_reqs,)`` int32 keys per request.
         key_starts: As `query_starts` for the rows of keys; None where they are in pages.
         table: ``(num_reqs, max_blocks)`` int32 pages; None where keys are rows.
         longest_query: Rows of the longest request.
+        lengths: Rows of each request, where each is a prompt that is worth a launch of its own; otherwise none.
     """
 
     pattern: Pattern
+    tiles: PrefillTiles
     query_starts: Tensor
     seq_lens: Tensor
     key_starts: Tensor | None = None
     table: Tensor | None = None
     longest_query: int = 0
+    lengths: tuple[int, ...] = ()
 
 
 def attend(
@@ -47,7 +52,6 @@ def attend(
     lse: Tensor | None,
     prompts: Prompts,
     scales: Scales,
-    tiles: PrefillTiles,
 ) -> None:
     """
     Attend, and write output and LSE.
@@ -61,10 +65,12 @@ def attend(
         lse: ``(tokens, num_q_heads)`` float32, natural log, or None.
         prompts: The requests.
         scales: Of the layer.
-        tiles: How it is computed.
     """
+    if prompts.lengths and prompt.is_for(key, value, prompts.pattern, prompts.tiles):
+        _attend_each(query, key, value, out, lse, prompts, scales)
+        return
     requests, (heads, size) = prompts.seq_lens.shape[0], query.shape[1:]
-    page_size = 0 if prompts.table is None else key.shape[1]
+    tiles, page_size = prompts.tiles, 0 if prompts.table is None else key.shape[1]
     # A tile more than rows need: tiles begin at multiples of their size in the sequence, wherever a chunk begins.
     num_tiles = -(-prompts.longest_query // tiles.rows) + 1
     sums = query if lse is None else lse
@@ -88,3 +94,20 @@ def attend(
     )  # fmt: skip
     programs = num_tiles * requests * heads
     launch(_prefill, programs, tensors, strides, numbers, constants, num_warps=tiles.warps)
+
+
+def _attend_each(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    prompts: Prompts,
+    scales: Scales,
+) -> None:
+    first = 0
+    for length in prompts.lengths:
+        rows = slice(first, first + length)
+        own = None if lse is None else lse[rows]
+        prompt.attend(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, prompts.tiles)
+        first += length

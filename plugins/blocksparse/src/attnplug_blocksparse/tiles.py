@@ -23,16 +23,23 @@ class PrefillTiles:
         keys: Keys of a step.
         stages: Steps that are in flight.
         warps: Warps of a program.
+        registers: Registers of a thread, at most, so that a multiprocessor has room for more programs; None for all.
     """
 
     rows: int = 128
     keys: int = 128
     stages: int = 2
     warps: int = 8
+    registers: int | None = None
 
     @classmethod
     def of(cls, head_size: int) -> PrefillTiles:
         """Return what fits the shared memory and the registers of an H100 or H200."""
+        return cls(keys=64) if head_size > 128 else cls()
+
+    @classmethod
+    def by_descriptors(cls, head_size: int) -> PrefillTiles:
+        """Return the same for tiles that are loaded by descriptors."""
         return cls(keys=64) if head_size > 128 else cls()
 
 
