@@ -31,6 +31,7 @@ _MANTISSAS: Final = {
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _launches: dict[tuple[object, ...], _Write | None] = {}
+_UNKNOWN: Final = "unknown"  # as None is a form that the kernel does not write
 
 
 def write(
@@ -57,10 +58,11 @@ def write(
     places = (key.data_ptr(), value.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr())
     aligned = None if (places[0] | places[1] | places[2] | places[3]) % 16 == 0 else tuple(at % 16 for at in places)
     device = slots.get_device()
-    form = (device, slots.dtype, unit, aligned, _form(key, key_pages, k_scale), _form(value, value_pages, v_scale))
-    if form not in _launches:
-        _launches[form] = _launch(key, value, key_pages, value_pages, slots, k_scale, v_scale, unit)
-    launch = _launches[form]
+    halves = (*_form(key, key_head, key_pages, k_scale), *_form(value, value_head, value_pages, v_scale))
+    form = (device, slots.dtype, unit, aligned, *halves)
+    launch = _launches.get(form, _UNKNOWN)
+    if isinstance(launch, str):
+        launch = _launches[form] = _launch(key, value, key_pages, value_pages, slots, k_scale, v_scale, unit)
     if launch is None:
         return False
     if not count:
@@ -81,14 +83,15 @@ def write(
 
 def _dense(rows: Tensor) -> Tensor:
     """Rows whose elements lie side by side, as nearly all do."""
-    return rows if rows.stride(2) == 1 else rows.contiguous()
+    return rows if rows.stride()[2] == 1 else rows.contiguous()
 
 
-def _form(rows: Tensor, pages: Tensor, scale: Tensor | None) -> tuple[object, ...]:
+def _form(rows: Tensor, of_head: int, pages: Tensor, scale: Tensor | None) -> tuple[object, ...]:
     """What the code for one of the two is compiled for."""
     own = None if scale is None else (scale.dtype, scale.shape, scale.stride(), scale.get_device())
-    here, there = (rows.dtype, rows.get_device(), rows.shape[1:]), (pages.dtype, pages.get_device(), pages.shape[1:])
-    return (here, there, pages.stride(), rows.stride(1) == rows.shape[2], own)
+    _, heads, size = rows.shape
+    here = (rows.dtype, rows.get_device(), heads, size, of_head == size)
+    return (*here, pages.dtype, pages.get_device(), pages.shape[1:], pages.stride(), own)
 
 
 def _launch(
