@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 DEVICE = "cuda"
 PAGE = 16
 HEADS = 32
+"""Query heads at most: as many of them as are whole groups."""
 SHAPES = ((16, 1024), (64, 4096), (256, 1024))
 KERNELS = ("cuda_cores", "tensor_cores")
 HOW = ("eager", "graph")
@@ -70,15 +71,20 @@ class Case:
         return HEADS // self.group
 
     @property
+    def heads(self) -> int:
+        """Query heads."""
+        return self.kv_heads * self.group
+
+    @property
     def what(self) -> str:
         """The case in words."""
         batch = f"{self.requests} requests of {self.length}"
-        return f"{batch}, {HEADS}/{self.kv_heads} heads of {self.head_size}, {self.cache}"
+        return f"{batch}, {self.heads}/{self.kv_heads} heads of {self.head_size}, {self.cache}"
 
 
 def cases() -> Iterator[Case]:
     """Yield what is measured; an 8-bit cache in one shape alone."""
-    for head_size, group in product((128, 64), (1, 2, 4, 8)):
+    for head_size, group in product((128, 64), (1, 2, 4, 8, 3)):
         for requests, length in SHAPES:
             yield Case(head_size, group, requests, length)
         if head_size == 128:
@@ -139,7 +145,7 @@ class Inputs:
     What all ways read.
 
     Attributes:
-        query: ``(requests, HEADS, head_size)``.
+        query: ``(requests, heads, head_size)``.
         cache: ``(pages + 1, 2, PAGE, kv_heads, head_size)``.
         pages: indptr and last_page_len on the host, indices on the device; int32.
     """
@@ -162,7 +168,7 @@ class Inputs:
         indices = 1 + torch.randperm(count, generator=generator, device=DEVICE).int()
         indptr = torch.arange(case.requests + 1, dtype=torch.int32) * each
         last = torch.full((case.requests,), case.length - (each - 1) * PAGE, dtype=torch.int32)
-        return cls(draw(case.requests, HEADS, case.head_size), cache, (indptr, indices, last))
+        return cls(draw(case.requests, case.heads, case.head_size), cache, (indptr, indices, last))
 
 
 def way(case: Case, inputs: Inputs, kernel: str, workspace: Tensor, *, in_graph: bool) -> Way:
@@ -181,7 +187,7 @@ def way(case: Case, inputs: Inputs, kernel: str, workspace: Tensor, *, in_graph:
     def plan() -> None:
         wrapper.plan(
             *inputs.pages,
-            num_qo_heads=HEADS,
+            num_qo_heads=case.heads,
             num_kv_heads=case.kv_heads,
             head_dim=case.head_size,
             page_size=PAGE,
