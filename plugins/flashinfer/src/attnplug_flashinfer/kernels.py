@@ -61,7 +61,8 @@ def on_tensor_cores(agreement: Agreement, device: Device) -> bool:
     Those load keys once for all query heads of a group. Measured on an H200 by ``benchmarks/flashinfer_decode.py``, the
     library's own calls, 0.6.12, bfloat16, heads of 128: tensor cores are 1.4 to 2.6 times as fast in groups of 4 and
     more; in groups of 1 and 2 CUDA cores are as fast or slightly faster, and planned in less time. Groups of 3 have not
-    been measured, and stay with them. On other devices the published threshold decides, more than 4. Groups that there is no kernel on CUDA cores for have no choice.
+    been measured, and stay with them. On other devices the published threshold decides, more than 4. Groups that have
+    no kernel on CUDA cores have no choice.
 
     Args:
         agreement: What was negotiated; its option `decode_kernel` decides unless it is ``"auto"``.
