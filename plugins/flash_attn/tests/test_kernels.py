@@ -168,6 +168,22 @@ def test_schedules_are_for_their_calls(num_splits, window):
         torch.testing.assert_close(found, asked.attend(adapter, call, terms))
 
 
+@pytest.mark.parametrize(
+    ("cache", "paged", "dtype", "page_size"),
+    [
+        ("auto", True, torch.bfloat16, 256),
+        ("fp8_e4m3", True, torch.float8_e4m3fn, 256),
+        ("fp8_e4m3", False, torch.bfloat16, None),
+    ],
+)
+def test_a_schedule_is_for_the_dtype_of_the_keys_and_for_all_heads(journal, cache, paged, dtype, page_size):
+    adapter = kernels("fa3_vllm", kv_cache_dtype=cache)
+    used = {} if paged else {"seqused_k": torch.tensor(MIXED.keys, dtype=torch.int32)}
+    adapter.schedule(MIXED.call(adapter, paged=paged, **used), PLAIN, num_heads_q=3 * HEADS)
+    given = journal.calls[-1].arguments
+    assert (given["qkv_dtype"], given["page_size"], given["num_heads"]) == (dtype, page_size, 3 * HEADS)
+
+
 def test_a_dense_call_without_used_keys_has_no_schedule():
     adapter = kernels("fa3_vllm")
     assert adapter.schedule(MIXED.call(adapter, paged=False), PLAIN, num_heads_q=HEADS) is None

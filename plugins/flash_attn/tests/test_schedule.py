@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+import torch
 from attrs import evolve
 
-from attnplug.contract import GraphKey, Limits
+from attnplug import Requirements
+from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
+from attnplug_flash_attn import builder as building
 from attnplug_flash_attn.schedule import longest_schedule
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import Setting
-
-if TYPE_CHECKING:
-    import torch
+from tests.backends.setting import MODEL, Setting
 
 LIMITS = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128, capture_sizes=(10,))
 
@@ -51,6 +51,26 @@ def test_each_pass_has_a_schedule_of_its_own() -> None:
     assert all(schedule is not None for schedule in made)
     assert made[0] is not made[1]
     assert [call.max_seqlen_q for call in setting.backend.kernels.scheduled] == [1, 5]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ranks) -> None:
+    """New tokens come with the call, and have no schedule."""
+    monkeypatch.setattr(building, "Ranks", lambda parallel, device: None)
+    backend, asked = load(Requirements(**MODEL, dcp_size=ranks), "scheduled"), []
+    monkeypatch.setattr(
+        backend.kernels, "schedule", lambda call, terms, *, num_heads_q: asked.append((call, num_heads_q))
+    )
+    state = backend.make_state(evolve(LIMITS, capture_sizes=()), Parallel(dcp_size=ranks))
+    builder = backend.make_builder([backend.make_impl(Layer(name="layers.0"))], state)
+    shares, nowhere = torch.tensor([20, 20], dtype=torch.int32), torch.full((6,), -1)
+    table = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    more = {"block_table": table, "slot_mapping": nowhere, "dcp_local_seq_lens": shares}
+    metadata = builder.build(Batch.from_lengths([1, 5], [20 * ranks] * 2, **more))
+
+    (plan,) = metadata.plans.values()
+    assert [(call.causal, heads) for call, heads in asked] == [(False, ranks * MODEL["num_q_heads"])]
+    assert plan.sharded.new.scheduler_metadata is None
 
 
 def test_a_build_in_a_hurry_makes_none() -> None:
