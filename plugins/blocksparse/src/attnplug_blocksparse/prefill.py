@@ -93,7 +93,7 @@ def attend(
         scales.keys is not None, lse is not None, tiles.rows, tiles.keys, tiles.stages, INTERPRETED,
     )  # fmt: skip
     programs = num_tiles * requests * heads
-    launch(_prefill, programs, tensors, strides, numbers, constants, num_warps=tiles.warps)
+    launch(_prefill, programs, tensors, strides, numbers, constants, **tiles.options)
 
 
 def _attend_each(

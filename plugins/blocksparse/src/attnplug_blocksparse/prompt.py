@@ -62,15 +62,12 @@ def attend(
     block, _, stride, _ = pattern.constants
     supers = length // (block * stride)
     num_tiles = -(-length // tiles.rows)
-    options: dict[str, Any] = {"num_warps": tiles.warps}
-    if tiles.registers is not None:
-        options["maxnreg"] = tiles.registers
     _prompt[num_tiles * heads,](
         query, _rows(key, tiles.keys), _rows(value, tiles.keys), _blocks(key, block, stride, tiles.keys),
         _blocks(value, block, stride, tiles.keys), out, query if lse is None else lse, *query.stride()[:2],
         out.stride(0), *((0, 0) if lse is None else lse.stride()), length, num_tiles, supers, scales.scores,
         *pattern.numbers, heads, heads // key.shape[1], size, *pattern.constants, lse is not None, tiles.rows,
-        tiles.keys, tiles.stages, INTERPRETED, **options,
+        tiles.keys, tiles.stages, INTERPRETED, **tiles.options,
     )  # fmt: skip
 
 

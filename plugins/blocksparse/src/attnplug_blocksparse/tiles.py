@@ -32,6 +32,11 @@ class PrefillTiles:
     warps: int = 8
     registers: int | None = None
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton is told beside the constants."""
+        return {"num_warps": self.warps} | ({} if self.registers is None else {"maxnreg": self.registers})
+
     @classmethod
     def of(cls, head_size: int) -> PrefillTiles:
         """Return what fits the shared memory and the registers of an H100 or H200."""
