@@ -56,7 +56,7 @@ def test_each_pass_has_a_schedule_of_its_own() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ranks) -> None:
     """New tokens come with the call, and have no schedule."""
-    monkeypatch.setattr(building, "Ranks", lambda parallel, device: None)
+    monkeypatch.setattr(building, "Ranks", lambda parallel, device: object())
     backend, asked = load(Requirements(**MODEL, dcp_size=ranks), "scheduled"), []
     monkeypatch.setattr(
         backend.kernels, "schedule", lambda call, terms, *, num_heads_q: asked.append((call, num_heads_q))
