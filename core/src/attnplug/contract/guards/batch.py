@@ -183,7 +183,8 @@ class BatchGuard:
         low, high = (int(end) for end in torch.aminmax(host))
         contexts = host - query_lens
         _check_longest(batch, high, exact=exact)
-        if low < 0 or (self._orders_keys and int(contexts.amin()) < 0):
+        # Where the shortest sequence is as long as the longest query, all are as long as their own.
+        if low < 0 or (self._orders_keys and low < batch.max_query_len and int(contexts.amin()) < 0):
             _refuse_short(host, query_lens)
         if batch.num_computed_tokens_cpu is not None:
             _check_computed(batch.num_computed_tokens_cpu, contexts, exact=exact)

@@ -34,6 +34,8 @@ class PageGuard:
         self._places = not self._is_cross and asked.dcp_size == 1
         # Kept between steps: a number in an operation, or a tensor that is made for it, takes as long as the operation.
         self._block = torch.tensor(self._size, device="cpu")
+        is_power = self._size & (self._size - 1) == 0  # as nearly all are: shifts take half as long as divisions
+        self._exponent = torch.tensor(self._size.bit_length() - 1, device="cpu") if is_power else None
         self._column_starts = torch.empty(0, dtype=torch.int32)
         self._column_ordinals = torch.empty(0, dtype=torch.int32)
         self._table_rows = torch.empty(0, dtype=torch.int64)
@@ -73,9 +75,14 @@ class PageGuard:
         host_slots = batch.slot_mapping_cpu
         if host_slots is not None and slots.shape[0]:
             check_mirror("slot_mapping", slots, host_slots)
-            highest = max(highest, self._check_slots(batch, host_slots))
+            places = None
             if self._places and host_table is not None and contexts is not None:
-                self._check_places(batch, host_table, host_slots, query_lens, contexts)
+                places = self._places_of(batch, host_table, query_lens, contexts)
+            if places is not None and torch.equal(places, host_slots):
+                self._check_unique(host_slots)  # they are in blocks that are checked
+            else:
+                highest = max(highest, self._check_slots(batch, host_slots))
+                self._check_places(places, host_slots[: batch.num_actual_tokens])
         return self._num_key_rows(slots, host_slots), highest
 
     def _num_key_rows(self, slots: Tensor, host: Tensor | None) -> int:
@@ -284,8 +291,8 @@ class PageGuard:
             "compute slots from the block table (attnplug.batching)",
         )
 
-    def _check_places(self, batch: Batch, table: Tensor, slots: Tensor, query_lens: Tensor, contexts: Tensor) -> None:
-        """A slot is where the block table says that the token's K/V are: attention reads them there."""
+    def _places_of(self, batch: Batch, table: Tensor, query_lens: Tensor, contexts: Tensor) -> Tensor:
+        """``(tokens,)`` int64, the slot where the block table says that each token's K/V are."""
         count = batch.num_actual_tokens
         rows, positions = self._rows(table), contexts.long()
         if batch.max_query_len > 1 or count != batch.num_reqs:
@@ -293,11 +300,17 @@ class PageGuard:
             rows = rows.index_select(0, requests)
             firsts = positions.add_(query_lens).sub_(query_lens.cumsum(0))  # less the tokens of the requests before
             positions = firsts.index_select(0, requests).add_(self._token_numbers(count))
-        columns = torch.floor_divide(positions, self._block)
+        columns = (
+            torch.floor_divide(positions, self._block)
+            if self._exponent is None
+            else torch.bitwise_right_shift(positions, self._exponent)
+        )
         blocks = table.take(rows + columns)
-        places = positions.sub_(columns, alpha=self._size).add_(blocks, alpha=self._size)
-        given = slots if slots.shape[0] == count else slots[:count]
-        if torch.equal(places, given):
+        return positions.sub_(columns, alpha=self._size).add_(blocks, alpha=self._size)
+
+    def _check_places(self, places: Tensor | None, given: Tensor) -> None:
+        """A slot is where attention reads the token's K/V, or none."""
+        if places is None:
             return
         wrong = (places != given) & (given != PAD_SLOT_ID)
         if bool(wrong.any()):
