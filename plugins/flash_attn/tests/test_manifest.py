@@ -12,6 +12,7 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.cli.check.examine import examine
 from attnplug.discovery.known import read_known
+from attnplug.errors import RequirementsError
 from attnplug.manifest.installed import requirement_name
 from attnplug.manifest.parse import read_manifest
 from attnplug.negotiation.candidate import examine as prepare
@@ -461,6 +462,12 @@ def test_what_is_left_open_is_agreed_on(variant: str, device: Device, size: int)
     assert agreed is not None
     assert (agreed.block_size, agreed.kv_layout, agreed.options) == (size, "NHD", {})
     assert agreed.cudagraph == ("always" if variant.startswith("fa3") else "uniform_batch")
+
+
+@pytest.mark.parametrize("attn_type", ["decoder", "encoder", "encoder_only"])
+def test_keys_that_come_with_the_call_have_the_dtype_of_the_model(attn_type: str) -> None:
+    with pytest.raises(RequirementsError, match="only a paged cache has a dtype of its own"):
+        DENSE.evolve(attn_type=attn_type, kv_cache_dtype="fp8")
 
 
 def test_a_dense_request_agrees_on_no_graphs() -> None:
