@@ -66,8 +66,8 @@ class FlashInferImpl(AttentionImpl):
     ) -> None:
         plan: Plan = metadata.plans.get(self._key) or self.plan(metadata)
         if kv_cache is None:
-            rows = metadata.num_key_rows
-            operands: tuple[Any, ...] = (cast("Tensor", key)[:rows], cast("Tensor", value)[:rows])
+            keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
+            operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])
         else:
             halves, pages = self._caches.of(kv_cache)
             if self._writes and key is not None and value is not None:
