@@ -189,6 +189,16 @@ def test_keys_of_an_encoder_are_read_from_the_cache_after_the_first_step(load_re
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
+def test_float16_and_encoders(load_real, variant) -> None:
+    """Requests of one dtype after those of the other: what is compiled for one is not taken for the other."""
+    for dtype in ("bfloat16", "float16"):
+        case = fit(MIXED, variant, dtype=dtype)
+        check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    case = evolve(case, query_lens=(40, 1, 300), context_lens=(0, 0, 0), attn_type="encoder", causal=False)
+    check(load_real(case.requirements(paged=False, return_lse=True), variant), realise(case))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_keys_of_another_layer_are_read(load_real, variant) -> None:
     case = fit(MIXED, variant, kv_sharing=True)
 
