@@ -101,8 +101,7 @@ def _prefill(
     count = tl.load(query_starts + request + 1) - start
     length = tl.load(seq_lens + request)
     context = length - count
-    # Dense calls may have fewer keys than queries: the first of those stand before the sequence, and attend nothing.
-    place = tl.where(context > 0, context - context % rows, context) + tile * rows
+    place = context - context % rows + tile * rows
     if (place >= length) | (count == 0):
         return
 
@@ -126,8 +125,8 @@ def _prefill(
     shift = (first + (kv_head if by_kv_head else head)) * step
     residue = stride - 1 - shift % stride
     end = tl.minimum(place + rows, length)
-    lowest = tl.maximum(place, 0) // block
-    highest_block = tl.maximum(end - 1, 0) // block
+    lowest = place // block
+    highest_block = (end - 1) // block
     # Blocks: vertical ones up to `far`, local to some rows to `near`, local to all rows to `lowest`, then the diagonal.
     far = tl.minimum(tl.maximum(lowest - local + 1, 0), lowest)
     near = tl.minimum(tl.maximum(highest_block - local + 1, 0), lowest)
@@ -185,7 +184,7 @@ def _prefill(
     edge_tiles = (edge + keys - 1) // keys
     diagonal = near * block + near_tiles * keys
     diagonal_tiles = (tl.maximum(end - diagonal, 0) + keys - 1) // keys
-    blocks = tl.maximum(positions, 0) // block
+    blocks = positions // block
     for index in tl.range(0, edge_tiles + diagonal_tiles, num_stages=1):
         counted = index * keys + of_tile
         at_edge = index < edge_tiles

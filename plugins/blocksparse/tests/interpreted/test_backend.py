@@ -1,0 +1,179 @@
+"""The backend as hosts see it: which kernel runs on what, ranks, limits, and what is refused when a layer is made."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import attnplug
+from attnplug import Device, Requirements
+from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
+from attnplug.errors import LayerError, LimitsError
+from attnplug_blocksparse import builder, decode, prefill, prompt
+from plugins.blocksparse.tests.interpreted.dense import CANARY, Requests, check
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in")
+
+PATTERN = {"max_seqlen": 2048, "block_size": 16, "local_blocks": 2, "vert_stride": 4}
+PAGE = 32
+
+
+def load(pattern=PATTERN, **asked):
+    terms = {"paged": True, "block_size": PAGE, "kv_layout": "NHD", "return_lse": True, **asked}
+    if not terms["paged"]:
+        terms = {"paged": False, "return_lse": True}
+    requirements = Requirements(
+        head_size=64, num_q_heads=4, num_kv_heads=2, dtype="bfloat16", block_sparse=pattern, **terms
+    )
+    return attnplug.load(requirements, Device.cpu(), backend="blocksparse")
+
+
+class Step:
+    """A backend with one layer, and requests whose context is in its cache."""
+
+    def __init__(self, case, parallel=None, **asked):
+        self.case, self.backend = case, load(case.pattern, **asked)
+        self.impl = self.backend.make_impl(Layer(name="layer"))
+        tokens = sum(case.query_lens)
+        limits = Limits(max_num_reqs=8, max_num_tokens=max(8, tokens), max_seq_len=1024)
+        self.state = self.backend.make_state(limits, parallel)
+        self.builder = self.backend.make_builder([self.impl], self.state)
+        self.new = [slice(end - count, end) for end, count in zip(case.seq_lens, case.query_lens, strict=True)]
+
+    def batch(self):
+        case = self.case
+        self.cache, table = case.pages(PAGE)
+        places = [torch.arange(length)[new] for length, new in zip(case.seq_lens, self.new, strict=True)]
+        slots = [table[r, at // PAGE].long() * PAGE + at % PAGE for r, at in enumerate(places)]
+        for request, new in enumerate(self.new):  # what comes with the call is not there yet
+            at = torch.arange(case.seq_lens[request])[new]
+            self.cache[:, table[request, at // PAGE].long(), at % PAGE] = torch.nan
+        return Batch.from_lengths(case.query_lens, case.seq_lens, block_table=table, slot_mapping=torch.cat(slots))
+
+    def run(self, metadata):
+        case = self.case
+        query = torch.cat(case.queries)
+        key, value = (torch.cat([rows[new] for rows, new in zip(part, self.new, strict=True)])
+                      for part in (case.keys, case.values))  # fmt: skip
+        out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+        self.impl.forward(query, key, value, self.cache, metadata, out.view(len(query), -1), lse=lse)
+        return out, lse
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The kernels that ran, by name."""
+    made = []
+    for module in (decode, prefill):
+        real = module.launch
+
+        def noted(kernel, *rest, real=real, **options):
+            made.append(kernel.fn.__name__)
+            real(kernel, *rest, **options)
+
+        monkeypatch.setattr(module, "launch", noted)
+    attend = prompt.attend
+    monkeypatch.setattr(prompt, "attend", lambda *rest: made.append("_prompt") or attend(*rest))
+    return made
+
+
+def test_decodes_and_chunks_in_one_batch(calls):
+    step = Step(Requests(PATTERN, [1, 1, 20, 33], [50, 1, 70, 33]))
+
+    check(*step.run(step.builder.build(step.batch())), step.case.expected())
+    assert "_decode" in calls
+    assert "_prefill" in calls
+
+
+def test_prompts_in_one_piece_read_the_rows_that_come_with_the_call(monkeypatch, calls):
+    step = Step(Requests(PATTERN, [1, 40, 7], [60, 40, 7]))
+    metadata = step.builder.build(step.batch())
+
+    assert step.impl.plan(metadata).reads_rows
+    check(*step.run(metadata), step.case.expected())
+    assert "_prompt" not in calls
+
+
+def test_long_prompts_are_loaded_by_descriptors_one_after_another(monkeypatch, calls):
+    monkeypatch.setattr(builder, "_WORTH_A_LAUNCH", 64)
+    step = Step(Requests(PATTERN, [1, 150, 70], [60, 150, 70]))
+
+    check(*step.run(step.builder.build(step.batch())), step.case.expected())
+    assert calls.count("_prompt") == 2
+    assert "_prefill" not in calls
+
+
+def test_an_8_bit_cache_is_read_in_the_first_step_too(calls):
+    step = Step(Requests(PATTERN, [40, 7], [40, 7]), kv_cache_dtype="fp8_e4m3")
+
+    assert not step.impl.plan(step.builder.build(step.batch())).reads_rows
+
+
+def test_a_sequence_is_split_where_there_are_few(calls):
+    step = Step(Requests(PATTERN, [1], [400]))
+    metadata = step.builder.build(step.batch())
+
+    assert step.impl.plan(metadata).tokens.num_splits > 1
+    check(*step.run(metadata), step.case.expected())
+    assert calls == ["_decode", "_merge"]
+
+
+@pytest.mark.parametrize("mode", [{}, {"homo_head_group": True}], ids=["per head", "per group"])
+def test_a_rank_has_its_own_heads(mode):
+    pattern = {**PATTERN, "vert_stride": 16, **mode}
+    whole = Requests(pattern, [1, 60], [90, 60], kv_heads=4)
+    output, sums = whole.expected()
+    own = Requests(pattern, [1, 60], [90, 60])
+    for name, heads in (("queries", slice(4, 8)), ("keys", slice(2, 4)), ("values", slice(2, 4))):
+        object.__setattr__(own, name, [rows[:, heads].contiguous() for rows in getattr(whole, name)])
+    step = Step(own, Parallel(tp_rank=1, tp_size=2))
+
+    check(*step.run(step.builder.build(step.batch())), (output[:, 4:], sums[:, 4:]))
+
+
+def test_a_prompt_in_chunks_is_the_prompt_in_one_piece():
+    whole = Requests(PATTERN, [100], [100])
+    output, sums = whole.expected()
+    for first, last in ((0, 37), (37, 38), (38, 100)):
+        part = Requests(PATTERN, [last - first], [last])
+        for name in ("keys", "values"):
+            object.__setattr__(part, name, [getattr(whole, name)[0][:last]])
+        object.__setattr__(part, "queries", [whole.queries[0][first:last]])
+        step = Step(part)
+
+        check(*step.run(step.builder.build(step.batch())), (output[first:last], sums[first:last]))
+
+
+def test_all_keys_may_come_with_the_call():
+    backend = load(paged=False)
+    impl = backend.make_impl(Layer(name="layer"))
+    case = Requests(PATTERN, [40, 9], [40, 70])
+    limits = Limits(max_num_reqs=2, max_num_tokens=64, max_seq_len=128)
+    metadata = backend.make_builder([impl], backend.make_state(limits)).build(Batch.from_lengths([40, 9], [40, 70]))
+    query = torch.cat(case.queries)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+
+    keys, values = torch.cat(case.keys), torch.cat(case.values)
+    impl.forward(query, keys, values, None, metadata, out.view(49, -1), lse=lse)
+
+    check(out, lse, case.expected())
+
+
+def test_a_warm_up_runs_every_kernel(calls):
+    load().warmup([GraphKey(1, 1, 1)])
+
+    assert {"_decode", "_merge", "_prefill"} <= set(calls)
+
+
+def test_sequences_beyond_the_pattern_are_refused():
+    backend = load()
+
+    with pytest.raises(LimitsError, match=r"the pattern covers 2048 tokens \(max_seqlen\)"):
+        backend.make_state(Limits(max_num_reqs=1, max_num_tokens=64, max_seq_len=2049))
+
+
+def test_a_pattern_that_lacks_a_parameter_is_refused_where_a_layer_is_made():
+    backend = load({"max_seqlen": 2048, "block_size": 16, "local_blocks": 2})
+
+    with pytest.raises(LayerError, match="vert_stride is a whole number of at least 1"):
+        backend.make_impl(Layer(name="layer"))

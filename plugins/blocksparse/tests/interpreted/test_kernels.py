@@ -1,0 +1,219 @@
+"""The kernels against dense attention in float64: any pattern, any lengths, rows and pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug.testing.sparsity import seen_by
+from attnplug_blocksparse import decode, prefill, prompt
+from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_blocksparse.pattern import Pattern
+from attnplug_blocksparse.scales import Scales
+from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
+from plugins.blocksparse.tests.interpreted.dense import CANARY, DTYPES, Requests, check, lens, starts
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in")  # what numpy says of infinities that cancel
+
+MODES = ({}, {"homo_head": True}, {"homo_head_group": True})
+PHI = {"max_seqlen": 8192, "block_size": 16, "local_blocks": 2, "vert_stride": 4}
+
+
+@st.composite
+def patterns(draw, blocks=(16, 32, 5, 48, 64)):
+    return {
+        "max_seqlen": 8192,
+        "block_size": draw(st.sampled_from(blocks)),
+        "local_blocks": draw(st.integers(0, 5)),
+        "vert_stride": draw(st.integers(1, 5)),
+        **draw(st.sampled_from(MODES)),
+    }
+
+
+@st.composite
+def requests(draw, first=False, count=(1, 3), **fixed):
+    number = draw(st.integers(*count))
+    queries = draw(st.lists(st.sampled_from([1, 2, 17, 64, 100, 0]), min_size=number, max_size=number))
+    context = draw(st.lists(st.sampled_from([0, 3, 16, 50, 130]), min_size=number, max_size=number))
+    lengths = queries if first else [query + before for query, before in zip(queries, context, strict=True)]
+    return Requests(
+        pattern=fixed.get("pattern") or draw(patterns()),
+        query_lens=queries,
+        seq_lens=lengths,
+        kv_heads=draw(st.sampled_from([1, 2])),
+        group=draw(st.sampled_from([1, 2, 3])),
+        size=draw(st.sampled_from([64, 96])),
+        dtype=draw(st.sampled_from(DTYPES)),
+    )
+
+
+def pattern_of(given_requests, **ranks):
+    heads = given_requests.kv_heads * given_requests.group
+    params = BlocksparseParams.of(
+        given_requests.pattern, num_heads=heads, num_kv_heads=given_requests.kv_heads, **ranks
+    )
+    return Pattern(params, torch.device("cpu"))
+
+
+def run_prefill(given_requests, tiles=None, page=0, pattern=None):
+    query = torch.cat(given_requests.queries)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+    prompts = prefill.Prompts(
+        pattern=pattern or pattern_of(given_requests),
+        tiles=tiles or PrefillTiles(32, 32),
+        query_starts=starts(given_requests.query_lens),
+        seq_lens=lens(given_requests.seq_lens),
+        longest_query=max(given_requests.query_lens),
+        key_starts=starts(given_requests.seq_lens),
+    )
+    keys, values = torch.cat(given_requests.keys), torch.cat(given_requests.values)
+    if page:
+        (keys, values), table = given_requests.pages(page)
+        prompts = evolve(prompts, table=table, key_starts=None)
+    prefill.attend(query, keys, values, out, lse, prompts, Scales(given_requests.scale))
+    return out, lse
+
+
+def run_decode(given_requests, tiles=None, page=16, splits=1, cache=None, pattern=None):
+    queries = [rows[-1:] for rows in given_requests.queries]
+    counts = [rows.shape[0] for rows in queries]
+    query = torch.cat(queries)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+    pages, table = given_requests.pages(page)
+    keys, values = pages if cache is None else cache
+    parts = splits * len(counts)
+    scratch = torch.full((decode.scratch_bytes(parts, *query.shape[1:]),), 255, dtype=torch.uint8)
+    tokens = decode.Tokens(
+        pattern=pattern or pattern_of(given_requests),
+        tiles=tiles or DecodeTiles(),
+        query_starts=starts(counts),
+        seq_lens=lens(given_requests.seq_lens),
+        table=table,
+        num_splits=splits,
+        scratch=scratch,
+    )
+    decode.attend(query, keys, values, out, lse, tokens, Scales(given_requests.scale))
+    return out, lse
+
+
+@settings(max_examples=20)
+@given(case=requests(), rows=st.sampled_from([16, 32, 64]), keys=st.sampled_from([16, 32, 64]))
+def test_prompts_and_chunks_on_rows(case, rows, keys):
+    check(*run_prefill(case, PrefillTiles(rows, keys)), case.expected())
+
+
+@settings(max_examples=20)
+@given(
+    case=requests(),
+    rows=st.sampled_from([16, 32, 64]),
+    keys=st.sampled_from([16, 32, 64]),
+    page=st.sampled_from([16, 32, 48]),
+)
+def test_prompts_and_chunks_on_pages(case, rows, keys, page):
+    check(*run_prefill(case, PrefillTiles(rows, keys), page), case.expected())
+
+
+@settings(max_examples=15)
+@given(
+    pattern=patterns(blocks=(16, 32, 64)),
+    length=st.sampled_from([1, 40, 64, 130, 257, 400]),
+    rows=st.sampled_from([16, 64]),
+    keys=st.sampled_from([64, 128]),
+    size=st.sampled_from([64, 128]),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_prompts_by_descriptors(pattern, length, rows, keys, size, dtype):
+    case = Requests(pattern, [length], [length], size=size, dtype=dtype)
+    (query,), (key,), (value,), tiles = case.queries, case.keys, case.values, PrefillTiles(rows, keys)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+
+    assert prompt.is_for(key, value, pattern_of(case), tiles)
+    prompt.attend(query, key, value, out, lse, pattern_of(case), Scales(case.scale), tiles)
+
+    check(out, lse, case.expected())
+
+
+@settings(max_examples=20)
+@given(
+    case=requests(),
+    keys=st.sampled_from([16, 32, 64]),
+    page=st.sampled_from([16, 32, 48]),
+    splits=st.sampled_from([1, 2, 3, 9]),
+)
+def test_decodes(case, keys, page, splits):
+    output, sums = case.expected()
+    last = [end - 1 for end, count in zip(starts(case.query_lens)[1:].tolist(), case.query_lens, strict=True) if count]
+
+    check(*run_decode(case, DecodeTiles(keys=keys), page, splits), (output[last], sums[last]))
+
+
+@pytest.mark.parametrize("mode", MODES, ids=["per head", "homo_head", "homo_head_group"])
+@pytest.mark.parametrize("tp_size", [2, 3])
+def test_ranks_together_are_the_model(mode, tp_size):
+    whole = Requests({**PHI, "vert_stride": 12, **mode}, [70, 5], [70, 140], kv_heads=tp_size, group=2)
+    output, sums = whole.expected()
+    for rank in range(tp_size):
+        heads = slice(2 * rank, 2 * rank + 2)
+        own = Requests(whole.pattern, [70, 5], [70, 140], kv_heads=1, group=2)
+        for name, part in (("queries", heads), ("keys", slice(rank, rank + 1)), ("values", slice(rank, rank + 1))):
+            object.__setattr__(own, name, [rows[:, part].contiguous() for rows in getattr(whole, name)])
+        pattern = pattern_of(own, tp_size=tp_size, tp_rank=rank)
+
+        check(*run_prefill(own, pattern=pattern), (output[:, heads], sums[:, heads]))
+        check(*run_decode(own, pattern=pattern, splits=2), (output[[69, 74], heads], sums[[69, 74], heads]))
+
+
+def outside(case, request=0):
+    """``(keys,)``: which keys no head of the first KV head's group attends for the last token."""
+    keys = torch.arange(case.seq_lens[request])
+    heads = {"num_q_heads": case.kv_heads * case.group, "num_kv_heads": case.kv_heads}
+    seen = [seen_by(head, case.pattern, **heads, queries=keys[-1:], keys=keys)[0] for head in range(case.group)]
+    return ~torch.stack(seen).any(0)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+def test_what_is_outside_the_pattern_of_a_group_is_never_read(splits):
+    case = Requests({**PHI, "vert_stride": 8}, [1], [200], kv_heads=1, group=2)
+    before, hidden = run_decode(case, splits=splits), outside(case)
+    assert 60 < int(hidden.sum()) < 160
+
+    case.keys[0][hidden] = torch.nan
+    case.values[0][hidden] = torch.nan
+
+    for found, wanted in zip(run_decode(case, splits=splits), before, strict=True):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_what_is_outside_the_pattern_of_a_tile_is_never_read(page):
+    case = Requests({**PHI, "vert_stride": 8}, [16], [208], kv_heads=1, group=1)
+    before, hidden = run_prefill(case, PrefillTiles(16, 16), page), outside(case)
+    assert 60 < int(hidden.sum()) < 190
+
+    case.keys[0][hidden] = torch.nan
+    case.values[0][hidden] = torch.nan
+
+    for found, wanted in zip(run_prefill(case, PrefillTiles(16, 16), page), before, strict=True):
+        assert torch.equal(found, wanted)
+
+
+def test_a_key_that_one_head_alone_attends_moves_that_head_alone():
+    case = Requests({**PHI, "local_blocks": 1, "vert_stride": 4}, [1], [130], kv_heads=1, group=3)
+    before, _ = run_decode(case)
+    residue = pattern_of(case).params.residue(1)
+
+    case.values[0][residue * 16 : residue * 16 + 16] += 4
+    after, _ = run_decode(case)
+
+    assert (after != before).flatten(2).any(2)[0].tolist() == [False, True, False]
+
+
+def test_padding_is_neither_read_nor_written():
+    case = Requests(PHI, [1, 0, 1, 0], [40, 0, 90, 30])
+    out, lse = run_decode(case, splits=2)
+    alone = Requests(PHI, [1, 0, 1, 0], [40, 0, 90, 30]).expected()
+
+    check(out, lse, alone)

@@ -1,0 +1,80 @@
+"""The kernels compile for Hopper where there is no GPU: the compiler refuses what the interpreter takes."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+TENSORS = {"query": "*bf16", "out": "*bf16", "lse": "*fp32", "parts": "*fp32", "part_sums": "*fp32", "scale": "fp32"}
+TABLES = ("query_starts", "key_starts", "seq_lens", "table", "residues", "before")
+NUMBERS = ("num_reqs", "num_tiles", "num_splits", "length", "supers", "first", "step")
+SCALES = ("k_scale", "v_scale")
+PHI = {"block": 64, "local": 16, "stride": 8, "by_kv_head": False, "group": 4, "interpreted": False, "has_lse": True}
+
+
+def compiled(kernel: Any, constants: dict[str, Any], keys: dict[str, str], **options: int) -> Any:
+    import triton  # noqa: PLC0415 - not on every platform
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    kinds = TENSORS | keys | dict.fromkeys(TABLES, "*i32") | dict.fromkeys(NUMBERS, "i32")
+    kinds |= dict.fromkeys(SCALES, "*fp32")
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i64") for name in names}
+    aligned = {
+        (place,): [["tt.divisibility", 16]]
+        for place, name in enumerate(names)
+        if signature[name] == "i64" or (signature[name].startswith("*") and name not in SCALES)
+    }
+    values = {(names.index(name),): value for name, value in constants.items()}
+    return triton.compile(
+        ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32), options=options
+    )
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_prompts_and_chunks(page):
+    from attnplug_blocksparse.triton_prefill import _prefill  # noqa: PLC0415 - there is Triton where this runs
+
+    sizes = {"heads": 32, "size": 128, "width": 128, "page_size": page, "is_scaled": False}
+    tiles = {"rows": 128, "keys": 64, "stages": 2}
+    code = compiled(_prefill, PHI | sizes | tiles, {"key": "*bf16", "value": "*bf16"}, num_warps=8).asm["ptx"]
+
+    assert "wgmma.mma_async" in code
+    assert "cp.async.cg.shared.global" in code
+
+
+def test_prompts_by_descriptors():
+    from attnplug_blocksparse.triton_prompt import _prompt  # noqa: PLC0415 - as above
+
+    rows, blocks = "tensordesc<bf16[128, 1, 128]>", "tensordesc<bf16[2, 1, 64, 1, 128]>"
+    keys = {"key": rows, "value": rows, "key_blocks": blocks, "value_blocks": blocks}
+    tiles = {"heads": 32, "size": 128, "rows": 128, "keys": 128, "stages": 2}
+    code = compiled(_prompt, PHI | tiles, keys, num_warps=8).asm["ptx"]
+
+    assert "wgmma.mma_async" in code
+    assert "cp.async.bulk.tensor.5d" in code
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8e4nv", "fp8e5"])
+def test_decodes(cache):
+    from attnplug_blocksparse.triton_decode import _decode, _merge  # noqa: PLC0415 - as above
+
+    keys = {"key": f"*{cache}", "value": f"*{cache}"}
+    sizes = {"kv_heads": 8, "lanes": 16, "size": 128, "width": 128, "page_size": 16, "is_scaled": cache != "bf16"}
+    tiles = {"is_split": True, "keys": 64, "stages": 4}
+    code = compiled(_decode, PHI | sizes | tiles, keys, num_warps=4).asm["ptx"]
+    merged = {"heads": 32, "size": 128, "width": 128, "has_lse": True, "most": 8}
+
+    assert "mma.sync" in code
+    assert "cp.async" in code
+    assert compiled(_merge, merged, {}, num_warps=4).asm["cubin"]

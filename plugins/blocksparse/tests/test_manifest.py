@@ -1,0 +1,115 @@
+"""What the manifest serves and refuses, in the words that a user reads. Nothing is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import attnplug
+from attnplug import Device, Requirements
+from attnplug.cli.check.examine import examine
+from attnplug.discovery.known import read_known
+from attnplug.errors import NoBackendError
+from attnplug.manifest.parse import read_manifest
+from attnplug.selection import state
+
+PROJECT = Path(__file__).parents[1]
+MANIFEST = PROJECT / "src" / "attnplug_blocksparse" / "attnplug.toml"
+HOPPER, AMPERE, TURING = (Device.cuda(capability) for capability in ("9.0", "8.0", "7.5"))
+PATTERN = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 16, "vert_stride": 8}
+PHI = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16", block_sparse=PATTERN)
+
+
+@pytest.fixture(autouse=True)
+def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer the plugin by hand, to this test alone; that Triton is absent here or there is not what is tested."""
+    monkeypatch.setattr(state, "_state", None)
+    attnplug.register("attnplug_blocksparse.plugin", manifest=MANIFEST)
+
+
+def verdict(requirements: Requirements, device: Device = HOPPER):
+    explained = attnplug.explain(requirements, device, assume_installed=True)
+    return next(one for one in explained.verdicts if one.id == "blocksparse/triton")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"head_size": 64},
+        {"head_size": 96},
+        {"head_size": 256},
+        {"dtype": "float16"},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"block_size": 16},
+        {"block_size": 48, "kv_layout": "HND"},
+        {"cudagraph": "single_token_decode"},
+        {"return_lse": True},
+        {"paged": False},
+        {"num_q_heads": 28, "num_kv_heads": 4},
+    ],
+)
+def test_it_serves(changed) -> None:
+    assert verdict(PHI.evolve(**changed)).status in ("chosen", "eligible")
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"block_sparse": None}, "a model that names no pattern is dense"),
+        ({"alibi": "linear"}, "alibi"),
+        ({"sliding_window": 128}, "sliding_window"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
+        ({"attn_type": "encoder_only", "paged": False, "causal": False}, "attn_type"),
+        ({"attn_type": "encoder_decoder", "causal": False}, "attn_type"),
+        ({"head_size": 80}, "head_size"),
+        ({"kv_sharing": True}, "kv_sharing"),
+        ({"output_quant": "fp8_e4m3"}, "output_quant"),
+        ({"sinks": True}, "sinks"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"block_size": 8}, "block_size"),
+        ({"causal": False}, "causal"),
+        ({"attention_chunk": 512}, "attention_chunk"),
+        ({"decode_query_len": 2}, "decode_query_len"),
+        ({"dcp_size": 2}, "dcp_size"),
+        ({"cudagraph": "uniform_batch"}, "cudagraph"),
+        ({"paged": False, "cudagraph": "single_token_decode"}, "keys that come with the call differ in size"),
+    ],
+)
+def test_it_refuses_by_name(changed, told) -> None:
+    asked = PHI.evolve(**changed)
+
+    assert verdict(asked).status == "refused"
+    with pytest.raises(NoBackendError) as refused:
+        attnplug.select(asked, HOPPER, backend="blocksparse")
+    assert told in " ".join(str(refused.value).split())
+
+
+def test_nobody_else_is_chosen_for_a_pattern() -> None:
+    explained = attnplug.explain(PHI, HOPPER, assume_installed=True)
+
+    assert [one.id for one in explained.verdicts if one.status in ("chosen", "eligible")] == ["blocksparse/triton"]
+
+
+def test_older_devices() -> None:
+    assert verdict(PHI, AMPERE).status in ("chosen", "eligible")
+    assert verdict(PHI.evolve(kv_cache_dtype="fp8_e5m2"), AMPERE).status in ("chosen", "eligible")
+    assert "from compute capability 8.9 on" in str(verdict(PHI.evolve(kv_cache_dtype="fp8_e4m3"), AMPERE).reasons[0])
+    assert verdict(PHI, TURING).status == "refused"
+    assert verdict(PHI, Device.cpu()).status == "refused"
+
+
+def test_the_published_name_is_an_alias() -> None:
+    manifest, known = read_manifest(MANIFEST), next(one for one in read_known().plugins if one.name == "blocksparse")
+
+    assert manifest.aliases == ("BLOCK_SPARSE_FLASH_ATTN",) == tuple(known.aliases)
+    assert known.install == "attnplug-blocksparse"
+
+
+def test_the_project_is_sound() -> None:
+    report = examine(str(PROJECT))
+
+    assert report.backends == ("blocksparse",)
+    assert report.findings == ()

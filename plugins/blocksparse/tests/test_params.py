@@ -1,0 +1,113 @@
+"""The parameters of a pattern: what they mean by head and rank, against the formula, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.errors import LayerError
+from attnplug.testing.sparsity import seen_by
+from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_blocksparse.pattern import Pattern
+
+PHI = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 16, "vert_stride": 8}
+MODES = ({}, {"homo_head": True}, {"homo_head_group": True}, {"homo_head": True, "homo_head_group": True})
+
+
+def params(**more):
+    heads = {"num_heads": more.pop("num_heads", 32), "num_kv_heads": more.pop("num_kv_heads", 8)}
+    ranks = {name: more.pop(name) for name in ("tp_size", "tp_rank") if name in more}
+    return BlocksparseParams.of({**PHI, **more}, **heads, **ranks)
+
+
+def test_the_reference_configuration_slides_by_one_block_per_head():
+    phi = params()
+
+    assert (phi.head_sliding_step, phi.active_head_range, phi.slides_by_kv_head) == (1, (0, 32), False)
+    assert [phi.residue(head) for head in range(9)] == [7, 6, 5, 4, 3, 2, 1, 0, 7]
+    assert phi.residues(1) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("given_modes", "step"),
+    list(zip(MODES, (2, 0, -8, 0), strict=True)),
+)
+def test_the_step_is_counted_over_all_ranks(given_modes, step):
+    one = params(vert_stride=16, num_heads=4, num_kv_heads=1, tp_size=2, tp_rank=1, **given_modes)
+
+    assert one.head_sliding_step == step
+    assert one.active_head_range == (4, 8)
+
+
+def test_a_step_is_at_least_one_block():
+    assert params(vert_stride=3).head_sliding_step == 1
+    assert params(vert_stride=3, homo_head_group=True).head_sliding_step == -1
+
+
+@given(
+    group=st.integers(1, 4),
+    kv_heads=st.integers(1, 3),
+    tp_size=st.integers(1, 3),
+    stride=st.integers(1, 12),
+    mode=st.sampled_from(MODES),
+)
+def test_residues_are_the_formula_for_every_head_of_every_rank(group, kv_heads, tp_size, stride, mode):
+    pattern = {"max_seqlen": 99, "block_size": 1, "local_blocks": 0, "vert_stride": stride, **mode}
+    heads, keys = group * kv_heads, torch.arange(3 * stride)
+    total = {"num_q_heads": heads * tp_size, "num_kv_heads": kv_heads * tp_size}
+    for rank in range(tp_size):
+        ranks = {"tp_size": tp_size, "tp_rank": rank}
+        own = BlocksparseParams.of(pattern, num_heads=heads, num_kv_heads=kv_heads, **ranks)
+        first, last = own.active_head_range
+        for head in range(first, last):
+            wanted = seen_by(head, pattern, **total, queries=keys[-1:], keys=keys)[0]
+            assert torch.equal(keys % stride == own.residue(head - first), wanted)
+        for kv_head in range(kv_heads):
+            each = {own.residue(kv_head * group + head) for head in range(group)}
+            assert own.residues(kv_head) == tuple(sorted(each))
+
+
+@given(stride=st.integers(1, 9), local=st.integers(0, 4), mode=st.sampled_from(MODES), length=st.integers(1, 200))
+def test_tables_and_bounds_count_what_a_group_attends(stride, local, mode, length):
+    given_pattern = {"max_seqlen": 999, "block_size": 4, "local_blocks": local, "vert_stride": stride, **mode}
+    own = BlocksparseParams.of(given_pattern, num_heads=6, num_kv_heads=2)
+    pattern, last = Pattern(own, torch.device("cpu")), (length - 1) // 4
+    for kv_head in range(2):
+        residues = own.residues(kv_head)
+        assert pattern.residues[kv_head, : len(residues)].tolist() == list(residues)
+        assert pattern.before[kv_head].tolist() == [sum(r < edge for r in residues) for edge in range(stride + 1)]
+        attended = sum(last - j < local or j % stride in residues for j in range(last + 1))
+        assert attended <= pattern.most_blocks(length)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"block_size": 0}, "block_size is a whole number of at least 1"),
+        ({"block_size": True}, "block_size is a whole number of at least 1"),
+        ({"local_blocks": -1}, "local_blocks is a whole number of at least 0"),
+        ({"vert_stride": 0}, "vert_stride is a whole number of at least 1"),
+        ({"max_seqlen": 8.5}, "max_seqlen is a whole number of at least 1"),
+        ({"homo_head": 1}, "homo_head is True or False"),
+        ({"num_heads": 31}, "the layer has num_heads=32 on this rank"),
+        ({"num_kv_heads": 4}, "the layer has num_kv_heads=8 on this rank"),
+        ({"dense_heads": 2}, "its parameters are max_seqlen, block_size"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(changed, told):
+    with pytest.raises(LayerError, match=told):
+        BlocksparseParams.of({**PHI, **changed}, num_heads=32, num_kv_heads=8)
+
+
+@pytest.mark.parametrize("name", PHI)
+def test_a_parameter_that_is_missing_is_refused_by_name(name):
+    with pytest.raises(LayerError, match=f"{name} is a whole number"):
+        BlocksparseParams.of({key: PHI[key] for key in PHI if key != name}, num_heads=32, num_kv_heads=8)
+
+
+def test_head_counts_may_be_repeated():
+    assert params(num_heads=32, num_kv_heads=8) == BlocksparseParams.of(
+        {**PHI, "num_heads": 32, "num_kv_heads": 8}, num_heads=32, num_kv_heads=8
+    )
