@@ -1,0 +1,23 @@
+"""Has local blocks alone."""
+
+from __future__ import annotations
+
+from sparse.patterned import PatternedBackend, PatternedImpl
+
+from attnplug.contract.hooks import hookimpl
+
+
+class MutantImpl(PatternedImpl):
+    def seen(self, queries, keys):
+        own = dict(self.layer.block_sparse)
+        i, j = queries[None, :, None] // own["block_size"], keys[None, None, :] // own["block_size"]
+        return ((keys <= queries[None, :, None]) & (i - j < own["local_blocks"])).expand(self.num_q_heads, -1, -1)
+
+
+class MutantBackend(PatternedBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
