@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 FOLDER: Final = Path(__file__).parent / "signatures"
-FUNCTIONS: Final = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
+FUNCTIONS: Final = ("flash_attn_varlen_func", "flash_attn_with_kvcache", "_flash_attn_fwd")
 OPS: Final = {"_vllm_fa2_C": ("varlen_fwd",), "_vllm_fa3_C": ("fwd", "get_scheduler_metadata")}
 
 Parameter = tuple[str, ...]

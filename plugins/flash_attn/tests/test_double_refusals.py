@@ -151,7 +151,7 @@ def test_a_schedule_with_a_stale_tail():
 
 
 def test_fa4_wants_none_for_no_window():
-    fa4 = import_module("flash_attn.cute")
+    fa4 = import_module("flash_attn.cute.interface")
     call = MIXED.call(kernels("fa4"))
     with pytest.raises(AssertionError, match="wants None"):
         fa4.flash_attn_varlen_func(
@@ -170,7 +170,7 @@ def test_fa4_does_not_split_on_hopper(num_splits):
 
 @pytest.mark.parametrize("capability", [8, 12])
 def test_fa4_has_pages_on_some_devices(monkeypatch, capability):
-    monkeypatch.setattr(import_module("flash_attn.cute"), "CAPABILITY", capability)
+    monkeypatch.setattr(import_module("flash_attn.cute.interface"), "CAPABILITY", capability)
     assert refuse("fa4", match="paged KV not supported") == "AssertionError"
 
 

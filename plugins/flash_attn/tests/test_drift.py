@@ -34,6 +34,7 @@ SCHEMAS = json.loads((SIGNATURES / "vllm-0.24.0.json").read_text())
 _COMMON = {"max_seqlen_q", "cu_seqlens_q", "softmax_scale", "causal", "window_size", "softcap"}
 _FP8 = {"q_descale", "k_descale", "v_descale"}
 _KEYS = {"cu_seqlens_k", "max_seqlen_k"}
+_ONLY_FA4 = {"seqused_k", "page_table", "learnable_sink", "num_splits", "return_lse"}
 CALLS: dict[tuple[str, str], tuple[int, set[str]]] = {
     ("fa2", "flash_attn_varlen_func"): (
         3, {*_COMMON, *_KEYS, "alibi_slopes", "return_attn_probs", "block_table"},
@@ -44,8 +45,9 @@ CALLS: dict[tuple[str, str], tuple[int, set[str]]] = {
     ("fa3", "flash_attn_with_kvcache"): (
         3, {*_COMMON, *_FP8, "cache_seqlens", "cache_leftpad", "page_table", "num_splits", "return_softmax_lse"},
     ),
-    ("fa4", "flash_attn_varlen_func"): (
-        3, {*_COMMON, *_KEYS, "seqused_k", "page_table", "learnable_sink", "num_splits", "return_lse"},
+    ("fa4", "flash_attn_varlen_func"): (3, {*_COMMON, *_KEYS, *_ONLY_FA4}),
+    ("fa4", "_flash_attn_fwd"): (
+        3, {*_COMMON - {"window_size"}, *_KEYS, *_ONLY_FA4, "window_size_left", "window_size_right", "out"},
     ),
     ("torch", "_flash_attention_forward"): (10, {"scale", "window_size_left", "window_size_right"}),
     ("fa2_vllm", "varlen_fwd"): (22, set()),
@@ -55,7 +57,7 @@ CALLS: dict[tuple[str, str], tuple[int, set[str]]] = {
 """What the adapters call: how many arguments by position, and the keywords."""
 
 DISTRIBUTIONS = {"fa2": "flash-attn", "fa3": "flash-attn-3", "fa4": "flash-attn-4"}
-MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+MODULES = {"fa2": "flash_attn", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute.interface"}
 NEWEST = {"fa2": "flash-attn-2.8.3.post1", "fa3": "flash-attn-3-3.0.0", "fa4": "flash-attn-4-4.0.0b36"}
 IN_PYTHON = sorted(key for key in CALLS if key[0] in MODULES)
 RECORDED = [
@@ -77,11 +79,13 @@ STEPS = {
 }
 
 
-def test_the_list_is_what_the_adapters_call(journal, load_doubled):
+def test_the_list_is_what_the_adapters_call(monkeypatch, journal, load_doubled):
     for variant, cases in STEPS.items():
         for case in cases:
             check(load_doubled(case.requirements(), variant), realise(case))
         check(load_doubled(MIXED.requirements(paged=False), variant), realise(MIXED))
+    monkeypatch.delattr(import_module(MODULES["fa4"]), "_flash_attn_fwd")
+    check(load_doubled(STEPS["fa4"][0].requirements(), "fa4"), realise(STEPS["fa4"][0]))
     found: dict[tuple[str, str], tuple[int, set[str]]] = {}
     for call in journal.calls:
         key = call.library, call.function

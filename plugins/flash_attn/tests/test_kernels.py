@@ -114,7 +114,7 @@ def test_bound_of_parts(journal, variant, passed):
 def test_fa4_splits_on_blackwell_alone(journal, monkeypatch, capability, num_splits):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(import_module("flash_attn.cute"), "CAPABILITY", capability[0])
+    monkeypatch.setattr(import_module("flash_attn.cute.interface"), "CAPABILITY", capability[0])
     adapter = kernels("fa4")
     LONG.attend(adapter, LONG.call(adapter), PLAIN)
     assert journal.calls[-1].arguments["num_splits"] == num_splits

@@ -182,14 +182,16 @@ class Fa3Vllm(Calls):
 
 
 class Fa4(Calls):
-    """`flash_attn.cute`: its one call."""
+    """`flash_attn.cute`: the function behind its public one, as engines call it. That one allocates what it returns."""
+
+    fills_output = True
 
     def bind(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
-        """Return the call without the LSE that it returns besides."""
-        del out, schedule
-        from flash_attn.cute import flash_attn_varlen_func  # noqa: PLC0415 - a GPU's library, and seconds
+        """Return the call."""
+        del schedule
+        from flash_attn.cute.interface import _flash_attn_fwd  # noqa: PLC0415 - a GPU's library, and seconds
 
         given: dict[str, Any] = {
             "cu_seqlens_q": rows.query_starts,
@@ -198,8 +200,9 @@ class Fa4(Calls):
             "max_seqlen_k": rows.max_keys,
             "softmax_scale": rows.scale,
             "causal": True,
+            "out": out,
         }
-        return lambda: flash_attn_varlen_func(query, key, value, **given)[0]
+        return partial(_flash_attn_fwd, query, key, value, **given)
 
 
 class Torch(Calls):

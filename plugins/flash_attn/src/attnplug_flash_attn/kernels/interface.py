@@ -84,7 +84,8 @@ class Kernels(ABC):
         cumulative_keys: Whether calls with a block table say the numbers of keys as ``cu_seqlens_k``.
         wants_leftpad: Whether calls with a block table have `Call.leftpad_k`.
         schedules: Whether `schedule` may return anything but None.
-        fills_output: Whether it writes its results where they belong; where it does not, they are copied there.
+        fills_output: Whether it writes its results where they belong; where it does not, they are copied there. Where
+            that depends on what is installed, instances tell.
 
     Args:
         agreement: What was agreed on for all layers.
@@ -94,7 +95,7 @@ class Kernels(ABC):
     cumulative_keys: ClassVar[bool] = False
     wants_leftpad: bool = False
     schedules: ClassVar[bool] = False
-    fills_output: ClassVar[bool] = False
+    fills_output: bool = False
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
