@@ -66,6 +66,16 @@ def test_slopes_and_sinks_come_as_the_kernels_take_them() -> None:
     assert impl.other_terms.alibi_slopes is impl.terms.alibi_slopes
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_that_are_trained_elsewhere_are_numbers_here(dtype) -> None:
+    """FlashAttention 4 compiles other kernels for them, and fills an LSE that nobody reads."""
+    sinks = torch.nn.Parameter(torch.randn(4).to(dtype))
+    impl = Setting(load, [Layer(name="layers.0", sinks=sinks)], sinks=True).impls[0]
+
+    assert not impl.terms.sinks.requires_grad
+    assert torch.equal(impl.terms.sinks, sinks.to(torch.bfloat16))
+
+
 def test_no_soft_cap_is_zero() -> None:
     assert Setting(load).impls[0].terms.softcap == 0.0
     assert Setting(load, logits_soft_cap=30.0).impls[0].terms.softcap == 30.0

@@ -69,7 +69,7 @@ class FlashAttentionImpl(AttentionImpl):
             window=self.window,
             softcap=self.logits_soft_cap or 0.0,
             alibi_slopes=None if slopes is None else slopes.float().contiguous(),
-            sinks=None if sinks is None else sinks.to(dtype).contiguous(),
+            sinks=None if sinks is None else sinks.detach().to(dtype).contiguous(),  # fa4 trains parameters
             q_descale=_flat(layer.q_scale_tensor),
             k_descale=_flat(layer.k_scale_tensor),
             v_descale=_flat(layer.v_scale_tensor),
