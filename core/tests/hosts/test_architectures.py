@@ -191,7 +191,7 @@ def test_numbers_that_the_library_would_fill_in_have_to_be_written_out(model_typ
 
 
 def test_every_described_type_is_one_of_the_library():
-    assert set(ARCHITECTURES) <= set(CONFIG_MAPPING)
+    assert set(ARCHITECTURES) - set(CONFIG_MAPPING) == {"phi3small"}  # published with its own code
 
 
 def _uneven(name):

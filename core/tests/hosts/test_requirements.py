@@ -336,3 +336,42 @@ def test_neither_transformers_nor_torch_is_imported(tmp_path):
 
 def test_refused_types_are_not_described():
     assert not set(ARCHITECTURES) & set(REFUSED)
+
+
+PHI_3_SMALL = {
+    "model_type": "phi3small",
+    "dtype": "bfloat16",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 8192,
+    "blocksparse_block_size": 64,
+    "blocksparse_num_local_blocks": 16,
+    "blocksparse_vert_stride": 8,
+    "blocksparse_homo_head_pattern": False,
+    "dense_attention_every_n_layers": 2,
+}
+PATTERN = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 16, "vert_stride": 8, "homo_head": False}
+
+
+def test_every_second_layer_of_phi_3_small_is_block_sparse():
+    found = requirements(PHI_3_SMALL, paged=True)
+
+    assert [dict(one.block_sparse or {}) for one in found.values()] == [PATTERN, {}, PATTERN, {}]
+    assert {(one.head_size, one.num_q_heads, one.num_kv_heads) for one in found.values()} == {(128, 32, 8)}
+
+
+@pytest.mark.parametrize("period", [0, None])
+def test_without_dense_layers_all_are_block_sparse(period):
+    found = requirements(
+        {**PHI_3_SMALL, "dense_attention_every_n_layers": period, "blocksparse_homo_head_pattern": True}
+    )
+
+    assert {one.block_sparse for one in found.values()} == {tuple(sorted({**PATTERN, "homo_head": True}.items()))}
+
+
+@pytest.mark.parametrize("name", ["blocksparse_block_size", "blocksparse_num_local_blocks", "blocksparse_vert_stride"])
+def test_a_pattern_is_never_guessed(name):
+    with pytest.raises(RequirementsError, match=name):
+        requirements({key: value for key, value in PHI_3_SMALL.items() if key != name})

@@ -8,6 +8,8 @@ from typing import Final
 
 import attnplug_blocksparse
 
+MANIFEST: Final = Path(str(attnplug_blocksparse.__file__)).with_name("attnplug.toml")
+
 _CHANGES: Final = (
     (r'^device_type = "cuda"', 'device_type = ["cuda", "cpu"]'),
     (r"^compute_capability = .*$", ""),
@@ -17,7 +19,7 @@ _CHANGES: Final = (
 
 def write(folder: Path) -> Path:
     """Write it into a folder, and return its path."""
-    text = Path(str(attnplug_blocksparse.__file__)).with_name("attnplug.toml").read_text(encoding="utf-8")
+    text = MANIFEST.read_text(encoding="utf-8")
     for pattern, replacement in _CHANGES:
         text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
         assert count, f"attnplug.toml has nothing like {pattern!r} any more"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).with_name("interpreted")
-FILES = sorted(file.name for file in FOLDER.glob("test_*.py"))
+FOLDER = Path(__file__).parent
+FILES = sorted(file.name for file in (*FOLDER.glob("test_*_on_gpu.py"), *FOLDER.glob("test_*_by_interpreter.py")))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -11,6 +11,7 @@ from attnplug.hosts.transformers.patterns import (
     FULL,
     SLIDING,
     Pattern,
+    block_sparse,
     chunked_with_rope,
     every,
     first_of,
@@ -131,6 +132,12 @@ _WINDOWED: Final = (
     )
 )
 
+# Published with its own code, and not in transformers. Its configuration is read as that code reads it.
+_BLOCK_SPARSE: Final = _each(
+    "phi3small",
+    _decoder(block_sparse, "blocksparse_block_size blocksparse_num_local_blocks blocksparse_vert_stride " + _KV),
+)
+
 _HYBRID: Final = (
     _each("qwen3_next qwen3_5_text qwen3_5_moe_text", _decoder(listed(), _HEADS))
     | _each("lfm2 lfm2_moe granitemoehybrid", _decoder(listed(), _KV))
@@ -162,7 +169,7 @@ _ENCODER_DECODERS: Final = _each(
     "bart blenderbot blenderbot-small m2m_100 marian mbart pegasus plbart speech_to_text whisper", _BART
 )
 
-_ALL_TYPES: Final = {**_PLAIN, **_WINDOWED, **_HYBRID, **_ENCODERS, **_ENCODER_DECODERS}
+_ALL_TYPES: Final = {**_PLAIN, **_WINDOWED, **_BLOCK_SPARSE, **_HYBRID, **_ENCODERS, **_ENCODER_DECODERS}
 _FLOORING: Final = _words(
     "apertus cohere ernie4_5 ernie4_5_moe exaone4 exaone_moe glm4_moe granite granite_swa granitemoe granitemoe_swa"
     " granitemoeshared lfm2 lfm2_moe mistral mixtral nanochat nemotron nomic_bert olmo olmo2 olmo3 phi phi3 phimoe"

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 CHUNKED: Final = "chunked_attention"
+BLOCK_SPARSE: Final = "block_sparse_attention"
 
 Pattern: TypeAlias = Callable[["Fields", int], Sequence[str]]
 """Fields and number of layers -> the kind of each layer, in transformers' words."""
@@ -33,6 +34,12 @@ def uniform(fields: Fields, count: int) -> Sequence[str]:
     """All layers are windowed, where there is a window."""
     windowed = fields.get("sliding_window") is not None and fields.data.get("use_sliding_window") is not False
     return [SLIDING if windowed else FULL] * count
+
+
+def block_sparse(fields: Fields, count: int) -> Sequence[str]:
+    """All layers are block-sparse, but every so many-th one where the configuration says so."""
+    period = fields.integer("dense_attention_every_n_layers", least=0) or 0
+    return [FULL if period and (layer + 1) % period == 0 else BLOCK_SPARSE for layer in range(count)]
 
 
 def listed(default: Pattern | None = None) -> Pattern:

@@ -9,7 +9,7 @@ from attrs import frozen
 from attnplug.errors import RequirementsError
 from attnplug.hosts.transformers.architectures import ARCHITECTURES, FORBIDDEN_FIELDS, REFUSED, Architecture
 from attnplug.hosts.transformers.fields import Fields, read_fields
-from attnplug.hosts.transformers.patterns import CHUNKED, FULL, SLIDING
+from attnplug.hosts.transformers.patterns import BLOCK_SPARSE, CHUNKED, FULL, SLIDING
 from attnplug.request.requirements import Requirements
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ def _layers(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any
     causal = _is_causal(fields, architecture)
     count = fields.need_integer(*_LAYERS)
     for index, kind in enumerate(architecture.pattern(fields, count)):
-        if kind in (FULL, SLIDING, CHUNKED):
+        if kind in (FULL, SLIDING, CHUNKED, BLOCK_SPARSE):
             shape = _heads(fields.layer(index), architecture)
             masked = _mask(fields, architecture, kind, causal=causal)
             shared = _shares_cache(fields, index, count, wanted)
@@ -232,6 +232,18 @@ def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool
         "alibi": architecture.alibi,
         "sliding_window": _window(fields, architecture, causal=causal) if kind == SLIDING else None,
         "attention_chunk": fields.need_integer("attention_chunk_size") if kind == CHUNKED else None,
+        "block_sparse": _block_sparse(fields) if kind == BLOCK_SPARSE else None,
+    }
+
+
+def _block_sparse(fields: Fields) -> dict[str, Any]:
+    """Return the pattern of Phi-3-small's configuration, in the words of the requirements."""
+    return {
+        "max_seqlen": fields.need_integer("max_position_embeddings"),
+        "block_size": fields.need_integer("blocksparse_block_size"),
+        "local_blocks": fields.need_integer("blocksparse_num_local_blocks", least=0),
+        "vert_stride": fields.need_integer("blocksparse_vert_stride"),
+        "homo_head": bool(fields.get("blocksparse_homo_head_pattern")),
     }
 
 

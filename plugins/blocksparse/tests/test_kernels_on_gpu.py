@@ -14,9 +14,10 @@ from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
-from plugins.blocksparse.tests.interpreted.dense import CANARY, DTYPES, Requests, check, lens, starts
+from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check, lens, starts
+from plugins.blocksparse.tests.where import DEVICE, MARKS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in")  # what numpy says of infinities that cancel
+pytestmark = MARKS
 
 MODES = ({}, {"homo_head": True}, {"homo_head_group": True})
 PHI = {"max_seqlen": 8192, "block_size": 16, "local_blocks": 2, "vert_stride": 4}
@@ -55,7 +56,7 @@ def pattern_of(given_requests, **ranks):
     params = BlocksparseParams.of(
         given_requests.pattern, num_heads=heads, num_kv_heads=given_requests.kv_heads, **ranks
     )
-    return Pattern(params, torch.device("cpu"))
+    return Pattern(params, torch.device(DEVICE))
 
 
 def run_prefill(given_requests, tiles=None, page=0, pattern=None):
@@ -85,7 +86,7 @@ def run_decode(given_requests, tiles=None, page=16, splits=1, cache=None, patter
     pages, table = given_requests.pages(page)
     keys, values = pages if cache is None else cache
     parts = splits * len(counts)
-    scratch = torch.full((decode.scratch_bytes(parts, *query.shape[1:]),), 255, dtype=torch.uint8)
+    scratch = torch.full((decode.scratch_bytes(parts, *query.shape[1:]),), 255, dtype=torch.uint8, device=DEVICE)
     tokens = decode.Tokens(
         pattern=pattern or pattern_of(given_requests),
         tiles=tiles or DecodeTiles(),

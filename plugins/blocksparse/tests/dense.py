@@ -10,6 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.testing.oracle import attend
+from plugins.blocksparse.tests.where import DEVICE
 
 DTYPES = (torch.bfloat16, torch.float16)
 CANARY = 7.0
@@ -45,7 +46,7 @@ class Requests:
         put, generator = object.__setattr__, torch.Generator().manual_seed(0)
 
         def draw(count, heads):
-            return torch.randn(count, heads, self.size, generator=generator).to(self.dtype)
+            return torch.randn(count, heads, self.size, generator=generator).to(self.dtype).to(DEVICE)
 
         put(self, "queries", [draw(count, self.kv_heads * self.group) for count in self.query_lens])
         put(self, "keys", [draw(count, self.kv_heads) for count in self.seq_lens])
@@ -58,7 +59,7 @@ class Requests:
     def expected(self) -> tuple[Tensor, Tensor]:
         """``(tokens, heads, size)`` and ``(tokens, heads)``, in float64."""
         parts = [
-            attend(*rows, scale=self.scale, block_sparse=self.pattern)
+            attend(*(part.cpu() for part in rows), scale=self.scale, block_sparse=self.pattern)
             for rows in zip(self.queries, self.keys, self.values, strict=True)
         ]
         return torch.cat([part.output for part in parts]), torch.cat([part.lse for part in parts])
@@ -69,25 +70,26 @@ class Requests:
         count = most * len(self.seq_lens)
         order = torch.randperm(count, generator=torch.Generator().manual_seed(1)).int()
         table = 1 + order.view(len(self.seq_lens), most)
-        cache = torch.full((2, count + 1, size, self.kv_heads, self.size), torch.nan, dtype=self.dtype)
+        shape = (2, count + 1, size, self.kv_heads, self.size)
+        cache = torch.full(shape, torch.nan, dtype=self.dtype, device=DEVICE)
         for request, length in enumerate(self.seq_lens):
             places = torch.arange(length)
-            at = table[request, places // size].long(), places % size
+            at = table[request, places // size].long().to(DEVICE), (places % size).to(DEVICE)
             cache[0][at], cache[1][at] = self.keys[request], self.values[request]
-        return cache, table
+        return cache, table.to(DEVICE)
 
 
 def starts(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 
 
 def lens(lengths: list[int]) -> Tensor:
-    return torch.tensor(lengths, dtype=torch.int32)
+    return torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
 def check(out: Tensor, lse: Tensor, expected: tuple[Tensor, Tensor]) -> None:
     """Weights and outputs are rounded once each; an LSE is not; what attends nothing is 0 and -inf."""
-    output, sums = expected
+    (output, sums), out, lse = expected, out.cpu(), lse.cpu()
     limit = 2**-6 if out.dtype == torch.bfloat16 else 2**-9
     torch.testing.assert_close(out.double(), output, rtol=limit, atol=limit)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-3, atol=1e-3)

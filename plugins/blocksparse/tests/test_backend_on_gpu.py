@@ -10,9 +10,10 @@ from attnplug import Device, Requirements
 from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
 from attnplug.errors import LayerError, LimitsError
 from attnplug_blocksparse import builder, decode, prefill, prompt
-from plugins.blocksparse.tests.interpreted.dense import CANARY, Requests, check
+from plugins.blocksparse.tests.dense import CANARY, Requests, check
+from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in")
+pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
 
 PATTERN = {"max_seqlen": 2048, "block_size": 16, "local_blocks": 2, "vert_stride": 4}
 PAGE = 32
@@ -25,7 +26,7 @@ def load(pattern=PATTERN, **asked):
     requirements = Requirements(
         head_size=64, num_q_heads=4, num_kv_heads=2, dtype="bfloat16", block_sparse=pattern, **terms
     )
-    return attnplug.load(requirements, Device.cpu(), backend="blocksparse")
+    return attnplug.load(requirements, Device.cpu() if INTERPRETED else None, backend="blocksparse")
 
 
 class Step:
@@ -44,11 +45,12 @@ class Step:
         case = self.case
         self.cache, table = case.pages(PAGE)
         places = [torch.arange(length)[new] for length, new in zip(case.seq_lens, self.new, strict=True)]
-        slots = [table[r, at // PAGE].long() * PAGE + at % PAGE for r, at in enumerate(places)]
+        slots = [table[r, at // PAGE].cpu().long() * PAGE + at % PAGE for r, at in enumerate(places)]
         for request, new in enumerate(self.new):  # what comes with the call is not there yet
             at = torch.arange(case.seq_lens[request])[new]
             self.cache[:, table[request, at // PAGE].long(), at % PAGE] = torch.nan
-        return Batch.from_lengths(case.query_lens, case.seq_lens, block_table=table, slot_mapping=torch.cat(slots))
+        given = {"block_table": table.cpu(), "slot_mapping": torch.cat(slots)}
+        return Batch.from_lengths(case.query_lens, case.seq_lens, device=DEVICE, **given)
 
     def run(self, metadata):
         case = self.case
@@ -149,7 +151,9 @@ def test_all_keys_may_come_with_the_call():
     impl = backend.make_impl(Layer(name="layer"))
     case = Requests(PATTERN, [40, 9], [40, 70])
     limits = Limits(max_num_reqs=2, max_num_tokens=64, max_seq_len=128)
-    metadata = backend.make_builder([impl], backend.make_state(limits)).build(Batch.from_lengths([40, 9], [40, 70]))
+    metadata = backend.make_builder([impl], backend.make_state(limits)).build(
+        Batch.from_lengths([40, 9], [40, 70], device=DEVICE)
+    )
     query = torch.cat(case.queries)
     out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attnplug.testing.kit import Conformance
+from plugins.blocksparse.tests.where import MARKS
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in")  # what numpy says of infinities that cancel
+pytestmark = MARKS
 
 
 class TestByInterpreter(Conformance):
