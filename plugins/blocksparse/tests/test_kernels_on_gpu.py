@@ -15,10 +15,11 @@ from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check, lens, starts
-from plugins.blocksparse.tests.where import DEVICE, MARKS
+from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 
+EXAMPLES = 20 if INTERPRETED else 8  # each is compiled
 MODES = ({}, {"homo_head": True}, {"homo_head_group": True})
 PHI = {"max_seqlen": 8192, "block_size": 16, "local_blocks": 2, "vert_stride": 4}
 
@@ -59,16 +60,17 @@ def pattern_of(given_requests, **ranks):
     return Pattern(params, torch.device(DEVICE))
 
 
-def run_prefill(given_requests, tiles=None, page=0, pattern=None):
+def run_prefill(given_requests, tiles=None, page=0, pattern=None, lengths=()):
     query = torch.cat(given_requests.queries)
     out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
     prompts = prefill.Prompts(
         pattern=pattern or pattern_of(given_requests),
-        tiles=tiles or PrefillTiles(32, 32),
+        tiles=tiles or PrefillTiles(32, 32, 2, 4),
         query_starts=starts(given_requests.query_lens),
         seq_lens=lens(given_requests.seq_lens),
         longest_query=max(given_requests.query_lens),
         key_starts=starts(given_requests.seq_lens),
+        lengths=lengths,
     )
     keys, values = torch.cat(given_requests.keys), torch.cat(given_requests.values)
     if page:
@@ -100,13 +102,13 @@ def run_decode(given_requests, tiles=None, page=16, splits=1, cache=None, patter
     return out, lse
 
 
-@settings(max_examples=20)
+@settings(max_examples=EXAMPLES)
 @given(case=requests(), rows=st.sampled_from([16, 32, 64]), keys=st.sampled_from([16, 32, 64]))
 def test_prompts_and_chunks_on_rows(case, rows, keys):
-    check(*run_prefill(case, PrefillTiles(rows, keys)), case.expected())
+    check(*run_prefill(case, PrefillTiles(rows, keys, 2, 4)), case.expected())
 
 
-@settings(max_examples=20)
+@settings(max_examples=EXAMPLES)
 @given(
     case=requests(),
     rows=st.sampled_from([16, 32, 64]),
@@ -114,10 +116,10 @@ def test_prompts_and_chunks_on_rows(case, rows, keys):
     page=st.sampled_from([16, 32, 48]),
 )
 def test_prompts_and_chunks_on_pages(case, rows, keys, page):
-    check(*run_prefill(case, PrefillTiles(rows, keys), page), case.expected())
+    check(*run_prefill(case, PrefillTiles(rows, keys, 2, 4), page), case.expected())
 
 
-@settings(max_examples=15)
+@settings(max_examples=EXAMPLES)
 @given(
     pattern=patterns(blocks=(16, 32, 64)),
     length=st.sampled_from([1, 40, 64, 130, 257, 400]),
@@ -128,7 +130,7 @@ def test_prompts_and_chunks_on_pages(case, rows, keys, page):
 )
 def test_prompts_by_descriptors(pattern, length, rows, keys, size, dtype):
     case = Requests(pattern, [length], [length], size=size, dtype=dtype)
-    (query,), (key,), (value,), tiles = case.queries, case.keys, case.values, PrefillTiles(rows, keys)
+    (query,), (key,), (value,), tiles = case.queries, case.keys, case.values, PrefillTiles(rows, keys, 2, 4)
     out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
 
     assert prompt.is_for(key, value, pattern_of(case), tiles)
@@ -137,7 +139,7 @@ def test_prompts_by_descriptors(pattern, length, rows, keys, size, dtype):
     check(out, lse, case.expected())
 
 
-@settings(max_examples=20)
+@settings(max_examples=EXAMPLES)
 @given(
     case=requests(),
     keys=st.sampled_from([16, 32, 64]),
@@ -149,6 +151,20 @@ def test_decodes(case, keys, page, splits):
     last = [end - 1 for end, count in zip(starts(case.query_lens)[1:].tolist(), case.query_lens, strict=True) if count]
 
     check(*run_decode(case, DecodeTiles(keys=keys), page, splits), (output[last], sums[last]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+def test_the_tiles_of_each_head_size(size, dtype):
+    length = 300 if INTERPRETED else 1900
+    own = PHI if INTERPRETED else {**PHI, "block_size": 64, "vert_stride": 8}
+    case = Requests(own, [length], [length], kv_heads=1, size=size, dtype=dtype)
+    expected = output, sums = case.expected()
+
+    check(*run_prefill(case, PrefillTiles.of(size)), expected)
+    check(*run_prefill(case, PrefillTiles.of(size), page=16), expected)
+    check(*run_prefill(case, PrefillTiles.by_descriptors(size), lengths=(length,)), expected)
+    check(*run_decode(case, DecodeTiles.of(size), splits=5), (output[-1:], sums[-1:]))
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["per head", "homo_head", "homo_head_group"])
@@ -191,13 +207,13 @@ def test_what_is_outside_the_pattern_of_a_group_is_never_read(splits):
 @pytest.mark.parametrize("page", [0, 16])
 def test_what_is_outside_the_pattern_of_a_tile_is_never_read(page):
     case = Requests({**PHI, "vert_stride": 8}, [16], [208], kv_heads=1, group=1)
-    before, hidden = run_prefill(case, PrefillTiles(16, 16), page), outside(case)
+    before, hidden = run_prefill(case, PrefillTiles(16, 16, 2, 4), page), outside(case)
     assert 60 < int(hidden.sum()) < 190
 
     case.keys[0][hidden] = torch.nan
     case.values[0][hidden] = torch.nan
 
-    for found, wanted in zip(run_prefill(case, PrefillTiles(16, 16), page), before, strict=True):
+    for found, wanted in zip(run_prefill(case, PrefillTiles(16, 16, 2, 4), page), before, strict=True):
         assert torch.equal(found, wanted)
 
 
