@@ -104,20 +104,30 @@ def _decode(
     of_tile = tl.arange(0, keys)
 
     for index in tl.range(begin, end, keys, num_stages=stages):
-        counted = index + of_tile
-        unit = counted // block
-        is_spread = unit < spread
+        # Where a tile is of one block, and of one page, one number of each is looked up for all of its tokens.
+        if block % keys == 0:
+            unit, inner = index // block, index % block + of_tile
+        else:
+            unit, inner = (index + of_tile) // block, (index + of_tile) % block
         vertical = (unit // of_group) * stride + tl.load(own + unit % of_group)
-        blocks = tl.where(is_spread, vertical, far + unit - spread)
-        tokens = blocks * block + counted % block
-        there = (counted < end) & (tokens < length)
-        found = tl.load(pages + tokens // page_size, mask=there, other=0).to(tl.int64)
-        places = tokens % page_size
+        blocks = tl.where(unit < spread, vertical, far + unit - spread)
+        tokens = blocks * block + inner
+        there = (index + of_tile < end) & (tokens < length)
+        if block % keys == 0 and page_size % keys == 0:
+            first_token = blocks * block + index % block
+            found = tl.load(pages + first_token // page_size).to(tl.int64)
+            places = first_token % page_size + of_tile
+        else:
+            found = tl.load(pages + tokens // page_size, mask=there, other=0).to(tl.int64)
+            places = tokens % page_size
         wanted = there[:, None] & inside[None, :]
         k = tl.load(keys_at + (found * k_page + places * k_token)[:, None] + columns[None, :], mask=wanted, other=0.0)
         scores = scores_of(q, k, interpreted)
-        is_local = (last - blocks) < local
-        seen = there[None, :] & (is_local[None, :] | ((blocks % stride)[None, :] == residue[:, None]))
+        if block % keys == 0:
+            attended = ((last - blocks) < local) | (blocks % stride == residue[:, None])
+        else:
+            attended = ((last - blocks) < local)[None, :] | ((blocks % stride)[None, :] == residue[:, None])
+        seen = there[None, :] & attended
         scores = tl.where(seen, scores, float("-inf"))
         v = tl.load(values_at + (found * v_page + places * v_token)[:, None] + columns[None, :], mask=wanted, other=0.0)
         total, highest, sums = take_in(scores, v.to(q.dtype), total, highest, sums, factor, interpreted)
