@@ -123,11 +123,9 @@ def _decode(
         wanted = there[:, None] & inside[None, :]
         k = tl.load(keys_at + (found * k_page + places * k_token)[:, None] + columns[None, :], mask=wanted, other=0.0)
         scores = scores_of(q, k, interpreted)
-        if block % keys == 0:
-            attended = ((last - blocks) < local) | (blocks % stride == residue[:, None])
-        else:
-            attended = ((last - blocks) < local)[None, :] | ((blocks % stride)[None, :] == residue[:, None])
-        seen = there[None, :] & attended
+        of_block = tokens // block
+        is_local = (last - of_block) < local
+        seen = there[None, :] & (is_local[None, :] | ((of_block % stride)[None, :] == residue[:, None]))
         scores = tl.where(seen, scores, float("-inf"))
         v = tl.load(values_at + (found * v_page + places * v_token)[:, None] + columns[None, :], mask=wanted, other=0.0)
         total, highest, sums = take_in(scores, v.to(q.dtype), total, highest, sums, factor, interpreted)
