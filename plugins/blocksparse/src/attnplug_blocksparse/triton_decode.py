@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug_blocksparse.triton_pattern import residue_of
 from attnplug_blocksparse.triton_softmax import scores_of, take_in
 
 
@@ -85,8 +86,7 @@ def _decode(
     lane = tl.arange(0, lanes)
     head = kv_head * group + lane
     mine = lane < group
-    shift = (first + (kv_head if by_kv_head else head)) * step
-    residue = stride - 1 - shift % stride
+    residue = residue_of(head, kv_head, first, step, stride, by_kv_head)
     columns = tl.arange(0, width)
     inside = columns < size
     queries = query + start.to(tl.int64) * q_token + head[:, None] * q_head + columns[None, :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from attnplug_blocksparse.triton_pattern import kinds_of, residue_of
 from attnplug_blocksparse.triton_softmax import scores_of, take_in
 
 
@@ -122,14 +123,9 @@ def _prefill(
         values_at = value + key_start * v_token + kv_head * v_head
     pages = table + request * of_request
 
-    shift = (first + (kv_head if by_kv_head else head)) * step
-    residue = stride - 1 - shift % stride
+    residue = residue_of(head, kv_head, first, step, stride, by_kv_head)
     end = tl.minimum(place + rows, length)
-    lowest = place // block
-    highest_block = (end - 1) // block
-    # Blocks: vertical ones up to `far`, local to some rows to `near`, local to all rows to `lowest`, then the diagonal.
-    far = tl.minimum(tl.maximum(lowest - local + 1, 0), lowest)
-    near = tl.minimum(tl.maximum(highest_block - local + 1, 0), lowest)
+    far, near, lowest = kinds_of(place, end, block, local)
     spread = ((far + stride - 1 - residue) // stride) * block
     spread_tiles = spread // keys
     near_tiles = ((lowest - near) * block) // keys
