@@ -1,4 +1,4 @@
-"""Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter (see test_by_interpreter.py)."""
+"""Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter (see interpreting.py)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from attnplug.errors import DuplicateBackendError
 from attnplug.selection import state
 from plugins.blocksparse.tests import cpu_manifest
 from plugins.blocksparse.tests.where import INTERPRETED
-
-collect_ignore = [] if INTERPRETED else ["test_conformance_by_interpreter.py"]
 
 
 def pytest_configure():

@@ -1,4 +1,4 @@
-"""The kernels on a CPU, in processes of their own: whether Triton interprets is settled when it is imported."""
+"""Runs tests whose kernels Triton's interpreter runs: a process each, since Triton settles that when it is imported."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
 import pytest
 
-FOLDER = Path(__file__).parent
-FILES = sorted(file.name for file in (*FOLDER.glob("test_*_on_gpu.py"), *FOLDER.glob("test_*_by_interpreter.py")))
+FOLDER: Final = Path(__file__).parent
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("file", FILES)
-def test_by_the_interpreter(file):
+def check(file: str) -> None:
+    """Run the tests of a file of this folder, and assert that they pass."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
 
     done = subprocess.run(
