@@ -162,6 +162,7 @@ def test_the_tiles_of_each_head_size(size, dtype):
     expected = output, sums = case.expected()
 
     check(*run_prefill(case, PrefillTiles.of(size)), expected)
+    check(*run_prefill(case, PrefillTiles.of(size, has_much_shared_memory=False), page=32), expected)
     check(*run_prefill(case, PrefillTiles.of(size), page=16), expected)
     check(*run_prefill(case, PrefillTiles.by_descriptors(size), lengths=(length,)), expected)
     check(*run_decode(case, DecodeTiles.of(size), splits=5), (output[-1:], sums[-1:]))

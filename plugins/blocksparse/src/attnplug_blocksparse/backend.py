@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     from attnplug.contract import GraphKey, Limits
 
+_MUCH_SHARED_MEMORY: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
+"""Compute capabilities whose multiprocessors lend a program 160 KiB or more."""
+
 _MULTIPROCESSORS: Final = 132
 """Of an H100 or H200, where a device does not say."""
 
@@ -33,7 +36,9 @@ class BlocksparseBackend(Backend):
     @cached_property
     def prefill_tiles(self) -> PrefillTiles:
         """How chunks are computed, and prompts that are short."""
-        return PrefillTiles.of(self.agreement.requirements.head_size)
+        capability = self.selection.device.compute_capability
+        is_small = capability is not None and capability.number not in _MUCH_SHARED_MEMORY
+        return PrefillTiles.of(self.agreement.requirements.head_size, has_much_shared_memory=not is_small)
 
     @cached_property
     def prompt_tiles(self) -> PrefillTiles:
@@ -49,7 +54,7 @@ class BlocksparseBackend(Backend):
     def has_descriptors(self) -> bool:
         """Whether the device loads tiles by descriptors, or whoever interprets the kernels does."""
         capability = self.selection.device.compute_capability
-        return INTERPRETED if capability is None else capability.number >= (9, 0)
+        return INTERPRETED if capability is None else capability.number in _MUCH_SHARED_MEMORY[1:]
 
     @property
     def multiprocessors(self) -> int:

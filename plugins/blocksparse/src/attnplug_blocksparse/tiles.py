@@ -38,8 +38,16 @@ class PrefillTiles:
         return {"num_warps": self.warps} | ({} if self.registers is None else {"maxnreg": self.registers})
 
     @classmethod
-    def of(cls, head_size: int) -> PrefillTiles:
-        """Return what fits the shared memory and the registers of an H100 or H200."""
+    def of(cls, head_size: int, *, has_much_shared_memory: bool = True) -> PrefillTiles:
+        """
+        Return what fits the shared memory and the registers.
+
+        Args:
+            head_size: Size of a head.
+            has_much_shared_memory: Whether a program may have 160 KiB, as on an A100 or H200. Others have 99.
+        """
+        if not has_much_shared_memory:
+            return cls(rows=64, keys=32, warps=4)
         return cls(keys=64) if head_size > 128 else cls()
 
     @classmethod
