@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import sys
+from copy import copy, deepcopy
 from weakref import ref
 
 import pytest
@@ -111,3 +114,67 @@ def test_modes_of_inference_do_not_matter(made, cache_mode, first_mode):
         keys.fill_(1)
 
     assert cache.sum() == 3
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy, deepcopy, lambda kept: pickle.loads(pickle.dumps(kept))], ids=["copy", "deepcopy", "pickle"]
+)
+def test_a_copy_has_views_of_the_cache_that_it_is_given(duplicate):
+    """The deep copy of a view would be other memory, and what is written into it lost."""
+    cache, views = torch.zeros(2, 3), CacheViews(torch.unbind)
+    views.of(cache)
+    duplicate(views).of(cache)[1].fill_(5)
+
+    assert cache.tolist() == [[0, 0, 0], [5, 5, 5]]
+
+
+class Interrupted:
+    """Runs something before one instruction of `CacheViews.of`, as a switch of threads would let another thread."""
+
+    def __init__(self, instruction, run):
+        self.instruction, self.run, self.count = instruction, run, 0
+
+    def __call__(self, frame, event, _):
+        if frame.f_code is not CacheViews.of.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        self.count += event == "opcode"
+        if event == "opcode" and self.count == self.instruction:
+            self.run()
+        return self
+
+    def call(self, function):
+        """Return what a function returns."""
+        outer = sys.gettrace()
+        sys.settrace(self)
+        try:
+            return function()
+        finally:
+            sys.settrace(outer)
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("between", [0, 1])
+def test_another_thread_may_come_in_between_anywhere(before, between):
+    caches, views = (torch.zeros(2, 3), torch.zeros(2, 3)), CacheViews(torch.unbind)
+
+    def check(which):
+        assert views.of(caches[which])[0].data_ptr() == caches[which].data_ptr()
+
+    instructions = count = 1
+    while count <= instructions:
+        check(before)
+        interrupted = Interrupted(count, lambda: check(between))
+        interrupted.call(lambda: check(0))
+        check(between)
+        instructions, count = interrupted.count, count + 1
+    assert count > 20
+
+
+def test_memory_that_is_exchanged_is_held_until_the_next_call(made):
+    cache = torch.zeros(2, 3)
+    view = ref(made.of(cache)[0])
+    cache.data = torch.zeros(2, 3)
+    made.of(cache)
+
+    assert view() is None
