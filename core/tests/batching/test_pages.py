@@ -11,6 +11,7 @@ import torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from attnplug.batching import pad_batch, pad_pages, pages_of
 from attnplug.contract import Batch
@@ -36,6 +37,16 @@ def test_lists_the_pages_in_use(seq_lens: list[int], block_size: int, spare_colu
         assert (end - start - 1) * block_size + int(pages.last_page_len[request]) == (length or -block_size)
     assert pages.indptr_cpu.tolist() == pages.indptr.tolist()
     assert pages.last_page_len_cpu.tolist() == pages.last_page_len.tolist()
+
+
+def test_a_mode_that_fakes_tensors_leaves_none_behind() -> None:
+    def many() -> Batch:
+        return Batch.from_lengths([1] * 40, block_table=torch.ones(40, 1, dtype=torch.int32))
+
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+        pages_of(many(), 7)
+
+    assert pages_of(many(), 7).indptr.tolist() == list(range(41))
 
 
 def test_is_computed_once_per_batch() -> None:

@@ -501,6 +501,15 @@ def test_an_upper_bound_may_be_above_the_truth(batch):
         builder.build(evolve(bounded, max_seq_len=13))
 
 
+def test_computed_tokens_are_not_negative_where_sequences_may_be_shorter_than_queries():
+    builder = make_builder(make_backend(paged=False, attn_type="encoder", host_lengths="upper_bound"))
+    dense = Batch.from_lengths([3, 2], [1, 4], causal=False)
+
+    builder.build(dense)
+    with refused(BatchError, given="request 0 has num_computed_tokens=-2", allowed="leave -2: seq_len - query_len, at"):
+        builder.build(evolve(dense, num_computed_tokens_cpu=int32(-2, 2)))
+
+
 def test_lengths_may_be_absent_from_the_host():
     builder = make_builder(make_backend(host_lengths="absent", device="meta"), num_blocks=None)
     batch = evolve(make_batch(QUERIES, LENGTHS, device="meta"), seq_lens_cpu=None)

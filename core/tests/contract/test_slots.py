@@ -258,6 +258,30 @@ def test_padding_within_runs_eagerly():
         builder.build(within, slot=slot)
 
 
+@pytest.mark.parametrize("level", ["uniform_batch", "always"])
+@pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len"])
+@pytest.mark.parametrize("value", [None, "2", 2.0])
+def test_counts_are_python_ints_in_a_slot(level, name, value):
+    _, _, builder = world(level)
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    batch = evolve(make_batch([1, 1], [5, 9]), **{name: value})
+
+    assert builder.can_run_in_cudagraph(batch)
+    with refused(BatchError, given=f"{name}={value!r}", allowed="Python int"):
+        builder.build(batch, slot=slot)
+
+
+@pytest.mark.parametrize("num_reqs", [0, -1])
+def test_whether_a_slot_fits_is_asked_of_batches_that_were_not_checked(num_reqs):
+    _, _, builder = world()
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    batch = evolve(make_batch([1], [5]), num_reqs=num_reqs)
+
+    assert slot.fits(batch)
+    with refused(BatchError, allowed="at least one request"):
+        builder.build(batch, slot=slot)
+
+
 def test_extras_run_eagerly():
     backend = make_backend(CapturingBackend, agreed_graphs="always", features=("acme.rope",))
     builder = make_builder(backend)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnplug.contract import Batch
 from attnplug.contract.guards.uniform import uniform_query_lens
@@ -48,7 +50,21 @@ def test_a_host_copy_that_is_missing_or_of_another_form_finds_none():
     assert uniform_query_lens(batch) is not None
     for host in (None, starts.long(), starts.float(), starts[:2], starts.unsqueeze(0), starts.to("meta")):
         assert uniform_query_lens(evolve(batch, query_start_loc_cpu=host)) is None
-    assert uniform_query_lens(evolve(batch, num_reqs=2.0)) is None
+
+
+@pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len"])
+@pytest.mark.parametrize("value", [None, "2", 2.0, torch.tensor(2), torch.tensor(2, device="meta"), torch.ones(2)])
+def test_what_is_no_python_int_finds_none(name, value):
+    """It has not been checked where a host asks whether a graph fits."""
+    assert uniform_query_lens(evolve(Batch.from_lengths([1, 1]), **{name: value})) is None
+
+
+def test_a_mode_that_fakes_tensors_leaves_none_behind():
+    batch = Batch.from_lengths([11] * 3)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert uniform_query_lens(batch) is None
+
+    assert uniform_query_lens(batch) is not None
 
 
 def test_a_default_device_is_no_device_of_host_copies():

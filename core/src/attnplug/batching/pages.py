@@ -121,7 +121,10 @@ def _count_few(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, i
 
 def _count_many(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
     """As `_count_few`, in a time that hardly depends on how many requests there are."""
-    lengths, (size, rest, one, zero) = lengths.int(), _numbers(block_size)
+    lengths, numbers = lengths.int(), _numbers(block_size)
+    if type(numbers[0]) is not Tensor:  # in a mode that fakes tensors: no later batch is counted with those
+        _numbers.cache_clear()
+    size, rest, one, zero = numbers
     counts = torch.floor_divide(lengths + rest, size)
     indptr = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32)
     torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])

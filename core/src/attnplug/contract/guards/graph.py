@@ -133,7 +133,7 @@ def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
 def _has_padding_within(batch: Batch) -> bool:
     """Whether a request without a query stands before one with a query, given that all queries have one length."""
     host = batch.query_start_loc_cpu
-    if host is None or batch.num_reqs == 1 or uniform_query_lens(batch) is not None:
+    if host is None or batch.num_reqs <= 1 or uniform_query_lens(batch) is not None:
         return False
     return int(host.diff().diff().amax()) > 0
 

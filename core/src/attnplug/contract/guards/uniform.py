@@ -26,14 +26,18 @@ def uniform_query_lens(batch: Batch) -> Tensor | None:
     Returns:
         ``(num_reqs,)`` int32 on the CPU, kept from step to step: nobody writes into it.
     """
-    host, num_reqs, query_len = batch.query_start_loc_cpu, batch.num_reqs, batch.max_query_len
+    num_reqs, query_len, tokens = batch.num_reqs, batch.max_query_len, batch.num_actual_tokens
+    if not type(num_reqs) is type(query_len) is type(tokens) is int or num_reqs < 1 or query_len < 1:
+        return None
+    host = batch.query_start_loc_cpu
     if host is None or not host.is_cpu or host.dtype != torch.int32 or host.shape != (num_reqs + 1,):
         return None
-    if not type(num_reqs) is type(query_len) is int or num_reqs < 1 or query_len < 1:
-        return None
-    if num_reqs * query_len != batch.num_actual_tokens:
+    if num_reqs * query_len != tokens:
         return None
     starts, lens = _of_shape(num_reqs, query_len)
+    if type(starts) is not torch.Tensor:  # in a mode that fakes tensors: no later batch is compared with those
+        _of_shape.cache_clear()
+        return None
     return lens if torch.equal(host, starts) else None
 
 
