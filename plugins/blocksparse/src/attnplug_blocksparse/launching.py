@@ -52,7 +52,7 @@ def launch(
         constants,
         tuple(tensor.dtype for tensor in tensors),
         tuple(place % 16 == 0 for place in places),
-        tuple(1 if stride == 1 else stride % 16 == 0 for stride in strides),
+        tuple("one" if stride == 1 else stride % 16 == 0 for stride in strides),
         tuple(options.items()),
     )
     found = _launches.get(form)

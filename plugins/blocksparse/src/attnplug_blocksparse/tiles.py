@@ -69,7 +69,7 @@ class DecodeTiles:
     """
 
     keys: int = 64
-    stages: int = 4
+    stages: int = 5
     warps: int = 4
     programs: int = 16
 

@@ -1,0 +1,43 @@
+"""Into how many parts sequences are split, and that the workspace has room for all of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug_blocksparse.tiles import MOST_SPLITS, DecodeTiles, PrefillTiles
+
+numbers = {"kv_heads": st.integers(1, 32), "multiprocessors": st.integers(1, 200), "programs": st.integers(1, 64)}
+
+
+@given(requests=st.integers(1, 300), spare=st.integers(0, 50), blocks=st.integers(1, 3000), **numbers)
+def test_the_workspace_has_room_for_all_parts(requests, spare, blocks, kv_heads, multiprocessors, programs):
+    tiles = DecodeTiles(programs=programs)
+    splits = tiles.splits(sequences=requests * kv_heads, blocks=blocks, multiprocessors=multiprocessors)
+
+    assert 1 <= splits <= MOST_SPLITS
+    assert splits == 1 or splits * 4 <= blocks
+    assert requests * splits <= tiles.most_parts(requests + spare, kv_heads, multiprocessors)
+
+
+def test_few_long_sequences_are_split_and_many_are_not():
+    tiles = DecodeTiles(programs=16)
+
+    assert tiles.splits(sequences=8, blocks=264, multiprocessors=132) == 64
+    assert tiles.splits(sequences=64 * 8, blocks=264, multiprocessors=132) == 5
+    assert tiles.splits(sequences=4096, blocks=264, multiprocessors=132) == 1
+    assert tiles.splits(sequences=8, blocks=3, multiprocessors=132) == 1
+
+
+@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize(("much", "most"), [(True, 227 * 1024), (False, 99 * 1024)])
+def test_the_tiles_of_a_program_fit_its_shared_memory(size, much, most):
+    tiles, width = PrefillTiles.of(size, has_much_shared_memory=much), 1 << (size - 1).bit_length()
+
+    assert 2 * width * (tiles.rows + 2 * tiles.stages * tiles.keys) <= most
+
+
+def test_registers_are_bounded_where_that_is_asked():
+    assert PrefillTiles().options == {"num_warps": 8}
+    assert PrefillTiles(registers=128).options == {"num_warps": 8, "maxnreg": 128}
