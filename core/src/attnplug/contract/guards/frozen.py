@@ -64,7 +64,7 @@ class Snapshot:
         if type(found) is not type(self.value):
             return False
         if isinstance(found, _LEAVES):
-            return bool(_fact(found) == self.fact)
+            return not self.parts and bool(_fact(found) == self.fact)
         inside = _values(found)
         if inside is None or len(inside) != len(self.parts):
             return False
@@ -127,8 +127,6 @@ def _fact(value: Any) -> Any:
 
 
 def _parts(value: Any) -> dict[str, Any]:
-    if isinstance(value, _LEAVES):
-        return {}
     if isinstance(value, (tuple, list)):
         return {f"[{index}]": item for index, item in enumerate(value)}
     if isinstance(value, Mapping):
@@ -151,7 +149,8 @@ def _names(value: Any) -> tuple[str, ...]:
 
 @cache
 def _names_of(cls: type) -> tuple[str, ...]:
-    return tuple(field.name for field in attrs.fields(cls)) if attrs.has(cls) else ()
+    # Of a mapping the items count, which need not be its fields.
+    return tuple(field.name for field in attrs.fields(cls)) if attrs.has(cls) and not issubclass(cls, Mapping) else ()
 
 
 def _is_fixed(value: Any) -> bool:
