@@ -190,9 +190,8 @@ def flex(prompt: Prompt, mode: str, rows: int, keys: int) -> Way:
 def fa4(prompt: Prompt, mode: str, rows: int, keys: int) -> Way:
     """Return FlashAttention 4 with lists of blocks that are attended whole, and of others with a mask."""
     from cutlass import cute  # noqa: PLC0415 - where it is installed
-    from flash_attn.cute import utils  # noqa: PLC0415
+    from flash_attn.cute import flash_attn_func, utils  # noqa: PLC0415
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch  # noqa: PLC0415
-    from flash_attn.cute.interface import _flash_attn_fwd  # noqa: PLC0415 - tiles are no argument elsewhere
 
     pattern, tokens = pattern_of(mode), prompt.query.shape[0]
     size, local, stride, _ = pattern.constants
@@ -220,7 +219,7 @@ def fa4(prompt: Prompt, mode: str, rows: int, keys: int) -> Way:
 
     sparse = BlockSparseTensorsTorch(*listed(some & ~all_of), *listed(all_of), block_size=(rows, keys))
     inputs = [part[None] for part in (prompt.query, prompt.key, prompt.value)]
-    run = partial(_flash_attn_fwd, *inputs, mask_mod=seen, block_sparse_tensors=sparse, tile_mn=(rows, keys))
+    run = partial(flash_attn_func, *inputs, mask_mod=seen, block_sparse_tensors=sparse)
     prompt.out.copy_(run()[0][0])
     return run
 
