@@ -37,6 +37,7 @@ from attnplug.testing.sparsity import seen_by
 from attnplug_blocksparse import decode, prefill
 from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
+from attnplug_blocksparse.prompt import is_for
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
 
@@ -161,6 +162,9 @@ def own(prompt: Prompt, mode: str, tiles: PrefillTiles, *, descriptors: bool) ->
         lengths=(tokens,) if descriptors else (),
     )
     scales = Scales(SIZE**-0.5)
+    if descriptors and not is_for(prompt.key, prompt.value, prompts.pattern, tiles):
+        message = f"no descriptors fit {tiles}"
+        raise ValueError(message)
     return lambda: prefill.attend(prompt.query, prompt.key, prompt.value, prompt.out, None, prompts, scales)
 
 
