@@ -19,7 +19,7 @@ from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 
-EXAMPLES = 20 if INTERPRETED else 8  # each is compiled
+EXAMPLES = 12 if INTERPRETED else 8  # each is interpreted slowly, or compiled
 MODES = ({}, {"homo_head": True}, {"homo_head_group": True})
 PHI = {"max_seqlen": 8192, "block_size": 16, "local_blocks": 2, "vert_stride": 4}
 
