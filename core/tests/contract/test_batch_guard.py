@@ -330,6 +330,17 @@ def test_a_shared_prefix_is_whole_blocks_that_all_requests_have_computed(batch):
         builder.build(evolve(shared(batch, 2), common_prefix_len=8, num_computed_tokens_cpu=computed))
 
 
+@pytest.mark.parametrize("table", [int32(1, 2), torch.ones(2, 2, dtype=torch.int32), torch.ones(0, 2), "meta"])
+def test_a_shared_prefix_is_read_from_a_table_of_the_right_form(batch, table):
+    builder = make_builder(make_backend(cascade=True))
+    table = batch.block_table.to("meta") if isinstance(table, str) else table
+
+    with refused(TensorError, given="block_table"):
+        builder.build(changed(evolve(batch, common_prefix_len=BLOCK_SIZE), block_table=table))
+    with refused(TensorError, given="block_table_cpu"):
+        builder.build(evolve(batch, common_prefix_len=BLOCK_SIZE, block_table_cpu=table))
+
+
 def test_padded_requests_share_no_prefix():
     builder = make_builder(make_backend(cascade=True))
     batch = shared(make_batch([1, 3], [5, 7]))
@@ -431,6 +442,16 @@ def test_cross_attention_counts_encoder_tokens():
     assert (later.num_key_rows, later.highest_block) == (0, 4)
 
 
+def test_slots_that_are_none_have_a_host_copy_that_says_so():
+    builder = make_builder(make_backend(attn_type="encoder_decoder", paged=True))
+    none = make_batch([1], [3], slot_mapping=torch.empty(0, dtype=torch.int64), encoder_seq_lens=int32(3), causal=False)
+
+    assert builder.build(none).num_key_rows == 0
+    for host in (torch.tensor([4, 5]), torch.empty(0, 2, dtype=torch.int64)):
+        with refused(TensorError, given="slot_mapping_cpu of"):
+            builder.build(evolve(none, slot_mapping_cpu=host))
+
+
 def test_encoder_lengths_belong_to_cross_attention(batch, builder):
     good = cross_batch([6, 5], [])
 
@@ -508,6 +529,16 @@ def test_computed_tokens_are_not_negative_where_sequences_may_be_shorter_than_qu
     builder.build(dense)
     with refused(BatchError, given="request 0 has num_computed_tokens=-2", allowed="leave -2: seq_len - query_len, at"):
         builder.build(evolve(dense, num_computed_tokens_cpu=int32(-2, 2)))
+
+
+@pytest.mark.parametrize("computed", [int32(4, 8), torch.tensor([4, 8, 4]), int32(4, 8, 4).to("meta")])
+def test_computed_tokens_have_a_form_where_lengths_are_absent(batch, computed):
+    builder = make_builder(make_backend(host_lengths="absent", cascade=True))
+    absent = evolve(batch, seq_lens_cpu=None, num_computed_tokens_cpu=computed)
+
+    for length in (0, BLOCK_SIZE):
+        with refused(TensorError, given="num_computed_tokens_cpu of"):
+            builder.build(evolve(absent, common_prefix_len=length))
 
 
 def test_lengths_may_be_absent_from_the_host():

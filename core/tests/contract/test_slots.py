@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attnplug.batching import num_local_tokens_per_dcp_rank
 from attnplug.contract import GraphKey, Metadata, MetadataBuilder, Parallel
-from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginContractError
+from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginContractError, TensorError
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
     NUM_BLOCKS,
@@ -269,6 +269,25 @@ def test_counts_are_python_ints_in_a_slot(level, name, value):
     assert builder.can_run_in_cudagraph(batch)
     with refused(BatchError, given=f"{name}={value!r}", allowed="Python int"):
         builder.build(batch, slot=slot)
+
+
+def test_a_plugin_is_asked_of_batches_that_were_checked():
+    """Starts that are nowhere, and a batch that contradicts itself, are told by the guard, in its words."""
+    asked = []
+    picky = type("Picky", (Capturing,), {"_can_run_in_cudagraph": lambda _, batch: asked.append(batch) or True})
+    _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
+    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    asked.clear()
+    true = make_batch([1, 1], [5, 9])
+    for starts in (true.query_start_loc.to("meta"), true.query_start_loc[:0]):
+        with refused(TensorError, given="query_start_loc"):
+            builder.build(evolve(true, query_start_loc_cpu=starts), slot=slot)
+    with refused(BatchError, given="max_seq_len=8"):
+        builder.build(evolve(true, max_seq_len=8), slot=slot)
+
+    assert not asked
+    builder.build(true, slot=slot)
+    assert asked == [true]
 
 
 @pytest.mark.parametrize("num_reqs", [0, -1])

@@ -11,7 +11,7 @@ from attrs import evolve
 from attnplug.contract.advance import StepTokens, advanced_batch
 from attnplug.contract.cascade import cascade_pays
 from attnplug.contract.guards.batch import BatchGuard, Facts
-from attnplug.contract.guards.building import check_batch, check_fields, check_own, check_slot, complete
+from attnplug.contract.guards.building import check_batch, check_covered, check_fields, check_own, check_slot, complete
 from attnplug.contract.guards.graph import graph_level, runs_at
 from attnplug.contract.guards.wording import layers_text
 from attnplug.errors import BatchError, PluginContractError
@@ -118,8 +118,9 @@ class MetadataBuilder:
         if slot is None:
             batch.derived[self] = self._guard.check(batch)
             return complete(self, self._build(batch, fast=fast, slot=None))
-        check_slot(self, slot, batch)
+        check_slot(self, slot)
         facts = self._guard.check(batch)
+        check_covered(self, slot, batch)
         seen = slot.take(batch, self)
         seen.derived[self] = facts.in_slot(slot, self.agreement.requirements)
         return slot.seal(complete(self, self._build(seen, fast=fast, slot=slot)), self, batch)

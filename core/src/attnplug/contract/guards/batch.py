@@ -178,6 +178,8 @@ class BatchGuard:
         exact = self._asked.host_lengths == "exact"
         if batch.seq_lens_cpu is None and not exact:
             _check_longest(batch, batch.max_query_len if self._orders_keys else 0, exact=False)
+            if batch.num_computed_tokens_cpu is not None:
+                check_index("num_computed_tokens_cpu", batch.num_computed_tokens_cpu, shape, torch.int32, "cpu")
             return None, None
         host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
         low, high = (int(end) for end in torch.aminmax(host))

@@ -113,13 +113,13 @@ def _refuse_plans(builder: MetadataBuilder, plans: object) -> NoReturn:
     )
 
 
-def check_slot(builder: MetadataBuilder, slot: GraphSlot, batch: Batch) -> None:
+def check_slot(builder: MetadataBuilder, slot: GraphSlot) -> None:
     """
-    Check that a builder may build a batch into a slot.
+    Check that a builder may build into a slot.
 
     Raises:
         NotNegotiatedError: No graph level was agreed on, or the plugin takes no slots.
-        BatchError: The slot is another state's, or no graph covers such a batch.
+        BatchError: The slot is another state's.
     """
     agreement = builder.agreement
     if builder.graph_level == "never":
@@ -134,10 +134,19 @@ def check_slot(builder: MetadataBuilder, slot: GraphSlot, batch: Batch) -> None:
             "a slot belongs to the state that the builder was made with, until it is released",
             "pass a slot of builder.state",
         )
+
+
+def check_covered(builder: MetadataBuilder, slot: GraphSlot, batch: Batch) -> None:
+    """
+    Check that a builder may build a batch into a slot of its own. The plugin is asked: the batch has been checked.
+
+    Raises:
+        BatchError: No graph covers such a batch.
+    """
     if not builder.can_run_in_cudagraph(batch):
         raise BatchError(
             f"a batch with queries of up to {batch.max_query_len} tokens was given for the slot {slot.key}",
-            f"{agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",
+            f"{builder.agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",
             "build with slot=None where can_run_in_cudagraph(batch) is False",
         )
 

@@ -89,9 +89,10 @@ def _check_prefix(batch: Batch, agreement: Agreement, query_lens: Tensor) -> Non
 
 
 def _check_prefix_blocks(batch: Batch, running: Tensor, blocks: int) -> None:
-    if batch.block_table_cpu is None:
-        return
-    table = batch.block_table_cpu[running, :blocks]
+    table = batch.block_table_cpu
+    if table is None or not table.is_cpu or table.ndim != 2 or table.shape[0] != batch.num_reqs:
+        return  # of another form, which the guard of pages refuses
+    table = table[running, :blocks]
     if not bool((table == table[:1]).all()):
         raise BatchError(
             f"common_prefix_len={batch.common_prefix_len} was given, and the first {blocks} blocks differ",

@@ -73,8 +73,9 @@ class PageGuard:
                 used = host_table if host_table.shape[1] == width else host_table[:, :width]
                 highest = self._check_blocks(used, keys, self._first_keys(contexts))
         host_slots = batch.slot_mapping_cpu
-        if host_slots is not None and slots.shape[0]:
+        if host_slots is not None:
             check_mirror("slot_mapping", slots, host_slots)
+        if host_slots is not None and slots.shape[0]:
             places = None
             if self._places and host_table is not None and contexts is not None:
                 places = self._places_of(batch, host_table, query_lens, contexts)
