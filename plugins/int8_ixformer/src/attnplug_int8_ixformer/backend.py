@@ -1,0 +1,67 @@
+"""The backend of levels 1 and 2."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import nan
+from typing import TYPE_CHECKING
+
+import torch
+
+from attnplug.contract import Backend, CacheTensor, torch_dtype
+from attnplug_int8_ixformer.builder import Int8Builder
+from attnplug_int8_ixformer.impl import Int8Impl
+from attnplug_int8_ixformer.metadata import Int8Metadata
+from attnplug_int8_ixformer.provider import Provider, provider_of
+from attnplug_int8_ixformer.warmup import run_each_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from attnplug.contract import GraphKey, Limits
+
+
+class Int8Backend(Backend):
+    """Int8 queries and keys; int8 values too at level 1."""
+
+    impl_class = Int8Impl
+    builder_class = Int8Builder
+    metadata_class = Int8Metadata
+
+    @cached_property
+    def provider(self) -> Provider:
+        """The kernels."""
+        return provider_of(self)
+
+    @property
+    def level(self) -> int:
+        """1 or 2."""
+        return 1 if self.agreement.kv_cache_dtype == "int8" else 2
+
+    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
+        """
+        Describe one layer's cache.
+
+        Level 1 has the role ``"kv"``, ``(2, num_blocks, num_kv_heads, block_size, head_size)`` in memory, and level 2
+        the roles ``"k"`` and ``"v"``; shapes are logical, with heads behind tokens. ``"k_scale"`` moves with its
+        blocks, ``"v_scale"`` belongs to none, and is NaN until it is loaded: what is attended without it shows.
+        """
+        asked, size = self.agreement.requirements, self.agreement.block_size or 1
+        heads = asked.num_kv_heads
+        shape, order = (num_blocks, size, heads, asked.head_size), (0, 2, 1, 3)
+        key_scales = CacheTensor((num_blocks, heads, size), torch.float32, 0)
+        if self.level == 2:
+            values = CacheTensor(shape, torch_dtype(asked.dtype), 0, order)
+            return {"k": CacheTensor(shape, torch.int8, 0, order), "v": values, "k_scale": key_scales}
+        both = CacheTensor((2, *shape), torch.int8, 1, (0, 1, 3, 2, 4))
+        value_scales = CacheTensor((heads, asked.head_size), torch.float32, None, fill=nan)
+        return {"kv": both, "k_scale": key_scales, "v_scale": value_scales}
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return what the kernels need."""
+        return self.provider.workspace_bytes(limits)
+
+    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+        """Compile the kernels: a tiny step of each kind is run."""
+        if shapes:
+            run_each_kernel(self)

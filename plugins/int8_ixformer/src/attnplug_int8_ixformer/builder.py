@@ -1,0 +1,35 @@
+"""Turns a batch into what the kernels need."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from attnplug.contract import MetadataBuilder
+from attnplug_int8_ixformer.metadata import Int8Metadata
+
+if TYPE_CHECKING:
+    from attnplug.contract import Batch, GraphSlot, Metadata
+    from attnplug_int8_ixformer.backend import Int8Backend
+
+
+class Int8Builder(MetadataBuilder):
+    """Asks the provider for its plans, once per step: they depend on no layer. Graphs hold decodes alone."""
+
+    takes_slots = True
+    backend: Int8Backend
+
+    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+        del fast
+        described = self.describe(batch)
+        decodes, prefills, provider = described.decodes, described.prefills, self.backend.provider
+        found = {}
+        if decodes is not None:
+            found["decode_plan"] = provider.plan_decodes(decodes, self, slot, mixed=prefills is not None)
+        if prefills is not None:
+            found["prefill_plan"] = provider.plan_prefills(prefills, self)
+        return evolve(described, **found) if isinstance(described, Int8Metadata) else described
+
+    def _can_run_in_cudagraph(self, batch: Batch) -> bool:
+        return batch.max_query_len <= self.agreement.requirements.decode_query_len

@@ -1,0 +1,101 @@
+"""One layer of level 1 or 2."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attnplug.contract import AttentionImpl
+from attnplug.errors import LayerError
+from attnplug_int8_ixformer.pages import Pages
+from attnplug_int8_ixformer.terms import Terms
+from attnplug_int8_ixformer.value_scales import load_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from torch import Tensor
+
+    from attnplug.contract import Layer
+    from attnplug_int8_ixformer.backend import Int8Backend
+    from attnplug_int8_ixformer.metadata import Int8Metadata
+
+
+class Int8Impl(AttentionImpl):
+    """
+    Quantizes, writes and attends through the provider.
+
+    The value scales of level 1 are read from the calibration's file when the layer is made, and go into its cache with
+    `init_cache`. No step changes them.
+    """
+
+    cache_write = {"prefill": "either", "decode": "forward"}  # noqa: RUF012 - read once, by the core
+    backend: Int8Backend
+
+    def __init__(self, layer: Layer, backend: Int8Backend) -> None:
+        super().__init__(layer, backend)
+        self._terms, self._provider = Terms.of(self), backend.provider
+        path = str(self.agreement.options["value_scales"])
+        self._value_scales: Tensor | None = None
+        if backend.level == 1 and path and layer.kv_sharing_target is None:
+            self._value_scales = load_layer(path, layer.name, self.num_kv_heads, self.head_size)
+
+    @property
+    def plan_key(self) -> Hashable:
+        """Nothing that a layer brings: its terms are told with each call."""
+        return "int8"
+
+    def init_cache(self, kv_cache: Any) -> None:
+        """
+        Write the value scales of this layer, level 1.
+
+        Raises:
+            LayerError: No calibration was given.
+        """
+        if "v_scale" not in self.cache_roles:
+            return
+        if self._value_scales is None:
+            raise LayerError(
+                f"the cache of layer {self.layer.name!r} was to be made, and no value scales were given",
+                "level 1 rounds values with scales of a calibration",
+                "select with options={'int8_ixformer': {'value_scales': PATH}}, or for an 'int8_k' cache, which needs "
+                "none",
+            )
+        kv_cache["v_scale"].copy_(self._value_scales)
+
+    def _forward(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Any,
+        metadata: Int8Metadata,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        del lse  # not served
+        provider, pages = self._provider, Pages.of(kv_cache)
+        out = output.view(-1, self.num_q_heads, self.head_size)
+        decodes, prefills = metadata.decodes, metadata.prefills
+        new = None if key is None or value is None else (key, value)
+        fused = decodes is not None and (prefills is None or provider.fuses_in_mixed)
+        if new is not None:
+            self._write_rows(*new, pages, metadata, fused=fused)
+        if decodes is not None:
+            rows = decodes.rows
+            brings = fused and new is not None and "decode" in self.forward_writes
+            given = (new[0][rows], new[1][rows]) if brings and new is not None else None
+            provider.decode(query[rows], given, pages, out[rows], metadata.decode_plan, self._terms)
+        if prefills is not None:
+            rows = prefills.rows
+            provider.prefill(query[rows], pages, out[rows], metadata.prefill_plan, self._terms)
+
+    def _write_rows(self, key: Tensor, value: Tensor, pages: Pages, metadata: Int8Metadata, *, fused: bool) -> None:
+        """Write the rows that forward writes, and no decode does."""
+        decoded, slots = metadata.num_decode_tokens, metadata.batch.slot_mapping
+        first = 0 if "decode" in self.forward_writes and not fused else decoded
+        last = decoded + metadata.num_prefill_tokens if "prefill" in self.forward_writes else decoded
+        if first < last and slots is not None:
+            self._provider.write(key[first:last], value[first:last], pages, slots[first:last])
+
+    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+        self._provider.write(key, value, Pages.of(kv_cache), slot_mapping)

@@ -1,0 +1,311 @@
+"""
+This project's own kernels, in Triton.
+
+Queries are quantized where they are attended, and new rows of decodes by the kernel that attends them: a decode is one
+launch, or two where sequences are split.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, cast
+
+import torch
+import triton
+from attrs import field, frozen
+from torch import Tensor
+
+from attnplug_int8_ixformer.kernel import Kernel
+from attnplug_int8_ixformer.provider import Provider
+from attnplug_int8_ixformer.tiles import MOST_SPLITS, DecodeTiles, PrefillTiles
+from attnplug_int8_ixformer.triton_decode import _decode, _merge
+from attnplug_int8_ixformer.triton_prefill import _prefill, _turn, _write
+
+if TYPE_CHECKING:
+    from attnplug.contract import GraphSlot, Limits, MetadataBuilder, Phase
+    from attnplug_int8_ixformer.backend import Int8Backend
+    from attnplug_int8_ixformer.pages import Pages
+    from attnplug_int8_ixformer.terms import Terms
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+"""Whether kernels are run by Triton's interpreter, on any device."""
+
+_MULTIPROCESSORS: Final = 132
+"""Of an H100 or H200, where a device does not say."""
+
+_LEAST: Final = 16
+"""Rows, and keys, that a matrix product has at least."""
+
+_UNIT: Final = 128
+"""Keys that a sequence's turned values are a multiple of."""
+
+_SPARE: Final = 64
+"""Units of turned values beyond the tokens of a step: as many of its sequences may end inside one."""
+
+_FEW: Final = 8
+"""Parts that the smaller of two kernels merges."""
+
+_decode_kernel, _merge_kernel = Kernel(_decode), Kernel(_merge)
+_write_kernel, _turn_kernel, _prefill_kernel = Kernel(_write), Kernel(_turn), Kernel(_prefill)
+
+
+@frozen(eq=False, kw_only=True)
+class Tokens:
+    """
+    The decodes of a step.
+
+    Attributes:
+        query_starts: ``(num_reqs + 1,)`` int32: the rows of each request; one without rows is padding.
+        seq_lens: ``(num_reqs,)`` int32 keys per request, the new ones included.
+        table: ``(num_reqs, max_blocks)`` int32 pages.
+        longest_query: New tokens of a request, at most.
+        num_splits: Parts of each sequence.
+        scratch: ``(scratch_bytes,)`` uint8; what it holds before and after means nothing.
+        tiles: How it is computed.
+    """
+
+    query_starts: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    longest_query: int
+    num_splits: int
+    scratch: Tensor
+    tiles: DecodeTiles
+
+
+@frozen(eq=False, kw_only=True)
+class Prompts:
+    """
+    Prompts and chunks of a step: one launch.
+
+    Attributes:
+        query_starts: ``(all requests + 1,)`` int32.
+        seq_lens: ``(all requests,)`` int32 keys.
+        table: ``(all requests, max_blocks)`` int32 pages.
+        key_starts: ``(all requests,)`` int32: the first column of each one's turned values, a multiple of 128.
+        first: The first request.
+        count: Requests.
+        longest_query: Rows of the longest of all.
+        longest_seq: Keys of the longest of all.
+        scratch: ``(scratch_bytes,)`` uint8.
+        tiles: How it is computed.
+    """
+
+    query_starts: Tensor
+    seq_lens: Tensor
+    table: Tensor
+    key_starts: Tensor
+    first: int
+    count: int
+    longest_query: int
+    longest_seq: int
+    scratch: Tensor
+    tiles: PrefillTiles = field(factory=PrefillTiles)
+
+
+class TritonProvider(Provider):
+    """Triton kernels on NVIDIA GPUs, and by Triton's interpreter anywhere."""
+
+    fuses_in_mixed = True
+
+    def __init__(self, backend: Int8Backend) -> None:
+        super().__init__(backend)
+        size = backend.agreement.requirements.head_size
+        self.decode_tiles, self.prefill_tiles = DecodeTiles.of(size), PrefillTiles.of(size)
+        self.multiprocessors = backend.selection.device.num_multiprocessors or _MULTIPROCESSORS
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the size of the parts of decodes, or of the turned values of prompts: one follows the other."""
+        asked = self.backend.agreement.requirements
+        most = self.decode_tiles.most_parts(
+            requests=limits.max_num_reqs, kv_heads=asked.num_kv_heads, multiprocessors=self.multiprocessors
+        )
+        parts = scratch_bytes(most * asked.decode_query_len, asked.num_q_heads, asked.head_size)
+        turned = self._columns(limits) * asked.num_kv_heads * asked.head_size if self.backend.level == 1 else 0
+        return max(parts if "decode" in asked.phases else 0, turned if "prefill" in asked.phases else 0)
+
+    def _columns(self, limits: Limits) -> int:
+        """Tokens whose values are turned at once: those of a step of whole prompts, or one sequence at least."""
+        return _in_units(max(limits.max_num_tokens + _SPARE * _UNIT, limits.max_seq_len))
+
+    def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphSlot | None, *, mixed: bool) -> Tokens:
+        """Split sequences until the device is full. A slot's numbers are those of its capture."""
+        del slot, mixed
+        asked = self.backend.agreement.requirements
+        return Tokens(
+            query_starts=decodes.query_start_loc,
+            seq_lens=decodes.seq_lens,
+            table=cast("Tensor", decodes.block_table),
+            longest_query=asked.decode_query_len,
+            num_splits=self.decode_tiles.splits(
+                sequences=decodes.num_reqs * asked.num_kv_heads,
+                keys=decodes.max_seq_len,
+                multiprocessors=self.multiprocessors,
+                most=builder.limits.max_num_splits,
+            ),
+            scratch=builder.state.workspace,
+            tiles=self.decode_tiles,
+        )
+
+    def plan_prefills(self, prefills: Phase, builder: MetadataBuilder) -> list[Prompts]:
+        """Return launches whose turned values fit the workspace, nearly always one."""
+        turns = self.backend.level == 1
+        groups = [(0, prefills.num_reqs)]
+        starts = prefills.seq_lens
+        if turns:
+            units = (prefills.seq_lens + (_UNIT - 1)) // _UNIT * _UNIT
+            starts = (units.cumsum(0) - units).int()
+            groups = _groups(cast("Tensor", prefills.seq_lens_cpu).tolist(), self._columns(builder.limits))
+        return [
+            Prompts(
+                query_starts=prefills.query_start_loc,
+                seq_lens=prefills.seq_lens,
+                table=cast("Tensor", prefills.block_table),
+                key_starts=starts if first == 0 else starts - starts[first],
+                first=first,
+                count=count,
+                longest_query=prefills.max_query_len,
+                longest_seq=prefills.max_seq_len,
+                scratch=builder.state.workspace,
+                tiles=self.prefill_tiles,
+            )
+            for first, count in groups
+        ]
+
+    def write(self, key: Tensor, value: Tensor, pages: Pages, slots: Tensor) -> None:
+        """One program a token."""
+        scales = pages.value_scales
+        size, kv_heads = key.shape[2], key.shape[1]
+        tensors = (
+            key, value, pages.keys, pages.values, pages.key_scales, pages.key_scales if scales is None else scales,
+            slots,
+        )  # fmt: skip
+        constants = (
+            *_page_strides(pages), kv_heads, triton.next_power_of_2(kv_heads), size, _width(size), pages.keys.shape[1],
+            scales is not None,
+        )  # fmt: skip
+        strides = (*key.stride()[:2], *value.stride()[:2])
+        _write_kernel.run(slots.shape[0], tensors, strides, (), constants, warps=4)
+
+    def decode(
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        pages: Pages,
+        out: Tensor,
+        plan: Tokens,
+        terms: Terms,
+    ) -> None:
+        """One launch for all parts, and one that merges them where there are several."""
+        attend_tokens(query, new, pages, out, plan, terms)
+
+    def prefill(self, query: Tensor, pages: Pages, out: Tensor, plan: list[Prompts], terms: Terms) -> None:
+        """One launch, and at level 1 one before it that lays values the way that tensor cores multiply bytes."""
+        for prompts in plan:
+            attend_prompts(query, pages, out, prompts, terms)
+
+
+def scratch_bytes(parts: int, heads: int, head_size: int) -> int:
+    """Return the size of the partial results, outputs and their sums in float32, of so many parts of sequences."""
+    return 4 * parts * heads * (head_size + 1)
+
+
+def attend_tokens(
+    query: Tensor, new: tuple[Tensor, Tensor] | None, pages: Pages, out: Tensor, tokens: Tokens, terms: Terms
+) -> None:
+    """
+    Attend decodes, and write their new rows where they are given. Arguments as of `Provider.decode`.
+
+    Rows of `query` behind those of the last request are padding: neither read nor written.
+    """
+    (rows, heads, size), kv_heads = query.shape, pages.keys.shape[2]
+    requests, splits, tiles = tokens.seq_lens.shape[0], tokens.num_splits, tokens.tiles
+    key, value = (query, query) if new is None else new
+    scales, group = pages.value_scales, heads // kv_heads
+    parts = tokens.scratch[: scratch_bytes(rows * splits, heads, size)].view(torch.float32) if splits > 1 else None
+    sums = pages.key_scales if parts is None else parts[rows * heads * splits * size :]
+    tensors = (
+        query, key, value, out, sums if parts is None else parts, sums, pages.keys, pages.values, pages.key_scales,
+        pages.key_scales if scales is None else scales, pages.key_scales if terms.slopes is None else terms.slopes,
+        tokens.query_starts, tokens.seq_lens, tokens.table,
+    )  # fmt: skip
+    strides = (*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], out.stride(0))
+    numbers = (tokens.table.stride(0), requests, splits, terms.left, terms.scale, terms.soft_cap)
+    constants = (
+        kv_heads, group, max(_LEAST, triton.next_power_of_2(group * tokens.longest_query)),
+        max(_LEAST, triton.next_power_of_2(tokens.longest_query)), size, _width(size), pages.keys.shape[1],
+        *_page_strides(pages), *_forms(terms), scales is not None, new is not None, splits > 1, tiles.keys,
+        tiles.stages, INTERPRETED,
+    )  # fmt: skip
+    _decode_kernel.run(requests * kv_heads * splits, tensors, strides, numbers, constants, warps=tiles.warps)
+    if parts is not None:
+        _merge_kernel.run(
+            rows * heads,
+            (parts, sums, out, tokens.query_starts),
+            (out.stride(0),),
+            (requests, splits),
+            (heads, size, _width(size), _FEW if splits <= _FEW else MOST_SPLITS),
+            warps=4,
+        )
+
+
+def attend_prompts(query: Tensor, pages: Pages, out: Tensor, prompts: Prompts, terms: Terms) -> None:
+    """Attend prompts and chunks whose keys are all in pages. Arguments as of `Provider.prefill`."""
+    (_, heads, size), kv_heads, page_size = query.shape, pages.keys.shape[2], pages.keys.shape[1]
+    scales, tiles = pages.value_scales, prompts.tiles
+    turned, columns = pages.values, 0
+    table = prompts.table.stride(0)
+    if scales is not None:
+        columns = prompts.scratch.shape[0] // (kv_heads * size) // _UNIT * _UNIT
+        turned = prompts.scratch[: columns * kv_heads * size].view(torch.int8)
+        units = -(-prompts.longest_seq // _UNIT)
+        _turn_kernel.run(
+            prompts.count * units * kv_heads,
+            (pages.values, turned, prompts.key_starts, prompts.seq_lens, prompts.table),
+            (columns,),
+            (table, units, prompts.first),
+            (*pages.values.stride()[:3], kv_heads, size, _width(size), page_size, _UNIT),
+            warps=4,
+        )
+    num_tiles = -(-prompts.longest_query // tiles.rows)
+    tensors = (
+        query, out, pages.keys, pages.values, pages.key_scales, pages.key_scales if scales is None else scales, turned,
+        pages.key_scales if terms.slopes is None else terms.slopes, prompts.query_starts, prompts.key_starts,
+        prompts.seq_lens, prompts.table,
+    )  # fmt: skip
+    strides = (*query.stride()[:2], out.stride(0), columns)
+    numbers = (table, prompts.count, num_tiles, prompts.first, terms.left, terms.scale, terms.soft_cap)
+    constants = (
+        kv_heads, heads // kv_heads, size, _width(size), page_size, *_page_strides(pages), *_forms(terms),
+        scales is not None, tiles.rows, tiles.keys, tiles.stages, INTERPRETED,
+    )  # fmt: skip
+    programs = prompts.count * num_tiles * heads
+    _prefill_kernel.run(programs, tensors, strides, numbers, constants, warps=tiles.warps)
+
+
+def _groups(lengths: list[int], columns: int) -> list[tuple[int, int]]:
+    """Cut requests into runs, first and count each, whose keys fit so many columns."""
+    groups, used = [(0, 0)], 0
+    for request, length in enumerate(lengths):
+        needed = _in_units(length)
+        if used + needed > columns and groups[-1][1]:
+            groups, used = [*groups, (request, 0)], 0
+        groups[-1], used = (groups[-1][0], groups[-1][1] + 1), used + needed
+    return groups
+
+
+def _in_units(tokens: int) -> int:
+    return -(-tokens // _UNIT) * _UNIT
+
+
+def _width(size: int) -> int:
+    """A power of 2: tiles are of those alone."""
+    return int(triton.next_power_of_2(size))
+
+
+def _page_strides(pages: Pages) -> tuple[int, ...]:
+    return (*pages.keys.stride()[:3], *pages.values.stride()[:3], *pages.key_scales.stride()[:2])
+
+
+def _forms(terms: Terms) -> tuple[object, ...]:
+    alibi = 0 if terms.slopes is None else 2 if terms.is_sqrt else 1
+    return terms.left >= 0, terms.soft_cap > 0, alibi

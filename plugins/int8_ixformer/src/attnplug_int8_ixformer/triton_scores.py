@@ -1,0 +1,97 @@
+"""What the kernels share: rounding rows to int8, scores of int8 products, and the running softmax. Needs Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale_of(rows: tl.tensor) -> tl.tensor:
+    """``(rows,)``: the scale of each row of floats. That of zeros is small, and positive."""
+    return tl.math.div_rn(tl.maximum(tl.max(tl.abs(rows), 1), 1e-30), 127.0)
+
+
+@triton.jit
+def rounded(rows: tl.tensor, scales: tl.tensor) -> tl.tensor:
+    """Rows of floats over their scales as int8; of two that are equally near, the even one."""
+    found = tl.math.div_rn(rows, tl.broadcast_to(scales, rows.shape))
+    found = tl.minimum(tl.maximum(found, -127.0), 127.0)
+    return (found + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)  # from 1.5 * 2**23 on, bits count whole numbers
+
+
+@triton.jit
+def scores_of(
+    products: tl.tensor,
+    q_scale: tl.tensor,
+    k_scale: tl.tensor,
+    distance: tl.tensor,
+    slope: tl.tensor,
+    soft_cap: tl.float32,
+    is_capped: tl.constexpr,
+    alibi: tl.constexpr,
+) -> tl.tensor:
+    """
+    ``(rows, keys)``: scores, which times `unit_of` are exponents of 2.
+
+    `q_scale` has the factor of the scores in it, and without a soft cap log2(e) too; `slope` has log2(e) in it.
+    """
+    scores = products.to(tl.float32) * k_scale[None, :]
+    if is_capped:
+        # tanh(x) is 1 - 2 / (1 + exp(2 x)), for large x and small ones too
+        grown = tl.math.exp2(scores * (q_scale * (2.8853900817779268 / soft_cap))[:, None])
+        scores = (soft_cap * 1.4426950408889634) * (1.0 - 2.0 / (1.0 + grown))
+    elif alibi > 0:
+        scores = scores * q_scale[:, None]
+    if alibi == 1:
+        scores -= slope[:, None] * distance.to(tl.float32)
+    if alibi == 2:
+        scores -= slope[:, None] * tl.math.sqrt(tl.maximum(distance, 0).to(tl.float32))
+    return scores
+
+
+@triton.jit
+def unit_of(q_scale: tl.tensor, is_capped: tl.constexpr, alibi: tl.constexpr) -> tl.tensor:
+    """``(rows,)``: what scores are multiplied with last. Left for the exponent, it costs nothing there."""
+    if is_capped or alibi > 0:
+        return tl.zeros_like(q_scale) + 1.0
+    else:
+        return q_scale
+
+
+@triton.jit
+def seen_of(distance: tl.tensor, left: tl.int32, is_windowed: tl.constexpr) -> tl.tensor:
+    """Whether a key is attended that stands so far before the query."""
+    seen = distance >= 0
+    if is_windowed:
+        seen = seen & (distance <= left)
+    return seen
+
+
+@triton.jit
+def raised(scores: tl.tensor, unit: tl.tensor, highest: tl.tensor) -> tl.tensor:
+    """``(weights, highest, shrunk)``: weights relative to the new maximum, and by how much what was summed shrinks."""
+    above = tl.maximum(highest, tl.max(scores, 1) * unit)
+    return tl.math.exp2(scores * unit[:, None] - above[:, None]), above, tl.math.exp2(highest - above)
+
+
+@triton.jit
+def halves_of(pairs: tl.tensor) -> tl.tensor:
+    """
+    ``(even, odd)`` float16: pairs of int8 neighbours, read as int16. Exact: 1024 + u has u as its last bits, and the
+    difference to 1152 is a whole number. A conversion by number would take each byte through a slower unit.
+    """
+    moved = pairs.to(tl.uint16, bitcast=True) ^ 0x8080  # x + 128 in each byte
+    even = ((moved & 0xFF) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    odd = ((moved >> 8) | 0x6400).to(tl.float16, bitcast=True) - 1152.0
+    return even, odd
+
+
+@triton.jit
+def attended(weights: tl.tensor, values: tl.tensor, total: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
+    """``(rows, columns)``: 16-bit weights times values, added up. The interpreter multiplies no bfloat16."""
+    weights = weights.to(values.dtype)
+    if interpreted:
+        return tl.dot(weights.to(tl.float32), values.to(tl.float32), total)
+    else:
+        return tl.dot(weights, values, total)
