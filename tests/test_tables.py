@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 from tools import capabilities, tables
@@ -102,6 +103,19 @@ def test_a_variant_that_no_report_covers_is_unverified(tmp_path: Path) -> None:
         "| `acme_backend/test_slow_on_gpu.py::test_values` | passed | - |", encoding="utf-8"
     )
     assert _rows(capabilities.page(root))["checked"][1] == "[b200.md](evidence/b200.md)"
+
+
+def test_a_run_of_the_kit_that_a_plugin_brings_along_covers_its_variant(tmp_path: Path) -> None:
+    root = _workspace(tmp_path)
+    folder = root / "plugins" / "acme" / "src" / "attnplug_acme" / "evidence"
+    folder.mkdir()
+    device = {"type": "cuda", "vendor": "nvidia", "name": "NVIDIA B200", "compute_capability": "10.0"}
+    run = {"format": 1, "distribution": "attnplug-acme 1.0", "device": device, "served": [], "unreached": []}
+    for variant, passed in (("fast", True), ("slow", False)):
+        told = json.dumps({**run, "backend": f"acme/{variant}", "passed": passed})
+        (folder / f"{variant}-b200.json").write_text(told, encoding="utf-8")
+
+    assert _rows(capabilities.page(root))["checked"] == ["kit (NVIDIA B200)", "unverified"]
 
 
 def test_a_variant_for_the_cpu_is_checked_by_every_run(tmp_path: Path) -> None:

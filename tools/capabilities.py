@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from attnplug.discovery.evidence import FOLDER, read_folder
 from attnplug.manifest.parse import parse_manifest
 from attnplug.request.domain import Flag
 from attnplug.request.fields import FIELDS, Field
@@ -25,7 +26,8 @@ What every backend of this workspace declares in its `attnplug.toml`. This page 
 - Only a dash: this variant serves the neutral value only; asking for anything else is refused with that reason.
 - *(emulated)*: works, at the cost that is stated below the table.
 - *checked*: what showed the column to be true. The tests run on the CPU in `make test`; a GPU needs a
-  [report](evidence/index.md). *unverified* means that no report covers the variant yet.
+  [report](evidence/index.md), or a run of the [conformance kit](conformance.md) whose file the distribution brings.
+  *unverified* means that neither covers the variant yet.
 """
 
 
@@ -42,13 +44,24 @@ def reports(root: Path) -> dict[str, str]:
     return {path.name: path.read_text("utf-8") for path in sorted(folder.glob("*.md")) if path.name != "index.md"}
 
 
+def _runs_of_kit(root: Path, manifest: Manifest) -> dict[str, list[str]]:
+    """Return the devices on which the conformance kit has passed, by candidate: files beside the manifest tell."""
+    found: dict[str, list[str]] = {}
+    for evidence in read_folder((root / manifest.path).with_name(FOLDER)).evidence:
+        if evidence.passed:
+            found.setdefault(evidence.id, []).append(evidence.device.name or evidence.device.type)
+    return found
+
+
 def page(root: Path) -> str:
     """Return the whole page."""
     evidence = reports(root)
-    return "\n".join([INTRODUCTION, *("\n".join(section(found, evidence)) for found in manifests(root))])
+    return "\n".join(
+        [INTRODUCTION, *("\n".join(section(found, evidence, _runs_of_kit(root, found))) for found in manifests(root))]
+    )
 
 
-def section(manifest: Manifest, evidence: Mapping[str, str]) -> Iterator[str]:
+def section(manifest: Manifest, evidence: Mapping[str, str], runs: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the lines about one backend."""
     yield from (f"## {manifest.name}", "", f"{manifest.summary}.", "", f"Declared in `{manifest.path}`.", "")
     yield _row("field", *(f"`{variant.name}`" for variant in manifest.variants))
@@ -59,7 +72,7 @@ def section(manifest: Manifest, evidence: Mapping[str, str]) -> Iterator[str]:
     yield _row("needs", *(", ".join(f"`{r}`" for r in v.requires) or NOTHING for v in manifest.variants))
     yield _row("compiles with", *(v.jit or NOTHING for v in manifest.variants))
     yield _row("open features", *(", ".join(f"`{name}`" for name in v.features) or NOTHING for v in manifest.variants))
-    yield _row("checked", *(_checked(f"{manifest.name}/{v.name}", v, evidence) for v in manifest.variants))
+    yield _row("checked", *(_checked(f"{manifest.name}/{v.name}", v, evidence, runs) for v in manifest.variants))
     yield ""
     yield from _paragraph("Served at their neutral value only", _refused(declared))
     yield from _list(
@@ -95,8 +108,9 @@ def _covers(report: str, name: str) -> bool:
     return any(name in test or own in test for test in tests)
 
 
-def _checked(name: str, variant: Variant, evidence: Mapping[str, str]) -> str:
+def _checked(name: str, variant: Variant, evidence: Mapping[str, str], runs: Mapping[str, list[str]]) -> str:
     links = [f"[{file}](evidence/{file})" for file, text in evidence.items() if _covers(text, name)]
+    links += [f"kit ({device})" for device in runs.get(name, ())]
     if "device_type" in variant.supports and variant.supports["device_type"].allows("cpu"):
         links.insert(0, "`make test` (CPU)")
     return ", ".join(links) or "unverified"
