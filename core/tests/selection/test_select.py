@@ -7,10 +7,12 @@ import logging
 import pickle
 
 import pytest
+from attrs import evolve
 
 import attnplug
 from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
+from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import state as process
@@ -357,6 +359,13 @@ class TestTransport:
         assert again == selection
         assert again.agreement == selection.agreement
         assert [str(v.remedy) for v in again.verdicts] == [str(v.remedy) for v in selection.verdicts]
+
+    def test_a_list_in_a_reason_comes_back_as_it_went(self, both, request_of):
+        selection = attnplug.select(request_of(), backend=["auto"])
+        reason = Reason("rule", "features", ["acme.a"], "features asked for")
+        refused = evolve(selection, verdicts=(evolve(selection.verdicts[0], reasons=(reason,)),))
+
+        assert Selection.from_dict(json.loads(json.dumps(refused.to_dict()))) == refused
 
     def test_pickle_round_trip(self, both, request_of):
         selection = attnplug.select(request_of())

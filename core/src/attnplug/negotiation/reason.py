@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 Code = Literal["unsupported", "undeclared", "rule", "missing", "version", "absent", "broken", "blocked", "api", "probe"]
 
 
+def _hashable(value: Any) -> Any:
+    """A list of names as a tuple: what JSON gives back is equal to what it was given."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 @frozen
 class Reason:
     """
@@ -31,7 +36,7 @@ class Reason:
 
     code: Code
     field: str
-    wanted: Any
+    wanted: Any = attrs.field(converter=_hashable)
     supported: str
     because: str = ""
 
@@ -54,4 +59,4 @@ class Reason:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Reason:
         """Read what `to_dict` wrote."""
-        return cls(**{**data, "wanted": tuple(data["wanted"]) if isinstance(data["wanted"], list) else data["wanted"]})
+        return cls(**data)
