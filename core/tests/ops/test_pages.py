@@ -49,3 +49,12 @@ def test_roles_are_halves_themselves() -> None:
 def test_another_form_is_refused_with_the_two_that_there_are(cache: object, said: str) -> None:
     with pytest.raises(CacheError, match=f"(?s){said}.*'k' and 'v'.*stride_order"):
         key_and_value_pages(cache)
+
+
+def test_a_role_may_hold_both_halves() -> None:
+    both = torch.zeros(2, 4, 16, 2, 8)
+
+    keys, values = key_and_value_pages({"kv": both, "k_scale": torch.ones(1)})
+
+    assert keys.data_ptr() == both[0].data_ptr()
+    assert values.data_ptr() == both[1].data_ptr()

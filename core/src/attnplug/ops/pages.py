@@ -19,8 +19,8 @@ def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
 
     Args:
         cache: What `Backend.make_cache` returned: a tensor ``(2, num_blocks, block_size, num_kv_heads, head_size)``,
-            keys first, or a mapping with the roles ``"k"`` and ``"v"``, each without the leading axis. The order in
-            memory is any.
+            keys first, alone or as the role ``"kv"`` of a mapping; or a mapping with the roles ``"k"`` and ``"v"``,
+            each without the leading axis. The order in memory is any.
 
     Returns:
         Two tensors ``(num_blocks, block_size, num_kv_heads, size)``, of the cache's strides.
@@ -28,10 +28,10 @@ def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
     Raises:
         CacheError: It has neither form.
     """
-    if not isinstance(cache, Mapping):
-        if cache.ndim == 5 and cache.shape[0] == 2:
-            return cache[0], cache[1]
-    elif "k" in cache and "v" in cache:
+    both = cache.get("kv") if isinstance(cache, Mapping) else cache
+    if both is not None and both.ndim == 5 and both.shape[0] == 2:
+        return both[0], both[1]
+    if isinstance(cache, Mapping) and "k" in cache and "v" in cache:
         return cache["k"], cache["v"]
     raise CacheError(
         f"keys and values were looked for in a cache {_form(cache)}",

@@ -42,16 +42,23 @@ _TOLERANCES: Final = {
 # element of a key, which moves a score several times as far as rounding the score would.
 _SCALED_KEYS: Final = 4
 
+# Kernels whose values are bytes may multiply them with weights that are bytes too: each is half of 1/127 of the largest
+# away at most, on either side, and the sum of all weights is at least the largest.
+_BYTES: Final = 2**-6
 
-def tolerance(dtype: torch.dtype, *, scaled_keys: bool = False) -> Tolerance:
+
+def tolerance(dtype: torch.dtype, *, scaled_keys: bool = False, byte_weights: bool = False) -> Tolerance:
     """
     Return the tolerance of a dtype.
 
     Args:
         dtype: float32, bfloat16 or float16.
         scaled_keys: Whether keys may have been multiplied by a scale, and rounded.
+        byte_weights: Whether the weights of values may be rounded to bytes.
     """
     limit = _TOLERANCES[dtype]
+    if byte_weights:
+        return Tolerance(limit.atol + _BYTES, limit.rtol + _BYTES, limit.lse)
     if not scaled_keys or dtype == torch.float32:
         return limit
     return Tolerance(*(_SCALED_KEYS * part for part in (limit.atol, limit.rtol, limit.lse)))
@@ -65,6 +72,7 @@ def assert_close(
     scale: float = 1.0,
     what: str = "output",
     scaled_keys: bool = False,
+    byte_weights: bool = False,
 ) -> None:
     """
     Assert that a result is the exact one up to the rounding of its dtype.
@@ -76,12 +84,13 @@ def assert_close(
         scale: The largest absolute value among the values (for outputs).
         what: ``"output"`` or ``"lse"``: which tolerance holds, and what a failure is called.
         scaled_keys: Whether keys may have been multiplied by a scale, and rounded.
+        byte_weights: Whether the weights of values may be rounded to bytes.
 
     Raises:
         AssertionError: With the worst element, both its values, and the tolerance; or with the number of elements that
             hold CANARY still.
     """
-    limit = tolerance(dtype, scaled_keys=scaled_keys)
+    limit = tolerance(dtype, scaled_keys=scaled_keys, byte_weights=byte_weights)
     atol, rtol = (limit.lse, limit.lse) if what == "lse" else (limit.atol * scale, limit.rtol)
     got = actual.detach().cpu().double()
     if got.shape != exact.shape:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from attrs import evolve
 from attnplug.contract.graph_key import GraphKey
 from attnplug.contract.limits import Limits
 from attnplug.contract.recording import capture
-from attnplug.ops.pages import key_and_value_pages
+from attnplug.testing.byte_rounding import paged_tensors
 from attnplug.testing.running import Ran, compare
 from attnplug.testing.scene import CANARY, Paged
 
@@ -93,8 +94,11 @@ def _copy_inputs(call: Paged, static: Paged) -> None:
             mine.copy_(theirs)
     for mine, theirs in zip(_pages(static.cache), _pages(call.cache), strict=True):
         mine[: theirs.shape[0]].copy_(theirs)
+    if isinstance(static.cache, Mapping) and isinstance(call.cache, Mapping) and "v_scale" in static.cache:
+        static.cache["v_scale"].copy_(call.cache["v_scale"])
 
 
 def _pages(cache: Any) -> list[torch.Tensor]:
     """Tensors with blocks first, as bytes where floats are narrow."""
-    return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in key_and_value_pages(cache)]
+    tensors = paged_tensors(cache).values()
+    return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]

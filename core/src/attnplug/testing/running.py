@@ -101,7 +101,14 @@ def compare(ran: Ran, backend: Backend, scene: Scene) -> None:
         AssertionError: They are not.
     """
     exact, dtype, scaled = scene.expected(), ran.output.dtype, scene.rounding is not None
-    assert_close(ran.output, exact.output, dtype=dtype, scale=scene.largest_value, scaled_keys=scaled)
+    assert_close(
+        ran.output,
+        exact.output,
+        dtype=dtype,
+        scale=scene.largest_value,
+        scaled_keys=scaled,
+        byte_weights=scene.has_byte_weights,
+    )
     if backend.agreement.requirements.return_lse:
         wanted = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
         assert_close(ran.lse, wanted, dtype=dtype, what="lse", scaled_keys=scaled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -15,6 +16,7 @@ from attnplug.contract.layer import Layer
 from attnplug.errors import NotNegotiatedError
 from attnplug.ops.pages import key_and_value_pages
 from attnplug.testing.block_table import shuffled_blocks
+from attnplug.testing.byte_rounding import BYTES, ByteRounding, paged_tensors, rounding_for
 from attnplug.testing.cases import Case
 from attnplug.testing.oracle import Attended, attend
 from attnplug.testing.rounding import Rounding, nearest
@@ -29,6 +31,8 @@ CANARY: Final = 12288.0
 
 _QUERY_SCALE: Final = 0.5
 """Of queries that a backend quantizes: they are numbers of the cache's dtype already, and this loses no bit of one."""
+
+_POISONED_BYTE: Final = 99
 
 _SHAPING: Final = ("head_size", "head_size_v", "num_q_heads", "num_kv_heads", "dtype", "kv_cache_dtype")
 
@@ -84,7 +88,8 @@ class Scene:
         block_table: ``(num_reqs, max_blocks)`` int32: shuffled blocks, never block 0. Unused entries name no block.
         num_blocks: Blocks of the cache, the null block included.
         scale: Factor of the scores.
-        rounding: What an 8-bit cache makes of keys and values; None where they are cached as they are.
+        rounding: What a cache of 8-bit floats makes of keys and values; None where they are cached otherwise.
+        byte_rounding: What an int8 cache makes of queries, keys and values, likewise.
     """
 
     case: Case
@@ -98,6 +103,7 @@ class Scene:
     num_blocks: int
     scale: float
     rounding: Rounding | None = None
+    byte_rounding: ByteRounding | None = None
     _results: list[Attended] = field(init=False, factory=list)
 
     @property
@@ -108,13 +114,20 @@ class Scene:
     @property
     def seen(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Keys and values as attention sees them: those of an 8-bit cache rounded, whichever step brings them."""
-        rounding = self.rounding
+        rounding, by_bytes = self.rounding, self.byte_rounding
+        if by_bytes is not None:
+            return tuple(map(by_bytes.rows, self.keys)), tuple(map(by_bytes.values, self.values))
         if rounding is None:
             return self.keys, self.values
         return (
             tuple(rounding.seen(rows, rounding.key_scale) for rows in self.keys),
             tuple(rounding.seen(rows, rounding.value_scale) for rows in self.values),
         )
+
+    @property
+    def has_byte_weights(self) -> bool:
+        """Whether values are bytes, so that kernels may round their weights to bytes too."""
+        return self.byte_rounding is not None and self.byte_rounding.value_scales is not None
 
     def expected(self) -> Attended:
         """Return the oracle's result for the whole batch, ``(tokens, ...)``. Computed once."""
@@ -126,9 +139,9 @@ class Scene:
         return self._results[0]
 
     def _expected(self, request: int, keys: Tensor, values: Tensor) -> Attended:
-        case = self.case
+        case, by_bytes = self.case, self.byte_rounding
         return attend(
-            self.queries[request],
+            self.queries[request] if by_bytes is None else by_bytes.rows(self.queries[request]),
             keys,
             values,
             scale=self.scale,
@@ -269,24 +282,38 @@ class Scene:
         """Loops over slots are slow on a device: fill a cache on the CPU, and copy it over."""
         here = backend.make_cache(self.num_blocks, device="cpu")
         self.fill(here, written=written or self.case.kv_sharing)
-        for mine, theirs in zip(key_and_value_pages(here), key_and_value_pages(cache), strict=True):
+        for mine, theirs in zip(paged_tensors(here).values(), paged_tensors(cache).values(), strict=True):
             theirs.copy_(mine)
+        if self.has_byte_weights and isinstance(here, Mapping) and isinstance(cache, Mapping):
+            cache["v_scale"].copy_(here["v_scale"])
 
     def fill(self, cache: Cache, *, written: bool = False, poison: float = torch.nan) -> None:
         """
         Put what is cached of every request into a cache and poison all other slots, with plain loops.
 
         Args:
-            cache: What `Backend.make_cache` returned for one role ``"kv"``, or for the roles ``"k"`` and ``"v"``.
+            cache: What `Backend.make_cache` returned for one role ``"kv"``, or for the roles ``"k"`` and ``"v"``; of an
+                int8 cache, with those of `ByteRounding`.
             written: Whether the new tokens are put there too, as where a cache is shared.
-            poison: What the other slots get.
+            poison: What the other slots get; bytes cannot, and have their key scales poisoned.
         """
+        if self.byte_rounding is not None:
+            self._fill_bytes(cache, self.byte_rounding, written=written, poison=poison)
+            return
         for pages, rows in zip(key_and_value_pages(cache), self._cached(), strict=True):
             pages.copy_(torch.tensor(poison).to(pages.dtype))
             for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
                 for position in range(filled):
                     block, offset = divmod(self._slot(request, position), self.case.block_size)
                     pages[block, offset] = rows[request][position].to(pages)
+
+    def _fill_bytes(self, cache: Cache, rounding: ByteRounding, *, written: bool, poison: float) -> None:
+        for tensor in paged_tensors(cache).values():
+            tensor.fill_(poison if tensor.dtype.is_floating_point else _POISONED_BYTE)
+        for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
+            slots = torch.tensor([self._slot(request, position) for position in range(filled)], dtype=torch.int64)
+            places = slots // self.case.block_size, slots % self.case.block_size
+            rounding.fill(cache, places, self.keys[request][:filled], self.values[request][:filled])
 
     def _cached(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         rounding = self.rounding
@@ -328,11 +355,12 @@ def realise(case: Case) -> Scene:
     values = (normal(n, case.num_kv_heads, size_v) for n in case.key_lens)
     slopes: dict[str, Any] = {"start": -1.0, "end": -4.0, "steps": case.num_q_heads}
     block_table, num_blocks = shuffled_blocks(case)
+    own_values = _shared(case, (rows.to(dtype) for rows in values))
     return Scene(
         case=case,
         queries=tuple(_representable(case, rows).to(dtype) for rows in queries),
         keys=_shared(case, (rows.to(dtype) for rows in keys)),
-        values=_shared(case, (rows.to(dtype) for rows in values)),
+        values=own_values,
         sinks=normal(case.num_q_heads) if case.sinks else None,
         alibi_slopes=torch.logspace(base=2.0, **slopes) if case.alibi else None,
         masks=_masks(case) if case.custom_mask else None,
@@ -340,16 +368,21 @@ def realise(case: Case) -> Scene:
         num_blocks=num_blocks,
         scale=case.head_size**-0.5,
         rounding=_rounding(case),
+        byte_rounding=rounding_for(case.kv_cache_dtype, own_values),
     )
 
 
 def _representable(case: Case, queries: Tensor) -> Tensor:
     """Return queries that an 8-bit cache could hold too: some kernels read queries and keys of one dtype alone."""
+    if case.kv_cache_dtype in BYTES:
+        return queries
     dtype = torch_dtype(case.requirements().kv_cache_dtype)
     return nearest(queries.double(), dtype) if is_narrow_float(dtype) else queries
 
 
 def _rounding(case: Case) -> Rounding | None:
+    if case.kv_cache_dtype in BYTES:
+        return None
     dtype = torch_dtype(case.requirements().kv_cache_dtype)  # the canonical name
     if not is_narrow_float(dtype):
         return None

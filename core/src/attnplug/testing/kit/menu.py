@@ -12,6 +12,7 @@ from attnplug.manifest.constraint import Range
 from attnplug.manifest.schema import Holds
 from attnplug.request.domain import Flag, Integer, Level, Names, Number
 from attnplug.request.fields import FIELDS
+from attnplug.testing.byte_rounding import BYTES
 from attnplug.testing.kit.ask import NARROW, Ask
 from attnplug.testing.kit.subject import Subject
 from attnplug.testing.sparsity import NEEDED, is_known
@@ -186,8 +187,8 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
         return f"the kit asks for sizes up to {_LARGEST}: larger ones take the float64 oracle too long"
     if name == "dtype" and value not in _FLOATS:
         return f"the kit states no tolerance for {value}"
-    if name == "kv_cache_dtype" and value not in ("auto", *NARROW):
-        return f"the oracle rounds to {' and '.join(NARROW)} alone"
+    if name == "kv_cache_dtype" and value not in ("auto", *NARROW, *BYTES):
+        return f"the oracle rounds to {', '.join((*NARROW, *BYTES))} alone"
     if name == "block_sparse" and not is_known(dict(value)):
         return f"the oracle knows patterns of {', '.join(NEEDED)} alone, and what slides from head to head"
     return _ELSEWHERE.get(name, "")

@@ -58,7 +58,7 @@ class Record:
     def errors(self, backend: Backend, scene: Scene, ran: Ran) -> None:
         """Note how far results are from the oracle's: the largest and the mean error, beside the tolerance."""
         exact, scaled = scene.expected(), scene.rounding is not None
-        limit = tolerance(ran.output.dtype, scaled_keys=scaled)
+        limit = tolerance(ran.output.dtype, scaled_keys=scaled, byte_weights=scene.has_byte_weights)
         self._error(backend, "output", ran.output, exact.output, (limit.atol * scene.largest_value, limit.rtol))
         if backend.agreement.requirements.return_lse:
             wanted = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse

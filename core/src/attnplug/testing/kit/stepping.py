@@ -142,8 +142,14 @@ def _forward(rig: Rig, whole: Scene, cache: Any, spans: Sequence[tuple[int, int]
 
 
 def _compare(whole: Scene, output: Tensor, exact: Tensor, what: str) -> None:
-    scaled = whole.rounding is not None
     try:
-        assert_close(output, exact, dtype=output.dtype, scale=whole.largest_value, scaled_keys=scaled)
+        assert_close(
+            output,
+            exact,
+            dtype=output.dtype,
+            scale=whole.largest_value,
+            scaled_keys=whole.rounding is not None,
+            byte_weights=whole.has_byte_weights,
+        )
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from error
