@@ -1,0 +1,19 @@
+"""The conformance kit: what the manifest declares is served and right, and the rest is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug.testing.kit import Conformance
+from plugins.int8_ixformer.tests.where import MARKS
+
+pytestmark = MARKS
+
+
+class TestByInterpreter(Conformance):
+    backend = "int8_ixformer/triton"
+    device = "cpu"
+
+    def test_threads(self):
+        """The interpreter changes Triton's modules while it runs a kernel."""
+        pytest.skip("Triton's interpreter runs in one thread")
