@@ -7,7 +7,7 @@ Everything that is measured of the plugins for GPUs on one of them, within a giv
 Each part runs in a process of its own and is ended when its time is over; what it had found by then is in the folder,
 and the next part begins. summary.json says how each part ended: with 0, with how it failed, or with what is not here.
 
-- compile: the modules of FlashInfer that the other parts and the GPU tests need, several at once
+- compile: the modules of FlashInfer that the other parts, the GPU tests and the kit need, as by flashinfer_modules.py
 - bench-BACKEND-VARIANT: builds, forwards and replays over the library's raw calls, as by `attnplug bench build forward`
 - flashinfer-decode: CUDA cores against tensor cores, as by flashinfer_decode.py
 - cascade-BACKEND-VARIANT: steps with a shared prefix against the same steps flat, as by cascade.py
@@ -25,14 +25,12 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepwise import NOT_HERE, is_here, measure_all
 
-import attnplug
 from attnplug.cli.bench import building, forwarding, replaying
 from attnplug.cli.bench.baseline import GROUP
 from attnplug.cli.bench.choice import Choice
@@ -60,36 +58,11 @@ PARTS = {
 SHARE = 0.5
 """What each part but the last may take of the time that is left when it begins."""
 
-AT_ONCE = 6
-JOBS = "3"
-"""Processes that compile, and what each may start: a compiler takes some GiB."""
-
-_LLAMA = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
-_GPT_OSS = {"head_size": 64, "num_q_heads": 64, "num_kv_heads": 8, "dtype": "bfloat16", "sinks": True}
-_GEMMA = {**_LLAMA, "num_q_heads": 16, "logits_soft_cap": 2.0}
-NEEDED: tuple[dict[str, Any], ...] = (
-    _LLAMA,
-    {**_LLAMA, "head_size": 64},
-    _GPT_OSS,
-    {**_GPT_OSS, "sliding_window": 128},
-    _GEMMA,
-    {**_GEMMA, "sliding_window": 128},
-)
-"""The layers of the benchmarks, of the engine's model, and of the models of the GPU tests."""
-
-NEEDED_OF_FA2: tuple[dict[str, Any], ...] = (
-    {**_LLAMA, "num_q_heads": 16},
-    {**_LLAMA, "num_q_heads": 16, "sliding_window": 128},
-)
-"""Those of the GPU tests in which a layer forgets its soft cap."""
-
 
 def main() -> int:
     """Run the parts that were asked for."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
-    if options.compile:
-        return _compile(json.loads(options.compile))
     if options.bench:
         return _bench(options.bench, options.out, options.seconds, options.repeats)
     installed = [name for name in PARTS if entry_points(group=GROUP, name=name)]
@@ -118,8 +91,6 @@ def _run(part: str, installed: list[str], options: argparse.Namespace, limit: fl
         return f"not here: the plugin of {backend} is not installed"
     if limit < 5:
         return "no time was left"
-    if part == "compile":
-        return _compile_all(options.out, limit)
     log = options.out / f"{part}.log"
     ended = _ended([sys.executable, *_words(part, backend, options, limit - 5)], log, limit)
     if ended != NOT_HERE:
@@ -131,6 +102,8 @@ def _words(part: str, backend: str, options: argparse.Namespace, seconds: float)
     """Return the script of a part, and its options."""
     limits, out = ["--seconds", f"{seconds:.0f}", "--repeats", str(options.repeats)], ["--out", str(options.out)]
     variant = part.rpartition("-")[2]
+    if part == "compile":
+        return [str(HERE / "flashinfer_modules.py")]
     if part.startswith("bench-"):
         return [str(HERE / "on_gpu.py"), *out, *limits, "--bench", f"{backend}/{variant}"]
     if part.startswith("cascade-"):
@@ -141,14 +114,13 @@ def _words(part: str, backend: str, options: argparse.Namespace, seconds: float)
     return [str(HERE / "engine.py"), "--preset", "1b", "--backend", backend, "--also", "torch", *folder]
 
 
-def _ended(command: list[str], log: Path, limit: float, environment: dict[str, str] | None = None) -> int | str:
+def _ended(command: list[str], log: Path, limit: float) -> int | str:
     """Run a command, show and keep what it says, and end it when its time is over; return how it ended."""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(  # noqa: S603 - scripts of this folder
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
             start_new_session=True,  # compilers that it starts end with it
         )
         try:
@@ -159,41 +131,6 @@ def _ended(command: list[str], log: Path, limit: float, environment: dict[str, s
             found = f"ended after {limit:.0f} s"
     print(log.read_text(encoding="utf-8", errors="replace")[-4000:], flush=True)
     return found
-
-
-# -- compile -------------------------------------------------------------------------------------------------------
-
-
-def _compile_all(out: Path, limit: float) -> int | str:
-    end = time.monotonic() + limit
-    jobs = [{"variant": variant, **asked} for asked in NEEDED for variant in ("fa3", "fa2")]
-    jobs += [{"variant": "fa2", **asked} for asked in NEEDED_OF_FA2]
-
-    def compiled(number: int) -> int | str:
-        left, start = end - time.monotonic(), time.monotonic()
-        if left < 1:
-            return "no time was left"
-        command = [sys.executable, str(HERE / "on_gpu.py"), "--out", str(out), "--compile", json.dumps(jobs[number])]
-        found = _ended(command, out / f"compile-{number}.log", left, {"MAX_JOBS": JOBS})
-        print(f"{jobs[number]}: {found}, {time.monotonic() - start:.0f} s", flush=True)
-        return found
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        ended = list(pool.map(compiled, range(len(jobs))))
-    failed = [f"{job}: {how}" for job, how in zip(jobs, ended, strict=True) if how != 0]
-    return "; ".join(failed) or 0
-
-
-def _compile(asked: dict[str, Any]) -> int:
-    import torch  # noqa: PLC0415 - the parent does without
-
-    from attnplug.contract import GraphKey  # noqa: PLC0415 - as above
-
-    variant = asked.pop("variant")
-    backend = attnplug.load(attnplug.Requirements(**asked), backend=f"flashinfer/{variant}")
-    backend.warmup([GraphKey(1, 1, 1)])
-    torch.cuda.synchronize()
-    return 0
 
 
 # -- bench ---------------------------------------------------------------------------------------------------------
@@ -229,7 +166,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=560.0, help="what all parts may take together")
     parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
     parser.add_argument("--repeats", type=int, default=10, help="as for `attnplug bench`")
-    parser.add_argument("--compile", help=argparse.SUPPRESS)
     parser.add_argument("--bench", help=argparse.SUPPRESS)
     return parser.parse_args()
 
