@@ -58,16 +58,23 @@ def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> Non
 
 
 @pytest.mark.parametrize(
-    ("device", "on_cuda_cores"),
-    [("8.0", {1, 2, 3, 4}), ("9.0", {1, 2, 3}), ("10.0", {1, 2, 3, 4}), ("12.0", {1, 2, 3, 4})],
+    ("device", "cache", "on_cuda_cores"),
+    [
+        ("8.0", "bfloat16", {1, 2, 3, 4}),
+        ("8.9", "fp8_e4m3", {1, 2, 3, 4}),
+        ("9.0", "bfloat16", {1, 2, 3}),
+        ("9.0", "fp8_e4m3", {1}),
+        ("10.0", "bfloat16", {1, 2, 3, 4}),
+        ("12.0", "bfloat16", {1, 2, 3, 4}),
+    ],
 )
 def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_threshold(
-    device: str, on_cuda_cores: set[int]
+    device: str, cache: str, on_cuda_cores: set[int]
 ) -> None:
     found = {
         group
         for group in range(1, 17)
-        if not on_tensor_cores(agreed(kernel="auto", num_q_heads=8 * group), Device.cuda(device))
+        if not on_tensor_cores(agreed("fa2", cache, kernel="auto", num_q_heads=8 * group), Device.cuda(device))
     }
 
     assert found == on_cuda_cores

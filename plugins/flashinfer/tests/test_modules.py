@@ -65,7 +65,7 @@ def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> 
 
 
 def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:
-    both = agreed("fa2", "fp8_e5m2", sliding_window=512, logits_soft_cap=50.0, **PAIRS)
+    both = agreed("fa2", "fp8_e5m2", "cuda_cores", sliding_window=512, logits_soft_cap=50.0, **PAIRS)
     decode, prefill, profiling = needed_modules(both, H200)
 
     assert all("use_swa_True_use_logits_cap_True" in name for name in (decode, prefill, profiling))
