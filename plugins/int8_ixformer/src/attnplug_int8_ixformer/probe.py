@@ -6,7 +6,7 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from attnplug.errors import NoBackendError
+from attnplug.errors import NoBackendError, UnknownBackendError
 from attnplug.negotiation.reason import Reason
 from attnplug_int8_ixformer.inner import choose
 
@@ -29,7 +29,7 @@ def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
 def _lacks_inner(agreement: Agreement, device: Device) -> Reason | None:
     try:
         choose(agreement, device)
-    except NoBackendError as error:
+    except (NoBackendError, UnknownBackendError) as error:
         return Reason("probe", "inner", None, "no backend computes what is to be observed", str(error))
     return None
 

@@ -1,0 +1,1 @@
+"""A double of the vendor library: it checks and records every call, and computes in float64."""

@@ -1,0 +1,215 @@
+"""The vendor's provider on a double that checks and records every call."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attrs import evolve
+
+import attnplug
+from attnplug import Device
+from attnplug.contract import Layer, Limits
+from attnplug.errors import PluginLoadError
+from attnplug.selection import state
+from attnplug.testing.cases import Case
+from attnplug.testing.replay import check_replays, padded_for
+from attnplug.testing.running import check
+from attnplug.testing.scene import realise
+from plugins.int8_ixformer.tests import cpu_manifest
+
+DOUBLE = Path(__file__).with_name("double")
+TERMS = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
+LEVELS = [("int8", "int8"), ("int8_k", "mix")]
+DECODES = {"query_lens": (1, 1, 1), "context_lens": (3, 40, 0)}
+PREFILLS = {"query_lens": (9, 20), "context_lens": (0, 33)}
+MIXED = {"query_lens": (1, 1, 12), "context_lens": (5, 18, 7)}
+QUERY = {"window_left", "window_right", "softcap", "scale", "alibi_slopes", "use_sqrt_alibi", "causal"}
+PLACES = {"block_tables", "context_lens", "block_size", "max_context_len", "cu_query_lens", "max_query_len"}
+CACHE = {"key_cache", "value_cache", "key_scale_cache", "num_kv_heads"}
+SAVED = {"save_key", "save_value", "save_key_scale"}
+
+
+@pytest.fixture
+def journal(monkeypatch, tmp_path):
+    """The double in the library's place, offered to a CPU, and what it has noted."""
+    monkeypatch.syspath_prepend(DOUBLE)
+    monkeypatch.setattr(state, "_state", None)
+    text = cpu_manifest.MANIFEST.read_text(encoding="utf-8")
+    manifest = tmp_path / "attnplug.toml"
+    own = (
+        'requires = ["ixformer"]\n',
+        'device_type = "cuda", vendor = ["iluvatar", "nvidia"], compute_capability = { min = "1.0" }',
+    )
+    assert all(text.count(part) == 1 for part in own)
+    manifest.write_text(text.replace(own[0], "").replace(own[1], 'device_type = "cpu"'), encoding="utf-8")
+    attnplug.register("attnplug_int8_ixformer.plugin", manifest=manifest)
+    from ixformer import journal  # noqa: PLC0415 - on the path since just now
+
+    journal.CALLS.clear()
+    yield journal
+    for name in [name for name in sys.modules if name.split(".")[0] == "ixformer"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def scene_of(dtype, **fields):
+    return realise(Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, num_padding_tokens=2, **fields))
+
+
+def load(scene, **engine):
+    return attnplug.load(scene.case.requirements(**engine), Device.cpu(), backend="int8_ixformer/ixformer")
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_decodes_are_one_call_that_writes(journal, dtype, suffix, terms):
+    scene = scene_of(dtype, **DECODES, **terms)
+
+    check(load(scene), scene)
+
+    (given,) = journal.named(f"vllm_paged_attention_{suffix}")
+    of_values = {"value_scale_cache"} if suffix == "int8" else set()
+    assert set(given) == QUERY | PLACES | CACHE | SAVED | of_values | {
+        "output",
+        "query",
+        "query_scale",
+        "use_cuda_graph",
+    }
+    assert given["save_key"].shape == (3, 2, 32)
+    assert given["use_cuda_graph"] is False
+    assert not journal.named(f"reshape_and_cache_flash_{suffix}")
+    (quantized, *_) = journal.named("scaled_int8_quant_for_attn")
+    assert (quantized["mode"], quantized["transpose_scale"]) == (2, False)
+
+
+@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_prefills_are_a_write_and_a_call(journal, dtype, suffix, terms):
+    scene = scene_of(dtype, **PREFILLS, **terms)
+
+    check(load(scene), scene)
+
+    (given,), (written,) = (
+        journal.named("flash_attn_varlen_int8_func"),
+        journal.named(f"reshape_and_cache_flash_{suffix}"),
+    )
+    assert set(given) == {
+        "q", "k", "v", "q_scale", "k_scale", "v_scale", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+        "softmax_scale", "causal", "window_size", "alibi_slopes", "softcap", "sqrt_alibi", "out", "block_table",
+        "output_dtype",
+    }  # fmt: skip
+    assert (given["v_scale"] is None) == (suffix == "mix")
+    assert written["slot_mapping"].tolist() == scene.slot_mapping[:29].tolist()
+    assert [each["transpose_scale"] for each in journal.named("scaled_int8_quant_for_attn") if each["mode"] == 2] == [
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_mixed_batches_are_written_first(journal, dtype, suffix):
+    scene = scene_of(dtype, **MIXED)
+
+    check(load(scene), scene)
+
+    (written,), (decoded,) = (
+        journal.named(f"{name}_{suffix}") for name in ("reshape_and_cache_flash", "vllm_paged_attention")
+    )
+    assert written["slot_mapping"].tolist() == scene.slot_mapping[:14].tolist()
+    assert all(decoded[name] is None for name in SAVED)
+    assert [name for name, _ in journal.CALLS][-1] == "flash_attn_varlen_int8_func"
+    modes = [
+        (each["mode"], each["transpose_scale"], len(each["x"])) for each in journal.named("scaled_int8_quant_for_attn")
+    ]
+    assert (2, True, 2) in modes  # of the decodes, in a mixed batch
+    assert (2, True, 12) in modes
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_a_host_writes_prefills_and_no_decodes(journal, dtype, suffix):
+    scene = scene_of(dtype, **MIXED)
+    backend = load(scene)
+    impl = backend.make_impl(scene.layer(cache_write="host"))
+    call = scene.paged(backend)
+    assert impl.host_writes == {"prefill"}
+    builder = backend.make_builder(
+        [impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64))
+    )
+    impl.write_kv(call.key[2:14], call.value[2:14], call.cache, call.batch.slot_mapping[2:14])
+
+    impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
+
+    written = [each["slot_mapping"].tolist() for each in journal.named(f"reshape_and_cache_flash_{suffix}")]
+    assert written == [scene.slot_mapping[2:14].tolist(), scene.slot_mapping[:2].tolist()]
+    torch.testing.assert_close(
+        call.output[:14].view(14, 4, -1).double(), scene.expected().output, rtol=2**-7, atol=2**-6
+    )
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_decodes_of_several_tokens(journal, dtype, suffix):
+    scene = scene_of(dtype, query_lens=(3, 1, 2), context_lens=(3, 40, 0), decode_query_len=3)
+
+    check(load(scene), scene)
+
+    (given,) = journal.named(f"vllm_paged_attention_{suffix}")
+    assert given["max_query_len"] == 3
+    assert given["cu_query_lens"].tolist() == [0, 3, 4, 6]
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_layers_that_share_a_cache_write_nothing(journal, dtype, suffix):
+    scene = scene_of(dtype, **MIXED, kv_sharing=True)
+
+    check(load(scene), scene)
+
+    assert not journal.named(f"reshape_and_cache_flash_{suffix}")
+    assert all(given["save_key"] is None for given in journal.named(f"vllm_paged_attention_{suffix}"))
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_graphs_pad_lengths_to_one_key(journal, dtype, suffix):
+    cases = [Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, seed=seed, query_lens=(1,) * count,
+                  context_lens=(7, 30)[:count]) for seed, count in ((0, 2), (1, 1))]  # fmt: skip
+    scenes = [realise(padded_for(case, 3 - len(case.query_lens))) for case in cases]
+    backend = load(scenes[0], cudagraph="single_token_decode")
+
+    check_replays(backend, scenes, num_reqs=3, max_seq_len=64)
+
+    given = journal.named(f"vllm_paged_attention_{suffix}")
+    assert all(each["use_cuda_graph"] for each in given)
+    assert given[-1]["context_lens"].tolist() == [8, 1, 1]
+
+
+def test_merging_is_the_library_s(journal):
+    scene = scene_of("int8", **DECODES)
+    backend = load(scene)
+    parts = [(torch.randn(3, 4, 32), torch.randn(3, 4)) for _ in range(2)]
+    out = torch.empty(3, 4, 32)
+
+    backend.provider.merge(*parts, out)
+
+    share = torch.softmax(torch.stack([lse for _, lse in parts]), 0)[..., None]
+    torch.testing.assert_close(out, parts[0][0] * share[0] + parts[1][0] * share[1])
+    assert len(journal.named("merge_attn_states")) == 1
+
+
+def test_a_library_without_its_modules_is_told_so(journal, monkeypatch):
+    monkeypatch.setattr("attnplug_int8_ixformer.probe.IXFORMER_MODULES", ("ixformer.inference.elsewhere",))
+    scene = scene_of("int8", **DECODES)
+
+    with pytest.raises(PluginLoadError, match=r"ixformer\.inference\.elsewhere is not there"):
+        load(scene)
+
+
+def test_nothing_of_the_library_is_imported_to_choose(journal):
+    scene = scene_of("int8", **DECODES)
+    for name in [name for name in sys.modules if name.startswith(("ixformer.inference", "ixformer.contrib"))]:
+        del sys.modules[name]
+
+    attnplug.select(evolve(scene.case, kv_cache_dtype="int8").requirements(), Device.cpu(), backend="int8_ixformer")
+
+    assert not [name for name in sys.modules if name.startswith(("ixformer.inference", "ixformer.contrib"))]
+    assert load(scene).make_impl(Layer(name="layer")).backend.variant == "ixformer"

@@ -1,0 +1,132 @@
+"""What the manifest serves and refuses, in the words that a user reads. Nothing is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+import attnplug
+from attnplug import Device, Requirements
+from attnplug.cli.check.examine import examine
+from attnplug.discovery.known import read_known
+from attnplug.errors import NoBackendError
+from attnplug.selection import state
+from plugins.int8_ixformer.tests.cpu_manifest import MANIFEST
+from plugins.int8_ixformer.tests.dense import ask
+
+PROJECT = MANIFEST.parents[2]
+HOPPER, AMPERE, TURING = (Device.cuda(capability) for capability in ("9.0", "8.0", "7.5"))
+LEVELS = {level: Requirements(**ask(level)) for level in (1, 2)}
+PLAIN = LEVELS[1].evolve(kv_cache_dtype="auto")
+OWN = ("int8_ixformer/triton", "int8_ixformer/ixformer", "int8_ixformer/calibration")
+
+
+@pytest.fixture(autouse=True)
+def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offer the plugin by hand, to this test alone; that Triton is absent here or there is not what is tested."""
+    monkeypatch.setattr(state, "_state", None)
+    attnplug.register("attnplug_int8_ixformer.plugin", manifest=MANIFEST)
+
+
+def statuses(requirements: Requirements, device: Device = HOPPER) -> dict[str, str]:
+    explained = attnplug.explain(requirements, device, assume_installed=True)
+    return {one.id: one.status for one in explained.verdicts if one.id in OWN}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"head_size": 32},
+        {"head_size": 80},
+        {"head_size": 256},
+        {"dtype": "float16"},
+        {"block_size": 16},
+        {"block_size": 32, "kv_layout": "HND"},
+        {"sliding_window": 128},
+        {"logits_soft_cap": 30.0},
+        {"alibi": "linear"},
+        {"alibi": "sqrt"},
+        {"kv_sharing": True},
+        {"decode_query_len": 4, "cudagraph": "uniform_batch"},
+        {"cudagraph": "single_token_decode"},
+    ],
+    ids=str,
+)
+def test_it_serves(level, changed) -> None:
+    found = statuses(LEVELS[level].evolve(**changed))
+
+    assert found["int8_ixformer/triton"] == "chosen"
+    assert found["int8_ixformer/ixformer"] == "eligible"
+    assert found["int8_ixformer/calibration"] == "refused"
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"sinks": True}, "sinks"),
+        ({"cascade": True}, "cascade"),
+        ({"dcp_size": 2}, "dcp_size"),
+        ({"return_lse": True}, "return_lse"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype"),
+        ({"per_head_scales": True}, "per_head_scales"),
+        ({"output_quant": "fp8_e4m3"}, "output_quant"),
+        ({"attn_type": "encoder_decoder", "causal": False}, "attn_type"),
+        ({"attn_type": "encoder_only", "paged": False, "causal": False, "kv_cache_dtype": "auto"}, "attn_type"),
+        ({"paged": False, "kv_cache_dtype": "auto"}, "keys and values are quantized where they are cached"),
+        ({"head_size": 24}, "head_size"),
+        ({"head_size_v": 32}, "head_size_v"),
+        ({"dtype": "float32"}, "dtype"),
+        ({"block_size": 8}, "block_size"),
+        ({"block_size": 16, "kv_layout": "NHD"}, "kv_layout"),
+        ({"causal": False}, "causal"),
+        ({"attention_chunk": 512}, "attention_chunk"),
+        ({"custom_mask": True}, "custom_mask"),
+        ({"block_sparse": {"block_size": 64}}, "block_sparse"),
+        ({"batch_invariant": True}, "batch_invariant"),
+        ({"host_lengths": "upper_bound"}, "host_lengths"),
+        ({"cudagraph": "always"}, "cudagraph"),
+    ],
+    ids=str,
+)
+def test_it_refuses_by_name(level, changed, told) -> None:
+    asked = LEVELS[level].evolve(**changed)
+
+    assert set(statuses(asked).values()) == {"refused"}
+    with pytest.raises(NoBackendError) as refused:
+        attnplug.select(asked, HOPPER, backend="int8_ixformer")
+    assert told in " ".join(str(refused.value).split())
+
+
+def test_it_is_never_chosen_unless_asked_for() -> None:
+    for asked in (PLAIN, PLAIN.evolve(paged=False), PLAIN.evolve(kv_cache_dtype="fp8_e4m3")):
+        for device in (HOPPER, AMPERE, Device.cpu()):
+            assert set(statuses(asked, device).values()) == {"refused"}
+
+
+def test_calibration_is_asked_for_by_name() -> None:
+    asked = PLAIN.evolve(features=("int8_ixformer.calibrate",))
+
+    for device in (HOPPER, Device.cpu()):
+        assert statuses(asked, device)["int8_ixformer/calibration"] == "chosen"
+    assert set(statuses(asked.evolve(kv_cache_dtype="int8")).values()) == {"refused"}
+
+
+def test_older_devices() -> None:
+    assert statuses(LEVELS[1], AMPERE)["int8_ixformer/triton"] == "chosen"
+    assert statuses(LEVELS[1], TURING)["int8_ixformer/triton"] == "refused"
+    assert set(statuses(LEVELS[1], Device.cpu()).values()) == {"refused"}
+
+
+def test_it_is_known() -> None:
+    known = next(one for one in read_known().plugins if one.name == "int8_ixformer")
+
+    assert known.install == "attnplug-int8-ixformer"
+
+
+def test_the_project_is_sound() -> None:
+    report = examine(str(PROJECT))
+
+    assert report.backends == ("int8_ixformer",)
+    assert report.findings == ()

@@ -1,0 +1,124 @@
+"""Level 0 on a CPU: another backend computes, values are noted, and what is saved of them is what level 1 loads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attrs import evolve
+
+import attnplug
+from attnplug import Device
+from attnplug.contract import GraphKey, Limits
+from attnplug.errors import LayerError, PluginLoadError
+from attnplug.testing.cases import Case
+from attnplug.testing.replay import CANARY
+from attnplug.testing.running import check, run
+from attnplug.testing.scene import realise
+from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
+
+pytestmark = pytest.mark.usefixtures("offered")
+
+CALIBRATE = ("int8_ixformer.calibrate",)
+CASE = Case(query_lens=(1, 1, 9), context_lens=(5, 30, 0), head_size=32, dtype="bfloat16", num_padding_tokens=2)
+
+
+def load(case=CASE, **options):
+    return attnplug.load(
+        case.requirements(features=CALIBRATE),
+        Device.cpu(),
+        backend="int8_ixformer",
+        options={"int8_ixformer": options} if options else None,
+    )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"sliding_window": 7},
+        {"logits_soft_cap": 3.0},
+        {"alibi": "sqrt"},
+        {"kv_sharing": True},
+        {"dtype": "float16"},
+    ],
+    ids=str,
+)
+def test_results_are_those_of_the_inner_backend(changed):
+    scene = realise(evolve(CASE, **changed))
+    backend = load(scene.case)
+
+    ran = check(backend, scene)
+
+    inner = run(backend.inner, scene)
+    assert backend.inner.id == "torch/sdpa"
+    assert torch.equal(ran.output, inner.output)
+    assert backend.bytes_per_block == backend.inner.bytes_per_block
+    backend.warmup([GraphKey(1, 1, 1)])
+
+
+def steps(backend, seeds=(0, 1)):
+    """A layer that has seen some steps, and the values of each."""
+    scenes = [realise(evolve(CASE, seed=seed)) for seed in seeds]
+    impl = backend.make_impl(scenes[0].layer())
+    builder = backend.make_builder(
+        [impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64))
+    )
+    values = []
+    for scene in scenes:
+        call = scene.paged(backend)
+        impl.init_cache(call.cache)
+        impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
+        assert (call.output[11:] == CANARY).all()
+        values.append(call.value[:11])
+    return impl, torch.cat(values)
+
+
+def test_the_largest_values_of_all_steps_are_what_is_saved_and_loaded(tmp_path):
+    impl, values = steps(load())
+
+    ValueScales.observed([impl]).save(tmp_path / "scales")
+
+    wanted = values.float().abs().amax(0) / 127
+    assert torch.equal(impl.largest, values.float().abs().amax(0))
+    assert torch.equal(load_layer(tmp_path / "scales", "layer", 2, 32), wanted)
+    assert values.isfinite().all()  # padding holds NaN
+
+
+def test_a_channel_that_is_always_zero_has_a_scale():
+    impl, _ = steps(load())
+    impl.largest[1, 3] = 0
+
+    assert float(ValueScales.observed([impl]).of_layers["layer"][1, 3]) == pytest.approx(1 / 127)
+
+
+def test_a_layer_that_has_seen_nothing_has_no_scales():
+    impl = load().make_impl(realise(CASE).layer())
+
+    with pytest.raises(LayerError, match=r"(?s)'layer' has seen no value.*run prompts through the model first"):
+        ValueScales.observed([impl])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_value_that_is_none_shows(value):
+    impl, _ = steps(load())
+    impl.largest[0, 2] = value
+
+    with pytest.raises(LayerError, match=r"channel 2 of KV head 0"):
+        ValueScales.observed([impl])
+
+
+def test_the_inner_backend_may_be_named():
+    assert load(inner="torch").inner.id == "torch/sdpa"
+
+
+@pytest.mark.parametrize(("name", "told"), [("nobody", "'nobody' was asked for"), ("torch/flex", "run on cuda:8.0")])
+def test_without_an_inner_backend_the_reason_is_told(name, told):
+    with pytest.raises(PluginLoadError, match=rf"(?s)no backend computes what is to be observed.*{told}"):
+        load(inner=name)
+
+
+def test_it_is_no_backend_for_graphs():
+    scene = realise(CASE)
+    explained = attnplug.explain(scene.case.requirements(features=CALIBRATE, cudagraph="single_token_decode"))
+
+    assert next(one for one in explained.verdicts if one.id == "int8_ixformer/calibration").status == "refused"
