@@ -157,6 +157,32 @@ class Requests:
         return torch.cat(found).to(DEVICE)
 
 
+def outlying(query_lens: list[int], seq_lens: list[int], **fields: Any) -> Requests:
+    """
+    Requests as language models make them. Two channels of a key are some ten times as far from zero as the others
+    vary, in every token, and queries use them little; three channels of a value are eight times as large. Value scales
+    are those of a calibration on other tokens.
+    """
+    case, generator = Requests(query_lens, seq_lens, **fields), torch.Generator().manual_seed(7)
+    offset, grown, used = torch.zeros(case.size), torch.ones(case.size), torch.full((case.size,), 1.5)
+    offset[3], offset[17], used[3], used[17] = 12.0, -9.0, 0.3, 0.3
+    grown[5], grown[11], grown[23] = 8.0, 6.0, 7.0
+    scaled = (
+        ("queries", used, torch.zeros(case.size)),
+        ("keys", torch.ones(case.size), offset),
+        ("values", grown, offset * 0),
+    )
+    for name, factor, shift in scaled:
+        rows = [
+            (rows.float() * factor.to(rows.device) + shift.to(rows.device)).to(case.dtype)
+            for rows in getattr(case, name)
+        ]
+        object.__setattr__(case, name, rows)
+    others = torch.randn(512, case.kv_heads, case.size, generator=generator) * grown
+    object.__setattr__(case, "value_scales", (others.abs().amax(0) / 127).to(DEVICE))
+    return case
+
+
 def starts(lengths: list[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=DEVICE)
 

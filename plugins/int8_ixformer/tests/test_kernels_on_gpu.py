@@ -10,14 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug_int8_ixformer.tiles import DecodeTiles, PrefillTiles
-from attnplug_int8_ixformer.triton_provider import (
-    Prompts,
-    Tokens,
-    TritonProvider,
-    attend_prompts,
-    attend_tokens,
-    scratch_bytes,
-)
+from attnplug_int8_ixformer.triton_provider import TritonProvider
 from plugins.int8_ixformer.tests.dense import (
     CANARY,
     DTYPES,
@@ -25,10 +18,9 @@ from plugins.int8_ixformer.tests.dense import (
     by_channel,
     by_row,
     check,
-    lens,
-    starts,
     with_byte_weights,
 )
+from plugins.int8_ixformer.tests.running import run_decode, run_prefill
 from plugins.int8_ixformer.tests.where import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -54,43 +46,6 @@ def requests(draw, queries, **fixed):
         **draw(st.sampled_from(TERMS)),
         **fixed,
     )
-
-
-def run_decode(case, *, tiles=None, splits=1, writes=True, cache=None):
-    query, pages = torch.cat(case.queries), case.cache(written=not writes) if cache is None else cache
-    out = torch.full_like(query, CANARY)
-    heads, size = query.shape[1:]
-    tokens = Tokens(
-        query_starts=starts(case.query_lens),
-        seq_lens=lens(case.seq_lens),
-        table=case.table,
-        longest_query=max(case.query_lens),
-        num_splits=splits,
-        scratch=torch.full((scratch_bytes(len(query) * splits, heads, size),), 255, dtype=torch.uint8, device=DEVICE),
-        tiles=tiles or DecodeTiles(keys=32),
-    )
-    attend_tokens(query, case.new() if writes else None, pages, out, tokens, case.terms)
-    return out, pages
-
-
-def run_prefill(case, tiles=None, columns=1024):
-    query, pages = torch.cat(case.queries), case.cache(written=True)
-    out = torch.full_like(query, CANARY)
-    units = [-(-length // 128) * 128 for length in case.seq_lens]
-    prompts = Prompts(
-        query_starts=starts(case.query_lens),
-        seq_lens=lens(case.seq_lens),
-        table=case.table,
-        key_starts=starts(units)[:-1],
-        first=0,
-        count=len(units),
-        longest_query=max(case.query_lens),
-        longest_seq=max(case.seq_lens),
-        scratch=torch.full((columns * case.kv_heads * case.size,), 99, dtype=torch.uint8, device=DEVICE),
-        tiles=tiles or PrefillTiles(rows=32, keys=32, warps=4),
-    )
-    attend_prompts(query, pages, out, prompts, case.terms)
-    return out
 
 
 def same(mine, theirs):
