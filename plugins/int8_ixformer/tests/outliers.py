@@ -23,7 +23,7 @@ from plugins.int8_ixformer.tests.running import run_decode, run_prefill
 from plugins.int8_ixformer.tests.where import INTERPRETED
 
 BUDGET: Final = 0.08
-"""Largest relative error. Most of it comes from the rows of keys: an outlier sets the step for all channels of its row."""
+"""Largest relative error. Most of it comes from keys: an outlier sets the step for all channels of its row."""
 
 SIZES: Final = (64, 128)
 CONTEXTS: Final = (64, 256, 512) if INTERPRETED else (256, 1024, 4096, 16384)
