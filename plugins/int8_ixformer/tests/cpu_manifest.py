@@ -12,10 +12,20 @@ MANIFEST: Final = Path(str(attnplug_int8_ixformer.__file__)).with_name("attnplug
 _OF_TRITON: Final = 'device_type = "cuda", compute_capability = { min = "8.0" }'
 
 
-def write(folder: Path) -> Path:
-    """Write it into a folder, and return its path."""
+_SIZES: Final = "head_size = { multiple_of = 16, min = 32, max = 256 }"
+
+
+def write(folder: Path, *, few: bool = False) -> Path:
+    """
+    Write it into a folder, and return its path.
+
+    Args:
+        folder: Where to.
+        few: Whether only some head sizes are declared, for a kit that is interpreted: on a GPU it runs all.
+    """
     text = MANIFEST.read_text(encoding="utf-8")
-    assert text.count(_OF_TRITON) == 1
+    assert text.count(_OF_TRITON) == text.count(_SIZES) == 1
+    text = text.replace(_OF_TRITON, 'device_type = ["cuda", "cpu"]')
     path = folder / "attnplug.toml"
-    path.write_text(text.replace(_OF_TRITON, 'device_type = ["cuda", "cpu"]'), encoding="utf-8")
+    path.write_text(text.replace(_SIZES, "head_size = [64, 80]") if few else text, encoding="utf-8")
     return path

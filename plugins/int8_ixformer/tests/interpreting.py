@@ -14,17 +14,29 @@ import pytest
 FOLDER: Final = Path(__file__).parent
 
 
-def check(file: str, *, measured: bool = True) -> None:
+def check(file: str, *options: str, measured: bool = True) -> None:
     """
     Run the tests of a file of this folder, and assert that they pass.
 
     Args:
         file: The file.
+        options: For pytest.
         measured: Whether coverage measures them where it measures this process; tracing takes its time.
     """
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(FOLDER / file)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        *options,
+        str(FOLDER / file),
+    ]
 
     kept = {name: value for name, value in os.environ.items() if measured or not name.startswith("COVERAGE_")}
 

@@ -25,7 +25,7 @@ from plugins.int8_ixformer.tests.where import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 
-EXAMPLES = 12 if INTERPRETED else 8  # each is compiled
+EXAMPLES = 10 if INTERPRETED else 8  # each is compiled
 TERMS = ({}, {"window": 20}, {"soft_cap": 2.0}, {"alibi": "linear"}, {"alibi": "sqrt", "window": 70})
 
 
