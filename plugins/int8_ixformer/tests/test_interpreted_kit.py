@@ -1,4 +1,4 @@
-"""The conformance kit on a CPU, interpreted, in two processes. Many requests take the interpreter long, and GPUs not."""
+"""The conformance kit on a CPU, interpreted, in two processes; without the one test that takes the interpreter long."""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -10,8 +11,11 @@ from attnplug.ops import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
+
+_AS_IT_IS: Final = nullcontext()
 
 
 class Kernel:
@@ -49,33 +53,26 @@ class Kernel:
         """
         if not programs:
             return
-        device = tensors[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                self._run(programs, tensors, strides, numbers, constants, warps)
-        else:
-            self._run(programs, tensors, strides, numbers, constants, warps)
-
-    def _run(
-        self,
-        programs: int,
-        tensors: Sequence[Tensor],
-        strides: Sequence[int],
-        numbers: Sequence[float],
-        constants: tuple[Any, ...],
-        warps: int,
-    ) -> None:
         places = [tensor.data_ptr() for tensor in tensors]
-        likeness = (*((one.dtype, at % 16) for one, at in zip(tensors, places, strict=True)), *_kinds(strides))
-        form = (tensors[0].device, warps, constants, likeness)
+        likeness = tuple((tensor.dtype, at % 16 == 0) for tensor, at in zip(tensors, places, strict=True))
+        form = (tensors[0].device, warps, constants, likeness, *_kinds(strides))
         launch = self._launches.get(form)
         if launch is None:
             launch = self._launches[form] = Launch(self._function, constants, num_warps=warps)
-        if launch.is_compiled:
-            launch.again((programs, 1, 1), *places, *strides, *numbers)  # type: ignore[arg-type] # floats are passed on
-        else:
-            launch.first((programs,), *tensors, *strides, *numbers)
+        with _current(tensors[0].device):
+            if launch.is_compiled:
+                launch.again((programs, 1, 1), *places, *strides, *numbers)  # type: ignore[arg-type] # floats are passed on
+            else:
+                launch.first((programs,), *tensors, *strides, *numbers)
 
 
-def _kinds(strides: Sequence[int]) -> list[object]:
-    return [1 if stride == 1 else stride % 16 == 0 for stride in strides]
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Launches go to the current device: another one is made current meanwhile."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _AS_IT_IS
+    return torch.cuda.device(device)
+
+
+def _kinds(strides: Sequence[int]) -> list[tuple[bool, bool]]:
+    """What Triton looks at in a whole number: whether it is 1, and whether it is a multiple of 16."""
+    return [(stride == 1, stride % 16 == 0) for stride in strides]
