@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug.contract import CacheTensor, Limits
+from attnplug.contract import AttentionImpl, CacheTensor, Limits
 from attnplug.errors import LimitsError
 from attnplug.hosts.transformers.engine import Engine
 from attnplug.hosts.transformers.engine.caches import CPU_BYTES, count_blocks, make_caches
@@ -51,6 +51,23 @@ def test_caches_that_do_not_fit(host, monkeypatch):
     with pytest.raises(LimitsError, match="smaller num_blocks"):
         make_caches(engine._groups, 5, CPU)
     engine.close()
+
+
+def test_each_layer_writes_what_is_its_own_into_its_cache(host, monkeypatch):
+    """Scales of a quantized cache, for one: left at their fill they make attention NaN."""
+    written = {}
+    monkeypatch.setattr(
+        AttentionImpl, "init_cache", lambda impl, kv_cache: written.setdefault(impl.layer.name, kv_cache)
+    )
+    engine = Engine(reference("llama")[0])
+    first = set(written)  # when it was opened
+    written.clear()
+    caches = make_caches(engine._groups, 5, CPU)
+    engine.close()
+
+    assert len(caches) > 1
+    assert first == caches.keys()
+    assert all(written[name] is cache for name, cache in caches.items())
 
 
 def test_the_default_of_an_engine(host):

@@ -26,7 +26,8 @@ def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[s
     """
     try:
         return {
-            layer.learned.name: groups.backends[layer.group].make_cache(num_blocks, device) for layer in groups.layers
+            layer.learned.name: groups.backends[layer.group].make_cache(num_blocks, device, impl=layer.impl)
+            for layer in groups.layers
         }
     except torch.OutOfMemoryError as error:
         raise LimitsError(
