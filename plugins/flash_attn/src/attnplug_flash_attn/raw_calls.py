@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -57,7 +58,7 @@ class Rows:
         return float(self.head_size**-0.5)
 
 
-class Calls:
+class Calls(ABC):
     """
     A library's calls.
 
@@ -74,6 +75,7 @@ class Calls:
         del rows
         return None
 
+    @abstractmethod
     def bind(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
@@ -89,7 +91,6 @@ class Calls:
             rows: Whose rows these are.
             schedule: As `schedule` has returned it.
         """
-        raise NotImplementedError
 
 
 class Fa2(Calls):
