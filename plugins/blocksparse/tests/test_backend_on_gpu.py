@@ -57,7 +57,7 @@ class Step:
         query = torch.cat(case.queries)
         key, value = (torch.cat([rows[new] for rows, new in zip(part, self.new, strict=True)])
                       for part in (case.keys, case.values))  # fmt: skip
-        out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+        out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
         self.impl.forward(query, key, value, self.cache, metadata, out.view(len(query), -1), lse=lse)
         return out, lse
 
@@ -155,7 +155,7 @@ def test_all_keys_may_come_with_the_call():
         Batch.from_lengths([40, 9], [40, 70], device=DEVICE)
     )
     query = torch.cat(case.queries)
-    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
 
     keys, values = torch.cat(case.keys), torch.cat(case.values)
     impl.forward(query, keys, values, None, metadata, out.view(49, -1), lse=lse)

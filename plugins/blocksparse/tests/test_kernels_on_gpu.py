@@ -62,7 +62,7 @@ def pattern_of(given_requests, **ranks):
 
 def run_prefill(given_requests, tiles=None, page=0, pattern=None, lengths=()):
     query = torch.cat(given_requests.queries)
-    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
     prompts = prefill.Prompts(
         pattern=pattern or pattern_of(given_requests),
         tiles=tiles or PrefillTiles(32, 32, 2, 4),
@@ -84,7 +84,7 @@ def run_decode(given_requests, tiles=None, page=16, splits=1, cache=None, patter
     queries = [rows[-1:] for rows in given_requests.queries]
     counts = [rows.shape[0] for rows in queries]
     query = torch.cat(queries)
-    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
     pages, table = given_requests.pages(page)
     keys, values = pages if cache is None else cache
     parts = splits * len(counts)
@@ -131,7 +131,7 @@ def test_prompts_and_chunks_on_pages(case, rows, keys, page):
 def test_prompts_by_descriptors(pattern, length, rows, keys, size, dtype):
     case = Requests(pattern, [length], [length], size=size, dtype=dtype)
     (query,), (key,), (value,), tiles = case.queries, case.keys, case.values, PrefillTiles(rows, keys, 2, 4)
-    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY)
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
 
     assert prompt.is_for(key, value, pattern_of(case), tiles)
     prompt.attend(query, key, value, out, lse, pattern_of(case), Scales(case.scale), tiles)
