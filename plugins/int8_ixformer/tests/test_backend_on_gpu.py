@@ -177,6 +177,12 @@ def test_a_warm_up_runs_every_kernel(level, calls):
     assert {"decode", "merge", "write", "prefill"} <= set(calls)
 
 
+def test_a_warm_up_needs_no_scales_of_its_own_in_the_calibration_s_file(scales, calls):
+    load(Requirements(**ask(1, block_size=16, phases=("decode",))), value_scales=scales).warmup([GraphKey(1, 1, 1)])
+
+    assert set(calls) == {"decode", "merge"}
+
+
 def test_a_warm_up_of_a_layer_that_shares_a_cache_writes_nothing(calls):
     backend_of(2, kv_sharing=True, alibi="linear").warmup([GraphKey(1, 1, 1)])
     backend_of(2).warmup([])

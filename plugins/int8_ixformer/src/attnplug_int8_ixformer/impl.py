@@ -9,6 +9,7 @@ from attnplug.errors import LayerError
 from attnplug_int8_ixformer.pages import Pages
 from attnplug_int8_ixformer.terms import Terms
 from attnplug_int8_ixformer.value_scales import load_layer
+from attnplug_int8_ixformer.warmup import LAYER
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -36,7 +37,7 @@ class Int8Impl(AttentionImpl):
         self._terms, self._provider = Terms.of(self), backend.provider
         path = str(self.agreement.options["value_scales"])
         self._value_scales: Tensor | None = None
-        if backend.level == 1 and path and layer.kv_sharing_target is None:
+        if backend.level == 1 and path and layer.kv_sharing_target is None and layer.name != LAYER:
             self._value_scales = load_layer(path, layer.name, self.num_kv_heads, self.head_size)
 
     @property

@@ -12,6 +12,9 @@ from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 if TYPE_CHECKING:
     from attnplug_int8_ixformer.backend import Int8Backend
 
+LAYER: Final = "attnplug_int8_ixformer.warmup"
+"""The layer of a warm-up. It is none of the model's: a calibration has no scales of it, and it needs none."""
+
 _LONG: Final = 4096
 """Tokens of a sequence that is split."""
 
@@ -21,7 +24,7 @@ def run_each_kernel(backend: Int8Backend) -> None:
     asked, device = backend.agreement.requirements, backend.device
     slopes = None if asked.alibi is None else torch.zeros(asked.num_q_heads, device=device)
     source = "earlier" if asked.kv_sharing else None
-    impl = backend.make_impl(Layer(name="warmup", alibi_slopes=slopes, kv_sharing_target=source))
+    impl = backend.make_impl(Layer(name=LAYER, alibi_slopes=slopes, kv_sharing_target=source))
     cache = backend.make_cache(2)
     if not isinstance(cache, torch.Tensor) and "v_scale" in cache:
         cache["v_scale"].fill_(1.0)
