@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from attnplug.errors import AttnplugError, BatchError, LimitsError, RequirementsError
+from attnplug.errors import AttnplugError, BatchError, LimitsError, NoBackendError, RequirementsError
 from attnplug.hosts.transformers.engine import Counts, Engine, Request, Sampling
 from core.tests.hosts.models import SIZES, config, model
 
@@ -221,3 +221,19 @@ def test_selections_bear_the_names_of_the_other_host(host):
     made.set_attn_implementation("attnplug")
 
     assert names == list(host.selections(made)) == [f"model.layers.{index}.self_attn" for index in range(4)]
+
+
+def test_implementations_bear_the_same_names(host):
+    with Engine(model("gemma2")) as engine:
+        found = engine.implementations
+
+        assert list(found) == list(engine.selections)
+        assert [impl.layer.name for impl in found.values()] == [f"layers.{index}.self_attn" for index in range(4)]
+
+
+def test_features_are_asked_for_in_every_layer(host):
+    """One that nobody has is told by name, and not dropped."""
+    said = refusal(lambda: Engine(model("llama"), features=("acme.rope_fused",)), NoBackendError)
+
+    assert "acme.rope_fused" in said
+    assert "is a list" in refusal(lambda: Engine(model("llama"), features="acme.rope_fused"), RequirementsError)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
+    from attnplug.contract import AttentionImpl
     from attnplug.request.settings import Options
     from attnplug.selection.scope import BackendNames
     from attnplug.selection.selection import Selection
@@ -70,6 +71,7 @@ class Engine:
         max_seq_len: Tokens of one request, generated ones included; None is what the model has positions for.
         block_size: Tokens per block; None lets the backends choose.
         kv_cache_dtype: Dtype of the caches; ``"auto"`` is the model's.
+        features: Open features that every layer asks for, by dotted name.
         backend: As for `attnplug.plan`.
         options: As for `attnplug.plan`.
         reuse_prefixes: Whether full blocks of equal prefixes are computed once.
@@ -96,6 +98,7 @@ class Engine:
         max_seq_len: int | None = None,
         block_size: int | None = None,
         kv_cache_dtype: str = "auto",
+        features: Sequence[str] = (),
         backend: BackendNames | None = None,
         options: Options | None = None,
         reuse_prefixes: bool = True,
@@ -114,6 +117,7 @@ class Engine:
             assume=assume,
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
+            features=features,
             cudagraph="single_token_decode" if graphs else "never",
             remedy="keep transformers' own attention for this model",
         )
@@ -160,8 +164,12 @@ class Engine:
     @property
     def selections(self) -> dict[str, Selection]:
         """The decision for each attention layer, by its module's name as `model.named_modules()` has it."""
-        names = {module: name for name, module in self.model.named_modules()}
-        return {names[layer.learned.module]: self._groups.plan[layer.learned.name] for layer in self._groups.layers}
+        return {name: self._groups.plan[layer.learned.name] for name, layer in self._groups.named(self.model).items()}
+
+    @property
+    def implementations(self) -> dict[str, AttentionImpl]:
+        """The implementation of each attention layer, likewise: what a backend notes of a layer is found there."""
+        return {name: layer.impl for name, layer in self._groups.named(self.model).items()}
 
     @property
     def counts(self) -> Counts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
@@ -63,6 +63,11 @@ class Groups:
         numbers = {name: number for number, group in enumerate(chosen.groups) for name in group.layers}
         layers = tuple(_ready(layer, backends[numbers[layer.name]], numbers[layer.name]) for layer in learned)
         return cls(chosen, backends, layers, chosen.block_size or 1)
+
+    def named(self, model: Any) -> dict[str, PagedLayer]:
+        """Return the layers by the names of their modules in the model."""
+        names = {module: name for name, module in model.named_modules()}
+        return {names[layer.learned.module]: layer for layer in self.layers}
 
     @property
     def bytes_per_block(self) -> int:
