@@ -84,6 +84,25 @@ def test_the_largest_values_of_all_steps_are_what_is_saved_and_loaded(tmp_path):
     assert values.isfinite().all()  # padding holds NaN
 
 
+def test_what_stands_in_for_a_step_is_not_noted():
+    backend = load()
+    impl = backend.make_impl(realise(CASE).layer())
+    builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=1, max_num_tokens=2, max_seq_len=64)))
+    query, key, value = (torch.full((2, heads, 32), 5.0, dtype=torch.bfloat16) for heads in (4, 2, 2))
+
+    metadata = builder.build(backend.dummy_batch(GraphKey(1, 2, 2)))
+    impl.forward(query, key, value, backend.make_cache(3), metadata, torch.empty(2, 128, dtype=torch.bfloat16))
+
+    assert not impl.largest.any()
+
+
+def test_the_workspace_of_the_inner_backend_is_counted(monkeypatch):
+    backend, limits = load(), Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64)
+    monkeypatch.setattr(type(backend.inner), "workspace_bytes", lambda self, given: 77 * given.max_num_tokens)
+
+    assert backend.workspace_bytes(limits) == 77 * 8
+
+
 def test_a_channel_that_is_always_zero_has_a_scale():
     impl, _ = steps(load())
     impl.largest[1, 3] = 0
@@ -96,6 +115,23 @@ def test_a_layer_that_has_seen_nothing_has_no_scales():
 
     with pytest.raises(LayerError, match=r"(?s)'layer' has seen no value.*run prompts through the model first"):
         ValueScales.observed([impl])
+
+
+def test_layers_that_share_a_cache_have_no_scales():
+    scene = realise(evolve(CASE, kv_sharing=True))
+    sharing = load(scene.case).make_impl(scene.layer())
+    seen, _ = steps(load())
+
+    assert sharing.layer.kv_sharing_target is not None
+    assert ValueScales.observed([seen, sharing]).of_layers.keys() == {"layer"}
+
+
+def test_a_layer_of_another_backend_is_refused():
+    scene = realise(CASE)
+    backend = attnplug.load(scene.case.requirements(), Device.cpu(), backend="torch")
+
+    with pytest.raises(LayerError, match=r"(?s)'layer' of torch/sdpa.*calibration alone notes values.*calibrate"):
+        ValueScales.observed([backend.make_impl(scene.layer())])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

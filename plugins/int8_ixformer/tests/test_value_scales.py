@@ -35,6 +35,13 @@ def test_saving_again_replaces_the_file(path):
     assert ValueScales.load(path).of_layers.keys() == {"layers.0"}
 
 
+@pytest.mark.parametrize(("scales", "folder"), [(SCALES, "nowhere"), ({}, ".")])
+def test_nothing_is_saved_where_nothing_can_be(tmp_path, scales, folder):
+    with pytest.raises(LayerError, match=rf"(?s)of {len(scales)} layers were to be written.*a folder that is there"):
+        ValueScales(scales).save(tmp_path / folder / "scales")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(LayerError, match=r"(?s)nowhere.*no such file is there.*calibrate first"):
         load_layer(tmp_path / "nowhere", "layers.0", 2, 32)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Batch, GraphKey, GraphSlot, Layer, State
+    from attnplug.contract import Batch, GraphKey, GraphSlot, Layer, Limits, State
 
 
 @frozen(eq=False, kw_only=True)
@@ -69,8 +69,9 @@ class ObserverImpl(AttentionImpl):
     ) -> None:
         batch = metadata.batch
         if key is not None and value is not None:
-            rows = value[: batch.num_actual_tokens]
-            torch.maximum(self.largest, rows.abs().amax(0).float(), out=self.largest)
+            if not batch.dummy:
+                rows = value[: batch.num_actual_tokens]
+                torch.maximum(self.largest, rows.abs().amax(0).float(), out=self.largest)
             if self.inner.host_writes:
                 self.inner.write_kv(key, value, kv_cache, cast("Tensor", batch.slot_mapping))
         self.inner.forward(query, key, value, kv_cache, metadata.inner, output, lse=lse)
@@ -104,6 +105,10 @@ class ObserverBackend(Backend):
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """Return those of the inner backend."""
         return self.inner.cache_tensors(num_blocks)
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return what the inner backend needs: a host that counts its memory counts that too."""
+        return self.inner.workspace_bytes(limits)
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Warm the inner backend up."""

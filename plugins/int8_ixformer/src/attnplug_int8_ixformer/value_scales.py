@@ -14,11 +14,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from attnplug.errors import LayerError
+from attnplug_int8_ixformer.observer import ObserverImpl
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from attnplug_int8_ixformer.observer import ObserverImpl
+    from attnplug.contract import AttentionImpl
 
 _FORMAT: Final = "attnplug int8 value scales, 1"
 _STEPS: Final = 127
@@ -42,29 +43,45 @@ class ValueScales:
             check_scales(name, scales, tuple(scales.shape), "the scales that were given")
 
     @classmethod
-    def observed(cls, impls: Iterable[ObserverImpl]) -> ValueScales:
+    def observed(cls, impls: Iterable[AttentionImpl]) -> ValueScales:
         """
         Return what layers of level 0 have seen: the largest absolute value of each channel over 127.
 
+        Args:
+            impls: The layers; those that share the cache of another one have no scales of their own.
+
         Raises:
-            LayerError: A layer has seen no value yet, or one that is NaN or infinite.
+            LayerError: A layer is none of level 0, or has seen no value yet, or one that is NaN or infinite.
         """
         found = {}
         for impl in impls:
-            name, largest = impl.layer.name, impl.largest.cpu()
+            if impl.layer.kv_sharing_target is not None:
+                continue
+            name, largest = impl.layer.name, _noted(impl)
             if not largest.any():
                 raise LayerError(
                     f"layer {name!r} has seen no value",
                     "scales follow from the values of some steps at least",
-                    "run prompts through the model first; layers that share a cache of another one have none to save",
+                    "run prompts through the model first",
                 )
             _check_finite(name, largest)
             found[name] = torch.where(largest > 0, largest, _NEVER_USED) / _STEPS
         return cls(found)
 
     def save(self, path: Path | str) -> None:
-        """Write a safetensors file, whole or not at all."""
+        """
+        Write a safetensors file, whole or not at all.
+
+        Raises:
+            LayerError: There are no scales, or no folder of that name.
+        """
         target = Path(path)
+        if not self.of_layers or not target.parent.is_dir():
+            raise LayerError(
+                f"value scales of {len(self.of_layers)} layers were to be written to {str(path)!r}",
+                "a file has those of one layer at least, in a folder that is there",
+                "pass the layers of level 0 to ValueScales.observed, and make the folder first",
+            )
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
         scales = {name: tensor.contiguous().cpu() for name, tensor in self.of_layers.items()}
         try:
@@ -132,6 +149,17 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
             "a scale is positive and finite",
             "calibrate again, and save what attnplug_int8_ixformer.value_scales.ValueScales.observed returns",
         )
+
+
+def _noted(impl: AttentionImpl) -> Tensor:
+    """``(num_kv_heads, head_size)`` float32 on the CPU: what an observer has noted."""
+    if not isinstance(impl, ObserverImpl):
+        raise LayerError(
+            f"scales were asked of layer {impl.layer.name!r} of {impl.agreement.id}",
+            "int8_ixformer/calibration alone notes values",
+            "select with features=('int8_ixformer.calibrate',), and run prompts through the model",
+        )
+    return impl.largest.cpu()
 
 
 def _check_finite(name: str, largest: Tensor) -> None:
