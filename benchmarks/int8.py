@@ -8,7 +8,8 @@ host calls it, and what FlashAttention, FlashInfer and FlexAttention need, where
 Decodes are 64 requests of 4096 tokens, prompts 4 of 4096, with 32 query and 8 KV heads of 128. All ways of a case run
 on the same numbers in turn, in one process; times are medians of the device's, between two events, and ratios are
 between medians of this run. Each result is first compared with attention in float64: relative to their size, outputs
-of int8 caches may be 8 % apart, others 1 %. What fails, or is not installed, is told beside what was measured.
+of int8 caches may be 8 % apart, others 1 %. What fails, or is not installed, is told beside what was measured, and
+how many tokens the same memory holds at each level.
 
 It writes int8.json and int8.md into the folder, anew after each case.
 """
@@ -358,6 +359,24 @@ def _verdicts(one: dict[str, Any]) -> list[str]:
     return lines
 
 
+def capacity() -> dict[str, dict[str, float]]:
+    """
+    Return by cache dtype the bytes of a token in one layer's cache, as the backends lay it out, and how many times the
+    tokens of a 16-bit cache the same memory holds.
+    """
+    found = {}
+    for dtype in ("auto", *CACHES.values()):
+        asked = attnplug.Requirements(
+            head_size=SIZE, num_q_heads=HEADS, num_kv_heads=KV_HEADS, dtype="bfloat16", paged=True, block_size=16,
+            kv_cache_dtype=dtype,
+        )  # fmt: skip
+        loaded = attnplug.load(asked, backend="torch" if dtype == "auto" else "int8_ixformer/triton")
+        found[dtype] = {"bytes of a token": loaded.bytes_per_block / 16}
+    for one in found.values():
+        one["times the tokens"] = found["auto"]["bytes of a token"] / one["bytes of a token"]
+    return found
+
+
 def copy_rate(clock: DeviceClock) -> float:
     """Return the bytes per second that a copy of 2 GiB reads and writes."""
     source = torch.empty(2**31, dtype=torch.uint8, device=DEVICE)
@@ -395,6 +414,11 @@ def main() -> int:
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {__import__('triton').__version__}",
         "processor": machine()["processor"],
         "copy, bytes/s": copy_rate(options.clock),
+        **{
+            f"cache {dtype}": f"{one['bytes of a token']:.0f} bytes of a token and layer, "
+            f"{one['times the tokens']:.2f} times the tokens in the same memory"
+            for dtype, one in capacity().items()
+        },
     }
     cases = [("decode", 64, 1, 16), ("decode", 64, 1, 64), ("prefill", 4, LENGTH, 16), ("prefill", 4, LENGTH, 64)]
     results: list[dict[str, Any]] = []
