@@ -11,13 +11,15 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device
-from attnplug.contract import Layer, Limits
+from attnplug.contract import GraphKey, Layer, Limits
 from attnplug.errors import PluginLoadError
 from attnplug.selection import state
+from attnplug.testing.byte_rounding import paged_tensors
 from attnplug.testing.cases import Case
 from attnplug.testing.replay import check_replays, padded_for
 from attnplug.testing.running import check
 from attnplug.testing.scene import realise
+from attnplug_int8_ixformer.pages import of_planes
 from plugins.int8_ixformer.tests import cpu_manifest
 
 DOUBLE = Path(__file__).with_name("double")
@@ -149,6 +151,17 @@ def test_a_host_writes_prefills_and_no_decodes(journal, dtype, suffix):
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_heads_of_float16(journal, dtype, suffix):
+    scene = realise(evolve(scene_of(dtype, **MIXED).case, dtype="float16"))
+
+    check(load(scene), scene)
+
+    (given,) = journal.named("flash_attn_varlen_int8_func")
+    assert given["output_dtype"] == torch.float16
+    assert journal.named(f"vllm_paged_attention_{suffix}")[0]["output"].dtype == torch.float16
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
 def test_decodes_of_several_tokens(journal, dtype, suffix):
     scene = scene_of(dtype, query_lens=(3, 1, 2), context_lens=(3, 40, 0), decode_query_len=3)
 
@@ -181,6 +194,67 @@ def test_graphs_pad_lengths_to_one_key(journal, dtype, suffix):
     given = journal.named(f"vllm_paged_attention_{suffix}")
     assert all(each["use_cuda_graph"] for each in given)
     assert given[-1]["context_lens"].tolist() == [8, 1, 1]
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "slot"])
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journal, dtype, suffix, graphs):
+    """The rows of their table may still name blocks of other requests."""
+    engine = {"cudagraph": "single_token_decode"} if graphs else {}
+    scene = realise(Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, num_padding_tokens=int(graphs),
+                         query_lens=(1, 1, 0), context_lens=(30, 7, 0)))  # fmt: skip
+    backend = load(scene, **engine)
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=3, max_num_tokens=3, max_seq_len=64)))
+    call = scene.paged(backend)
+    call.batch.block_table[2] = call.batch.block_table[0]
+    slot = None
+    if graphs:
+        with builder.state.graph_capture(3):
+            slot = builder.state.slot(GraphKey(3, 3, 1, 64))
+            builder.build(slot.dummy_batch(), slot=slot)
+
+    impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch, slot=slot), call.output)
+
+    (given,) = journal.named(f"vllm_paged_attention_{suffix}")
+    assert given["block_tables"][2].tolist() == [0] * given["block_tables"].shape[1]
+    assert given["context_lens"].tolist() == [31, 8, 1]
+    assert call.batch.block_table[2].any()  # the host's own table is not touched
+    wanted, block = paged_tensors(scene.paged(backend, written=True).cache), scene.block_table[0, 0]
+    assert all(torch.equal(pages[block], wanted[name][block]) for name, pages in paged_tensors(call.cache).items())
+
+
+def test_the_planes_of_the_vendor_s_engine_are_a_cache_of_level_2(journal):
+    scene = scene_of("int8_k", **MIXED)
+    backend = load(scene)
+    impl = backend.make_impl(scene.layer())
+    call = scene.paged(backend)
+    planes = torch.zeros(3, scene.num_blocks, 2, 16, 32, dtype=torch.int8)
+    cache = {**of_planes(planes, torch.bfloat16), "k_scale": call.cache["k_scale"]}
+    for role in ("k", "v"):
+        cache[role].copy_(call.cache[role])
+    builder = backend.make_builder(
+        [impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64))
+    )
+
+    impl.forward(call.query, call.key, call.value, cache, builder.build(call.batch), call.output)
+
+    found = call.output[:14].view(14, 4, -1).double()
+    torch.testing.assert_close(found, scene.expected().output, rtol=2**-7, atol=2**-6)
+    (written,) = journal.named("reshape_and_cache_flash_mix")
+    assert written["value_cache"].shape == written["key_cache"].shape == (scene.num_blocks, 2, 16, 32)
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_a_warm_up_makes_every_call(journal, dtype, suffix):
+    load(scene_of(dtype, **MIXED)).warmup([GraphKey(1, 1, 1)])
+
+    assert {name for name, _ in journal.CALLS} == {
+        "scaled_int8_quant_for_attn",
+        f"reshape_and_cache_flash_{suffix}",
+        f"vllm_paged_attention_{suffix}",
+        "flash_attn_varlen_int8_func",
+    }
 
 
 def test_merging_is_the_library_s(journal):

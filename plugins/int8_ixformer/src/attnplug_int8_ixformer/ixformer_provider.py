@@ -36,9 +36,8 @@ class Decodes:
 
     Attributes:
         query_starts: ``(num_reqs + 1,)`` int32.
-        context_lens: ``(num_reqs,)`` int32, 1 at least: the library writes a key for padded requests too, and their
-            rows of the table name the null block.
-        table: ``(num_reqs, max_blocks)`` int32.
+        context_lens: ``(num_reqs,)`` int32, 1 where a request has no query: the library writes a key for padding too.
+        table: ``(num_reqs, max_blocks)`` int32, the null block where a request has no query.
         longest_query: New tokens of a request, at most.
         longest_seq: Keys of a request, at most.
         in_graph: Whether the call is captured.
@@ -84,11 +83,12 @@ class IxformerProvider(Provider):
         self._functions, self._attention = (cast("Any", import_module(name)) for name in IXFORMER_MODULES)
 
     def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphSlot | None, *, mixed: bool) -> Decodes:
-        """Keep the lengths of at least 1 where a graph reads them."""
+        """Give padding the null block, whatever its row of the table still names, and keep that where graphs read."""
+        is_padding, table = decodes.query_start_loc.diff() == 0, cast("Tensor", decodes.block_table)
         return Decodes(
             query_starts=decodes.query_start_loc,
-            context_lens=builder.keep(slot, "context_lens", decodes.seq_lens.clamp(min=1)),
-            table=cast("Tensor", decodes.block_table),
+            context_lens=builder.keep(slot, "context_lens", decodes.seq_lens.masked_fill(is_padding, 1)),
+            table=builder.keep(slot, "table", table.masked_fill(is_padding[:, None], 0)),
             longest_query=decodes.max_query_len,
             longest_seq=decodes.max_seq_len,
             in_graph=slot is not None,

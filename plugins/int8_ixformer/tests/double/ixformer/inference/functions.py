@@ -119,13 +119,16 @@ def _attend(given, value_scales: Tensor | None) -> None:
 
 
 def _save(given) -> None:
-    """Places follow from lengths and tables: the library knows no slots here."""
+    """Places follow from lengths and tables: the library knows no slots here, and for padding it writes something."""
     tokens, heads, size = given["save_key"].shape
     demand(given["save_key"], (tokens, heads, size), torch.int8, "save_key")
     demand(given["save_value"], (tokens, heads, size), given["value_cache"].dtype, "save_value")
     demand(given["save_key_scale"], (tokens, heads), torch.float32, "save_key_scale")
     starts, page = given["cu_query_lens"].tolist(), given["block_size"]
+    anything = torch.tensor(99, dtype=torch.int8), given["value_cache"].new_tensor(99), torch.tensor(torch.nan)
     for request, length in enumerate(given["context_lens"].tolist()):
+        if starts[request] == starts[request + 1]:
+            _put(given, int(given["block_tables"][request, (length - 1) // page]), (length - 1) % page, *anything)
         for token in range(starts[request], starts[request + 1]):
             place = length - starts[request + 1] + token
             block = int(given["block_tables"][request, place // page])
