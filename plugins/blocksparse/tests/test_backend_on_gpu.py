@@ -9,7 +9,8 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
 from attnplug.errors import LayerError, LimitsError
-from attnplug_blocksparse import builder, decode, prefill, prompt
+from attnplug_blocksparse import decode, prefill, prompt
+from attnplug_blocksparse.builder import BlocksparseBuilder
 from plugins.blocksparse.tests.dense import CANARY, Requests, check
 from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
 
@@ -97,7 +98,7 @@ def test_prompts_in_one_piece_read_the_rows_that_come_with_the_call(monkeypatch,
 
 
 def test_long_prompts_are_loaded_by_descriptors_one_after_another(monkeypatch, calls):
-    monkeypatch.setattr(builder, "_WORTH_A_LAUNCH", 64)
+    monkeypatch.setattr(BlocksparseBuilder, "worth_a_launch", 64)
     step = Step(Requests(PATTERN, [1, 150, 70], [60, 150, 70]))
 
     check(*step.run(step.builder.build(step.batch())), step.case.expected())
@@ -163,17 +164,47 @@ def test_all_keys_may_come_with_the_call():
     check(out, lse, case.expected())
 
 
-def test_a_warm_up_runs_every_kernel(calls):
-    load().warmup([GraphKey(1, 1, 1)])
+@pytest.mark.parametrize("ranks", [{}, {"homo_head_group": True, "total_kv_heads": 6}], ids=["one rank", "of three"])
+def test_a_warm_up_runs_every_kernel(monkeypatch, calls, ranks):
+    monkeypatch.setattr(BlocksparseBuilder, "worth_a_launch", 64)
+    backend = load({**PATTERN, **ranks})
 
-    assert {"_decode", "_merge", "_prefill"} <= set(calls)
+    backend.warmup([GraphKey(1, 1, 1)])
+
+    assert set(calls) == {"_decode", "_merge", "_prefill"} | ({"_prompt"} if backend.has_descriptors else set())
+
+
+def test_a_warm_up_keeps_to_what_the_pattern_covers(calls):
+    load({**PATTERN, "max_seqlen": 2}).warmup([GraphKey(1, 1, 1)])
+
+    assert set(calls) == {"_decode", "_prefill"}
 
 
 def test_sequences_beyond_the_pattern_are_refused():
     backend = load()
 
+    backend.make_state(Limits(max_num_reqs=1, max_num_tokens=64, max_seq_len=2048))
     with pytest.raises(LimitsError, match=r"the pattern covers 2048 tokens \(max_seqlen\)"):
         backend.make_state(Limits(max_num_reqs=1, max_num_tokens=64, max_seq_len=2049))
+
+
+def test_a_state_of_another_pattern_does_not_extend_this_one():
+    longer, own = load(), load({**PATTERN, "max_seqlen": 1024})
+    state = longer.make_state(Limits(max_num_reqs=1, max_num_tokens=64, max_seq_len=2048))
+
+    with pytest.raises(LimitsError, match=r"the pattern covers 1024 tokens \(max_seqlen\)"):
+        own.make_builder([own.make_impl(Layer(name="layer"))], state)
+
+
+def test_ranks_that_do_not_hold_the_heads_of_the_model_are_refused():
+    backend = load({**PATTERN, "total_kv_heads": 4})
+    limits = Limits(max_num_reqs=1, max_num_tokens=64, max_seq_len=64)
+
+    backend.make_state(limits, Parallel(tp_rank=1, tp_size=2))
+    with pytest.raises(
+        LimitsError, match=r"tp_size=1 was given[\s\S]*total_kv_heads=4[\s\S]*pass the ranks in Parallel"
+    ):
+        backend.make_state(limits)
 
 
 def test_a_pattern_that_lacks_a_parameter_is_refused_where_a_layer_is_made():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from attrs import evolve
@@ -14,6 +16,7 @@ from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
+from plugins.blocksparse.tests.bounds import watched
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check, lens, starts
 from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
 
@@ -22,6 +25,12 @@ pytestmark = MARKS
 EXAMPLES = 12 if INTERPRETED else 8  # each is interpreted slowly, or compiled
 MODES = ({}, {"homo_head": True}, {"homo_head_group": True})
 PHI = {"max_seqlen": 8192, "block_size": 16, "local_blocks": 2, "vert_stride": 4}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _in_bounds():
+    with watched() if INTERPRETED else nullcontext():
+        yield
 
 
 @st.composite
@@ -52,11 +61,10 @@ def requests(draw, first=False, count=(1, 3), **fixed):
     )
 
 
-def pattern_of(given_requests, **ranks):
+def pattern_of(given_requests, *, total=None, **ranks):
     heads = given_requests.kv_heads * given_requests.group
-    params = BlocksparseParams.of(
-        given_requests.pattern, num_heads=heads, num_kv_heads=given_requests.kv_heads, **ranks
-    )
+    named = given_requests.pattern if total is None else {**given_requests.pattern, "total_kv_heads": total}
+    params = BlocksparseParams.of(named, num_heads=heads, num_kv_heads=given_requests.kv_heads, **ranks)
     return Pattern(params, torch.device(DEVICE))
 
 
@@ -153,6 +161,13 @@ def test_decodes(case, keys, page, splits):
     check(*run_decode(case, DecodeTiles(keys=keys), page, splits), (output[last], sums[last]))
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_tiles_of_a_last_block_that_are_beyond_the_sequence(splits):
+    case = Requests({**PHI, "block_size": 64}, [1], [74])
+
+    check(*run_decode(case, DecodeTiles(keys=16), 16, splits), case.expected())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 def test_the_tiles_of_each_head_size(size, dtype):
@@ -169,16 +184,18 @@ def test_the_tiles_of_each_head_size(size, dtype):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=["per head", "homo_head", "homo_head_group"])
-@pytest.mark.parametrize("tp_size", [2, 3])
-def test_ranks_together_are_the_model(mode, tp_size):
-    whole = Requests({**PHI, "vert_stride": 12, **mode}, [70, 5], [70, 140], kv_heads=tp_size, group=2)
+@pytest.mark.parametrize(("tp_size", "kv_heads"), [(2, 2), (3, 3), (4, 2)])
+def test_ranks_together_are_the_model(mode, tp_size, kv_heads):
+    group = 2 * tp_size // kv_heads
+    whole = Requests({**PHI, "vert_stride": 12, **mode}, [70, 5], [70, 140], kv_heads=kv_heads, group=group)
     output, sums = whole.expected()
     for rank in range(tp_size):
-        heads = slice(2 * rank, 2 * rank + 2)
+        heads, kv_head = slice(2 * rank, 2 * rank + 2), 2 * rank // group
         own = Requests(whole.pattern, [70, 5], [70, 140], kv_heads=1, group=2)
-        for name, part in (("queries", heads), ("keys", slice(rank, rank + 1)), ("values", slice(rank, rank + 1))):
+        one = slice(kv_head, kv_head + 1)
+        for name, part in (("queries", heads), ("keys", one), ("values", one)):
             object.__setattr__(own, name, [rows[:, part].contiguous() for rows in getattr(whole, name)])
-        pattern = pattern_of(own, tp_size=tp_size, tp_rank=rank)
+        pattern = pattern_of(own, tp_size=tp_size, tp_rank=rank, total=kv_heads)
 
         check(*run_prefill(own, pattern=pattern), (output[:, heads], sums[:, heads]))
         check(*run_decode(own, pattern=pattern, splits=2), (output[[69, 74], heads], sums[[69, 74], heads]))

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.errors import LayerError
+from attnplug.errors import LayerError, LimitsError
 from attnplug.testing.sparsity import seen_by
 from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
@@ -35,7 +35,8 @@ def test_the_reference_configuration_slides_by_one_block_per_head():
     list(zip(MODES, (2, 0, -8, 0), strict=True)),
 )
 def test_the_step_is_counted_over_all_ranks(given_modes, step):
-    one = params(vert_stride=16, num_heads=4, num_kv_heads=1, tp_size=2, tp_rank=1, **given_modes)
+    ranks = {"tp_size": 2, "tp_rank": 1, "total_kv_heads": 2}
+    one = params(vert_stride=16, num_heads=4, num_kv_heads=1, **ranks, **given_modes)
 
     assert one.head_sliding_step == step
     assert one.active_head_range == (4, 8)
@@ -57,9 +58,10 @@ def test_residues_are_the_formula_for_every_head_of_every_rank(group, kv_heads, 
     pattern = {"max_seqlen": 99, "block_size": 1, "local_blocks": 0, "vert_stride": stride, **mode}
     heads, keys = group * kv_heads, torch.arange(3 * stride)
     total = {"num_q_heads": heads * tp_size, "num_kv_heads": kv_heads * tp_size}
+    named = {**pattern, "total_kv_heads": total["num_kv_heads"]}
     for rank in range(tp_size):
         ranks = {"tp_size": tp_size, "tp_rank": rank}
-        own = BlocksparseParams.of(pattern, num_heads=heads, num_kv_heads=kv_heads, **ranks)
+        own = BlocksparseParams.of(named, num_heads=heads, num_kv_heads=kv_heads, **ranks)
         first, last = own.active_head_range
         for head in range(first, last):
             wanted = seen_by(head, pattern, **total, queries=keys[-1:], keys=keys)[0]
@@ -67,6 +69,51 @@ def test_residues_are_the_formula_for_every_head_of_every_rank(group, kv_heads, 
         for kv_head in range(kv_heads):
             each = {own.residue(kv_head * group + head) for head in range(group)}
             assert own.residues(kv_head) == tuple(sorted(each))
+
+
+@given(
+    kv_heads=st.integers(1, 3),
+    repeats=st.integers(1, 3),
+    group=st.integers(1, 2),
+    stride=st.integers(1, 12),
+    mode=st.sampled_from(MODES),
+)
+def test_ranks_that_repeat_a_kv_head_have_its_pattern(kv_heads, repeats, group, stride, mode):
+    pattern = {"max_seqlen": 99, "block_size": 1, "local_blocks": 0, "vert_stride": stride, **mode}
+    tp_size, keys = kv_heads * repeats, torch.arange(3 * stride)
+    total = {"num_q_heads": group * tp_size, "num_kv_heads": kv_heads}
+    for rank in range(tp_size):
+        own = BlocksparseParams.of(
+            {**pattern, "total_kv_heads": kv_heads}, num_heads=group, num_kv_heads=1, tp_size=tp_size, tp_rank=rank
+        )
+        for head in range(group):
+            wanted = seen_by(rank * group + head, pattern, **total, queries=keys[-1:], keys=keys)[0]
+            assert torch.equal(keys % stride == own.residue(head), wanted)
+
+
+@pytest.mark.parametrize("tp_size", [2, 8])
+def test_whether_ranks_repeat_their_kv_head_is_not_guessed(tp_size):
+    ranks = {"num_heads": 4, "num_kv_heads": 1, "tp_size": tp_size}
+    with pytest.raises(LimitsError) as refused:
+        params(homo_head_group=True, **ranks)
+
+    assert f"tp_size={tp_size} was given for ranks of 1 KV heads" in str(refused.value)
+    assert "ranks of one may be repeating them" in str(refused.value)
+    assert f"total_kv_heads={tp_size}, or fewer" in str(refused.value)
+    for mode in ({}, {"homo_head": True, "homo_head_group": True}):  # nothing is counted in KV heads
+        assert params(**mode, **ranks).active_head_range == (0, 4)
+    assert params(homo_head_group=True, **{**ranks, "num_kv_heads": 2}).head_sliding_step == -max(1, 4 // tp_size)
+
+
+@pytest.mark.parametrize(
+    ("total", "kv_heads", "tp_size"), [(8, 8, 2), (8, 2, 2), (3, 1, 4), (8, 1, 4), (2, 2, 4), (2, 1, 1)]
+)
+def test_a_total_that_the_ranks_do_not_hold_is_refused(total, kv_heads, tp_size):
+    with pytest.raises(LimitsError) as refused:
+        params(num_heads=8, num_kv_heads=kv_heads, tp_size=tp_size, total_kv_heads=total)
+
+    assert f"tp_size={tp_size} was given for ranks of {kv_heads} KV heads" in str(refused.value)
+    assert f"the pattern has total_kv_heads={total}" in str(refused.value)
 
 
 @given(stride=st.integers(1, 9), local=st.integers(0, 4), mode=st.sampled_from(MODES), length=st.integers(1, 200))
@@ -94,6 +141,10 @@ def test_tables_and_bounds_count_what_a_group_attends(stride, local, mode, lengt
         ({"num_heads": 31}, "the layer has num_heads=32 on this rank"),
         ({"num_kv_heads": 4}, "the layer has num_kv_heads=8 on this rank"),
         ({"dense_heads": 2}, "its parameters are max_seqlen, block_size"),
+        ({"total_kv_heads": 0}, "total_kv_heads is a whole number of at least 1"),
+        ({"total_kv_heads": True}, "total_kv_heads is a whole number of at least 1"),
+        ({"vert_stride": 2**20 + 1}, "vert_stride is at most 1048576 here"),
+        ({"max_seqlen": 2**31}, "max_seqlen is at most 2147483647 here"),
     ],
 )
 def test_what_is_out_of_range_is_refused(changed, told):
@@ -105,6 +156,14 @@ def test_what_is_out_of_range_is_refused(changed, told):
 def test_a_parameter_that_is_missing_is_refused_by_name(name):
     with pytest.raises(LayerError, match=f"{name} is a whole number"):
         BlocksparseParams.of({key: PHI[key] for key in PHI if key != name}, num_heads=32, num_kv_heads=8)
+
+
+def test_what_is_longer_than_any_sequence_is_cut_before_it_is_compiled_in():
+    most = {"block_size": 2**31 - 1, "local_blocks": 2**31 - 1}
+
+    assert Pattern(params(**most), torch.device("cpu")).constants == (8192, 1, 8, False)
+    assert Pattern(params(local_blocks=2**31 - 1), torch.device("cpu")).constants == (64, 128, 8, False)
+    assert Pattern(params(), torch.device("cpu")).constants == (64, 16, 8, False)
 
 
 def test_head_counts_may_be_repeated():

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from attrs import evolve
 
 from attnplug.contract import MetadataBuilder
 from attnplug_blocksparse.decode import Tokens
-from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.plan import Plan
 from attnplug_blocksparse.prefill import Prompts
+from attnplug_blocksparse.state import params_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from attnplug_blocksparse.backend import BlocksparseBackend
 
 
-_WORTH_A_LAUNCH: Final = 1024
-"""Tokens per prompt, on average."""
-
-
 class BlocksparseBuilder(MetadataBuilder):
     """
     Makes one `Plan` per step. Which blocks a row attends the kernels find by themselves, from the lengths on the
@@ -34,19 +30,15 @@ class BlocksparseBuilder(MetadataBuilder):
     """
 
     takes_slots = True
+    worth_a_launch: ClassVar[int] = 1024
+    """Tokens per prompt, on average, from which on each is a launch of its own."""
+
     backend: BlocksparseBackend
 
     def __init__(self, backend: BlocksparseBackend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
         asked = self.agreement.requirements
-        params = BlocksparseParams.of(
-            dict(asked.block_sparse or {}),
-            num_heads=asked.num_q_heads,
-            num_kv_heads=asked.num_kv_heads,
-            tp_size=self.parallel.tp_size,
-            tp_rank=self.parallel.tp_rank,
-        )
-        self.pattern = Pattern(params, state.device)
+        self.pattern = Pattern(params_of(backend, state.limits, state.parallel), state.device)
         self._is_paged = bool(asked.paged)
         # What an 8-bit cache makes of keys is attended in every step, the first one included.
         self._uses_rows = asked.dtype == self.agreement.kv_cache_dtype
@@ -111,7 +103,7 @@ class BlocksparseBuilder(MetadataBuilder):
 
     def _lengths(self, prefills: Phase) -> tuple[int, ...]:
         """One launch each pays where prompts are long, and where the device loads tiles by descriptors."""
-        if not self.backend.has_descriptors or prefills.num_tokens < _WORTH_A_LAUNCH * prefills.num_reqs:
+        if not self.backend.has_descriptors or prefills.num_tokens < self.worth_a_launch * prefills.num_reqs:
             return ()
         return tuple(length for length in prefills.query_start_loc_cpu.diff().tolist() if length)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from attnplug.contract import AttentionImpl
 from attnplug.ops import key_and_value_pages, write_kv
 from attnplug_blocksparse import decode, prefill
-from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_blocksparse.params import check_pattern
 from attnplug_blocksparse.scales import Scales
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class BlocksparseImpl(AttentionImpl):
         super().__init__(layer, backend)
         # Read here, where a layer is made: a pattern that means nothing is refused before a step is.
         pattern = dict(cast("tuple[tuple[str, Any], ...]", layer.block_sparse))
-        BlocksparseParams.of(pattern, num_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads)
+        check_pattern(pattern, num_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads)
         quantized = self.is_paged and self.agreement.kv_cache_dtype != self.agreement.requirements.dtype
         cached = (layer.k_scale_tensor, layer.v_scale_tensor) if quantized else ()
         self._scales = Scales(self.scale, *cached)

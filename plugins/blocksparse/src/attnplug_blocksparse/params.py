@@ -6,14 +6,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
-from attnplug.errors import LayerError
+from attnplug.errors import LayerError, LimitsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 _LEAST: Final = {"max_seqlen": 1, "block_size": 1, "local_blocks": 0, "vert_stride": 1}
+_MOST: Final = {"vert_stride": 2**20}
+"""Kernels count in 32 bits. For each KV head there is a table of `vert_stride` numbers."""
+
 _HEADS: Final = ("num_heads", "num_kv_heads")
 _MODES: Final = ("homo_head", "homo_head_group")
+_TOTAL: Final = "total_kv_heads"
 
 
 @frozen(kw_only=True)
@@ -33,6 +37,8 @@ class BlocksparseParams:
         vert_stride: One vertical block out of so many.
         homo_head: All heads have one pattern.
         homo_head_group: The query heads of a KV head have one pattern; `homo_head` wins over it.
+        total_kv_heads: KV heads of the model; None is those of all ranks together. Fewer are repeated: the ranks that
+            have one KV head follow each other.
         tp_size: Ranks that share the heads.
         tp_rank: This one.
     """
@@ -45,6 +51,7 @@ class BlocksparseParams:
     vert_stride: int
     homo_head: bool = False
     homo_head_group: bool = False
+    total_kv_heads: int | None = None
     tp_size: int = 1
     tp_rank: int = 0
 
@@ -63,24 +70,31 @@ class BlocksparseParams:
             tp_rank: This one.
 
         Raises:
-            LayerError: A parameter is unknown, missing, out of its range, or not the layer's.
+            LayerError: As `check_pattern`.
+            LimitsError: The ranks do not hold the model's KV heads, or leave open which of them they hold.
         """
-        known = (*_LEAST, *_HEADS, *_MODES)
-        for name in pattern:
-            if name not in known:
-                raise _refused(pattern, f"its parameters are {', '.join(known)}", f"leave {name!r} out")
-        for name, least in _LEAST.items():
-            value = pattern.get(name)
-            if name not in pattern or type(value) is not int or value < least:
-                raise _refused(pattern, f"{name} is a whole number of at least {least}", f"pass {name} in the pattern")
-        for name, own in zip(_HEADS, (num_heads, num_kv_heads), strict=True):
-            if name in pattern and (type(pattern[name]) is bool or pattern[name] != own):
-                raise _refused(pattern, f"the layer has {name}={own} on this rank", f"pass {own}, or leave {name} out")
-        for name in _MODES:
-            if not isinstance(pattern.get(name, False), bool):
-                raise _refused(pattern, f"{name} is True or False", f"pass {name}=True, or leave it out")
+        check_pattern(pattern, num_heads=num_heads, num_kv_heads=num_kv_heads)
         given = {**pattern, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        return cls(**given, tp_size=tp_size, tp_rank=tp_rank)
+        found = cls(**given, tp_size=tp_size, tp_rank=tp_rank)
+        found._check_ranks()
+        return found
+
+    def _check_ranks(self) -> None:
+        held, total = self.tp_size * self.num_kv_heads, self.total_kv_heads
+        given = f"tp_size={self.tp_size} was given for ranks of {self.num_kv_heads} KV heads"
+        if total is None:
+            if self.num_kv_heads == 1 < self.tp_size and self.slides_by_kv_head:
+                raise LimitsError(
+                    given,
+                    "homo_head_group counts the model's KV heads, and ranks of one may be repeating them",
+                    f"name them in the pattern: total_kv_heads={held}, or fewer where ranks have one in common",
+                )
+        elif held != total and not (self.num_kv_heads == 1 and self.tp_size % total == 0):
+            raise LimitsError(
+                given,
+                f"the pattern has total_kv_heads={total}: ranks share these, or each has one that others have as well",
+                "pass the ranks in Parallel(tp_rank=..., tp_size=...), and the number of the model in the pattern",
+            )
 
     @property
     def head_sliding_step(self) -> int:
@@ -88,7 +102,7 @@ class BlocksparseParams:
         if self.homo_head:
             return 0
         if self.homo_head_group:
-            return -max(1, int(self.vert_stride / (self.tp_size * self.num_kv_heads)))
+            return -max(1, int(self.vert_stride / self._model_kv_heads))
         return max(1, int(self.vert_stride / (self.tp_size * self.num_heads)))
 
     @property
@@ -103,8 +117,15 @@ class BlocksparseParams:
 
     @property
     def first(self) -> int:
-        """The first head of this rank, counted as the pattern slides: in query heads, or in KV heads."""
-        return self.tp_rank * (self.num_kv_heads if self.slides_by_kv_head else self.num_heads)
+        """The first head of this rank among the model's, in query heads or in KV heads: as the pattern slides."""
+        if self.slides_by_kv_head:
+            repeats = self.tp_size * self.num_kv_heads // self._model_kv_heads
+            return self.tp_rank // repeats * self.num_kv_heads
+        return self.tp_rank * self.num_heads
+
+    @property
+    def _model_kv_heads(self) -> int:
+        return self.total_kv_heads or self.tp_size * self.num_kv_heads
 
     def residue(self, head: int) -> int:
         """Return the number, modulo `vert_stride`, of the blocks that are vertical for a query head of this rank."""
@@ -115,6 +136,36 @@ class BlocksparseParams:
         """Return those numbers of the query heads of a KV head, each once and rising."""
         group = self.num_heads // self.num_kv_heads
         return tuple(sorted({self.residue(kv_head * group + head) for head in range(group)}))
+
+
+def check_pattern(pattern: Mapping[str, Any], *, num_heads: int, num_kv_heads: int) -> None:
+    """
+    Refuse parameters that no rank of a layer can have.
+
+    Args:
+        pattern: As `BlocksparseParams.of`.
+        num_heads: The layer's query heads on a rank.
+        num_kv_heads: The layer's KV heads on a rank.
+
+    Raises:
+        LayerError: A parameter is unknown, missing, out of its range, or not the layer's.
+    """
+    known = (*_LEAST, *_HEADS, *_MODES, _TOTAL)
+    for name in pattern:
+        if name not in known:
+            raise _refused(pattern, f"its parameters are {', '.join(known)}", f"leave {name!r} out")
+    for name, least in (_LEAST | {name: 1 for name in (_TOTAL,) if name in pattern}).items():
+        value, most = pattern.get(name), _MOST.get(name, 2**31 - 1)
+        if type(value) is not int or value < least:
+            raise _refused(pattern, f"{name} is a whole number of at least {least}", f"pass {name} in the pattern")
+        if value > most:
+            raise _refused(pattern, f"{name} is at most {most} here", f"pass {name}={most} or less")
+    for name, own in zip(_HEADS, (num_heads, num_kv_heads), strict=True):
+        if name in pattern and (type(pattern[name]) is bool or pattern[name] != own):
+            raise _refused(pattern, f"the layer has {name}={own} on this rank", f"pass {own}, or leave {name} out")
+    for name in _MODES:
+        if not isinstance(pattern.get(name, False), bool):
+            raise _refused(pattern, f"{name} is True or False", f"pass {name}=True, or leave it out")
 
 
 def _refused(pattern: Mapping[str, Any], allowed: str, remedy: str) -> LayerError:

@@ -31,9 +31,15 @@ class Pattern:
 
     @property
     def constants(self) -> tuple[int, int, int, bool]:
-        """Block size, local blocks, vertical stride, and whether the pattern slides by KV heads."""
+        """
+        Block size, local blocks, vertical stride, and whether the pattern slides by KV heads.
+
+        No more than the longest sequence has: one block is then as good as a longer one, and nothing overflows.
+        """
         params = self.params
-        return params.block_size, params.local_blocks, params.vert_stride, params.slides_by_kv_head
+        block = min(params.block_size, params.max_seqlen)
+        local = min(params.local_blocks, -(-params.max_seqlen // block))
+        return block, local, params.vert_stride, params.slides_by_kv_head
 
     @property
     def numbers(self) -> tuple[int, int]:
@@ -52,10 +58,10 @@ class Pattern:
     @cached_property
     def before(self) -> Tensor:
         """``(num_kv_heads, vert_stride + 1)`` int32: how many of these residues are less than 0, 1, ..., all."""
-        edges = range(self.params.vert_stride + 1)
-        rows = [self.params.residues(head) for head in range(self.params.num_kv_heads)]
-        counts = [[sum(residue < edge for residue in row) for edge in edges] for row in rows]
-        return torch.tensor(counts, dtype=torch.int32).to(self.device)
+        found = torch.zeros(self.params.num_kv_heads, self.params.vert_stride + 1, dtype=torch.int32)
+        for head, row in enumerate(found):
+            row[torch.tensor(self.params.residues(head)) + 1] = 1
+        return found.cumsum(1, dtype=torch.int32).to(self.device)
 
     def most_blocks(self, length: int) -> int:
         """Return how many blocks the heads of a KV head attend together, at most, in a decode at this length."""

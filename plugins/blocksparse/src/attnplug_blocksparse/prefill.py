@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 from attrs import frozen
 from torch import Tensor
@@ -106,8 +108,9 @@ def _attend_each(
     scales: Scales,
 ) -> None:
     first = 0
-    for length in prompts.lengths:
-        rows = slice(first, first + length)
-        own = None if lse is None else lse[rows]
-        prompt.attend(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, prompts.tiles)
-        first += length
+    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():  # Triton launches on the current device
+        for length in prompts.lengths:
+            rows = slice(first, first + length)
+            own = None if lse is None else lse[rows]
+            prompt.attend(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, prompts.tiles)
+            first += length

@@ -30,7 +30,7 @@ def is_for(key: Tensor, value: Tensor, pattern: Pattern, tiles: PrefillTiles) ->
         pattern: Which blocks a head attends.
         tiles: How it is to be computed.
     """
-    block, size = pattern.params.block_size, key.shape[2]
+    block, size = pattern.constants[0], key.shape[2]
     fits = tiles.keys % block == 0 and block & (block - 1) == 0 and block <= 256 and size & (size - 1) == 0
     return fits and all(_is_aligned(rows) for rows in (key, value))
 

@@ -115,6 +115,8 @@ def _decode(
         there = (index + of_tile < end) & (tokens < length)
         if block % keys == 0 and page_size % keys == 0:
             first_token = blocks * block + index % block
+            if block != keys:  # a whole tile of the last block may be beyond the sequence, and beyond its pages
+                first_token = tl.minimum(first_token, length - 1)
             found = tl.load(pages + first_token // page_size).to(tl.int64)
             places = first_token % page_size + of_tile
         else:
