@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from attnplug.discovery.evidence import parse_evidence
+from attnplug.negotiation.evidence import hashable
 from attnplug.testing.oracle import attend
 from attnplug.testing.sparsity import EVERYTHING, is_known, seen_by
 from core.tests.testing.test_kit_runs import run
@@ -36,7 +38,9 @@ def test_a_backend_of_patterns_alone_is_green(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert report["fraction"] == 1
     patterns = [one["value"] for one in report["served"] if one["field"] == "block_sparse"]
-    assert any(dict(pattern).get("homo_head_group") for pattern in patterns)
+    assert any(pattern.get("homo_head_group") for pattern in patterns)
+    read = parse_evidence({**report, "distribution": "attnplug-sparse 1.0"}).served  # as selection does
+    assert {value for field, value in read if field == "block_sparse"} == set(map(hashable, patterns))
 
 
 @pytest.mark.parametrize("mutant", RED)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from attnplug.request.domain import Names
+from attnplug.request.domain import Names, Table
 from attnplug.request.fields import FIELDS
 from attnplug.testing.closeness import tolerance
 
@@ -36,7 +36,7 @@ class Record:
 
     def exercised(self, field: str, value: Any) -> None:
         """Note that a declared value was asked for, and served."""
-        self._add(EXERCISED, {"field": field, "value": value})
+        self._add(EXERCISED, text_of(field, value))
 
     def served(self, backend: Backend) -> None:
         """Note everything that an agreement asks for."""
@@ -72,9 +72,20 @@ class Record:
         dtype, cached = backend.agreement.requirements.dtype, backend.agreement.kv_cache_dtype
         sums = {"max": float(error.max()), "mean": float(error.mean()), "count": error.numel()}
         where = {"dtype": dtype, "kv_cache_dtype": cached if cached != dtype else "auto", "what": what}
-        self._add(ERROR, {**where, **sums, "atol": limit[0], "rtol": limit[1]})
+        self._add(ERROR, json.dumps({**where, **sums, "atol": limit[0], "rtol": limit[1]}, sort_keys=True))
 
-    def _add(self, name: str, note: dict[str, Any]) -> None:
-        entry = (name, json.dumps(note, default=str, sort_keys=True))
-        if entry not in self._properties:
-            self._properties.append(entry)
+    def _add(self, name: str, note: str) -> None:
+        if (name, note) not in self._properties:
+            self._properties.append((name, note))
+
+
+def text_of(field: str, value: Any) -> str:
+    """
+    Return a declared value as JSON text, as notes and evidence files have it: a table as an object.
+
+    Args:
+        field: The field.
+        value: The value, as the requirements have it.
+    """
+    plain = dict(value) if isinstance(FIELDS[field].domain, Table) else value
+    return json.dumps({"field": field, "value": plain}, default=str, sort_keys=True)

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from packaging.requirements import Requirement
 
 from attnplug.testing.kit.menu import Capability, menu_of
-from attnplug.testing.kit.record import ERROR, EXERCISED, SUBJECT
+from attnplug.testing.kit.record import ERROR, EXERCISED, SUBJECT, text_of
 from attnplug.testing.kit.subject import Subject
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def report_of(subject: Subject, reports: Iterable[pytest.TestReport]) -> Subject
     noted = {text for one in found if one.passed for name, text in one.user_properties if name == EXERCISED}
     menu = menu_of(subject)
     reachable = (*menu.asks, *(item.capability for item in menu.unserved))
-    served = tuple(item for item in menu.asks if json.dumps(_plain(item), default=str, sort_keys=True) in noted)
+    served = tuple(item for item in menu.asks if text_of(item.field, item.value) in noted)
     missing = tuple(item for item in reachable if item not in served)
     return SubjectReport(subject, [_test(one) for one in found], served, missing, _errors(found))
 
@@ -119,9 +119,7 @@ def versions(subject: Subject) -> dict[str, str]:
 
 
 def _plain(capability: Capability) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(
-        json.dumps({"field": capability.field, "value": capability.value}, default=str, sort_keys=True)
-    )
+    plain: dict[str, Any] = json.loads(text_of(capability.field, capability.value))
     return plain
 
 
