@@ -27,10 +27,12 @@ def run_decode(case, *, tiles=None, splits=1, writes=True, cache=None):
     return out, pages
 
 
-def run_prefill(case, tiles=None, columns=1024):
-    query, pages = torch.cat(case.queries), case.cache(written=True)
+def run_prefill(case, tiles=None, columns=1024, *, cache=None, scratch=None):
+    query, pages = torch.cat(case.queries), case.cache(written=True) if cache is None else cache
     out = torch.full_like(query, CANARY)
     units = [-(-length // 128) * 128 for length in case.seq_lens]
+    if scratch is None:
+        scratch = torch.full((columns * case.kv_heads * case.size,), 99, dtype=torch.uint8, device=DEVICE)
     prompts = Prompts(
         query_starts=starts(case.query_lens),
         seq_lens=lens(case.seq_lens),
@@ -40,7 +42,7 @@ def run_prefill(case, tiles=None, columns=1024):
         count=len(units),
         longest_query=max(case.query_lens),
         longest_seq=max(case.seq_lens),
-        scratch=torch.full((columns * case.kv_heads * case.size,), 99, dtype=torch.uint8, device=DEVICE),
+        scratch=scratch,
         tiles=tiles or PrefillTiles(rows=32, keys=32, warps=4),
     )
     attend_prompts(query, pages, out, prompts, case.terms)
