@@ -17,6 +17,7 @@ import pytest
 @pytest.mark.gpu
 def test_decode(record_property):
     record_property("decode, 64 x 4096", "286 us")
+    record_property("errors", "| size | error |\\n| --- | --- |\\n| 64 | 0.03 |")
 
 @pytest.mark.gpu
 def test_prefill():
@@ -64,7 +65,8 @@ def test_the_report_names_device_command_outcomes_and_numbers(tmp_path: Path) ->
     assert "-m gpu`; not edited by hand." in page
     assert "evidence/gpu.md" not in page
     assert "| attnplug | " in page
-    assert "| `test_cases.py::test_decode` | passed | decode, 64 x 4096: 286 us |" in page
+    assert "| `test_cases.py::test_decode` | passed | decode, 64 x 4096: 286 us, errors: below |" in page
+    assert "`test_cases.py::test_decode`, errors:\n\n| size | error |\n| --- | --- |\n| 64 | 0.03 |\n" in page
     assert "| `test_cases.py::test_prefill` | failed | - |" in page
     assert "test_anywhere" not in page
 

@@ -1,7 +1,8 @@
 """
 A pytest plugin that writes what a run on a GPU showed: device, versions, command, outcome and numbers, as one page.
 
-A test contributes a number by pytest's own ``record_property("decode, 64 x 4096", "286 us")``.
+A test contributes a number by pytest's own ``record_property("decode, 64 x 4096", "286 us")``. Text of several lines, a
+table for instance, stands below the table of tests.
 A number without hardware, versions and command is no evidence, so nothing is published in another way. The revision
 is git's; the environment variable REVISION names it where the tree travels without its history.
 """
@@ -67,7 +68,8 @@ class Collector:
 
 def page(command: str, facts: dict[str, str], reports: list[pytest.TestReport]) -> str:
     """Return the report as Markdown."""
-    rows = [f"| `{r.nodeid}` | {r.outcome} | {_numbers(r)} |" for r in sorted(reports, key=lambda r: r.nodeid)]
+    reports = sorted(reports, key=lambda r: r.nodeid)
+    rows = [f"| `{r.nodeid}` | {r.outcome} | {_numbers(r)} |" for r in reports]
     return "\n".join(
         [
             f"# GPU tests on {facts['device']}",
@@ -82,6 +84,7 @@ def page(command: str, facts: dict[str, str], reports: list[pytest.TestReport]) 
             "| --- | --- | --- |",
             *rows,
             "",
+            *(line for r in reports for line in _below(r)),
         ]
     )
 
@@ -123,4 +126,16 @@ def _output(*command: str) -> str:
 
 
 def _numbers(report: pytest.TestReport) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in report.user_properties) or "-"
+    found = ((name, str(value)) for name, value in report.user_properties)
+    return ", ".join(f"{name}: {'below' if _has_lines(value) else value}" for name, value in found) or "-"
+
+
+def _below(report: pytest.TestReport) -> Iterator[str]:
+    """Yield what fits no cell of a table."""
+    for name, value in report.user_properties:
+        if _has_lines(str(value)):
+            yield from (f"`{report.nodeid}`, {name}:", "", str(value).strip("\n"), "")
+
+
+def _has_lines(value: str) -> bool:
+    return "\n" in value
