@@ -12,6 +12,7 @@ from attnplug.contract import GraphKey, Layer
 from attnplug.errors import CacheError, LayerError
 from attnplug.testing.byte_rounding import by_channel
 from attnplug.testing.cases import Case
+from attnplug.testing.replay import check_replays, padded_for
 from attnplug.testing.running import check, limits_of
 from attnplug.testing.scene import realise
 from attnplug_int8_ixformer import triton_provider
@@ -98,6 +99,24 @@ def test_prompts_whose_values_do_not_fit_at_once_are_several_launches(calls, mon
     check(load(scene.case.requirements()), scene)
 
     assert calls == ["write", *["turn", "prefill"] * 3]
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_graph_of_split_sequences_serves_longer_and_shorter_ones(level, query_len, calls):
+    """A capture splits as its longest sequence would need; parts of shorter ones are empty, and padding has none."""
+    contexts = ((3, 700), (1400,), (50, 20, 1200))
+    cases = [
+        Case(query_lens=(query_len,) * len(lens), context_lens=lens, head_size=64, dtype="bfloat16", block_size=32,
+             kv_cache_dtype=DTYPES[level], seed=seed, decode_query_len=query_len)
+        for seed, lens in enumerate(contexts)
+    ]  # fmt: skip
+    scenes = [realise(padded_for(case, 3 - len(case.query_lens))) for case in cases]
+    backend = load(cases[0].requirements(cudagraph="uniform_batch"))
+
+    check_replays(backend, scenes, num_reqs=3, max_seq_len=1500)
+
+    assert set(calls) == {"decode", "merge"}
 
 
 def test_bytes_per_token_are_half_and_three_quarters():
