@@ -6,6 +6,7 @@ import gc
 import re
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +23,10 @@ from attnplug.hosts.transformers.described import described
 from attnplug.hosts.transformers.mask import make_mask
 from attnplug.request.device import Device
 from attnplug.selection import state as process
+from attnplug.testing.oracle import attend as attend_densely
 from core.tests.hosts.models import config, generate, model, prompts
+from core.tests.hosts.published import Phi3SmallConfig
+from core.tests.testing.sparse import patterned as sparse
 
 SIZE = 8
 
@@ -351,6 +355,23 @@ class TestBinding:
             torch.testing.assert_close(found, expected(query, key, value))
 
         assert bound(module).group._local.limits == (4, 128, 64)
+
+    def test_limits_stay_with_what_a_pattern_covers(self):
+        attnplug.register(
+            "core.tests.testing.sparse.patterned", manifest=Path(sparse.__file__).with_name("attnplug.toml")
+        )
+        module = Module(Phi3SmallConfig(hidden_size=64, max_position_embeddings=48))
+        pattern = {"max_seqlen": 48, "block_size": 16, "local_blocks": 1, "vert_stride": 4, "homo_head": False}
+        source = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, heads, 60, 16, generator=source) for heads in (4, 2, 2))
+
+        with attnplug.using(backend="sparse"):
+            for tokens, limit in ((33, 48), (48, 48), (60, 60)):  # a backend may refuse what is longer, by its length
+                rows = [part[:, :, :tokens] for part in (query, key, value)]
+                found, _ = attend(module, *rows, None)
+                wanted = attend_densely(*(part[0].transpose(0, 1) for part in rows), scale=0.25, block_sparse=pattern)
+                torch.testing.assert_close(found[0].double(), wanted.output, rtol=1e-5, atol=1e-5)
+                assert bound(module).group._local.limits[2] == limit
 
     def test_threads_do_not_share_plans(self):
         module = Module()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from core.tests.hosts import published
 from core.tests.hosts.models import model, prompts
 
 
@@ -67,6 +68,14 @@ def test_a_model_on_another_attention_has_no_decisions(host):
     assert host.selections(made).keys() == {f"model.layers.{i}.self_attn" for i in range(4)}
 
     made.set_attn_implementation("eager")
+    assert host.selections(made) == {}
+
+
+def test_published_code_that_attends_by_functions_of_its_own_has_no_decisions(host):
+    made = published.model()
+
+    made.set_attn_implementation("attnplug")  # of which the library says in its log that it has no effect
+
     assert host.selections(made) == {}
 
 

@@ -10,6 +10,7 @@ from transformers.models.llama import modeling_llama
 
 from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, RequirementsError, TensorError
 from attnplug.hosts.transformers.engine import Engine
+from core.tests.hosts import published
 from core.tests.hosts.models import SIZES, model, sharpen
 
 
@@ -110,6 +111,14 @@ def test_classes_that_do_not_take_an_attention_implementation(monkeypatch):
     monkeypatch.setattr(type(made), "_can_set_attn_implementation", classmethod(lambda _: False))
 
     assert "does not take an attention implementation" in refusal(made)
+
+
+def test_published_code_that_attends_by_functions_of_its_own():
+    told = refusal(published.model())
+
+    assert "Phi3SmallForCausalLM was given to the engine: it does not take an attention implementation" in told
+    assert "code that a model is published with often calls kernels of its own" in told
+    assert "run it from classes that go through the interface" in told
 
 
 def test_a_layer_that_attends_by_itself(monkeypatch):

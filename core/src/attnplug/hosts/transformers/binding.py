@@ -55,11 +55,16 @@ class Group:
         return metadata
 
     def _builder(self, batch: Batch) -> MetadataBuilder:
-        """Return a builder whose limits hold the batch: those of the last one, or the next powers of two."""
+        """
+        Return a builder whose limits hold the batch: those of the last one, or the next powers of two. Sequences longer
+        than a pattern covers are allowed for where they are asked for, and refused then, with their own length.
+        """
         needed = (batch.num_reqs, batch.num_actual_tokens, batch.max_seq_len)
         limits: tuple[int, ...] = getattr(self._local, "limits", (0, 0, 0))
         if any(need > limit for need, limit in zip(needed, limits, strict=True)):
             limits = tuple(max(limit, 1 << (need - 1).bit_length()) for need, limit in zip(needed, limits, strict=True))
+            covered = dict(self._backend.agreement.requirements.block_sparse or {}).get("max_seqlen", limits[2])
+            limits = (*limits[:2], min(limits[2], max(needed[2], covered)))
             state = self._backend.make_state(
                 Limits(max_num_reqs=limits[0], max_num_tokens=limits[1], max_seq_len=limits[2])
             )

@@ -31,7 +31,14 @@ from attnplug.hosts.transformers.engine.request import Request, to_stop_tokens
 from attnplug.hosts.transformers.engine.runner import Runner, current
 from attnplug.hosts.transformers.engine.sampling import Sampling, sample
 from attnplug.hosts.transformers.engine.scheduler import Scheduler
-from attnplug.hosts.transformers.engine.support import check_kind, check_lengths, check_model, end_of_text, longest
+from attnplug.hosts.transformers.engine.support import (
+    check_call,
+    check_kind,
+    check_lengths,
+    check_model,
+    end_of_text,
+    longest,
+)
 from attnplug.hosts.transformers.engine.trial import learn
 from attnplug.hosts.transformers.engine.weights import Weights
 from attnplug.hosts.transformers.requirements import model_layers
@@ -132,6 +139,7 @@ class Engine:
         loan = Loan(model)
         self._end = weakref.finalize(self, loan.end)
         try:
+            check_call(model)  # behind the attention: code that a model is published with often lacks both
             with current(model.device):
                 self._groups = Groups.of(learn(model, layers, kv_cache_dtype), model.device, backend, options)
                 self._runner = loan.runner = Runner(model, self._groups)

@@ -58,8 +58,9 @@ def lend(model: Any) -> None:
             model.set_attn_implementation(found)  # parts of the model may have taken it
             raise RequirementsError(
                 f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
-                "the engine answers the attention calls that transformers' AttentionInterface makes",
-                "keep transformers' own attention for this model",
+                "the engine answers the attention calls that transformers' AttentionInterface makes, and code that a"
+                " model is published with often calls kernels of its own",
+                "keep the attention that this model came with, or run it from classes that go through the interface",
             )
         _lent.setdefault(model, []).append(found)
 

@@ -45,6 +45,22 @@ def check_model(model: Any, layers: Sequence[ModelLayer]) -> None:
     _refuse_first(model, _of_kind(model))
 
 
+def check_call(model: Any) -> None:
+    """
+    Refuse a model through which a step does not reach the attention that has been put into it.
+
+    Args:
+        model: The model.
+
+    Raises:
+        RequirementsError: Its forward takes none but its own arguments.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+        reason = ("its forward takes no further keywords", "the step reaches the attention function as one", _KEEP)
+        _refuse_first(model, [reason])
+
+
 def check_lengths(model: Any, max_seq_len: int, max_num_tokens: int) -> None:
     """
     Refuse lengths from which on a model would run into wrong tokens.
@@ -115,8 +131,6 @@ def _of_kind(model: Any) -> Iterator[tuple[str, str, str]]:
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters:
         yield "its forward takes no position_ids", "requests of one step stand at different positions", _KEEP
-    if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
-        yield "its forward takes no further keywords", "the step reaches the attention function as one", _KEEP
     if model.training:
         yield "it is in training mode", "dropout is a training feature", "call model.eval() first"
     devices = {str(parameter.device) for parameter in model.parameters()}
