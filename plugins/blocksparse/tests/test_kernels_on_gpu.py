@@ -235,6 +235,33 @@ def test_what_is_outside_the_pattern_of_a_tile_is_never_read(page):
         assert torch.equal(found, wanted)
 
 
+WAYS = {
+    "rows": lambda case: run_prefill(case, PrefillTiles(32, 32, 2, 4)),
+    "pages": lambda case: run_prefill(case, PrefillTiles(32, 32, 2, 4), page=32),
+    "descriptors": lambda case: run_prefill(case, PrefillTiles(32, 64, 2, 4), lengths=tuple(case.query_lens)),
+    "decode": lambda case: run_decode(case, splits=2),
+}
+
+
+@pytest.mark.parametrize("mode", [{}, {"homo_head_group": True}], ids=["per head", "per group"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_token_moves_those_who_attend_it_and_nobody_else(way, mode):
+    case = Requests({**PHI, **mode}, [130], [130])
+    keys, heads = torch.arange(130), case.kv_heads * case.group
+    seen = [seen_by(head, case.pattern, num_q_heads=heads, num_kv_heads=2, queries=keys, keys=keys)
+            for head in range(heads)]  # fmt: skip
+    wanted = torch.stack([rows[:, 37] & (keys >= 37) for rows in seen], 1)
+    before, _ = WAYS[way](case)
+
+    case.keys[0][37] += 1
+    case.values[0][37] += 1000
+    after, _ = WAYS[way](case)
+
+    moved = (after != before).any(2).cpu()
+    assert 0 < int(wanted.sum()) < wanted.numel()
+    assert torch.equal(moved, wanted[-len(moved) :])
+
+
 def test_a_key_that_one_head_alone_attends_moves_that_head_alone():
     case = Requests({**PHI, "local_blocks": 1, "vert_stride": 4}, [1], [130], kv_heads=1, group=3)
     before, _ = run_decode(case)

@@ -58,30 +58,44 @@ def test_it_serves(changed) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"block_sparse": None}, "a model that names no pattern is dense"),
-        ({"alibi": "linear"}, "alibi"),
-        ({"sliding_window": 128}, "sliding_window"),
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap"),
-        ({"attn_type": "encoder_only", "paged": False, "causal": False}, "attn_type"),
-        ({"attn_type": "encoder_decoder", "causal": False}, "attn_type"),
-        ({"head_size": 80}, "head_size"),
-        ({"kv_sharing": True}, "kv_sharing"),
-        ({"output_quant": "fp8_e4m3"}, "output_quant"),
-        ({"sinks": True}, "sinks"),
-        ({"dtype": "float32"}, "dtype"),
-        ({"block_size": 8}, "block_size"),
-        ({"causal": False}, "causal"),
-        ({"attention_chunk": 512}, "attention_chunk"),
-        ({"decode_query_len": 2}, "decode_query_len"),
-        ({"dcp_size": 2}, "dcp_size"),
-        ({"cudagraph": "uniform_batch"}, "cudagraph"),
+        ({"block_sparse": None}, "needs block_sparse asked for: a model that names no pattern is dense"),
+        ({"alibi": "linear"}, "alibi=linear asked, supported: only none"),
+        ({"sliding_window": 128}, "sliding_window=128 asked, supported: only none"),
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 asked, supported: only none"),
+        ({"attn_type": "encoder", "paged": False, "causal": False}, "attn_type=encoder asked, supported: only decoder"),
+        (
+            {"attn_type": "encoder_only", "paged": False, "causal": False},
+            "attn_type=encoder_only asked, supported: only decoder",
+        ),
+        ({"attn_type": "encoder_decoder", "causal": False}, "attn_type=encoder_decoder asked, supported: only decoder"),
+        ({"head_size": 80}, "head_size=80 asked, supported: 64, 96, 128, 256"),
+        ({"head_size_v": 64}, "head_size_v=64 asked, supported: only head_size_v = head_size"),
+        ({"kv_sharing": True}, "kv_sharing=True asked, supported: only False"),
+        ({"output_quant": "fp8_e4m3"}, "output_quant=fp8_e4m3 asked, supported: only none"),
+        ({"sinks": True}, "sinks=True asked, supported: only False"),
+        ({"custom_mask": True}, "custom_mask=True asked, supported: only False"),
+        ({"dtype": "float32"}, "dtype=float32 asked, supported: bfloat16, float16"),
+        ({"block_size": 8}, "block_size=8 asked, supported: 64, multiples of 16"),
+        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype=int8 asked, supported: auto, fp8_e4m3, fp8_e5m2"),
+        ({"kv_cache_dtype": "fp8_e4m3", "per_head_scales": True}, "per_head_scales=True asked, supported: only False"),
+        ({"causal": False}, "causal=False asked, supported: only the attention type's own mask"),
+        ({"attention_chunk": 512}, "attention_chunk=512 asked, supported: only none"),
+        ({"decode_query_len": 2}, "decode_query_len=2 asked, supported: only 1"),
+        ({"dcp_size": 2}, "dcp_size=2 asked, supported: only 1"),
+        ({"cascade": True}, "cascade=True asked, supported: only False"),
+        ({"host_lengths": "upper_bound"}, "host_lengths=upper_bound asked, supported: only exact"),
+        ({"batch_invariant": True}, "batch_invariant=True asked, supported: only False"),
+        ({"cudagraph": "uniform_batch"}, "cudagraph=uniform_batch asked, supported: <= single_token_decode"),
         ({"paged": False, "cudagraph": "single_token_decode"}, "keys that come with the call differ in size"),
     ],
 )
 def test_it_refuses_by_name(changed, told) -> None:
     asked = PHI.evolve(**changed)
+    found = verdict(asked)
+    (reason,) = found.reasons
 
-    assert verdict(asked).status == "refused"
+    assert found.status == "refused"
+    assert told in str(reason)
     with pytest.raises(NoBackendError) as refused:
         attnplug.select(asked, HOPPER, backend="blocksparse")
     assert told in " ".join(str(refused.value).split())
