@@ -62,7 +62,7 @@ def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> Non
     [
         ("8.0", "bfloat16", {1, 2, 3, 4}),
         ("8.9", "fp8_e4m3", {1, 2, 3, 4}),
-        ("9.0", "bfloat16", {1, 2, 3}),
+        ("9.0", "bfloat16", {1, 2}),
         ("9.0", "fp8_e4m3", {1}),
         ("10.0", "bfloat16", {1, 2, 3, 4}),
         ("12.0", "bfloat16", {1, 2, 3, 4}),

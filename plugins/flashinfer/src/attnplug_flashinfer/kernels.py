@@ -59,11 +59,13 @@ def on_tensor_cores(agreement: Agreement, device: Device) -> bool:
     Whether decodes of one row per request run the kernels of prefills, on tensor cores.
 
     Those load keys once for all query heads of a group. Measured on an H200 by ``benchmarks/flashinfer_decode.py``, the
-    library's own calls, 0.6.12, queries in bfloat16, heads of 128: tensor cores are 1.4 to 1.7 times as fast in groups
-    of 4 and 8; in groups of 1 and 2 the two differ by 3 %, and CUDA cores are planned in a third of the time. With a
-    cache in fp8_e4m3 tensor cores are 1.2 times as fast in groups of 2, 2.2 to 2.7 times in groups of 4, and slower
-    in those of 1. Groups of 3 have not been measured; they are taken to be like the next smaller ones. On other devices
-    the published threshold decides, more than 4. Groups that have no kernel on CUDA cores have no choice.
+    library's own calls, 0.6.12, queries in bfloat16: over a cache in bfloat16, heads of 64 and 128, tensor cores are
+    1.2 to 1.4 times as fast in groups of 3 and 4, and 1.9 to 2.3 times in groups of 8. In groups of 2 the two differ by
+    3 %, in those of 1 tensor cores are no faster, and CUDA cores are planned in two thirds of the time for 16 requests
+    and in an eighth for 256. Over a cache in fp8_e4m3, heads of 128, tensor cores are 1.2 times as fast in groups of 2,
+    1.6 to 1.9 times in groups of 3, 2.2 to 4.8 times in groups of 4 and 8, and slower in those of 1. Other heads and
+    caches of as many bits go by the same. On other devices the published threshold decides, more than 4. Groups that
+    have no kernel on CUDA cores have no choice.
 
     Args:
         agreement: What was negotiated; its option `decode_kernel` decides unless it is ``"auto"``.
@@ -76,4 +78,4 @@ def on_tensor_cores(agreement: Agreement, device: Device) -> bool:
     capability = device.compute_capability
     if capability is None or capability.number != _MEASURED:
         return group not in CUDA_CORE_GROUPS or group >= 8
-    return group not in CUDA_CORE_GROUPS or group >= (4 if agreement.kv_cache_dtype == asked.dtype else 2)
+    return group not in CUDA_CORE_GROUPS or group >= (3 if agreement.kv_cache_dtype == asked.dtype else 2)
