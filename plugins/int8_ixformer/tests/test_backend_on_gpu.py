@@ -92,6 +92,57 @@ def test_a_host_writes_prompts(level, calls):
     torch.testing.assert_close(found, scene.expected().output, rtol=2**-5, atol=2**-5)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("prefills", [0, 1], ids=["decodes", "mixed"])
+def test_a_row_without_a_slot_is_read_from_the_cache_and_not_written(level, prefills, calls):
+    """As where another request of the same prefix has written it: it is not written a second time."""
+    lens = (1, 1, 20)[: 2 + prefills]
+    scene = realise(evolve(CASE, query_lens=lens, context_lens=(50, 7, 0)[: len(lens)], kv_cache_dtype=DTYPES[level]))
+    backend = load(scene.case.requirements(cudagraph="single_token_decode"))
+    impl = backend.make_impl(scene.layer(device=DEVICE))
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+    call = scene.paged(backend, DEVICE, written=True)
+    slots = scene.slot_mapping.clone()
+    slots[0] = -1
+    batch = evolve(call.batch, slot_mapping=slots.to(DEVICE), slot_mapping_cpu=slots)
+    call.key[0], call.value[0] = torch.nan, torch.nan
+
+    impl.forward(call.query, call.key, call.value, call.cache, builder.build(batch), call.output)
+
+    found = call.output.view(len(call.output), 4, 64).cpu().double()
+    torch.testing.assert_close(found, scene.expected().output, rtol=2**-5, atol=2**-5)
+    assert calls[:2] == ["write", "decode"]
+    assert not builder.can_run_in_cudagraph(batch)
+    assert builder.can_run_in_cudagraph(call.batch) is not bool(prefills)
+
+
+def test_index_tensors_and_scales_need_not_lie_side_by_side():
+    """A column of a host's own table, say."""
+    scene = realise(evolve(CASE, kv_cache_dtype="int8", alibi="linear"))
+    backend = load(scene.case.requirements())
+    layer = scene.layer(device=DEVICE)
+    impl = backend.make_impl(evolve(layer, alibi_slopes=spread(layer.alibi_slopes)))
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+    call = scene.paged(backend, DEVICE)
+    names = ("query_start_loc", "seq_lens", "slot_mapping")
+    given = {name: spread(getattr(call.batch, name)) for name in names}
+    hosts = {f"{name}_cpu": getattr(call.batch, f"{name}_cpu") for name in names}
+    rows = torch.cat([call.cache["v_scale"], torch.full_like(call.cache["v_scale"], 9)], 1)
+    cache = {**call.cache, "v_scale": rows[:, :64]}
+
+    impl.forward(
+        call.query, call.key, call.value, cache, builder.build(evolve(call.batch, **given, **hosts)), call.output
+    )
+
+    found = call.output.view(55, 4, 64).cpu().double()
+    torch.testing.assert_close(found, scene.expected().output, rtol=2**-5, atol=2**-5)
+
+
+def spread(tensor):
+    """The same numbers, with others between them."""
+    return torch.stack([tensor, tensor + 1], -1)[..., 0]
+
+
 def test_prompts_whose_values_do_not_fit_at_once_are_several_launches(calls, monkeypatch):
     monkeypatch.setattr(triton_provider, "_SPARE", 0)
     scene = realise(evolve(CASE, query_lens=(150, 20, 70), context_lens=(0, 200, 60), kv_cache_dtype="int8"))

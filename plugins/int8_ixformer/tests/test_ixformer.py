@@ -17,7 +17,7 @@ from attnplug.selection import state
 from attnplug.testing.byte_rounding import paged_tensors
 from attnplug.testing.cases import Case
 from attnplug.testing.replay import check_replays, padded_for
-from attnplug.testing.running import check
+from attnplug.testing.running import check, limits_of
 from attnplug.testing.scene import realise
 from attnplug_int8_ixformer.pages import of_planes
 from plugins.int8_ixformer.tests import cpu_manifest
@@ -31,6 +31,7 @@ MIXED = {"query_lens": (1, 1, 12), "context_lens": (5, 18, 7)}
 QUERY = {"window_left", "window_right", "softcap", "scale", "alibi_slopes", "use_sqrt_alibi", "causal"}
 PLACES = {"block_tables", "context_lens", "block_size", "max_context_len", "cu_query_lens", "max_query_len"}
 CACHE = {"key_cache", "value_cache", "key_scale_cache", "num_kv_heads"}
+LIMITS = Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64)
 SAVED = {"save_key", "save_value", "save_key_scale"}
 
 
@@ -136,9 +137,7 @@ def test_a_host_writes_prefills_and_no_decodes(journal, dtype, suffix):
     impl = backend.make_impl(scene.layer(cache_write="host"))
     call = scene.paged(backend)
     assert impl.host_writes == {"prefill"}
-    builder = backend.make_builder(
-        [impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64))
-    )
+    builder = backend.make_builder([impl], backend.make_state(LIMITS))
     impl.write_kv(call.key[2:14], call.value[2:14], call.cache, call.batch.slot_mapping[2:14])
 
     impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
@@ -180,6 +179,26 @@ def test_layers_that_share_a_cache_write_nothing(journal, dtype, suffix):
 
     assert not journal.named(f"reshape_and_cache_flash_{suffix}")
     assert all(given["save_key"] is None for given in journal.named(f"vllm_paged_attention_{suffix}"))
+
+
+@pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
+def test_rows_without_a_slot_are_left_to_the_call_that_knows_slots(journal, dtype, suffix):
+    scene = scene_of(dtype, **DECODES)
+    backend = load(scene)
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
+    call = scene.paged(backend, written=True)
+    call.batch.slot_mapping[1], call.key[1] = -1, torch.nan
+
+    impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
+
+    (written,), (given,) = (
+        journal.named(f"{name}_{suffix}") for name in ("reshape_and_cache_flash", "vllm_paged_attention")
+    )
+    assert written["slot_mapping"].tolist() == call.batch.slot_mapping[:3].tolist()
+    assert all(given[name] is None for name in SAVED)
+    found = call.output[:3].view(3, 4, -1).double()
+    torch.testing.assert_close(found, scene.expected().output, rtol=2**-7, atol=2**-6)
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
@@ -233,9 +252,7 @@ def test_the_planes_of_the_vendor_s_engine_are_a_cache_of_level_2(journal):
     cache = {**of_planes(planes, torch.bfloat16), "k_scale": call.cache["k_scale"]}
     for role in ("k", "v"):
         cache[role].copy_(call.cache[role])
-    builder = backend.make_builder(
-        [impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64))
-    )
+    builder = backend.make_builder([impl], backend.make_state(LIMITS))
 
     impl.forward(call.query, call.key, call.value, cache, builder.build(call.batch), call.output)
 

@@ -78,7 +78,7 @@ class Int8Impl(AttentionImpl):
         out = output.view(-1, self.num_q_heads, self.head_size)
         decodes, prefills = metadata.decodes, metadata.prefills
         new = None if key is None or value is None else (key, value)
-        fused = decodes is not None and (prefills is None or provider.fuses_in_mixed)
+        fused = decodes is not None and not metadata.skips and (prefills is None or provider.fuses_in_mixed)
         if new is not None:
             self._write_rows(*new, pages, metadata, fused=fused)
         if decodes is not None:

@@ -86,7 +86,7 @@ class IxformerProvider(Provider):
         """Give padding the null block, whatever its row of the table still names, and keep that where graphs read."""
         is_padding, table = decodes.query_start_loc.diff() == 0, cast("Tensor", decodes.block_table)
         return Decodes(
-            query_starts=decodes.query_start_loc,
+            query_starts=decodes.query_start_loc.contiguous(),
             context_lens=builder.keep(slot, "context_lens", decodes.seq_lens.masked_fill(is_padding, 1)),
             table=builder.keep(slot, "table", table.masked_fill(is_padding[:, None], 0)),
             longest_query=decodes.max_query_len,
@@ -100,7 +100,7 @@ class IxformerProvider(Provider):
         del builder
         lens = prefills.seq_lens
         return Prefills(
-            query_starts=prefills.query_start_loc,
+            query_starts=prefills.query_start_loc.contiguous(),
             key_starts=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
             table=cast("Tensor", prefills.block_table),
             longest_query=prefills.max_query_len,
@@ -118,7 +118,7 @@ class IxformerProvider(Provider):
             _heads_first(pages.keys),
             _heads_first(pages.values),
             pages.key_scales,
-            slots,
+            slots.contiguous(),
             kv_cache_dtype="",
         )
 

@@ -17,7 +17,10 @@ class Int8Metadata(Metadata):
     Attributes:
         decode_plan: Of the decodes; None where there are none.
         prefill_plan: Of the prefills, likewise.
+        skips: Whether decodes have rows that are not to be written, as far as the host knows. A kernel that finds
+            places by itself would write them.
     """
 
     decode_plan: Any = None
     prefill_plan: Any = None
+    skips: bool = False

@@ -24,7 +24,7 @@ class Pages:
         keys: ``(num_blocks, block_size, num_kv_heads, head_size)`` int8.
         values: The same; of the layer's dtype at level 2.
         key_scales: ``(num_blocks, num_kv_heads, block_size)`` float32.
-        value_scales: ``(num_kv_heads, head_size)`` float32 at level 1, else None.
+        value_scales: ``(num_kv_heads, head_size)`` float32 at level 1, contiguous; else None.
     """
 
     keys: Tensor
@@ -35,9 +35,9 @@ class Pages:
     @classmethod
     def of(cls, cache: Mapping[str, Tensor]) -> Pages:
         """Return the pages of a cache that `Backend.make_cache` has made."""
-        both = cache.get("kv")
+        both, scales = cache.get("kv"), cache.get("v_scale")
         keys, values = (cache["k"], cache["v"]) if both is None else both.unbind(0)
-        return cls(keys, values, cache["k_scale"], cache.get("v_scale"))
+        return cls(keys, values, cache["k_scale"], None if scales is None else scales.contiguous())
 
 
 def of_planes(planes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ class Terms:
         scale: Factor of the scores.
         left: Tokens attended before a token's own; -1 for all.
         soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
-        slopes: ``(num_q_heads,)`` float32 of ALiBi, or None.
+        slopes: ``(num_q_heads,)`` float32 of ALiBi, contiguous, or None.
         is_sqrt: Whether the slopes are factors of the distance's square root.
     """
 
@@ -33,10 +33,11 @@ class Terms:
     @classmethod
     def of(cls, impl: AttentionImpl) -> Terms:
         """Return the terms of a layer."""
+        slopes = impl.layer.alibi_slopes
         return cls(
             scale=impl.scale,
             left=impl.window[0],
             soft_cap=impl.logits_soft_cap or 0.0,
-            slopes=impl.layer.alibi_slopes,
+            slopes=None if slopes is None else slopes.contiguous(),
             is_sqrt=impl.agreement.requirements.alibi == "sqrt",
         )

@@ -132,8 +132,8 @@ class TritonProvider(Provider):
         del slot, mixed
         asked = self.backend.agreement.requirements
         return Tokens(
-            query_starts=decodes.query_start_loc,
-            seq_lens=decodes.seq_lens,
+            query_starts=decodes.query_start_loc.contiguous(),
+            seq_lens=decodes.seq_lens.contiguous(),
             table=cast("Tensor", decodes.block_table),
             longest_query=asked.decode_query_len,
             num_splits=self.decode_tiles.splits(
@@ -150,15 +150,15 @@ class TritonProvider(Provider):
         """Return launches whose turned values fit the workspace, nearly always one."""
         turns = self.backend.level == 1
         groups = [(0, prefills.num_reqs)]
-        starts = prefills.seq_lens
+        starts = lens = prefills.seq_lens.contiguous()
         if turns:
-            units = (prefills.seq_lens + (_UNIT - 1)) // _UNIT * _UNIT
+            units = (lens + (_UNIT - 1)) // _UNIT * _UNIT
             starts = (units.cumsum(0) - units).int()
             groups = _groups(cast("Tensor", prefills.seq_lens_cpu).tolist(), self._columns(builder.limits))
         return [
             Prompts(
-                query_starts=prefills.query_start_loc,
-                seq_lens=prefills.seq_lens,
+                query_starts=prefills.query_start_loc.contiguous(),
+                seq_lens=lens,
                 table=cast("Tensor", prefills.block_table),
                 key_starts=starts if first == 0 else starts - starts[first],
                 first=first,
@@ -177,7 +177,7 @@ class TritonProvider(Provider):
         size, kv_heads = key.shape[2], key.shape[1]
         tensors = (
             key, value, pages.keys, pages.values, pages.key_scales, pages.key_scales if scales is None else scales,
-            slots,
+            slots.contiguous(),
         )  # fmt: skip
         constants = (
             *_page_strides(pages), kv_heads, triton.next_power_of_2(kv_heads), size, _width(size), pages.keys.shape[1],
