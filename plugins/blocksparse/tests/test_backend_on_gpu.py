@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnplug
 from attnplug import Device, Requirements
@@ -33,11 +34,12 @@ def load(pattern=PATTERN, **asked):
 class Step:
     """A backend with one layer, and requests whose context is in its cache."""
 
-    def __init__(self, case, parallel=None, **asked):
+    def __init__(self, case, parallel=None, max_num_splits=None, **asked):
         self.case, self.backend = case, load(case.pattern, **asked)
         self.impl = self.backend.make_impl(Layer(name="layer"))
         tokens = sum(case.query_lens)
-        limits = Limits(max_num_reqs=8, max_num_tokens=max(8, tokens), max_seq_len=1024)
+        most = {"max_num_tokens": max(8, tokens), "max_num_splits": max_num_splits}
+        limits = Limits(max_num_reqs=8, max_seq_len=1024, **most)
         self.state = self.backend.make_state(limits, parallel)
         self.builder = self.backend.make_builder([self.impl], self.state)
         self.new = [slice(end - count, end) for end, count in zip(case.seq_lens, case.query_lens, strict=True)]
@@ -116,9 +118,42 @@ def test_a_sequence_is_split_where_there_are_few(calls):
     step = Step(Requests(PATTERN, [1], [400]))
     metadata = step.builder.build(step.batch())
 
-    assert step.impl.plan(metadata).tokens.num_splits > 1
+    assert step.impl.plan(metadata).tokens.num_splits > 2
     check(*step.run(metadata), step.case.expected())
     assert calls == ["_decode", "_merge"]
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_sequence_is_split_into_no_more_parts_than_the_host_allows(calls, most):
+    step = Step(Requests(PATTERN, [1], [400]), max_num_splits=most)
+    metadata = step.builder.build(step.batch())
+
+    assert step.impl.plan(metadata).tokens.num_splits == most
+    check(*step.run(metadata), step.case.expected())
+    assert calls == ["_decode", "_merge"][:most]
+
+
+class Made(TorchDispatchMode):
+    """The names of what was computed inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.add(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_first_forward_makes_no_tables_which_a_capture_would_forbid():
+    step = Step(Requests(PATTERN, [1, 20], [50, 70]))
+    metadata = step.builder.build(step.batch())
+
+    with Made() as made:
+        step.run(metadata)
+
+    assert "full_like" in made.names  # the output, of this test
+    assert not made.names & {"zeros", "lift_fresh", "_to_copy"}
 
 
 @pytest.mark.parametrize("mode", [{}, {"homo_head_group": True}], ids=["per head", "per group"])

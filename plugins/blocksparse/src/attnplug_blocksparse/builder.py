@@ -74,17 +74,18 @@ class BlocksparseBuilder(MetadataBuilder):
         )
 
     def _tokens(self, decodes: Phase) -> Tokens:
+        splits = self.backend.decode_tiles.splits(
+            sequences=decodes.num_reqs * self.agreement.requirements.num_kv_heads,
+            blocks=self.pattern.most_blocks(decodes.max_seq_len),
+            multiprocessors=self.backend.multiprocessors,
+        )
         return Tokens(
             pattern=self.pattern,
             tiles=self.backend.decode_tiles,
             query_starts=decodes.query_start_loc,
             seq_lens=decodes.seq_lens,
             table=cast("Tensor", decodes.block_table),
-            num_splits=self.backend.decode_tiles.splits(
-                sequences=decodes.num_reqs * self.agreement.requirements.num_kv_heads,
-                blocks=self.pattern.most_blocks(decodes.max_seq_len),
-                multiprocessors=self.backend.multiprocessors,
-            ),
+            num_splits=min(splits, self.limits.max_num_splits or splits),
             scratch=self.state.workspace,
         )
 

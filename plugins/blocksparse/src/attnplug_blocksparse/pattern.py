@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING
-
 import torch
-from attrs import define, field
+from attrs import field, frozen
+from torch import Tensor
 
 from attnplug_blocksparse.params import BlocksparseParams
 
-if TYPE_CHECKING:
-    from torch import Tensor
 
-
-@define(eq=False, slots=False)
+@frozen(eq=False)
 class Pattern:
     """
-    Parameters with what is derived from them, once for all steps.
+    Parameters with what is derived from them, once for all steps, and before the first: what a forward copies to the
+    device it would wait for, and a graph's capture forbids.
 
     The kernels find the blocks of a row from these numbers: there is no list of blocks, and no mask.
 
     Attributes:
         params: The parameters of this rank.
         device: Where the tables are.
+        residues: ``(num_kv_heads, vert_stride)`` int32: the residues of each group's vertical blocks, rising, then
+            zeros.
+        before: ``(num_kv_heads, vert_stride + 1)`` int32: how many of these residues are less than 0, 1, ..., all.
     """
 
-    params: BlocksparseParams = field()
-    device: torch.device = field()
+    params: BlocksparseParams
+    device: torch.device
+    residues: Tensor = field(init=False)
+    before: Tensor = field(init=False)
+
+    @residues.default
+    def _residues(self) -> Tensor:
+        found = torch.zeros(self.params.num_kv_heads, self.params.vert_stride, dtype=torch.int32)
+        for head, row in enumerate(found):
+            residues = self.params.residues(head)
+            row[: len(residues)] = torch.tensor(residues, dtype=torch.int32)
+        return found.to(self.device)
+
+    @before.default
+    def _before(self) -> Tensor:
+        found = torch.zeros(self.params.num_kv_heads, self.params.vert_stride + 1, dtype=torch.int32)
+        for head, row in enumerate(found):
+            row[torch.tensor(self.params.residues(head)) + 1] = 1
+        return found.cumsum(1, dtype=torch.int32).to(self.device)
 
     @property
     def constants(self) -> tuple[int, int, int, bool]:
@@ -45,23 +61,6 @@ class Pattern:
     def numbers(self) -> tuple[int, int]:
         """The first head of this rank, and the blocks by which the pattern slides per head."""
         return self.params.first, abs(self.params.head_sliding_step)
-
-    @cached_property
-    def residues(self) -> Tensor:
-        """``(num_kv_heads, vert_stride)`` int32: the residues of each group's vertical blocks, rising, then zeros."""
-        found = torch.zeros(self.params.num_kv_heads, self.params.vert_stride, dtype=torch.int32)
-        for head, row in enumerate(found):
-            residues = self.params.residues(head)
-            row[: len(residues)] = torch.tensor(residues, dtype=torch.int32)
-        return found.to(self.device)
-
-    @cached_property
-    def before(self) -> Tensor:
-        """``(num_kv_heads, vert_stride + 1)`` int32: how many of these residues are less than 0, 1, ..., all."""
-        found = torch.zeros(self.params.num_kv_heads, self.params.vert_stride + 1, dtype=torch.int32)
-        for head, row in enumerate(found):
-            row[torch.tensor(self.params.residues(head)) + 1] = 1
-        return found.cumsum(1, dtype=torch.int32).to(self.device)
 
     def most_blocks(self, length: int) -> int:
         """Return how many blocks the heads of a KV head attend together, at most, in a decode at this length."""
