@@ -11,7 +11,14 @@ import logging
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
 
 _log: Final = logging.getLogger("attnplug")
 
@@ -58,9 +65,70 @@ class Launch:
         if _is_stable():
             self._compiled = compiled
 
-    def again(self, grid: tuple[int, int, int], *arguments: int) -> None:
+    def again(self, grid: tuple[int, int, int], *arguments: float) -> None:
         """Run what is compiled, on the current stream of the current device. Tensors are given by their addresses."""
         self._compiled[grid](*arguments, *self._constants)
+
+
+class Kernel:
+    """
+    A function of `triton.jit`, compiled once for arguments that are alike; later launches go straight to the driver.
+
+    Its arguments are tensors, strides, numbers and constants, in this order. Strides and numbers have annotations that
+    say their types; numbers are not specialized.
+
+    Args:
+        function: The function.
+    """
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._launches: dict[tuple[object, ...], Launch] = {}
+
+    def run(
+        self,
+        programs: int,
+        tensors: Sequence[Tensor],
+        strides: Sequence[int],
+        numbers: Sequence[float],
+        constants: tuple[Any, ...],
+        **options: Any,
+    ) -> None:
+        """
+        Run it, on the current stream of the device of its tensors.
+
+        Args:
+            programs: Programs of the grid; without any, nothing is run.
+            tensors: All on one device.
+            strides: Whole numbers that are fixed for tensors of a kind; Triton specializes on 1 and on multiples of 16.
+            numbers: Whole ones and others, of any value.
+            constants: Compiled in.
+            options: As `num_warps`.
+        """
+        if not programs:
+            return
+        device = tensors[0].get_device()
+        if device >= 0 and device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self.run(programs, tensors, strides, numbers, constants, **options)
+            return
+        places = [tensor.data_ptr() for tensor in tensors]
+        # Lists in tuples: with generators this would take the host a tenth longer.
+        form = (
+            device,
+            constants,
+            tuple([tensor.dtype for tensor in tensors]),
+            tuple([place % 16 == 0 for place in places]),
+            tuple(["one" if stride == 1 else stride % 16 == 0 for stride in strides]),
+            tuple(options.items()),
+        )
+        launch = self._launches.get(form)
+        if launch is None:
+            launch = self._launches[form] = Launch(self._function, constants, **options)
+        if launch.is_compiled:
+            launch.again((programs, 1, 1), *places, *strides, *numbers)
+        else:
+            launch.first((programs,), *tensors, *strides, *numbers)
 
 
 @cache

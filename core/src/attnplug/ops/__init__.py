@@ -5,9 +5,10 @@ from attnplug.ops.merge import merge_attention_states, merge_into
 from attnplug.ops.pages import key_and_value_pages
 from attnplug.ops.quantize import dequantize, quantize, quantize_queries
 from attnplug.ops.write import write_cache, write_kv
-from attnplug.triton_launch import Launch
+from attnplug.triton_launch import Kernel, Launch
 
 __all__ = [
+    "Kernel",
     "Launch",
     "dequantize",
     "gather_blocks",

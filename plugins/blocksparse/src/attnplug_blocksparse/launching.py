@@ -59,7 +59,7 @@ def launch(
     if found is None:
         found = _launches[form] = Launch(kernel, constants, **options)
     if found.is_compiled:
-        found.again((programs, 1, 1), *places, *strides, *numbers)  # type: ignore[arg-type]
+        found.again((programs, 1, 1), *places, *strides, *numbers)
     else:
         found.first((programs,), *tensors, *strides, *numbers)
     return None

@@ -14,7 +14,7 @@ import triton
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug_int8_ixformer.kernel import Kernel
+from attnplug.ops import Kernel
 from attnplug_int8_ixformer.provider import Provider
 from attnplug_int8_ixformer.tiles import MOST_SPLITS, DecodeTiles, PrefillTiles
 from attnplug_int8_ixformer.triton_decode import _decode, _merge
@@ -184,7 +184,7 @@ class TritonProvider(Provider):
             scales is not None,
         )  # fmt: skip
         strides = (*key.stride()[:2], *value.stride()[:2])
-        _write_kernel.run(slots.shape[0], tensors, strides, (), constants, warps=4)
+        _write_kernel.run(slots.shape[0], tensors, strides, (), constants, num_warps=4)
 
     def decode(
         self,
@@ -236,7 +236,7 @@ def attend_tokens(
         *_page_strides(pages), *_forms(terms), scales is not None, new is not None, splits > 1, tiles.keys,
         tiles.stages, INTERPRETED,
     )  # fmt: skip
-    _decode_kernel.run(requests * kv_heads * splits, tensors, strides, numbers, constants, warps=tiles.warps)
+    _decode_kernel.run(requests * kv_heads * splits, tensors, strides, numbers, constants, num_warps=tiles.warps)
     if parts is not None:
         _merge_kernel.run(
             rows * heads,
@@ -244,7 +244,7 @@ def attend_tokens(
             (out.stride(0),),
             (requests, splits),
             (heads, size, _width(size), _FEW if splits <= _FEW else MOST_SPLITS),
-            warps=4,
+            num_warps=4,
         )
 
 
@@ -264,7 +264,7 @@ def attend_prompts(query: Tensor, pages: Pages, out: Tensor, prompts: Prompts, t
             (columns,),
             (table, units, prompts.first),
             (*pages.values.stride()[:3], kv_heads, size, _width(size), page_size, _UNIT),
-            warps=4,
+            num_warps=4,
         )
     num_tiles = -(-prompts.longest_query // tiles.rows)
     tensors = (
@@ -279,7 +279,7 @@ def attend_prompts(query: Tensor, pages: Pages, out: Tensor, prompts: Prompts, t
         scales is not None, tiles.rows, tiles.keys, tiles.stages, INTERPRETED,
     )  # fmt: skip
     programs = prompts.count * num_tiles * heads
-    _prefill_kernel.run(programs, tensors, strides, numbers, constants, warps=tiles.warps)
+    _prefill_kernel.run(programs, tensors, strides, numbers, constants, num_warps=tiles.warps)
 
 
 def _groups(lengths: list[int], columns: int) -> list[tuple[int, int]]:
