@@ -53,16 +53,18 @@ def test_prompts_and_chunks(page):
     assert "cp.async.cg.shared.global" in code
 
 
-def test_prompts_by_descriptors():
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_prompts_by_descriptors(at_once):
     from attnplug_blocksparse.triton_prompt import _prompt  # noqa: PLC0415 - as above
 
-    rows, blocks = "tensordesc<bf16[128, 1, 128]>", "tensordesc<bf16[2, 1, 64, 1, 128]>"
+    rows, blocks = f"tensordesc<bf16[{64 * at_once}, 1, 128]>", f"tensordesc<bf16[{at_once}, 1, 64, 1, 128]>"
     keys = {"key": rows, "value": rows, "key_blocks": blocks, "value_blocks": blocks}
-    tiles = {"heads": 32, "size": 128, "rows": 128, "keys": 128, "stages": 2}
-    code = compiled(_prompt, PHI | tiles, keys, num_warps=8).asm["ptx"]
+    tiles = {"heads": 32, "size": 128, "rows": 64, "keys": 64 * at_once, "stages": 3}
+    code = compiled(_prompt, PHI | tiles, keys, num_warps=4).asm["ptx"]
 
     assert "wgmma.mma_async" in code
-    assert "cp.async.bulk.tensor.5d" in code
+    assert "cp.async.bulk.tensor.3d" in code
+    assert ("cp.async.bulk.tensor.5d" in code) is (at_once > 1)
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv", "fp8e5"])

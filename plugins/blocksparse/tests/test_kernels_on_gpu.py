@@ -132,7 +132,7 @@ def test_prompts_and_chunks_on_pages(case, rows, keys, page):
     pattern=patterns(blocks=(16, 32, 64)),
     length=st.sampled_from([1, 40, 64, 130, 257, 400]),
     rows=st.sampled_from([16, 64]),
-    keys=st.sampled_from([64, 128]),
+    keys=st.sampled_from([32, 64, 128]),
     size=st.sampled_from([64, 128]),
     dtype=st.sampled_from(DTYPES),
 )
@@ -177,9 +177,10 @@ def test_the_tiles_of_each_head_size(size, dtype):
     expected = output, sums = case.expected()
 
     check(*run_prefill(case, PrefillTiles.of(size)), expected)
-    check(*run_prefill(case, PrefillTiles.of(size, has_much_shared_memory=False), page=32), expected)
-    check(*run_prefill(case, PrefillTiles.of(size), page=16), expected)
-    check(*run_prefill(case, PrefillTiles.by_descriptors(size), lengths=(length,)), expected)
+    check(*run_prefill(case, PrefillTiles.of(size, shared_memory=99 * 1024)), expected)
+    check(*run_prefill(case, PrefillTiles.of(size, paged=True, shared_memory=99 * 1024), page=32), expected)
+    check(*run_prefill(case, PrefillTiles.of(size, paged=True), page=16), expected)
+    check(*run_prefill(case, PrefillTiles.of(size), lengths=(length,)), expected)
     check(*run_decode(case, DecodeTiles.of(size), splits=5), (output[-1:], sums[-1:]))
 
 

@@ -45,15 +45,16 @@ def test_nothing_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "rows", "by_descriptors"),
-    [("9.0", 128, True), ("8.0", 128, False), ("8.9", 64, False), ("12.0", 64, False)],
+    ("device", "kib", "by_descriptors"),
+    [("9.0", 227, True), ("8.0", 163, False), ("8.9", 99, False), ("12.0", 99, False)],
 )
-def test_tiles_and_descriptors_follow_the_device(device, rows, by_descriptors):
+def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
     pytest.importorskip("triton")
     from attnplug.negotiation.agreement import Agreement  # noqa: PLC0415 - torch and Triton are for this test alone
     from attnplug.request.requirements import Requirements  # noqa: PLC0415
     from attnplug.selection.selection import Selection  # noqa: PLC0415
     from attnplug_blocksparse.backend import BlocksparseBackend  # noqa: PLC0415
+    from attnplug_blocksparse.tiles import PrefillTiles  # noqa: PLC0415
 
     asked = Requirements(
         head_size=128,
@@ -74,5 +75,6 @@ def test_tiles_and_descriptors_follow_the_device(device, rows, by_descriptors):
     )
     backend = BlocksparseBackend(Selection(agreement=agreement, device=Device.cuda(device)))
 
-    assert backend.prefill_tiles.rows == rows
+    assert backend.row_tiles == PrefillTiles.of(128, shared_memory=kib * 1024)
+    assert backend.page_tiles == PrefillTiles.of(128, paged=True, shared_memory=kib * 1024)
     assert backend.has_descriptors is by_descriptors

@@ -31,13 +31,15 @@ def test_few_long_sequences_are_split_and_many_are_not():
 
 
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
-@pytest.mark.parametrize(("much", "most"), [(True, 227 * 1024), (False, 99 * 1024)])
-def test_the_tiles_of_a_program_fit_its_shared_memory(size, much, most):
-    tiles, width = PrefillTiles.of(size, has_much_shared_memory=much), 1 << (size - 1).bit_length()
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("kib", [227, 163, 99])
+def test_the_tiles_of_a_program_fit_its_shared_memory(size, paged, kib):
+    tiles, width = PrefillTiles.of(size, paged=paged, shared_memory=kib * 1024), 1 << (size - 1).bit_length()
 
-    assert 2 * width * (tiles.rows + 2 * tiles.stages * tiles.keys) <= most
+    assert tiles.shared_bytes(size) == 2 * width * (tiles.rows + 2 * tiles.stages * tiles.keys)
+    assert tiles.shared_bytes(size) <= kib * 1024
 
 
 def test_registers_are_bounded_where_that_is_asked():
-    assert PrefillTiles().options == {"num_warps": 8}
-    assert PrefillTiles(registers=128).options == {"num_warps": 8, "maxnreg": 128}
+    assert PrefillTiles().options == {"num_warps": 4}
+    assert PrefillTiles(registers=128).options == {"num_warps": 4, "maxnreg": 128}

@@ -11,7 +11,7 @@ from attnplug_blocksparse.decode import scratch_bytes
 from attnplug_blocksparse.impl import BlocksparseImpl
 from attnplug_blocksparse.launching import INTERPRETED
 from attnplug_blocksparse.state import BlocksparseState
-from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
+from attnplug_blocksparse.tiles import HOPPER_SHARED_MEMORY, DecodeTiles, PrefillTiles
 from attnplug_blocksparse.warmup import run_each_kernel
 
 if TYPE_CHECKING:
@@ -19,8 +19,14 @@ if TYPE_CHECKING:
 
     from attnplug.contract import GraphKey, Limits
 
-_MUCH_SHARED_MEMORY: Final = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Compute capabilities whose multiprocessors lend a program 160 KiB or more."""
+_WITH_DESCRIPTORS: Final = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities that load tiles by descriptors, and have Hopper's shared memory."""
+
+_SHARED_MEMORY: Final = {(8, 0): 163 * 1024} | dict.fromkeys(_WITH_DESCRIPTORS, HOPPER_SHARED_MEMORY)
+"""Bytes that a program may have, by compute capability (CUDA C++ Programming Guide, Compute Capabilities)."""
+
+_LEAST_SHARED_MEMORY: Final = 99 * 1024
+"""Of the others from 8.0 on."""
 
 _MULTIPROCESSORS: Final = 132
 """Of an H100 or H200, where a device does not say."""
@@ -34,16 +40,21 @@ class BlocksparseBackend(Backend):
     state_class = BlocksparseState
 
     @cached_property
-    def prefill_tiles(self) -> PrefillTiles:
-        """How chunks are computed, and prompts that are short."""
-        capability = self.selection.device.compute_capability
-        is_small = capability is not None and capability.number not in _MUCH_SHARED_MEMORY
-        return PrefillTiles.of(self.agreement.requirements.head_size, has_much_shared_memory=not is_small)
+    def row_tiles(self) -> PrefillTiles:
+        """How prompts in one piece are computed, whose keys come with the call."""
+        return PrefillTiles.of(self.agreement.requirements.head_size, shared_memory=self._shared_memory)
 
     @cached_property
-    def prompt_tiles(self) -> PrefillTiles:
-        """How long prompts in one piece are computed, by descriptors."""
-        return PrefillTiles.by_descriptors(self.agreement.requirements.head_size)
+    def page_tiles(self) -> PrefillTiles:
+        """How chunks are computed, whose keys are in pages."""
+        return PrefillTiles.of(self.agreement.requirements.head_size, paged=True, shared_memory=self._shared_memory)
+
+    @property
+    def _shared_memory(self) -> int:
+        capability = self.selection.device.compute_capability
+        if capability is None:
+            return HOPPER_SHARED_MEMORY
+        return _SHARED_MEMORY.get(capability.number, _LEAST_SHARED_MEMORY)
 
     @cached_property
     def decode_tiles(self) -> DecodeTiles:
@@ -54,7 +65,7 @@ class BlocksparseBackend(Backend):
     def has_descriptors(self) -> bool:
         """Whether the device loads tiles by descriptors, or whoever interprets the kernels does."""
         capability = self.selection.device.compute_capability
-        return INTERPRETED if capability is None else capability.number in _MUCH_SHARED_MEMORY[1:]
+        return INTERPRETED if capability is None else capability.number in _WITH_DESCRIPTORS
 
     @property
     def multiprocessors(self) -> int:

@@ -52,7 +52,7 @@ class BlocksparseBuilder(MetadataBuilder):
     def _dense(self, batch: Batch) -> Plan:
         prompts = Prompts(
             pattern=self.pattern,
-            tiles=self.backend.prefill_tiles,
+            tiles=self.backend.row_tiles,
             query_starts=batch.query_start_loc,
             seq_lens=batch.seq_lens,
             key_starts=batch.key_start_loc,
@@ -93,7 +93,7 @@ class BlocksparseBuilder(MetadataBuilder):
         lengths = self._lengths(prefills) if reads_rows else ()
         return Prompts(
             pattern=self.pattern,
-            tiles=self.backend.prompt_tiles if lengths else self.backend.prefill_tiles,
+            tiles=self.backend.row_tiles if reads_rows else self.backend.page_tiles,
             query_starts=prefills.query_start_loc,
             seq_lens=prefills.seq_lens,
             key_starts=prefills.query_start_loc if reads_rows else None,

@@ -31,7 +31,8 @@ def is_for(key: Tensor, value: Tensor, pattern: Pattern, tiles: PrefillTiles) ->
         tiles: How it is to be computed.
     """
     block, size = pattern.constants[0], key.shape[2]
-    fits = tiles.keys % block == 0 and block & (block - 1) == 0 and block <= 256 and size & (size - 1) == 0
+    fits = tiles.keys % block == 0 or block % tiles.keys == 0
+    fits = fits and block & (block - 1) == 0 and block <= 256 and size & (size - 1) == 0
     return fits and all(_is_aligned(rows) for rows in (key, value))
 
 
@@ -85,4 +86,4 @@ def _blocks(rows: Tensor, block: int, stride: int, keys: int) -> Any:
     (tokens, heads, size), (of_token, of_head, one) = rows.shape, rows.stride()
     shape = [max(1, tokens // (block * stride)), stride, block, heads, size]
     strides = [of_token * block * stride, of_token * block, of_token, of_head, one]
-    return TensorDescriptor(rows, shape, strides, [keys // block, 1, block, 1, size])
+    return TensorDescriptor(rows, shape, strides, [max(1, keys // block), 1, block, 1, size])

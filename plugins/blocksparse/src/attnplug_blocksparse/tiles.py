@@ -9,6 +9,9 @@ from attrs import frozen
 _LEAST_BLOCKS: Final = 4
 """Sparse blocks that are worth a program."""
 
+HOPPER_SHARED_MEMORY: Final = 227 * 1024
+"""Bytes that a program may have on compute capability 9.0."""
+
 MOST_SPLITS: Final = 64
 """Parts of one sequence, at most."""
 
@@ -26,10 +29,10 @@ class PrefillTiles:
         registers: Registers of a thread, at most, so that a multiprocessor has room for more programs; None for all.
     """
 
-    rows: int = 128
-    keys: int = 128
-    stages: int = 2
-    warps: int = 8
+    rows: int = 64
+    keys: int = 64
+    stages: int = 3
+    warps: int = 4
     registers: int | None = None
 
     @property
@@ -37,23 +40,27 @@ class PrefillTiles:
         """What Triton is told beside the constants."""
         return {"num_warps": self.warps} | ({} if self.registers is None else {"maxnreg": self.registers})
 
+    def shared_bytes(self, head_size: int) -> int:
+        """Return what a program holds in shared memory: its rows, and the keys and values in flight, in 16 bits."""
+        return 2 * (1 << (head_size - 1).bit_length()) * (self.rows + 2 * self.stages * self.keys)
+
     @classmethod
-    def of(cls, head_size: int, *, has_much_shared_memory: bool = True) -> PrefillTiles:
+    def of(cls, head_size: int, *, paged: bool = False, shared_memory: int = HOPPER_SHARED_MEMORY) -> PrefillTiles:
         """
-        Return what fits the shared memory and the registers.
+        Return what was fastest on an H200 (docs/explanation/blocksparse.md), or else the next that fits.
 
         Args:
             head_size: Size of a head.
-            has_much_shared_memory: Whether a program may have 160 KiB, as on an A100 or H200. Others have 99.
+            paged: Whether keys are in pages. Otherwise they are rows, by descriptors or not.
+            shared_memory: Bytes that a program may have.
         """
-        if not has_much_shared_memory:
-            return cls(rows=64, keys=32, warps=4)
-        return cls(keys=64) if head_size > 128 else cls()
-
-    @classmethod
-    def by_descriptors(cls, head_size: int) -> PrefillTiles:
-        """Return the same for tiles that are loaded by descriptors."""
-        return cls(keys=64) if head_size > 128 else cls()
+        if head_size > 128:
+            known = (cls(128, 64, 2, 8), cls(64, 32, 2))
+        elif paged:
+            known = (cls(128, 64, 3 if head_size <= 64 else 2, 8, 128), cls(64, 64, 2))
+        else:
+            known = (cls(), cls(64, 64, 2))
+        return next((tiles for tiles in known if tiles.shared_bytes(head_size) <= shared_memory), known[-1])
 
 
 @frozen

@@ -46,8 +46,8 @@ def _prompt(
     One program computes one head of one tile of rows, the last tiles first: those have most to do.
 
     Keys are seen in two ways: as ``(tokens, kv_heads, size)``, and as ``(supers, stride, block, kv_heads, size)`` where
-    the vertical blocks of a head are neighbors, so that several are one load. All but a tile or two at either end of
-    what a tile of rows attends goes without a mask.
+    the vertical blocks of a head are neighbors, so that several are one load where tiles are larger than blocks. All
+    but a tile or two at either end of what a tile of rows attends goes without a mask.
     """
     program = tl.program_id(0)
     head = program % heads
@@ -65,7 +65,6 @@ def _prompt(
     far, near, lowest = kinds_of(place, end, block, local)
     spread = (far + stride - 1 - residue) // stride
     at_once: tl.constexpr = keys // block
-    whole = tl.minimum(spread, supers) // at_once
     near_tiles = ((lowest - near) * block) // keys
 
     factor = scale * 1.4426950408889634
@@ -75,21 +74,34 @@ def _prompt(
     of_tile = tl.arange(0, keys)
     blocks = positions // block
 
-    for index in tl.range(0, whole, num_stages=stages):
-        k = key_blocks.load([index * at_once, residue, 0, kv_head, 0]).reshape(keys, size)
-        scores = scores_of(q, k, interpreted)
-        v = value_blocks.load([index * at_once, residue, 0, kv_head, 0]).reshape(keys, size)
-        total, highest, sums = take_in(scores, v, total, highest, sums, factor, interpreted)
+    if keys <= block:  # one loop: each one more drains what is in flight
+        parts: tl.constexpr = block // keys
+        rest = 0
+        far_tiles = spread * parts
+        for index in tl.range(0, far_tiles + near_tiles, num_stages=stages):
+            vertical = (index // parts * stride + residue) * block + index % parts * keys
+            begin = tl.where(index < far_tiles, vertical, near * block + (index - far_tiles) * keys)
+            k = key.load([begin, kv_head, 0]).reshape(keys, size)
+            scores = scores_of(q, k, interpreted)
+            v = value.load([begin, kv_head, 0]).reshape(keys, size)
+            total, highest, sums = take_in(scores, v, total, highest, sums, factor, interpreted)
+    else:
+        whole = tl.minimum(spread, supers) // at_once
+        rest = spread - whole * at_once
+        for index in tl.range(0, whole, num_stages=stages):
+            k = key_blocks.load([index * at_once, residue, 0, kv_head, 0]).reshape(keys, size)
+            scores = scores_of(q, k, interpreted)
+            v = value_blocks.load([index * at_once, residue, 0, kv_head, 0]).reshape(keys, size)
+            total, highest, sums = take_in(scores, v, total, highest, sums, factor, interpreted)
 
-    for index in tl.range(0, near_tiles, num_stages=stages):
-        begin = near * block + index * keys
-        k = key.load([begin, kv_head, 0]).reshape(keys, size)
-        scores = scores_of(q, k, interpreted)
-        v = value.load([begin, kv_head, 0]).reshape(keys, size)
-        total, highest, sums = take_in(scores, v, total, highest, sums, factor, interpreted)
+        for index in tl.range(0, near_tiles, num_stages=stages):
+            begin = near * block + index * keys
+            k = key.load([begin, kv_head, 0]).reshape(keys, size)
+            scores = scores_of(q, k, interpreted)
+            v = value.load([begin, kv_head, 0]).reshape(keys, size)
+            total, highest, sums = take_in(scores, v, total, highest, sums, factor, interpreted)
 
     # What is left needs masks: vertical blocks that fill no tile, each alone; what is local to some rows; the diagonal.
-    rest = spread - whole * at_once
     edge_tiles = ((near - far) * block + keys - 1) // keys
     diagonal = near * block + near_tiles * keys
     diagonal_tiles = (tl.maximum(end - diagonal, 0) + keys - 1) // keys
@@ -97,7 +109,7 @@ def _prompt(
         at_edge = index < rest + edge_tiles
         begin = tl.where(
             index < rest,
-            ((whole * at_once + index) * stride + residue) * block,
+            ((spread - rest + index) * stride + residue) * block,
             tl.where(at_edge, far * block + (index - rest) * keys, diagonal + (index - rest - edge_tiles) * keys),
         )
         stop = tl.where(index < rest, begin + block, tl.where(at_edge, near * block, end))
