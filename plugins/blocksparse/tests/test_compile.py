@@ -46,6 +46,7 @@ def test_prompts_and_chunks(page):
     from attnplug_blocksparse.triton_prefill import _prefill  # noqa: PLC0415 - there is Triton where this runs
 
     sizes = {"heads": 32, "size": 128, "width": 128, "page_size": page, "is_scaled": False}
+    sizes |= {"is_wide": False}
     tiles = {"rows": 128, "keys": 64, "stages": 2}
     code = compiled(_prefill, PHI | sizes | tiles, {"key": "*bf16", "value": "*bf16"}, num_warps=8).asm["ptx"]
 

@@ -116,6 +116,23 @@ def test_prompts_and_chunks_on_rows(case, rows, keys):
     check(*run_prefill(case, PrefillTiles(rows, keys, 2, 4)), case.expected())
 
 
+def test_rows_that_are_far_apart_are_counted_in_64_bits(monkeypatch):
+    found, launch = [], prefill.launch
+
+    def noted(kernel, *given, **options):
+        constants = given[-1]
+        found.append(dict(zip(kernel.arg_names[-len(constants) :], constants, strict=True))["is_wide"])
+        launch(kernel, *given, **options)
+
+    monkeypatch.setattr(prefill, "launch", noted)
+    case = Requests(PHI, [100], [230])  # tiles of two blocks, which are 4 x 16 tokens apart
+    for limit in (2**31, 32 * 4 * 128 + 1, 32 * 4 * 128):
+        monkeypatch.setattr(prefill, "_FAR", limit)
+        check(*run_prefill(case, PrefillTiles(32, 32, 2, 4)), case.expected())
+
+    assert found == [False, False, True]
+
+
 @settings(max_examples=EXAMPLES)
 @given(
     case=requests(),

@@ -19,6 +19,9 @@ from attnplug_blocksparse.triton_prefill import _prefill
 if TYPE_CHECKING:
     from attnplug_blocksparse.scales import Scales
 
+_FAR = 2**31
+"""Elements that 32 bits do not count."""
+
 
 @frozen(eq=False, kw_only=True)
 class Prompts:
@@ -92,10 +95,18 @@ def attend(
     numbers = (of_request, requests, num_tiles, scales.scores, *prompts.pattern.numbers)
     constants = (
         heads, heads // key.shape[-2], size, triton.next_power_of_2(size), page_size, *prompts.pattern.constants,
-        scales.keys is not None, lse is not None, tiles.rows, tiles.keys, tiles.stages, INTERPRETED,
+        scales.keys is not None, lse is not None, _is_wide(key, value, prompts), tiles.rows, tiles.keys, tiles.stages,
+        INTERPRETED,
     )  # fmt: skip
     programs = num_tiles * requests * heads
     launch(_prefill, programs, tensors, strides, numbers, constants, **tiles.options)
+
+
+def _is_wide(key: Tensor, value: Tensor, prompts: Prompts) -> bool:
+    """Whether rows of one tile of keys, which may be of vertical blocks, are too far apart for 32 bits."""
+    block, _, stride, _ = prompts.pattern.constants
+    apart = prompts.tiles.keys * (stride if block <= prompts.tiles.keys else 1)
+    return prompts.table is None and apart * max(key.stride(0), value.stride(0)) >= _FAR
 
 
 def _attend_each(

@@ -80,6 +80,7 @@ def _prefill(
     by_kv_head: tl.constexpr,
     is_scaled: tl.constexpr,
     has_lse: tl.constexpr,
+    is_wide: tl.constexpr,
     rows: tl.constexpr,
     keys: tl.constexpr,
     stages: tl.constexpr,
@@ -155,10 +156,10 @@ def _prefill(
             else:
                 offsets = (of_tile // block) * apart + of_tile % block
                 k_rows = (keys_at + begin.to(tl.int64) * k_token) + (
-                    (offsets * k_token.to(tl.int32))[:, None] + columns[None, :]
+                    (offsets * (k_token if is_wide else k_token.to(tl.int32)))[:, None] + columns[None, :]
                 )
                 v_rows = (values_at + begin.to(tl.int64) * v_token) + (
-                    (offsets * v_token.to(tl.int32))[:, None] + columns[None, :]
+                    (offsets * (v_token if is_wide else v_token.to(tl.int32)))[:, None] + columns[None, :]
                 )
         else:
             tokens = tl.where(
