@@ -39,6 +39,19 @@ def backend_of(level, **changed):
 
 
 @pytest.fixture
+def merged(monkeypatch):
+    """How many parts the merges that ran have room for."""
+    made, real = [], triton_provider._merge_kernel.run
+
+    def noted(programs, tensors, strides, numbers, constants, **options):
+        made.append(constants[-1])
+        real(programs, tensors, strides, numbers, constants, **options)
+
+    monkeypatch.setattr(triton_provider._merge_kernel, "run", noted)
+    return made
+
+
+@pytest.fixture
 def calls(monkeypatch):
     """The kernels that ran, by name."""
     made = []
@@ -241,10 +254,11 @@ def test_a_layer_that_shares_a_cache_needs_no_scales_of_its_own(scales):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_warm_up_runs_every_kernel(level, calls):
+def test_a_warm_up_runs_every_kernel(level, merged, calls):
     backend_of(level).warmup([GraphKey(1, 1, 1)])
 
     assert {"decode", "merge", "write", "prefill"} <= set(calls)
+    assert len(set(merged)) == 2
 
 
 def test_a_warm_up_needs_no_scales_of_its_own_in_the_calibration_s_file(scales, calls):

@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 LAYER: Final = "attnplug_int8_ixformer.warmup"
 """The layer of a warm-up. It is none of the model's: a calibration has no scales of it, and it needs none."""
 
-_LONG: Final = 4096
-"""Tokens of a sequence that is split."""
+_SPLIT: Final = (1024, 8192)
+"""Tokens of a sequence that is split into a few parts, and into many: one kernel each merges them."""
 
 
 def run_each_kernel(backend: Int8Backend) -> None:
-    """Run a decode in one part, one in several, and a prompt; all keys are in the null block."""
+    """Run a decode in one part, in a few and in many, and a prompt; all keys are in the null block."""
     asked, device = backend.agreement.requirements, backend.device
     slopes = None if asked.alibi is None else torch.zeros(asked.num_q_heads, device=device)
     source = "earlier" if asked.kv_sharing else None
@@ -52,7 +52,7 @@ def _lengths(backend: Int8Backend) -> list[tuple[int, int]]:
     asked = backend.agreement.requirements
     found = []
     if "decode" in asked.phases:
-        found += [(1, 1), (1, _LONG)]
+        found += [(1, length) for length in (1, *_SPLIT)]
     if "prefill" in asked.phases:
         found.append((asked.decode_query_len + 1, asked.decode_query_len + 1))
     return found
