@@ -9,6 +9,9 @@ All ways of a part run on the same inputs in turn, in one process; times are med
 events. Each result is first compared with a few rows in float64. What fails, or is not installed, is told beside what
 was measured. The pattern is Phi-3-small's: 32 query and 8 KV heads of 128, blocks of 64, 16 local, a stride of 8.
 
+Beside the times stands what each mode needs, density and bytes and operations, and how the fastest way of it compares
+with the fastest dense one: that share is to follow the density.
+
 It writes blocksparse.json and blocksparse.md into the folder, anew after each case.
 """
 
@@ -26,6 +29,7 @@ from typing import Any
 
 import torch
 from attrs import evolve, frozen
+from sparsity import Need, of_decodes, of_prompt
 from torch import Tensor
 
 import attnplug
@@ -92,6 +96,7 @@ OF_DECODES = tuple(
     )
 )
 PAGE_SIZES = (64, 16)
+_DENSE = "dense"
 _ROWS = 24
 _APART = 2**-6
 
@@ -127,6 +132,22 @@ class Prompt:
 def pattern_of(mode: str) -> Pattern:
     """Return the pattern in one of its head modes."""
     return Pattern(BlocksparseParams.of({**PHI, **MODES[mode]}, num_heads=HEADS, num_kv_heads=KV_HEADS), DEVICE)
+
+
+def needs_of_prompt(tokens: int, rows: int) -> dict[str, Need]:
+    """Return what each mode needs for the last rows of a sequence."""
+    patterns = {mode: pattern_of(mode).params for mode in MODES} | {_DENSE: None}
+    return {mode: of_prompt(params, HEADS, SIZE, tokens, rows, PHI["block_size"]) for mode, params in patterns.items()}
+
+
+def needs_of_decodes(requests: int, length: int) -> dict[str, Need]:
+    """Return what each mode needs for the last token of so many sequences."""
+    patterns = {mode: pattern_of(mode).params for mode in MODES} | {_DENSE: None}
+    each = {
+        mode: of_decodes(params, (HEADS, KV_HEADS), SIZE, length, PHI["block_size"])
+        for mode, params in patterns.items()
+    }
+    return {mode: evolve(one, bytes=requests * one.bytes, flop=requests * one.flop) for mode, one in each.items()}
 
 
 def exact(prompt: Prompt, mode: str | None, rows: Tensor) -> Tensor:
@@ -265,7 +286,7 @@ def dense(prompt: Prompt, backend: str) -> Way:
 def prompts(tokens: int, facts: dict[str, Any]) -> dict[str, tuple[Callable[[], Way], str | None]]:
     """Return the ways to compute a prompt, each with the mode in which it is right, None for dense ones."""
     prompt, mode = Prompt.of(tokens), "per head"
-    facts["prompt"] = prompt
+    facts["prompt"], facts["needs"] = prompt, needs_of_prompt(tokens, tokens)
     ways: dict[str, tuple[Callable[[], Way], str | None]] = {
         f"descriptors {tiles}": (partial(own, prompt, mode, tiles, descriptors=True), mode) for tiles in BY_DESCRIPTORS
     }
@@ -273,7 +294,7 @@ def prompts(tokens: int, facts: dict[str, Any]) -> dict[str, tuple[Callable[[], 
     ways |= {
         f"descriptors, {other}, {tiles}": (partial(own, prompt, other, tiles, descriptors=True), other)
         for other in list(MODES)[1:]
-        for tiles in BY_DESCRIPTORS[:1]
+        for tiles in (PrefillTiles.of(SIZE),)
     }
     ways |= {f"FlexAttention {size}": (partial(flex, prompt, mode, *size), mode) for size in ((128, 64), (128, 128))}
     ways |= {f"FlashAttention 4 {size}": (partial(fa4, prompt, mode, *size), mode) for size in ((128, 64), (128, 128))}
@@ -315,11 +336,17 @@ def chunks(tokens: int, rows: int, facts: dict[str, Any]) -> dict[str, tuple[Cal
     """Return the ways to compute the last rows of a sequence."""
     whole, mode = Prompt.of(tokens), "per head"
     prompt = evolve(whole, query=whole.query[-rows:], out=whole.out[-rows:])
-    facts["prompt"] = prompt
-    return {
+    facts["prompt"], facts["needs"] = prompt, needs_of_prompt(tokens, rows)
+    ways: dict[str, tuple[Callable[[], Way], str | None]] = {
         f"pages of {page} {tiles}": (partial(chunk, prompt, mode, tiles, page), mode)
         for page in PAGE_SIZES
         for tiles in BY_POINTERS
+    }
+    tiles = PrefillTiles.of(SIZE, paged=True)
+    return ways | {
+        f"pages of {page}, {other}, {tiles}": (partial(chunk, prompt, other, tiles, page), other)
+        for page in PAGE_SIZES
+        for other in list(MODES)[1:]
     }
 
 
@@ -405,10 +432,10 @@ def dense_decode(inputs: Decodes, backend: str) -> Way:
 def decodes(
     requests: int, length: int, page: int, facts: dict[str, Any]
 ) -> dict[str, tuple[Callable[[], Way], str | None]]:
-    """Return the ways to compute decodes; the bytes that each mode has to read are in the facts."""
+    """Return the ways to compute decodes."""
     inputs = Decodes.of(requests, length, page)
-    facts["prompt"] = inputs.prompt
-    facts["bytes"] = {mode: _bytes(mode, requests, length) for mode in MODES}
+    facts["prompt"], facts["needs"] = inputs.prompt, needs_of_decodes(requests, length)
+    facts["are_alike"] = True
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     ways: dict[str, tuple[Callable[[], Way], str | None]] = {
         f"{mode} {tiles}": (partial(token, inputs, mode, tiles, count), mode)
@@ -418,18 +445,6 @@ def decodes(
     for backend in ("flash_attn/fa3_vllm", "flash_attn/fa3", "flash_attn/fa4"):
         ways[f"dense {backend}"] = (partial(dense_decode, inputs, backend), None)
     return ways
-
-
-def _bytes(mode: str, requests: int, length: int) -> int:
-    """Return what the KV heads need together: each block that some head of its group attends, once."""
-    params = pattern_of(mode).params
-    last, attended = (length - 1) // params.block_size, 0
-    for kv_head in range(KV_HEADS):
-        residues = set(params.residues(kv_head))
-        attended += sum(
-            last - block < params.local_blocks or block % params.vert_stride in residues for block in range(last + 1)
-        )
-    return 2 * 2 * SIZE * params.block_size * attended * requests
 
 
 def copy_bandwidth(clock: DeviceClock) -> float:
@@ -447,7 +462,7 @@ def measure(
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Return the median of each way in microseconds, and what failed."""
     prompt, found, failures = facts["prompt"], {}, {}
-    are_alike = "bytes" in facts  # of decodes one row is enough
+    are_alike = "are_alike" in facts  # of decodes one row is enough
     rows = torch.randperm(prompt.query.shape[0], device=DEVICE)[: 1 if are_alike else _ROWS].sort().values
     given = evolve(prompt, query=prompt.query[:1]) if are_alike else prompt
     wanted: dict[str | None, Tensor] = {}
@@ -477,6 +492,28 @@ def measure(
     return {name: 1e6 * median(samples.seconds[name]) for name in found}, failures
 
 
+def _needs(one: dict[str, Any]) -> list[str]:
+    """Return a table of what each mode needs and of its fastest way, beside the fastest dense one."""
+    lines = ["| mode | density | GB | TFLOP | fastest, us | of the fastest dense |", "| --- " * 6 + "|"]
+    fastest = {
+        mode: min((us for name, us in one["us"].items() if one["modes"][name] == mode), default=None)
+        for mode in one["needs"]
+    }
+    for mode, need in one["needs"].items():
+        us, dense = fastest[mode], fastest[_DENSE]
+        share = f"{us / dense:.3f}" if us and dense else "-"
+        sizes = f"{need['density']:.3f} | {need['bytes'] / 1e9:.2f} | {need['flop'] / 1e12:.3f}"
+        lines.append(f"| {mode} | {sizes} | {f'{us:.0f}' if us else '-'} | {share} |")
+    return lines
+
+
+def _rate(one: dict[str, Any], need: dict[str, Any], us: float, copy: float) -> str:
+    """Return bytes per second of decodes, and operations per second of prompts, of what has to be done."""
+    if one["are_alike"]:
+        return f"{need['bytes'] / us / 1e6:.2f} TB/s, {1e6 * need['bytes'] / us / copy:.0%} of a copy"
+    return f"{need['flop'] / us / 1e6:.0f} TFLOP/s"
+
+
 def page_of(machine_facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
     """Return all of it as Markdown, the fastest ways first."""
     lines = [
@@ -487,12 +524,13 @@ def page_of(machine_facts: dict[str, Any], results: list[dict[str, Any]]) -> str
     ]
     lines += [f"- {name}: {value}" for name, value in machine_facts.items()]
     for one in results:
-        lines += ["", f"## {one['case']}", "", "| way | us | |", "| --- | --- | --- |"]
+        lines += ["", f"## {one['case']}", "", *_needs(one)]
+        lines += ["", "| way | us | of what it needs |", "| --- | --- | --- |"]
         for name, us in sorted(one["us"].items(), key=lambda item: item[1]):
-            mode = next((mode for mode in one.get("bytes", {}) if name.startswith(mode)), None)
-            share = one["bytes"][mode] / us / 1e6 if mode else 0.0
-            told = f"{share:.2f} TB/s, {1e12 * share / machine_facts['copy, bytes/s']:.0%} of a copy" if mode else ""
-            lines.append(f"| {name} | {us:.0f} | {told} |")
+            need = one["needs"].get(one["modes"][name])
+            lines.append(
+                f"| {name} | {us:.0f} | {_rate(one, need, us, machine_facts['copy, bytes/s']) if need else ''} |"
+            )
         lines += ["", *(f"- {name}: {why}" for name, why in one["failed"].items())]
     return "\n".join([*lines, ""])
 
@@ -518,8 +556,13 @@ def main() -> int:
     for part in options.parts:
         for name, make in cases[part]:
             facts: dict[str, Any] = {}
-            us, failed = measure(make(facts), facts, clock, options)
-            results.append({"case": name, "us": us, "failed": failed, "bytes": facts.get("bytes", {})})
+            ways = make(facts)
+            us, failed = measure(ways, facts, clock, options)
+            modes = {way: mode or _DENSE for way, (_, mode) in ways.items()}
+            needs = {mode: need.to_dict() for mode, need in facts["needs"].items()}
+            told = {"modes": modes, "needs": needs, "are_alike": "are_alike" in facts}
+            results.append({"case": name, "us": us, "failed": failed, **told})
+            ways.clear()
             (options.out / "blocksparse.json").write_text(json.dumps([machine_facts, results], indent=1, default=str))
             (options.out / "blocksparse.md").write_text(page_of(machine_facts, results))
             facts.clear()
