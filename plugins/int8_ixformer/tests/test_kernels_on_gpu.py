@@ -26,7 +26,14 @@ from plugins.int8_ixformer.tests.where import DEVICE, INTERPRETED, MARKS
 pytestmark = MARKS
 
 EXAMPLES = 10 if INTERPRETED else 8  # each is compiled
-TERMS = ({}, {"window": 20}, {"soft_cap": 2.0}, {"alibi": "linear"}, {"alibi": "sqrt", "window": 70})
+TERMS = (
+    {},
+    {"window": 20},
+    {"soft_cap": 2.0},
+    {"alibi": "linear"},
+    {"alibi": "sqrt", "window": 70},
+    {"alibi": "linear", "window": 33, "soft_cap": 2.0},
+)
 
 
 @st.composite
@@ -39,7 +46,7 @@ def requests(draw, queries, **fixed):
         seq_lens=[count + before for count, before in zip(counts, context, strict=True)],
         level=draw(st.sampled_from([1, 2])),
         kv_heads=draw(st.sampled_from([1, 2])),
-        group=draw(st.sampled_from([1, 2, 3])),
+        group=draw(st.sampled_from([1, 2, 3, 7])),
         size=draw(st.sampled_from([64, 48])),
         page=draw(st.sampled_from([16, 32, 64])),
         dtype=draw(st.sampled_from(DTYPES)),
@@ -137,7 +144,7 @@ def test_the_weights_of_level_1_prompts_are_bytes():
     assert float(apart.mean()) < (found - case.expected()).abs().mean() / 4
 
 
-@pytest.mark.parametrize("size", [32, 80, 128, 256])
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("level", [1, 2])
 def test_the_tiles_of_each_head_size(size, level):
     length = 200 if INTERPRETED else 1900
