@@ -82,7 +82,7 @@ class Kernel:
     """
 
     def __init__(self, function: Any) -> None:
-        self._function = function
+        self.function = function
         self._launches: dict[tuple[object, ...], Launch] = {}
 
     def run(
@@ -124,7 +124,7 @@ class Kernel:
         )
         launch = self._launches.get(form)
         if launch is None:
-            launch = self._launches[form] = Launch(self._function, constants, **options)
+            launch = self._launches[form] = Launch(self.function, constants, **options)
         if launch.is_compiled:
             launch.again((programs, 1, 1), *places, *strides, *numbers)
         else:

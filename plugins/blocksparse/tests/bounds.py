@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attnplug_blocksparse import decode, prefill
+from attnplug.ops import Kernel
 
 
 @contextmanager
@@ -20,17 +20,16 @@ def watched():
     with pytest.MonkeyPatch.context() as patch:
         for name, of_mask in (("create_masked_load", 0), ("create_masked_store", 1)):
             patch.setattr(InterpreterBuilder, name, _looking_at(getattr(InterpreterBuilder, name), of_mask, given))
-        for module in (decode, prefill):
-            patch.setattr(module, "launch", _noting(module.launch, given))
+        patch.setattr(Kernel, "run", _noting(Kernel.run, given))
         yield
 
 
-def _noting(launch: Any, given: list[Any]) -> Any:
+def _noting(run: Any, given: list[Any]) -> Any:
     def noted(kernel, programs, tensors, *rest, **options):
         extents = sorted(_extent(tensor) for tensor in tensors)
         given[:] = np.array([first for first, _ in extents]), np.maximum.accumulate([end for _, end in extents])
         try:
-            return launch(kernel, programs, tensors, *rest, **options)
+            return run(kernel, programs, tensors, *rest, **options)
         finally:
             given.clear()
 

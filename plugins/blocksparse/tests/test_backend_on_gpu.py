@@ -10,7 +10,8 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
 from attnplug.errors import LayerError, LimitsError
-from attnplug_blocksparse import decode, prefill, prompt
+from attnplug.ops import Kernel
+from attnplug_blocksparse import prompt
 from attnplug_blocksparse.builder import BlocksparseBuilder
 from plugins.blocksparse.tests.dense import CANARY, Requests, check
 from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
@@ -69,14 +70,13 @@ class Step:
 def calls(monkeypatch):
     """The kernels that ran, by name."""
     made = []
-    for module in (decode, prefill):
-        real = module.launch
+    run = Kernel.run
 
-        def noted(kernel, *rest, real=real, **options):
-            made.append(kernel.fn.__name__)
-            real(kernel, *rest, **options)
+    def noted(kernel, *given, **options):
+        made.append(kernel.function.fn.__name__)
+        run(kernel, *given, **options)
 
-        monkeypatch.setattr(module, "launch", noted)
+    monkeypatch.setattr(Kernel, "run", noted)
     attend = prompt.attend
     monkeypatch.setattr(prompt, "attend", lambda *rest: made.append("_prompt") or attend(*rest))
     return made

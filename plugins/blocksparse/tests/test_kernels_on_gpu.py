@@ -10,6 +10,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnplug.ops import Kernel
 from attnplug.testing.sparsity import seen_by
 from attnplug_blocksparse import decode, prefill, prompt
 from attnplug_blocksparse.params import BlocksparseParams
@@ -117,14 +118,14 @@ def test_prompts_and_chunks_on_rows(case, rows, keys):
 
 
 def test_rows_that_are_far_apart_are_counted_in_64_bits(monkeypatch):
-    found, launch = [], prefill.launch
+    found, run = [], Kernel.run
 
     def noted(kernel, *given, **options):
         constants = given[-1]
-        found.append(dict(zip(kernel.arg_names[-len(constants) :], constants, strict=True))["is_wide"])
-        launch(kernel, *given, **options)
+        found.append(dict(zip(kernel.function.arg_names[-len(constants) :], constants, strict=True))["is_wide"])
+        run(kernel, *given, **options)
 
-    monkeypatch.setattr(prefill, "launch", noted)
+    monkeypatch.setattr(Kernel, "run", noted)
     case = Requests(PHI, [100], [230])  # tiles of two blocks, which are 4 x 16 tokens apart
     for limit in (2**31, 32 * 4 * 128 + 1, 32 * 4 * 128):
         monkeypatch.setattr(prefill, "_FAR", limit)

@@ -9,9 +9,9 @@ from attnplug.contract import Backend
 from attnplug_blocksparse.builder import BlocksparseBuilder
 from attnplug_blocksparse.decode import scratch_bytes
 from attnplug_blocksparse.impl import BlocksparseImpl
-from attnplug_blocksparse.launching import INTERPRETED
 from attnplug_blocksparse.state import BlocksparseState
 from attnplug_blocksparse.tiles import HOPPER_SHARED_MEMORY, DecodeTiles, PrefillTiles
+from attnplug_blocksparse.triton_softmax import INTERPRETED
 from attnplug_blocksparse.warmup import run_each_kernel
 
 if TYPE_CHECKING:

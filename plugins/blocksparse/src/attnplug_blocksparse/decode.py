@@ -9,10 +9,11 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
-from attnplug_blocksparse.launching import INTERPRETED, launch
+from attnplug.ops import Kernel
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.tiles import MOST_SPLITS, DecodeTiles
 from attnplug_blocksparse.triton_decode import _decode, _merge
+from attnplug_blocksparse.triton_softmax import INTERPRETED
 
 if TYPE_CHECKING:
     from attnplug_blocksparse.scales import Scales
@@ -22,6 +23,8 @@ _LEAST_LANES = 16
 
 _FEW = 8
 """Parts that the smaller of two kernels merges."""
+
+_decode_kernel, _merge_kernel = Kernel(_decode), Kernel(_merge)
 
 
 @frozen(eq=False, kw_only=True)
@@ -93,10 +96,9 @@ def attend(
         kv_heads, group, lanes, size, width, key.shape[1], *pattern.constants, scales.keys is not None, splits > 1,
         lse is not None, tiles.keys, tiles.stages, INTERPRETED,
     )  # fmt: skip
-    launch(_decode, requests * kv_heads * splits, tensors, strides, numbers, constants, num_warps=tiles.warps)
+    _decode_kernel.run(requests * kv_heads * splits, tensors, strides, numbers, constants, num_warps=tiles.warps)
     if splits > 1:
-        launch(
-            _merge,
+        _merge_kernel.run(
             requests * heads,
             (parts, part_sums, out, sums, tokens.query_starts),
             (out.stride(0), *of_sums),

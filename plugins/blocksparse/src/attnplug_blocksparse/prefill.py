@@ -10,17 +10,20 @@ import triton
 from attrs import frozen
 from torch import Tensor
 
+from attnplug.ops import Kernel
 from attnplug_blocksparse import prompt
-from attnplug_blocksparse.launching import INTERPRETED, launch
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.tiles import PrefillTiles
 from attnplug_blocksparse.triton_prefill import _prefill
+from attnplug_blocksparse.triton_softmax import INTERPRETED
 
 if TYPE_CHECKING:
     from attnplug_blocksparse.scales import Scales
 
 _FAR = 2**31
 """Elements that 32 bits do not count."""
+
+_prefill_kernel = Kernel(_prefill)
 
 
 @frozen(eq=False, kw_only=True)
@@ -99,7 +102,7 @@ def attend(
         INTERPRETED,
     )  # fmt: skip
     programs = num_tiles * requests * heads
-    launch(_prefill, programs, tensors, strides, numbers, constants, **tiles.options)
+    _prefill_kernel.run(programs, tensors, strides, numbers, constants, **tiles.options)
 
 
 def _is_wide(key: Tensor, value: Tensor, prompts: Prompts) -> bool:

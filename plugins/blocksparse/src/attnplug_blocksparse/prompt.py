@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from attnplug_blocksparse.launching import INTERPRETED
 from attnplug_blocksparse.triton_prompt import _prompt
+from attnplug_blocksparse.triton_softmax import INTERPRETED
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import triton
 import triton.language as tl
+
+INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
+"""Whether kernels are run by Triton's interpreter, on any device."""
 
 
 @triton.jit
