@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
+from importlib import import_module
 
 import pytest
 import torch
@@ -13,16 +13,14 @@ import attnplug
 from attnplug import Device
 from attnplug.contract import GraphKey, Layer, Limits
 from attnplug.errors import PluginLoadError
-from attnplug.selection import state
 from attnplug.testing.byte_rounding import paged_tensors
 from attnplug.testing.cases import Case
 from attnplug.testing.replay import check_replays, padded_for
 from attnplug.testing.running import check, limits_of
 from attnplug.testing.scene import realise
 from attnplug_int8_ixformer.pages import of_planes
-from plugins.int8_ixformer.tests import cpu_manifest
+from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, NAME
 
-DOUBLE = Path(__file__).with_name("double")
 TERMS = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
 LEVELS = [("int8", "int8"), ("int8_k", "mix")]
 DECODES = {"query_lens": (1, 1, 1), "context_lens": (3, 40, 0)}
@@ -36,25 +34,9 @@ SAVED = {"save_key", "save_value", "save_key_scale"}
 
 
 @pytest.fixture
-def journal(monkeypatch, tmp_path):
-    """The double in the library's place, offered to a CPU, and what it has noted."""
-    monkeypatch.syspath_prepend(DOUBLE)
-    monkeypatch.setattr(state, "_state", None)
-    text = cpu_manifest.MANIFEST.read_text(encoding="utf-8")
-    manifest = tmp_path / "attnplug.toml"
-    own = (
-        'requires = ["ixformer"]\n',
-        'device_type = "cuda", vendor = ["iluvatar", "nvidia"], compute_capability = { min = "1.0" }',
-    )
-    assert all(text.count(part) == 1 for part in own)
-    manifest.write_text(text.replace(own[0], "").replace(own[1], 'device_type = "cpu"'), encoding="utf-8")
-    attnplug.register("attnplug_int8_ixformer.plugin", manifest=manifest)
-    from ixformer import journal  # noqa: PLC0415 - on the path since just now
-
-    journal.CALLS.clear()
-    yield journal
-    for name in [name for name in sys.modules if name.split(".")[0] == "ixformer"]:
-        monkeypatch.delitem(sys.modules, name)
+def journal(doubled):
+    """What the double has noted of this test's calls."""
+    return import_module("ixformer.journal")
 
 
 def scene_of(dtype, **fields):
@@ -62,7 +44,7 @@ def scene_of(dtype, **fields):
 
 
 def load(scene, **engine):
-    return attnplug.load(scene.case.requirements(**engine), Device.cpu(), backend="int8_ixformer/ixformer")
+    return DOUBLES.load(scene.case.requirements(**engine), "ixformer")
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)
@@ -122,7 +104,7 @@ def test_mixed_batches_are_written_first(journal, dtype, suffix):
     )
     assert written["slot_mapping"].tolist() == scene.slot_mapping[:14].tolist()
     assert all(decoded[name] is None for name in SAVED)
-    assert [name for name, _ in journal.CALLS][-1] == "flash_attn_varlen_int8_func"
+    assert [name for name, _ in journal.journal][-1] == "flash_attn_varlen_int8_func"
     modes = [
         (each["mode"], each["transpose_scale"], len(each["x"])) for each in journal.named("scaled_int8_quant_for_attn")
     ]
@@ -266,7 +248,7 @@ def test_the_planes_of_the_vendor_s_engine_are_a_cache_of_level_2(journal):
 def test_a_warm_up_makes_every_call(journal, dtype, suffix):
     load(scene_of(dtype, **MIXED)).warmup([GraphKey(1, 1, 1)])
 
-    assert {name for name, _ in journal.CALLS} == {
+    assert {name for name, _ in journal.journal} == {
         "scaled_int8_quant_for_attn",
         f"reshape_and_cache_flash_{suffix}",
         f"vllm_paged_attention_{suffix}",
@@ -287,11 +269,15 @@ def test_merging_is_the_library_s(journal):
     assert len(journal.named("merge_attn_states")) == 1
 
 
-def test_a_library_without_its_modules_is_told_so(journal, monkeypatch):
+@pytest.mark.skipif(IS_REAL_HERE, reason="ixformer is installed here, and its double would be mistaken for it")
+def test_a_library_without_its_modules_is_told_so(monkeypatch):
     monkeypatch.setattr("attnplug_int8_ixformer.probe.IXFORMER_MODULES", ("ixformer.inference.elsewhere",))
     scene = scene_of("int8", **DECODES)
 
-    with pytest.raises(PluginLoadError, match=r"ixformer\.inference\.elsewhere is not there"):
+    with (
+        DOUBLES.stage({"ixformer": "0.1"}).entered(),  # its own: what has failed is not asked again
+        pytest.raises(PluginLoadError, match=r"ixformer\.inference\.elsewhere is not there"),
+    ):
         load(scene)
 
 
@@ -300,7 +286,7 @@ def test_nothing_of_the_library_is_imported_to_choose(journal):
     for name in [name for name in sys.modules if name.startswith(("ixformer.inference", "ixformer.contrib"))]:
         del sys.modules[name]
 
-    attnplug.select(evolve(scene.case, kv_cache_dtype="int8").requirements(), Device.cpu(), backend="int8_ixformer")
+    attnplug.select(evolve(scene.case, kv_cache_dtype="int8").requirements(), Device.cpu(), backend=NAME)
 
     assert not [name for name in sys.modules if name.startswith(("ixformer.inference", "ixformer.contrib"))]
     assert load(scene).make_impl(Layer(name="layer")).backend.variant == "ixformer"

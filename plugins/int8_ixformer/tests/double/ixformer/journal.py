@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CALLS: list[tuple[str, dict[str, Any]]] = []
+journal: list[tuple[str, dict[str, Any]]] = []
 
 
 def note(name: str, given: dict[str, Any]) -> None:
     """Keep a call; shapes and numbers of its tensors may change later, so that copies are kept."""
     kept = {key: value.clone() if isinstance(value, Tensor) else value for key, value in given.items()}
-    CALLS.append((name, kept))
+    journal.append((name, kept))
 
 
 def named(name: str) -> list[dict[str, Any]]:
     """The arguments of each call of that name."""
-    return [given for called, given in CALLS if called == name]
+    return [given for called, given in journal if called == name]
 
 
 def demand(tensor: Any, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> None:
