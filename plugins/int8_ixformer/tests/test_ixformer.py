@@ -12,7 +12,7 @@ from attrs import evolve
 import attnplug
 from attnplug import Device
 from attnplug.contract import GraphKey, Layer, Limits
-from attnplug.errors import PluginLoadError
+from attnplug.errors import CacheError, PluginLoadError
 from attnplug.testing.byte_rounding import paged_tensors
 from attnplug.testing.cases import Case
 from attnplug.testing.replay import check_replays, padded_for
@@ -223,6 +223,32 @@ def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journa
     assert call.batch.block_table[2].any()  # the host's own table is not touched
     wanted, block = paged_tensors(scene.paged(backend, written=True).cache), scene.block_table[0, 0]
     assert all(torch.equal(pages[block], wanted[name][block]) for name, pages in paged_tensors(call.cache).items())
+
+
+@pytest.mark.parametrize(
+    ("role", "wrong", "told"),
+    [
+        ("k_scale", torch.ones(9, 16, 2), r"\(9, 16, 2\).*\(num_blocks, 2, 16\)"),
+        ("k_scale", torch.ones(9, 2, 16).bfloat16(), r"bfloat16.*float32"),
+        ("v_scale", torch.ones(32, 2), r"\(32, 2\).*\(2, 32\)"),
+        ("v_scale", torch.ones(2, 32).double(), r"float64.*float32"),
+        ("kv", torch.ones(2, 9, 16, 2, 32), r"float32.*int8"),
+    ],
+)
+def test_a_cache_of_another_form_is_refused_before_any_call(journal, role, wrong, told):
+    scene = scene_of("int8", **DECODES)
+    backend = load(scene)
+    impl = backend.make_impl(scene.layer())
+    builder = backend.make_builder([impl], backend.make_state(LIMITS))
+    call = scene.paged(backend)
+    order = (0, 1, 3, 2, 4) if role == "kv" else tuple(range(wrong.ndim))
+    cache = {**call.cache, role: wrong.permute(order).contiguous().permute(order)}
+    journal.journal.clear()
+
+    with pytest.raises(CacheError, match=f"(?s){role!r}.*{told}"):
+        impl.forward(call.query, call.key, call.value, cache, builder.build(call.batch), call.output)
+
+    assert journal.journal == []
 
 
 def test_the_planes_of_the_vendor_s_engine_are_a_cache_of_level_2(journal):

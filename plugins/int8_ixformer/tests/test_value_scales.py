@@ -89,7 +89,7 @@ def test_another_dtype_is_refused():
         ValueScales({"layers.0": torch.ones(2, 32, dtype=torch.float64)})
 
 
-@pytest.mark.parametrize("scale", [0.0, math.nan])
+@pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
 def test_a_file_with_such_a_scale_is_refused(tmp_path, scale):
     metadata = {"format": "attnplug int8 value scales, 1"}
     save_file({"layers.0": torch.full((1, 32), scale)}, tmp_path / "scales", metadata=metadata)
