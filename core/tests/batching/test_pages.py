@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +13,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from attnplug.batching import pad_batch, pad_pages, pages_of
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
+from tests.backends.interpreting import check
 
 # Few requests and many are counted by different means.
 few_and_many = st.lists(st.integers(0, 40), min_size=1, max_size=6) | st.lists(
@@ -99,17 +97,8 @@ def test_padding_drops_neither_requests_nor_pages(sizes: tuple[int, int | None])
         pad_pages(pages_of(batch, 4), *sizes)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_by_the_interpreter() -> None:
-    file = Path(__file__).with_name("test_pages_on_gpu.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    check(Path(__file__).with_name("test_pages_on_gpu.py"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

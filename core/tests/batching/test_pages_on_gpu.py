@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from typing import TYPE_CHECKING
 
@@ -13,11 +12,11 @@ from hypothesis import strategies as st
 
 from attnplug.batching import Pages, pad_pages, pages_of
 from attnplug.contract import Batch
+from tests.backends.interpreting import INTERPRETED
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 
 

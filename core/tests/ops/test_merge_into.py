@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import torch
 
 from attnplug.errors import TensorError
 from attnplug.ops import merge_attention_states, merge_into
+from tests.backends.interpreting import check
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -37,17 +35,8 @@ def test_results_of_other_shapes_are_refused() -> None:
         merge_into(out, lse, out, lse.T)
 
 
-@needs_triton
 def test_the_kernel_by_the_interpreter() -> None:
-    file = Path(__file__).with_name("test_merge_into_on_gpu.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    check(Path(__file__).with_name("test_merge_into_on_gpu.py"))
 
 
 @needs_triton

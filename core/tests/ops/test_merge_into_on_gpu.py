@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.ops import merge_attention_states
+from tests.backends.interpreting import DEVICE, MARKS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-# What numpy says of infinities that cancel.
-pytestmark = [pytest.mark.filterwarnings("ignore:.*encountered in")] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = MARKS
 
 
 @given(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 import torch
 
 from attnplug.ops import quantize_queries
+from tests.backends.interpreting import check
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -31,17 +29,8 @@ def test_queries_of_a_fused_projection_are_rounded_where_they_are() -> None:
     assert quantize_queries(fused[:0], torch.ones(2)).shape == (0, 8, 64)
 
 
-@needs_triton
 def test_the_kernel_by_the_interpreter() -> None:
-    file = Path(__file__).with_name("test_quantize_queries_on_gpu.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    check(Path(__file__).with_name("test_quantize_queries_on_gpu.py"))
 
 
 @needs_triton

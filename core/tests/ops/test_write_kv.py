@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -11,6 +8,7 @@ import torch
 
 from attnplug.errors import TensorError
 from attnplug.ops import write_cache, write_kv
+from tests.backends.interpreting import check
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -39,17 +37,8 @@ def test_a_value_that_does_not_fit_leaves_the_keys_alone() -> None:
     assert not pages.any()
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernel_by_the_interpreter() -> None:
-    file = Path(__file__).with_name("test_write_kv_on_gpu.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(file)]
-
-    done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert " passed" in done.stdout
+    check(Path(__file__).with_name("test_write_kv_on_gpu.py"))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

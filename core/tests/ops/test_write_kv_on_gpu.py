@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random  # noqa: TC003 - hypothesis reads annotations
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from attnplug.errors import TensorError
 from attnplug.ops import quantize, write_cache, write_kv
+from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-# What numpy says of casts that overflow on purpose.
-pytestmark = [pytest.mark.filterwarnings("ignore:.*encountered in")] if INTERPRETED else [pytest.mark.gpu]
+pytestmark = MARKS
 
 F32, BF16, F16, E4M3, E5M2 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}

@@ -1,4 +1,4 @@
-"""Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter (see interpreting.py)."""
+"""Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import attnplug
 from attnplug.errors import DuplicateBackendError
 from attnplug.selection import state
 from plugins.blocksparse.tests import cpu_manifest
-from plugins.blocksparse.tests.where import INTERPRETED
+from tests.backends.interpreting import INTERPRETED
 
 
 def pytest_configure():

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.testing.oracle import attend
-from plugins.blocksparse.tests.where import DEVICE
+from tests.backends.interpreting import DEVICE
 
 DTYPES = (torch.bfloat16, torch.float16)
 CANARY = 7.0

@@ -14,7 +14,7 @@ from attnplug.ops import Kernel
 from attnplug_blocksparse import prompt
 from attnplug_blocksparse.builder import BlocksparseBuilder
 from plugins.blocksparse.tests.dense import CANARY, Requests, check
-from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
+from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
 

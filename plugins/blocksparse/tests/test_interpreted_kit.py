@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from plugins.blocksparse.tests.interpreting import check
+from pathlib import Path
+
+from tests.backends.interpreting import check
 
 
 def test_what_is_declared_is_served_and_the_rest_is_refused():
-    check("interpreted_conformance.py", measured=False)
+    check(Path(__file__).with_name("interpreted_conformance.py"), measured=False)

@@ -19,7 +19,7 @@ from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
 from plugins.blocksparse.tests.bounds import watched
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check, lens, starts
-from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
+from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 

@@ -6,7 +6,7 @@ import pytest
 
 from attnplug.hosts.transformers.engine import Engine
 from plugins.blocksparse.tests.phi3small import LARGE, SMALL, build, mask_densely, prompts
-from plugins.blocksparse.tests.where import DEVICE, INTERPRETED, MARKS
+from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 from tests.backends.rounding import Recorder, Reference, Verdict
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]

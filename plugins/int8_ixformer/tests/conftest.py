@@ -1,5 +1,5 @@
 """
-Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter (see interpreting.py).
+Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter.
 
 A test or class that uses the fixture `doubled` sees a double of ixformer, when it is collected and when it runs.
 """
@@ -16,7 +16,7 @@ from attnplug.errors import DuplicateBackendError
 from attnplug.selection import state
 from plugins.int8_ixformer.tests import cpu_manifest
 from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, VERSIONS
-from plugins.int8_ixformer.tests.where import INTERPRETED
+from tests.backends.interpreting import INTERPRETED
 
 collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the double is in place
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from attnplug.testing.oracle import attend
 from attnplug_int8_ixformer.pages import Pages
 from attnplug_int8_ixformer.terms import Terms
-from plugins.int8_ixformer.tests.where import DEVICE
+from tests.backends.interpreting import DEVICE
 
 CANARY = 7.0
 DTYPES = (torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ import torch
 from attnplug_int8_ixformer.tiles import DecodeTiles, PrefillTiles
 from attnplug_int8_ixformer.triton_provider import Prompts, Tokens, attend_prompts, attend_tokens, scratch_bytes
 from plugins.int8_ixformer.tests.dense import CANARY, lens, starts
-from plugins.int8_ixformer.tests.where import DEVICE
+from tests.backends.interpreting import DEVICE
 
 
 def run_decode(case, *, tiles=None, splits=1, writes=True, cache=None):

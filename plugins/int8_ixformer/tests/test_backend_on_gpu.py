@@ -19,7 +19,7 @@ from attnplug_int8_ixformer import triton_provider
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.value_scales import ValueScales
 from plugins.int8_ixformer.tests.dense import ask
-from plugins.int8_ixformer.tests.where import DEVICE, INTERPRETED, MARKS
+from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
 

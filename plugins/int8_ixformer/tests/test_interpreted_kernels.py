@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from plugins.int8_ixformer.tests.interpreting import FOLDER, check
+from tests.backends.interpreting import check
+
+FILES = sorted(Path(__file__).parent.glob("test_*_on_gpu.py"))
 
 
-@pytest.mark.parametrize("file", sorted(file.name for file in FOLDER.glob("test_*_on_gpu.py")))
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_interpreted(file):
     check(file)

@@ -21,7 +21,7 @@ from plugins.int8_ixformer.tests.dense import (
     with_byte_weights,
 )
 from plugins.int8_ixformer.tests.running import run_decode, run_prefill
-from plugins.int8_ixformer.tests.where import DEVICE, INTERPRETED, MARKS
+from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 

@@ -13,7 +13,7 @@ from attnplug.hosts.transformers.engine import Engine
 from attnplug.hosts.transformers.engine.groups import Groups
 from attnplug_int8_ixformer.value_scales import ValueScales
 from plugins.int8_ixformer.tests.outliers import BUDGET
-from plugins.int8_ixformer.tests.where import DEVICE, INTERPRETED, MARKS
+from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 from tests.backends.models import build, prompts
 from tests.backends.rounding import Recorder, Reference, Verdict
 

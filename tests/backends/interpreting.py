@@ -1,0 +1,60 @@
+"""Triton's interpreter runs kernels on a CPU: in a process each, since Triton settles that when it is imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Final
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether the kernels of this process are interpreted."""
+
+DEVICE: Final = "cpu" if INTERPRETED else "cuda"
+"""Where they run."""
+
+MARKS: Final = (
+    # What numpy says of infinities that cancel, and of rows of nothing but NaN.
+    [pytest.mark.filterwarnings("ignore:.*encountered in", "ignore:All-NaN slice encountered")]
+    if INTERPRETED
+    else [pytest.mark.gpu]
+)
+"""Of a module whose tests run kernels."""
+
+
+def check(file: Path, *options: str, measured: bool = True) -> None:
+    """
+    Run the tests of a file in a process whose kernels are interpreted, and assert that they pass.
+
+    Args:
+        file: The file.
+        options: For pytest.
+        measured: Whether coverage measures them where it measures this process: that doubles their time.
+    """
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options, str(file)]
+    kept = {name: value for name, value in os.environ.items() if measured or not name.startswith("COVERAGE_")}
+
+    done = subprocess.run(command, env={**kept, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+def leave_out_overflow_checks() -> None:
+    """
+    Let whole numbers wrap in this process, as they do on a GPU.
+
+    That takes the interpreter a quarter less time. Tests of the kernels themselves keep the checks.
+    """
+    from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415 - not on every platform
+
+    interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
