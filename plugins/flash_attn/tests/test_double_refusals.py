@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from importlib import import_module
 
 import pytest
@@ -172,6 +173,17 @@ def test_fa4_does_not_split_on_hopper(num_splits):
 def test_fa4_has_pages_on_some_devices(monkeypatch, capability):
     monkeypatch.setattr(import_module("flash_attn.cute.interface"), "CAPABILITY", capability)
     assert refuse("fa4", match="paged KV not supported") == "AssertionError"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("size", [64, 80, 96, 112, 128, 144, 192, 256])
+def test_fa4_copies_pages_in_steps_that_fill_a_tile(size, causal):
+    fa4, rows = import_module("flash_attn.cute.interface"), torch.zeros(2, 16, 1, size)
+    keys = import_module("flash_attn_double.keys").Keys(key=rows, value=rows, starts=None, used=None, table=rows)
+    are_whole = size in (64, 112, 128, 192, 256) or (size in (80, 96) and causal)
+
+    with nullcontext() if are_whole else pytest.raises(AssertionError, match="those left over are not"):
+        fa4._demand_whole_steps(keys, (None, None), causal=causal)
 
 
 def test_fa4_reads_the_rest_of_a_page_of_a_tile():

@@ -234,6 +234,30 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             id="odd heads in pages, by FlashAttention 4",
         ),
         pytest.param(
+            LLAMA.evolve(head_size=160),
+            "fa4",
+            HOPPER,
+            [
+                (
+                    "head_size=160 asked, needs head_size = <= 128, 192, 256: the kernels for Hopper copy pages of "
+                    "such heads in steps that do not add up to a tile, and attend what was there before"
+                )
+            ],
+            id="heads of 160 in pages, by FlashAttention 4 on Hopper",
+        ),
+        pytest.param(
+            CASCADE.evolve(head_size=80),
+            "fa4",
+            HOPPER,
+            [
+                (
+                    "cascade=True asked, needs cascade = False: where every key is attended, tiles of such heads "
+                    "have 144 keys, and pages are copied in steps that do not add up to them"
+                )
+            ],
+            id="a shared prefix of heads of 80, by FlashAttention 4 on Hopper",
+        ),
+        pytest.param(
             LLAMA.evolve(head_size=192),
             "fa4",
             BLACKWELL,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ def flash_attn_varlen_func(  # noqa: PLR0917 - the library's own
     starts, used = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, learnable_sink)
     rows = _Rows(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     keys = Keys(key=k, value=v, starts=starts, used=used, table=page_table)
+    _demand_whole_steps(keys, window_size, causal=causal)
     terms = _scores(q, softmax_scale, softcap, window_size, learnable_sink, causal=causal)
     out, lse = _attend(rows, keys, terms, num_splits)
     return out.to(q.dtype), lse.float() if return_lse else None
@@ -124,6 +126,7 @@ def _flash_attn_fwd(  # noqa: PLR0917 - the library's own
     if lse is not None:
         _check_result("lse", lse, (q.shape[1], q.shape[0]), torch.float32, q.device, step=4)
     window = (window_size_left, window_size_right)
+    _demand_whole_steps(keys, window, causal=causal)
     terms = _scores(q, softmax_scale, softcap or 0.0, window, learnable_sink, causal=causal)
     found, sums = _attend(rows, keys, terms, num_splits)
     out = torch.full_like(found, torch.nan, dtype=q.dtype) if out is None else out
@@ -229,6 +232,26 @@ def _has_kernel(size: int, size_v: int) -> bool:
     if CAPABILITY in (10, 11):
         return max(size, size_v) <= 128 or (size, size_v) in ((192, 128), (256, 256))
     return max(size, size_v) <= 256
+
+
+def _demand_whole_steps(keys: Keys, window: tuple[Any, Any], *, causal: bool) -> None:
+    """On Hopper 128 threads copy a tile of pages, 16 bytes each: what is left of a tile by whole steps is not copied."""
+    if keys.table is None or CAPABILITY != 9:
+        return
+    size = -(-keys.key.shape[-1] // 16) * 16
+    tile = _tile(size, is_local=any(side is not None and side >= 0 for side in window), causal=causal)
+    step = 128 // (gcd(size, 64) // 8)
+    is_whole = keys.key.shape[1] == tile or tile % step == 0
+    demand(is_whole, f"tiles of {tile} keys in pages are copied {step} keys at a time: those left over are not")
+
+
+def _tile(size: int, *, is_local: bool, causal: bool) -> int:
+    """Keys of a tile on Hopper, of 4.0.0b36."""
+    if size <= 128:
+        return 144 if 64 < size <= 96 and not (causal or is_local) else 128
+    if size <= 192:
+        return 96 if is_local else 112
+    return 64 if is_local else 80
 
 
 def _is_finite_behind(keys: Keys, request: int) -> bool:
