@@ -19,6 +19,7 @@ from attnplug.testing.replay import check_replays, padded_for
 from attnplug.testing.running import check, limits_of
 from attnplug.testing.scene import realise
 from attnplug_int8_ixformer.pages import of_planes
+from attnplug_int8_ixformer.probe import IXFORMER_MODULES
 from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, NAME
 
 TERMS = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
@@ -305,6 +306,24 @@ def test_a_library_without_its_modules_is_told_so(monkeypatch):
         pytest.raises(PluginLoadError, match=r"ixformer\.inference\.elsewhere is not there"),
     ):
         load(scene)
+
+
+@pytest.mark.skipif(IS_REAL_HERE, reason="ixformer is installed here, and its double would be mistaken for it")
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        ("vllm_paged_attention_mix", r"ixformer\.inference\.functions was imported.*has no vllm_paged_attention_mix"),
+        ("flash_attn_varlen_int8_func", r"vllm_flash_attn was imported.*has no flash_attn_varlen_int8_func"),
+    ],
+)
+def test_a_library_that_lacks_a_call_is_no_backend(monkeypatch, call, told):
+    scene = scene_of("int8", **DECODES)
+
+    with DOUBLES.stage({"ixformer": f"0.{len(call)}"}).entered():  # its own, as above
+        modules = map(import_module, IXFORMER_MODULES)
+        monkeypatch.delattr(next(module for module in modules if hasattr(module, call)), call)
+        with pytest.raises(PluginLoadError, match=f"(?s){told}"):
+            load(scene)
 
 
 def test_nothing_of_the_library_is_imported_to_choose(journal):

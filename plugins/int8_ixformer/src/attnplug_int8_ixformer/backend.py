@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from math import nan
 from typing import TYPE_CHECKING
 
@@ -12,26 +11,31 @@ from attnplug.contract import Backend, CacheTensor, torch_dtype
 from attnplug_int8_ixformer.builder import Int8Builder
 from attnplug_int8_ixformer.impl import Int8Impl
 from attnplug_int8_ixformer.metadata import Int8Metadata
-from attnplug_int8_ixformer.provider import Provider, provider_of
+from attnplug_int8_ixformer.provider import provider_of
 from attnplug_int8_ixformer.warmup import run_each_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from attnplug import Selection
     from attnplug.contract import GraphKey, Limits
 
 
 class Int8Backend(Backend):
-    """Int8 queries and keys; int8 values too at level 1."""
+    """
+    Int8 queries and keys; int8 values too at level 1.
+
+    Attributes:
+        provider: The kernels. A library that does not import, or lacks a call, is found out when the backend is loaded.
+    """
 
     impl_class = Int8Impl
     builder_class = Int8Builder
     metadata_class = Int8Metadata
 
-    @cached_property
-    def provider(self) -> Provider:
-        """The kernels."""
-        return provider_of(self)
+    def __init__(self, selection: Selection) -> None:
+        super().__init__(selection)
+        self.provider = provider_of(self)
 
     @property
     def level(self) -> int:

@@ -13,6 +13,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from attnplug.errors import PluginLoadError
 from attnplug_int8_ixformer.probe import IXFORMER_MODULES
 from attnplug_int8_ixformer.provider import Provider
 
@@ -21,6 +22,15 @@ if TYPE_CHECKING:
     from attnplug_int8_ixformer.backend import Int8Backend
     from attnplug_int8_ixformer.pages import Pages
     from attnplug_int8_ixformer.terms import Terms
+
+_CALLS: Final = (
+    (
+        "scaled_int8_quant_for_attn", "reshape_and_cache_flash_int8", "reshape_and_cache_flash_mix",
+        "vllm_paged_attention_int8", "vllm_paged_attention_mix", "merge_attn_states",
+    ),
+    ("flash_attn_varlen_int8_func",),
+)  # fmt: skip
+"""What is called of each module."""
 
 _PER_ROW: Final = 2
 """Mode of its quantization: a scale per token and head."""
@@ -80,7 +90,9 @@ class IxformerProvider(Provider):
 
     def __init__(self, backend: Int8Backend) -> None:
         super().__init__(backend)
-        self._functions, self._attention = (cast("Any", import_module(name)) for name in IXFORMER_MODULES)
+        self._functions, self._attention = (
+            _module_with(name, calls) for name, calls in zip(IXFORMER_MODULES, _CALLS, strict=True)
+        )
 
     def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphSlot | None, *, mixed: bool) -> Decodes:
         """Give padding the null block, whatever its row of the table still names, and keep that where graphs read."""
@@ -200,6 +212,18 @@ class IxformerProvider(Provider):
         if pages.value_scales is not None:
             value, _ = self._functions.scaled_int8_quant_for_attn(value, _PER_CHANNEL, scale=pages.value_scales)
         return {"save_key": rows, "save_value": value, "save_key_scale": scales}
+
+
+def _module_with(name: str, calls: tuple[str, ...]) -> Any:
+    module = import_module(name)
+    lacking = [call for call in calls if not callable(getattr(module, call, None))]
+    if lacking:
+        raise PluginLoadError(
+            f"{name} was imported for int8 attention",
+            f"it has no {', '.join(lacking)}",
+            "install a release of ixformer that has these calls",
+        )
+    return module
 
 
 def _heads_first(pages: Tensor) -> Tensor:
