@@ -121,7 +121,11 @@ def test_the_same_memory_holds_nearly_twice_the_tokens(monkeypatch, record_prope
     ValueScales({"layers.0.self_attn": torch.ones(2, 128)}).save(tmp_path / "scales")
     made, limits, tokens = wide(), {"max_num_reqs": 80, "max_num_tokens": 80, "block_size": 16}, {}
 
-    for dtype, backend in (("auto", "torch"), ("int8", "int8_ixformer/triton"), ("int8_k", "int8_ixformer/triton")):
+    for dtype, backend in (
+        ("auto", "torch/sdpa"),
+        ("int8", "int8_ixformer/triton"),
+        ("int8_k", "int8_ixformer/triton"),
+    ):
         options = {"int8_ixformer": {"value_scales": str(tmp_path / "scales")}}
         with Engine(made, kv_cache_dtype=dtype, backend=backend, options=options, graphs=False, **limits) as engine:
             tokens[dtype] = 16 * engine.limits.num_blocks
