@@ -46,10 +46,12 @@ demo: $(READY) ## real model architectures, served through the chosen backend
 # The one command that guards everything, and the one that CI runs on a clean clone: style, types, documentation, tests, coverage.
 # The plugins are not installed into .venv, where the documentation shows them as absent; pytest finds them by path (pyproject.toml).
 # coverage starts pytest, and not the other way round: attnplug's own pytest plugin is imported before any plugin could measure it.
-# Files are dealt out to a process per core, each with one thread of torch's: more would wait for each other.
+# Files are dealt out to a process per core, long ones first, each with one thread of torch's: more would wait for each other.
+# Hundreds of processes are started: they keep what they compile of this project, wherever the environment says otherwise.
 test: lint docs ## lint, docs, and every test of core and plugins with branch coverage
 	@$(BIN)/python -m coverage erase
-	@OMP_NUM_THREADS=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+	  $(PYTEST_ARGS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report
 

@@ -33,7 +33,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the tests marked gpu where there is no NVIDIA GPU; torch is imported only if there are such tests."""
+    """
+    Deselect the tests marked gpu where there is no NVIDIA GPU; torch is imported only if there are such tests.
+
+    Where files are dealt out to processes, long ones come first: no process is still at one when the others are done.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=lambda item: item.get_closest_marker("long") is None)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked or _gpu_is_available():
         return

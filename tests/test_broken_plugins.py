@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
     from tests.plugins.asking import Ask
 
+pytestmark = pytest.mark.long
+
 # What each does when it is loaded: the error's type, its cause, and what is said.
 FAILING = {
     "raises_on_import": ("PluginLoadError", "ImportError", "libacme.so.4: cannot open shared object file"),

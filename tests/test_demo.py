@@ -26,6 +26,8 @@ from attnplug.selection import state as process
 from attnplug.selection.selection import Selection
 from core.tests.hosts.forgetful import MANIFEST, ForgetfulImpl
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 TEXT = """\
 An attention backend today is welded into one engine. This project makes it a part that anyone can publish, install,

@@ -11,6 +11,8 @@ import pytest
 
 from tools.snippets import SnippetError, blocks, commands, matches, run_page
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()

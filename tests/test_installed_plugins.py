@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from tests.plugins.asking import Ask
 
+pytestmark = pytest.mark.long
+
 EVERYTHING = (
     "exits_on_import",
     "fails_on_import",

@@ -12,6 +12,8 @@ import pytest
 
 import attnplug.torch_backend
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 MANIFEST = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml")
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.backends.interpreting import check
+
+pytestmark = pytest.mark.long
 
 
 def test_what_is_declared_is_served_and_the_rest_is_refused():

@@ -6,6 +6,8 @@ import pytest
 
 from attnplug.testing.kit import Conformance
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.usefixtures("doubled")
 class TestFa2OnDouble(Conformance):

@@ -8,6 +8,8 @@ import pytest
 
 from tests.backends.interpreting import check
 
+pytestmark = pytest.mark.long
+
 FILES = sorted(Path(__file__).parent.glob("test_*_on_gpu.py"))
 
 
