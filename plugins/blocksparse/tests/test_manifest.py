@@ -49,6 +49,8 @@ def verdict(requirements: Requirements, device: Device = HOPPER):
         {"return_lse": True},
         {"paged": False},
         {"num_q_heads": 28, "num_kv_heads": 4},
+        {"num_q_heads": 128, "num_kv_heads": 1},
+        {"num_q_heads": 64, "num_kv_heads": 1, "head_size": 256},
     ],
 )
 def test_it_serves(changed) -> None:
@@ -75,6 +77,7 @@ def test_it_serves(changed) -> None:
         ({"sinks": True}, "sinks=True asked, supported: only False"),
         ({"custom_mask": True}, "custom_mask=True asked, supported: only False"),
         ({"dtype": "float32"}, "dtype=float32 asked, supported: bfloat16, float16"),
+        ({"num_q_heads": 130, "num_kv_heads": 1}, "they fit the shared memory up to 128"),
         ({"block_size": 8}, "block_size=8 asked, supported: 64, multiples of 16"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype=int8 asked, supported: auto, fp8_e4m3, fp8_e5m2"),
         ({"kv_cache_dtype": "fp8_e4m3", "per_head_scales": True}, "per_head_scales=True asked, supported: only False"),
@@ -111,6 +114,10 @@ def test_older_devices() -> None:
     assert verdict(PHI, AMPERE).status in ("chosen", "eligible")
     assert verdict(PHI.evolve(kv_cache_dtype="fp8_e5m2"), AMPERE).status in ("chosen", "eligible")
     assert "from compute capability 8.9 on" in str(verdict(PHI.evolve(kv_cache_dtype="fp8_e4m3"), AMPERE).reasons[0])
+    groups = PHI.evolve(head_size=256, num_q_heads=34, num_kv_heads=1)
+    assert verdict(groups, AMPERE).status in ("chosen", "eligible")
+    assert verdict(groups.evolve(num_q_heads=32), Device.cuda("8.9")).status in ("chosen", "eligible")
+    assert "do not fit 99 KiB of shared memory" in str(verdict(groups, Device.cuda("8.9")).reasons[0])
     assert verdict(PHI, TURING).status == "refused"
     assert verdict(PHI, Device.cpu()).status == "refused"
 
