@@ -227,6 +227,7 @@ def test_a_slow_probe_is_asked_once_a_load_and_its_time_is_told(workshop: Worksh
 # A manifest that is not true
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_the_kit_passes_the_plugin_that_is_as_it_should_be(workshop: Workshop, tmp_path: Path) -> None:
     done = _conformance(workshop.install(tmp_path / "site", "good"), tmp_path, "good")
 
@@ -234,6 +235,7 @@ def test_the_kit_passes_the_plugin_that_is_as_it_should_be(workshop: Workshop, t
     assert "(100%)" in done.stdout
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_the_kit_sees_through_a_plugin_that_drops_what_it_claims(workshop: Workshop, tmp_path: Path) -> None:
     """Every dropped feature by its name, and not what the plugin does right."""
     done = _conformance(
@@ -246,6 +248,7 @@ def test_the_kit_sees_through_a_plugin_that_drops_what_it_claims(workshop: Works
     assert {name.partition("=")[0] for test, name in failed} == {"sinks", "sliding_window", "logits_soft_cap"}
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, tmp_path: Path) -> None:
     site = workshop.install(tmp_path / "site", "writes_on_import")
     options = ("-q", "--pyargs", "attnplug.testing", "--attn-backend=writes_on_import", "-k", "TestPurity")

@@ -89,6 +89,7 @@ def models(tmp_path_factory):
     return json.loads(done.stdout)["models"]
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_every_architecture_agrees_token_for_token():
     done = command(COLUMNS="120")
 

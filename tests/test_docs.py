@@ -24,6 +24,7 @@ def _text(page: str) -> str:
     return (ROOT / page).read_text("utf-8")
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page, _text(page)))])
 def test_the_code_of_a_page_runs(page: str) -> None:
     command = [sys.executable, "-W", "error", "-m", "tools.snippets", page]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -47,6 +48,20 @@ def check(file: Path, *options: str, measured: bool = True) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def check_kit(file: Path, folder: Path) -> None:
+    """
+    Run the tests of the conformance kit in a file, as `check` does, and assert that every declared value was exercised.
+
+    Args:
+        file: The file.
+        folder: Where the kit's report goes.
+    """
+    check(file, f"--attn-report={folder}", measured=False)
+
+    (found,) = json.loads((folder / "report.json").read_text("utf-8"))
+    assert found["missing"] == []
 
 
 def leave_out_overflow_checks() -> None:

@@ -84,6 +84,7 @@ def test_the_report_has_every_test(whole) -> None:
     assert any(item.attrib["name"] == "attnplug exercised" for item in root.iter("property"))
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_backend_that_is_as_a_vendors_library_is_green(tmp_path: Path) -> None:
     manifest = HERE / "vendor" / "attnplug.toml"
     done = run(tmp_path, "--attn-backend=vendor", module="vendor.planned", manifest=manifest)
@@ -116,6 +117,7 @@ def test_a_value_that_the_rules_always_refuse_is_red(tmp_path: Path) -> None:
     assert "not exercised: sinks=True" in done.stdout
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_backend_without_pages_is_green(tmp_path: Path) -> None:
     text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")
     text = text.replace('"paged", "batch_invariant", "host_lengths"', '"batch_invariant"')

@@ -43,6 +43,7 @@ def test_a_backend_of_patterns_alone_is_green(tmp_path: Path) -> None:
     assert {value for field, value in read if field == "block_sparse"} == set(map(hashable, patterns))
 
 
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("mutant", RED)
 def test_a_wrong_pattern_is_found(mutant: str, tmp_path: Path) -> None:
     _, report = kit(tmp_path, mutant, "-k", RED[mutant][0].partition("[")[0])
