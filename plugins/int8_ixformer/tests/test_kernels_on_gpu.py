@@ -192,6 +192,28 @@ def test_nothing_beyond_the_window_is_read():
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("window", [1, 24])
+@pytest.mark.parametrize("level", [1, 2])
+def test_blocks_that_left_the_window_may_be_gone(level, window):
+    """Their hosts have given them to others: the table names no block there."""
+    decodes, prompts = (
+        Requests(query_lens, seq_lens, level=level, window=window, kv_heads=1)
+        for query_lens, seq_lens in (([1, 2], [200, 150]), ([40, 3], [200, 150]))
+    )
+    for case in (decodes, prompts):
+        expected, pages = case.expected(), case.cache(written=case is prompts)
+        if case is prompts and level == 1:
+            expected = with_byte_weights(case, 64)
+        for request, (length, count) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
+            case.table[request, : (length - count - window + 1) // case.page] = 10**6
+
+        if case is decodes:
+            for splits in (1, 3):
+                check(run_decode(case, tiles=DecodeTiles(keys=64), splits=splits, cache=pages)[0], expected)
+        else:
+            check(run_prefill(case, PrefillTiles(32, 64, 2, 4), cache=pages), expected)
+
+
 def test_padding_is_neither_read_nor_written():
     case = Requests([1, 0, 1, 0], [40, 0, 90, 30])
     query = torch.cat(case.queries)

@@ -89,9 +89,13 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen when it is compi
     length = tl.load(seq_lens + request)
     old = length - count if writes else length
     first = 0
+    seen_from = 0
     if is_windowed:
-        first = tl.maximum(length - count - left, 0) // keys * keys
+        seen_from = tl.maximum(length - count - left, 0)  # what stands before may be gone, its blocks too
+        first = seen_from // keys * keys
     tiles = (tl.maximum(old - first, 0) + keys - 1) // keys
+    if is_windowed:
+        tiles = tl.where(old > seen_from, tiles, 0)
     share = (tiles + num_splits - 1) // num_splits
     begin = first + split * share * keys
     end = tl.minimum(begin + share * keys, old)
@@ -128,6 +132,8 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen when it is compi
         place = index + of_tile
         # What is behind the end is read from the last slot, and left out below: loads without a mask take fewer steps.
         at = tl.minimum(place, end - 1)
+        if is_windowed:
+            at = tl.maximum(at, seen_from)
         if page_size % keys == 0:
             page, slot = tl.load(pages + index // page_size).to(tl.int64), at % page_size
         else:

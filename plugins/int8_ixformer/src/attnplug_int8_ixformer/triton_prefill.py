@@ -58,17 +58,19 @@ def _write(
     tl.store(value_pages + page * v_page + slot * v_slot + head[:, None] * v_head + columns[None, :], v, mask=wanted)
 
 
-@triton.jit(do_not_specialize=["of_request", "num_tiles", "first_req"])
+@triton.jit(do_not_specialize=["of_request", "num_tiles", "first_req", "left"])
 def _turn(
     value_pages: tl.tensor,
     turned: tl.tensor,
     key_starts: tl.tensor,
     seq_lens: tl.tensor,
     table: tl.tensor,
+    query_starts: tl.tensor,
     turned_row: tl.int64,
     of_request: tl.int64,
     num_tiles: tl.int32,
     first_req: tl.int32,
+    left: tl.int32,
     v_page: tl.constexpr,
     v_slot: tl.constexpr,
     v_head: tl.constexpr,
@@ -76,23 +78,28 @@ def _turn(
     size: tl.constexpr,
     width: tl.constexpr,
     page_size: tl.constexpr,
+    is_windowed: tl.constexpr,
     keys: tl.constexpr,
 ) -> None:
     """
     One program lays values of one KV head with keys side by side, in which order alone tensor cores multiply bytes:
-    ``(kv_heads * size, keys)``. Behind a sequence's last key there are zeros.
+    ``(kv_heads * size, keys)``. Behind a sequence's last key there are zeros, and before the window of its first query.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
     tile = (program // kv_heads) % num_tiles
     request = first_req + program // (kv_heads * num_tiles)
     length = tl.load(seq_lens + request)
-    if tile * keys >= length:
+    first = 0
+    if is_windowed:
+        count = tl.load(query_starts + request + 1) - tl.load(query_starts + request)
+        first = tl.maximum(length - count - left, 0)
+    if (tile * keys >= length) | ((tile + 1) * keys <= first):
         return
 
     place = tile * keys + tl.arange(0, keys)
     columns = tl.arange(0, width)
-    there = place < length
+    there = (place < length) & (place >= first)
     page = tl.load(table + request * of_request + place // page_size, mask=there, other=0).to(tl.int64)
     at = value_pages + kv_head * v_head + (page * v_page + place % page_size * v_slot)[:, None] + columns[None, :]
     v = tl.load(at, mask=there[:, None] & (columns < size)[None, :], other=0)
@@ -104,6 +111,7 @@ def _turn(
 def _tiles(  # noqa: PLR0912 - forms of one loop, chosen when it is compiled
     begin: tl.int32,
     end: tl.int32,
+    seen_from: tl.int32,
     q: tl.tensor,
     q_scale: tl.tensor,
     position: tl.tensor,
@@ -146,8 +154,9 @@ def _tiles(  # noqa: PLR0912 - forms of one loop, chosen when it is compiled
             page = tl.load(pages + index // page_size).to(tl.int64)
             slot = index % page_size + of_tile
         else:
-            page = tl.load(pages + place // page_size, mask=place < length, other=0).to(tl.int64)
-            slot = place % page_size
+            at = tl.maximum(place, seen_from) if is_windowed else place  # blocks before the window may be gone
+            page = tl.load(pages + at // page_size, mask=place < length, other=0).to(tl.int64)
+            slot = at % page_size
         places = (page * k_page + slot * k_slot)[:, None] + columns[None, :]
         if is_masked:
             there = place < length
@@ -281,16 +290,18 @@ def _prefill(
     lowest = length - count + tile * rows
     end = tl.minimum(lowest + rows, length)
     begin, edge = 0, (lowest + 1) // keys * keys  # all rows see the keys before the edge
+    seen_from = 0
     if is_windowed:
-        begin = tl.maximum(lowest - left, 0) // keys * keys
+        seen_from = tl.maximum(lowest - left, 0)
+        begin = seen_from // keys * keys
         edge = begin
     total, highest, sums = _tiles(
-        begin, edge, q, q_scale, position, slope, total, highest, sums, keys_at, values_at, scales_at, pages,
+        begin, edge, seen_from, q, q_scale, position, slope, total, highest, sums, keys_at, values_at, scales_at, pages,
         k_page, k_slot, v_page, v_slot, s_page, turned_row, length, left, soft_cap,
         size, width, page_size, is_windowed, is_capped, alibi, has_scales, False, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip
     total, highest, sums = _tiles(
-        edge, end, q, q_scale, position, slope, total, highest, sums, keys_at, values_at, scales_at, pages,
+        edge, end, seen_from, q, q_scale, position, slope, total, highest, sums, keys_at, values_at, scales_at, pages,
         k_page, k_slot, v_page, v_slot, s_page, turned_row, length, left, soft_cap,
         size, width, page_size, is_windowed, is_capped, alibi, has_scales, True, keys, stages, interpreted,  # noqa: FBT003
     )  # fmt: skip

@@ -260,10 +260,10 @@ def attend_prompts(query: Tensor, pages: Pages, out: Tensor, prompts: Prompts, t
         units = -(-prompts.longest_seq // _UNIT)
         _turn_kernel.run(
             prompts.count * units * kv_heads,
-            (pages.values, turned, prompts.key_starts, prompts.seq_lens, prompts.table),
+            (pages.values, turned, prompts.key_starts, prompts.seq_lens, prompts.table, prompts.query_starts),
             (columns,),
-            (table, units, prompts.first),
-            (*pages.values.stride()[:3], kv_heads, size, _width(size), page_size, _UNIT),
+            (table, units, prompts.first, terms.left),
+            (*pages.values.stride()[:3], kv_heads, size, _width(size), page_size, terms.left >= 0, _UNIT),
             num_warps=4,
         )
     num_tiles = -(-prompts.longest_query // tiles.rows)
