@@ -14,6 +14,7 @@ from attnplug.testing.cases import Case
 from attnplug.testing.replay import CANARY
 from attnplug.testing.running import check, run
 from attnplug.testing.scene import realise
+from attnplug.torch_backend.impl import TorchImpl
 from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
 
 pytestmark = pytest.mark.usefixtures("offered")
@@ -54,6 +55,16 @@ def test_results_are_those_of_the_inner_backend(changed):
     assert torch.equal(ran.output, inner.output)
     assert backend.bytes_per_block == backend.inner.bytes_per_block
     backend.warmup([GraphKey(1, 1, 1)])
+
+
+def test_what_the_host_of_an_inner_backend_writes_is_written(monkeypatch):
+    monkeypatch.setattr(TorchImpl, "cache_write", "host")
+    scene = realise(CASE)
+    backend = load()
+
+    check(backend, scene)
+
+    assert backend.inner.make_impl(scene.layer()).host_writes == {"prefill", "decode"}
 
 
 def steps(backend, seeds=(0, 1)):
