@@ -298,3 +298,22 @@ def test_padding_is_neither_read_nor_written():
     alone = Requests(PHI, [1, 0, 1, 0], [40, 0, 90, 30]).expected()
 
     check(out, lse, alone)
+
+
+class AtTheEnd(Requests):
+    """Requests whose pages are behind 2^31 elements, which are never touched and take no memory on a CPU."""
+
+    def pages(self, size):
+        (keys, values), table = super().pages(size)
+        shift = -(-(2**31) // (2 * values[0].numel()))
+        cache = torch.empty(shift + len(values), 2, *values.shape[1:], dtype=self.dtype, device=DEVICE)
+        cache[shift:, 0], cache[shift:, 1] = keys, values
+        return (cache[:, 0], cache[:, 1]), table + shift
+
+
+def test_pages_behind_what_32_bits_count():
+    case = AtTheEnd(PHI, [20, 1], [90, 40])
+    output, sums = case.expected()
+
+    check(*run_prefill(case, page=32), (output, sums))
+    check(*run_decode(case, page=32, splits=2), (output[19:], sums[19:]))
