@@ -165,6 +165,26 @@ def test_prompts_by_descriptors(pattern, length, rows, keys, size, dtype):
     check(out, lse, case.expected())
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are no two GPUs")
+def test_long_prompts_run_where_their_tensors_are():
+    case = Requests(PHI, [300, 70], [300, 70])
+    query, key, value = (torch.cat(rows).to("cuda:1") for rows in (case.queries, case.keys, case.values))
+    out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device="cuda:1")
+    prompts = prefill.Prompts(
+        pattern=pattern_of(case),
+        tiles=PrefillTiles(),
+        query_starts=starts(case.query_lens),
+        seq_lens=lens(case.seq_lens),
+        lengths=(300, 70),
+    )
+
+    assert torch.cuda.current_device() == 0
+    prefill.attend(query, key, value, out, lse, prompts, Scales(case.scale))
+
+    check(out, lse, case.expected())
+    assert torch.cuda.current_device() == 0
+
+
 @settings(max_examples=EXAMPLES)
 @given(
     case=requests(),
