@@ -47,6 +47,18 @@ def test_a_step_is_at_least_one_block():
     assert params(vert_stride=3, homo_head_group=True).head_sliding_step == -1
 
 
+def pattern_of(stride, mode):
+    return {"max_seqlen": 99, "block_size": 1, "local_blocks": 0, "vert_stride": stride, **mode}
+
+
+def check_residues(own, pattern, **total):
+    """Hold a rank's heads against the formula, which counts the model's."""
+    keys, (first, last) = torch.arange(3 * own.vert_stride), own.active_head_range
+    for head in range(first, last):
+        wanted = seen_by(head, pattern, **total, queries=keys[-1:], keys=keys)[0]
+        assert torch.equal(keys % own.vert_stride == own.residue(head - first), wanted)
+
+
 @given(
     group=st.integers(1, 4),
     kv_heads=st.integers(1, 3),
@@ -55,17 +67,12 @@ def test_a_step_is_at_least_one_block():
     mode=st.sampled_from(MODES),
 )
 def test_residues_are_the_formula_for_every_head_of_every_rank(group, kv_heads, tp_size, stride, mode):
-    pattern = {"max_seqlen": 99, "block_size": 1, "local_blocks": 0, "vert_stride": stride, **mode}
-    heads, keys = group * kv_heads, torch.arange(3 * stride)
-    total = {"num_q_heads": heads * tp_size, "num_kv_heads": kv_heads * tp_size}
-    named = {**pattern, "total_kv_heads": total["num_kv_heads"]}
+    pattern, heads = pattern_of(stride, mode), group * kv_heads
+    named = pattern if kv_heads > 1 else {**pattern, "total_kv_heads": tp_size}
     for rank in range(tp_size):
         ranks = {"tp_size": tp_size, "tp_rank": rank}
         own = BlocksparseParams.of(named, num_heads=heads, num_kv_heads=kv_heads, **ranks)
-        first, last = own.active_head_range
-        for head in range(first, last):
-            wanted = seen_by(head, pattern, **total, queries=keys[-1:], keys=keys)[0]
-            assert torch.equal(keys % stride == own.residue(head - first), wanted)
+        check_residues(own, pattern, num_q_heads=heads * tp_size, num_kv_heads=kv_heads * tp_size)
         for kv_head in range(kv_heads):
             each = {own.residue(kv_head * group + head) for head in range(group)}
             assert own.residues(kv_head) == tuple(sorted(each))
@@ -79,16 +86,11 @@ def test_residues_are_the_formula_for_every_head_of_every_rank(group, kv_heads, 
     mode=st.sampled_from(MODES),
 )
 def test_ranks_that_repeat_a_kv_head_have_its_pattern(kv_heads, repeats, group, stride, mode):
-    pattern = {"max_seqlen": 99, "block_size": 1, "local_blocks": 0, "vert_stride": stride, **mode}
-    tp_size, keys = kv_heads * repeats, torch.arange(3 * stride)
-    total = {"num_q_heads": group * tp_size, "num_kv_heads": kv_heads}
+    pattern, tp_size = pattern_of(stride, mode), kv_heads * repeats
+    named = {**pattern, "total_kv_heads": kv_heads}
     for rank in range(tp_size):
-        own = BlocksparseParams.of(
-            {**pattern, "total_kv_heads": kv_heads}, num_heads=group, num_kv_heads=1, tp_size=tp_size, tp_rank=rank
-        )
-        for head in range(group):
-            wanted = seen_by(rank * group + head, pattern, **total, queries=keys[-1:], keys=keys)[0]
-            assert torch.equal(keys % stride == own.residue(head), wanted)
+        own = BlocksparseParams.of(named, num_heads=group, num_kv_heads=1, tp_size=tp_size, tp_rank=rank)
+        check_residues(own, pattern, num_q_heads=group * tp_size, num_kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("tp_size", [2, 8])
