@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
@@ -50,6 +50,23 @@ def check(file: Path, *options: str, measured: bool = True) -> None:
     assert " passed" in done.stdout
 
 
+def runs(folder: Path) -> list[Any]:
+    """
+    Return arguments of `check`, as parameters of a test, that together run all tests for a GPU of a folder.
+
+    Random examples of the kernels and the tests of the backend are measured: together they run nearly every line.
+    """
+    found = []
+    for file in sorted(folder.glob("test_*_on_gpu.py")):
+        if file.name == "test_kernels_on_gpu.py":
+            examples, others = ((file, "-m", which) for which in ("hypothesis", "not hypothesis"))
+            found += [(examples, True, "random kernels"), (others, False, "kernels")]
+        else:
+            name = file.stem.removeprefix("test_").removesuffix("_on_gpu")
+            found.append(((file,), name == "backend", name))
+    return [pytest.param(words, measured, id=name) for words, measured, name in found]
+
+
 def check_kit(file: Path, folder: Path) -> None:
     """
     Run the tests of the conformance kit in a file, as `check` does, and assert that every declared value was exercised.
@@ -66,10 +83,12 @@ def check_kit(file: Path, folder: Path) -> None:
 
 def leave_out_overflow_checks() -> None:
     """
-    Let whole numbers wrap in this process, as they do on a GPU.
+    Let whole numbers wrap where kernels are interpreted, as they do on a GPU.
 
     That takes the interpreter a quarter less time. Tests of the kernels themselves keep the checks.
     """
+    if not INTERPRETED:
+        return
     from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415 - not on every platform
 
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)

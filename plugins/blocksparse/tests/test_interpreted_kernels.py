@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.interpreting import check
+from tests.backends.interpreting import check, runs
 
 pytestmark = pytest.mark.long
 
-FILES = sorted(Path(__file__).parent.glob("test_*_on_gpu.py"))
 
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_interpreted(file):
-    check(file)
+@pytest.mark.parametrize(("words", "measured"), runs(Path(__file__).parent))
+def test_interpreted(words, measured):
+    check(*words, measured=measured)
