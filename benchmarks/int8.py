@@ -40,16 +40,10 @@ from attnplug.contract import Backend, Batch, Layer, Limits
 from attnplug.errors import DuplicateBackendError
 from attnplug.ops import write_kv
 from attnplug_int8_ixformer.pages import Pages
+from attnplug_int8_ixformer.prompts import Prompts, attend_prompts, column_bytes
 from attnplug_int8_ixformer.terms import Terms
 from attnplug_int8_ixformer.tiles import DecodeTiles, PrefillTiles
-from attnplug_int8_ixformer.triton_provider import (
-    Prompts,
-    Tokens,
-    TritonProvider,
-    attend_prompts,
-    attend_tokens,
-    scratch_bytes,
-)
+from attnplug_int8_ixformer.triton_provider import Tokens, TritonProvider, attend_tokens, scratch_bytes
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, SIZE, LENGTH = 32, 8, 128, 4096
@@ -60,20 +54,17 @@ BYTES = {"auto": 4 * SIZE, "fp8_e4m3": 2 * SIZE, "int8": 2 * SIZE + 4, "int8_k":
 OF_DECODES = tuple(
     DecodeTiles(keys, stages, warps, programs)
     for (keys, stages, warps), programs in product(
-        (
-            (64, 5, 4), (64, 7, 4), (64, 3, 4), (64, 5, 2), (64, 7, 2), (32, 5, 2), (32, 7, 2), (32, 9, 2),
-            (32, 7, 1), (32, 9, 1), (16, 9, 1), (128, 5, 4), (128, 5, 8), (128, 3, 8),
-        ),
-        (4, 8, 16, 32),
+        ((64, 5, 2), (64, 5, 4), (64, 3, 4), (64, 7, 2), (128, 5, 4), (32, 7, 1), (16, 9, 1)), (3, 4, 8, 16)
     )
-)  # fmt: skip
+)
 OF_PROMPTS = tuple(
     PrefillTiles(*numbers)
     for numbers in (
-        (128, 128, 3, 8), (128, 128, 2, 8), (128, 128, 4, 8), (128, 128, 5, 8), (128, 64, 3, 8), (128, 64, 5, 8),
-        (64, 128, 3, 4), (64, 64, 3, 4), (64, 64, 5, 4), (256, 64, 3, 16), (256, 128, 3, 16), (128, 32, 5, 8),
+        (64, 128, 3, 4), (64, 128, 2, 4), (64, 128, 5, 4), (64, 64, 3, 4), (64, 64, 5, 4), (128, 128, 3, 8),
+        (128, 64, 3, 8),
     )
 )  # fmt: skip
+BY_DESCRIPTORS = tuple(PrefillTiles(*numbers) for numbers in ((64, 128, 3, 4), (64, 128, 2, 4), (128, 128, 2, 8)))
 OTHERS = {
     "decode": (
         ("flash_attn/fa3_vllm", "auto"), ("flash_attn/fa3", "auto"), ("flash_attn/fa4", "auto"),
@@ -217,9 +208,9 @@ def tokens(step: Step, level: int, tiles: DecodeTiles, multiprocessors: int) -> 
     return lambda: attend_tokens(step.query, fresh, pages, step.out, planned, terms)
 
 
-def prompts(step: Step, level: int, tiles: PrefillTiles) -> Way:
+def prompts(step: Step, level: int, tiles: PrefillTiles, *, by_descriptors: bool = False) -> Way:
     """Return the prompt kernels, on pages that are written already."""
-    columns = step.requests * LENGTH
+    bytes_of_all = step.requests * LENGTH * column_bytes(KV_HEADS, SIZE, with_keys=True)
     planned = Prompts(
         query_starts=step.starts,
         seq_lens=step.lens,
@@ -229,7 +220,8 @@ def prompts(step: Step, level: int, tiles: PrefillTiles) -> Way:
         count=step.requests,
         longest_query=step.new,
         longest_seq=LENGTH,
-        scratch=step.once("scratch", lambda: torch.empty(columns * KV_HEADS * SIZE, dtype=torch.uint8, device=DEVICE)),
+        scratch=step.once("scratch", lambda: torch.empty(bytes_of_all, dtype=torch.uint8, device=DEVICE)),
+        by_descriptors=by_descriptors,
         tiles=tiles,
     )
     pages, terms = step.pages(level), Terms(SIZE**-0.5)
@@ -290,6 +282,14 @@ def ways_of(part: str, step: Step, multiprocessors: int) -> dict[str, tuple[Call
             }
         else:
             found |= {f"level {level} {tiles}": (partial(prompts, step, level, tiles), dtype) for tiles in OF_PROMPTS}
+            described = BY_DESCRIPTORS if level == 1 else ()
+            found |= {
+                f"level {level}, descriptors, {tiles}": (
+                    partial(prompts, step, level, tiles, by_descriptors=True),
+                    dtype,
+                )
+                for tiles in described
+            }
     return found
 
 

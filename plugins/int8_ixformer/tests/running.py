@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from attnplug_int8_ixformer.prompts import Prompts, attend_prompts, column_bytes
 from attnplug_int8_ixformer.tiles import DecodeTiles, PrefillTiles
-from attnplug_int8_ixformer.triton_provider import Prompts, Tokens, attend_prompts, attend_tokens, scratch_bytes
+from attnplug_int8_ixformer.triton_provider import Tokens, attend_tokens, scratch_bytes
 from plugins.int8_ixformer.tests.dense import CANARY, lens, starts
 from tests.backends.interpreting import DEVICE
 
@@ -27,12 +28,13 @@ def run_decode(case, *, tiles=None, splits=1, writes=True, cache=None):
     return out, pages
 
 
-def run_prefill(case, tiles=None, columns=1024, *, cache=None, scratch=None):
+def run_prefill(case, tiles=None, columns=1024, *, cache=None, scratch=None, by_descriptors=False):
     query, pages = torch.cat(case.queries), case.cache(written=True) if cache is None else cache
     out = torch.full_like(query, CANARY)
     units = [-(-length // 128) * 128 for length in case.seq_lens]
     if scratch is None:
-        scratch = torch.full((columns * case.kv_heads * case.size,), 99, dtype=torch.uint8, device=DEVICE)
+        each = column_bytes(case.kv_heads, case.size, with_keys=by_descriptors)
+        scratch = torch.full((columns * each,), 99, dtype=torch.uint8, device=DEVICE)
     prompts = Prompts(
         query_starts=starts(case.query_lens),
         seq_lens=lens(case.seq_lens),
@@ -44,6 +46,7 @@ def run_prefill(case, tiles=None, columns=1024, *, cache=None, scratch=None):
         longest_seq=max(case.seq_lens),
         scratch=scratch,
         tiles=tiles or PrefillTiles(rows=32, keys=32, warps=4),
+        by_descriptors=by_descriptors,
     )
     attend_prompts(query, pages, out, prompts, case.terms)
     return out

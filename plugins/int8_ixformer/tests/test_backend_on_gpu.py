@@ -15,7 +15,7 @@ from attnplug.testing.cases import Case
 from attnplug.testing.replay import check_replays, padded_for
 from attnplug.testing.running import check, limits_of
 from attnplug.testing.scene import realise
-from attnplug_int8_ixformer import triton_provider
+from attnplug_int8_ixformer import prompts, triton_provider
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.value_scales import ValueScales
 from plugins.int8_ixformer.tests.dense import ask
@@ -55,8 +55,11 @@ def merged(monkeypatch):
 def calls(monkeypatch):
     """The kernels that ran, by name."""
     made = []
-    for name in ("decode", "merge", "write", "turn", "prefill"):
-        kernel = getattr(triton_provider, f"_{name}_kernel")
+    for module, name in (
+        (triton_provider, "decode"), (triton_provider, "merge"), (triton_provider, "write"), (prompts, "gather"),
+        (prompts, "prefill"),
+    ):  # fmt: skip
+        kernel = getattr(module, f"_{name}_kernel")
         real = kernel.run
 
         def noted(*rest, real=real, name=name, **options):
@@ -64,6 +67,8 @@ def calls(monkeypatch):
             real(*rest, **options)
 
         monkeypatch.setattr(kernel, "run", noted)
+    attend = prompts._attend_described
+    monkeypatch.setattr(prompts, "_attend_described", lambda *rest: made.append("prompt") or attend(*rest))
     return made
 
 
@@ -73,7 +78,25 @@ def test_decodes_write_by_themselves_beside_prompts_too(level, calls):
 
     check(load(scene.case.requirements()), scene)
 
-    assert calls == ["write", "decode", *(["turn"] if level == 1 else []), "prefill"]
+    assert calls == ["write", "decode", *(["gather"] if level == 1 else []), "prefill"]
+
+
+@pytest.mark.parametrize(
+    "asked", [{}, {"head_size": 80}, {"sliding_window": 30}], ids=["plain", "heads of 80", "window"]
+)
+def test_long_prompts_are_loaded_by_descriptors(asked, calls, monkeypatch):
+    monkeypatch.setattr(triton_provider, "_WORTH_DESCRIPTORS", 33)
+    scene = realise(evolve(CASE, kv_cache_dtype="int8", **asked))
+
+    check(load(scene.case.requirements()), scene)
+
+    assert calls == ["write", "decode", "gather", "prompt"]
+
+
+def test_large_heads_and_level_2_are_read_from_pages():
+    assert backend_of(1).provider.uses_descriptors
+    assert not backend_of(1, head_size=256).provider.uses_descriptors
+    assert not backend_of(2).provider.uses_descriptors
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -162,7 +185,7 @@ def test_prompts_whose_values_do_not_fit_at_once_are_several_launches(calls, mon
 
     check(load(scene.case.requirements()), scene)
 
-    assert calls == ["write", *["turn", "prefill"] * 3]
+    assert calls == ["write", *["gather", "prefill"] * 3]
 
 
 @pytest.mark.parametrize("query_len", [1, 3])

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -132,6 +133,19 @@ def test_prompts_and_chunks(case, rows, keys):
     wanted = with_byte_weights(case, keys) if case.level == 1 else case.expected()
 
     check(run_prefill(case, PrefillTiles(rows, keys, 2, 4)), wanted)
+
+
+@settings(max_examples=EXAMPLES)
+@given(case=requests((1, 17, 64, 100, 0)), size=st.sampled_from([64, 80, 128]))
+def test_prompts_by_descriptors(case, size):
+    if not any(case.query_lens):
+        return
+    case, tiles = evolve(case, size=size, level=1), PrefillTiles.of(size)
+
+    apart = (run_prefill(case, tiles, by_descriptors=True).cpu().double() - with_byte_weights(case, tiles.keys)).abs()
+
+    assert float(apart.max()) < 2**-5  # now and then a weight is rounded the other way, which shows where keys are few
+    assert float(apart.mean()) < (2**-8 if case.dtype == torch.bfloat16 else 2**-10)
 
 
 def test_the_weights_of_level_1_prompts_are_bytes():

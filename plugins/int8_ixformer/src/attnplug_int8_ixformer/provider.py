@@ -20,10 +20,12 @@ class Provider(ABC):
 
     Attributes:
         fuses_in_mixed: Whether decodes write their rows in a batch with prefills too, and not in one of decodes alone.
+        prompt_lens: Rows of prompts for a warm-up, one for each of the kernels of prompts.
         backend: The backend.
     """
 
     fuses_in_mixed: ClassVar[bool]
+    prompt_lens: tuple[int, ...] = (1,)
 
     def __init__(self, backend: Int8Backend) -> None:
         self.backend = backend

@@ -25,15 +25,15 @@ class PrefillTiles:
         warps: Warps of a program.
     """
 
-    rows: int = 128
+    rows: int = 64
     keys: int = 128
     stages: int = 3
-    warps: int = 8
+    warps: int = 4
 
     @classmethod
     def of(cls, head_size: int) -> PrefillTiles:
-        """Return what the registers and the shared memory of an H100 or H200 hold: nothing is spilled."""
-        return cls(rows=64, keys=64, warps=8) if head_size > 128 else cls()
+        """Return what was fastest on an H200 for heads of 128 (docs/explanation/int8.md), and fits larger ones."""
+        return cls(keys=64, warps=8) if head_size > 128 else cls()
 
 
 @frozen
@@ -50,13 +50,13 @@ class DecodeTiles:
 
     keys: int = 64
     stages: int = 5
-    warps: int = 4
-    programs: int = 16
+    warps: int = 2
+    programs: int = 3
 
     @classmethod
     def of(cls, head_size: int) -> DecodeTiles:
-        """Return what leaves a multiprocessor of an H100 or H200 room for several programs."""
-        return cls(keys=32) if head_size > 128 else cls()
+        """Return what was fastest on an H200 for heads of 128 (docs/explanation/int8.md), and fits larger ones."""
+        return cls(keys=32, warps=4) if head_size > 128 else cls()
 
     def splits(self, *, sequences: int, keys: int, multiprocessors: int, most: int | None = None) -> int:
         """

@@ -1,11 +1,20 @@
-"""The kernels of prompts and chunks: the write into pages, values with keys side by side, and attention."""
+"""The kernels of prompts and chunks: the write into pages, the gathering of keys and values, and attention."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnplug_int8_ixformer.triton_scores import attended, raised, rounded, scale_of, scores_of, seen_of, unit_of
+from attnplug_int8_ixformer.triton_scores import (
+    attended,
+    raised,
+    rounded,
+    scale_of,
+    scores_of,
+    seen_of,
+    unit_of,
+    weighed,
+)
 
 
 @triton.jit
@@ -59,31 +68,43 @@ def _write(
 
 
 @triton.jit(do_not_specialize=["of_request", "num_tiles", "first_req", "left"])
-def _turn(
+def _gather(
+    key_pages: tl.tensor,
     value_pages: tl.tensor,
+    key_scales: tl.tensor,
     turned: tl.tensor,
+    lined: tl.tensor,
+    lined_scales: tl.tensor,
     key_starts: tl.tensor,
     seq_lens: tl.tensor,
     table: tl.tensor,
     query_starts: tl.tensor,
-    turned_row: tl.int64,
+    num_columns: tl.int64,
     of_request: tl.int64,
     num_tiles: tl.int32,
     first_req: tl.int32,
     left: tl.int32,
+    k_page: tl.constexpr,
+    k_slot: tl.constexpr,
+    k_head: tl.constexpr,
     v_page: tl.constexpr,
     v_slot: tl.constexpr,
     v_head: tl.constexpr,
+    s_page: tl.constexpr,
+    s_head: tl.constexpr,
     kv_heads: tl.constexpr,
     size: tl.constexpr,
     width: tl.constexpr,
     page_size: tl.constexpr,
     is_windowed: tl.constexpr,
+    has_keys: tl.constexpr,
     keys: tl.constexpr,
 ) -> None:
     """
     One program lays values of one KV head with keys side by side, in which order alone tensor cores multiply bytes:
-    ``(kv_heads * size, keys)``. Behind a sequence's last key there are zeros, and before the window of its first query.
+    ``(kv_heads * size, num_columns)``. With `has_keys` it copies keys and their scales out of the pages too, to
+    ``(kv_heads * num_columns, size)`` and ``(kv_heads * num_columns,)``. Behind a sequence's last key there are zeros,
+    and before the window of its first query.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
@@ -99,12 +120,21 @@ def _turn(
 
     place = tile * keys + tl.arange(0, keys)
     columns = tl.arange(0, width)
-    there = (place < length) & (place >= first)
+    there, inside = (place < length) & (place >= first), columns < size
+    wanted = there[:, None] & inside[None, :]
     page = tl.load(table + request * of_request + place // page_size, mask=there, other=0).to(tl.int64)
-    at = value_pages + kv_head * v_head + (page * v_page + place % page_size * v_slot)[:, None] + columns[None, :]
-    v = tl.load(at, mask=there[:, None] & (columns < size)[None, :], other=0)
-    rows = (kv_head * size + columns).to(tl.int64) * turned_row + tl.load(key_starts + request)
-    tl.store(turned + rows[:, None] + place[None, :], tl.trans(v), mask=(columns < size)[:, None])
+    slot, column = place % page_size, tl.load(key_starts + request) + place
+    values_at = value_pages + kv_head * v_head + (page * v_page + slot * v_slot)[:, None]
+    v = tl.load(values_at + columns[None, :], mask=wanted, other=0)
+    rows = (kv_head * size + columns).to(tl.int64) * num_columns
+    tl.store(turned + rows[:, None] + column[None, :], tl.trans(v), mask=inside[:, None])
+    if has_keys:
+        keys_at = key_pages + kv_head * k_head + (page * k_page + slot * k_slot)[:, None]
+        k = tl.load(keys_at + columns[None, :], mask=wanted, other=0)
+        k_scale = tl.load(key_scales + page * s_page + kv_head * s_head + slot, mask=there, other=0.0)
+        row = kv_head * num_columns + column
+        tl.store(lined + row[:, None] * size + columns[None, :], k, mask=inside[None, :])
+        tl.store(lined_scales + row, k_scale)
 
 
 @triton.jit
@@ -174,20 +204,13 @@ def _tiles(  # noqa: PLR0912 - forms of one loop, chosen when it is compiled
         if is_masked:
             scores = tl.where(seen_of(distance, left, is_windowed), scores, float("-inf"))
         if has_scales:
-            # Weights are relative to the maximum of their own tile, so that 127 steps are enough far below the row's.
-            most = tl.maximum(tl.max(scores, 1) * unit, -1e30)
-            above = tl.maximum(highest, most)
-            weights = tl.math.exp2(scores * unit[:, None] - (most - 6.98868468677217)[:, None])  # log2(127)
-            shrunk, grown = tl.math.exp2(highest - above), tl.math.exp2(most - above)
-            highest = above
-            weights = (weights + 12582912.0).to(tl.int32, bitcast=True) & 0x7F
-            sums = sums * shrunk + tl.sum(weights, 1).to(tl.float32) * grown
+            weights, highest, sums, shrunk, grown = weighed(scores, unit, highest, sums)
             rows = values_at + columns.to(tl.int64)[:, None] * turned_row + place[None, :]
             if size == width:  # noqa: SIM108 - settled when it is compiled
                 v = tl.load(rows)
             else:
                 v = tl.load(rows, mask=inside[:, None], other=0)
-            brought = tl.dot(weights.to(tl.int8), tl.trans(v), out_dtype=tl.int32).to(tl.float32)
+            brought = tl.dot(weights, tl.trans(v), out_dtype=tl.int32).to(tl.float32)
             total = total * shrunk[:, None] + brought * grown[:, None]
         else:
             weights, highest, shrunk = raised(scores, unit, highest)

@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING, Final, cast
 
 import torch
 import triton
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
 from attnplug.ops import Kernel
+from attnplug_int8_ixformer.forms import INTERPRETED, forms_of, page_strides, width_of
+from attnplug_int8_ixformer.prompts import UNIT, Prompts, attend_prompts, column_bytes, in_groups, in_units
 from attnplug_int8_ixformer.provider import Provider
 from attnplug_int8_ixformer.tiles import MOST_SPLITS, DecodeTiles, PrefillTiles
 from attnplug_int8_ixformer.triton_decode import _decode, _merge
-from attnplug_int8_ixformer.triton_prefill import _prefill, _turn, _write
+from attnplug_int8_ixformer.triton_prefill import _write
 
 if TYPE_CHECKING:
     from attnplug.contract import GraphSlot, Limits, MetadataBuilder, Phase
@@ -26,8 +28,8 @@ if TYPE_CHECKING:
     from attnplug_int8_ixformer.pages import Pages
     from attnplug_int8_ixformer.terms import Terms
 
-INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
-"""Whether kernels are run by Triton's interpreter, on any device."""
+_LARGEST_DESCRIBED: Final = 128
+"""Head size up to which the kernel for descriptors has registers enough."""
 
 _MULTIPROCESSORS: Final = 132
 """Of an H100 or H200, where a device does not say."""
@@ -35,17 +37,20 @@ _MULTIPROCESSORS: Final = 132
 _LEAST: Final = 16
 """Rows, and keys, that a matrix product has at least."""
 
-_UNIT: Final = 128
-"""Keys that a sequence's turned values are a multiple of."""
-
 _SPARE: Final = 64
-"""Units of turned values beyond the tokens of a step: as many of its sequences may end inside one."""
+"""Units of columns beyond the tokens of a step: as many of its sequences may end inside one."""
+
+_WORTH_DESCRIPTORS: Final = 512
+"""Rows of a prompt from which on its keys are copied out of their pages, for descriptors to load."""
+
+_WITH_DESCRIPTORS: Final = ((9, 0), (10, 0), (10, 3))
+"""Compute capabilities whose descriptors load tiles as large as these."""
 
 _FEW: Final = 8
 """Parts that the smaller of two kernels merges."""
 
 _decode_kernel, _merge_kernel = Kernel(_decode), Kernel(_merge)
-_write_kernel, _turn_kernel, _prefill_kernel = Kernel(_write), Kernel(_turn), Kernel(_prefill)
+_write_kernel = Kernel(_write)
 
 
 @frozen(eq=False, kw_only=True)
@@ -72,36 +77,6 @@ class Tokens:
     tiles: DecodeTiles
 
 
-@frozen(eq=False, kw_only=True)
-class Prompts:
-    """
-    Prompts and chunks of a step: one launch.
-
-    Attributes:
-        query_starts: ``(all requests + 1,)`` int32.
-        seq_lens: ``(all requests,)`` int32 keys.
-        table: ``(all requests, max_blocks)`` int32 pages.
-        key_starts: ``(all requests,)`` int32: the first column of each one's turned values, a multiple of 128.
-        first: The first request.
-        count: Requests.
-        longest_query: Rows of the longest of all.
-        longest_seq: Keys of the longest of all.
-        scratch: ``(scratch_bytes,)`` uint8.
-        tiles: How it is computed.
-    """
-
-    query_starts: Tensor
-    seq_lens: Tensor
-    table: Tensor
-    key_starts: Tensor
-    first: int
-    count: int
-    longest_query: int
-    longest_seq: int
-    scratch: Tensor
-    tiles: PrefillTiles = field(factory=PrefillTiles)
-
-
 class TritonProvider(Provider):
     """Triton kernels on NVIDIA GPUs, and by Triton's interpreter anywhere."""
 
@@ -111,21 +86,31 @@ class TritonProvider(Provider):
         super().__init__(backend)
         size = backend.agreement.requirements.head_size
         self.decode_tiles, self.prefill_tiles = DecodeTiles.of(size), PrefillTiles.of(size)
-        self.multiprocessors = backend.selection.device.num_multiprocessors or _MULTIPROCESSORS
+        device = backend.selection.device
+        self.multiprocessors = device.num_multiprocessors or _MULTIPROCESSORS
+        capability = device.compute_capability
+        has_descriptors = INTERPRETED if capability is None else capability.number in _WITH_DESCRIPTORS
+        fits = size <= _LARGEST_DESCRIBED and size % 16 == 0
+        self.uses_descriptors = has_descriptors and backend.level == 1 and fits
+        if self.uses_descriptors:
+            self.prompt_lens = (1, _WORTH_DESCRIPTORS)
 
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return the size of the parts of decodes, or of the turned values of prompts: one follows the other."""
+        """Return the size of the parts of decodes, or of what prompts gather: one follows the other."""
         asked = self.backend.agreement.requirements
         most = self.decode_tiles.most_parts(
             requests=limits.max_num_reqs, kv_heads=asked.num_kv_heads, multiprocessors=self.multiprocessors
         )
         parts = scratch_bytes(most * asked.decode_query_len, asked.num_q_heads, asked.head_size)
-        turned = self._columns(limits) * asked.num_kv_heads * asked.head_size if self.backend.level == 1 else 0
-        return max(parts if "decode" in asked.phases else 0, turned if "prefill" in asked.phases else 0)
+        gathered = 0
+        if self.backend.level == 1:
+            each = column_bytes(asked.num_kv_heads, asked.head_size, with_keys=self.uses_descriptors)
+            gathered = self._columns(limits) * each
+        return max(parts if "decode" in asked.phases else 0, gathered if "prefill" in asked.phases else 0)
 
     def _columns(self, limits: Limits) -> int:
-        """Tokens whose values are turned at once: those of a step of whole prompts, or one sequence at least."""
-        return _in_units(max(limits.max_num_tokens + _SPARE * _UNIT, limits.max_seq_len))
+        """Tokens that are gathered at once: those of a step of whole prompts, or one sequence at least."""
+        return in_units(max(limits.max_num_tokens + _SPARE * UNIT, limits.max_seq_len))
 
     def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphSlot | None, *, mixed: bool) -> Tokens:
         """Split sequences until the device is full. A slot's numbers are those of its capture."""
@@ -147,14 +132,14 @@ class TritonProvider(Provider):
         )
 
     def plan_prefills(self, prefills: Phase, builder: MetadataBuilder) -> list[Prompts]:
-        """Return launches whose turned values fit the workspace, nearly always one."""
+        """Return launches whose gathered tokens fit the workspace, nearly always one."""
         turns = self.backend.level == 1
         groups = [(0, prefills.num_reqs)]
         starts = lens = prefills.seq_lens.contiguous()
         if turns:
-            units = (lens + (_UNIT - 1)) // _UNIT * _UNIT
+            units = (lens + (UNIT - 1)) // UNIT * UNIT
             starts = (units.cumsum(0) - units).int()
-            groups = _groups(cast("Tensor", prefills.seq_lens_cpu).tolist(), self._columns(builder.limits))
+            groups = in_groups(cast("Tensor", prefills.seq_lens_cpu).tolist(), self._columns(builder.limits))
         return [
             Prompts(
                 query_starts=prefills.query_start_loc.contiguous(),
@@ -167,6 +152,7 @@ class TritonProvider(Provider):
                 longest_seq=prefills.max_seq_len,
                 scratch=builder.state.workspace,
                 tiles=self.prefill_tiles,
+                by_descriptors=self.uses_descriptors and prefills.max_query_len >= _WORTH_DESCRIPTORS,
             )
             for first, count in groups
         ]
@@ -180,7 +166,7 @@ class TritonProvider(Provider):
             slots.contiguous(),
         )  # fmt: skip
         constants = (
-            *_page_strides(pages), kv_heads, triton.next_power_of_2(kv_heads), size, _width(size), pages.keys.shape[1],
+            *page_strides(pages), kv_heads, triton.next_power_of_2(kv_heads), size, width_of(size), pages.keys.shape[1],
             scales is not None,
         )  # fmt: skip
         strides = (*key.stride()[:2], *value.stride()[:2])
@@ -232,8 +218,8 @@ def attend_tokens(
     numbers = (tokens.table.stride(0), requests, splits, terms.left, terms.scale, terms.soft_cap)
     constants = (
         kv_heads, group, max(_LEAST, triton.next_power_of_2(group * tokens.longest_query)),
-        max(_LEAST, triton.next_power_of_2(tokens.longest_query)), size, _width(size), pages.keys.shape[1],
-        *_page_strides(pages), *_forms(terms), scales is not None, new is not None, splits > 1, tiles.keys,
+        max(_LEAST, triton.next_power_of_2(tokens.longest_query)), size, width_of(size), pages.keys.shape[1],
+        *page_strides(pages), *forms_of(terms), scales is not None, new is not None, splits > 1, tiles.keys,
         tiles.stages, INTERPRETED,
     )  # fmt: skip
     _decode_kernel.run(requests * kv_heads * splits, tensors, strides, numbers, constants, num_warps=tiles.warps)
@@ -243,69 +229,6 @@ def attend_tokens(
             (parts, sums, out, tokens.query_starts),
             (out.stride(0),),
             (requests, splits),
-            (heads, size, _width(size), _FEW if splits <= _FEW else MOST_SPLITS),
+            (heads, size, width_of(size), _FEW if splits <= _FEW else MOST_SPLITS),
             num_warps=4,
         )
-
-
-def attend_prompts(query: Tensor, pages: Pages, out: Tensor, prompts: Prompts, terms: Terms) -> None:
-    """Attend prompts and chunks whose keys are all in pages. Arguments as of `Provider.prefill`."""
-    (_, heads, size), kv_heads, page_size = query.shape, pages.keys.shape[2], pages.keys.shape[1]
-    scales, tiles = pages.value_scales, prompts.tiles
-    turned, columns = pages.values, 0
-    table = prompts.table.stride(0)
-    if scales is not None:
-        columns = prompts.scratch.shape[0] // (kv_heads * size) // _UNIT * _UNIT
-        turned = prompts.scratch[: columns * kv_heads * size].view(torch.int8)
-        units = -(-prompts.longest_seq // _UNIT)
-        _turn_kernel.run(
-            prompts.count * units * kv_heads,
-            (pages.values, turned, prompts.key_starts, prompts.seq_lens, prompts.table, prompts.query_starts),
-            (columns,),
-            (table, units, prompts.first, terms.left),
-            (*pages.values.stride()[:3], kv_heads, size, _width(size), page_size, terms.left >= 0, _UNIT),
-            num_warps=4,
-        )
-    num_tiles = -(-prompts.longest_query // tiles.rows)
-    tensors = (
-        query, out, pages.keys, pages.values, pages.key_scales, pages.key_scales if scales is None else scales, turned,
-        pages.key_scales if terms.slopes is None else terms.slopes, prompts.query_starts, prompts.key_starts,
-        prompts.seq_lens, prompts.table,
-    )  # fmt: skip
-    strides = (*query.stride()[:2], out.stride(0), columns)
-    numbers = (table, prompts.count, num_tiles, prompts.first, terms.left, terms.scale, terms.soft_cap)
-    constants = (
-        kv_heads, heads // kv_heads, size, _width(size), page_size, *_page_strides(pages), *_forms(terms),
-        scales is not None, tiles.rows, tiles.keys, tiles.stages, INTERPRETED,
-    )  # fmt: skip
-    programs = prompts.count * num_tiles * heads
-    _prefill_kernel.run(programs, tensors, strides, numbers, constants, num_warps=tiles.warps)
-
-
-def _groups(lengths: list[int], columns: int) -> list[tuple[int, int]]:
-    """Cut requests into runs, first and count each, whose keys fit so many columns."""
-    groups, used = [(0, 0)], 0
-    for request, length in enumerate(lengths):
-        needed = _in_units(length)
-        if used + needed > columns and groups[-1][1]:
-            groups, used = [*groups, (request, 0)], 0
-        groups[-1], used = (groups[-1][0], groups[-1][1] + 1), used + needed
-    return groups
-
-
-def _in_units(tokens: int) -> int:
-    return -(-tokens // _UNIT) * _UNIT
-
-
-def _width(size: int) -> int:
-    """A power of 2: tiles are of those alone."""
-    return int(triton.next_power_of_2(size))
-
-
-def _page_strides(pages: Pages) -> tuple[int, ...]:
-    return (*pages.keys.stride()[:3], *pages.values.stride()[:3], *pages.key_scales.stride()[:2])
-
-
-def _forms(terms: Terms) -> tuple[object, ...]:
-    alibi = 0 if terms.slopes is None else 2 if terms.is_sqrt else 1
-    return terms.left >= 0, terms.soft_cap > 0, alibi

@@ -76,6 +76,26 @@ def raised(scores: tl.tensor, unit: tl.tensor, highest: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def weighed(
+    scores: tl.tensor, unit: tl.tensor, highest: tl.tensor, sums: tl.tensor
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """
+    ``(weights, highest, sums, shrunk, grown)``: int8 weights of a tile, and what brings it and all before in line.
+
+    Weights are relative to the maximum of their own tile, so that 127 steps are enough far below the row's. From
+    1.5 * 2**23 on the bits of a float count whole numbers: the last byte is the weight, and in a sum of them the last
+    20 bits are the sum of the weights.
+    """
+    most = tl.maximum(tl.max(scores, 1) * unit, -1e30)
+    above = tl.maximum(highest, most)
+    weights = tl.math.exp2(scores * unit[:, None] - (most - 6.98868468677217)[:, None])  # log2(127)
+    bits = (weights + 12582912.0).to(tl.int32, bitcast=True)
+    shrunk, grown = tl.math.exp2(highest - above), tl.math.exp2(most - above)
+    sums = sums * shrunk + (tl.sum(bits, 1) & 0xFFFFF).to(tl.float32) * grown
+    return bits.to(tl.int8), above, sums, shrunk, grown
+
+
+@triton.jit
 def halves_of(pairs: tl.tensor) -> tl.tensor:
     """
     ``(even, odd)`` float16: pairs of int8 neighbours, read as int16. Exact: 1024 + u has u as its last bits, and the

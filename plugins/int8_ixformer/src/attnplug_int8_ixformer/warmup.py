@@ -20,7 +20,7 @@ _SPLIT: Final = (1024, 8192)
 
 
 def run_each_kernel(backend: Int8Backend) -> None:
-    """Run a decode in one part, in a few and in many, and a prompt; all keys are in the null block."""
+    """Run a decode in one part, in a few and in many, and prompts; all keys are in the null block."""
     asked, device = backend.agreement.requirements, backend.device
     slopes = None if asked.alibi is None else torch.zeros(asked.num_q_heads, device=device)
     source = "earlier" if asked.kv_sharing else None
@@ -54,5 +54,6 @@ def _lengths(backend: Int8Backend) -> list[tuple[int, int]]:
     if "decode" in asked.phases:
         found += [(1, length) for length in (1, *_SPLIT)]
     if "prefill" in asked.phases:
-        found.append((asked.decode_query_len + 1, asked.decode_query_len + 1))
+        least = asked.decode_query_len + 1  # fewer are a decode
+        found += [(length, length) for length in sorted({max(rows, least) for rows in backend.provider.prompt_lens})]
     return found
