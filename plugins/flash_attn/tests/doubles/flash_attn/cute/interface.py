@@ -235,7 +235,7 @@ def _has_kernel(size: int, size_v: int) -> bool:
 
 
 def _demand_whole_steps(keys: Keys, window: tuple[Any, Any], *, causal: bool) -> None:
-    """On Hopper 128 threads copy a tile of pages, 16 bytes each: what is left of a tile by whole steps is not copied."""
+    """On Hopper 128 threads copy a tile of pages, 16 bytes each: what whole steps leave of it is not copied."""
     if keys.table is None or CAPABILITY != 9:
         return
     size = -(-keys.key.shape[-1] // 16) * 16
