@@ -7,8 +7,8 @@ import pickle
 import pytest
 import torch
 
-from attnplug.contract import Batch, Layer
-from attnplug.errors import LayerError, NotNegotiatedError
+from attnplug.contract import Batch, Layer, Limits
+from attnplug.errors import LayerError, LimitsError, NotNegotiatedError
 from tests.backends.setting import Setting
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
@@ -323,3 +323,10 @@ def test_other_pages_are_planned_in_another_wrapper(load_doubled) -> None:
 def _sharing(batch: Batch, length: int) -> Batch:
     """Return the batch again, with a prefix that its requests share."""
     return Batch(**{**batch.to_dict(), "common_prefix_len": length})
+
+
+def test_a_bound_of_splits_is_refused_and_not_dropped(load_doubled) -> None:
+    backend = Setting(load_doubled).backend
+
+    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=4 was given.*FlashInfer's planner decides"):
+        backend.make_state(Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=4))
