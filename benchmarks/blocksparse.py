@@ -53,48 +53,26 @@ MODES: dict[str, dict[str, bool]] = {
     "homo_head_group": {"homo_head_group": True},
     "homo_head": {"homo_head": True},
 }
-BY_DESCRIPTORS = (
-    PrefillTiles(128, 128, 2, 8),
-    PrefillTiles(128, 64, 2, 8),
-    PrefillTiles(128, 64, 2, 8, 128),
-    PrefillTiles(128, 64, 3, 8),
-    PrefillTiles(128, 64, 4, 8),
-    PrefillTiles(64, 64, 2, 4),
-    PrefillTiles(64, 64, 3, 4),
-    PrefillTiles(64, 128, 2, 4),
-    PrefillTiles(128, 64, 2, 4),
-    PrefillTiles(256, 64, 2, 16),
-    PrefillTiles(256, 64, 3, 16),
-    PrefillTiles(256, 64, 2, 8),
-)
-BY_POINTERS = (
-    PrefillTiles(128, 128, 2, 8),
-    PrefillTiles(128, 128, 3, 8),
-    PrefillTiles(128, 64, 2, 8),
-    PrefillTiles(128, 64, 2, 8, 128),
-    PrefillTiles(128, 64, 3, 8),
-    PrefillTiles(64, 64, 2, 4),
-    PrefillTiles(64, 64, 3, 4),
-)
-OF_DECODES = tuple(
-    DecodeTiles(keys, stages, warps, programs)
-    for keys, stages, warps, programs in (
-        (64, 2, 4, 16),
-        (64, 3, 4, 16),
-        (64, 5, 4, 16),
-        (64, 8, 4, 16),
-        (64, 5, 4, 4),
-        (64, 5, 4, 32),
-        (64, 2, 8, 16),
-        (64, 3, 8, 16),
-        (64, 5, 8, 16),
-        (32, 3, 2, 16),
-        (32, 5, 2, 16),
-        (32, 5, 4, 16),
-        (16, 5, 2, 16),
-        (128, 3, 8, 16),
+BY_DESCRIPTORS = tuple(
+    PrefillTiles(*numbers)
+    for numbers in (
+        (64, 64, 3, 4), (64, 64, 2, 4), (64, 32, 3, 4), (128, 64, 2, 4), (128, 64, 2, 8, 128), (128, 64, 3, 8),
+        (128, 128, 2, 8), (256, 64, 3, 16),
     )
-)
+)  # fmt: skip
+BY_POINTERS = tuple(
+    PrefillTiles(*numbers)
+    for numbers in (
+        (128, 64, 2, 8, 128), (128, 64, 3, 8, 128), (128, 64, 2, 8), (128, 128, 3, 8), (64, 64, 3, 4), (64, 64, 2, 4),
+    )
+)  # fmt: skip
+OF_DECODES = tuple(
+    DecodeTiles(*numbers)
+    for numbers in (
+        (64, 5, 4, 16), (64, 3, 4, 16), (64, 8, 4, 16), (64, 5, 4, 4), (64, 5, 4, 32), (64, 5, 8, 16), (32, 3, 2, 16),
+        (32, 5, 2, 16), (32, 5, 4, 16), (16, 5, 2, 16), (128, 3, 8, 16),
+    )
+)  # fmt: skip
 PAGE_SIZES = (64, 16)
 _DENSE = "dense"
 _ROWS = 24
