@@ -17,8 +17,8 @@ from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
-from plugins.blocksparse.tests.bounds import watched
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check, lens, starts
+from tests.backends.bounds import watched
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 
 import pytest
@@ -22,6 +23,7 @@ from plugins.int8_ixformer.tests.dense import (
     with_byte_weights,
 )
 from plugins.int8_ixformer.tests.running import run_decode, run_prefill
+from tests.backends.bounds import watched
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -35,6 +37,12 @@ TERMS = (
     {"alibi": "sqrt", "window": 70},
     {"alibi": "linear", "window": 33, "soft_cap": 2.0},
 )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _in_bounds():
+    with watched() if INTERPRETED else nullcontext():
+        yield
 
 
 @st.composite
