@@ -40,7 +40,12 @@ class Ticks:
 
 
 def hold_against(monkeypatch: pytest.MonkeyPatch, raw: type[Baseline], backend: str) -> None:
-    """Let a double's backend have raw calls, and the bench a dtype that kernels for GPUs have."""
+    """
+    Let a double's backend have raw calls, and the bench a dtype that kernels for GPUs have.
+
+    Its clock is one that counts: garbage is left to lie, which takes most of the time in a process of many tests.
+    """
+    monkeypatch.setattr("attnplug.cli.bench.interleaved.gc.collect", lambda: 0)
     monkeypatch.setattr("attnplug.cli.bench.rig.dtype_on", lambda _: "bfloat16")
     monkeypatch.setattr(raw, "backend", backend)
     for section in (building, forwarding, replaying):

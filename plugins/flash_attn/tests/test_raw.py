@@ -15,8 +15,6 @@ from attnplug_flash_attn.raw_calls import CALLS
 from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
 from tests.backends.benching import STEPS, TINY, Ticks, check_a_second_call, hold_against
 
-pytestmark = pytest.mark.long
-
 
 def choice(variant: str) -> Choice:
     return Choice(f"flash_attn_double/{variant}", "cpu")
