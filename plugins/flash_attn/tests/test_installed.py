@@ -136,6 +136,23 @@ def test_on_hopper_the_best_of_what_is_there_is_chosen(
     assert explanation["chosen"] == f"flash_attn/{chosen}"
 
 
+def test_what_the_kit_has_shown_on_hopper_is_not_called_unverified(site: Site, tmp_path: Path) -> None:
+    """The wheel brings the files of the kit's runs along, and they count for its version."""
+    given = site.libraries(tmp_path, EVERYTHING)
+
+    def unverified(head_size: str) -> dict[str, list[str]]:
+        words = ("--block-size", "16", "--head-size", head_size, "--backend", "flash_attn")
+        verdicts = site.explanation("cuda:9.0", *words, libraries=given)["verdicts"]
+        return {v["id"].partition("/")[2]: [item["because"] for item in v["unverified"]] for v in verdicts}
+
+    shown, between = unverified("128"), unverified("112")
+    for variant in ("fa3_vllm", "fa4", "torch"):
+        assert shown[variant] == []
+        assert between[variant] == ["verified are 8, 40, 64, 80, 128, 256"]
+    for variant in ("fa2_vllm", "fa3"):
+        assert shown[variant] == ["no run of the conformance kit on cuda:9.0 is known"]
+
+
 def test_old_releases_of_flash_attention_4_lack_what_rules_say(site: Site, tmp_path: Path) -> None:
     old = site.libraries(tmp_path, {"flash-attn-4": "4.0.0b20"})
     words = ("--head-size", "256", "--backend", "flash_attn/fa4")

@@ -51,7 +51,7 @@ def test_what_is_here_is_offered_and_what_is_not_is_not(load_real, variant) -> N
             attnplug.load(ASKED, backend=f"flash_attn/{variant}")
 
 
-def test_flashattention_4_alone_is_not_taken_for_2(load_real) -> None:
+def test_fa4_alone_is_not_taken_for_2(load_real) -> None:
     """The module `flash_attn` imports where the distribution of FlashAttention 2 is not installed."""
     FLASH_ATTN.check_here("fa4")
     try:
@@ -79,7 +79,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("made", OUTPUTS.values(), ids=OUTPUTS)
 @pytest.mark.parametrize("heads", [2, 8], ids="kv_heads={}".format)
 @pytest.mark.parametrize("paged", [True, False])
-def test_flashattention_4_writes_where_it_is_told(load_real, paged, heads, made) -> None:
+def test_fa4_writes_where_it_is_told(load_real, paged, heads, made) -> None:
     """The same numbers as its public function's, and none beside the rows; several heads, or one, share keys."""
     kernels = load_real(evolve(ASKED, num_kv_heads=heads, block_size=16), "fa4").kernels
     assert kernels.fills_output
@@ -104,7 +104,7 @@ def test_flashattention_4_writes_where_it_is_told(load_real, paged, heads, made)
         assert int((~out._base.isnan()).sum() if out._base is not None else 280 * 1024) == 280 * 1024
 
 
-def test_flashattention_4_refuses_by_assertions_and_returns_two_tensors() -> None:
+def test_fa4_refuses_by_assertions_and_returns_two_tensors() -> None:
     FLASH_ATTN.check_here("fa4")
     flash_attn_varlen_func = public_fa4()
     rows = torch.randn(3, 8, 128, device="cuda").bfloat16()

@@ -6,7 +6,7 @@ import pytest
 
 from attnplug import Requirements
 from attnplug.errors import NoBackendError
-from attnplug.testing import Case
+from attnplug.testing import Case, check, realise
 from plugins.flash_attn.tests.real import (
     ALIBI,
     BATCH_INVARIANT,
@@ -52,6 +52,16 @@ def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_doubled, ask
         serving.add(variant)
 
     assert serving == set(variants)
+
+
+@pytest.mark.parametrize("size", [16, 256])
+@pytest.mark.parametrize("head_size", [48, 80, 96, 112])
+@pytest.mark.parametrize("window", [None, 9])
+def test_fa4_copies_whole_tiles_of_pages(load_doubled, head_size, size, window) -> None:
+    """Its double raises where steps do not add up to a tile."""
+    case = fit(MIXED, "fa4", head_size=head_size, block_size=size, sliding_window=window)
+
+    check(load_doubled(case.requirements(return_lse=True), "fa4"), realise(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

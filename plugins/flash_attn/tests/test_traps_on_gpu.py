@@ -11,7 +11,9 @@ import pytest
 import torch
 from attrs import evolve
 
+from attnplug import Requirements
 from attnplug.contract import GraphKey, Limits
+from attnplug.errors import NoBackendError
 from attnplug.testing import Case, check, realise
 from plugins.flash_attn.tests.real import (
     ALIBI,
@@ -56,6 +58,35 @@ def test_heads_of_other_sizes_and_groups(load_real, variant, group, head_size) -
     case = fit(MIXED, variant, num_q_heads=2 * group, head_size=head_size)
 
     check(load_real(case.requirements(return_lse=True), variant), realise(case))
+
+
+@pytest.mark.parametrize("size", [16, 256])
+@pytest.mark.parametrize("head_size", [48, 80, 96, 112])
+@pytest.mark.parametrize("window", [None, 200])
+def test_fa4_copies_whole_tiles_of_pages(load_real, head_size, size, window) -> None:
+    """Each of these heads is copied in other steps; without a mask, tiles of two of them would not be filled."""
+    case = fit(MIXED, "fa4", head_size=head_size, block_size=size, sliding_window=window)
+
+    check(load_real(case.requirements(return_lse=True), "fa4"), realise(case))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"head_size": 160},
+        {"head_size": 80, "cascade": True, "return_lse": True},
+        {"head_size": 96, "attn_type": "encoder_decoder"},
+    ],
+    ids=str,
+)
+def test_fa4_is_not_asked_for_tiles_that_it_copies_in_part(load_real, asked) -> None:
+    """Wrong numbers on Hopper, or an illegal memory access: never to be tried here."""
+    FLASH_ATTN.check_here("fa4")
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("these rules are about the kernels for Hopper")
+
+    with pytest.raises(NoBackendError, match="do not add up to"):
+        load_real(Requirements(num_q_heads=8, num_kv_heads=2, dtype="bfloat16", **asked), "fa4")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
