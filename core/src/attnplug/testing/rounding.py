@@ -1,4 +1,4 @@
-"""What an 8-bit cache makes of K/V, written to be checked by reading: every number of the dtype is compared."""
+"""What an 8-bit cache makes of K/V, written to be checked by reading: the numbers of the dtype are looked up."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     numbers = codes.view(dtype).double()
     finite = numbers.isfinite()
-    # Even codes first: of equal distances the first is taken.
-    order = codes.int().remainder(2).argsort(stable=True)
-    numbers = numbers[order][finite[order]]
-    flat = values.flatten()
-    distances = (flat.nan_to_num(nan=0.0).unsqueeze(1) - numbers).abs()
-    rounded = numbers[distances.argmin(1)]
-    return torch.where(flat.isnan(), torch.nan, rounded).view(values.shape)
+    numbers, order = (numbers[finite] + 0.0).sort()  # -0 is 0
+    is_even = codes[finite][order] % 2 == 0
+    flat = values.flatten().nan_to_num(nan=0.0).clamp(numbers[0], numbers[-1])
+    above = torch.searchsorted(numbers, flat)
+    below = (above - 1).clamp(min=0)
+    up, down = (numbers[above] - flat).abs(), (numbers[below] - flat).abs()
+    rounded = torch.where((up < down) | ((up == down) & is_even[above]), numbers[above], numbers[below])
+    return torch.where(values.isnan(), torch.nan, rounded.view(values.shape))
