@@ -48,6 +48,7 @@ DOUBLES: Final = Doubles(
         (r'name = "flash_attn", aliases = \[[^]]*\]', f'name = "{NAME}"'),
         (r'^device_type = "cuda"', 'device_type = ["cuda", "cpu"]'),
         (r"^compute_capability = .*$", ""),
+        (r', compute_capability = "9\.0"', ""),  # the doubles are of libraries on Hopper
     ),
     unusable="a FlashAttention is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
     prepare=_register_ops,
