@@ -35,6 +35,7 @@ GOOD: dict[str, Any] = {
     "backend": "acme/default",
     "distribution": "attnplug-acme 1.0",
     "device": {"type": "cuda", "vendor": "nvidia", "name": "NVIDIA H200", "compute_capability": "9.0"},
+    "features": ["acme.rope"],
     "passed": True,
     "served": [{"field": "head_size", "value": 64}, {"field": "phases", "value": ["decode"]}],
     "unreached": [{"field": "block_sparse", "value": {"b": 1, "a": 2}, "because": "no oracle knows it"}],
@@ -86,6 +87,11 @@ def test_a_file_is_read_as_the_kit_has_written_it() -> None:
     assert found.passed
     assert found.served == {("head_size", 64), ("phases", ("decode",))}
     assert found.unreached == {("block_sparse", (("a", 2), ("b", 1))): "no oracle knows it"}
+    assert found.features == {"acme.rope"}
+
+
+def test_a_file_that_names_no_open_features_is_of_a_run_without_any() -> None:
+    assert parse_evidence({name: value for name, value in GOOD.items() if name != "features"}).features == frozenset()
 
 
 # Values are shown, and what is shown has a longest line: these stay below it.
@@ -120,6 +126,9 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
         ({"device": {"type": "cpu", "color": "red"}}, "the device field 'color' was given"),
         ({"device": {"type": "cpu", "name": ["a"]}}, "its values are texts and numbers"),
         ({"served": [{"field": "head_size", "value": [[1]]}]}, "no field has a value like that"),
+        ({"features": "acme.rope"}, "features is 'acme.rope', and it is a list"),
+        ({"features": [["acme.rope"]]}, "features holds ['acme.rope'], and each is a text"),
+        ({"features": ["acme.\x1b[31mrope"]}, "features is 'acme.\\x1b[31mrope', and it is one line"),
         ({"served": {"head_size": 64}}, "served is {'head_size': 64}, and it is a list"),
         ({"served": [64]}, "served holds 64"),
         ({"served": [{"field": "head_size"}]}, "served holds {'field': 'head_size'}"),

@@ -57,8 +57,16 @@ def agreed(**asked):
     return Agreement("acme", "default", requirements, size, layout, requirements.kv_cache_dtype, requirements.cudagraph)
 
 
-def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=None):
-    return Evidence("acme/default", distribution, device, passed, frozenset(served), unreached or {})
+def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=None, features=()):
+    return Evidence(
+        "acme/default",
+        distribution,
+        device,
+        passed,
+        frozenset(served),
+        unreached or {},
+        features=frozenset(features),
+    )
 
 
 def unverified(*known, device=HOPPER, **asked):
@@ -215,6 +223,35 @@ def test_a_run_that_failed_verifies_nothing() -> None:
 
     assert told == Unverified("device", "cuda:9.0", "the conformance kit has failed on cuda:9.0")
     assert unverified(failed, evidence(*BASICS)) == ()
+
+
+def test_a_run_with_open_features_shows_nothing_of_requests_without_them() -> None:
+    rope, both = evidence(*BASICS, features=["acme.rope"]), evidence(*BASICS, features=["acme.rope", "acme.norm"])
+
+    (told,) = unverified(rope, both)
+    (partly,) = unverified(both, features=("acme.rope",))
+
+    assert told.field == partly.field == "device"
+    more = "every run of the conformance kit on cuda:9.0 asked for more: features=acme.norm, acme.rope"
+    assert str(told) == f"{more} or acme.rope"
+    assert str(partly) == more
+
+
+def test_a_run_with_open_features_counts_for_requests_that_ask_for_them() -> None:
+    because = {("features", "acme.rope"): "it means what its backend says"}
+    known = evidence(*BASICS, features=["acme.rope"], unreached=because)
+
+    (told,) = unverified(known, features=("acme.rope",))
+    wide = unverified(known, features=("acme.rope",), head_size=96)
+
+    assert str(told) == "features=acme.rope (it means what its backend says)"
+    assert [str(item) for item in wide] == ["head_size=96 (verified is 64)", str(told)]
+
+
+def test_what_was_exercised_with_open_features_is_not_added_to_what_was_without() -> None:
+    (told,) = unverified(evidence(*BASICS), evidence(*BASICS, ("head_size", 96), features=["acme.rope"]), head_size=96)
+
+    assert str(told) == "head_size=96 (verified is 64)"
 
 
 @given(st.lists(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just((("a", 1),))))

@@ -185,6 +185,7 @@ def parse_evidence(data: Any, origin: str = "") -> Evidence:
         frozenset(_pair(item, "served") for item in _of(data, "served", list)),
         {_pair(item, "unreached"): _of(item, "because", str) for item in _of(data, "unreached", list)},
         origin,
+        frozenset(_names(data, "features")),
     )
 
 
@@ -197,6 +198,16 @@ def _of(data: Mapping[str, Any], name: str, kind: Any) -> Any:
     if isinstance(value, str):
         _check_line(name, value)
     return value
+
+
+def _names(data: Mapping[str, Any], name: str) -> list[str]:
+    """Return a list of names, one line each; a file that lacks it has none."""
+    names: list[Any] = _of(data, name, list) if name in data else []
+    for each in names:
+        if not isinstance(each, str):
+            raise ValueError(f"{name} holds {reprlib.repr(each)}, and each is a text")  # noqa: TRY004 - likewise
+        _check_line(name, each)
+    return names
 
 
 def _check_line(name: str, text: str) -> None:

@@ -37,6 +37,7 @@ class Evidence:
         served: The (field, value) pairs that a passed test exercised, in the kit's spelling.
         unreached: Declared pairs that the kit could not exercise there, with the reason.
         origin: Where this stands, for messages.
+        features: The open features that every request of the run asked for: it shows nothing of requests without them.
     """
 
     id: str
@@ -46,6 +47,7 @@ class Evidence:
     served: frozenset[tuple[str, Any]]
     unreached: Mapping[tuple[str, Any], str] = field(factory=dict)
     origin: str = ""
+    features: frozenset[str] = frozenset()
 
     def counts_for(self, distribution: str, device: Device) -> bool:
         """Whether it shows anything about a distribution, version included, on a device."""
@@ -89,9 +91,11 @@ def find_unverified(
         device: Where it is to run.
         known: All evidence about the candidate.
     """
-    counting = [evidence for evidence in known if evidence.counts_for(candidate.distribution, device)]
+    asked = frozenset(agreement.requirements.features)
+    ran = [evidence for evidence in known if evidence.counts_for(candidate.distribution, device)]
+    counting = [evidence for evidence in ran if evidence.features <= asked]
     if not counting:
-        return (_nothing(candidate, device, known),)
+        return (_other_features(device, ran) if ran else _nothing(candidate, device, known),)
     served = frozenset[tuple[str, Any]]().union(*(evidence.served for evidence in counting))
     return tuple(
         Unverified(name, _plain(name, value), _because(name, value, served, counting))
@@ -107,9 +111,20 @@ def _nothing(candidate: Candidate, device: Device, known: Sequence[Evidence]) ->
     others = sorted({evidence.distribution for evidence in here if evidence.passed})
     if others and not own:
         return Unverified("distribution", candidate.distribution, f"verified is {', '.join(others)}")
-    plain = f"{device.type}:{device.compute_capability}" if device.compute_capability else device.type
+    plain = _plain_device(device)
     why = f"the conformance kit has failed on {plain}" if own else f"no run of the conformance kit on {plain} is known"
     return Unverified("device", plain, why)
+
+
+def _other_features(device: Device, ran: Sequence[Evidence]) -> Unverified:
+    """Say that every run that would count asked for open features that this request does not ask for."""
+    asked = " or ".join(sorted({", ".join(sorted(evidence.features)) for evidence in ran}))
+    plain = _plain_device(device)
+    return Unverified("device", plain, f"every run of the conformance kit on {plain} asked for more: features={asked}")
+
+
+def _plain_device(device: Device) -> str:
+    return f"{device.type}:{device.compute_capability}" if device.compute_capability else device.type
 
 
 def _declared_part(candidate: Candidate, agreement: Agreement, device: Device) -> Iterator[tuple[str, Any]]:

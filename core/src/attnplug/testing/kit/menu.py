@@ -121,7 +121,10 @@ def is_served(subject: Subject, ask: Ask) -> bool:
 def menu_of(subject: Subject) -> Menu:
     """Return the menu of a subject, from its manifest and the device alone."""
     asks: dict[Capability, Ask] = {}
-    unreached = [Unreached(Capability("features", name), _OWN) for name in subject.open_features]
+    unreached = [
+        Unreached(Capability("features", name), _ASKED if name in subject.features else _OWN)
+        for name in subject.open_features
+    ]
     unserved: list[Unreached] = []
     for capability in _declared(subject):
         because = _out_of_reach(subject, capability)
@@ -135,6 +138,7 @@ def menu_of(subject: Subject) -> Menu:
 
 
 _OWN: Final = "an open feature means what its backend says: test it beside the kit"
+_ASKED: Final = f"every request asks for it, and attention stays what it is; beside that, {_OWN}"
 
 
 def _declared(subject: Subject) -> Iterator[Capability]:
@@ -246,7 +250,8 @@ def _plain_asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
 
 def _plain(subject: Subject) -> dict[str, Any]:
     heads = subject.supports.get("num_kv_heads")
-    return {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2}
+    features = subject.features or None
+    return {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2, "features": features}
 
 
 def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:

@@ -47,7 +47,8 @@ class Reporter:
         call = getattr(item, "callspec", None)
         subject = call.params.get("subject") if call is not None else None
         if isinstance(subject, Subject):
-            name = json.dumps({"id": subject.id, "device": subject.device.to_dict()}, sort_keys=True)
+            told = {"id": subject.id, "device": subject.device.to_dict(), "features": subject.features}
+            name = json.dumps(told, sort_keys=True)
             self._subjects[name] = subject
             item.user_properties.append((SUBJECT, name))
 
@@ -87,7 +88,7 @@ class Reporter:
         """The subject of a report: of this process, or of one that collected the tests for it."""
         if name not in self._subjects:
             data = json.loads(name)
-            (self._subjects[name],) = find_subjects(data["id"], Device.from_dict(data["device"]))
+            (self._subjects[name],) = find_subjects(data["id"], Device.from_dict(data["device"]), data["features"])
         return self._subjects[name]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
@@ -102,8 +103,8 @@ def _write(folder: Path, command: str, reports: list[SubjectReport]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _dump(folder / "report.json", [{"command": command, **report.to_dict()} for report in reports])
     for report in reports:
-        name = f"evidence-{report.subject.id.replace('/', '-')}.json"
-        _dump(folder / name, {"command": command, **report.evidence()})
+        name = "-".join(("evidence", report.subject.id.replace("/", "-"), *report.subject.features))
+        _dump(folder / f"{name}.json", {"command": command, **report.evidence()})
 
 
 def _dump(path: Path, data: object) -> None:

@@ -10,12 +10,13 @@ from attrs import evolve
 from attnplug.contract.layer import Layer
 from attnplug.errors import ContractError, NoBackendError, RequestError
 from attnplug.manifest.constraint import Range
+from attnplug.negotiation.negotiate import Question
 from attnplug.request.domain import Flag, Integer, Name, Number
 from attnplug.request.fields import FIELDS, fields_of
 from attnplug.request.requirements import Requirements
 from attnplug.selection.select import select
 from attnplug.testing.kit.demand import demand
-from attnplug.testing.kit.menu import Capability
+from attnplug.testing.kit.menu import Capability, menu_of
 from attnplug.testing.kit.pairwise import refused_pairs
 from attnplug.testing.kit.rig import Rig
 from attnplug.testing.kit.serving import load_for, plain
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.manifest.constraint import Constraint
+    from attnplug.manifest.schema import Rule
     from attnplug.testing.kit.subject import Subject
 
 _ODD: Final[dict[str, tuple[Any, ...]]] = {
@@ -88,6 +90,7 @@ def _request(subject: Subject, name: str, value: Any) -> Requirements | None:
     """Return requirements that ask for a value beside what is plain, or None where the value contradicts that."""
     fields = plain(subject).fields
     fields["num_q_heads"] = fields["num_kv_heads"] * fields.pop("gqa_ratio")
+    value = (*subject.features, *value) if name == "features" else value
     for paged in (fields.pop("paged"), True, False):
         asked = {**fields, "paged": paged, name: value}
         if not asked["paged"]:
@@ -99,6 +102,24 @@ def _request(subject: Subject, name: str, value: Any) -> Requirements | None:
         if FIELDS[name].free or any(field == name for field, _ in requirements.asked()):
             return requirements
     return None
+
+
+def _without_features(subject: Subject) -> dict[str, Any]:
+    """For each rule that needs features, the first request of the menu that it is about, with the features left out."""
+    found: dict[str, Any] = {}
+    for rule in subject.rules_that_need_features if subject.features else ():
+        for ask in menu_of(subject).asks.values():
+            requirements = ask.and_(features=None).requirements()
+            if requirements is not None and _is_about(rule, requirements, subject):
+                found[", ".join(map(str, rule.when))] = (requirements, rule)
+                break
+    return found
+
+
+def _is_about(rule: Rule, requirements: Requirements, subject: Subject) -> bool:
+    question = Question(requirements, subject.device)
+    installed = subject.candidate.installed
+    return all(one.holds(question.facts, question.names, installed, absent=False) for one in rule.when)
 
 
 class Refusals(Tier):
@@ -120,6 +141,20 @@ class Refusals(Tier):
             demand(named or name == "block_sparse", f"{subject}: the refusal of {name}={value} does not name the value")
         else:
             raise AssertionError(f"{subject}: {name}={value} is not declared, and was selected")
+
+    @over(_without_features)
+    def test_request_without_features_is_refused(self, subject: Subject, point: Any) -> None:
+        """A request that lacks the open features which a rule needs is refused, by that rule."""
+        requirements, rule = point
+        without = f"{subject}: a request without features={', '.join(subject.features)}"
+        told = [reason.because for reason in subject.objections(requirements)]
+        demand(rule.because in told, f"{without} was not refused by the rule that needs them: {rule.because}")
+        try:
+            select(requirements, subject.device, backend=subject.id)
+        except NoBackendError as error:
+            demand("features" in str(error), f"{without} was refused, and the refusal does not name the field: {error}")
+        else:
+            raise AssertionError(f"{without} was selected, and a rule needs them: {rule.because}")
 
     def test_refused_pairs_have_reasons(self, subject: Subject) -> None:
         """Two declared values that do not go together are refused by a rule that says why."""

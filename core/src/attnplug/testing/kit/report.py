@@ -73,6 +73,7 @@ class SubjectReport:
             "backend": self.subject.id,
             "distribution": self.subject.candidate.distribution,
             "device": self.subject.device.to_dict(),
+            "features": list(self.subject.features),
             "versions": versions(self.subject),
             "passed": self.passed,
             "fraction": self.fraction,

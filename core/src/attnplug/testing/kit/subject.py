@@ -6,19 +6,21 @@ from typing import TYPE_CHECKING
 
 from attrs import field, frozen
 
-from attnplug.errors import UnknownBackendError
+from attnplug.errors import RequirementsError, UnknownBackendError
+from attnplug.manifest.schema import IsAsked
 from attnplug.negotiation.candidate import Candidate
 from attnplug.negotiation.negotiate import Question, negotiate
 from attnplug.request.device import Device
-from attnplug.request.fields import near
+from attnplug.request.fields import FIELDS, near
 from attnplug.selection import state as process
 from attnplug.selection.load import load
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from attnplug.contract.backend import Backend
     from attnplug.manifest.constraint import Constraint
+    from attnplug.manifest.schema import Rule
     from attnplug.negotiation.reason import Reason
     from attnplug.request.requirements import Requirements
 
@@ -32,11 +34,13 @@ class Subject:
         id: ``backend/variant``.
         device: The device of this process.
         candidate: The candidate, its manifest included.
+        features: The open features that every request asks for, sorted.
     """
 
     id: str
     device: Device
     candidate: Candidate = field(eq=False, repr=False)
+    features: tuple[str, ...] = ()
 
     @property
     def supports(self) -> Mapping[str, Constraint]:
@@ -47,6 +51,13 @@ class Subject:
     def open_features(self) -> tuple[str, ...]:
         """The open features that the variant lists."""
         return self.candidate.variant.features if self.candidate.variant else ()
+
+    @property
+    def rules_that_need_features(self) -> tuple[Rule, ...]:
+        """The rules that refuse requests without any open feature."""
+        rules = self.candidate.variant.rules if self.candidate.variant else ()
+        needing, lacking = IsAsked("features", asked=True), IsAsked("features", asked=False)
+        return tuple(rule for rule in rules if needing in rule.need or (lacking in rule.when and not rule.need))
 
     def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
         """Return why the candidate does not serve the requirements; nothing where it does."""
@@ -60,18 +71,23 @@ class Subject:
         return self.id
 
 
-def find_subjects(name: str, device: Device | str | None = None) -> tuple[Subject, ...]:
+def find_subjects(name: str, device: Device | str | None = None, features: Sequence[str] = ()) -> tuple[Subject, ...]:
     """
     Return what a name means: the variants of a backend that can run here, or the one that is named.
+
+    With open features, these are the variants that list all of them.
 
     Args:
         name: ``backend`` or ``backend/variant``; aliases of the backend too.
         device: The device, or its name; None is this process's.
+        features: The open features that every request is to ask for.
 
     Raises:
         DeviceError: The device's name is none.
         UnknownBackendError: Nothing of that name is installed, it is broken, or nothing of it can run here.
+        RequirementsError: The features are no such names, or nothing that can run here lists all of them.
     """
+    asked = _canonical(features)
     here = Device.current() if device is None else Device.parse(device) if isinstance(device, str) else device
     backend, _, variant = name.partition("/")
     named = [
@@ -101,7 +117,34 @@ def find_subjects(name: str, device: Device | str | None = None) -> tuple[Subjec
             f"it cannot run here: {why}",
             "install what it requires, or test it on a device that it serves",
         )
-    return tuple(Subject(item.id, here, item) for item in ready)
+    return _asked_for(tuple(Subject(item.id, here, item, asked) for item in ready), name)
+
+
+def _canonical(features: Sequence[str]) -> tuple[str, ...]:
+    domain = FIELDS["features"].domain
+    try:
+        names: tuple[str, ...] = domain.canonical(features)
+    except ValueError:
+        raise RequirementsError(
+            f"the open features {features!r} were to be asked for",
+            "each is a dotted name, VENDOR.NAME",
+            "write --attn-feature=vendor.name once for each, or features = ('vendor.name',) in the class",
+        ) from None
+    return names
+
+
+def _asked_for(ready: tuple[Subject, ...], name: str) -> tuple[Subject, ...]:
+    """Return the subjects that list every open feature that is asked of them."""
+    listing = tuple(subject for subject in ready if set(subject.features) <= set(subject.open_features))
+    if not listing:
+        asked, known = ready[0].features, sorted({each for subject in ready for each in subject.open_features})
+        strange = next((each for each in asked if each not in known), "")
+        raise RequirementsError(
+            f"the backend {name!r} was to be tested with features={asked}{near(strange, known)}",
+            "; ".join(f"{each.id} lists {', '.join(each.open_features) or 'no open feature'}" for each in ready),
+            "ask for what a variant lists, or list the feature in the attnplug.toml of the variant",
+        )
+    return listing
 
 
 def installed() -> tuple[str, ...]:

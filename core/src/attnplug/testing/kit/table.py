@@ -18,6 +18,8 @@ def lines_of(report: SubjectReport) -> Iterator[str]:
     outcomes = ", ".join(f"{count} {name}" for name, count in sorted(report.outcomes.items()))
     reachable = len(report.served) + len(report.missing)
     yield f"{report.subject.id} on {report.subject.device}: {outcomes}"
+    if report.subject.features:
+        yield f"every request asked for features={', '.join(report.subject.features)}"
     yield f"declared values exercised: {len(report.served)} of {reachable} ({report.fraction:.0%})"
     for name, text in _by_field(report.served):
         yield f"  {name:<18} {text}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
@@ -50,12 +50,14 @@ class Tier:
     Attributes:
         backend: ``"name"`` or ``"name/variant"``; None is what ``--attn-backend`` says.
         device: What to test it on, as `Device.parse` reads it; None is what ``--attn-device`` says, or this process's.
+        features: The open features that every request asks for; None is what ``--attn-feature`` says, or none.
         known_failures: Tests that are expected to fail, and why: the name of a test, or its name with its point in
             brackets. One that passes fails: the entry is out of date then.
     """
 
     backend: ClassVar[str | None] = None
     device: ClassVar[str | None] = None
+    features: ClassVar[Sequence[str] | None] = None
     known_failures: ClassVar[Mapping[str, str]] = {}
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
@@ -64,6 +66,8 @@ class Tier:
             return
         name = self.backend or metafunc.config.getoption("--attn-backend", default=None)
         device = self.device or metafunc.config.getoption("--attn-device", default=None)
+        told = metafunc.config.getoption("--attn-feature", default=None) or ()
+        features = told if self.features is None else self.features
         if name is None:
             raise pytest.UsageError(
                 f"{type(self).__name__} was given no backend: pass --attn-backend=NAME[/variant], or name it in the "
@@ -71,9 +75,8 @@ class Tier:
             )
         with_points = "point" in metafunc.fixturenames
         names = ("subject", "point") if with_points else ("subject",)
-        parameters = [
-            p for subject in find_subjects(name, device) for p in self._parameters(metafunc.function, subject)
-        ]
+        subjects = find_subjects(name, device, features)
+        parameters = [p for subject in subjects for p in self._parameters(metafunc.function, subject)]
         metafunc.parametrize(names, parameters)
 
     @pytest.fixture

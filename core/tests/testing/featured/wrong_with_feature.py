@@ -1,0 +1,24 @@
+"""A backend that is right until its open feature is asked for: the attention that comes with it is another one."""
+
+from __future__ import annotations
+
+from minimal.least import LeastImpl
+
+from attnplug.contract import Backend
+from attnplug.contract.hooks import hookimpl
+
+
+class WrongImpl(LeastImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        if self.agreement.requirements.features:
+            output.mul_(2)
+
+
+class WrongBackend(Backend):
+    impl_class = WrongImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return WrongBackend

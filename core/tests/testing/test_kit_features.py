@@ -1,0 +1,256 @@
+"""The kit on variants with open features: every request asks for those that are named, and what is known says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from attnplug.discovery.evidence import parse_evidence
+from attnplug.errors import RequirementsError
+from attnplug.manifest.parse import read_manifest
+from attnplug.negotiation import negotiate
+from attnplug.negotiation.candidate import examine
+from attnplug.request.device import Device
+from attnplug.testing.kit import Basic, Refusals, plugin
+from attnplug.testing.kit import subject as subjects
+from attnplug.testing.kit.menu import menu_of
+from attnplug.testing.kit.pairwise import covering_asks, refused_pairs
+from attnplug.testing.kit.plugin import Reporter
+from attnplug.testing.kit.refusals import _refused, _without_features
+from attnplug.testing.kit.subject import Subject, find_subjects
+from core.tests.testing.test_kit_runs import run
+from core.tests.testing.test_mutants import demand_red
+
+pytestmark = pytest.mark.long
+
+HERE = Path(__file__).parent
+MANIFEST = HERE / "featured" / "attnplug.toml"
+OPTIONAL, NEEDED = "featured.optional", "featured.needed"
+READ = read_manifest(MANIFEST)
+CANDIDATES = {
+    one.name: examine(READ, one, lambda _: None, distribution="attnplug-featured 1.0") for one in READ.variants
+}
+
+
+def of(variant: str, *features: str) -> Subject:
+    return Subject(f"featured/{variant}", Device.cpu(), CANDIDATES[variant], features)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both variants are installed, as far as the kit looks for them."""
+    monkeypatch.setattr(subjects, "_registered", lambda: list(CANDIDATES.values()))
+
+
+def kit(folder: Path, *options: str, module: str = "minimal.least"):
+    report = folder / "report"
+    done = run(folder, f"--attn-report={report}", *options, module=module, manifest=MANIFEST)
+    return done, json.loads((report / "report.json").read_text("utf-8"))[0]
+
+
+# What is asked
+
+
+@pytest.mark.parametrize("subject", [of("bound", NEEDED), of("free", OPTIONAL), of("bound", NEEDED, OPTIONAL)], ids=str)
+def test_every_request_asks_for_the_features(subject: Subject) -> None:
+    asks = (*menu_of(subject).asks.values(), *covering_asks(subject), *refused_pairs(subject))
+    refused = [requirements for _, _, requirements in _refused(subject).values()]
+
+    assert asks
+    assert {ask.requirements().features for ask in asks} == {tuple(sorted(subject.features))}
+    assert refused
+    assert all(set(subject.features) <= set(requirements.features) for requirements in refused)
+
+
+def test_a_variant_without_features_to_ask_for_is_asked_as_ever() -> None:
+    assert {ask.requirements().features for ask in menu_of(of("free")).asks.values()} == {()}
+    assert menu_of(of("free")).asks == {
+        item: ask.and_(features=None) for item, ask in menu_of(of("free", OPTIONAL)).asks.items()
+    }
+
+
+def test_what_a_feature_means_stays_out_of_reach() -> None:
+    because = {item.capability.value: item.because for item in menu_of(of("bound", NEEDED)).unreached}
+
+    assert because[NEEDED].startswith("every request asks for it, and attention stays what it is; beside that, ")
+    assert because[NEEDED].endswith(because[OPTIONAL])
+    assert because[OPTIONAL] == "an open feature means what its backend says: test it beside the kit"
+
+
+# A rule that needs them
+
+
+def test_one_request_without_them_is_made_for_the_rule_that_needs_them() -> None:
+    ((name, (requirements, rule)),) = _without_features(of("bound", NEEDED)).items()
+
+    assert name == "head_size = >= 1"
+    assert requirements.features == ()
+    assert rule.because == "others compute the same without it"
+    assert _without_features(of("free", OPTIONAL)) == _without_features(of("bound")) == {}
+
+
+def test_a_request_without_them_that_is_served_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = of("bound", NEEDED)
+    (point,) = _without_features(subject).values()
+    monkeypatch.setattr(negotiate, "_apply", lambda *rule_and_facts: None)
+
+    with pytest.raises(
+        AssertionError, match=r"without features=featured\.needed was not refused by the rule that needs"
+    ):
+        Refusals().test_request_without_features_is_refused(subject, point)
+
+
+@pytest.mark.parametrize(
+    ("condition", "needs"),
+    [
+        ("when = { head_size = 8 }\nneed = { features = true }", True),
+        ("when = { features = false, dtype = 'float32' }", True),
+        ("when = { features = false }\nneed = { dtype = 'float32' }", False),
+        ("when = { features = true }", False),
+        ("when = { dtype = 'float32' }\nneed = { features = false }", False),
+    ],
+)
+def test_which_rules_need_features(condition: str, needs: bool, tmp_path: Path) -> None:
+    text = MANIFEST.read_text("utf-8").partition("[[variants.bound.rules]]")[0]
+    path = tmp_path / "attnplug.toml"
+    path.write_text(f"{text}\n[[variants.bound.rules]]\n{condition}\nbecause = 'so'\n", "utf-8")
+    manifest = read_manifest(path)
+    subject = Subject("featured/bound", Device.cpu(), examine(manifest, manifest.variants[-1], lambda _: None))
+
+    assert bool(subject.rules_that_need_features) is needs
+
+
+# What is tested
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_backend_means_its_variants_that_list_them() -> None:
+    assert [one.id for one in find_subjects("featured", "cpu")] == ["featured/free", "featured/bound"]
+    (bound,) = find_subjects("featured", "cpu", [NEEDED, OPTIONAL, NEEDED])
+    assert (bound.id, bound.features) == ("featured/bound", (NEEDED, OPTIONAL))
+    assert {bound} != set(find_subjects("featured/bound", "cpu"))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "features", "said"),
+    [
+        ("featured", ["featured.neded"], r"\('featured.neded',\); did you mean 'featured.needed'\?"),
+        ("featured/free", [NEEDED], "allowed: featured/free lists featured.optional\n"),
+        ("featured", [NEEDED, "acme.rope"], "free lists featured.optional; featured/bound lists featured.optional, fe"),
+        ("featured", ["rope"], r"\['rope'\] were to be asked for\n  allowed: each is a dotted name"),
+        ("featured", NEEDED, "'featured.needed' were to be asked for\n  allowed: each is a dotted name"),
+    ],
+)
+def test_features_that_nobody_lists_are_refused(name: str, features: list[str], said: str) -> None:
+    with pytest.raises(RequirementsError, match=said):
+        find_subjects(name, "cpu", features)
+
+
+class Named(Basic):
+    __test__ = False
+    backend, device = "featured/bound", "cpu"
+
+
+class NamedWith(Named):
+    features = (NEEDED,)
+
+
+class NamedWithNone(Named):
+    features = ()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("tier", "told", "asked"),
+    [
+        (Named, [OPTIONAL, NEEDED], (NEEDED, OPTIONAL)),
+        (Named, None, ()),
+        (NamedWith, [OPTIONAL], (NEEDED,)),
+        (NamedWithNone, [OPTIONAL], ()),
+    ],
+)
+def test_a_class_names_them_and_else_the_command_line(tier: type[Basic], told: object, asked: tuple[str, ...]) -> None:
+    made = []
+    metafunc = SimpleNamespace(
+        fixturenames=("subject",),
+        config=SimpleNamespace(getoption=lambda name, default: told if name == "--attn-feature" else default),
+        function=tier.test_profiling_run,
+        parametrize=lambda names, parameters: made.extend(parameters),
+    )
+
+    tier().pytest_generate_tests(metafunc)
+
+    assert [subject.features for one in made for subject in one.values] == [asked]
+
+
+def test_another_process_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, first = Reporter(None, "", complete=True), Reporter(None, "", complete=True)
+    item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": of("bound", NEEDED)}))
+    there.pytest_itemcollected(item)
+    ((_, name),) = item.user_properties
+    monkeypatch.setattr(subjects, "_registered", lambda: list(CANDIDATES.values()))
+
+    assert first._subject(name) == of("bound", NEEDED)
+
+
+def test_files_of_one_variant_with_and_without_them_lie_side_by_side(tmp_path: Path) -> None:
+    found = [plugin.report_of(subject, []) for subject in (of("bound"), of("bound", NEEDED))]
+
+    plugin._write(tmp_path, "pytest", found)
+
+    assert {path.name for path in tmp_path.glob("evidence-*.json")} == {
+        "evidence-featured-bound.json",
+        "evidence-featured-bound-featured.needed.json",
+    }
+
+
+# Whole runs
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_variant_that_serves_nothing_without_its_feature_is_green_with_it(tmp_path: Path) -> None:
+    done, report = kit(tmp_path, "--attn-backend=featured/bound", f"--attn-feature={NEEDED}")
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+    assert f"every request asked for features={NEEDED}" in done.stdout
+    assert report["features"] == [NEEDED]
+    assert f"--attn-feature={NEEDED}" in report["command"]
+    (one,) = [test for test in report["tests"] if "test_request_without_features_is_refused" in test["id"]]
+    assert one["outcome"] == "passed"
+    evidence = json.loads((tmp_path / "report" / f"evidence-featured-bound-{NEEDED}.json").read_text("utf-8"))
+    assert parse_evidence({**evidence, "distribution": "attnplug-featured 1.0"}).features == {NEEDED}
+
+
+def test_without_its_feature_the_run_is_red_and_says_what_to_ask_for(tmp_path: Path) -> None:
+    done = run(tmp_path, "--attn-backend=featured/bound", "-k", "TestBasic", manifest=MANIFEST)
+
+    assert done.returncode != 0
+    assert "its rules need an open feature: ask with --attn-feature" in done.stdout
+    assert f"for one of {OPTIONAL}, {NEEDED}" in done.stdout
+
+
+@pytest.mark.parametrize("asked", [(), (f"--attn-feature={OPTIONAL}",)])
+def test_attention_that_is_wrong_with_a_feature_is_found_where_it_is_asked_for(asked, tmp_path: Path) -> None:
+    options = ("--attn-backend=featured/free", "-k", "TestBasic and test_mixed_batch")
+    done, report = kit(tmp_path, *options, *asked, module="featured.wrong_with_feature")
+
+    if not asked:
+        assert done.returncode == 0, done.stdout
+    else:
+        demand_red(("test_mixed_batch[*", f"features=('{OPTIONAL}',)*output: * elements differ"), report["tests"])
+
+
+def test_an_undeclared_feature_is_a_usage_error_before_any_test(tmp_path: Path) -> None:
+    options = ("--attn-backend=featured", f"--attn-feature={NEEDED}", "--attn-feature=featured.unknown")
+    done = run(tmp_path, *options, manifest=MANIFEST)
+
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    said = done.stdout + done.stderr
+    assert "the backend 'featured' was to be tested with features=('featured.needed', 'featured.unknown')" in said
+    assert "way out: ask for what a variant lists" in said
+    assert "passed" not in said
