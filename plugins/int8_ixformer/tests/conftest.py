@@ -18,7 +18,8 @@ from plugins.int8_ixformer.tests import cpu_manifest
 from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, VERSIONS
 from tests.backends.interpreting import INTERPRETED
 
-collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the double is in place
+# Their tests are made while the double is in place.
+collect_ignore = ["test_conformance.py", "test_calibration_conformance.py"] if IS_REAL_HERE else []
 
 pytest_generate_tests = DOUBLES.generating(VERSIONS)
 doubled = DOUBLES.fixture(VERSIONS, "ixformer.journal")

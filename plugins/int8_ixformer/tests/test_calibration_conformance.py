@@ -1,0 +1,16 @@
+"""The conformance kit on level 0: whoever asks for the calibration gets the attention of the inner backend."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug.testing.kit import Conformance
+from attnplug_int8_ixformer.inner import CALIBRATE
+from plugins.int8_ixformer.tests.doubled import NAME
+
+
+@pytest.mark.usefixtures("doubled")  # which offers the plugin to this process; level 0 calls nothing of the library
+class TestCalibration(Conformance):
+    backend = f"{NAME}/calibration"
+    device = "cpu"
+    features = (CALIBRATE,)
