@@ -57,6 +57,16 @@ def test_results_are_those_of_the_inner_backend(changed):
     backend.warmup([GraphKey(1, 1, 1)])
 
 
+def test_blocks_that_are_left_to_the_backends_are_the_same_for_both():
+    asked = CASE.requirements(features=CALIBRATE, block_size=None)
+    alone = attnplug.load(asked.evolve(features=()), Device.cpu(), backend="torch")
+    backend = attnplug.load(asked, Device.cpu(), backend="int8_ixformer")
+
+    assert alone.agreement.block_size != backend.agreement.block_size
+    assert backend.inner.agreement.block_size == backend.agreement.block_size
+    assert backend.inner.agreement.kv_layout == backend.agreement.kv_layout
+
+
 def test_what_the_host_of_an_inner_backend_writes_is_written(monkeypatch):
     monkeypatch.setattr(TorchImpl, "cache_write", "host")
     scene = realise(CASE)
