@@ -14,12 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import attnplug
+from attnplug.contract import Limits
+from attnplug.errors import LimitsError
 from attnplug.request.device import Device
 from attnplug.testing import Case, check, random_case, realise
 from attnplug.testing.cases import FEATURES
 from attnplug.testing.strategies import cases
 from attnplug.torch_backend import flex
-from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.backend import FlexBackend, TorchBackend
 from attnplug.torch_backend.masks import Sight
 
 if TYPE_CHECKING:
@@ -158,3 +160,12 @@ def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeyp
     flex.compiled.cache_clear()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == len(kinds)
     assert len(kinds) >= 5
+
+
+def test_a_bound_of_splits_is_refused_and_not_dropped() -> None:
+    selection = attnplug.select(Case(query_lens=(1,), context_lens=(0,)).requirements(), Device.cpu(), backend="torch/sdpa")
+    limits = Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=2)
+
+    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=2 was given.*compiled FlexAttention decides"):
+        FlexBackend(selection).make_state(limits)
+    TorchBackend(selection).make_state(limits)

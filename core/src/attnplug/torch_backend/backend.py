@@ -8,6 +8,7 @@ from attnplug.contract.backend import Backend
 from attnplug.torch_backend.builder import FlexBuilder, TorchBuilder
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug.torch_backend.shape import aligned, bytes_per_key, keys_at_once
+from attnplug.torch_backend.state import FlexState
 from attnplug.torch_backend.warmup import run_zeros
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class FlexBackend(TorchBackend):
     """The same on compiled FlexAttention. The variant `flex`."""
 
     builder_class = FlexBuilder
+    state_class = FlexState
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Compile what batches of these shapes run. Lengths are dynamic: one short and one long query is enough."""
