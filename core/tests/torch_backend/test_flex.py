@@ -163,7 +163,9 @@ def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeyp
 
 
 def test_a_bound_of_splits_is_refused_and_not_dropped() -> None:
-    selection = attnplug.select(Case(query_lens=(1,), context_lens=(0,)).requirements(), Device.cpu(), backend="torch/sdpa")
+    selection = attnplug.select(
+        Case(query_lens=(1,), context_lens=(0,)).requirements(), Device.cpu(), backend="torch/sdpa"
+    )
     limits = Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=2)
 
     with pytest.raises(LimitsError, match=r"(?s)max_num_splits=2 was given.*compiled FlexAttention decides"):
