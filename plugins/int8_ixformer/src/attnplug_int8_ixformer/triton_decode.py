@@ -8,6 +8,7 @@ import triton.language as tl
 from attnplug_int8_ixformer.triton_scores import (
     attended,
     halves_of,
+    queries_of,
     raised,
     rounded,
     scale_of,
@@ -107,13 +108,8 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen when it is compi
     columns = tl.arange(0, width)
     inside = columns < size
     rows = query + (start + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + columns[None, :]
-    found = tl.load(rows, mask=mine[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    q_scale = scale_of(found)
-    q = rounded(found, q_scale[:, None])
-    q_scale = q_scale * scale
+    q, q_scale = queries_of(rows, mine[:, None] & inside[None, :], scale, is_capped)
     slope = q_scale
-    if not is_capped:
-        q_scale = q_scale * 1.4426950408889634
     if alibi > 0:
         slope = tl.load(slopes + head, mask=mine, other=0.0) * 1.4426950408889634
     unit = unit_of(q_scale, is_capped, alibi)

@@ -7,11 +7,13 @@ import triton.language as tl
 
 from attnplug_int8_ixformer.triton_scores import (
     attended,
+    queries_of,
     raised,
     rounded,
     scale_of,
     scores_of,
     seen_of,
+    share_of,
     unit_of,
     weighed,
 )
@@ -273,30 +275,20 @@ def _prefill(
     stages: tl.constexpr,
     interpreted: tl.constexpr,
 ) -> None:
-    """One program computes some rows of one head of one request; those that see most keys start first."""
-    program = tl.program_id(0)
-    head = program % (kv_heads * group)
-    kv_head = head // group
-    request = first_req + (program // (kv_heads * group)) % num_reqs
-    tile = num_tiles - 1 - program // (kv_heads * group * num_reqs)
-    start = tl.load(query_starts + request)
-    count = tl.load(query_starts + request + 1) - start
+    """One program computes some rows of one head of one request."""
+    heads: tl.constexpr = kv_heads * group
+    head, request, tile, start, count = share_of(query_starts, heads, num_reqs, num_tiles, first_req)
     if tile * rows >= count:
         return
 
-    length = tl.load(seq_lens + request)
+    kv_head, length = head // group, tl.load(seq_lens + request)
     row = tile * rows + tl.arange(0, rows)
     columns = tl.arange(0, width)
     mine, inside = row < count, columns < size
     position = length - count + row
     at = query + (start + row).to(tl.int64)[:, None] * q_token + head * q_head + columns[None, :]
-    found = tl.load(at, mask=mine[:, None] & inside[None, :], other=0.0).to(tl.float32)
-    q_scale = scale_of(found)
-    q = rounded(found, q_scale[:, None])
-    q_scale = q_scale * scale
+    q, q_scale = queries_of(at, mine[:, None] & inside[None, :], scale, is_capped)
     slope = q_scale
-    if not is_capped:
-        q_scale = q_scale * 1.4426950408889634
     if alibi > 0:
         slope = tl.zeros((rows,), tl.float32) + tl.load(slopes + head) * 1.4426950408889634
 

@@ -21,6 +21,39 @@ def rounded(rows: tl.tensor, scales: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def share_of(
+    query_starts: tl.tensor,
+    heads: tl.constexpr,
+    num_reqs: tl.int32,
+    num_tiles: tl.int32,
+    first_req: tl.int32,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """
+    ``(head, request, tile, start, count)`` of a program of prompts: a tile of rows of one head, out of `count` rows
+    from row `start` on. Tiles that see most keys start first.
+    """
+    program = tl.program_id(0)
+    request = first_req + (program // heads) % num_reqs
+    start = tl.load(query_starts + request)
+    count = tl.load(query_starts + request + 1) - start
+    return program % heads, request, num_tiles - 1 - program // (heads * num_reqs), start, count
+
+
+@triton.jit
+def queries_of(
+    rows_at: tl.tensor, wanted: tl.tensor, scale: tl.float32, is_capped: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """``(queries, scales)``: rows of floats as int8, and what their products are multiplied with, see `scores_of`."""
+    found = tl.load(rows_at, mask=wanted, other=0.0).to(tl.float32)
+    q_scale = scale_of(found)
+    q = rounded(found, q_scale[:, None])
+    q_scale = q_scale * scale
+    if not is_capped:
+        q_scale = q_scale * 1.4426950408889634
+    return q, q_scale
+
+
+@triton.jit
 def scores_of(
     products: tl.tensor,
     q_scale: tl.tensor,
