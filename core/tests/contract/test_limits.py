@@ -4,7 +4,7 @@ import pytest
 
 from attnplug.contract import Limits, Parallel
 from attnplug.errors import LimitsError
-from core.tests.contract.world import limits, make_backend, refused
+from core.tests.contract.world import ToyBackend, limits, make_backend, refused
 
 
 @pytest.mark.parametrize("name", ["max_num_reqs", "max_num_tokens", "max_seq_len", "max_num_splits"])
@@ -70,6 +70,20 @@ def test_limits_fit_the_agreement():
 def test_limits_that_were_not_negotiated_are_refused(changes, ranks, given, allowed):
     with refused(LimitsError, given=given, allowed=allowed, remedy="select again"):
         make_backend().make_state(limits(**changes), Parallel(**ranks))
+
+
+def test_a_bound_of_splits_is_kept_or_refused():
+    class Keeping(ToyBackend):
+        keeps_max_num_splits = True
+
+    assert make_backend(Keeping).make_state(limits(max_num_splits=4)).limits.max_num_splits == 4
+    with refused(
+        LimitsError,
+        given="max_num_splits=4",
+        allowed="toy/plain takes no such bound",
+        remedy="leave max_num_splits out",
+    ):
+        make_backend().make_state(limits(max_num_splits=4))
 
 
 def test_limits_compare_and_hash_as_values():

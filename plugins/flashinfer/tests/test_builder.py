@@ -328,5 +328,5 @@ def _sharing(batch: Batch, length: int) -> Batch:
 def test_a_bound_of_splits_is_refused_and_not_dropped(load_doubled) -> None:
     backend = Setting(load_doubled).backend
 
-    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=4 was given.*FlashInfer's planner decides"):
+    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=4 was given.*takes no such bound"):
         backend.make_state(Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=4))

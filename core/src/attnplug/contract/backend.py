@@ -81,6 +81,11 @@ class Backend(ABC):
         return self.agreement.id
 
     @property
+    def keeps_max_num_splits(self) -> bool:
+        """Whether `Limits.max_num_splits` is kept. Where it is not, limits that name one are refused."""
+        return False
+
+    @property
     def device(self) -> torch.device:
         """The device type that was selected for."""
         return torch.device(self.selection.device.type)
@@ -192,10 +197,10 @@ class Backend(ABC):
         Return the state that the builders of this backend share.
 
         Raises:
-            LimitsError: The limits contradict the agreement.
+            LimitsError: The limits contradict the agreement, or name a bound of splits that the backend does not keep.
         """
         ranks = Parallel() if parallel is None else parallel
-        check_limits(limits, ranks, self.agreement)
+        check_limits(limits, ranks, self.agreement, keeps_splits=self.keeps_max_num_splits)
         state = self.state_class(self, limits, self.device, ranks)
         check_constructed(state, State, "_is_capturing")
         return state
@@ -309,7 +314,7 @@ class Backend(ABC):
                 "a state belongs to one backend, variant and device",
                 "pass the state that this backend's make_state returned",
             )
-        check_limits(state.limits, state.parallel, self.agreement)
+        check_limits(state.limits, state.parallel, self.agreement, keeps_splits=self.keeps_max_num_splits)
         needed, given = self.workspace_bytes(state.limits), state.backend.workspace_bytes(state.limits)
         if needed > given:
             raise LimitsError(

@@ -8,7 +8,6 @@ from attnplug.contract.backend import Backend
 from attnplug.torch_backend.builder import FlexBuilder, TorchBuilder
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug.torch_backend.shape import aligned, bytes_per_key, keys_at_once
-from attnplug.torch_backend.state import FlexState
 from attnplug.torch_backend.warmup import run_zeros
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ class TorchBackend(Backend):
 
     impl_class = TorchImpl
     builder_class = TorchBuilder
+    keeps_max_num_splits = True  # any bound: no request's keys are cut
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the buffers that pages are gathered into: K/V of one group, shared by all layers."""
@@ -38,7 +38,7 @@ class FlexBackend(TorchBackend):
     """The same on compiled FlexAttention. The variant `flex`."""
 
     builder_class = FlexBuilder
-    state_class = FlexState
+    keeps_max_num_splits = False
 
     def warmup(self, shapes: Sequence[GraphKey]) -> None:
         """Compile what batches of these shapes run. Lengths are dynamic: one short and one long query is enough."""

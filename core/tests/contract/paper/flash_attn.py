@@ -236,6 +236,7 @@ class FlashAttentionBuilder(MetadataBuilder):
 
 
 class FlashAttentionBackend(Backend):
+    keeps_max_num_splits = True
     impl_class = FlashAttentionImpl
     builder_class = FlashAttentionBuilder
     metadata_class = FlashAttentionMetadata

@@ -38,6 +38,7 @@ class BlocksparseBackend(Backend):
     impl_class = BlocksparseImpl
     builder_class = BlocksparseBuilder
     state_class = BlocksparseState
+    keeps_max_num_splits = True
 
     @cached_property
     def row_tiles(self) -> PrefillTiles:

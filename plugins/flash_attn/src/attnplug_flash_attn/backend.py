@@ -28,6 +28,7 @@ class FlashAttentionBackend(Backend):
 
     impl_class = FlashAttentionImpl
     builder_class = FlashAttentionBuilder
+    keeps_max_num_splits = True
 
     @cached_property
     def kernels(self) -> Kernels:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from attnplug.contract import Backend, CacheTensor
 from attnplug_flashinfer.builder import FlashInferBuilder
 from attnplug_flashinfer.impl import FlashInferImpl
-from attnplug_flashinfer.state import FlashInferState
 from attnplug_flashinfer.warmup import run_each_kind
 from attnplug_flashinfer.workspace import workspace_bytes
 
@@ -22,7 +21,6 @@ class FlashInferBackend(Backend):
 
     impl_class = FlashInferImpl
     builder_class = FlashInferBuilder
-    state_class = FlashInferState
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """Return the contract's tensor, in the library's order: in memory a block holds its keys, then its values."""

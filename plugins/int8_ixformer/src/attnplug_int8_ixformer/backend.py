@@ -38,6 +38,11 @@ class Int8Backend(Backend):
         self.provider = provider_of(self)
 
     @property
+    def keeps_max_num_splits(self) -> bool:
+        """What the provider says."""
+        return self.provider.keeps_max_num_splits
+
+    @property
     def level(self) -> int:
         """1 or 2."""
         return 1 if self.agreement.kv_cache_dtype == "int8" else 2

@@ -102,6 +102,11 @@ class ObserverBackend(Backend):
         """The backend that computes."""
         return inner.load(self.agreement, self.selection.device)
 
+    @property
+    def keeps_max_num_splits(self) -> bool:
+        """What the inner backend says."""
+        return self.inner.keeps_max_num_splits
+
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """Return those of the inner backend."""
         return self.inner.cache_tensors(num_blocks)

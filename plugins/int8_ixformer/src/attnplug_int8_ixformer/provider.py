@@ -20,11 +20,13 @@ class Provider(ABC):
 
     Attributes:
         fuses_in_mixed: Whether decodes write their rows in a batch with prefills too, and not in one of decodes alone.
+        keeps_max_num_splits: Whether `Limits.max_num_splits` is kept.
         prompt_lens: Rows of prompts for a warm-up, one for each of the kernels of prompts.
         backend: The backend.
     """
 
     fuses_in_mixed: ClassVar[bool]
+    keeps_max_num_splits: ClassVar[bool] = False
     prompt_lens: tuple[int, ...] = (1,)
 
     def __init__(self, backend: Int8Backend) -> None:

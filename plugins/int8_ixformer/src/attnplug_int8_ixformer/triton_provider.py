@@ -81,6 +81,7 @@ class TritonProvider(Provider):
     """Triton kernels on NVIDIA GPUs, and by Triton's interpreter anywhere."""
 
     fuses_in_mixed = True
+    keeps_max_num_splits = True
 
     def __init__(self, backend: Int8Backend) -> None:
         super().__init__(backend)

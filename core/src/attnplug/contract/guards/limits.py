@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
 
 
-def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement) -> None:
+def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement, *, keeps_splits: bool) -> None:
     """
     Check that limits and ranks fit the agreement.
 
@@ -20,6 +20,12 @@ def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement) -> No
         LimitsError: They do not.
     """
     _check_graphs(limits, agreement)
+    if limits.max_num_splits is not None and not keeps_splits:
+        raise LimitsError(
+            f"max_num_splits={limits.max_num_splits} was given in the limits",
+            f"{agreement.id} takes no such bound: its kernels decide how many pieces a request's keys are cut into",
+            "leave max_num_splits out, or select a backend that keeps it",
+        )
     asked = agreement.requirements
     if limits.batch_invariant and not asked.batch_invariant:
         raise LimitsError(
