@@ -74,7 +74,7 @@ def asked_options(texts: list[str] | None) -> dict[str, dict[str, str]] | None:
             raise RequestError(
                 f"--option {text!r} was given",
                 "an option is BACKEND.OPTION=VALUE",
-                "write, for example, --option flashinfer.tensor_core_ratio=4",
+                "write, for example, --option flashinfer.workspace_mib=512",
             )
         found.setdefault(backend, {})[option] = value
     return found or None
