@@ -19,6 +19,8 @@ from attnplug_flash_attn.splits import num_splits
         ((2, 8), 16, 8, True, 1),
         ((), None, 4, True, 1),
         ((2, 8), 1, 3, False, 1),
+        ((2, 8), 1, 9, False, 1),
+        ((), 1, 4, False, 1),
     ],
 )
 def test_num_splits(captured, bound, tokens, invariant, expected) -> None:

@@ -12,7 +12,7 @@ from attrs import evolve
 import attnplug
 from attnplug import Device
 from attnplug.contract import GraphKey, Layer, Limits
-from attnplug.errors import CacheError, PluginLoadError
+from attnplug.errors import CacheError, LimitsError, PluginLoadError
 from attnplug.testing.byte_rounding import paged_tensors
 from attnplug.testing.cases import Case
 from attnplug.testing.replay import check_replays, padded_for
@@ -46,6 +46,13 @@ def scene_of(dtype, **fields):
 
 def load(scene, **engine):
     return DOUBLES.load(scene.case.requirements(**engine), "ixformer")
+
+
+def test_a_bound_of_splits_is_refused(journal):
+    backend = load(scene_of("int8_k", **DECODES))
+
+    with pytest.raises(LimitsError, match=r"max_num_splits=2 was given"):
+        backend.make_state(evolve(LIMITS, max_num_splits=2))
 
 
 @pytest.mark.parametrize("terms", TERMS, ids=str)

@@ -105,6 +105,12 @@ def test_the_largest_values_of_all_steps_are_what_is_saved_and_loaded(tmp_path):
     assert values.isfinite().all()  # padding holds NaN
 
 
+def test_a_bound_of_splits_is_the_inner_backend_s():
+    backend = load()
+
+    assert backend.keeps_max_num_splits is backend.inner.keeps_max_num_splits is True
+
+
 def test_what_stands_in_for_a_step_is_not_noted():
     backend = load()
     impl = backend.make_impl(realise(CASE).layer())

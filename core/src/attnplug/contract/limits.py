@@ -40,7 +40,9 @@ class Limits:
         num_blocks: Blocks of the cache, the null block 0 included; None before it is known.
         capture_sizes: Token counts of the batches that are captured in CUDA graphs, rising.
         cudagraph: The graph level that the host uses; None is the agreed one.
-        max_num_splits: Most pieces that a kernel may cut one request's keys into; None is the library's own choice.
+        max_num_splits: Most pieces that a kernel may cut one request's keys into; None is the library's own choice. It
+            bounds what graphs hold memory for: beyond the largest of `capture_sizes`, and without any, a backend may
+            cut keys into more of them, but for a bound of 1.
         batch_invariant: Whether results may not depend on what else is in the batch; None is as agreed.
     """
 

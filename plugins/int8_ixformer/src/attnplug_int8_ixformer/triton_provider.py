@@ -91,8 +91,7 @@ class TritonProvider(Provider):
         self.multiprocessors = device.num_multiprocessors or _MULTIPROCESSORS
         capability = device.compute_capability
         has_descriptors = INTERPRETED if capability is None else capability.number in _WITH_DESCRIPTORS
-        fits = size <= _LARGEST_DESCRIBED and size % 16 == 0
-        self.uses_descriptors = has_descriptors and backend.level == 1 and fits
+        self.uses_descriptors = has_descriptors and backend.level == 1 and size <= _LARGEST_DESCRIBED
         if self.uses_descriptors:
             self.prompt_lens = (1, _WORTH_DESCRIPTORS)
 
