@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,12 +17,13 @@ from attnplug.negotiation.candidate import examine
 from attnplug.request.device import Device
 from attnplug.testing.kit import Basic, Refusals, plugin
 from attnplug.testing.kit import subject as subjects
+from attnplug.testing.kit.choice import choose
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.pairwise import covering_asks, refused_pairs
 from attnplug.testing.kit.plugin import Reporter
 from attnplug.testing.kit.refusals import _refused, _without_features
 from attnplug.testing.kit.subject import Subject, find_subjects
-from core.tests.testing.test_kit_runs import run
+from core.tests.testing.test_kit_runs import demand_usage_error, run
 from core.tests.testing.test_mutants import demand_red
 
 pytestmark = pytest.mark.long
@@ -152,11 +154,15 @@ def test_features_that_nobody_lists_are_refused(name: str, features: list[str], 
 
 class Named(Basic):
     __test__ = False
-    backend, device = "featured/bound", "cpu"
+    backend, device = "featured/free", "cpu"
+
+
+class NamedBound(Named):
+    backend = "featured/bound"
 
 
 class NamedWith(Named):
-    features = (NEEDED,)
+    features = (OPTIONAL,)
 
 
 class NamedWithNone(Named):
@@ -167,9 +173,10 @@ class NamedWithNone(Named):
 @pytest.mark.parametrize(
     ("tier", "told", "asked"),
     [
-        (Named, [OPTIONAL, NEEDED], (NEEDED, OPTIONAL)),
+        (NamedBound, [OPTIONAL, NEEDED], (NEEDED, OPTIONAL)),
+        (Named, [OPTIONAL], (OPTIONAL,)),
         (Named, None, ()),
-        (NamedWith, [OPTIONAL], (NEEDED,)),
+        (NamedWith, [NEEDED], (OPTIONAL,)),
         (NamedWithNone, [OPTIONAL], ()),
     ],
 )
@@ -208,6 +215,63 @@ def test_files_of_one_variant_with_and_without_them_lie_side_by_side(tmp_path: P
     }
 
 
+# What serves nothing as it is asked
+
+
+def choosing(monkeypatch: pytest.MonkeyPatch, folder: Path, rules: str) -> None:
+    """The variant that needs features is another one, with these rules."""
+    text = MANIFEST.read_text("utf-8").partition("[[variants.bound.rules]]")[0]
+    text = text.replace('["featured.needed"]', '["featured.needed", "featured.also"]')
+    text = text.replace(
+        'name = "featured"', f'name = "{folder.name}"'
+    )  # what is known of a subject is kept by its name
+    (folder / "attnplug.toml").write_text(f"{text}\n{rules}", "utf-8")
+    changed = read_manifest(folder / "attnplug.toml")
+    found = [examine(changed, one, lambda _: None) for one in changed.variants]
+    monkeypatch.setattr(subjects, "_registered", lambda: found)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("features", [(), (OPTIONAL,), (NEEDED,)])
+def test_a_run_tests_what_serves_requests_with_these_features(features: tuple[str, ...]) -> None:
+    choice = choose("featured", "cpu", features)
+
+    assert {each.id for each in choice.subjects} == {
+        subject.id for subject in find_subjects("featured", "cpu", features) if menu_of(subject).ask() is not None
+    }
+    assert [left.subject.id for left in choice.left_out] == ([] if features else ["featured/bound"])
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_features_that_the_error_names_are_enough() -> None:
+    with pytest.raises(RequirementsError, match=r"add --attn-feature=featured") as caught:
+        choose("featured/bound", "cpu")
+    named = re.findall(r"--attn-feature=([\w.]+)", caught.value.remedy)
+
+    assert [each.id for each in choose("featured/bound", "cpu", named).subjects] == ["featured/bound"]
+
+
+def test_features_that_are_enough_only_together_are_named_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rule = "[[variants.bound.rules]]\nwhen = {{ features = ['featured.also', '{}'] }}\nbecause = 'not alone'\n"
+    choosing(monkeypatch, tmp_path, rule.format(NEEDED) + rule.format(OPTIONAL))
+
+    with pytest.raises(RequirementsError, match=f"add --attn-feature={OPTIONAL} --attn-feature={NEEDED}, or"):
+        choose(f"{tmp_path.name}/bound", "cpu")
+
+
+def test_of_a_variant_that_serves_nothing_whatever_is_asked_the_manifest_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    choosing(monkeypatch, tmp_path, "[[variants.bound.rules]]\nwhen = { head_size = { min = 1 } }\nbecause = 'never'\n")
+
+    with pytest.raises(
+        RequirementsError, match=r"(?s)bound serves no such.*never\n.*way out: change the rules or what"
+    ):
+        choose(tmp_path.name, "cpu")
+
+
 # Whole runs
 
 
@@ -226,12 +290,57 @@ def test_a_variant_that_serves_nothing_without_its_feature_is_green_with_it(tmp_
     assert parse_evidence({**evidence, "distribution": "attnplug-featured 1.0"}).features == {NEEDED}
 
 
-def test_without_its_feature_the_run_is_red_and_says_what_to_ask_for(tmp_path: Path) -> None:
-    done = run(tmp_path, "--attn-backend=featured/bound", "-k", "TestBasic", manifest=MANIFEST)
+def test_without_its_feature_a_run_is_one_usage_error_that_names_the_option(tmp_path: Path) -> None:
+    done = run(tmp_path, "--attn-backend=featured/bound", manifest=MANIFEST)
 
-    assert done.returncode != 0
-    assert "its rules need an open feature: ask with --attn-feature" in done.stdout
-    assert f"for one of {OPTIONAL}, {NEEDED}" in done.stdout
+    demand_usage_error(
+        done,
+        "ERROR: the backend 'featured/bound' was to be tested with requests that ask for no open feature\n",
+        "  allowed: featured/bound serves no such request: ",
+        "others compute the same without it\n",
+        f"  way out: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class of the test\n",
+    )
+
+
+def test_a_variant_that_needs_a_feature_is_left_out_of_its_backend_and_the_run_says_so(tmp_path: Path) -> None:
+    done, report = kit(tmp_path, "--attn-backend=featured", "-k", "test_one_token", "-rs")
+
+    assert done.returncode == 0, done.stdout
+    assert [test["id"].rpartition("::")[2] for test in report["tests"]] == ["test_one_token[featured/free]"]
+    told = "others compute the same without it; --attn-backend=featured/bound --attn-feature=featured.optional tests it"
+    assert done.stdout.count(told) == 2, done.stdout  # of the skipped test, and at the end
+
+
+OWN = """
+from attnplug.testing.kit import {tier}
+
+
+class TestMine({tier}):
+    backend = "featured/bound"
+    features = {features}
+"""
+
+
+@pytest.mark.parametrize("tier", ["Basic", "Conformance"])
+def test_a_class_of_a_plugin_is_told_without_a_traceback(tier: str, tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(OWN.format(tier=tier, features=()), "utf-8")
+    done = run(tmp_path, tests=(str(tmp_path / "test_own.py"),), manifest=MANIFEST)
+
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert (
+        done.stdout.count(f"  way out: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class") == 1
+    )
+    assert "tier.py" not in done.stdout
+    assert "1 error in" in done.stdout
+
+
+def test_a_class_that_asks_for_its_feature_needs_no_option(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(OWN.format(tier="Basic", features=(NEEDED,)), "utf-8")
+    own = (str(tmp_path / "test_own.py"),)
+    done = run(tmp_path, "--attn-backend=featured/bound", "-k", "one_token", tests=own, manifest=MANIFEST)
+
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
 
 
 @pytest.mark.parametrize("asked", [(), (f"--attn-feature={OPTIONAL}",)])

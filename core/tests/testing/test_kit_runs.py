@@ -11,9 +11,14 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+import attnplug.testing
+
 pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
+KIT = Path(attnplug.testing.__file__).parent / "test_conformance.py"
+# The file's folder has settings of its own, by which a plugin that is registered before pytest begins is an error.
+AS_A_FILE = ("-W", "ignore::pytest.PytestAssertRewriteWarning", f"{KIT}::TestBasic")
 RUN = """
 import sys
 from pathlib import Path
@@ -172,10 +177,21 @@ def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
         (["--attn-backend=minimle"], "installed are minimal/plain, torch/flex, torch/sdpa"),
         (["--attn-backend=torch/flex"], "it cannot run here"),
         ([], "pass --attn-backend=NAME[/variant], or name it in the class"),
+        (["-n2"], "pass --attn-backend=NAME[/variant], or name it in the class"),
     ],
 )
-def test_a_backend_that_is_not_there_is_a_usage_error(options, said, tmp_path: Path) -> None:
-    done = run(tmp_path, *options)
+@pytest.mark.parametrize("tests", [("--pyargs", "attnplug.testing"), AS_A_FILE])
+def test_a_backend_that_is_not_there_is_one_usage_error(options, said, tests, tmp_path: Path) -> None:
+    done = run(tmp_path, *options, tests=tests)
 
-    assert done.returncode != 0
-    assert said in done.stdout + done.stderr
+    demand_usage_error(done, said)
+
+
+def demand_usage_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    """The run ends before any test, with one error of three sentences."""
+    told = done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, told
+    assert told.count("ERROR") == told.count("\n  allowed: ") == told.count("\n  way out: ") == 1, told
+    assert "Traceback" not in told
+    assert "conformance.py:" not in told
+    assert [text for text in said if text not in told] == [], told

@@ -6,12 +6,16 @@ wherever attnplug is installed: so it imports nothing until the kit is asked for
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from attnplug.testing.kit.choice import LeftOut
+
+_KIT: Final = Path(__file__).parents[1] / "testing"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,25 +40,45 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Look for the backend that is named, and gather what is found out about it."""
     name, folder = config.getoption("--attn-backend"), config.getoption("--attn-report")
-    if name is None and folder is None:
+    is_the_kit = any(_names_the_kit(argument, config) for argument in config.args)
+    if name is None and folder is None and not is_the_kit:
         return
     from attnplug.testing.kit.plugin import Reporter  # noqa: PLC0415 - loads torch, only where it is asked for
 
-    if name is not None:
-        _check_name(name, config.getoption("--attn-device"), config.getoption("--attn-feature") or ())
+    left_out = _check(config, is_the_kit=is_the_kit) if name is not None or is_the_kit else ()
     if folder is not None and not config.option.xmlpath:
         config.option.xmlpath = str(folder / "junit.xml")
     # Without the place of the files, which is one machine's own.
     command = [item for item in config.invocation_params.args if not str(item).startswith("--attn-report")]
-    reporter = Reporter(folder, " ".join(["pytest", *map(str, command)]), complete=name is not None)
+    told = " ".join(["pytest", *map(str, command)])
+    reporter = Reporter(folder, told, complete=name is not None, left_out=left_out)
     config.pluginmanager.register(reporter)
 
 
-def _check_name(name: str, device: str | None, features: Sequence[str]) -> None:
+def _names_the_kit(argument: str, config: pytest.Config) -> bool:
+    """Whether an argument of pytest is the kit itself: its package, or a file of it."""
+    place = argument.partition("::")[0]
+    is_the_package = config.getoption("pyargs") and f"{place}.".startswith("attnplug.testing.")
+    return is_the_package or Path(place).resolve().is_relative_to(_KIT)
+
+
+def _check(config: pytest.Config, *, is_the_kit: bool) -> Sequence[LeftOut]:
+    """
+    Return what the kit will leave out. A plugin's own classes may ask for features that the command line does not.
+
+    Raises:
+        pytest.UsageError: What is named cannot be tested.
+    """
     from attnplug.errors import AttnplugError  # noqa: PLC0415 - as above
+    from attnplug.testing.kit.choice import choose  # noqa: PLC0415 - as above
     from attnplug.testing.kit.subject import find_subjects  # noqa: PLC0415 - as above
 
+    names = ("--attn-backend", "--attn-device", "--attn-feature")
+    name, device, features = (config.getoption(option) for option in names)
     try:
-        find_subjects(name, device, features)
+        if is_the_kit:
+            return choose(name, device, features or ()).left_out
+        find_subjects(name, device, features or ())
     except AttnplugError as error:
         raise pytest.UsageError(str(error)) from error
+    return ()

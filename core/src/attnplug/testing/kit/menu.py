@@ -108,6 +108,12 @@ class Menu:
         """Return the plainest ask with these fields that is served, or None."""
         return next((ask for ask in _asks(self.subject, fields) if is_served(self.subject, ask)), None)
 
+    def refusal(self) -> str:
+        """Return why the plainest request is refused, or an empty text where it is not."""
+        asked = (ask.requirements() for ask in _asks(self.subject, {}))
+        plainest = next(requirements for requirements in asked if requirements is not None)
+        return "; ".join(map(str, self.subject.objections(plainest)))
+
 
 def is_served(subject: Subject, ask: Ask) -> bool:
     """Whether the subject serves an ask that makes sense: one with pages says how large they are."""

@@ -19,7 +19,10 @@ from attnplug.testing.kit.subject import Subject, find_subjects
 from attnplug.testing.kit.table import lines_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
+
+    from attnplug.testing.kit.choice import LeftOut
 
 _PART: Final = "attnplug_part"  # what a process of pytest-xdist tells the first one: that it left tests out
 
@@ -32,12 +35,14 @@ class Reporter:
         folder: Where JSON goes; None writes none.
         command: The command of the run, as the files name it.
         complete: Whether a declared value that no test exercised fails the run.
+        left_out: The variants that the command line means, and the run does not test.
     """
 
-    def __init__(self, folder: Path | None, command: str, *, complete: bool) -> None:
+    def __init__(self, folder: Path | None, command: str, *, complete: bool, left_out: Sequence[LeftOut] = ()) -> None:
         self._folder = folder
         self._command = command
         self._complete = complete
+        self._left_out = left_out
         self._subjects: dict[str, Subject] = {}
         self._reports: dict[str, pytest.TestReport] = {}
         self._found: list[SubjectReport] = []
@@ -92,11 +97,14 @@ class Reporter:
         return self._subjects[name]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print a table for each subject."""
+        """Print a table for each subject, and what was left out."""
         for report in self._found:
             terminalreporter.section(f"attnplug: {report.subject.id}")
             for line in lines_of(report):
                 terminalreporter.write_line(line)
+        for left in self._left_out:
+            terminalreporter.section(f"attnplug: {left.subject}")
+            terminalreporter.write_line(str(left))
 
 
 def _write(folder: Path, command: str, reports: list[SubjectReport]) -> None:

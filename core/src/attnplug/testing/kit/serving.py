@@ -31,15 +31,8 @@ def plain(subject: Subject, **fields: Any) -> Ask:
         AssertionError: None is served; tests that may meet this are marked with `needs`.
     """
     ask = menu_of(subject).ask(**fields)
-    demand(ask is not None, f"{subject}: no request with {fields} is served{_hint(subject)}")
+    demand(ask is not None, f"{subject}: no request with {fields} is served")
     return ask  # type: ignore[return-value]
-
-
-def _hint(subject: Subject) -> str:
-    if subject.features or not subject.rules_that_need_features:
-        return ""
-    names = ", ".join(subject.open_features)
-    return f"; its rules need an open feature: ask with --attn-feature, or features in the class, for one of {names}"
 
 
 def serve(subject: Subject, ask: Ask, record: Record, case: Case) -> Ran:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import pytest
 
+from attnplug.errors import AttnplugError
+from attnplug.testing.kit.choice import Choice, LeftOut, choose
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.record import Record
-from attnplug.testing.kit.subject import Subject, find_subjects, installed
+from attnplug.testing.kit.subject import Subject
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,20 +66,27 @@ class Tier:
         """Make one test for each subject and point."""
         if "subject" not in metafunc.fixturenames:
             return
-        name = self.backend or metafunc.config.getoption("--attn-backend", default=None)
-        device = self.device or metafunc.config.getoption("--attn-device", default=None)
-        told = metafunc.config.getoption("--attn-feature", default=None) or ()
-        features = told if self.features is None else self.features
-        if name is None:
-            raise pytest.UsageError(
-                f"{type(self).__name__} was given no backend: pass --attn-backend=NAME[/variant], or name it in the "
-                f"class (backend = 'mine/plain'). Installed are {', '.join(installed())}"
-            )
+        try:
+            choice = self._choice(metafunc.config)
+        except AttnplugError as error:
+            raise pytest.Collector.CollectError(str(error)) from error  # which pytest tells without a traceback
         with_points = "point" in metafunc.fixturenames
         names = ("subject", "point") if with_points else ("subject",)
-        subjects = find_subjects(name, device, features)
-        parameters = [p for subject in subjects for p in self._parameters(metafunc.function, subject)]
+        parameters = [p for subject in choice.subjects for p in self._parameters(metafunc.function, subject)]
+        parameters += [_skipped(left, len(names)) for left in choice.left_out]
         metafunc.parametrize(names, parameters)
+
+    def _choice(self, config: pytest.Config) -> Choice:
+        """
+        Return what to test: what the class names, and else the command line.
+
+        Raises:
+            AttnplugError: Neither names a backend, or the one that is named cannot be tested so.
+        """
+        name = self.backend or config.getoption("--attn-backend", default=None)
+        told = config.getoption("--attn-feature", default=None) or ()
+        device = self.device or config.getoption("--attn-device", default=None)
+        return choose(name, device, told if self.features is None else self.features)
 
     @pytest.fixture
     def record(self, request: pytest.FixtureRequest) -> Record:
@@ -96,6 +105,10 @@ class Tier:
     def _marks(self, test: str, point: str) -> list[pytest.MarkDecorator]:
         reasons = [self.known_failures[key] for key in (test, f"{test}[{point}]") if key in self.known_failures]
         return [pytest.mark.xfail(reason=reason, strict=True) for reason in reasons[:1]]
+
+
+def _skipped(left: LeftOut, count: int) -> Any:
+    return pytest.param(*[None] * count, id=left.subject.id, marks=pytest.mark.skip(str(left)))
 
 
 def _lacking(test: Callable[..., Any], subject: Subject) -> str:
