@@ -78,6 +78,19 @@ def test_the_backend_is_short() -> None:
     assert len([line for line in lines if line.strip()]) <= 45
 
 
+def test_the_readme_names_what_is_in_the_project_and_links_nothing_that_may_not_be_there(run, here: Path) -> None:
+    out = run("new", "acme", "--path", "made").out
+    readme = (here / "made" / "README.md").read_text("utf-8")
+    rows = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `")]
+    commands = [line.partition("#")[0].strip() for line in readme.splitlines() if line.startswith("    ")]
+    offered = [line.strip() for line in out.partition("next:")[2].splitlines() if line]
+
+    assert "](" not in readme
+    assert "://" not in readme
+    assert set(rows) < _files(here / "made")
+    assert [command for command in commands if command != "attnplug list"] == offered[1:]
+
+
 def test_check_finds_nothing_in_a_new_project(run, here: Path) -> None:
     run("new", "acme", "--path", "made")
 
