@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 
 from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.discovery.plugin import BY_HAND, Plugin, read_plugin
+from attnplug.discovery.refusal import Refusal
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Entry, Note
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
 from attnplug.negotiation.reason import Reason
+from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
@@ -442,6 +444,33 @@ def test_the_same_failure_changes_nothing_the_second_time(plugin: Any, registry:
     assert of.generation > generation
 
 
+def test_what_a_probe_refuses_breaks_nothing(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    refusal = Refusal(FAILED, device=Device.cpu())
+    generation, found = of.generation, of.candidates(Settings())
+
+    of.mark_refused("good/default", refusal)
+    changed = of.generation
+    of.mark_refused("good/default", refusal)
+
+    assert generation < changed == of.generation
+    assert of.candidates(Settings()) is found
+    assert of.refusals.find("good/default", None, Device.cpu()) is refusal
+    assert of.refusals.find("good/default", None, Device("xpu")) is None
+    assert "good/other" not in of.refusals
+
+
+def test_what_refuses_everything_is_broken_with_its_own_way_out(plugin: Any, registry: Any) -> None:
+    of = registry(plugin("good"))
+    of.mark_refused("good/default", Refusal(attrs.evolve(FAILED, because="install the other one")))
+
+    broken = only(of.candidates(Settings()), "good")
+
+    assert (broken.standing, broken.obstacles) == ("broken", (attrs.evolve(FAILED, because=""),))
+    assert broken.remedy == "install the other one, then attnplug.refresh()"
+    assert "good/default" not in of.refusals
+
+
 def test_registering_adds_a_plugin(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
     generation = of.generation
@@ -489,6 +518,8 @@ def test_a_module_that_is_registered_again_replaces_its_own_manifest(plugin: Any
     of = registry(plugin("good"))
     of.register(plugin("mine", BY_HAND, ""))
     of.mark_broken("mine/default", attrs.evolve(FAILED, field="mine/default"))
+    of.mark_refused("mine/default", Refusal(FAILED, device=Device.cpu()))
+    of.mark_refused("good/default", Refusal(FAILED, device=Device.cpu()))
     assert standings(of.candidates(Settings()))["mine/default"] == "broken"
 
     of.register(plugin("mine", BY_HAND, "", rest=TWO_VARIANTS))
@@ -499,6 +530,7 @@ def test_a_module_that_is_registered_again_replaces_its_own_manifest(plugin: Any
     }
     assert [each.name for each in of.by_hand] == ["mine"]
     assert "mine/default" not in of._failures
+    assert ("mine/default" in of.refusals, "good/default" in of.refusals) == (False, True)
 
 
 def test_what_is_registered_by_hand_has_no_name_to_block(plugin: Any, registry: Any) -> None:

@@ -43,14 +43,25 @@ def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:  # ty
 @hookspec(firstresult=True)
 def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
     """
-    Say why this machine cannot run the variant after all, or None. Optional; called once before the backend class is
-    used.
+    Say why this machine cannot run the variant after all, or None. Optional; called before the backend class is used.
 
     This is for what only the loaded library knows: built without a feature, no compiler, another ABI. What a manifest
     can say belongs there.
+
+    Its code says how far a reason goes. ``"probe"`` refuses this agreement on this device, and other requests still
+    find the variant: the library is there, and lacks what this one needs. ``"broken"`` refuses whatever is asked: no
+    library, no compiler, a torch without CUDA. Anything that is raised counts for everything too, as a failure of the
+    probe. All of it is remembered until `attnplug.refresh`: what was refused is not asked again.
+
+    A probe takes what it needs of the three arguments. Its answer cannot depend on what it does not take: without
+    `agreement`, every request is refused on this device.
 
     Args:
         variant: The variant that was chosen.
         agreement: What was negotiated.
         device: The device that was selected for.
+
+    Returns:
+        None, or a Reason of the code ``"probe"`` or ``"broken"``: its `supported` says what was found, its `because` is
+        the way out.
     """

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from attnplug.discovery.known import UNPUBLISHED, Known, KnownPlugin, read_known
+from attnplug.discovery.known import Known, read_known
 from attnplug.discovery.lineup import Contest, Lineup, line_up, usable_of
+from attnplug.discovery.own_names import clash, is_former, under_own_names, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Plugin, read_plugin
+from attnplug.discovery.refusal import Refusal, Refusals
 from attnplug.discovery.scan import Note, scan
-from attnplug.errors import DuplicateBackendError, UnknownBackendError
+from attnplug.errors import UnknownBackendError
 from attnplug.manifest.schema import CONTRACT_API, Manifest
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
 from attnplug.request.fields import near
@@ -60,7 +62,8 @@ class Registry:
         self._known = read_known() if known is None else known
         self._version_of = version_of
         self._settings = attrs.evolve(settings or Settings(), strict=False)
-        self._failures: dict[str, Reason] = {}
+        self._failures: dict[str, tuple[Reason, str]] = {}
+        self._refusals = Refusals()
         self._library: Library | None = None
         self._warned: set[tuple[str, str]] = set()
         self._renew()
@@ -188,18 +191,41 @@ class Registry:
                 f"name one of them, or {backend!r} alone",
             )
 
-    def mark_broken(self, candidate_id: str, reason: Reason) -> None:
+    @property
+    def refusals(self) -> Refusals:
+        """What probes have refused of single requests or devices."""
+        return self._refusals
+
+    def mark_broken(self, candidate_id: str, reason: Reason, remedy: str = "") -> None:
         """
         Record that a candidate has failed. From now on it stands as broken in this process.
 
         Args:
             candidate_id: ``backend/variant``.
             reason: What happened.
+            remedy: What to repair; its distribution, where nothing better is known.
         """
         with _lock:
-            if self._failures.get(candidate_id) != reason:
-                self._failures = {**self._failures, candidate_id: reason}
+            if self._failures.get(candidate_id) != (reason, remedy):
+                self._failures = {**self._failures, candidate_id: (reason, remedy)}
                 self._renew()
+
+    def mark_refused(self, candidate_id: str, refusal: Refusal) -> None:
+        """
+        Record what a probe has refused. From now on the candidate cannot serve that; one whose probe refuses everything
+        stands as broken.
+
+        Args:
+            candidate_id: ``backend/variant``.
+            refusal: The probe's answer, and what it holds for.
+        """
+        if refusal.is_total:
+            self.mark_broken(candidate_id, refusal.told, refusal.remedy)
+            return
+        with _lock:
+            if refusal not in self._refusals.of(candidate_id):
+                self._refusals = self._refusals.plus(candidate_id, refusal)
+                self._generation = next(_generations)  # decisions are made again; who stands ready is as before
 
     def register(self, plugin: Plugin) -> None:
         """
@@ -214,20 +240,21 @@ class Registry:
         with _lock:
             if plugin in self._given:
                 return
-            former = [given for given in self._given if _is_former(given, plugin)]
+            former = [given for given in self._given if is_former(given, plugin)]
             others = [given for given in self._given if given not in former]
             rivals = usable_of((given for given in others if given.name == plugin.name), self._settings)
             if rivals:
-                raise _clash(plugin, rivals[0])
+                raise clash(plugin, rivals[0])
             names = {plugin.name, *(given.name for given in former)}
             self._failures = {id_: why for id_, why in self._failures.items() if id_.partition("/")[0] not in names}
+            self._refusals = self._refusals.without(names)
             self._given = (*others, plugin)
             self._renew()
 
     def _renew(self) -> None:
         """Forget what was lined up; then, not before, change the generation, so that nothing old passes for new."""
         names = {plugin.name for plugin in self._given} | {known.name for known in self._known.plugins}
-        self._plugins = tuple(_under_own_names(plugin, names) for plugin in self._given)
+        self._plugins = tuple(under_own_names(plugin, names) for plugin in self._given)
         self._lineups: dict[Hashable, Lineup] = {}
         self._library = None
         self._generation = next(_generations)
@@ -258,15 +285,16 @@ class Registry:
         )
 
     def _with_failure(self, candidate: Candidate) -> Candidate:
-        reason = self._failures.get(candidate.id)
-        if reason is None or candidate.standing in ("refused", "absent"):
+        failure = self._failures.get(candidate.id)
+        if failure is None or candidate.standing in ("refused", "absent"):
             return candidate
+        reason, remedy = failure
         offers = (p.part for p in self._plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
         return attrs.evolve(
             candidate,
             standing="broken",
             obstacles=(reason, *candidate.obstacles),
-            remedy=f"repair {next(offers, candidate.distribution)}, then attnplug.refresh()",
+            remedy=f"{remedy or f'repair {next(offers, candidate.distribution)}'}, then attnplug.refresh()",
         )
 
     def _warn_of_unknown_names(self, settings: Settings) -> None:
@@ -300,47 +328,8 @@ class Registry:
         return dict(self._line_up(self._settings, assume_installed=False).aliases)
 
     def _unknown(self, name: str) -> UnknownBackendError:
-        installed = sorted({plugin.name for plugin in self._plugins})
-        absent = {known.name: known for known in self._known.plugins if known.name not in installed}
         names = [each for who in self._identities() for each in (who.name, *who.aliases)]
-        return UnknownBackendError(
-            f"the backend {name!r} was asked for{near(name, names) if name not in absent else ''}",
-            f"installed: {', '.join(installed) or 'none'}; known and not installed: {', '.join(absent) or 'none'}",
-            _way_to(absent[name]) if name in absent else "correct the name, or install the distribution that offers it",
-        )
-
-
-def _way_to(absent: KnownPlugin) -> str:
-    return (
-        f"pip install {absent.install}" if absent.published else f"{absent.name!r} is {UNPUBLISHED}: name another one"
-    )
-
-
-def _under_own_names(plugin: Plugin, names: set[str]) -> Plugin:
-    """Take away aliases that are another backend's name: whoever asks for that name means that backend."""
-    if plugin.manifest is None or names.isdisjoint(plugin.manifest.aliases):
-        return plugin
-    own = tuple(alias for alias in plugin.manifest.aliases if alias not in names)
-    return attrs.evolve(plugin, manifest=attrs.evolve(plugin.manifest, aliases=own))
-
-
-def _is_former(given: Plugin, plugin: Plugin) -> bool:
-    """Whether a plugin is an earlier registration of another one: of its module, by its name or its manifest's file."""
-    if not (given.is_by_hand and plugin.is_by_hand and given.module == plugin.module):
-        return False
-    paths = [each.manifest.path for each in (given, plugin) if each.manifest is not None]
-    return given.name == plugin.name or (len(paths) == 2 and paths[0] == paths[1])
-
-
-def _clash(plugin: Plugin, rival: Plugin) -> DuplicateBackendError:
-    """Return the error for a name that another plugin has."""
-    who = f"the module {rival.module!r}, {rival.label}," if rival.is_by_hand else rival.label
-    block = "" if rival.is_by_hand else f", or set ATTNPLUG_BLOCK={rival.distribution} and call attnplug.refresh()"
-    return DuplicateBackendError(
-        f"the backend {plugin.name!r} of {plugin.module!r} was registered",
-        f"{who} offers {plugin.name!r} already" + ("" if rival.is_by_hand else f", in {rival.module!r}"),
-        f"give it another name in its manifest{block}",
-    )
+        return unknown_backend(name, names, {plugin.name for plugin in self._plugins}, self._known.plugins)
 
 
 def _newer(manifest: Manifest) -> str:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from attnplug.negotiation.negotiate import Question, judge_terms
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from attnplug.negotiation.candidate import Candidate
 
 Terms = tuple["int | None", "str | None"]
+Refused = Callable[["Candidate", Question], "Collection[Terms]"]
+
+
+def _nothing_refused(candidate: Candidate, question: Question) -> Collection[Terms]:
+    del candidate, question
+    return ()
 
 
 def passing_terms(candidate: Candidate, question: Question) -> tuple[Terms, ...]:
@@ -30,7 +37,7 @@ def passing_terms(candidate: Candidate, question: Question) -> tuple[Terms, ...]
 
 
 def share_terms(
-    entries: Sequence[tuple[Question, Sequence[Candidate]]],
+    entries: Sequence[tuple[Question, Sequence[Candidate]]], refused: Refused = _nothing_refused
 ) -> list[tuple[Candidate, Mapping[str, Any]]] | None:
     """
     Pick a candidate for each question so that all paged ones share one block size and one layout.
@@ -40,11 +47,12 @@ def share_terms(
 
     Args:
         entries: Each question with the candidates that can serve it, best first.
+        refused: Returns the terms that a candidate must not be given for a question, whatever its manifest says.
 
     Returns:
         A candidate and the terms for each question, or None where no choice shares any terms.
     """
-    picked = _search(entries, None)
+    picked = _search(entries, None, refused)
     if picked is None:
         return None
     candidates, shared = picked
@@ -62,26 +70,29 @@ def as_facts(terms: Terms) -> Mapping[str, Any]:
 
 
 def _search(
-    entries: Sequence[tuple[Question, Sequence[Candidate]]], shared: tuple[Terms, ...] | None
+    entries: Sequence[tuple[Question, Sequence[Candidate]]], shared: tuple[Terms, ...] | None, refused: Refused
 ) -> tuple[list[Candidate], tuple[Terms, ...] | None] | None:
     if not entries:
         return [], shared
     question, candidates = entries[0]
     for candidate in candidates:
-        narrowed = _narrow(candidate, question, shared)
+        narrowed = _narrow(candidate, question, shared, refused)
         if narrowed is not None and len(narrowed) == 0:
             continue
-        rest = _search(entries[1:], narrowed)
+        rest = _search(entries[1:], narrowed, refused)
         if rest is not None:
             return [candidate, *rest[0]], rest[1]
     return None
 
 
-def _narrow(candidate: Candidate, question: Question, shared: tuple[Terms, ...] | None) -> tuple[Terms, ...] | None:
+def _narrow(
+    candidate: Candidate, question: Question, shared: tuple[Terms, ...] | None, refused: Refused
+) -> tuple[Terms, ...] | None:
     """Return the terms that are still common, None while no layer with a paged cache has been seen."""
     if not question.requirements.paged:
         return shared
-    ours = passing_terms(candidate, question)
+    without = refused(candidate, question)
+    ours = tuple(terms for terms in passing_terms(candidate, question) if terms not in without)
     return ours if shared is None else tuple(terms for terms in shared if terms in set(ours))
 
 

@@ -27,11 +27,11 @@ class Reason:
         code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value),
             ``rule`` (a combination), ``missing`` and ``version`` (a
             requirement), ``absent``, ``broken``, ``blocked``, ``api``, ``probe`` (the plugin itself,
-            asked after import).
+            asked after import about one request).
         field: The field that it is about, or the requirement, or the plugin.
         wanted: The value asked for, as a plain value.
         supported: What is supported, in words.
-        because: The explanation of the manifest or of the failure, or an empty text.
+        because: The explanation of the manifest or of the failure, of a probe its way out, or an empty text.
     """
 
     code: Code

@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from attnplug.discovery.registry import Registry
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.negotiate import Question, graph_level, negotiate
+from attnplug.negotiation.plan import as_facts
 from attnplug.negotiation.ranking import Policy, Ranked, emulated, rank
-from attnplug.negotiation.remedy import find_remedy
+from attnplug.negotiation.remedy import Remedy, find_remedy
 from attnplug.negotiation.verdict import Verdict
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.kv_layout import name_origin, name_way_out, pose, provenance
@@ -23,7 +24,9 @@ from attnplug.selection.profile import measured
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
+    from attnplug.discovery.refusal import Refusal
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.plan import Terms
     from attnplug.negotiation.unverified import Unverified
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
@@ -68,6 +71,10 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
     for candidate in registry.candidates(settings, assume_installed=assume_installed):
         outcome = negotiate(candidate, question) if candidate.variant is not None else None
         if outcome is not None and not outcome.objections and candidate.standing == "ready":
+            refusal = find_refusal(registry, candidate, question, outcome.terms, settings)
+            if refusal is not None:
+                others.append(_probed(candidate, refusal))
+                continue
             terms[candidate.id] = outcome.terms
             if policy.admits(candidate):
                 able.append(candidate)
@@ -169,6 +176,45 @@ def _able(
     )
 
 
+def find_refusal(
+    registry: Registry, candidate: Candidate, question: Question, terms: Mapping[str, Any] | None, settings: Settings
+) -> Refusal | None:
+    """
+    Find what the probe of a candidate has refused in this process.
+
+    Args:
+        registry: Which remembers it.
+        candidate: The candidate.
+        question: What is asked of it.
+        terms: What would be agreed on; None where nothing would, so that only what holds of everything is found.
+        settings: The settings that it is asked under.
+    """
+    if candidate.id not in registry.refusals:
+        return None
+    agreement = None if terms is None else _agree(candidate, question, terms, settings)
+    return registry.refusals.find(candidate.id, agreement, question.device)
+
+
+def refused_terms(registry: Registry, candidate: Candidate, question: Question, settings: Settings) -> frozenset[Terms]:
+    """Return the (block size, layout) pairs of those agreements on a question that a candidate's probe has refused."""
+    refused = (each.agreement for each in registry.refusals.of(candidate.id))
+    terms = {(agreed.block_size, agreed.kv_layout) for agreed in refused if agreed is not None}
+    return frozenset(
+        pair for pair in terms if find_refusal(registry, candidate, question, as_facts(pair), settings) is not None
+    )
+
+
+def _probed(candidate: Candidate, refusal: Refusal) -> Verdict:
+    """Return the verdict on a candidate that could serve, were it not for what its probe has found here."""
+    return Verdict(
+        candidate.id,
+        "refused",
+        reasons=(refusal.told,),
+        distribution=candidate.distribution,
+        find_remedy=lambda: Remedy(action=refusal.remedy),
+    )
+
+
 def _unverified(
     registry: Registry, candidate: Candidate, agreement: Agreement, device: Device
 ) -> tuple[Unverified, ...]:
@@ -199,10 +245,27 @@ def _unable(
 
     standing = candidate.standing
     status: Any = "refused" if objections and standing in ("ready", "lacks_dependency") else standing
+    refusal = find_refusal(registry, candidate, question, None, settings)
     return Verdict(
         candidate.id,
         status,
-        reasons=(*name_origin(objections, question), *candidate.obstacles),
+        reasons=(*name_origin(objections, question), *candidate.obstacles, *((refusal.told,) if refusal else ())),
         distribution=candidate.distribution,
-        find_remedy=lambda: name_way_out(find_remedy(candidate, question, relaxed), question),
+        find_remedy=lambda: _past_the_probe(
+            registry, candidate, question, settings, name_way_out(find_remedy(candidate, question, relaxed), question)
+        ),
+    )
+
+
+def _past_the_probe(
+    registry: Registry, candidate: Candidate, question: Question, settings: Settings, remedy: Remedy
+) -> Remedy:
+    """Return a remedy, and where it leads to what the candidate's probe has refused, with the way out of that too."""
+    if candidate.id not in registry.refusals or candidate.standing == "broken" or not remedy.possible:
+        return remedy
+    changed = Question(*remedy.apply(question.requirements, question.device))
+    terms = negotiate(candidate, changed).terms or None
+    refusal = find_refusal(registry, candidate, changed, terms, settings)
+    return (
+        remedy if refusal is None else evolve(remedy, action="; ".join(filter(None, (remedy.action, refusal.remedy))))
     )

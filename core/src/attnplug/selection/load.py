@@ -24,6 +24,7 @@ from attnplug.negotiation.ranking import AUTO
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import is_unseen
 from attnplug.selection import state as process
+from attnplug.selection.probe import probe, refused
 from attnplug.selection.scope import BackendNames, overrides
 from attnplug.selection.select import context, select
 from attnplug.selection.selection import Selection
@@ -70,6 +71,7 @@ def load(
     if is_unseen():
         _import_contract("a backend")  # loading imports torch anyway, and now it can see the GPU
     failure: PluginError | None = None
+    failed: set[str] = set()
     while True:
         try:
             selection = select(requirements, device, backend=backend, options=options)
@@ -81,8 +83,10 @@ def load(
         except PluginError as error:
             failure = error
             settings = context(overrides("the call", backend, options, device))[2]
-            if settings.strict or (len(settings.backend) == 1 and AUTO not in settings.backend):
+            alone = len(settings.backend) == 1 and AUTO not in settings.backend
+            if settings.strict or alone or selection.id in failed:  # twice: with an option that is no number, say
                 raise
+            failed.add(selection.id)
             _log.warning("%s failed to load and is left out: %s", selection.id, error)
 
 
@@ -101,7 +105,8 @@ def load_selection(selection: Selection) -> Backend:
     """
     Load exactly this decision, which may come from another process.
 
-    A failure marks the candidate as broken in this process, so that no later selection picks it.
+    A failure marks the candidate as broken in this process, so that no later selection picks it. What its probe refuses
+    is remembered of what the probe was asked about: later selections of that, and of nothing else, leave it out.
 
     Raises:
         PluginLoadError: The plugin is not here as it was decided on, does not import, or its probe refuses.
@@ -111,14 +116,17 @@ def load_selection(selection: Selection) -> Backend:
     _import_contract(repr(selection.id))
     try:
         manager = _register(_import(plugin), plugin)
-        _probe(manager, selection)
-        return _construct(_backend_class(manager, selection), selection)
+        refusal = probe(manager, selection)
+        if refusal is None:
+            return _construct(_backend_class(manager, selection), selection)
     except PluginError as error:
         process.registry().mark_broken(
             selection.id,
             Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.given, error.allowed),
         )
         raise
+    process.registry().mark_refused(selection.id, refusal)
+    raise refused(selection, refusal)
 
 
 def _import_contract(what: str) -> None:
@@ -173,6 +181,9 @@ def _same_plugin(selection: Selection) -> Plugin:
         raise PluginLoadError(
             f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.remedy or "select again"
         )
+    refusal = process.registry().refusals.find(selection.id, selection.agreement, selection.device)
+    if refusal is not None:
+        raise refused(selection, refusal)
     question = Question(selection.requirements, selection.device)
     terms = {"block_size": selection.agreement.block_size, "kv_layout": selection.agreement.kv_layout}
     objections = (
@@ -257,34 +268,6 @@ def _register(module: ModuleType, plugin: Plugin) -> Any:
             "define attnplug_backend(variant, agreement) there, marked with @hookimpl",
         )
     return manager
-
-
-def _probe(manager: Any, selection: Selection) -> None:
-    """
-    Ask the plugin, after its import, what no metadata can tell: a library built without a feature, a missing
-    compiler.
-    """
-    try:
-        refused = manager.hook.attnplug_probe(
-            variant=selection.variant, agreement=selection.agreement, device=selection.device
-        )
-    except (Exception, SystemExit) as error:
-        raise PluginLoadError(
-            f"{selection.id!r} was probed",
-            f"its probe raised {type(error).__name__}: {error}",
-            "repair the plugin, or block it",
-        ) from error
-    if refused is None:
-        return
-    if not isinstance(refused, Reason):
-        raise PluginContractError(
-            f"{selection.id!r} was probed", f"its probe returned {refused!r}", "return None, or an attnplug Reason"
-        )
-    raise PluginLoadError(
-        f"{selection.id!r} was probed",
-        f"it refuses this machine: {refused}",
-        refused.because or "choose another backend",
-    )
 
 
 def _backend_class(manager: Any, selection: Selection) -> type[Backend]:

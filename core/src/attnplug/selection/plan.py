@@ -15,7 +15,7 @@ from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.negotiation.plan import passing_terms, share_terms
 from attnplug.request.fields import GRAPH_LEVELS, near
 from attnplug.request.requirements import Requirements
-from attnplug.selection.decide import Answers, ask, conclude
+from attnplug.selection.decide import Answers, ask, conclude, refused_terms
 from attnplug.selection.explanation import describe
 from attnplug.selection.kv_layout import pose
 from attnplug.selection.scope import BackendNames, overrides
@@ -185,7 +185,10 @@ def plan(
     for names, answer in zip(groups.values(), answers, strict=True):
         if not answer.ranked.candidates:
             raise no_backend(conclude(answer, settings), settings, layer=names[0])
-    shared = share_terms([(answer.question, answer.ranked.candidates) for answer in answers])
+    shared = share_terms(
+        [(answer.question, answer.ranked.candidates) for answer in answers],
+        lambda candidate, question: refused_terms(state.registry, candidate, question, settings),
+    )
     if shared is None:
         raise _nothing_common(list(groups.values()), answers, settings)
     explanations = [

@@ -25,12 +25,11 @@ def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
 
 
 @hookimpl
-def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
+def attnplug_probe(variant: str, device: Device) -> Reason | None:
     """
     Ask torch for the device, and for Triton a C compiler: it compiles a launcher for its kernels, and no wheel brings
-    one.
+    one. What is missing is missing whatever is agreed on, and so no agreement is taken.
     """
-    del agreement
     missing = _missing_device(device)
     if missing is not None:
         return missing

@@ -1,0 +1,70 @@
+"""Whose a name is: what becomes of aliases and of registrations that share one, and the errors about names."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import attrs
+
+from attnplug.discovery.known import UNPUBLISHED
+from attnplug.errors import DuplicateBackendError, UnknownBackendError
+from attnplug.request.fields import near
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
+    from attnplug.discovery.known import KnownPlugin
+    from attnplug.discovery.plugin import Plugin
+
+
+def under_own_names(plugin: Plugin, names: set[str]) -> Plugin:
+    """Take away aliases that are another backend's name: whoever asks for that name means that backend."""
+    if plugin.manifest is None or names.isdisjoint(plugin.manifest.aliases):
+        return plugin
+    own = tuple(alias for alias in plugin.manifest.aliases if alias not in names)
+    return attrs.evolve(plugin, manifest=attrs.evolve(plugin.manifest, aliases=own))
+
+
+def is_former(given: Plugin, plugin: Plugin) -> bool:
+    """Whether a plugin is an earlier registration of another one: of its module, by its name or its manifest's file."""
+    if not (given.is_by_hand and plugin.is_by_hand and given.module == plugin.module):
+        return False
+    paths = [each.manifest.path for each in (given, plugin) if each.manifest is not None]
+    return given.name == plugin.name or (len(paths) == 2 and paths[0] == paths[1])
+
+
+def clash(plugin: Plugin, rival: Plugin) -> DuplicateBackendError:
+    """Return the error for a name that another plugin has."""
+    who = f"the module {rival.module!r}, {rival.label}," if rival.is_by_hand else rival.label
+    block = "" if rival.is_by_hand else f", or set ATTNPLUG_BLOCK={rival.distribution} and call attnplug.refresh()"
+    return DuplicateBackendError(
+        f"the backend {plugin.name!r} of {plugin.module!r} was registered",
+        f"{who} offers {plugin.name!r} already" + ("" if rival.is_by_hand else f", in {rival.module!r}"),
+        f"give it another name in its manifest{block}",
+    )
+
+
+def unknown_backend(
+    name: str, names: list[str], installed: Collection[str], known: Iterable[KnownPlugin]
+) -> UnknownBackendError:
+    """
+    Return the error for a name that selects nothing.
+
+    Args:
+        name: The name.
+        names: What would select something.
+        installed: The names of installed backends.
+        known: The known plugins, installed or not.
+    """
+    absent = {plugin.name: plugin for plugin in known if plugin.name not in installed}
+    return UnknownBackendError(
+        f"the backend {name!r} was asked for{near(name, names) if name not in absent else ''}",
+        f"installed: {', '.join(sorted(installed)) or 'none'}; known and not installed: {', '.join(absent) or 'none'}",
+        _way_to(absent[name]) if name in absent else "correct the name, or install the distribution that offers it",
+    )
+
+
+def _way_to(absent: KnownPlugin) -> str:
+    return (
+        f"pip install {absent.install}" if absent.published else f"{absent.name!r} is {UNPUBLISHED}: name another one"
+    )

@@ -1,0 +1,265 @@
+"""What a probe refuses is refused of what it was asked about, and of nothing else; and it is asked once."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as how
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.discovery import refusal as module
+from attnplug.errors import NoBackendError, PluginLoadError
+from attnplug.request.device import Device
+from attnplug.request.settings import Settings
+from attnplug.selection import state as process
+from core.tests.selection.test_load import rescanned
+
+ASKED = []
+"""What probes were asked, in order: those of these tests note it."""
+
+TELLS = "this flash was built without kernels for heads of 96"
+WAY_OUT = "build it without FLASH_SMALL"
+PROBE = """{source}
+from attnplug import Reason
+from core.tests.selection.test_probe import ASKED
+
+@hookimpl
+def attnplug_probe({arguments}):
+    ASKED.append(({arguments},))
+{body}
+"""
+
+
+def refuses(condition, told=TELLS, way_out=WAY_OUT):
+    return f"    if {condition}:\n        return Reason('probe', 'flash', None, {told!r}, {way_out!r})"
+
+
+HEADS_OF_96 = refuses("agreement.requirements.head_size == 96")
+
+
+def verdict(explanation, name="flash/hopper"):
+    return next(v for v in explanation.verdicts if v.id == name)
+
+
+@pytest.fixture
+def probed(world, flash_manifest, plugin_source):
+    """Return ``make(arguments, body)``: a process where flash, whose variant hopper is here, has such a probe."""
+    ASKED.clear()
+
+    def make(arguments, body, *, manifest=flash_manifest, **more):
+        code = PROBE.format(source=plugin_source, arguments=arguments, body=body)
+        return world("generic", flash=(manifest, code), missing=("flash-new", "flash-old"), **more)
+
+    return make
+
+
+@pytest.fixture
+def without_96(probed):
+    """A process where flash's library has no kernels for heads of 96, as only its probe knows."""
+    return probed("variant, agreement, device", HEADS_OF_96)
+
+
+class TestOneRequest:
+    def test_its_refusal_leaves_the_others_alone(self, without_96, request_of):
+        assert attnplug.load(request_of(head_size=96)).id == "generic/default"
+
+        assert attnplug.select(request_of(head_size=128)).id == "flash/hopper"
+        assert attnplug.load(request_of(head_size=128)).id == "flash/hopper"
+        assert attnplug.explain(request_of(head_size=96)).chosen.id == "generic/default"
+
+    def test_the_probe_is_told_in_its_own_words_with_its_own_way_out(self, without_96, request_of):
+        with pytest.raises(PluginLoadError) as caught:
+            attnplug.load(request_of(head_size=96), backend="flash/hopper")
+        told = verdict(attnplug.explain(request_of(head_size=96)))
+
+        assert caught.value.given == (
+            "'flash/hopper' was probed for head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16"
+        )
+        assert caught.value.allowed == f"it refuses this machine: {TELLS}"
+        assert caught.value.remedy == WAY_OUT
+        assert (told.status, [(r.code, str(r)) for r in told.reasons]) == ("refused", [("probe", TELLS)])
+        assert str(told.remedy) == WAY_OUT
+        assert str(attnplug.explain(request_of(head_size=96))).count(WAY_OUT) == 1
+        with pytest.raises(NoBackendError, match=re.escape(f"flash/hopper: {WAY_OUT}")):
+            attnplug.select(request_of(head_size=96), backend="flash/hopper")
+
+    def test_a_refusal_without_a_way_out_has_the_plain_one(self, probed, request_of):
+        probed("agreement", refuses("True", way_out=""))
+        attnplug.load(request_of())
+
+        assert str(verdict(attnplug.explain(request_of())).remedy) == "choose another backend"
+
+    def test_what_was_refused_is_not_asked_again(self, without_96, request_of):
+        decided = attnplug.select(request_of(head_size=96))
+        attnplug.load(request_of(head_size=96))
+        generation, asked = without_96.generation, len(ASKED)
+
+        for _ in range(3):
+            assert attnplug.load(request_of(head_size=96)).id == "generic/default"
+            with pytest.raises(PluginLoadError, match=TELLS):
+                decided.load()
+        assert (without_96.generation, len(ASKED), asked) == (generation, 1, 1)
+
+    def test_a_refresh_asks_again(self, without_96, request_of, monkeypatch):
+        monkeypatch.setattr(process, "Registry", type("Scanned", (), {"scan": staticmethod(rescanned(without_96))}))
+        attnplug.load(request_of(head_size=96), Device.cuda("9.0"))
+
+        attnplug.refresh()
+
+        assert attnplug.load(request_of(head_size=96), Device.cuda("9.0")).id == "generic/default"
+        assert len(ASKED) == 2
+
+    def test_other_options_are_another_request(self, probed, request_of):
+        probed("agreement", refuses("agreement.options['splits'] == 2"))
+        asked = {"flash": {"splits": 2}}
+
+        assert attnplug.load(request_of(), options=asked).id == "generic/default"
+        assert attnplug.select(request_of(), options={"flash": {"splits": 3}}).id == "flash/hopper"
+        assert attnplug.load(request_of()).id == "flash/hopper"
+        assert attnplug.select(request_of(), options=asked).id == "generic/default"
+
+    def test_an_option_that_equals_nothing_does_not_ask_for_ever(self, probed, request_of, flash_manifest):
+        manifest = f'{flash_manifest}[options.ratio]\ntype = "float"\ndefault = 1.0\nhelp = "a ratio"\n'
+        probed("agreement", refuses("True"), manifest=manifest)
+
+        with pytest.raises(PluginLoadError, match=TELLS):
+            attnplug.load(request_of(), options={"flash": {"ratio": "nan"}})
+
+    def test_under_the_strict_setting_it_is_raised(self, probed, request_of):
+        probed("agreement", HEADS_OF_96, settings=Settings(strict=True))
+
+        with pytest.raises(PluginLoadError, match=TELLS):
+            attnplug.load(request_of(head_size=96))
+        assert attnplug.load(request_of(head_size=128)).id == "flash/hopper"
+
+    def test_the_decision_travels_with_the_verdict(self, without_96, request_of):
+        decided = attnplug.load(request_of(head_size=96)).selection
+
+        again = attnplug.Selection.from_dict(json.loads(json.dumps(decided.to_dict())))
+
+        assert again == decided == pickle.loads(pickle.dumps(decided))
+        assert str(verdict(again).remedy) == WAY_OUT
+
+    def test_threads_get_one_answer(self, without_96, request_of):
+        sizes = [96, 128, 96, 64] * 8
+        with ThreadPoolExecutor(8) as pool:
+            loaded = list(pool.map(lambda size: attnplug.load(request_of(head_size=size)).id, sizes))
+
+        assert loaded == ["generic/default" if size == 96 else "flash/hopper" for size in sizes]
+        assert len(without_96.refusals.of("flash/hopper")) == 1
+
+
+class TestWhatItTakes:
+    """What a probe does not take, its answer does not depend on."""
+
+    def test_one_without_an_agreement_refuses_a_device(self, probed, request_of):
+        probed("variant, device", refuses("device.compute_capability.major == 9"))
+        before = attnplug.select(request_of(sliding_window=8))
+
+        assert attnplug.load(request_of()).id == "generic/default"
+        assert attnplug.select(request_of(head_size=128)).id == "generic/default"
+        told = verdict(attnplug.explain(request_of(head_size=128, alibi="linear")))
+        assert [reason.code for reason in told.reasons] == ["undeclared", "probe"]
+        with pytest.raises(PluginLoadError) as caught:
+            before.load()
+        assert caught.value.given == "'flash/hopper' was probed"
+        assert len(ASKED) == 1
+
+    def test_one_without_a_device_refuses_an_agreement_everywhere(self, probed, request_of, flash_manifest):
+        wide = flash_manifest.replace(
+            'compute_capability = "9.0", block', 'compute_capability = { min = "8.0" }, block'
+        )
+        probed("agreement", HEADS_OF_96, manifest=wide)
+        attnplug.load(request_of(head_size=96), Device.cuda("9.0"))
+
+        assert attnplug.select(request_of(head_size=96), Device.cuda("8.0")).id == "generic/default"
+        assert attnplug.select(request_of(head_size=128), Device.cuda("8.0")).id == "flash/hopper"
+
+    def test_one_with_neither_refuses_everything(self, probed, request_of):
+        probed("variant", refuses("True"))
+        attnplug.load(request_of())
+        told = verdict(attnplug.explain(request_of(head_size=128), Device.cuda("8.0")))
+
+        assert (told.status, [str(reason) for reason in told.reasons][-1]) == ("broken", TELLS)
+        assert str(told.remedy) == f"{WAY_OUT}, then attnplug.refresh()"
+
+    def test_one_that_takes_all_may_say_that_everything_is_broken(self, probed, request_of):
+        probed("variant, agreement, device", HEADS_OF_96.replace("'probe'", "'broken'"))
+        with pytest.raises(PluginLoadError) as caught:
+            attnplug.load(request_of(head_size=96), backend="flash/hopper")
+        told = verdict(attnplug.explain(request_of(head_size=128)))
+
+        assert (caught.value.given, caught.value.remedy) == ("'flash/hopper' was probed", WAY_OUT)
+        assert (told.status, str(told.remedy)) == ("broken", f"{WAY_OUT}, then attnplug.refresh()")
+
+    def test_what_it_raises_is_of_everything_too(self, probed, request_of):
+        probed("variant, agreement, device", "    raise OSError('no nvcc')")
+        attnplug.load(request_of())
+
+        assert verdict(attnplug.explain(request_of(head_size=128))).status == "broken"
+        assert len(ASKED) == 1
+
+
+class TestOthers:
+    def test_a_way_out_that_leads_to_a_refusal_names_the_way_past_it(self, without_96, request_of):
+        attnplug.load(request_of(head_size=96))
+
+        told = verdict(attnplug.explain(request_of(head_size=96, return_lse=True)))
+        other = verdict(attnplug.explain(request_of(head_size=128, return_lse=True)))
+
+        assert str(told.remedy) == f"{WAY_OUT}; ask for return_lse=False"
+        assert str(other.remedy) == "ask for return_lse=False"
+
+    def test_a_plan_leaves_out_what_was_refused_under_its_common_terms(self, probed, request_of):
+        """The first choice is common by blocks of 32, which the probe refuses; the plan after that is another one."""
+        probed("agreement", refuses("agreement.block_size == 32 and agreement.requirements.sliding_window"))
+        layers = {"a": request_of(block_size=32), "b": request_of(sliding_window=64)}
+        with pytest.raises(PluginLoadError, match=TELLS):
+            attnplug.plan(layers)["b"].load()
+
+        second = attnplug.plan(layers)
+
+        assert (second["a"].id, second["b"].id) == ("flash/hopper", "generic/default")
+        assert second.block_size == 32
+        assert attnplug.select(layers["b"]).id == "flash/hopper", "in blocks of 16, which were not refused"
+
+
+def test_memory_is_bounded(without_96, request_of, monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 4)
+    for window in range(1, 20):
+        attnplug.load(request_of(head_size=96, sliding_window=window))
+
+    kept = without_96.refusals.of("flash/hopper")
+
+    assert [each.agreement.requirements.sliding_window for each in kept] == [16, 17, 18, 19]
+
+
+REFUSED = st.sets(st.sampled_from([64, 96, 128]))
+
+
+@how(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(REFUSED, st.lists(st.sampled_from([64, 96, 128]), min_size=1, max_size=8))
+def test_whatever_the_order_each_request_gets_what_its_probe_says(probed, request_of, refused, sizes):
+    forget()
+    probed("agreement", refuses(f"agreement.requirements.head_size in {refused!r}"))
+
+    for size in sizes:
+        expected = "generic/default" if size in refused else "flash/hopper"
+        assert attnplug.load(request_of(head_size=size)).id == expected
+        assert attnplug.select(request_of(head_size=size)).id == expected
+    asked = [agreement.requirements.head_size for (agreement,) in ASKED]
+    assert all(asked.count(size) == 1 for size in refused & set(sizes))
+
+
+def forget():
+    """Have the next process import the plugins anew."""
+    ASKED.clear()
+    for name in [name for name in sys.modules if name.startswith("scratch_")]:
+        del sys.modules[name]
