@@ -132,11 +132,11 @@ class Machine:
         found = json.loads(done.stdout)
         return found and Reason.from_dict(found)
 
-    def told(self, agreement: Agreement, *before: Path) -> str:
-        """Return the words of a refusal."""
+    def told(self, agreement: Agreement, *before: Path, code: str = "broken") -> str:
+        """Return the words of a refusal, of this agreement alone where its code is "probe"."""
         reason = self.probe(agreement, "cuda:9.0", *before)
         assert reason is not None
-        assert reason.code == "probe"
+        assert reason.code == code
         return f"{reason.field} | {reason}"
 
 
@@ -310,7 +310,7 @@ def test_what_was_compiled_out_is_refused_where_it_is_needed(
     machine.fa3(f"FLASHATTENTION_DISABLE_{flag}")
     name = f"FLASH_ATTENTION_DISABLE_{flag}"
 
-    assert machine.told(agreed("fa3", **needing)) == (
+    assert machine.told(agreed("fa3", **needing), code="probe") == (
         f"flash-attn-3 | this flash-attn-3 was compiled with {name}: compile it without {name}"
     )
     assert machine.probe(agreed("fa3", **without)) is None
@@ -319,7 +319,7 @@ def test_what_was_compiled_out_is_refused_where_it_is_needed(
 def test_everything_that_was_compiled_out_is_told_at_once(machine: Machine) -> None:
     machine.fa3("FLASHATTENTION_DISABLE_VARLEN", "FLASHATTENTION_DISABLE_LOCAL", "FLASHATTENTION_DISABLE_FP8")
 
-    told = machine.told(agreed("fa3", sliding_window=4096))
+    told = machine.told(agreed("fa3", sliding_window=4096), code="probe")
 
     assert told.endswith("compile it without FLASH_ATTENTION_DISABLE_VARLEN, FLASH_ATTENTION_DISABLE_LOCAL")
 
@@ -328,7 +328,7 @@ def test_heads_run_the_kernels_of_the_next_size_that_there_is(machine: Machine) 
     machine.fa3(*(f"FLASHATTENTION_DISABLE_HDIM{size}" for size in (64, 192, 256)))
 
     assert machine.probe(agreed("fa3", head_size=64)) is None
-    assert machine.told(agreed("fa3", head_size=160)) == (
+    assert machine.told(agreed("fa3", head_size=160), code="probe") == (
         "flash-attn-3 | this flash-attn-3 was compiled without kernels for heads of 160: "
         "compile it without FLASH_ATTENTION_DISABLE_HDIM192"
     )

@@ -136,7 +136,7 @@ def test_a_torch_for_the_cpu_is_refused(machine: Machine) -> None:
     reason = machine.probe(agreed())
 
     assert reason is not None
-    assert (reason.code, reason.field) == ("probe", "torch")
+    assert (reason.code, reason.field) == ("broken", "torch")
     assert str(reason).startswith("torch 2.11.0+cpu is built without CUDA: install a torch that is built for CUDA")
 
 

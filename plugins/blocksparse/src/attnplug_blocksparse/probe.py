@@ -25,6 +25,6 @@ def probe(device: Device) -> Reason | None:
     if torch.version.cuda is None:
         found = f"torch {torch.__version__} is built without CUDA"
         because = "install a torch that is built for CUDA, from https://pytorch.org/get-started/locally"
-        return Reason("probe", "torch", None, found, because)
+        return Reason("broken", "torch", None, found, because)
     found = f"torch {torch.__version__} sees no CUDA device"
-    return Reason("probe", "device", None, found, "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+    return Reason("broken", "device", None, found, "check nvidia-smi and CUDA_VISIBLE_DEVICES")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attnplug.negotiation.reason import Reason
 
@@ -22,21 +22,20 @@ def missing(agreement: Agreement) -> Reason | None:
     """Return what the installed build lacks for an agreement; None where it lacks nothing."""
     if find_spec(INTERFACE) is None:
         told = f"flash-attn-3 is installed, and there is no module {INTERFACE}"
-        return _reason(told, "install FlashAttention 3 as its hopper/setup.py builds it")
+        return _reason("broken", told, "install FlashAttention 3 as its hopper/setup.py builds it")
     if not any(_binaries()):
-        return _reason(
-            "flash-attn-3 comes without kernels: no flash_attn_3/_C", "install a wheel for this torch and CUDA"
-        )
+        told = "flash-attn-3 comes without kernels: no flash_attn_3/_C"
+        return _reason("broken", told, "install a wheel for this torch and CUDA")
     flags = disabled()
     lacking = [flag for flag in needed(agreement) if flag in flags]
     if lacking:
         names = ", ".join(f"FLASH_ATTENTION_{flag}" for flag in lacking)
-        return _reason(f"this flash-attn-3 was compiled with {names}", f"compile it without {names}")
+        return _reason("probe", f"this flash-attn-3 was compiled with {names}", f"compile it without {names}")
     size = agreement.requirements.head_size
     if all(f"DISABLE_HDIM{head}" in flags for head in _HEADS if head >= size):
         told = f"this flash-attn-3 was compiled without kernels for heads of {size}"
         head = next(head for head in _HEADS if head >= size)
-        return _reason(told, f"compile it without FLASH_ATTENTION_DISABLE_HDIM{head}")
+        return _reason("probe", told, f"compile it without FLASH_ATTENTION_DISABLE_HDIM{head}")
     return None
 
 
@@ -83,5 +82,5 @@ def _binaries() -> Iterator[Path]:
         yield from Path(place).glob("_C.*")
 
 
-def _reason(found: str, because: str) -> Reason:
-    return Reason("probe", "flash-attn-3", None, found, because)
+def _reason(code: Literal["broken", "probe"], found: str, because: str) -> Reason:
+    return Reason(code, "flash-attn-3", None, found, because)

@@ -41,7 +41,7 @@ def missing_for_fa2() -> Reason | None:
         return _broken(name, installed, f"but import flash_attn finds {places}, without FlashAttention 2")
     if find_spec("flash_attn_2_cuda") is None:
         because = "install a wheel for this torch and CUDA, or build it without FLASH_ATTENTION_SKIP_CUDA_BUILD"
-        return Reason("probe", name, None, f"{name} {installed} comes without kernels: no flash_attn_2_cuda", because)
+        return Reason("broken", name, None, f"{name} {installed} comes without kernels: no flash_attn_2_cuda", because)
     return None
 
 
@@ -59,7 +59,7 @@ def missing_for_fa4() -> Reason | None:
     lacking = [source for module, source in _NEEDS.items() if find_spec(module) is None]
     if lacking:
         told = f"{name} {found.version} is installed without {', '.join(lacking)}"
-        return Reason("probe", name, None, told, f"pip install {' '.join(lacking)}")
+        return Reason("broken", name, None, told, f"pip install {' '.join(lacking)}")
     return None
 
 
@@ -73,7 +73,7 @@ def _misplaced(found: Distribution) -> Reason | None:
     if file.parents[1].resolve() not in {Path(place).resolve() for place in places}:
         others = ", ".join(places) or "nothing"
         told = f"flash-attn-4 {found.version} lies in {file.parents[2]}, and import flash_attn finds {others}"
-        return Reason("probe", "flash-attn-4", None, told, "install both into one folder, or one of them only")
+        return Reason("broken", "flash-attn-4", None, told, "install both into one folder, or one of them only")
     if _is_overwritten(found, file):
         return _broken("flash-attn-4", found.version, f"but {file} is another's: that of flash-attn, installed later")
     return None
@@ -88,4 +88,4 @@ def _is_overwritten(found: Distribution, file: Path) -> bool:
 
 def _broken(name: str, installed: str, told: str) -> Reason:
     because = f"pip install --force-reinstall --no-deps {name}=={installed}"
-    return Reason("probe", name, None, f"{name} {installed} is installed, {told}", because)
+    return Reason("broken", name, None, f"{name} {installed} is installed, {told}", because)

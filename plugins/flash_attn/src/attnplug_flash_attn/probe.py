@@ -30,7 +30,7 @@ def _torch() -> Reason | None:
     if build is None or build.cuda is not None:
         return None  # without a build that reads like one: an odd torch, whoever made it knows
     because = "install a torch that is built for CUDA, from https://pytorch.org/get-started/locally"
-    return Reason("probe", "torch", None, f"torch {build.version} is built without CUDA", because)
+    return Reason("broken", "torch", None, f"torch {build.version} is built without CUDA", because)
 
 
 def _device() -> Reason | None:
@@ -39,7 +39,7 @@ def _device() -> Reason | None:
     if torch is None or torch.cuda.is_available():
         return None
     because = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return Reason("probe", "device", None, f"torch {torch.__version__} sees no CUDA device", because)
+    return Reason("broken", "device", None, f"torch {torch.__version__} sees no CUDA device", because)
 
 
 def _library(variant: str, agreement: Agreement) -> Reason | None:
@@ -60,9 +60,9 @@ def _op_library(name: str) -> Reason | None:
     file = op_files.find(name)
     if file is None:
         found = f"vllm {installed} has no {name} in {op_files.FOLDER}"
-        return Reason("probe", "vllm", None, found, "install the wheel of vLLM that is built for CUDA")
+        return Reason("broken", "vllm", None, found, "install the wheel of vLLM that is built for CUDA")
     changed = op_files.changed_ops(name, file)
     if changed:
         found = f"{', '.join(changed)} of {name} in vllm {installed} takes other arguments than are known here"
-        return Reason("probe", "vllm", None, found, "install another release of vLLM, or one of this plugin")
+        return Reason("broken", "vllm", None, found, "install another release of vLLM, or one of this plugin")
     return None

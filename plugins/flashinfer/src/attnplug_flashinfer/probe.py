@@ -38,12 +38,12 @@ def _torch(variant: str) -> Reason | None:
     named = f"torch {build.version}"
     if build.cuda is None:
         because = "install a torch that is built for CUDA, from https://pytorch.org/get-started/locally"
-        return Reason("probe", "torch", None, f"{named} is built without CUDA", because)
+        return Reason("broken", "torch", None, f"{named} is built without CUDA", because)
     if variant == "fa3" and build.cuda < FA3_CUDA:
         least = ".".join(map(str, FA3_CUDA))
         found = f"{named} is built for CUDA {'.'.join(map(str, build.cuda))}, and the kernels for Hopper need {least}"
         return Reason(
-            "probe", "torch", None, found, f"install a torch for CUDA {least} or newer, or use flashinfer/fa2"
+            "broken", "torch", None, found, f"install a torch for CUDA {least} or newer, or use flashinfer/fa2"
         )
     return None
 
@@ -54,7 +54,7 @@ def _device() -> Reason | None:
     if torch is None or torch.cuda.is_available():
         return None
     because = "check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return Reason("probe", "device", None, f"torch {torch.__version__} sees no CUDA device", because)
+    return Reason("broken", "device", None, f"torch {torch.__version__} sees no CUDA device", because)
 
 
 def _companions() -> Reason | None:
@@ -67,7 +67,7 @@ def _companions() -> Reason | None:
         if found is not None and found.partition("+")[0] != library.partition("+")[0]:
             because = f"install {name}=={library}, or uninstall it"
             told = f"{name} {found} is installed beside flashinfer-python {library}, which refuses to be imported then"
-            return Reason("probe", name, None, told, because)
+            return Reason("broken", name, None, told, because)
     return None
 
 

@@ -41,7 +41,7 @@ def _lacks_module() -> Reason | None:
         except ImportError:
             found = None
         if found is None:
-            return Reason("probe", "ixformer", None, f"{name} is not there", "install ixformer from its vendor")
+            return Reason("broken", "ixformer", None, f"{name} is not there", "install ixformer from its vendor")
     return None
 
 
@@ -51,4 +51,4 @@ def _lacks_gpu(device: Device) -> Reason | None:
         return None  # the manifest has refused other devices, unless somebody declares one: the interpreter has any
     found = "is built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
     because = "install a torch that is built for CUDA, and check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return Reason("probe", "torch", None, f"torch {torch.__version__} {found}", because)
+    return Reason("broken", "torch", None, f"torch {torch.__version__} {found}", because)
