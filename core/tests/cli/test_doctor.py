@@ -61,7 +61,7 @@ def test_settings_are_told_with_their_sources(run, site, tmp_path: Path, monkeyp
         "profile": (None, "default"),
         "evidence": ([], "default"),
         "kv_layout": (None, "default"),
-        "options.flash.splits": (2, "the configuration file"),
+        "options.flash.splits": (2, f"file {file}"),
         "options.torch.x": ("1", "environment variable ATTNPLUG_OPT_TORCH__X"),
     }
 

@@ -58,6 +58,7 @@ def test_environment_over_file_with_sources(config):
     assert dict(settings.options["flashinfer"]) == {"ratio": "4", "other": "a"}
     assert settings.sources["backend"] == "environment variable ATTNPLUG_BACKEND"
     assert settings.sources["options.flashinfer.ratio"] == "environment variable ATTNPLUG_OPT_FLASHINFER__RATIO"
+    assert settings.sources["options.flashinfer.other"] == f"file {config}"
     assert settings.sources["block"] == f"file {config}"
 
 

@@ -174,10 +174,13 @@ class TestPrecedence:
         with attnplug.using(options={"flash": {"splits": 2}}):
             scoped = attnplug.select(request_of())
             called = attnplug.select(request_of(), options={"FLASH": {"splits": "3"}})
+            again = attnplug.select(request_of(), options={"flash": {"splits": 2}})
 
         assert [dict(s.agreement.options) for s in (plain, scoped)] == [{"splits": 0}, {"splits": 2}]
         assert scoped.provenance["options.flash.splits"] == "using"
-        assert dict(called.agreement.options) in ({"splits": 2}, {"splits": 3})
+        assert dict(called.agreement.options) == {"splits": 3}
+        assert again.agreement == scoped.agreement
+        assert again.provenance["options.flash.splits"] == "the call"
         with pytest.raises(SettingsError, match="did you mean 'splits'"):
             attnplug.select(request_of(), options={"flash": {"split": 1}})
         with pytest.raises(SettingsError, match="int from 0"):

@@ -53,7 +53,8 @@ class Settings:
         kv_layout: The layout that paged caches are asked for where their requirements leave it open; None leaves it to
             the negotiation.
         options: Options of each backend, raw as read; each backend's manifest validates its own.
-        sources: Where each setting comes from.
+        sources: Where each setting comes from. What comes before others stands after them: that tells which of two
+            names of one backend has the last word about an option.
     """
 
     backend: tuple[str, ...] = ()
@@ -83,13 +84,20 @@ class Settings:
         found: dict[str, tuple[Any, str]] = _from_file(
             file or _default_file(environ), named=bool(file or environ.get("ATTNPLUG_CONFIG", "").strip())
         )
-        options = _option_tables(found.pop("options", ({}, ""))[0])
+        tables, origin = found.pop("options", ({}, ""))
+        options = _option_tables(tables, origin)
+        sources = {f"options.{backend}.{option}": origin for backend in options for option in options[backend]}
         found |= _from_environment(environ)
-        sources = {name: source for name, (_, source) in found.items()}
+        sources |= {name: source for name, (_, source) in found.items()}
         for (backend, option), (value, source) in _options_from_environment(environ).items():
             options.setdefault(backend, {})[option] = value
-            sources[f"options.{backend}.{option}"] = source
+            sources = layered(sources, {f"options.{backend}.{option}": source})
         return cls(**{name: value for name, (value, _) in found.items()}, options=options, sources=sources)
+
+
+def layered(below: Mapping[str, str], above: Mapping[str, str]) -> dict[str, str]:
+    """Return the sources of settings after some were overridden: these stand last, as `Settings.sources` says."""
+    return {**{name: source for name, source in below.items() if name not in above}, **above}
 
 
 def parse_flag(text: str, name: str) -> bool:
@@ -279,11 +287,11 @@ def _is_names(value: Any) -> bool:
     return all(isinstance(item, str) and item for item in items)
 
 
-def _option_tables(value: Any) -> dict[str, dict[str, Any]]:
+def _option_tables(value: Any, origin: str) -> dict[str, dict[str, Any]]:
     if isinstance(value, Mapping) and all(isinstance(table, Mapping) for table in value.values()):
         return {str(backend): dict(table) for backend, table in value.items()}
     raise SettingsError(
-        f"options = {value!r} stands in the configuration file",
+        f"options = {value!r} stands in the {origin}",
         "options are tables [options.BACKEND]",
         "write one table a backend",
     )

@@ -204,12 +204,11 @@ def _same_plugin(selection: Selection) -> Plugin:
 def _check_terms(selection: Selection, candidate: Candidate, question: Question) -> None:
     """Make sure that the candidate would agree here to exactly what was agreed on there."""
     agreed, asked = selection.agreement, selection.requirements
+    origins = dict.fromkeys(agreed.options, "the decision")
     try:
-        options = candidate.manifest.read_options(agreed.options, {}) if candidate.manifest else {}
+        options = candidate.manifest.read_options(agreed.options, origins) if candidate.manifest else {}
     except SettingsError as error:
-        raise PluginLoadError(
-            f"{selection.id!r} was selected with {error.given}", error.allowed, error.remedy
-        ) from error
+        raise PluginLoadError(f"{selection.id!r} was selected: {error.given}", error.allowed, error.remedy) from error
     here = {
         "block_size and kv_layout": bool(asked.paged),
         "kv_cache_dtype": asked.kv_cache_dtype,

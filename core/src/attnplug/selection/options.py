@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import SettingsError
@@ -50,21 +51,22 @@ def check_owner(registry: Registry, name: str) -> None:
 
 def options_of(manifest: Manifest, settings: Settings) -> Mapping[str, Any]:
     """
-    Return every option of a backend with its value: set under its name, under an alias, or the default.
+    Return every option of a backend with its value: set under its name, under an alias, or the default. Whichever name
+    was used, a call comes before `using`, that before the environment, that before the configuration file.
 
     Raises:
         SettingsError: An option is unknown or its value is not allowed.
     """
     if not settings.options:
         return manifest.default_options  # nearly always, and for every candidate that can serve
-    given: dict[str, Any] = {}
-    sources: dict[str, str] = {}
-    for name in (*manifest.aliases, manifest.name):
-        for option, value in settings.options.get(name, {}).items():
-            given[option] = value
-            sources[option] = _source(settings, f"{name}.{option}")
-    return manifest.read_options(given, sources)
-
-
-def _source(settings: Settings, name: str) -> str:
-    return settings.sources.get(f"options.{name}") or settings.sources.get("options", "the call")
+    places = {key: place for place, key in enumerate(settings.sources)}
+    found = [
+        (places.get(f"options.{name}.{option}", -1), option, value, f"options.{name}.{option}")
+        for name in (*manifest.aliases, manifest.name)
+        for option, value in settings.options.get(name, {}).items()
+    ]
+    found.sort(key=itemgetter(0))  # by precedence; of equals, the backend's own name has the last word
+    given = {option: value for _, option, value, _ in found}
+    return manifest.read_options(
+        given, {option: settings.sources.get(key, "the settings") for _, option, _, key in found}
+    )

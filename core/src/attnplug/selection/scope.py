@@ -17,7 +17,7 @@ from attrs import evolve, field, frozen
 from attnplug.errors import SettingsError
 from attnplug.request.device import Device, foreign_device
 from attnplug.request.read_only import read_only
-from attnplug.request.settings import parse_layout
+from attnplug.request.settings import layered, parse_layout
 
 if TYPE_CHECKING:
     from attnplug.request.settings import Options, Settings
@@ -54,7 +54,7 @@ class Overrides:
             self.device or below.device,
             tuple((backend, name, value) for (backend, name), value in merged.items()),
             self.kv_layout or below.kv_layout,
-            {**below.sources, **self.sources},
+            layered(below.sources, self.sources),
         )
 
     def over_settings(self, settings: Settings) -> Settings:
@@ -69,7 +69,7 @@ class Overrides:
             backend=self.backend or settings.backend,
             kv_layout=self.kv_layout or settings.kv_layout,
             options=options,
-            sources={**settings.sources, **self.sources},
+            sources=layered(settings.sources, self.sources),
         )
 
 

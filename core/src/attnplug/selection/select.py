@@ -13,7 +13,7 @@ from attnplug.selection.decide import decide
 from attnplug.selection.scope import BackendNames, Overrides, current_scope, overrides
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping
+    from collections.abc import Hashable
 
     from attnplug.request.device import Device
     from attnplug.request.settings import Options, Settings
@@ -98,7 +98,7 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
     """Return the error that says why nothing can serve."""
     whose = f" of layer {layer!r}" if layer else ""
     named = (
-        f" among {', '.join(map(repr, settings.backend))} ({settings.sources.get('backend', 'the call')})"
+        f" among {', '.join(map(repr, settings.backend))} ({settings.sources.get('backend', 'the settings')})"
         if settings.backend
         else ""
     )
@@ -141,7 +141,7 @@ def _explain(
 ) -> Explanation:
     if not isinstance(requirements, Requirements):
         raise _no_question(requirements)
-    key = (requirements, device, settings, _frozen(settings.options), assume_installed)
+    key = (requirements, device, settings, _frozen(settings), assume_installed)
     found = state.decisions.get(key)
     if found is None:
         found = decide(state.registry, requirements, device, settings, assume_installed=assume_installed)
@@ -185,7 +185,10 @@ def log_decision(explanation: Explanation) -> None:
         )
 
 
-def _frozen(options: Mapping[str, Mapping[str, object]]) -> Hashable:
-    return tuple(
+def _frozen(settings: Settings) -> Hashable:
+    """Return the options, and where everything comes from, since a decision tells that too."""
+    options = settings.options
+    values = (
         (backend, name, repr(value)) for backend in sorted(options) for name, value in sorted(options[backend].items())
     )
+    return (*values, *settings.sources.items())

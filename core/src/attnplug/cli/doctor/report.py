@@ -60,7 +60,7 @@ class Report:
         return [(name, value, self._source(name)) for name, value in rows]
 
     def _source(self, name: str) -> str:
-        return self.settings.sources.get(name, "the configuration file" if "." in name else "default")
+        return self.settings.sources.get(name, "default")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
