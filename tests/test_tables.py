@@ -26,6 +26,7 @@ need = { head_size = 64 }
 because = "the tile fits no other | size"
 [variants.fast]
 requires = ["acme-kernels >=1.2"]
+install = { acme-kernels = "from its vendor" }
 jit = "triton"
 supports = { sinks = true }
 [variants.slow]
@@ -84,6 +85,7 @@ def test_the_matrix_states_rules_options_and_what_is_refused(tmp_path: Path) -> 
     )
     assert "- `tiles` (int from 1, default `4`): tiles in flight" in page
     assert "- `slow`, paged: copies" in page
+    assert "- `fast`, `acme-kernels`: from its vendor" in page
     assert "`alibi`" in page.split("Served at their neutral value only")[1].splitlines()[0]
 
 

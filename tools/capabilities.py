@@ -78,6 +78,8 @@ def section(manifest: Manifest, evidence: Mapping[str, str], runs: Mapping[str, 
     yield from _list(
         "Emulated", (f"`{v.name}`, {name}: {why}" for v in manifest.variants for name, why in v.emulates.items())
     )
+    ways = (f"`{v.name}`, `{name}`: {how}" for v in manifest.variants for name, how in v.install.items())
+    yield from _list("What pip does not get by its name alone", ways)
     yield from _list("Rules", _rules(manifest.variants))
     yield from _list("Options", (_option(option) for option in manifest.options.values()))
 

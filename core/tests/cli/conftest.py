@@ -48,6 +48,10 @@ min = 0
 default = 0
 help = "number of splits"
 """
+FROM_A_VENDOR = FLASH.replace(
+    'requires = ["flash-new >=4"]',
+    'requires = ["flash-new >=4", "flash-tools"]\ninstall = { flash-new = "from its vendor" }',
+)
 SOURCE = """\
 from attnplug.contract.hooks import hookimpl
 from attnplug.negotiation.reason import Reason

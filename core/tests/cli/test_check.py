@@ -88,6 +88,7 @@ def test_the_embedded_backend_has_no_finding(run, empty) -> None:
         (">=1.5,<3", ">=3,<1.5", 14, "'acme-kernels >=3,<1.5' required", "no version meets that"),
         ("[variants.slow]", '[variants.slow]\njit = "gcc"', 21, "jit = 'gcc'", "nvcc"),
         ("[variants.slow]", '[variants.slow]\nemulates = { pagd = "x" }', 21, "did you mean 'paged'?", "supported too"),
+        ("[variants.slow]", '[variants.slow]\ninstall = { torhc = "x" }', 21, "'torhc'", "requires names: nothing"),
         ("[variants.slow]", '[variants.slow]\nsupport = "x"', 21, "did you mean 'supports'?", "the keys are"),
         ("[variants.slow]", "[variants]\nodd = 3\n[variants.slow]", 21, "odd = 3", "a table"),
         ('["fast", "slow"]', '["fats", "slow"]', 23, "did you mean 'fast'?", "each once"),
@@ -99,6 +100,13 @@ def test_what_reading_refuses_is_found(check, old, new, line, given, allowed) ->
 
     assert code == 1
     assert [at for at, said, true in found if given in said and allowed in true] == [line]
+
+
+def test_a_requirement_that_cannot_be_read_is_told_once(check) -> None:
+    got = "[variants.fast.supports]", 'install = { acme-kernels = "from its vendor" }\n[variants.fast.supports]'
+
+    assert check(got) == (0, [])
+    assert [line for line, *_ in check(got, (">=1.5,<3", ">=1.5 <3"))[1]] == [14]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import attnplug
 from attnplug.cli.doctor import report
 from attnplug.cli.look import Sight
+from core.tests.cli.conftest import FROM_A_VENDOR
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -216,9 +217,22 @@ def test_that_nothing_is_ready_is_a_problem(run, site, monkeypatch: pytest.Monke
         {
             "subject": "selection",
             "what": "no backend is ready, so that nothing can be selected",
-            "remedy": "pip install 'flash-new >=4' for flash/new",
+            "remedy": "flash/new: pip install 'flash-new >=4'",
         }
     ]
+
+
+@pytest.mark.parametrize("setting", ["ALLOW", "BACKEND"])
+def test_what_pip_does_not_get_is_told_as_the_manifest_says(
+    run, empty, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    empty.add("flash", FROM_A_VENDOR)
+    monkeypatch.setenv(f"ATTNPLUG_{setting}", "flash/new")
+
+    (problem,) = run("doctor", "--json").json["problems"]
+
+    wanted = "flash/new: install flash-new >=4: from its vendor; pip install flash-tools"
+    assert problem["remedy"].partition("; or ")[0] == wanted
 
 
 def test_that_everything_is_kept_out_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:

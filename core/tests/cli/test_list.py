@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from core.tests.cli.conftest import FROM_A_VENDOR
+
 if TYPE_CHECKING:
     import pytest
 
@@ -70,6 +72,16 @@ def test_plain_text_says_standing_origin_and_way_out(run, site) -> None:
 
     assert "flash/old  ready  (attnplug-flash 1.0)\n    three libraries behind one name\n" in told.out
     assert "    - flash-new >=4 is required and not installed\n    way out: pip install 'flash-new >=4'\n" in told.out
+
+
+def test_what_pip_does_not_get_is_told_as_the_manifest_says(run, empty) -> None:
+    empty.add("flash", FROM_A_VENDOR)
+
+    text, told = run("list").out, run("list", "--json")
+
+    (new,) = [one for one in _backend(told, "flash")["variants"] if one["id"] == "flash/new"]
+    assert (new["install"], new["action"]) == (["flash-tools"], "install flash-new >=4: from its vendor")
+    assert "    way out: install flash-new >=4: from its vendor; pip install flash-tools\n" in text
 
 
 def test_notes_are_counted_and_left_to_doctor(run, site) -> None:

@@ -43,6 +43,8 @@ max = 9
 choices = [3, 4]
 default = 4
 help = "a ratio"
+[variants.fast.install]
+acme-kernels = "from its vendor"
 """
 ODD = (
     True,

@@ -82,6 +82,12 @@ def test_the_rest_is_there(manifest):
     assert not manifest.is_newer
 
 
+def test_how_to_get_what_is_required_is_read():
+    text = GOOD.replace('jit = "triton"', 'install = { acme-kernels = "from its vendor" }')
+
+    assert [dict(one.install) for one in parse_manifest(text).variants] == [{"acme-kernels": "from its vendor"}, {}]
+
+
 def test_a_manifest_without_variants_has_one():
     offer = 'supports = { device_type = "cpu", dtype = "float32", head_size = 64 }'
     text = f'api = "1.9"\nbackend = {{ name = "toy", summary = "s" }}\n{offer}'
@@ -95,6 +101,11 @@ def test_a_manifest_without_variants_has_one():
 @pytest.mark.parametrize(
     ("old", "new", "line", "said"),
     [
+        ('jit = "triton"', 'install = { acme-kernel = "x" }', 17, "did you mean 'acme-kernels'"),
+        ('jit = "triton"', 'install = { Acme-Kernels = "x" }', 17, "what requires names: acme-kernels"),
+        ('emulates = { paged = "gathers" }', 'install = { acme-kernels = "x" }', 21, "what requires names: nothing"),
+        ('jit = "triton"', 'install = { acme-kernels = " " }', 17, "'acme-kernels' is a text"),
+        ('jit = "triton"', 'install = "from its vendor"', 17, "a table"),
         ('api = "1.0"', "api = 1", 1, "contract version as text"),
         ('api = "1.0"', 'api = "0.9"', 1, "this core speaks contract 1.x"),
         ('name = "acme"', 'name = "Acme"', 2, "lower-case"),

@@ -13,11 +13,13 @@ import attnplug
 from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
 from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.remedy import Remedy
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import state as process
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.selection import Selection
+from core.tests.selection.conftest import FLASH
 
 
 def statuses(explanation):
@@ -94,6 +96,53 @@ def test_a_missing_library_is_told_from_a_refusal(world, request_of):
     }
     assert str(verdict(explanation, "flash/new").remedy) == "pip install 'flash-new >=4'"
     assert [r.code for r in verdict(explanation, "flash/hopper").reasons] == ["undeclared", "missing"]
+
+
+FROM_A_VENDOR = FLASH.replace(
+    'requires = ["flash-new >=4"]',
+    'requires = ["flash-new >=4", "flash-tools >=1"]\ninstall = { flash-new = "from its vendor" }',
+)
+
+
+def test_what_pip_does_not_get_is_told_as_the_manifest_says(world, request_of):
+    world("generic", flash=(FROM_A_VENDOR, None), missing=("flash-new",))
+
+    told = verdict(attnplug.explain(request_of(sinks=True, cudagraph="uniform_batch")), "flash/new")
+
+    assert [reason.field for reason in told.reasons if reason.code == "missing"] == ["flash-new >=4", "flash-tools >=1"]
+    assert told.remedy.install == ("flash-tools >=1",)
+    assert str(told.remedy) == (
+        "install flash-new >=4: from its vendor; pip install 'flash-tools >=1'; ask for cudagraph='never'"
+    )
+    assert Remedy.from_dict(json.loads(json.dumps(told.remedy.to_dict()))) == told.remedy
+
+
+def test_a_library_that_is_there_in_another_version_is_got_the_same_way(world, request_of):
+    world("generic", flash=(FROM_A_VENDOR.replace("new >=4", "new >=5").replace(', "flash-tools >=1"', ""), None))
+
+    told = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
+
+    assert [reason.code for reason in told.reasons] == ["version"]
+    assert str(told.remedy) == "install flash-new >=5: from its vendor"
+
+
+def test_what_keeps_a_candidate_out_hides_no_library_that_it_lacks(world, request_of):
+    world("generic", flash=(FROM_A_VENDOR, None), missing=("flash-new",), settings=Settings(block=("flash",)))
+
+    told = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
+
+    assert "ATTNPLUG_BLOCK" in told.remedy.action
+    assert "install flash-new >=4: from its vendor" in told.remedy.action
+
+
+def test_a_rule_about_a_version_hides_no_library_that_is_lacking(world, request_of):
+    rule = '[[variants.new.rules]]\nwhen = {{ installed = "{}" }}\nbecause = "wrong values"\n'
+    known_bad = FROM_A_VENDOR.replace("[[prefer]]", rule.format("flash-hopper <2") + "[[prefer]]", 1)
+    world("generic", flash=(known_bad, None), missing=("flash-new",))
+
+    action = verdict(attnplug.explain(request_of(sinks=True)), "flash/new").remedy.action
+
+    assert action == "install flash-new >=4: from its vendor; install another version (wrong values)"
 
 
 def test_assume_installed_answers_what_if(world, request_of):

@@ -18,6 +18,7 @@ from attnplug.manifest.parse import read_manifest
 from attnplug.negotiation.candidate import examine as prepare
 from attnplug.negotiation.negotiate import Question
 from attnplug.negotiation.ranking import Policy, rank
+from attnplug.negotiation.remedy import Remedy, find_remedy
 from attnplug.request.toml import parse_toml
 from attnplug.selection import state
 
@@ -635,6 +636,44 @@ def test_the_extras_install_what_the_manifest_requires() -> None:
 
     assert extras <= required
     assert {requirement_name(text) for text in required - extras} == {"flash-attn-3", "torch"}  # on no index; there
+
+
+def remedies() -> dict[str, Remedy]:
+    """What is told of each variant, on a device that it serves, where no library is installed."""
+    manifest = read_manifest(MANIFEST)
+    found = {each.name: prepare(manifest, each, lambda _: None) for each in manifest.variants}
+    asked = Question(LLAMA.evolve(block_size=256), HOPPER)
+    return {name: find_remedy(candidate, asked, lambda same: same) for name, candidate in found.items()}
+
+
+def test_libraries_are_installed_in_the_way_that_gets_them() -> None:
+    found = remedies()
+    by_name = {name: remedy.install for name, remedy in found.items() if not remedy.action}
+    words = {name: remedy.action for name, remedy in found.items() if remedy.action}
+
+    assert by_name == {
+        "fa2_vllm": ("vllm >=0.19",),
+        "fa3_vllm": ("vllm >=0.19",),
+        "fa4": ("flash-attn-4 >=4.0.0b11,<4.1",),  # whose releases are all betas: the bound lets pip take one
+        "torch": ("torch >=2.11",),
+    }
+    assert [(name, found[name].install) for name in words] == [("fa2", ()), ("fa3", ())]
+
+
+def test_what_is_compiled_is_compiled_against_the_torch_that_is_there() -> None:
+    action = remedies()["fa2"].action
+    (required,) = next(each.requires for each in read_manifest(MANIFEST).variants if each.name == "fa2")
+
+    assert action.startswith(f"install {required}: pip install --no-build-isolation '{required}', since ")
+
+
+def test_what_is_on_no_index_is_got_from_its_sources() -> None:
+    action = remedies()["fa3"].action
+
+    assert action.startswith("install flash-attn-3 >=3.0.0b1,<4: pip install --no-build-isolation 'git+https://")
+    assert "/Dao-AILab/flash-attention#subdirectory=hopper'" in action
+    assert "pip install flash-attn-3" not in action
+    assert "pip install 'flash-attn-3" not in action
 
 
 def test_check_finds_nothing_in_the_project() -> None:

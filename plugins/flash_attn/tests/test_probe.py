@@ -201,7 +201,7 @@ def test_an_empty_namespace_is_no_flash_attention_2(machine: Machine) -> None:
 
     assert machine.told(agreed("fa2")) == (
         f"flash-attn | flash-attn 2.8.3 is installed, but import flash_attn finds {machine.site / 'flash_attn'}, "
-        "without FlashAttention 2: pip install --force-reinstall --no-deps flash-attn==2.8.3"
+        "without FlashAttention 2: pip install --force-reinstall --no-deps --no-build-isolation flash-attn==2.8.3"
     )
     assert machine.probe(agreed("fa4")) is None
 

@@ -130,3 +130,14 @@ def test_the_project_is_sound() -> None:
 
     assert report.backends == ("int8_ixformer",)
     assert report.findings == ()
+
+
+def test_ixformer_comes_from_its_vendor() -> None:
+    explained = attnplug.explain(LEVELS[1], HOPPER)
+    (told,) = (one for one in explained.verdicts if one.id == "int8_ixformer/ixformer")
+
+    assert told.status == "lacks_dependency"
+    assert told.remedy is not None
+    assert told.remedy.install == ()
+    assert str(told.remedy).startswith("install ixformer: it comes with CoreX, the software of Iluvatar's devices")
+    assert "pip install ixformer" not in str(explained)

@@ -180,7 +180,10 @@ def _of_plugin(
         denial = deny(settings, who, variant.name)
         if denial is not None:
             candidate = attrs.evolve(
-                candidate, standing="refused", obstacles=(denial.reason, *candidate.obstacles), remedy=denial.remedy
+                candidate,
+                standing="refused",
+                obstacles=(denial.reason, *candidate.obstacles),
+                remedy="; ".join(filter(None, (denial.remedy, candidate.remedy))),
             )
         yield candidate
 

@@ -12,7 +12,7 @@ from attrs import frozen
 from attnplug.errors import ApiVersionError
 from attnplug.manifest.checks import Checks
 from attnplug.manifest.conditions import parse_conditions
-from attnplug.manifest.installed import check_requirement
+from attnplug.manifest.installed import check_requirement, requirement_name
 from attnplug.manifest.locate import locate
 from attnplug.manifest.schema import CONTRACT_API, Condition, Jit, Manifest, Option, Preference, Rule, Variant
 from attnplug.manifest.supports import Declared, complete, parse_supports
@@ -20,7 +20,7 @@ from attnplug.request.fields import near
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 _API = re.compile(r"(\d+)\.(\d+)")
-_VARIANT_KEYS = ("summary", "supports", "requires", "jit", "emulates", "rules")
+_VARIANT_KEYS = ("summary", "supports", "requires", "install", "jit", "emulates", "rules")
 _OPTION_TYPES: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
 DEFAULT_VARIANT: Final = "default"
@@ -124,12 +124,14 @@ class Reader(Checks):
             f"jit is one of {', '.join(get_args(Jit))}",
             "correct it, or leave it out",
         )
+        requires = self.requirements(data, "requires", where)
         return Variant(
             name=name,
             summary=self.text_of(data, "summary", where) if "summary" in data else "",
             supports=MappingProxyType(dict(declared.fields)),
             features=declared.features,
-            requires=self.requirements(data, "requires", where),
+            requires=requires,
+            install=self.ways(data, requires, where),
             jit=jit,
             emulates=MappingProxyType(emulates),
             rules=rules + self.rules(data, where),
@@ -237,6 +239,22 @@ class Reader(Checks):
                 f"{key!r} is a number, for an option whose type is int or float",
                 "correct it, or leave it out",
             )
+
+    def ways(
+        self, data: Mapping[str, Any], requires: tuple[str, ...], where: tuple[str | int, ...]
+    ) -> Mapping[str, str]:
+        """Return how to get what a variant requires, by name."""
+        names = tuple(requirement_name(text) for text in requires if not check_requirement(text))
+        found = self.table(data, "install", where)
+        for name in found:
+            self.check(
+                name in names or len(names) < len(requires),  # one that cannot be read may be the one that is meant
+                (*where, "install", name),
+                f"install tells of {name!r}{'' if name in names else near(name, names)}",
+                f"it tells how to get what requires names: {', '.join(names) or 'nothing'}",
+                "write the name as in requires, or leave it out",
+            )
+        return MappingProxyType({name: self.text_of(found, name, (*where, "install")) for name in found})
 
     def requirements(self, data: Mapping[str, Any], key: str, where: tuple[str | int, ...]) -> tuple[str, ...]:
         """Return a list of PEP 508 requirements."""

@@ -184,6 +184,7 @@ class Variant:
         supports: The declared fields. A field that is not here accepts its neutral value only.
         features: Open features, by dotted name.
         requires: PEP 508 requirements, checked against installed distributions and never by import.
+        install: How to get some of these, by name, where ``pip install`` of the requirement is no way.
         jit: What the first use compiles with, or None.
         emulates: Features that work, at a cost that the text states; it ranks below whoever emulates less.
         rules: The manifest's rules, then the variant's own.
@@ -194,6 +195,7 @@ class Variant:
     supports: Mapping[str, Constraint] = field(hash=False)
     features: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
+    install: Mapping[str, str] = field(factory=dict, hash=False)
     jit: Jit | None = None
     emulates: Mapping[str, str] = field(factory=dict, hash=False)
     rules: tuple[Rule, ...] = ()

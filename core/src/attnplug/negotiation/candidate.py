@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import field, frozen
 
-from attnplug.manifest.installed import VersionOf, find
+from attnplug.manifest.installed import VersionOf, find, requirement_name
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
 from attnplug.negotiation.reason import Reason
 from attnplug.request.domain import Names
@@ -40,7 +40,7 @@ class Candidate:
         standing: ``ready``, or what stands in the way before anything is asked.
         obstacles: The reasons for that.
         install: What to install to make it ready, as pip takes it.
-        remedy: The way out in words, where installing is not it.
+        remedy: The way out in words, where ``pip install`` is not it, or not all of it.
         embedded: Whether it is part of the core.
         installed: The truth of every ``installed`` condition of its rules.
         distribution: The distribution that it comes from, with version, for reports.
@@ -200,7 +200,8 @@ def examine(
         variant=variant,
         standing="lacks_dependency" if unmet else "ready",
         obstacles=unmet,
-        install=tuple(reason.field for reason in unmet),
+        install=tuple(reason.field for reason in unmet if _way_to(reason.field, variant) is None),
+        remedy="; ".join(way for reason in unmet if (way := _way_to(reason.field, variant)) is not None),
         embedded=embedded,
         installed=frozenset(true),
         distribution=distribution,
@@ -214,6 +215,12 @@ def _unmet(text: str, version_of: VersionOf) -> Reason | None:
     if finding == "missing":
         return Reason("missing", text, None, f"{text} is required and not installed")
     return Reason("version", text, version, f"{text} is required and {version} is installed")
+
+
+def _way_to(text: str, variant: Variant) -> str | None:
+    """Say how to get a requirement; None where pip takes it as it is."""
+    told = variant.install.get(requirement_name(text))
+    return None if told is None else f"install {text}: {told}"
 
 
 def _mentions(rule: Rule, names: frozenset[str]) -> bool:

@@ -117,7 +117,7 @@ def find_remedy(candidate: Candidate, question: Question, relaxed: Callable[[Can
     versions = any(isinstance(c, IsInstalled) for rule in candidate.variant.rules for c in (*rule.when, *rule.need))
     for subject, action in (
         (candidate, candidate.remedy),
-        *(((relaxed(candidate), _other_version(outcome.objections)),) if versions else ()),
+        *(((relaxed(candidate), _other_version(candidate, outcome.objections)),) if versions else ()),
     ):
         for engine, device in _smallest(subject, question):
             return Remedy(candidate.install, engine, device, action)
@@ -284,9 +284,10 @@ def _capabilities(candidate: Candidate, question: Question) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(c for c in found if c is not None and c != here))
 
 
-def _other_version(objections: tuple[Reason, ...]) -> str:
+def _other_version(candidate: Candidate, objections: tuple[Reason, ...]) -> str:
     texts = [str(reason.because) for reason in objections if reason.code == "rule" and "installed" in reason.field]
-    return f"install another version ({'; '.join(texts)})" if texts else "install another version"
+    action = f"install another version ({'; '.join(texts)})" if texts else "install another version"
+    return "; ".join(filter(None, (candidate.remedy, action)))
 
 
 def _is_about_model(reason: Reason) -> bool:

@@ -87,5 +87,6 @@ def _is_overwritten(found: Distribution, file: Path) -> bool:
 
 
 def _broken(name: str, installed: str, told: str) -> Reason:
-    because = f"pip install --force-reinstall --no-deps {name}=={installed}"
+    build = "--no-build-isolation " if name == "flash-attn" else ""  # it is compiled, and its build imports torch
+    because = f"pip install --force-reinstall --no-deps {build}{name}=={installed}"
     return Reason("broken", name, None, f"{name} {installed} is installed, {told}", because)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
+from attnplug.negotiation.remedy import Remedy
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -57,8 +59,8 @@ def problems_of(candidates: Iterable[Candidate]) -> Iterator[Problem]:
 
 def _ready_one(candidates: Iterable[Candidate]) -> str:
     """Return how to make a backend ready: the one that is part of the core, where an installation is all it takes."""
-    lacking = [c for c in candidates if c.install and c.standing == "lacks_dependency"]
+    lacking = [c for c in candidates if c.standing == "lacks_dependency"]
     first = next(iter(sorted(lacking, key=lambda c: not c.embedded)), None)
     if first is None:
         return "install a backend, or allow one: see `attnplug list`"
-    return f"pip install {' '.join(repr(text) for text in first.install)} for {first.id}"
+    return f"{first.id}: {Remedy(install=first.install, action=first.remedy)}"
