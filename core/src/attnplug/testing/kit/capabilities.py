@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from attrs import evolve
-
 from attnplug.request.fields import FIELDS
+from attnplug.testing.kit.company import demand_same_bits
 from attnplug.testing.kit.demand import demand
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.pairwise import covering_asks
-from attnplug.testing.kit.rig import Rig
-from attnplug.testing.kit.serving import load_for, plain, serve
-from attnplug.testing.kit.tier import Tier, needs, over
-from attnplug.testing.scene import realise
+from attnplug.testing.kit.serving import plain, serve
+from attnplug.testing.kit.tier import Tier, over
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,6 +31,7 @@ _AT_LENGTH: Final = (
     "paged",
     "block_sparse",
 )
+_SPLIT: Final = ("dtype", "kv_cache_dtype", "paged", "return_lse", "sinks", "sliding_window", "phases")
 _HEADS: Final = 8
 
 
@@ -56,6 +53,16 @@ def _long(subject: Subject) -> Mapping[str, Ask]:
 
 def _of_several_tokens(subject: Subject) -> Mapping[str, Ask]:
     return {str(item): ask for item, ask in menu_of(subject).asks.items() if item.field == "decode_query_len"}
+
+
+def _in_company(subject: Subject) -> Mapping[str, Ask]:
+    """A plain ask for batch invariance, and one with each value for which kernels may split keys in another way."""
+    menu = menu_of(subject)
+    names: dict[Ask | None, str] = {}
+    fields = {str(item): {item.field: item.value} for item in menu.asks if item.field in _SPLIT}
+    for name, asked in {"plain": {}, **fields}.items():
+        names.setdefault(menu.ask(batch_invariant=True, **asked), name)
+    return {name: ask for ask, name in names.items() if ask is not None}
 
 
 class Capabilities(Tier):
@@ -98,17 +105,7 @@ class Capabilities(Tier):
         lens: dict[str, Any] = {"query_lens": (longest, 1, longest), "context_lens": (33, 0, 7)}
         serve(subject, point, record, point.case(seed=25, **lens))
 
-    @needs(batch_invariant=True)
-    def test_batch_invariant(self, subject: Subject) -> None:
-        """A request gives the same bits alone and among others, where that is declared."""
-        ask = plain(subject, batch_invariant=True)
-        scene = realise(ask.case(22, query_lens=(1, 1, 12), context_lens=(30, 64, 7)))
-        backend = load_for(subject, ask, scene.case)
-        among = torch.split(Rig(backend, scene).run(scene).output, list(scene.case.query_lens))
-        for request, rows in enumerate(among):
-            only = slice(request, request + 1)
-            lens = {"query_lens": scene.case.query_lens[only], "context_lens": scene.case.context_lens[only]}
-            tensors = {name: getattr(scene, name)[only] for name in ("queries", "keys", "values")}
-            alone = evolve(realise(ask.case(22, **lens)), **tensors)
-            same = torch.equal(rows, Rig(backend, alone).run(alone).output)
-            demand(same, f"{subject}: batch_invariant is declared, and request {request} differs in another batch")
+    @over(_in_company)
+    def test_batch_invariant(self, subject: Subject, point: Any) -> None:
+        """A request gives the same bits alone and among others, wherever it stands, where that is declared."""
+        demand_same_bits(subject, point, seed=22)

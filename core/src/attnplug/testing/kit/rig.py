@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from attnplug.contract.limits import Limits
 from attnplug.testing.running import Ran
@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from attnplug.testing.scene import Dense, Scene
 
 
+_LIMITS: Final = Limits(max_num_reqs=16, max_num_tokens=1024, max_seq_len=1024)
+
+
 class Rig:
     """
     A layer that is ready to run steps.
@@ -24,17 +27,24 @@ class Rig:
         scene: A scene of the layer.
         layer: The layer; None is the scene's.
         host_writes: Whether new K/V go into the cache apart from forward.
+        limits: What its steps may need.
     """
 
     def __init__(
-        self, backend: Backend, scene: Scene, *, layer: Layer | None = None, host_writes: bool = False
+        self,
+        backend: Backend,
+        scene: Scene,
+        *,
+        layer: Layer | None = None,
+        host_writes: bool = False,
+        limits: Limits = _LIMITS,
     ) -> None:
         self.backend = backend
         writer = "host" if host_writes else None
         scales = backend.impl_class.static_scales
         own = layer or scene.layer(device=backend.device, cache_write=writer, scales=scales)
         self.impl = backend.make_impl(own)
-        self.state = backend.make_state(Limits(max_num_reqs=16, max_num_tokens=1024, max_seq_len=1024))
+        self.state = backend.make_state(limits)
         self.builder = backend.make_builder([self.impl], self.state)
 
     def call(self, scene: Scene) -> Dense | Paged:

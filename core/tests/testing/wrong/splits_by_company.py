@@ -1,0 +1,24 @@
+"""Adds the keys of long sequences up in another order where many requests keep the device busy."""
+
+from __future__ import annotations
+
+from minimal.least import LeastImpl
+
+from attnplug.contract import Backend
+from attnplug.contract.hooks import hookimpl
+
+
+class MutantImpl(LeastImpl):
+    def _keys(self, request, length, key, value, kv_cache, batch):
+        keys, values = super()._keys(request, length, key, value, kv_cache, batch)
+        is_split = length > 512 and batch.num_reqs < 16 and int(batch.query_start_loc.diff()[request]) == 1
+        return (keys.flip(0), values.flip(0)) if is_split else (keys, values)
+
+
+class MutantBackend(Backend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,26 @@
+"""Adds a request's keys up in an order that follows from its place in the batch."""
+
+from __future__ import annotations
+
+from minimal.least import LeastImpl
+
+from attnplug.contract import Backend
+from attnplug.contract.hooks import hookimpl
+
+
+class MutantImpl(LeastImpl):
+    def _keys(self, request, length, *call):
+        keys, values = super()._keys(request, length, *call)
+        return (keys.flip(0), values.flip(0)) if request % 2 and self._sees_all(request, *call) else (keys, values)
+
+    def _sees_all(self, request, _key, _value, _cache, batch):
+        return int(batch.query_start_loc.diff()[request]) == 1
+
+
+class MutantBackend(Backend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

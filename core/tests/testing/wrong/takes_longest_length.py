@@ -1,0 +1,28 @@
+"""Takes the longest length for that of each request where the host knows none."""
+
+from __future__ import annotations
+
+import torch
+from attrs import evolve
+from minimal.least import LeastImpl
+
+from attnplug.contract import Backend
+from attnplug.contract.hooks import hookimpl
+
+
+class MutantImpl(LeastImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        batch = metadata.batch
+        if batch.seq_lens_cpu is None:
+            lengths = torch.full_like(batch.seq_lens, batch.max_seq_len)
+            metadata = evolve(metadata, batch=evolve(batch, seq_lens=lengths))
+        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+
+
+class MutantBackend(Backend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
