@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 import attnplug.torch_backend
+from attnplug.request.fields import fields_of
+from attnplug.testing.kit.menu import _ELSEWHERE
 
 pytestmark = pytest.mark.long
 
@@ -66,6 +68,24 @@ RED: dict[str, tuple[str, str]] = {
     "moves_keys_alone": ("test_blocks_move[*kv_layout=HND]", "swap_blocks did not copy the values of a block"),
     "hurries_without_order": ("test_fast_build[*]", "a step that was built with fast=True: output: "),
     "non_causal_decodes": ("test_decodes_of_several_tokens[*=2]", "decode_query_len=2 *: output: * elements differ"),
+    "rounds_float32": ("test_plain_attention[*dtype=float32]", "dtype=float32 *: output: * elements differ"),
+    "cuts_value_heads": ("test_capability[*head_size_v=24]", "head_size_v=24 *: output: * elements differ"),
+    "slopes_without_root": ("test_capability[*alibi=sqrt]", "alibi=sqrt *: output: * elements differ"),
+    "causal_encoders": ("test_capability[*attn_type=encoder_only]", "attn_type=encoder_only *: output: * elements"),
+    "always_causal": ("test_feature_is_used[*causal=False]", "causal=False was asked for*without it: ignored"),
+    "forgets_encoders_end": ("test_capability[*attn_type=encoder_decoder]", "attn_type=encoder_decoder *: output: "),
+    "clears_shared_slots": ("test_capability[*kv_sharing=True]", "kv_sharing=True *: output: * elements differ"),
+    "needs_prefills": ("test_decodes_alone[*]", "output: * elements differ"),
+    "needs_decodes": ("test_prefills_alone[*]", "output: * elements differ"),
+    "wrong_at_odd_blocks": ("test_plain_attention[*block_size=12]", "block_size=12 *: output: * elements differ"),
+    "forgets_dense_context": ("test_plain_attention[*paged=False]", "paged=False*: output: * elements differ"),
+    "first_heads_scale": ("test_capability[*per_head_scales=True]", "per_head_scales=True*: output: * elements differ"),
+    "loses_shared_prefix": ("test_cascade_equals_flat[*-plain]", "cascade=True *cascade: output: * elements differ"),
+    "keeps_wide_cache": (
+        "test_cache_is_as_agreed[*=fp8_e5m2]",
+        "torch.float32, and torch.float8_e5m2 was agreed on",
+    ),
+    "tokens_first_in_memory": ("test_cache_is_as_agreed[*=HND]", "kv_layout=HND *tokens lie before heads in memory"),
     "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
 }
 # Of what the embedded backend does not declare: these are wrong in what the least backend does.
@@ -86,6 +106,38 @@ RED_OF_LEAST: dict[str, tuple[str, str]] = {
 }
 RED_ON_GPU: dict[str, tuple[str, str]] = {
     "waits_for_device": ("test_build_never_synchronizes[*]", "build or forward waits for the device"),
+}
+
+# What a manifest may declare, and a backend that is wrong in it.
+WRONG_IN = {
+    "head_size": "wrong_at_odd_sizes",
+    "num_q_heads": "wrong_gqa",
+    "num_kv_heads": "loses_heads",
+    "dtype": "rounds_float32",
+    "head_size_v": "cuts_value_heads",
+    "sliding_window": "window_off_by_one",
+    "attention_chunk": "ignores_chunk",
+    "logits_soft_cap": "forgets_soft_cap",
+    "alibi": "slopes_without_root",
+    "sinks": "ignores_sinks",
+    "attn_type": "causal_encoders",
+    "causal": "always_causal",
+    "block_sparse": "ignores_pattern",
+    "custom_mask": "ignores_mask",
+    "kv_sharing": "clears_shared_slots",
+    "paged": "reads_stale_block",
+    "phases": "needs_prefills",
+    "block_size": "wrong_at_odd_blocks",
+    "kv_layout": "tokens_first_in_memory",
+    "kv_cache_dtype": "keeps_wide_cache",
+    "cudagraph": "stale_replay",
+    "cascade": "loses_shared_prefix",
+    "return_lse": "lse_base_2",
+    "decode_query_len": "non_causal_decodes",
+    "batch_invariant": "splits_by_company",
+    "host_lengths": "trusts_host_lengths",
+    "per_head_scales": "first_heads_scale",
+    "features": "wrong_with_feature",
 }
 
 RUN = """
@@ -149,6 +201,15 @@ def test_a_mutant_of_the_least_backend_is_found(mutant: str, reports_of_least) -
 @pytest.mark.parametrize("mutant", RED_ON_GPU)
 def test_a_mutant_is_found_on_a_gpu(mutant: str, tmp_path: Path) -> None:
     demand_red(RED_ON_GPU[mutant], run(tmp_path, {mutant: RED_ON_GPU[mutant]})[mutant])
+
+
+def test_whatever_a_manifest_may_declare_somebody_is_wrong_in() -> None:
+    declarable = {item.name for item in fields_of("model", "engine")}
+    mutants = {path.stem for path in HERE.glob("*/*.py")}
+
+    assert declarable - set(WRONG_IN) == set(_ELSEWHERE)  # the kit says of these that it cannot tell
+    assert set(WRONG_IN) <= declarable
+    assert set(WRONG_IN.values()) <= mutants
 
 
 def demand_red(wanted: tuple[str, str], tests: list[dict[str, str]]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 import torch
 from attrs import evolve
 
+from attnplug.contract.dtypes import torch_dtype
 from attnplug.contract.guards.writers import by_phase
 from attnplug.contract.kv_cache import is_narrow_float
+from attnplug.ops.pages import key_and_value_pages
 from attnplug.testing.byte_rounding import paged_tensors
 from attnplug.testing.closeness import assert_close
 from attnplug.testing.kit.demand import demand
@@ -35,8 +37,28 @@ def _caches(subject: Subject) -> Mapping[str, Ask]:
     return {str(item): ask for item, ask in asks if item.field in fields and ask.fields.get("paged")}
 
 
+_FIRST: Final = {"NHD": "tokens", "HND": "heads"}
+
+
 class CacheWrites(Tier):
     """Writes land in the slots of the batch and nowhere else, and reads stay inside a request's own keys."""
+
+    @over(_caches)
+    def test_cache_is_as_agreed(self, subject: Subject, point: Any) -> None:
+        """A cache has the agreed dtype and blocks, and the agreed order of tokens and heads in memory."""
+        backend = load_for(subject, point, point.case(40))
+        agreed, asked = backend.agreement, backend.agreement.requirements
+        wide = {"value": asked.dtype} if agreed.kv_cache_dtype == "int8_k" else {}
+        cache = backend.make_cache(3, device=backend.device)
+        for name, pages in zip(("key", "value"), key_and_value_pages(cache), strict=True):
+            wanted = torch_dtype(wide.get(name, "int8" if wide else agreed.kv_cache_dtype))
+            what = f"{subject} with {point}: the pages of {name}s"
+            demand(pages.dtype == wanted, f"{what} are {pages.dtype}, and {wanted} was agreed on")
+            blocks = (3, agreed.block_size, asked.num_kv_heads)
+            demand(pages.shape[:3] == blocks, f"{what} have the shape {tuple(pages.shape)}, and {blocks} was agreed on")
+            first = ("tokens", "heads") if pages.stride(1) > pages.stride(2) else ("heads", "tokens")
+            found = min(pages.shape[1:3]) == 1 or first[0] == _FIRST[agreed.kv_layout or "NHD"]
+            demand(found, f"{what} were agreed to be {agreed.kv_layout}, and {' lie before '.join(first)} in memory")
 
     @over(_caches)
     def test_slots(self, subject: Subject, point: Any) -> None:

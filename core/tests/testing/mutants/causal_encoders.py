@@ -1,0 +1,25 @@
+"""Masks the tokens of an encoder as a decoder's."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _plan(self, key, shape, batch, slot):
+        if self.agreement.requirements.attn_type in ("encoder", "encoder_only"):
+            shape = evolve(shape, causal=True)
+        return super()._plan(key, shape, batch, slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

@@ -1,0 +1,26 @@
+"""Attends all but the last tokens of an encoder."""
+
+from __future__ import annotations
+
+from attrs import evolve
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.builder import TorchBuilder
+
+
+class MutantBuilder(TorchBuilder):
+    def _plan(self, key, shape, batch, slot):
+        if batch.encoder_seq_lens is not None:
+            names = ("encoder_seq_lens", "encoder_seq_lens_cpu")
+            batch = evolve(batch, **{name: (getattr(batch, name) - 16).clamp(min=1) for name in names})
+        return super()._plan(key, shape, batch, slot)
+
+
+class MutantBackend(TorchBackend):
+    builder_class = MutantBuilder
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend

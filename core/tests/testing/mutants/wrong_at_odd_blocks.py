@@ -1,0 +1,22 @@
+"""Reads blocks in steps of 16 slots, and the rest of the last step too."""
+
+from __future__ import annotations
+
+from attnplug.contract.hooks import hookimpl
+from attnplug.torch_backend.backend import TorchBackend
+from attnplug.torch_backend.impl import TorchImpl
+
+
+class MutantImpl(TorchImpl):
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        beyond = 1.1 if self.is_paged and self.agreement.block_size % 16 else 1.0
+        super()._forward(query * beyond, key, value, kv_cache, metadata, output, lse)
+
+
+class MutantBackend(TorchBackend):
+    impl_class = MutantImpl
+
+
+@hookimpl
+def attnplug_backend():
+    return MutantBackend
