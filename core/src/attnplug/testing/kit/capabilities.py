@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+import pytest
+from attrs import evolve
+
 from attnplug.request.fields import FIELDS
 from attnplug.testing.kit.company import demand_same_bits
 from attnplug.testing.kit.demand import demand
 from attnplug.testing.kit.menu import menu_of
 from attnplug.testing.kit.pairwise import covering_asks
-from attnplug.testing.kit.serving import plain, serve
+from attnplug.testing.kit.rig import Rig
+from attnplug.testing.kit.serving import load_for, plain, serve
 from attnplug.testing.kit.tier import Tier, over
+from attnplug.testing.running import compare, limits_of
+from attnplug.testing.scene import realise
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,6 +57,14 @@ def _long(subject: Subject) -> Mapping[str, Ask]:
     return {str(item): ask for item, ask in asks if item.field in _AT_LENGTH and "attn_type" not in ask.fields}
 
 
+def _many_keys(ask: Ask) -> dict[str, Any]:
+    """The lengths of some requests that have many keys, in the phases that are asked for."""
+    lens = {"decode": ((1, 1), (1100, 300)), "prefill": ((140,), (600,))}
+    known = [lens[phase] for phase in ("decode", "prefill") if phase in ask.fields.get("phases", lens)]
+    query_lens, context_lens = (sum(parts, ()) for parts in zip(*known, strict=True))
+    return {"query_lens": query_lens, "context_lens": context_lens}
+
+
 def _of_several_tokens(subject: Subject) -> Mapping[str, Ask]:
     return {str(item): ask for item, ask in menu_of(subject).asks.items() if item.field == "decode_query_len"}
 
@@ -87,10 +101,21 @@ class Capabilities(Tier):
     @over(_long)
     def test_long_sequences(self, subject: Subject, record: Record, point: Any) -> None:
         """Many keys, which kernels split among each other and merge, and more rows than a tile has."""
-        lens = {"decode": ((1, 1), (1100, 300)), "prefill": ((140,), (600,))}
-        known = [lens[phase] for phase in ("decode", "prefill") if phase in point.fields.get("phases", lens)]
-        query_lens, context_lens = (sum(parts, ()) for parts in zip(*known, strict=True))
-        serve(subject, point, record, point.case(seed=23, query_lens=query_lens, context_lens=context_lens))
+        serve(subject, point, record, point.case(seed=23, **_many_keys(point)))
+
+    def test_bound_of_splits(self, subject: Subject) -> None:
+        """Where a bound of splits is kept, whatever it is, every key is attended all the same."""
+        ask = plain(subject)
+        scene = realise(ask.case(26, **_many_keys(ask)))
+        backend = load_for(subject, ask, scene.case)
+        if not backend.keeps_max_num_splits:
+            pytest.skip(f"{subject}: limits with a bound of splits are refused")
+        for bound in (1, 3):
+            rig = Rig(backend, scene, limits=evolve(limits_of(scene), max_num_splits=bound))
+            try:
+                compare(rig.run(scene), backend, scene)
+            except AssertionError as error:
+                raise AssertionError(f"{subject}: limits with max_num_splits={bound}: {error}") from error
 
     def test_many_requests(self, subject: Subject, record: Record) -> None:
         """More requests than a warp has threads, with more KV heads than elsewhere where they may be as many."""
