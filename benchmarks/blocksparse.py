@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -38,14 +40,15 @@ from attnplug.cli.bench.interleaved import Contender, interleaved
 from attnplug.cli.bench.machine import machine
 from attnplug.contract import Batch, Layer, Limits
 from attnplug.testing.sparsity import seen_by
-from attnplug_blocksparse import decode, prefill
+from attnplug_blocksparse import decode, hopper, prefill
 from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.prompt import is_for
 from attnplug_blocksparse.scales import Scales
-from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
+from attnplug_blocksparse.tiles import DecodeTiles, HopperTiles, PrefillTiles
 
 DEVICE = torch.device("cuda")
+MULTIPROCESSORS = torch.cuda.get_device_properties(DEVICE).multi_processor_count
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 PHI = {"max_seqlen": 131072, "block_size": 64, "local_blocks": 16, "vert_stride": 8}
 MODES: dict[str, dict[str, bool]] = {
@@ -66,6 +69,7 @@ BY_POINTERS = tuple(
         (128, 64, 2, 8, 128), (128, 64, 3, 8, 128), (128, 64, 2, 8), (128, 128, 3, 8), (64, 64, 3, 4), (64, 64, 2, 4),
     )
 )  # fmt: skip
+BY_ROLES = tuple(HopperTiles(MULTIPROCESSORS, stages) for stages in (4, 3, 2))
 OF_DECODES = tuple(
     DecodeTiles(*numbers)
     for numbers in (
@@ -147,8 +151,9 @@ def exact(prompt: Prompt, mode: str | None, rows: Tensor) -> Tensor:
 # --- ways to compute a prompt ---------------------------------------------------------------------------------------
 
 
-def own(prompt: Prompt, mode: str, tiles: PrefillTiles, *, descriptors: bool) -> Way:
-    """Return the plugin's kernel on rows."""
+def own(prompt: Prompt, mode: str, tiles: PrefillTiles | HopperTiles, *, descriptors: bool = True) -> Way:
+    """Return one of the plugin's kernels on rows: by roles, by descriptors or by pointers."""
+    roles, tiles = (tiles, PrefillTiles.of(SIZE)) if isinstance(tiles, HopperTiles) else (None, tiles)
     tokens = prompt.query.shape[0]
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
     prompts = prefill.Prompts(
@@ -159,8 +164,12 @@ def own(prompt: Prompt, mode: str, tiles: PrefillTiles, *, descriptors: bool) ->
         key_starts=starts,
         longest_query=tokens,
         lengths=(tokens,) if descriptors else (),
+        hopper=roles,
     )
     scales = Scales(SIZE**-0.5)
+    if roles is not None and not hopper.is_there():
+        message = "Triton here does not compile warps with roles"
+        raise ValueError(message)
     if descriptors and not is_for(prompt.key, prompt.value, prompts.pattern, tiles):
         message = f"no descriptors fit {tiles}"
         raise ValueError(message)
@@ -270,13 +279,14 @@ def prompts(tokens: int, facts: dict[str, Any]) -> dict[str, tuple[Callable[[], 
     prompt, mode = Prompt.of(tokens), "per head"
     facts["prompt"], facts["needs"] = prompt, needs_of_prompt(tokens, tokens)
     ways: dict[str, tuple[Callable[[], Way], str | None]] = {
-        f"descriptors {tiles}": (partial(own, prompt, mode, tiles, descriptors=True), mode) for tiles in BY_DESCRIPTORS
+        f"roles {tiles}": (partial(own, prompt, mode, tiles), mode) for tiles in BY_ROLES
     }
+    ways |= {f"descriptors {tiles}": (partial(own, prompt, mode, tiles), mode) for tiles in BY_DESCRIPTORS}
     ways |= {f"pointers {tiles}": (partial(own, prompt, mode, tiles, descriptors=False), mode) for tiles in BY_POINTERS}
     ways |= {
-        f"descriptors, {other}, {tiles}": (partial(own, prompt, other, tiles, descriptors=True), other)
+        f"{way}, {other}, {tiles}": (partial(own, prompt, other, tiles), other)
         for other in list(MODES)[1:]
-        for tiles in (PrefillTiles.of(SIZE),)
+        for way, tiles in (("roles", BY_ROLES[0]), ("descriptors", PrefillTiles.of(SIZE)))
     }
     ways |= {f"FlexAttention {size}": (partial(flex, prompt, mode, *size), mode) for size in ((128, 64), (128, 128))}
     ways |= {f"FlashAttention 4 {size}": (partial(fa4, prompt, mode, *size), mode) for size in ((128, 64), (128, 128))}
@@ -500,7 +510,7 @@ def page_of(machine_facts: dict[str, Any], results: list[dict[str, Any]]) -> str
     lines = [
         "# Block-sparse attention",
         "",
-        "Written by `benchmarks/blocksparse.py`. Medians of the device's time.",
+        f"Written by `{shlex.join(sys.argv)}`. Medians of the device's time.",
         "",
     ]
     lines += [f"- {name}: {value}" for name, value in machine_facts.items()]
@@ -526,6 +536,7 @@ def main() -> int:
         "device": torch.cuda.get_device_name(),
         "versions": f"torch {torch.__version__}, CUDA {torch.version.cuda}, triton {__import__('triton').__version__}",
         "processor": machine()["processor"],
+        "revision": os.environ.get("REVISION", "not told"),
         "copy, bytes/s": copy_bandwidth(clock),
     }
     cases: dict[str, list[tuple[str, Callable[[dict[str, Any]], Any]]]] = {

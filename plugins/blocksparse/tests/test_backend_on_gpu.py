@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,9 +14,12 @@ from attnplug import Device, Requirements
 from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
 from attnplug.errors import LayerError, LimitsError
 from attnplug.ops import Kernel
-from attnplug_blocksparse import prompt
+from attnplug_blocksparse import hopper, prompt
+from attnplug_blocksparse.backend import BlocksparseBackend
 from attnplug_blocksparse.builder import BlocksparseBuilder
+from attnplug_blocksparse.tiles import HopperTiles
 from plugins.blocksparse.tests.dense import CANARY, Requests, check
+from tests.backends import gluon
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
@@ -77,9 +83,15 @@ def calls(monkeypatch):
         run(kernel, *given, **options)
 
     monkeypatch.setattr(Kernel, "run", noted)
-    attend = prompt.attend
-    monkeypatch.setattr(prompt, "attend", lambda *rest: made.append("_prompt") or attend(*rest))
+    for module, name in ((prompt, "_prompt"), (hopper, "_prompt_by_roles")):
+        noting = partial(note, made, name, module.attend)
+        monkeypatch.setattr(module, "attend", noting)
     return made
+
+
+def note(made, name, attend, *given):
+    made.append(name)
+    attend(*given)
 
 
 def test_decodes_and_chunks_in_one_batch(calls):
@@ -106,6 +118,20 @@ def test_long_prompts_are_loaded_by_descriptors_one_after_another(monkeypatch, c
     check(*step.run(step.builder.build(step.batch())), step.case.expected())
     assert calls.count("_prompt") == 2
     assert "_prefill" not in calls
+
+
+def test_long_prompts_are_computed_by_roles_where_the_gpu_has_warpgroups(monkeypatch, calls):
+    monkeypatch.setattr(BlocksparseBuilder, "worth_a_launch", 64)
+    if INTERPRETED:
+        monkeypatch.setattr(BlocksparseBackend, "hopper_tiles", HopperTiles(2, 2))
+    step = Step(Requests({**PATTERN, "block_size": 64}, [1, 150, 270], [60, 150, 270]))
+    has_roles = step.backend.hopper_tiles is not None
+
+    with gluon.doubled("attnplug_blocksparse.gluon_prompt") if INTERPRETED else nullcontext():
+        check(*step.run(step.builder.build(step.batch())), step.case.expected())
+
+    assert calls.count("_prompt_by_roles") == (2 if has_roles else 0)
+    assert calls.count("_prompt") == (0 if has_roles else 2)
 
 
 def test_an_8_bit_cache_is_read_in_the_first_step_too(calls):

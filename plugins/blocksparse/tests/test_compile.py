@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from attnplug_blocksparse.tiles import HOPPER_SHARED_MEMORY, HopperTiles
+
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 TENSORS = {"query": "*bf16", "out": "*bf16", "lse": "*fp32", "parts": "*fp32", "part_sums": "*fp32", "scale": "fp32"}
@@ -20,6 +22,7 @@ def compiled(kernel: Any, constants: dict[str, Any], keys: dict[str, str], **opt
     import triton  # noqa: PLC0415 - not on every platform
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415 - Triton names no other way
 
     kinds = TENSORS | keys | dict.fromkeys(TABLES, "*i32") | dict.fromkeys(NUMBERS, "i32")
     kinds |= dict.fromkeys(SCALES, "*fp32")
@@ -31,9 +34,9 @@ def compiled(kernel: Any, constants: dict[str, Any], keys: dict[str, str], **opt
         if signature[name] == "i64" or (signature[name].startswith("*") and name not in SCALES)
     }
     values = {(names.index(name),): value for name, value in constants.items()}
-    return triton.compile(
-        ASTSource(kernel, signature, values, aligned), target=GPUTarget("cuda", 90, 32), options=options
-    )
+    language = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = language(kernel, signature, values, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +69,28 @@ def test_prompts_by_descriptors(at_once):
     assert "wgmma.mma_async" in code
     assert "cp.async.bulk.tensor.3d" in code
     assert ("cp.async.bulk.tensor.5d" in code) is (at_once > 1)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(128, "bf16"), (64, "fp16")])
+def test_prompts_by_roles(size, kind):
+    from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: PLC0415 - as above
+
+    from attnplug_blocksparse.gluon_prompt import _prompt_by_roles  # noqa: PLC0415
+
+    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    rows = f"tensordesc<{kind}[64, 1, {size}],{swizzled!r}>"
+    tensors = dict.fromkeys(("query", "key", "value", "out"), rows) | {"items": "i32"}
+    constants = {name: value for name, value in PHI.items() if name != "interpreted"}
+    sizes = {"heads": 32, "size": size, "stages": HopperTiles(1).stages}
+    kernel = compiled(_prompt_by_roles, constants | sizes, tensors, num_warps=4)
+    code, shared = kernel.asm["ptx"], kernel.metadata.shared
+
+    assert "wgmma.mma_async" in code
+    assert "setmaxnreg" in code
+    assert "cp.async.bulk.tensor.3d.shared" in code
+    assert "cp.async.bulk.tensor.3d.global" in code
+    assert shared <= HOPPER_SHARED_MEMORY
+    assert HopperTiles(1).shared_bytes(size) <= shared < HopperTiles(1).shared_bytes(size) + 512
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv", "fp8e5"])

@@ -60,7 +60,7 @@ def test_it_serves(changed) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"block_sparse": None}, "needs block_sparse asked for: a model that names no pattern is dense"),
+        ({"block_sparse": None}, "block_sparse not asked for, and needed: a model that names no pattern is dense"),
         ({"alibi": "linear"}, "alibi=linear asked, supported: only none"),
         ({"sliding_window": 128}, "sliding_window=128 asked, supported: only none"),
         ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 asked, supported: only none"),

@@ -54,7 +54,7 @@ def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
     from attnplug.request.requirements import Requirements  # noqa: PLC0415
     from attnplug.selection.selection import Selection  # noqa: PLC0415
     from attnplug_blocksparse.backend import BlocksparseBackend  # noqa: PLC0415
-    from attnplug_blocksparse.tiles import PrefillTiles  # noqa: PLC0415
+    from attnplug_blocksparse.tiles import HopperTiles, PrefillTiles  # noqa: PLC0415
 
     asked = Requirements(
         head_size=128,
@@ -78,3 +78,16 @@ def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
     assert backend.row_tiles == PrefillTiles.of(128, shared_memory=kib * 1024)
     assert backend.page_tiles == PrefillTiles.of(128, paged=True, shared_memory=kib * 1024)
     assert backend.has_descriptors is by_descriptors
+    assert backend.hopper_tiles == (HopperTiles(132) if device == "9.0" else None)
+
+
+def test_roles_are_for_releases_of_triton_that_compile_them(monkeypatch):
+    triton = pytest.importorskip("triton")
+    from attnplug_blocksparse import hopper  # noqa: PLC0415 - torch and Triton are for this test alone
+
+    for release, is_there in (("3.5.1", False), ("3.6.0", True), ("3.7.1+gitabc", True), ("3.8.0", False)):
+        monkeypatch.setattr(triton, "__version__", release)
+        assert hopper.is_there() is is_there
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(hopper, "INTERPRETED", True)
+    assert not hopper.is_there()

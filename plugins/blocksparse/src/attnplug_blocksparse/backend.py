@@ -6,11 +6,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 from attnplug.contract import Backend
+from attnplug_blocksparse import hopper
 from attnplug_blocksparse.builder import BlocksparseBuilder
 from attnplug_blocksparse.decode import scratch_bytes
 from attnplug_blocksparse.impl import BlocksparseImpl
 from attnplug_blocksparse.state import BlocksparseState
-from attnplug_blocksparse.tiles import HOPPER_SHARED_MEMORY, DecodeTiles, PrefillTiles
+from attnplug_blocksparse.tiles import HOPPER_SHARED_MEMORY, DecodeTiles, HopperTiles, PrefillTiles
 from attnplug_blocksparse.triton_softmax import INTERPRETED
 from attnplug_blocksparse.warmup import run_each_kernel
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
 
     from attnplug.contract import GraphKey, Limits
 
-_WITH_DESCRIPTORS: Final = ((9, 0), (10, 0), (10, 3))
+_HOPPER: Final = (9, 0)
+
+_WITH_DESCRIPTORS: Final = (_HOPPER, (10, 0), (10, 3))
 """Compute capabilities that load tiles by descriptors, and have Hopper's shared memory."""
 
 _SHARED_MEMORY: Final = {(8, 0): 163 * 1024} | dict.fromkeys(_WITH_DESCRIPTORS, HOPPER_SHARED_MEMORY)
@@ -67,6 +70,14 @@ class BlocksparseBackend(Backend):
         """Whether the device loads tiles by descriptors, or whoever interprets the kernels does."""
         capability = self.selection.device.compute_capability
         return INTERPRETED if capability is None else capability.number in _WITH_DESCRIPTORS
+
+    @cached_property
+    def hopper_tiles(self) -> HopperTiles | None:
+        """How long prompts in one piece are computed by warps with roles, where the device and Triton allow that."""
+        capability = self.selection.device.compute_capability
+        if capability is None or capability.number != _HOPPER or not hopper.is_there():
+            return None
+        return HopperTiles(self.multiprocessors)
 
     @property
     def multiprocessors(self) -> int:

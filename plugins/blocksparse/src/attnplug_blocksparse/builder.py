@@ -100,6 +100,7 @@ class BlocksparseBuilder(MetadataBuilder):
             table=None if reads_rows else prefills.block_table,
             longest_query=prefills.max_query_len,
             lengths=lengths,
+            hopper=self.backend.hopper_tiles,
         )
 
     def _lengths(self, prefills: Phase) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -11,9 +11,9 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.ops import Kernel
-from attnplug_blocksparse import prompt
+from attnplug_blocksparse import hopper, prompt
 from attnplug_blocksparse.pattern import Pattern
-from attnplug_blocksparse.tiles import PrefillTiles
+from attnplug_blocksparse.tiles import HopperTiles, PrefillTiles
 from attnplug_blocksparse.triton_prefill import _prefill
 from attnplug_blocksparse.triton_softmax import INTERPRETED
 
@@ -40,6 +40,7 @@ class Prompts:
         table: ``(num_reqs, max_blocks)`` int32 pages; None where keys are rows.
         longest_query: Rows of the longest request.
         lengths: Rows of each request, where each is a prompt that is worth a launch of its own; otherwise none.
+        hopper: How such a launch is computed by warps with roles, where the device has what that needs.
     """
 
     pattern: Pattern
@@ -50,6 +51,7 @@ class Prompts:
     table: Tensor | None = None
     longest_query: int = 0
     lengths: tuple[int, ...] = ()
+    hopper: HopperTiles | None = None
 
 
 def attend(
@@ -74,9 +76,11 @@ def attend(
         prompts: The requests.
         scales: Of the layer.
     """
-    if prompts.lengths and prompt.is_for(key, value, prompts.pattern, prompts.tiles):
-        _attend_each(query, key, value, out, lse, prompts, scales)
-        return
+    if prompts.lengths:
+        by_roles = prompts.hopper is not None and hopper.is_for(query, key, value, out, prompts.pattern)
+        if by_roles or prompt.is_for(key, value, prompts.pattern, prompts.tiles):
+            _attend_each(query, key, value, out, lse, prompts, scales, by_roles=by_roles)
+            return
     requests, (heads, size) = prompts.seq_lens.shape[0], query.shape[1:]
     tiles, page_size = prompts.tiles, 0 if prompts.table is None else key.shape[1]
     # A tile more than rows need: tiles begin at multiples of their size in the sequence, wherever a chunk begins.
@@ -120,11 +124,15 @@ def _attend_each(
     lse: Tensor | None,
     prompts: Prompts,
     scales: Scales,
+    *,
+    by_roles: bool,
 ) -> None:
     first = 0
+    launch: Any = hopper.attend if by_roles else prompt.attend
+    tiles = prompts.hopper if by_roles else prompts.tiles
     with torch.cuda.device(query.device) if query.is_cuda else nullcontext():  # Triton launches on the current device
         for length in prompts.lengths:
             rows = slice(first, first + length)
             own = None if lse is None else lse[rows]
-            prompt.attend(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, prompts.tiles)
+            launch(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, tiles)
             first += length

@@ -20,6 +20,17 @@ _ALIGNMENT = 16
 """Bytes that addresses and strides of a descriptor are multiples of."""
 
 
+def is_aligned(rows: Tensor) -> bool:
+    """
+    Whether a descriptor can describe rows: addresses and strides are multiples of 16 bytes, and numbers are neighbors.
+
+    Args:
+        rows: ``(tokens, heads, head_size)``.
+    """
+    strides = (stride * rows.element_size() % _ALIGNMENT == 0 for stride in rows.stride()[:2])
+    return rows.stride(2) == 1 and rows.data_ptr() % _ALIGNMENT == 0 and all(strides)
+
+
 def is_for(key: Tensor, value: Tensor, pattern: Pattern, tiles: PrefillTiles) -> bool:
     """
     Whether descriptors can describe these keys and blocks.
@@ -33,7 +44,7 @@ def is_for(key: Tensor, value: Tensor, pattern: Pattern, tiles: PrefillTiles) ->
     block, size = pattern.constants[0], key.shape[2]
     fits = tiles.keys % block == 0 or block % tiles.keys == 0
     fits = fits and block & (block - 1) == 0 and block <= 256 and size & (size - 1) == 0
-    return fits and all(_is_aligned(rows) for rows in (key, value))
+    return fits and all(is_aligned(rows) for rows in (key, value))
 
 
 def attend(
@@ -70,11 +81,6 @@ def attend(
         *pattern.numbers, heads, heads // key.shape[1], size, *pattern.constants, lse is not None, tiles.rows,
         tiles.keys, tiles.stages, INTERPRETED, **tiles.options,
     )  # fmt: skip
-
-
-def _is_aligned(rows: Tensor) -> bool:
-    strides = (stride * rows.element_size() % _ALIGNMENT == 0 for stride in rows.stride()[:2])
-    return rows.stride(2) == 1 and rows.data_ptr() % _ALIGNMENT == 0 and all(strides)
 
 
 def _rows(rows: Tensor, keys: int) -> Any:

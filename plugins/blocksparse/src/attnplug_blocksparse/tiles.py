@@ -64,6 +64,24 @@ class PrefillTiles:
 
 
 @frozen
+class HopperTiles:
+    """
+    Tiles of a long prompt whose kernel has warps with roles: 64 rows for each of two warpgroups, by 64 keys.
+
+    Attributes:
+        programs: Programs of a launch, one for each multiprocessor: shared memory has no room for a second.
+        stages: Tiles of keys and of values that are in flight.
+    """
+
+    programs: int
+    stages: int = 4
+
+    def shared_bytes(self, head_size: int) -> int:
+        """Return what a program holds in shared memory: queries, outputs, keys and values in 16 bits, and barriers."""
+        return 2 * 64 * head_size * (2 + 2 + 2 * self.stages) + 8 * (4 + 4 * self.stages)
+
+
+@frozen
 class DecodeTiles:
     """
     Tiles of decodes.

@@ -1,0 +1,304 @@
+"""
+The kernel for one prompt in one piece on Hopper, whose warps have roles. Imported only where Triton has Gluon.
+
+One warp loads tiles of keys and values into a ring in shared memory. Two warpgroups attend 64 query rows each, one
+after the other in the sequence, and both from the same tiles: vertical blocks do not depend on the query, so that each
+is loaded once for 128 rows.
+
+The tiles of both come in one order:
+
+- what is local to both, backwards from the diagonal of the second warpgroup, which the first leaves out;
+- vertical blocks, which both attend;
+- a block that is local to the first alone; the second attends it where it is vertical, and else leaves it out.
+
+So what each attends is one piece of that order, it begins with the diagonal, and that is all that is ever masked.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attnplug_blocksparse.triton_pattern import residue_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TILE = gl.constexpr(64)
+"""Keys of a tile, and query rows of a warpgroup."""
+
+_residue_of = gluon.jit(residue_of.fn)
+
+
+def described(rows: Tensor) -> TensorDescriptor:
+    """Describe ``(tokens, heads, head_size)``, 16 bits each, by tiles of one head."""
+    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    return TensorDescriptor.from_tensor(rows, [64, 1, rows.shape[2]], swizzled)
+
+
+@gluon.jit
+def _work_of(
+    item: gl.tensor,
+    work: gl.tuple,
+    pattern: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """
+    What an item is, the last rows first: those have most to do.
+
+    Returns its head, its KV head and its first row; the remainder of its vertical blocks; the first block that is local
+    to its first warpgroup; and numbers of tiles: local to both, vertical, all, and those up to where the second ends.
+    """
+    _, num_tiles, first, step = work
+    heads: gl.constexpr = pattern[0]
+    block: gl.constexpr = pattern[2]
+    local: gl.constexpr = pattern[3]
+    stride: gl.constexpr = pattern[4]
+    head = item % heads
+    kv_head = head // pattern[1]
+    place = (num_tiles - 1 - item // heads) * (2 * TILE)
+    residue = _residue_of(head, kv_head, first, step, stride, pattern[5])
+    parts: gl.constexpr = block // TILE
+    of_first = gl.maximum(place // block - local + 1, 0)
+    of_both = gl.maximum((place + TILE) // block - local + 1, 0)
+    near = place // TILE + 2 - of_both * parts
+    far = (of_first + stride - 1 - residue) // stride * parts
+    edge = (of_both - of_first) * parts
+    total = near + far + edge
+    to_second = total - gl.where(of_first % stride == residue, 0, edge)
+    return head, kv_head, place, residue, of_first, near, far, total, to_second
+
+
+@gluon.jit
+def _load(
+    described: gl.tuple,
+    buffers: gl.tuple,
+    full: gl.tuple,
+    empty: gl.tuple,
+    work: gl.tuple,
+    pattern: gl.constexpr,
+    size: gl.constexpr,
+    stages: gl.constexpr,
+) -> None:
+    """Load queries, keys and values in the order in which they are attended, as soon as there is room."""
+    query, key, value = described
+    queries, keys, values = buffers
+    block: gl.constexpr = pattern[2]
+    stride: gl.constexpr = pattern[4]
+    parts: gl.constexpr = block // TILE
+    tile_bytes: gl.constexpr = TILE * size * 2
+    turn = 0
+    at = 0
+    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        head, kv_head, place, residue, of_first, near, far, total, _ = _work_of(item, work, pattern)
+        for which in gl.static_range(2):
+            mbarrier.wait(empty[0].index(which), (turn & 1) ^ 1)
+            mbarrier.expect(full[0].index(which), tile_bytes)
+            where = [place + which * TILE, head, 0]
+            tma.async_copy_global_to_shared(query, where, full[0].index(which), queries.index(which))
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate()
+        for tile in range(total):
+            behind = tile - near
+            if behind < 0:
+                begin = place + TILE - tile * TILE
+            elif behind < far:
+                begin = (behind // parts * stride + residue) * block + behind % parts * TILE
+            else:
+                begin = of_first * block + (behind - far) * TILE
+            slot = at % stages
+            phase = (at // stages) & 1
+            mbarrier.wait(empty[1].index(slot), phase ^ 1)
+            mbarrier.expect(full[1].index(slot), tile_bytes)
+            tma.async_copy_global_to_shared(key, [begin, kv_head, 0], full[1].index(slot), keys.index(slot))
+            mbarrier.wait(empty[2].index(slot), phase ^ 1)
+            mbarrier.expect(full[2].index(slot), tile_bytes)
+            tma.async_copy_global_to_shared(value, [begin, kv_head, 0], full[2].index(slot), values.index(slot))
+            at += 1
+
+
+@gluon.jit
+def _leave_out(full: gl.tuple, empty: gl.tuple, begin: gl.tensor, end: gl.tensor, stages: gl.constexpr) -> None:
+    """Give tiles back that are not attended, once they are there: not before, or an earlier turn would be ended."""
+    for at in range(begin, end):
+        for ring in gl.static_range(1, 3):
+            mbarrier.wait(full[ring].index(at % stages), (at // stages) & 1)
+            mbarrier.arrive(empty[ring].index(at % stages), count=1)
+
+
+@gluon.jit
+def _attend(
+    which: gl.constexpr,
+    out: gl.tensor,
+    logs: gl.tuple,
+    buffers: gl.tuple,
+    outs: gl.tensor,
+    full: gl.tuple,
+    empty: gl.tuple,
+    scale: gl.tensor,
+    length: gl.tensor,
+    work: gl.tuple,
+    pattern: gl.constexpr,
+    size: gl.constexpr,
+    stages: gl.constexpr,
+    has_lse: gl.constexpr,
+) -> None:
+    """
+    Attend with one warpgroup.
+
+    The scores of a tile are computed while the values of the tile before are still weighed, and queries are kept in
+    registers: products of 64 rows by 64 keys would otherwise wait for shared memory, which has twice as much to read.
+    """
+    of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    of_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, size, 16])
+    of_queries: gl.constexpr = gl.DotOperandLayout(0, of_scores, 2)
+    of_weights: gl.constexpr = gl.DotOperandLayout(0, of_total, 2)
+    of_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
+    of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
+    of_shares: gl.constexpr = gl.SliceLayout(1, of_total)
+    queries, keys, values = buffers
+    kind: gl.constexpr = queries.dtype
+    factor = scale * 1.4426950408889634
+    rows = gl.arange(0, TILE, of_rows)
+    seen = rows[:, None] >= gl.arange(0, TILE, of_columns)[None, :]
+    nothing = gl.zeros([TILE, TILE], gl.float32, of_scores)
+    turn = 0
+    at = 0
+    for item in range(gl.program_id(0), work[0], gl.num_programs(0)):
+        head, _, place, _, _, _, _, total, to_second = _work_of(item, work, pattern)
+        begin = at + (1 if which == 0 else 0)
+        end = at + (total if which == 0 else to_second)
+        after = at + total
+        mbarrier.wait(full[0].index(which), turn & 1)
+        query = queries.index(which).reshape([TILE, size]).load(of_queries)
+        mbarrier.arrive(empty[0].index(which), count=1)
+        _leave_out(full, empty, at, begin, stages)
+
+        slot = begin % stages
+        mbarrier.wait(full[1].index(slot), (begin // stages) & 1)
+        turned = keys.index(slot).reshape([TILE, size]).permute((1, 0))
+        scores = warpgroup_mma(query, turned, nothing, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        mbarrier.arrive(empty[1].index(slot), count=1)
+        scores = gl.where(seen, scores, float("-inf"))
+        highest = gl.max(scores, 1) * factor  # finite: the diagonal is seen
+        weights = gl.exp2(scores * factor - highest[:, None])
+        sums = gl.sum(weights, 1)
+        shares = gl.convert_layout(weights.to(kind), of_weights)
+        sum_of_values = gl.zeros([TILE, size], gl.float32, of_total)
+        for tile in range(begin + 1, end):
+            slot = tile % stages
+            before = (tile - 1) % stages
+            mbarrier.wait(full[1].index(slot), (tile // stages) & 1)
+            turned = keys.index(slot).reshape([TILE, size]).permute((1, 0))
+            ahead = warpgroup_mma(query, turned, nothing, use_acc=False, is_async=True)
+            mbarrier.wait(full[2].index(before), ((tile - 1) // stages) & 1)
+            rows_of_values = values.index(before).reshape([TILE, size])
+            running = warpgroup_mma(shares, rows_of_values, sum_of_values, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=(ahead,))
+            mbarrier.arrive(empty[1].index(slot), count=1)
+            top = gl.maximum(highest, gl.max(scores, 1) * factor)
+            weights = gl.exp2(scores * factor - top[:, None])
+            shrink = gl.exp2(highest - top)
+            sums = sums * shrink + gl.sum(weights, 1)
+            highest = top
+            shares = gl.convert_layout(weights.to(kind), of_weights)
+            sum_of_values = warpgroup_mma_wait(0, deps=(running,))
+            mbarrier.arrive(empty[2].index(before), count=1)
+            sum_of_values = sum_of_values * gl.convert_layout(shrink, of_shares)[:, None]
+        slot = (end - 1) % stages
+        mbarrier.wait(full[2].index(slot), ((end - 1) // stages) & 1)
+        rows_of_values = values.index(slot).reshape([TILE, size])
+        sum_of_values = warpgroup_mma(shares, rows_of_values, sum_of_values, is_async=True)
+        sum_of_values = warpgroup_mma_wait(0, deps=(sum_of_values,))
+        mbarrier.arrive(empty[2].index(slot), count=1)
+        _leave_out(full, empty, end, after, stages)
+        at = after
+        turn += 1  # noqa: SIM113
+
+        result = (sum_of_values * gl.convert_layout(1.0 / sums, of_shares)[:, None]).to(kind)
+        tma.store_wait(0)  # of the item before, from the same place
+        outs.index(which).reshape([TILE, size]).store(result)
+        fence_async_shared()
+        tma.async_copy_shared_to_global(out, [place + which * TILE, head, 0], outs.index(which))
+        if has_lse:
+            places = place + which * TILE + rows
+            natural = (highest + gl.log2(sums)) * 0.6931471805599453
+            lse, of_token, of_head = logs
+            gl.store(lse + places.to(gl.int64) * of_token + head * of_head, natural, mask=places < length)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["length", "num_tiles", "items", "first", "step"])
+def _prompt_by_roles(
+    query: gl.tensor,
+    key: gl.tensor,
+    value: gl.tensor,
+    out: gl.tensor,
+    lse: gl.tensor,
+    lse_token: gl.int64,
+    lse_head: gl.int64,
+    length: gl.int32,
+    num_tiles: gl.int32,
+    items: gl.int32,
+    scale: gl.float32,
+    first: gl.int32,
+    step: gl.int32,
+    heads: gl.constexpr,
+    group: gl.constexpr,
+    size: gl.constexpr,
+    block: gl.constexpr,
+    local: gl.constexpr,
+    stride: gl.constexpr,
+    by_kv_head: gl.constexpr,
+    has_lse: gl.constexpr,
+    stages: gl.constexpr,
+) -> None:
+    """
+    Each program takes every so manieth item, a head of 128 rows: as many programs as there are multiprocessors.
+
+    Whatever is handed over has two barriers: one that it is there, and one that its place is free again.
+    """
+    kind: gl.constexpr = query.dtype
+    queries = gl.allocate_shared_memory(kind, [2, TILE, 1, size], query.layout)
+    keys = gl.allocate_shared_memory(kind, [stages, TILE, 1, size], key.layout)
+    values = gl.allocate_shared_memory(kind, [stages, TILE, 1, size], value.layout)
+    outs = gl.allocate_shared_memory(kind, [2, TILE, 1, size], out.layout)
+    queries_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    queries_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    keys_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    keys_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    values_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    values_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for which in gl.static_range(2):
+        mbarrier.init(queries_full.index(which), count=1)
+        mbarrier.init(queries_empty.index(which), count=1)
+    for slot in gl.static_range(stages):
+        mbarrier.init(keys_full.index(slot), count=1)
+        mbarrier.init(keys_empty.index(slot), count=2)  # both warpgroups
+        mbarrier.init(values_full.index(slot), count=1)
+        mbarrier.init(values_empty.index(slot), count=2)
+    fence_async_shared()
+
+    buffers = (queries, keys, values)
+    full, empty = (queries_full, keys_full, values_full), (queries_empty, keys_empty, values_empty)
+    work = (items, num_tiles, first, step)
+    pattern: gl.constexpr = (heads, group, block, local, stride, by_kv_head)
+    logs = (lse, lse_token, lse_head)
+    gl.warp_specialize(
+        [
+            (_attend, (0, out, logs, buffers, outs, full, empty, scale, length, work, pattern, size, stages, has_lse)),
+            (_attend, (1, out, logs, buffers, outs, full, empty, scale, length, work, pattern, size, stages, has_lse)),
+            (_load, ((query, key, value), buffers, full, empty, work, pattern, size, stages)),
+        ],
+        [4, 1],  # warps beside those of the launch: the second warpgroup, and one that loads
+        [240, 24],  # their registers
+    )
