@@ -118,7 +118,7 @@ def serves(raw, requirements, device):
     supports = {"phases": ["prefill", "decode"], **supports}  # undeclared is both, and each of them
     for field, value in facts.items():
         if field in ("block_size", "kv_layout") or (
-            field not in ("head_size", "dtype", "device_type") and not is_asked(field, value, facts)
+            field not in ("head_size", "dtype", "device_type", "phases") and not is_asked(field, value, facts)
         ):
             continue
         if field == "features":

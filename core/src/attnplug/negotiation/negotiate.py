@@ -34,8 +34,9 @@ class Question:
         requirements: What is asked.
         device: Where it shall run.
         facts: Every field with its value.
-        asked: The (field, value) pairs that a candidate has to declare.
-        names: Their names.
+        asked: The (field, value) pairs that a candidate has to declare. The phases are always among them: both are what
+            everyone serves who declares none, and who declares one serves that one.
+        names: The names of those that ask for something.
         asked_terms: Those of the free fields that are not left open.
         origins: Where values come from that whoever asks has not stated, by field: a setting, say.
     """
@@ -52,15 +53,9 @@ class Question:
         device = self.device.facts()
         put = object.__setattr__
         put(self, "facts", {**self.requirements.facts(), **device})
-        put(
-            self,
-            "asked",
-            (
-                *self.requirements.asked(),
-                *(fact for fact in device.items() if fact[1] is not None),
-            ),
-        )
-        put(self, "names", frozenset(name for name, _ in self.asked))
+        asked = (*self.requirements.asked(), *(fact for fact in device.items() if fact[1] is not None))
+        put(self, "names", frozenset(name for name, _ in asked))
+        put(self, "asked", asked if "phases" in self.names else (*asked, ("phases", self.requirements.phases)))
         terms = ((name, self.facts[name]) for name in ("block_size", "kv_layout"))
         put(self, "asked_terms", tuple(term for term in terms if term[1] is not None))
 
