@@ -41,7 +41,9 @@ ENGINE = {
     "decode_query_len": [1, 2, 8],
     "host_lengths": ["exact", "upper_bound", "absent"],
     "phases": [("prefill", "decode"), ("prefill",), ("decode",)],
-    "features": [(), ("acme.fused",)],
+    "dcp_size": [1, 2],
+    "output_quant": [None, "fp8_e4m3"],
+    "features": [(), ("acme.fused",), ("acme.other",), ("acme.fused", "acme.other")],
 }
 NEUTRAL = {
     "sliding_window": None,
@@ -56,6 +58,7 @@ NEUTRAL = {
     "decode_query_len": 1,
     "host_lengths": "exact",
     "phases": ("prefill", "decode"),
+    "dcp_size": 1,
     "features": (),
     "compute_capability": None,
 }
@@ -102,7 +105,7 @@ def condition(field, wanted, facts, *, absent):
         return is_asked(field, value, facts) is wanted
     if value is None:
         return absent
-    if field == "phases":
+    if field in ("phases", "features"):
         return set(value) <= set(wanted if isinstance(wanted, list) else [wanted])
     return admits(field, wanted, value, facts["dtype"])
 
@@ -191,7 +194,10 @@ FEATURES = [
     "return_lse",
     "cudagraph",
     "host_lengths",
+    "dcp_size",
+    "output_quant",
     "acme.fused",
+    "acme.other",
 ]
 CONDITIONS = {
     "cascade": st.just(True),
@@ -207,6 +213,10 @@ CONDITIONS = {
     "compute_capability": st.sampled_from(["9.0", {"min": "10.0"}]),
     "decode_query_len": st.just({"min": 2}),
     "paged": st.booleans(),
+    "dcp_size": st.booleans(),
+    "phases": st.sampled_from(["prefill", "decode"]),
+    "features": st.booleans() | st.just(["acme.fused"]),
+    "output_quant": st.booleans(),
 }
 
 
@@ -333,6 +343,7 @@ def canonical(world):
 
 def contradicts(world):
     cache = world.block_size or world.kv_layout or world.cascade or world.kv_cache_dtype not in ("auto", world.dtype)
+    cache = cache or world.dcp_size > 1
     return (not world.paged and cache) or (world.decode_query_len > 1 and "decode" not in world.phases)
 
 
@@ -357,6 +368,9 @@ def test_a_remedy_makes_its_candidate_valid_or_none_exists(raw, values, device):
         assert serves(raw, changed, there)
         assert all(getattr(changed, name) == getattr(requirements, name) for name in MODEL)
     on_this_device = [other for other in others if serves(raw, other, device)]
+    if remedy.device is not None:
+        fewest = [distance(requirements, other) for there in DEVICES for other in others if serves(raw, other, there)]
+        assert len(remedy.engine) == distance(requirements, changed) <= min(fewest, default=len(ENGINE))
     if on_this_device:
         assert remedy.device is None
         assert distance(requirements, remedy.apply(requirements, device)[0]) <= min(

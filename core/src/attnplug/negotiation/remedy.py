@@ -2,33 +2,30 @@
 The way out of a refusal: the smallest change that makes a candidate serve.
 
 What may change, in this order: what is installed, what the engine asks, the device. What the *model* asks never
-changes: a remedy that alters the model's numbers
-is none. Every remedy is tried before it is given: `find_remedy` returns only changes that `negotiate` accepts.
+changes: a remedy that alters the model's numbers is none. Every remedy is tried before it is given: `find_remedy`
+returns only changes that `negotiate` accepts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
 from attnplug.errors import AttnplugError
-from attnplug.manifest.constraint import Constraint, Exact, Range
+from attnplug.manifest.constraint import Range
 from attnplug.manifest.schema import Holds, IsInstalled
+from attnplug.negotiation.changes import changes_of, objected_fields
 from attnplug.negotiation.negotiate import Question, negotiate
 from attnplug.request.capability import HARDWARE
 from attnplug.request.device import Device
-from attnplug.request.domain import Flag, Integer, Level, Name, Names
-from attnplug.request.fields import FIELDS, fields_of
-from attnplug.request.requirements import Requirements, neutral
+from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.reason import Reason
-
-_ENGINE = tuple(item.name for item in fields_of("engine"))
+    from attnplug.request.requirements import Requirements
 
 
 @frozen
@@ -119,23 +116,40 @@ def find_remedy(candidate: Candidate, question: Question, relaxed: Callable[[Can
         (candidate, candidate.remedy),
         *(((relaxed(candidate), _other_version(candidate, outcome.objections)),) if versions else ()),
     ):
-        for engine, device in _smallest(subject, question):
-            return Remedy(candidate.install, engine, device, action)
+        found = _smallest(subject, question)
+        if found is not None:
+            return Remedy(candidate.install, *found, action)
     lacks = tuple(dict.fromkeys(_lack(reason) for reason in outcome.objections if _is_about_model(reason)))
     return Remedy(lacks=lacks or tuple(dict.fromkeys(str(reason) for reason in outcome.objections)))
 
 
-def _smallest(candidate: Candidate, question: Question) -> Iterator[tuple[dict[str, Any], Device | None]]:
-    """Yield the smallest change that works, at most one: first on the same device, then on others."""
-    for device in (None, *_devices(candidate, question)):
-        there = Question(question.requirements, device or question.device)
-        if any(FIELDS[name].kind != "engine" for name in _objected(candidate, there)):
-            continue  # no engine field answers an objection to the model or to this device
-        for changes in _changes(candidate, there):
-            changed = _changed(there, changes)
-            if changed is not None and not negotiate(candidate, changed).objections:
-                yield changes, device
-                return
+def _smallest(candidate: Candidate, question: Question) -> tuple[dict[str, Any], Device | None] | None:
+    """Return the smallest change that works, or None: on the same device if any does, else on the nearest of others."""
+    here = _fewest(candidate, question)
+    if here is not None:
+        return here, None
+    best: tuple[dict[str, Any], Device | None] | None = None
+    for device in _devices(candidate, question):
+        most = None if best is None else len(best[0]) - 1
+        there = _fewest(candidate, Question(question.requirements, device), most)
+        if there is not None:
+            best = there, device
+            if not there:
+                break  # no other device takes less than nothing
+    return best
+
+
+def _fewest(candidate: Candidate, question: Question, most: int | None = None) -> dict[str, Any] | None:
+    """Return the fewest changes of engine fields that work, if there are any, and no more than so many."""
+    if any(FIELDS[name].kind != "engine" for name in objected_fields(candidate, question)):
+        return None  # no engine field answers an objection to the model or to this device
+    for changes in changes_of(candidate, question):
+        if most is not None and len(changes) > most:
+            break
+        changed = _changed(question, changes)
+        if changed is not None and not negotiate(candidate, changed).objections:
+            return changes
+    return None
 
 
 def _changed(question: Question, changes: dict[str, Any]) -> Question | None:
@@ -145,105 +159,6 @@ def _changed(question: Question, changes: dict[str, Any]) -> Question | None:
         return Question(question.requirements.evolve(**changes), question.device)
     except AttnplugError:
         return None  # the changes contradict each other
-
-
-def _changes(candidate: Candidate, question: Question) -> Iterator[dict[str, Any]]:
-    """
-    Yield sets of engine fields with other values, fewest first and nearest values first.
-
-    Each field that is objected to has to change; those that rules mention may, since they can switch a rule off.
-    """
-    objected = _objected(candidate, question)
-    rules = candidate.variant.rules if candidate.variant else ()
-    mentioned = {condition.field for rule in rules for condition in (*rule.when, *rule.need)}
-    if mentioned & {"block_size", "kv_layout"}:
-        mentioned.add("paged")  # without a paged cache there is no block size for a rule to refuse
-    if "decode_query_len" in mentioned:
-        mentioned.add("phases")  # only a request that decodes has a decode query length
-    ruled = tuple(name for name in _ENGINE if name in mentioned and name not in objected)
-    options = {name: _options(candidate, question, name) for name in (*objected, *ruled)}
-    for size in range(len(ruled) + 1):
-        for names in combinations(ruled, size):
-            changing = (*objected, *names)
-            for values in product(*(options[name] for name in changing)):
-                yield _with_cache(question, dict(zip(changing, values, strict=True)))
-
-
-def _with_cache(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
-    """Giving up the paged cache gives up what describes it."""
-    if changes.get("paged") is False:
-        asked = question.requirements
-        described = {"block_size": None, "kv_layout": None, "kv_cache_dtype": "auto", "cascade": False, "dcp_size": 1}
-        current = {"kv_cache_dtype": asked.dtype}
-        return {**{n: v for n, v in described.items() if getattr(asked, n) != current.get(n, v)}, **changes}
-    return changes
-
-
-def _objected(candidate: Candidate, question: Question) -> tuple[str, ...]:
-    """Return the fields whose values the candidate does not declare."""
-    free = tuple((name, value) for name in ("block_size", "kv_layout") if (value := question.facts[name]) is not None)
-    return tuple(asked[0] for asked in (*question.asked, *free) if candidate.objections((asked,)))
-
-
-def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, ...]:
-    """Return other values for an engine field, nearest first; only those that the candidate serves."""
-    asked = question.facts[name]
-    if asked is None and FIELDS[name].free:
-        return ()  # open already: no single value serves where none of them did
-    constraint = candidate.supports(name)
-    nothing = neutral(name, question.facts)
-    values: list[Any] = []
-    if name == "features":
-        declared = candidate.variant.features if candidate.variant else ()
-        values = [tuple(feature for feature in asked if feature in declared)]
-    elif constraint is not None:
-        values = [
-            constraint.first() if asked is None else constraint.nearest(asked),
-            *_ordered(constraint, asked),
-            *_rule_values(candidate, name, constraint),
-        ]
-    return tuple(dict.fromkeys(v for v in (*values, nothing) if v != asked and (v is not None or FIELDS[name].free)))
-
-
-def _ordered(constraint: Constraint, asked: Any) -> list[Any]:
-    """Return the members of a finite field, nearest levels first."""
-    if isinstance(constraint.domain, (Integer, Names)):
-        return []
-    listed: list[Any] = [True, False] if isinstance(constraint.domain, Flag) else []
-    if isinstance(constraint.domain, Name):
-        listed = [name for name in constraint.domain.values if name != "auto"]
-    if isinstance(constraint.domain, Level):
-        listed.sort(key=lambda level: abs(constraint.domain.rank(level) - constraint.domain.rank(asked)))
-    return [value for value in listed if constraint.allows(value)]
-
-
-def _rule_values(candidate: Candidate, name: str, constraint: Constraint) -> list[Any]:
-    """
-    Return, for whole numbers, the allowed values around every bound that a rule draws, and the allowed sets of names.
-    """
-    if isinstance(constraint.domain, Names):
-        return [(each,) for each in constraint.domain.each.values if constraint.allows((each,))]
-    if not isinstance(constraint.domain, Integer):
-        return []
-    found: list[Any] = list(constraint.choices())
-    for rule in candidate.variant.rules if candidate.variant else ():
-        for condition in (*rule.when, *rule.need):
-            if isinstance(condition, Holds) and condition.field == name:
-                found += constraint.intersect(condition.constraint).choices()
-                found += [constraint.nearest(max(bound, 1)) for bound in _bounds(condition.constraint)]
-    step = max((a.multiple_of or 1 for a in constraint.alternatives if isinstance(a, Range)), default=1)
-    around = [value + step for value in found if value is not None] + [
-        value - step for value in found if value is not None and value > step
-    ]
-    return [value for value in found + around if value is not None and constraint.allows(value)]
-
-
-def _bounds(constraint: Constraint) -> Iterator[int]:
-    for alternative in constraint.alternatives:
-        drawn = (alternative.value,) if isinstance(alternative, Exact) else (alternative.min, alternative.max)
-        for bound in drawn:
-            if bound is not None:
-                yield from (bound - 1, bound, bound + 1)
 
 
 def _devices(candidate: Candidate, question: Question) -> Iterator[Device]:
