@@ -1,4 +1,4 @@
-"""Ways out, one by one. That they work, and that none is smaller, `test_brute_force` shows."""
+"""Ways out, one by one, and in words. That they work, and that none is smaller, `test_brute_force` shows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import pytest
 
 from attnplug.negotiation.negotiate import Question, negotiate
+from attnplug.negotiation.reason import Reason
 from attnplug.negotiation.remedy import Remedy, find_remedy
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
@@ -122,3 +123,93 @@ class TestSmallest:
         remedy = way_out(offered, ASKED.evolve(cascade=True, return_lse=True), HOPPER)
 
         assert str(remedy) == "ask for return_lse=False; run on cuda:12.0"
+
+
+class TestNone:
+    """Where there is no way out, what stands in the way is said once, and not as a reason is."""
+
+    def test_what_the_model_asks_for_is_lacking(self):
+        offered = of([needs("a mask is dense", sliding_window=False, when={"custom_mask": True})], ["paged"])
+
+        remedy = way_out(offered, ASKED.evolve(sinks=True, alibi="linear", cudagraph="always"))
+
+        assert (remedy.lacks, remedy.needs) == (("alibi=linear", "sinks=True"), ())
+        assert str(remedy) == "none: this variant lacks alibi=linear, sinks=True"
+
+    def test_a_rule_says_why_and_takes_the_place_of_the_plain_refusal(self):
+        offered = of([refuses("they have no tiles", head_size=64)], head_size=[128])
+        assert way_out(offered).lacks == ("head_size=64 (they have no tiles)",)
+
+    def test_fields_that_do_not_go_together_are_told_with_their_values(self):
+        together = refuses("wrong values", head_size=64, sinks=True)
+        offered = of([together], ["paged", "sinks"])
+
+        remedy = way_out(offered, ASKED.evolve(sinks=True))
+
+        assert str(remedy) == "none: this variant lacks head_size=64 with sinks=True (wrong values)"
+
+    def test_what_the_variant_serves_nothing_without_is_needed(self):
+        wanted = needs("it is for patterns", block_sparse=True)
+        offered = of([wanted, needs("no window", causal=True)], ["paged", "block_sparse", "causal"])
+
+        assert str(way_out(offered)) == "none: this variant needs block_sparse asked for (it is for patterns)"
+        both = way_out(offered, ASKED.evolve(causal=False, sinks=True))
+        assert both.needs == ("block_sparse asked for (it is for patterns)",)
+        assert str(both) == (
+            "none: this variant lacks sinks=True, causal=False (no window), "
+            "and needs block_sparse asked for (it is for patterns)"
+        )
+
+    def test_what_no_change_gets_around_is_told_by_field_too(self):
+        offered = of([refuses("not today", head_size={"min": 1})])
+        assert str(way_out(offered)) == "none: this variant lacks head_size=64 (not today)"
+
+        offered = of([needs("it merges", return_lse=True), refuses("nor so", return_lse=True)], ["paged", "return_lse"])
+        assert str(way_out(offered)) == "none: this variant needs return_lse = True (it merges)"
+
+
+class TestReasons:
+    """What stands against a request, as a rule is told."""
+
+    @pytest.mark.parametrize(
+        ("rule", "asked", "told"),
+        [
+            (needs(features=True), {}, "features not asked for, and needed: a reason"),
+            (needs(sliding_window=True), {}, "sliding_window not asked for, and needed: a reason"),
+            (needs(cudagraph=True), {}, "cudagraph=never asked, needs another cudagraph: a reason"),
+            (needs(kv_cache_dtype=True), {}, "kv_cache_dtype=bfloat16 asked, needs another kv_cache_dtype: a reason"),
+            (
+                needs(cudagraph=False),
+                {"cudagraph": "always"},
+                "cudagraph=always asked, needs cudagraph not asked for: ",
+            ),
+            (needs(return_lse=True), {}, "return_lse=False asked, needs return_lse = True: a reason"),
+            (refuses(return_lse=False), {}, "return_lse=False refused: a reason"),
+            (
+                refuses(head_size=64, cudagraph="always"),
+                {"cudagraph": "always"},
+                "head_size=64 with cudagraph=always refused: a reason",
+            ),
+            (refuses(features=True), {"features": ("acme.a", "acme.b")}, "features=('acme.a', 'acme.b') refused: "),
+        ],
+    )
+    def test_it_names_the_fields_and_what_is_needed(self, rule, asked, told):
+        offered = of([rule], ["paged", "cudagraph", "return_lse", "acme.a", "acme.b"])
+
+        (reason,) = negotiate(offered, Question(ASKED.evolve(**asked), Device.cpu())).objections
+
+        assert str(reason).startswith(told)
+        assert Reason.from_dict(json.loads(json.dumps(reason.to_dict()))) == reason
+
+    def test_values_within_values_travel_too(self):
+        offered = of([refuses(features=True, cudagraph="always")], ["paged", "cudagraph", "acme.a"])
+        asked = ASKED.evolve(features=("acme.a",), cudagraph="always")
+
+        (reason,) = negotiate(offered, Question(asked, Device.cpu())).objections
+
+        assert hash(Reason.from_dict(json.loads(json.dumps(reason.to_dict())))) == hash(reason)
+
+    def test_a_version_is_told_as_such(self):
+        reason = Reason("rule", "installed and head_size", ("installed: acme <2", 64), "", "wrong values")
+
+        assert str(reason) == "installed: acme <2 with head_size=64 refused: wrong values"

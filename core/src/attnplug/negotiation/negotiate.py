@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
+from attnplug.manifest.schema import IsAsked
 from attnplug.negotiation.candidate import FREE, Candidate
 from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
@@ -104,10 +105,16 @@ def _apply(
     if not rule.need:
         objections.append(_refusal(rule, facts))
     objections.extend(
-        Reason("rule", condition.field, _plain(condition, facts), str(condition), rule.because)
+        Reason("rule", condition.field, _plain(condition, facts), _needed(condition, facts), rule.because)
         for condition in rule.need
         if not condition.holds(facts, question.names, candidate.installed, absent=True)
     )
+
+
+def _needed(condition: Condition, facts: dict[str, Any]) -> str:
+    """Say what a rule needs. A field that asks for nothing may have a value all the same, such as a dtype."""
+    asks_for_nothing = isinstance(condition, IsAsked) and condition.asked and facts[condition.field]
+    return f"another {condition.field}" if asks_for_nothing else str(condition)
 
 
 def _refusal(rule: Rule, facts: dict[str, Any]) -> Reason:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import attrs
 from attrs import frozen
 
+from attnplug.request.fields import FIELDS
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -15,7 +17,7 @@ Code = Literal["unsupported", "undeclared", "rule", "missing", "version", "absen
 
 def _hashable(value: Any) -> Any:
     """A list of names as a tuple: what JSON gives back is equal to what it was given."""
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 @frozen
@@ -40,17 +42,25 @@ class Reason:
     supported: str
     because: str = ""
 
+    @property
+    def asked(self) -> str:
+        """The fields with their values, as ``head_size=256 with causal=False``."""
+        names = self.field.split(" and ")
+        values = self.wanted if len(names) > 1 else (self.wanted,)
+        pairs = zip(names, values, strict=True)
+        return " with ".join(f"{name}={value}" if name in FIELDS else str(value) for name, value in pairs)
+
     def __str__(self) -> str:
         tail = f": {self.because}" if self.because else ""
         if self.code in ("unsupported", "undeclared"):
-            return f"{self.field}={self.wanted} asked, supported: {self.supported}{tail}"
-        if self.code == "rule":
-            return (
-                f"{self.field}={self.wanted} asked, needs {self.supported}{tail}"
-                if self.supported
-                else f"{self.field}={self.wanted} refused{tail}"
-            )
-        return f"{self.supported}{tail}"
+            return f"{self.asked} asked, supported: {self.supported}{tail}"
+        if self.code != "rule":
+            return f"{self.supported}{tail}"
+        if not self.supported:
+            return f"{self.asked} refused{tail}"
+        if self.wanted in (None, ()):
+            return f"{self.field} not asked for, and needed{tail}"
+        return f"{self.asked} asked, needs {self.supported}{tail}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""

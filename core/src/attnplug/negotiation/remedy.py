@@ -31,14 +31,16 @@ if TYPE_CHECKING:
 @frozen
 class Remedy:
     """
-    One way out. Applying all of its parts makes the candidate serve; where `lacks` is not empty there is none.
+    One way out. Applying all of its parts makes the candidate serve; where `lacks` or `needs` are not empty there is
+    none.
 
     Attributes:
         install: Requirements to install, as pip takes them.
         engine: Engine fields to ask for instead, with their values.
         device: The device to run on instead.
         action: A step in words: a setting to change, a plugin to repair.
-        lacks: The model's needs that the candidate cannot meet.
+        lacks: What the model asks for and the candidate does not serve.
+        needs: What the candidate serves nothing without, and the model does not ask for.
     """
 
     install: tuple[str, ...] = ()
@@ -46,11 +48,12 @@ class Remedy:
     device: Device | None = None
     action: str = ""
     lacks: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
     @property
     def possible(self) -> bool:
         """Whether there is a way out at all."""
-        return not self.lacks
+        return not (self.lacks or self.needs)
 
     def apply(self, requirements: Requirements, device: Device) -> tuple[Requirements, Device]:
         """Return the question as the remedy would ask it."""
@@ -67,6 +70,7 @@ class Remedy:
             "device": self.device.to_dict() if self.device else None,
             "action": self.action,
             "lacks": list(self.lacks),
+            "needs": list(self.needs),
             "text": str(self),
         }
 
@@ -78,11 +82,13 @@ class Remedy:
             for name, value in data["engine"].items()
         }
         device = Device.from_dict(data["device"]) if data["device"] else None
-        return cls(tuple(data["install"]), engine, device, data["action"], tuple(data["lacks"]))
+        return cls(tuple(data["install"]), engine, device, data["action"], tuple(data["lacks"]), tuple(data["needs"]))
 
     def __str__(self) -> str:
-        if self.lacks:
-            return f"none: this variant lacks {', '.join(self.lacks)}"
+        if not self.possible:
+            lacks = [f"lacks {', '.join(self.lacks)}"] if self.lacks else []
+            needs = [f"needs {', '.join(self.needs)}"] if self.needs else []
+            return f"none: this variant {', and '.join(lacks + needs)}"
         parts = [self.action] if self.action else []
         parts += (
             [
@@ -119,8 +125,7 @@ def find_remedy(candidate: Candidate, question: Question, relaxed: Callable[[Can
         found = _smallest(subject, question)
         if found is not None:
             return Remedy(candidate.install, *found, action)
-    lacks = tuple(dict.fromkeys(_lack(reason) for reason in outcome.objections if _is_about_model(reason)))
-    return Remedy(lacks=lacks or tuple(dict.fromkeys(str(reason) for reason in outcome.objections)))
+    return _none(outcome.objections, question)
 
 
 def _smallest(candidate: Candidate, question: Question) -> tuple[dict[str, Any], Device | None] | None:
@@ -205,11 +210,18 @@ def _other_version(candidate: Candidate, objections: tuple[Reason, ...]) -> str:
     return "; ".join(filter(None, (candidate.remedy, action)))
 
 
+def _none(objections: tuple[Reason, ...], question: Question) -> Remedy:
+    """Say what of the model stands in the way; where nothing of it does, what no change of the rest gets around."""
+    told = [reason for reason in objections if _is_about_model(reason)] or objections
+    lacks, needs = {}, {}
+    for reason in told:
+        because = f" ({reason.because})" if reason.code == "rule" and reason.because else ""
+        if reason.supported and reason.code == "rule" and reason.field not in question.names:
+            needs[reason.supported] = f"{reason.supported}{because}"
+        else:
+            lacks[reason.asked] = f"{reason.asked}{because}"
+    return Remedy(lacks=tuple(lacks.values()), needs=tuple(needs.values()))
+
+
 def _is_about_model(reason: Reason) -> bool:
     return any(part in FIELDS and FIELDS[part].kind in ("model", "derived") for part in reason.field.split(" and "))
-
-
-def _lack(reason: Reason) -> str:
-    if reason.code == "rule":
-        return f"{reason.field}={reason.wanted} ({reason.because})"
-    return f"{reason.field}={reason.wanted}"
