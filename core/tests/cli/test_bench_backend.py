@@ -368,7 +368,7 @@ def test_a_backend_that_cannot_serve_is_told_as_it_was_in_its_process(run) -> No
 
     assert answer.code == 1
     assert answer.json["error"]["type"] == "NoBackendError"
-    assert "device_type" in str(answer.json["error"])
+    assert "the device is cpu, supported: cuda" in str(answer.json["error"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

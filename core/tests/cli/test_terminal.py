@@ -50,7 +50,7 @@ def test_an_explanation_is_a_table_under_its_question(on_terminal, site) -> None
         ("permitted", "flash"),
         ("chosen", "flash/new  decided by name"),
     ]
-    assert re.search(r"flash/host +refused +- device_type=cuda asked, supported: cpu", text)
+    assert re.search(r"flash/host +refused +- the device is cuda, supported: cpu", text)
     assert "'flash/new' and 'flash/old' tie" in text
 
 

@@ -213,3 +213,9 @@ class TestReasons:
         reason = Reason("rule", "installed and head_size", ("installed: acme <2", 64), "", "wrong values")
 
         assert str(reason) == "installed: acme <2 with head_size=64 refused: wrong values"
+
+    def test_a_device_is_not_asked_for_but_is_there(self):
+        (reason,) = negotiate(of(), Question(ASKED, Device("xpu"))).objections
+
+        assert str(reason) == "the device is xpu, supported: cpu"
+        assert str(way_out(of(), device=Device("xpu"))) == "run on cpu"

@@ -80,7 +80,7 @@ class TestOneRequest:
         told = verdict(attnplug.explain(request_of(head_size=96)))
 
         assert caught.value.given == (
-            "'flash/hopper' was probed for head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16"
+            "'flash/hopper' was probed on cuda:9.0 for head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16"
         )
         assert caught.value.allowed == f"it refuses this machine: {TELLS}"
         assert caught.value.remedy == WAY_OUT
@@ -169,7 +169,7 @@ class TestWhatItTakes:
         assert [reason.code for reason in told.reasons] == ["undeclared", "probe"]
         with pytest.raises(PluginLoadError) as caught:
             before.load()
-        assert caught.value.given == "'flash/hopper' was probed"
+        assert caught.value.given == "'flash/hopper' was probed on cuda:9.0"
         assert len(ASKED) == 1
 
     def test_one_without_a_device_refuses_an_agreement_everywhere(self, probed, request_of, flash_manifest):

@@ -131,13 +131,25 @@ def test_variants_share_all_but_the_kernel() -> None:
     assert plugin.attnplug_backend("flex", selection.agreement) is FlexBackend
 
 
-def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("built", "said", "way_out"),
+    [
+        (None, "is built without CUDA, and sees no cuda device", "install a torch that is built for CUDA"),
+        ("13.0", ") sees no cuda device", "check nvidia-smi and CUDA_VISIBLE_DEVICES"),
+    ],
+)
+def test_a_torch_without_a_device_says_so(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, said: str, way_out: str
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.version.cuda", built)
+    monkeypatch.setattr("torch.version.hip", None)
 
     reason = plugin.attnplug_probe("sdpa", Device.cuda("9.0"))
 
     assert reason is not None
-    assert "sees no cuda device" in str(reason)
+    assert said in reason.supported
+    assert reason.because == f"{way_out}, or select for Device.cpu()"
     assert plugin.attnplug_probe("sdpa", Device.cpu()) is None
 
 

@@ -447,7 +447,7 @@ def test_what_is_not_declared_is_refused_by_its_name(field: str, value: object) 
     [
         (TURING, "compute_capability=7.5 asked, supported: >= 8.0"),
         (AMD, "vendor=amd asked, supported: only nvidia"),
-        (CPU, "device_type=cpu asked, supported: cuda"),
+        (CPU, "the device is cpu, supported: cuda"),
     ],
     ids=str,
 )

@@ -195,7 +195,7 @@ def test_everything_that_stands_against_a_request_is_told_at_once() -> None:
     [
         (TURING, "compute_capability=7.5 asked, supported: >= 8.0"),
         (AMD, "vendor=amd asked, supported: only nvidia"),
-        (CPU, "device_type=cpu asked, supported: cuda"),
+        (CPU, "the device is cpu, supported: cuda"),
     ],
     ids=str,
 )

@@ -52,6 +52,8 @@ class Reason:
 
     def __str__(self) -> str:
         tail = f": {self.because}" if self.because else ""
+        if self.code == "unsupported" and self.field == "device_type":  # nobody has to ask for the device that is there
+            return f"the device is {self.wanted}, supported: {self.supported}{tail}"
         if self.code in ("unsupported", "undeclared"):
             return f"{self.asked} asked, supported: {self.supported}{tail}"
         if self.code != "rule":

@@ -60,8 +60,9 @@ def refused(selection: Selection, refusal: Refusal) -> PluginLoadError:
     """Return the error for a decision that the plugin's probe refuses."""
     asked = selection.requirements.to_dict() if refusal.agreement is not None else {}
     given = " ".join(f"{name}={value}" for name, value in asked.items())
+    where = f" on {selection.device}" if refusal.device is not None else ""
     return PluginLoadError(
-        f"{selection.id!r} was probed{f' for {given}' if given else ''}",
+        f"{selection.id!r} was probed{where}{f' for {given}' if given else ''}",
         f"it refuses this machine: {refusal.told}",
         refusal.remedy,
     )

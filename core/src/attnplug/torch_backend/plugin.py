@@ -46,5 +46,7 @@ def _missing_device(device: Device) -> Reason | None:
 
     if device.type == "cpu" or torch.get_device_module(device.type).is_available():
         return None
-    because = f"install a torch that is built for {device.type}, or select for Device.cpu()"
-    return Reason("probe", "torch", None, f"this torch ({torch.__version__}) sees no {device.type} device", because)
+    is_built = torch.version.cuda is not None or torch.version.hip is not None
+    found = f"this torch ({torch.__version__}) {'' if is_built else 'is built without CUDA, and '}sees no cuda device"
+    way = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if is_built else "install a torch that is built for CUDA"
+    return Reason("probe", "torch", None, found, f"{way}, or select for Device.cpu()")
