@@ -25,11 +25,12 @@ def watched():
 
 
 def _noting(run: Any, given: list[Any]) -> Any:
-    def noted(kernel, programs, tensors, *rest, **options):
-        extents = sorted(_extent(tensor) for tensor in tensors)
+    def noted(kernel, programs, tensors, *rest, descriptors=(), **options):
+        described = [described.base for described in descriptors]
+        extents = sorted(_extent(tensor) for tensor in (*tensors, *described))
         given[:] = np.array([first for first, _ in extents]), np.maximum.accumulate([end for _, end in extents])
         try:
-            return run(kernel, programs, tensors, *rest, **options)
+            return run(kernel, programs, tensors, *rest, descriptors=descriptors, **options)
         finally:
             given.clear()
 

@@ -224,19 +224,19 @@ class TensorDescriptor:
         _need(len(box) == tensor.ndim and all(0 < side <= 256 for side in box), f"no box is {box}")
         _need(all(side & (side - 1) == 0 for side in box), f"sides of a box are powers of two, unlike {box}")
         _need(layout.swizzle_byte_width <= box[-1] * of_bytes, "rows of a box are too short to swizzle")
-        self.tensor, self.box, self.layout = tensor, tuple(box), layout
+        self.base, self.block_shape, self.layout = tensor, tuple(box), layout
 
     from_tensor = classmethod(lambda cls, tensor, box, layout: cls(tensor, box, layout))
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.tensor.dtype
+        return self.base.dtype
 
     def parts(self, where: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """Return which part of the tensor a box covers, and which part of the box that is: the rest is outside."""
         pairs = [
             (slice(max(at, 0), max(0, min(at + side, most))), at)
-            for at, side, most in zip(where, self.box, self.tensor.shape, strict=True)
+            for at, side, most in zip(where, self.block_shape, self.base.shape, strict=True)
         ]
         inside = tuple(part for part, _ in pairs)
         return inside, tuple(slice(part.start - at, max(part.start, part.stop) - at) for part, at in pairs)
@@ -294,14 +294,16 @@ def _arrive(barrier: _Barrier, count: int = 1) -> None:
 
 
 def _copy_in(described: TensorDescriptor, where: list[int], barrier: _Barrier, place: _Shared) -> None:
-    _need(place.data.shape == described.box, f"a box {described.box} copied to {tuple(place.data.shape)}")
+    _need(
+        place.data.shape == described.block_shape, f"a box {described.block_shape} copied to {tuple(place.data.shape)}"
+    )
     _need(place.layout == described.layout, "a copy swizzles as its place does")
     of_tensor, of_box = described.parts(where)
     place.data.fill_(torch.nan)
 
     def land() -> None:
         place.data.zero_()
-        place.data[of_box] = described.tensor[of_tensor]
+        place.data[of_box] = described.base[of_tensor]
         barrier.land(place.data.numel() * place.data.element_size())
 
     _program().copies.append(land)
@@ -312,7 +314,7 @@ def _copy_out(described: TensorDescriptor, where: list[int], place: _Shared) -> 
     of_tensor, of_box = described.parts(where)
 
     def store() -> None:
-        described.tensor[of_tensor] = place.data[of_box]
+        described.base[of_tensor] = place.data[of_box]
 
     _local.stores.append(store)
 

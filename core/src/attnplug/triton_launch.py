@@ -65,8 +65,12 @@ class Launch:
         if _is_stable():
             self._compiled = compiled
 
-    def again(self, grid: tuple[int, int, int], *arguments: float) -> None:
-        """Run what is compiled, on the current stream of the current device. Tensors are given by their addresses."""
+    def again(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """
+        Run what is compiled, on the current stream of the current device.
+
+        Tensors are given by their addresses, descriptors as they are.
+        """
         self._compiled[grid](*arguments, *self._constants)
 
 
@@ -74,8 +78,8 @@ class Kernel:
     """
     A function of `triton.jit`, compiled once for arguments that are alike; later launches go straight to the driver.
 
-    Its arguments are tensors, strides, numbers and constants, in this order. Strides and numbers have annotations that
-    say their types; numbers are not specialized.
+    Its arguments are tensor descriptors, tensors, strides, numbers and constants, in this order. Strides and numbers
+    have annotations that say their types; numbers are not specialized.
 
     Args:
         function: The function.
@@ -92,6 +96,8 @@ class Kernel:
         strides: Sequence[int],
         numbers: Sequence[float],
         constants: tuple[Any, ...],
+        *,
+        descriptors: Sequence[Any] = (),
         **options: Any,
     ) -> None:
         """
@@ -103,6 +109,7 @@ class Kernel:
             strides: Whole numbers that are fixed for tensors of a kind; Triton specializes on 1 and on multiples of 16.
             numbers: Whole ones and others, of any value.
             constants: Compiled in.
+            descriptors: Of Triton or of Gluon, each of a tensor on that device.
             options: As `num_warps`.
         """
         if not programs:
@@ -110,13 +117,14 @@ class Kernel:
         device = tensors[0].get_device()
         if device >= 0 and device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                self.run(programs, tensors, strides, numbers, constants, **options)
+                self.run(programs, tensors, strides, numbers, constants, descriptors=descriptors, **options)
             return
         places = [tensor.data_ptr() for tensor in tensors]
         # Lists in tuples: with generators this would take the host a tenth longer.
         form = (
             device,
             constants,
+            tuple([(described.base.dtype, *described.block_shape) for described in descriptors]),
             tuple([tensor.dtype for tensor in tensors]),
             tuple([place % 16 == 0 for place in places]),
             tuple(["one" if stride == 1 else stride % 16 == 0 for stride in strides]),
@@ -126,9 +134,9 @@ class Kernel:
         if launch is None:
             launch = self._launches[form] = Launch(self.function, constants, **options)
         if launch.is_compiled:
-            launch.again((programs, 1, 1), *places, *strides, *numbers)
+            launch.again((programs, 1, 1), *descriptors, *places, *strides, *numbers)
         else:
-            launch.first((programs,), *tensors, *strides, *numbers)
+            launch.first((programs,), *descriptors, *tensors, *strides, *numbers)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -58,6 +59,28 @@ def test_like_arguments_go_straight_to_the_driver(run, made, other):
     assert launch.given == ("kernel", (64,), {"num_warps": 4})
     assert first == ("first", (5,), (ROWS, 16, 8, 3, 0.5))
     assert again == ("again", (other.get("programs", 5), 1, 1), (ROWS.data_ptr(), stride, 8, number, 0.5))
+
+
+def described(rows=ROWS, box=(16,)):
+    return SimpleNamespace(base=rows, block_shape=list(box))
+
+
+def test_descriptors_come_first_and_as_they_are(run, made):
+    one, other = described(), described(torch.ones(32))
+    run(descriptors=[one])
+    run(descriptors=[other])
+
+    (launch,) = made
+    assert [arguments[0] for _, _, arguments in launch.calls] == [one, other]
+    assert launch.calls[1][2][1:] == (ROWS.data_ptr(), 16, 8, 3, 0.5)
+
+
+@pytest.mark.parametrize("other", [[], [described(box=(32,))], [described(ROWS.half())], [described()] * 2], ids=len)
+def test_other_descriptors_are_compiled(run, made, other):
+    run(descriptors=[described()])
+    run(descriptors=other)
+
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(

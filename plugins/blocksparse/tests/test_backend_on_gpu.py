@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from attnplug import Device, Requirements
 from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
 from attnplug.errors import LayerError, LimitsError
 from attnplug.ops import Kernel
-from attnplug_blocksparse import hopper, prompt
 from attnplug_blocksparse.backend import BlocksparseBackend
 from attnplug_blocksparse.builder import BlocksparseBuilder
 from attnplug_blocksparse.tiles import HopperTiles
@@ -83,15 +81,7 @@ def calls(monkeypatch):
         run(kernel, *given, **options)
 
     monkeypatch.setattr(Kernel, "run", noted)
-    for module, name in ((prompt, "_prompt"), (hopper, "_prompt_by_roles")):
-        noting = partial(note, made, name, module.attend)
-        monkeypatch.setattr(module, "attend", noting)
     return made
-
-
-def note(made, name, attend, *given):
-    made.append(name)
-    attend(*given)
 
 
 def test_decodes_and_chunks_in_one_batch(calls):

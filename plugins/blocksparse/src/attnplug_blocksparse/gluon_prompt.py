@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from attnplug.ops import Kernel
 from attnplug_blocksparse.triton_pattern import residue_of
 
 if TYPE_CHECKING:
@@ -302,3 +303,6 @@ def _prompt_by_roles(
         [4, 1],  # warps beside those of the launch: the second warpgroup, and one that loads
         [240, 24],  # their registers
     )
+
+
+prompt_kernel = Kernel(_prompt_by_roles)

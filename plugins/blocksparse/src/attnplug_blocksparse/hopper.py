@@ -79,13 +79,15 @@ def attend(
         scales: Of the layer.
         tiles: How it is computed.
     """
-    from attnplug_blocksparse.gluon_prompt import _prompt_by_roles, described  # noqa: PLC0415 - where Gluon is
+    from attnplug_blocksparse.gluon_prompt import described, prompt_kernel  # noqa: PLC0415 - where Gluon is
 
     length, heads, size = query.shape
     num_tiles = -(-length // (2 * _ROWS))
     items = num_tiles * heads
-    _prompt_by_roles[min(items, tiles.programs),](
-        *(described(tensor) for tensor in (query, key, value, out)), query if lse is None else lse,
-        *((0, 0) if lse is None else lse.stride()), length, num_tiles, items, scales.scores, *pattern.numbers, heads,
-        heads // key.shape[1], size, *pattern.constants, lse is not None, tiles.stages, num_warps=4,
-    )  # fmt: skip
+    tensors = (query if lse is None else lse,)
+    strides = (0, 0) if lse is None else lse.stride()
+    numbers = (length, num_tiles, items, scales.scores, *pattern.numbers)
+    constants = (heads, heads // key.shape[1], size, *pattern.constants, lse is not None, tiles.stages)
+    rows = [described(tensor) for tensor in (query, key, value, out)]
+    programs = min(items, tiles.programs)
+    prompt_kernel.run(programs, tensors, strides, numbers, constants, descriptors=rows, num_warps=4)

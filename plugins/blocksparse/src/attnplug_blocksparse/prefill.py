@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
 import triton
 from attrs import frozen
 from torch import Tensor
@@ -130,9 +128,8 @@ def _attend_each(
     first = 0
     launch: Any = hopper.attend if by_roles else prompt.attend
     tiles = prompts.hopper if by_roles else prompts.tiles
-    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():  # Triton launches on the current device
-        for length in prompts.lengths:
-            rows = slice(first, first + length)
-            own = None if lse is None else lse[rows]
-            launch(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, tiles)
-            first += length
+    for length in prompts.lengths:
+        rows = slice(first, first + length)
+        own = None if lse is None else lse[rows]
+        launch(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, tiles)
+        first += length

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from attnplug.ops import Kernel
 from attnplug_blocksparse.triton_prompt import _prompt
 from attnplug_blocksparse.triton_softmax import INTERPRETED
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from attnplug_blocksparse.pattern import Pattern
     from attnplug_blocksparse.scales import Scales
     from attnplug_blocksparse.tiles import PrefillTiles
+
+_prompt_kernel = Kernel(_prompt)
 
 _ALIGNMENT = 16
 """Bytes that addresses and strides of a descriptor are multiples of."""
@@ -74,13 +77,18 @@ def attend(
     block, _, stride, _ = pattern.constants
     supers = length // (block * stride)
     num_tiles = -(-length // tiles.rows)
-    _prompt[num_tiles * heads,](
-        query, _rows(key, tiles.keys), _rows(value, tiles.keys), _blocks(key, block, stride, tiles.keys),
-        _blocks(value, block, stride, tiles.keys), out, query if lse is None else lse, *query.stride()[:2],
-        out.stride(0), *((0, 0) if lse is None else lse.stride()), length, num_tiles, supers, scales.scores,
-        *pattern.numbers, heads, heads // key.shape[1], size, *pattern.constants, lse is not None, tiles.rows,
-        tiles.keys, tiles.stages, INTERPRETED, **tiles.options,
+    described = (
+        _rows(key, tiles.keys), _rows(value, tiles.keys), _blocks(key, block, stride, tiles.keys),
+        _blocks(value, block, stride, tiles.keys),
     )  # fmt: skip
+    tensors = (query, out, query if lse is None else lse)
+    strides = (*query.stride()[:2], out.stride(0), *((0, 0) if lse is None else lse.stride()))
+    numbers = (length, num_tiles, supers, scales.scores, *pattern.numbers)
+    constants = (
+        heads, heads // key.shape[1], size, *pattern.constants, lse is not None, tiles.rows, tiles.keys, tiles.stages,
+        INTERPRETED,
+    )  # fmt: skip
+    _prompt_kernel.run(num_tiles * heads, tensors, strides, numbers, constants, descriptors=described, **tiles.options)
 
 
 def _rows(rows: Tensor, keys: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from attrs import frozen
 
@@ -36,7 +36,7 @@ class PrefillTiles:
     registers: int | None = None
 
     @property
-    def options(self) -> dict[str, int]:
+    def options(self) -> dict[str, Any]:
         """What Triton is told beside the constants."""
         return {"num_warps": self.warps} | ({} if self.registers is None else {"maxnreg": self.registers})
 

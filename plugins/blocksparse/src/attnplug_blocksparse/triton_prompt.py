@@ -11,11 +11,11 @@ from attnplug_blocksparse.triton_softmax import scores_of, take_in
 
 @triton.jit(do_not_specialize=["length", "num_tiles", "supers", "first", "step"])
 def _prompt(
-    query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
     key_blocks: tl.tensor,
     value_blocks: tl.tensor,
+    query: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     q_token: tl.int64,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -25,7 +24,7 @@ UNIT: Final = 128
 
 _SCALE_BYTES: Final = 4
 
-_gather_kernel, _prefill_kernel = Kernel(_gather), Kernel(_prefill)
+_gather_kernel, _prefill_kernel, _prompt_kernel = Kernel(_gather), Kernel(_prefill), Kernel(_prompt)
 
 
 @frozen(eq=False, kw_only=True)
@@ -148,16 +147,17 @@ def _attend_described(
     scales: Any = pages.value_scales
     width, num_tiles = width_of(size), -(-prompts.longest_query // tiles.rows)
     programs = prompts.count * num_tiles * heads
-    if not programs:
-        return
-    with torch.cuda.device(query.device) if query.is_cuda else nullcontext():  # Triton launches on the current device
-        _prompt[programs,](
-            query, out, _described(gathered.lined, tiles.keys, width), _described(gathered.turned, width, tiles.keys),
-            gathered.lined_scales, scales, scales if terms.slopes is None else terms.slopes, prompts.query_starts,
-            prompts.key_starts, prompts.seq_lens, *query.stride()[:2], out.stride(0), gathered.columns, prompts.count,
-            num_tiles, prompts.first, terms.left, terms.scale, terms.soft_cap, kv_heads, heads // kv_heads, size, width,
-            *forms_of(terms), tiles.rows, tiles.keys, tiles.stages, num_warps=tiles.warps,
-        )  # fmt: skip
+    rows = (_described(gathered.lined, tiles.keys, width), _described(gathered.turned, width, tiles.keys))
+    tensors = (
+        query, out, gathered.lined_scales, scales, scales if terms.slopes is None else terms.slopes,
+        prompts.query_starts, prompts.key_starts, prompts.seq_lens,
+    )  # fmt: skip
+    strides = (*query.stride()[:2], out.stride(0), gathered.columns)
+    numbers = (prompts.count, num_tiles, prompts.first, terms.left, terms.scale, terms.soft_cap)
+    constants = (
+        kv_heads, heads // kv_heads, size, width, *forms_of(terms), tiles.rows, tiles.keys, tiles.stages,
+    )  # fmt: skip
+    _prompt_kernel.run(programs, tensors, strides, numbers, constants, descriptors=rows, num_warps=tiles.warps)
 
 
 def _described(rows: Tensor, *box: int) -> Any:

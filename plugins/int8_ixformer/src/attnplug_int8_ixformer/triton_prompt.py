@@ -55,10 +55,10 @@ def _loop(
 
 @triton.jit(do_not_specialize=["of_request", "num_reqs", "num_tiles", "first_req", "left"])
 def _prompt(
-    query: tl.tensor,
-    out: tl.tensor,
     key: tl.tensor,
     turned: tl.tensor,
+    query: tl.tensor,
+    out: tl.tensor,
     key_scales: tl.tensor,
     value_scales: tl.tensor,
     slopes: tl.tensor,
