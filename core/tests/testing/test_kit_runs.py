@@ -122,6 +122,28 @@ def test_a_value_that_the_rules_always_refuse_is_red(tmp_path: Path) -> None:
     assert "not exercised: sinks=True" in done.stdout
 
 
+HOSTED = HERE / "hosted" / "attnplug.toml"
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_backend_that_is_given_quantized_queries_is_green(tmp_path: Path) -> None:
+    done = run(tmp_path, "--attn-backend=hosted", module="hosted.quantized_queries", manifest=HOSTED)
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+    assert "cudagraph          single_token_decode, uniform_batch" in done.stdout  # though each decode has one token
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
+    asked = ("--attn-backend=hosted", "-k", "test_capability and (fp8 or head_scales)")
+    done = run(tmp_path, *asked, module="hosted.forgets_query_scale", manifest=HOSTED)
+
+    assert done.returncode == 1, done.stdout
+    assert "kv_cache_dtype=fp8_e4m3 num_kv_heads=2 paged=True per_head_scales=True: output: " in done.stdout
+    assert "3 failed, " in done.stdout
+
+
 @pytest.mark.usefixtures("unmeasured")
 def test_a_backend_without_pages_is_green(tmp_path: Path) -> None:
     text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")

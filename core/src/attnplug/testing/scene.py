@@ -20,6 +20,7 @@ from attnplug.testing.byte_rounding import BYTES, ByteRounding, paged_tensors, r
 from attnplug.testing.cases import Case
 from attnplug.testing.oracle import Attended, attend
 from attnplug.testing.rounding import Rounding, nearest
+from attnplug.testing.scales import as_host_gives, scales_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
 CANARY: Final = 12288.0
 """What outputs hold before a call: exact in every dtype, and far from any attention output."""
-
-_QUERY_SCALE: Final = 0.5
-"""Of queries that a backend quantizes: they are numbers of the cache's dtype already, and this loses no bit of one."""
 
 _POISONED_BYTE: Final = 99
 
@@ -181,24 +179,8 @@ class Scene:
             alibi_slopes=slopes,
             kv_sharing_target="earlier" if self.case.kv_sharing else None,
             cache_write=cache_write,
-            **self._scales(device, scales),
+            **scales_of(self.rounding, scales, device, per_head=self.case.per_head_scales),
         )
-
-    def _scales(self, device: torch.device | str, scales: Collection[str]) -> dict[str, Any]:
-        """Keys get theirs as a tensor, the others as a number where one is enough: a host may give either."""
-        if self.rounding is None:
-            return {}
-        found: dict[str, Any] = {"k_scale_tensor": self.rounding.key_scale.to(device)}
-        if self.case.per_head_scales:
-            found["v_scale_tensor"] = self.rounding.value_scale.to(device)
-        else:
-            found["v_scale"] = float(self.rounding.value_scale)
-        if "q" not in scales:
-            return found
-        if not self.case.per_head_scales:
-            return {**found, "q_scale": _QUERY_SCALE}
-        heads = torch.arange(self.case.num_kv_heads, dtype=torch.float32)
-        return {**found, "q_scale_tensor": torch.pow(_QUERY_SCALE, 1 + heads % 3).to(device)}
 
     @property
     def slot_mapping(self) -> Tensor:
@@ -252,6 +234,7 @@ class Scene:
             **self._encoder(device),
         )
         query, output, lse = self._rows(device)
+        query = as_host_gives(query, backend, self.rounding)
         key, value = (self._new_rows(rows, device) for rows in (self.keys, self.values))
         return Paged(query, key, value, batch, output, lse, cache)
 

@@ -58,8 +58,9 @@ class Graphs(Tier):
     def test_replays(self, subject: Subject, record: Record, point: Any) -> None:
         """One capture serves batches of other lengths, in other pages, with fewer requests than its shape has."""
         level, ask = point
-        query_len = 1 if level == "single_token_decode" else 3
-        asked = ask.and_(decode_query_len=_decodes(subject, query_len))
+        decode = 1 if level == "single_token_decode" else _longest_decode(subject)
+        query_len = max(decode, 3) if level == "always" else decode
+        asked = ask.and_(decode_query_len=decode if decode > 1 else None)
         steps = [((query_len,) * len(lens), lens) for lens in _STEPS]
         _check(subject, asked, steps, _REQUESTS * query_len)
         if level == "always":
@@ -67,10 +68,10 @@ class Graphs(Tier):
         record.exercised("cudagraph", level)
 
 
-def _decodes(subject: Subject, query_len: int) -> int | None:
-    """The decode query length to ask for: the replayed one, where that is declared."""
+def _longest_decode(subject: Subject) -> int:
+    """The query length of the decodes to replay: a few tokens where that is declared, and else one."""
     declared = subject.supports.get("decode_query_len")
-    return query_len if query_len > 1 and declared is not None and declared.allows(query_len) else None
+    return next((tokens for tokens in (3, 2) if declared is not None and declared.allows(tokens)), 1)
 
 
 def _check(subject: Subject, ask: Ask, steps: Sequence[_Step], rows: int, **shape: int) -> None:

@@ -15,6 +15,7 @@ from attnplug.testing.kit.rig import Rig
 from attnplug.testing.kit.serving import load_for, plain
 from attnplug.testing.kit.tier import Tier, needs, over
 from attnplug.testing.running import compare
+from attnplug.testing.scales import as_host_gives
 from attnplug.testing.scene import Paged, realise
 
 if TYPE_CHECKING:
@@ -136,6 +137,7 @@ def _forward(rig: Rig, whole: Scene, cache: Any, spans: Sequence[tuple[int, int]
     if rig.impl.host_writes:
         rig.impl.write_kv(key, value, cache, metadata.batch.slot_mapping)
     output = query.new_full((query.shape[0], whole.case.num_q_heads * value.shape[2]), torch.nan)
+    query = as_host_gives(query, rig.backend, whole.rounding)
     lse = torch.empty(query.shape[:2], device=device) if rig.backend.agreement.requirements.return_lse else None
     rig.impl.forward(query, key, value, cache, metadata, output, lse=lse)
     return output.view(*query.shape[:2], -1)
