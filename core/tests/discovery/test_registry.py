@@ -455,8 +455,8 @@ def test_what_a_probe_refuses_breaks_nothing(plugin: Any, registry: Any) -> None
 
     assert generation < changed == of.generation
     assert of.candidates(Settings()) is found
-    assert of.refusals.find("good/default", None, Device.cpu()) is refusal
-    assert of.refusals.find("good/default", None, Device("xpu")) is None
+    assert of.refusals["good/default"].find(None, Device.cpu()) is refusal
+    assert of.refusals["good/default"].find(None, Device("xpu")) is None
     assert "good/other" not in of.refusals
 
 

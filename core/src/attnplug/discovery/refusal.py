@@ -12,7 +12,7 @@ from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Iterator
 
 _MOST: Final = 1024
 """Refusals that are remembered of one candidate. The oldest goes, and its probe is asked again."""
@@ -50,41 +50,33 @@ class Refusal:
         """The probe's own way out."""
         return self.reason.because or "choose another backend"
 
+    def beside(self, known: Refusals | None) -> Refusals:
+        """Return it with what the candidate's probe has refused before, if that is anything."""
+        return (Refusals() if known is None else known).plus(self)
+
 
 @frozen
 class Refusals:
-    """All refusals of a process that do not hold of everything. Immutable: `plus` and `without` return others."""
+    """What the probe of one candidate has refused. Immutable: `plus` returns others."""
 
-    _found: Mapping[str, Mapping[_Of, Refusal]] = field(factory=dict, alias="found")
+    _found: Mapping[_Of, Refusal] = field(factory=dict, alias="found")
 
-    def __contains__(self, candidate_id: str) -> bool:
-        return candidate_id in self._found
+    def __iter__(self) -> Iterator[Refusal]:
+        return iter(self._found.values())
 
-    def of(self, candidate_id: str) -> Collection[Refusal]:
-        """Return every refusal of a candidate."""
-        return self._found.get(candidate_id, {}).values()
-
-    def find(self, candidate_id: str, agreement: Agreement | None, device: Device) -> Refusal | None:
+    def find(self, agreement: Agreement | None, device: Device) -> Refusal | None:
         """
         Return what stands against an agreement on a device, or None.
 
         Args:
-            candidate_id: ``backend/variant``.
             agreement: What would be agreed on; None finds what is refused whatever that is.
             device: Where it would run.
         """
-        known = self._found.get(candidate_id)
-        if known is None:
-            return None
-        return known.get((None, device)) or known.get((agreement, device)) or known.get((agreement, None))
+        found = self._found
+        return found.get((None, device)) or found.get((agreement, device)) or found.get((agreement, None))
 
-    def plus(self, candidate_id: str, refusal: Refusal) -> Refusals:
+    def plus(self, refusal: Refusal) -> Refusals:
         """Return these and one more, which takes the place of an earlier answer to the same."""
         of = refusal.agreement, refusal.device
-        known = {of_: each for of_, each in self._found.get(candidate_id, {}).items() if of_ != of}
-        kept = dict(list(known.items())[1 - _MOST :]) if len(known) >= _MOST else known
-        return Refusals({**self._found, candidate_id: {**kept, of: refusal}})
-
-    def without(self, backends: Collection[str]) -> Refusals:
-        """Return these, less those of some backends."""
-        return Refusals({id_: each for id_, each in self._found.items() if id_.partition("/")[0] not in backends})
+        others = [(of_, each) for of_, each in self._found.items() if of_ != of]
+        return Refusals(dict([*others[-_MOST + 1 :], (of, refusal)]))

@@ -15,7 +15,6 @@ from attnplug.discovery.lineup import Contest, Lineup, line_up, usable_of
 from attnplug.discovery.own_names import clash, is_former, under_own_names, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Plugin, read_plugin
-from attnplug.discovery.refusal import Refusal, Refusals
 from attnplug.discovery.scan import Note, scan
 from attnplug.errors import UnknownBackendError
 from attnplug.manifest.schema import CONTRACT_API, Manifest
@@ -24,9 +23,10 @@ from attnplug.request.fields import near
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Hashable, Iterable, Mapping
 
     from attnplug.discovery.evidence import Library
+    from attnplug.discovery.refusal import Refusal, Refusals
     from attnplug.manifest.installed import VersionOf
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.evidence import Evidence
@@ -63,7 +63,7 @@ class Registry:
         self._version_of = version_of
         self._settings = attrs.evolve(settings or Settings(), strict=False)
         self._failures: dict[str, tuple[Reason, str]] = {}
-        self._refusals = Refusals()
+        self._refusals: dict[str, Refusals] = {}
         self._library: Library | None = None
         self._warned: set[tuple[str, str]] = set()
         self._renew()
@@ -192,8 +192,8 @@ class Registry:
             )
 
     @property
-    def refusals(self) -> Refusals:
-        """What probes have refused of single requests or devices."""
+    def refusals(self) -> Mapping[str, Refusals]:
+        """What probes have refused of single requests or devices, by candidate."""
         return self._refusals
 
     def mark_broken(self, candidate_id: str, reason: Reason, remedy: str = "") -> None:
@@ -223,8 +223,9 @@ class Registry:
             self.mark_broken(candidate_id, refusal.told, refusal.remedy)
             return
         with _lock:
-            if refusal not in self._refusals.of(candidate_id):
-                self._refusals = self._refusals.plus(candidate_id, refusal)
+            known = self._refusals.get(candidate_id)
+            if known is None or refusal not in known:
+                self._refusals = {**self._refusals, candidate_id: refusal.beside(known)}
                 self._generation = next(_generations)  # decisions are made again; who stands ready is as before
 
     def register(self, plugin: Plugin) -> None:
@@ -247,7 +248,7 @@ class Registry:
                 raise clash(plugin, rivals[0])
             names = {plugin.name, *(given.name for given in former)}
             self._failures = {id_: why for id_, why in self._failures.items() if id_.partition("/")[0] not in names}
-            self._refusals = self._refusals.without(names)
+            self._refusals = {id_: each for id_, each in self._refusals.items() if id_.partition("/")[0] not in names}
             self._given = (*others, plugin)
             self._renew()
 

@@ -68,13 +68,15 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
     able: list[Candidate] = []
     terms: dict[str, Mapping[str, Any]] = {}
     others: list[Verdict] = []
+    refusals = registry.refusals
     for candidate in registry.candidates(settings, assume_installed=assume_installed):
         outcome = negotiate(candidate, question) if candidate.variant is not None else None
         if outcome is not None and not outcome.objections and candidate.standing == "ready":
-            refusal = find_refusal(registry, candidate, question, outcome.terms, settings)
-            if refusal is not None:
-                others.append(_probed(candidate, refusal))
-                continue
+            if candidate.id in refusals:
+                refusal = find_refusal(registry, candidate, question, outcome.terms, settings)
+                if refusal is not None:
+                    others.append(_probed(candidate, refusal))
+                    continue
             terms[candidate.id] = outcome.terms
             if policy.admits(candidate):
                 able.append(candidate)
@@ -189,15 +191,16 @@ def find_refusal(
         terms: What would be agreed on; None where nothing would, so that only what holds of everything is found.
         settings: The settings that it is asked under.
     """
-    if candidate.id not in registry.refusals:
+    known = registry.refusals.get(candidate.id)
+    if known is None:
         return None
     agreement = None if terms is None else _agree(candidate, question, terms, settings)
-    return registry.refusals.find(candidate.id, agreement, question.device)
+    return known.find(agreement, question.device)
 
 
 def refused_terms(registry: Registry, candidate: Candidate, question: Question, settings: Settings) -> frozenset[Terms]:
     """Return the (block size, layout) pairs of those agreements on a question that a candidate's probe has refused."""
-    refused = (each.agreement for each in registry.refusals.of(candidate.id))
+    refused = (each.agreement for each in registry.refusals.get(candidate.id, ()))
     terms = {(agreed.block_size, agreed.kv_layout) for agreed in refused if agreed is not None}
     return frozenset(
         pair for pair in terms if find_refusal(registry, candidate, question, as_facts(pair), settings) is not None
@@ -245,11 +248,14 @@ def _unable(
 
     standing = candidate.standing
     status: Any = "refused" if objections and standing in ("ready", "lacks_dependency") else standing
-    refusal = find_refusal(registry, candidate, question, None, settings)
+    reasons = (*name_origin(objections, question), *candidate.obstacles)
+    if candidate.id in registry.refusals:
+        refusal = find_refusal(registry, candidate, question, None, settings)
+        reasons += (refusal.told,) if refusal is not None else ()
     return Verdict(
         candidate.id,
         status,
-        reasons=(*name_origin(objections, question), *candidate.obstacles, *((refusal.told,) if refusal else ())),
+        reasons=reasons,
         distribution=candidate.distribution,
         find_remedy=lambda: _past_the_probe(
             registry, candidate, question, settings, name_way_out(find_remedy(candidate, question, relaxed), question)

@@ -181,7 +181,8 @@ def _same_plugin(selection: Selection) -> Plugin:
         raise PluginLoadError(
             f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.remedy or "select again"
         )
-    refusal = process.registry().refusals.find(selection.id, selection.agreement, selection.device)
+    refusals = process.registry().refusals.get(selection.id)
+    refusal = None if refusals is None else refusals.find(selection.agreement, selection.device)
     if refusal is not None:
         raise refused(selection, refusal)
     question = Question(selection.requirements, selection.device)
