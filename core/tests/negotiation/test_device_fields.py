@@ -68,7 +68,24 @@ def test_the_way_out_of_a_wrong_vendor_is_another_device():
     remedy = find_remedy(for_amd, Question(ASKED, Device.cuda("9.0")), lambda stands: stands)
 
     assert remedy.device == AMD
+    assert str(remedy) == "run on cuda (amd)"
     assert not negotiate(for_amd, Question(*remedy.apply(ASKED, Device.cuda("9.0")))).objections
+
+
+def test_the_vendor_that_is_declared_first_is_offered_first():
+    supports = 'device_type = "cuda"\nvendor = ["other", "nvidia"]\ncompute_capability = { min = "1.0" }'
+
+    remedy = find_remedy(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
+
+    assert str(remedy) == "run on cuda (other)"
+
+
+def test_a_device_that_there_is_comes_before_one_that_was_never_built():
+    supports = 'device_type = "cuda"\ncompute_capability = { min = "1.0", max = "8.0" }'
+
+    remedy = find_remedy(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
+
+    assert str(remedy) == "run on cuda:8.0"
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from attnplug.manifest.constraint import Range
 from attnplug.manifest.schema import Holds, IsInstalled
 from attnplug.negotiation.changes import changes_of, objected_fields
 from attnplug.negotiation.negotiate import Question, negotiate
-from attnplug.request.capability import HARDWARE
-from attnplug.request.device import Device
+from attnplug.request.capability import HARDWARE, ComputeCapability
+from attnplug.request.device import Device, default_vendor
 from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
@@ -171,17 +171,13 @@ def _devices(candidate: Candidate, question: Question) -> Iterator[Device]:
     types = candidate.supports("device_type")
     declared = types.members() if types else ()
     for kind in sorted(declared, key=lambda kind: kind != question.device.type):
-        vendor = candidate.supports("vendor")
-        if kind != "cuda":
-            device = Device(kind)
-            if device != question.device:
+        vendors = candidate.supports("vendor")
+        for vendor in vendors.choices() if vendors and kind == "cuda" else (default_vendor(kind),):
+            if vendor == "nvidia":
+                for capability in _capabilities(candidate, question):
+                    yield Device.cuda((capability.major, capability.minor))
+            elif (device := Device(kind, vendor=vendor)) != question.device:
                 yield device
-            continue
-        if vendor is not None and not vendor.allows("nvidia"):
-            yield Device("cuda", vendor=vendor.first())
-            continue
-        for capability in _capabilities(candidate, question):
-            yield Device.cuda((capability.major, capability.minor))
 
 
 def _capabilities(candidate: Candidate, question: Question) -> tuple[Any, ...]:
@@ -201,7 +197,8 @@ def _capabilities(candidate: Candidate, question: Question) -> tuple[Any, ...]:
     ends = [a.max for a in declared.alternatives if isinstance(a, Range) and a.max is not None]
     built = (capability for capability in reversed(HARDWARE) if declared.allows(capability))
     found = (*near, *declared.choices(), *drawn, *ends, *built)
-    return tuple(dict.fromkeys(c for c in found if c is not None and c != here))
+    others = dict.fromkeys(c for c in found if c is not None and c != here)
+    return tuple(sorted(others, key=lambda c: ComputeCapability(c.major, c.minor) not in HARDWARE))
 
 
 def _other_version(candidate: Candidate, objections: tuple[Reason, ...]) -> str:

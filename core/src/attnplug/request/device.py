@@ -148,7 +148,8 @@ class Device:
 
     def __str__(self) -> str:
         capability = f":{self.compute_capability}" if self.compute_capability else ""
-        return f"{self.type}{capability}" + (f" ({self.name})" if self.name else "")
+        told = self.name or (self.vendor if self.vendor != default_vendor(self.type) else None)
+        return f"{self.type}{capability}" + (f" ({told})" if told else "")
 
 
 def is_unseen() -> bool:
