@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnplug.discovery.evidence import parse_evidence
-from attnplug.errors import RequirementsError
+from attnplug.errors import RequirementsError, UnknownBackendError
 from attnplug.manifest.parse import read_manifest
 from attnplug.negotiation import negotiate
 from attnplug.negotiation.candidate import examine
@@ -134,6 +134,21 @@ def test_a_backend_means_its_variants_that_list_them() -> None:
     (bound,) = find_subjects("featured", "cpu", [NEEDED, OPTIONAL, NEEDED])
     assert (bound.id, bound.features) == ("featured/bound", (NEEDED, OPTIONAL))
     assert {bound} != set(find_subjects("featured/bound", "cpu"))
+
+
+def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lacks = '[variants.free]\nrequires = ["a >=2", "b"]\ninstall = { b = "from its vendor" }'
+    text = MANIFEST.read_text("utf-8").replace("[variants.free]", lacks)
+    (tmp_path / "attnplug.toml").write_text(text, "utf-8")
+    manifest = read_manifest(tmp_path / "attnplug.toml")
+    lacking = examine(manifest, manifest.variants[0], lambda _: None)
+    monkeypatch.setattr(subjects, "_registered", lambda: [lacking])
+
+    with pytest.raises(UnknownBackendError, match="b is required and not installed") as caught:
+        find_subjects("featured", "cpu")
+
+    told = "featured/free: install b: from its vendor; pip install 'a >=2'; or test it on a device that it serves"
+    assert caught.value.remedy == told
 
 
 @pytest.mark.usefixtures("installed")

@@ -10,13 +10,14 @@ from attnplug.errors import RequirementsError, UnknownBackendError
 from attnplug.manifest.schema import IsAsked
 from attnplug.negotiation.candidate import Candidate
 from attnplug.negotiation.negotiate import Question, negotiate
+from attnplug.negotiation.remedy import Remedy
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS, near
 from attnplug.selection import state as process
 from attnplug.selection.load import load
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attnplug.contract.backend import Backend
     from attnplug.manifest.constraint import Constraint
@@ -115,7 +116,7 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
         raise UnknownBackendError(
             f"the backend {name!r} was to be tested on {here}",
             f"it cannot run here: {why}",
-            "install what it requires, or test it on a device that it serves",
+            "; or ".join([*_ways(named), "test it on a device that it serves"]),
         )
     return _asked_for(tuple(Subject(item.id, here, item, asked) for item in ready), name)
 
@@ -159,6 +160,13 @@ def _registered() -> list[Candidate]:
 
 def _candidates() -> list[Candidate]:
     return [item for item in _registered() if item.variant is not None]
+
+
+def _ways(candidates: Iterable[Candidate]) -> Iterator[str]:
+    """Say of each candidate that lacks something how to get it."""
+    for item in candidates:
+        if item.install or item.remedy:
+            yield f"{item.id}: {Remedy(install=item.install, action=item.remedy)}"
 
 
 def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:
