@@ -38,13 +38,14 @@ if TYPE_CHECKING:
 TILE = gl.constexpr(64)
 """Keys of a tile, and query rows of a warpgroup."""
 
+_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+
 _residue_of = gluon.jit(residue_of.fn)
 
 
 def described(rows: Tensor) -> TensorDescriptor:
     """Describe ``(tokens, heads, head_size)``, 16 bits each, by tiles of one head."""
-    swizzled = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    return TensorDescriptor.from_tensor(rows, [64, 1, rows.shape[2]], swizzled)
+    return TensorDescriptor.from_tensor(rows, [64, 1, rows.shape[2]], _SWIZZLED)
 
 
 @gluon.jit
