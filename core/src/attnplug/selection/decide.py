@@ -191,11 +191,9 @@ def find_refusal(
         terms: What would be agreed on; None where nothing would, so that only what holds of everything is found.
         settings: The settings that it is asked under.
     """
-    known = registry.refusals.get(candidate.id)
-    if known is None:
-        return None
     agreement = None if terms is None else _agree(candidate, question, terms, settings)
-    return known.find(agreement, question.device)
+    known = registry.refusals.get(candidate.id)
+    return None if known is None else known.find(agreement, question.device)
 
 
 def refused_terms(registry: Registry, candidate: Candidate, question: Question, settings: Settings) -> frozenset[Terms]:
