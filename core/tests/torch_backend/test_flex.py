@@ -12,6 +12,7 @@ import torch
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import AuxOutput
 
 import attnplug
 from attnplug.contract import Limits
@@ -160,6 +161,35 @@ def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeyp
     flex.compiled.cache_clear()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == len(kinds)
     assert len(kinds) >= 5
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "size_v", "options"),
+    [
+        ("cuda", 64, 256, {"num_stages": 1}),
+        ("cuda", 128, 192, {"num_stages": 1}),
+        ("cuda", 256, 256, None),
+        ("cuda", 64, 128, None),
+        ("cpu", 64, 256, None),
+    ],
+)
+def test_values_far_wider_than_keys_are_loaded_tile_by_tile(monkeypatch, device, size, size_v, options) -> None:
+    """More in flight would not fit the shared memory of a GPU: the compiler looks at the size of keys alone."""
+    given = []
+
+    def noted(query, key, value, **options):
+        given.append(options["kernel_options"])
+        return value, AuxOutput(lse=None)
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(flex, "flex_attention", noted)
+    kind = flex.Kind(2, size, size_v, torch.float16, torch.device("cpu"), alone=True, short=2, scale=1.0)
+    is_wide = evolve(kind, device=torch.device(device)).is_wide
+    monkeypatch.setattr(flex.Kind, "is_wide", is_wide)
+
+    flex.compiled.__wrapped__(kind, bent=False)
+
+    assert given == [options]
 
 
 def test_a_bound_of_splits_is_refused_and_not_dropped() -> None:

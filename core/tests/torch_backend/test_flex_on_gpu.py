@@ -63,7 +63,7 @@ def test_encoders_and_cross_attention(attn_type: str) -> None:
             check(load(case, block_size=case.block_size), realise(case))
 
 
-@pytest.mark.parametrize("sizes", [(16, None), (48, None), (80, 96), (256, None)], ids=str)
+@pytest.mark.parametrize("sizes", [(16, None), (48, None), (80, 96), (64, 256), (128, 256), (256, None)], ids=str)
 def test_other_head_sizes(sizes: tuple[int, int | None]) -> None:
     case = Case(
         query_lens=(1, 30, 200),

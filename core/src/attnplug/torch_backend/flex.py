@@ -81,6 +81,15 @@ class Kind:
     short: int
     scale: float
 
+    @property
+    def is_wide(self) -> bool:
+        """
+        Whether values are wider than the compiler takes into account.
+
+        It chooses tiles by the size of keys alone: three of 128 by 64 in flight leave no room for values of 256.
+        """
+        return self.device.type == "cuda" and self.size_v > max(self.size, 128)
+
 
 def _kind(query: Tensor, value: Tensor, call: Call) -> Kind:
     members, heads, rows, size = query.shape
@@ -100,8 +109,9 @@ def compiled(
     Each kind has a function of its own, since the compiler gives up on one that it had to compile often. Sizes that are
     equal the first time are taken to be equal always: so it sees unequal ones first, and makes a general graph.
     """
-    code = _flex.__code__.replace(co_name=f"flex_{abs(hash((kind, bent, alibi)))}")
-    own = FunctionType(code, _flex.__globals__, closure=_flex.__closure__)
+    function = _flex_by_single_tiles if kind.is_wide else _flex
+    code = function.__code__.replace(co_name=f"flex_{abs(hash((kind, bent, alibi)))}")
+    own = FunctionType(code, function.__globals__, closure=function.__closure__)
     kernel = torch.compile(own, dynamic=True, fullgraph=True)
     query, key, value, mask = unequal_sizes(kind)
     slopes = torch.zeros(kind.heads * _SLOPES, device=kind.device) if alibi else None
@@ -131,10 +141,21 @@ def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Picture]:
 def _flex(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor | None]:
+    return _attended(query, key, value, score_mod, mask, scale, None)
+
+
+def _flex_by_single_tiles(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    return _attended(query, key, value, score_mod, mask, scale, {"num_stages": 1})
+
+
+def _attended(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, scale: float, options: Any
+) -> tuple[Tensor, Tensor | None]:
     key, value = key.transpose(1, 2), value.transpose(1, 2)
-    out, aux = flex_attention(
-        query, key, value, score_mod=score_mod, block_mask=mask, scale=scale, return_aux=AuxRequest(lse=True)
-    )
+    given = {"score_mod": score_mod, "block_mask": mask, "scale": scale, "kernel_options": options}
+    out, aux = flex_attention(query, key, value, **given, return_aux=AuxRequest(lse=True))
     return out, aux.lse
 
 
