@@ -151,9 +151,19 @@ def exact(prompt: Prompt, mode: str | None, rows: Tensor) -> Tensor:
 # --- ways to compute a prompt ---------------------------------------------------------------------------------------
 
 
+def split(tiles: PrefillTiles | HopperTiles, *, paged: bool = False) -> tuple[HopperTiles | None, PrefillTiles]:
+    """Return tiles of warps with roles, if these are, and those of warps without."""
+    if isinstance(tiles, PrefillTiles):
+        return None, tiles
+    if not hopper.is_there():
+        message = "Triton here does not compile warps with roles"
+        raise ValueError(message)
+    return tiles, PrefillTiles.of(SIZE, paged=paged)
+
+
 def own(prompt: Prompt, mode: str, tiles: PrefillTiles | HopperTiles, *, descriptors: bool = True) -> Way:
     """Return one of the plugin's kernels on rows: by roles, by descriptors or by pointers."""
-    roles, tiles = (tiles, PrefillTiles.of(SIZE)) if isinstance(tiles, HopperTiles) else (None, tiles)
+    roles, tiles = split(tiles)
     tokens = prompt.query.shape[0]
     starts = torch.tensor([0, tokens], dtype=torch.int32, device=DEVICE)
     prompts = prefill.Prompts(
@@ -167,9 +177,6 @@ def own(prompt: Prompt, mode: str, tiles: PrefillTiles | HopperTiles, *, descrip
         hopper=roles,
     )
     scales = Scales(SIZE**-0.5)
-    if roles is not None and not hopper.is_there():
-        message = "Triton here does not compile warps with roles"
-        raise ValueError(message)
     if descriptors and not is_for(prompt.key, prompt.value, prompts.pattern, tiles):
         message = f"no descriptors fit {tiles}"
         raise ValueError(message)
@@ -309,8 +316,9 @@ def paged(prompt: Prompt, page: int) -> tuple[Tensor, Tensor]:
     return cache, table[None]
 
 
-def chunk(prompt: Prompt, mode: str, tiles: PrefillTiles, page: int) -> Way:
-    """Return the plugin's kernel on pages: the last rows of a sequence."""
+def chunk(prompt: Prompt, mode: str, tiles: PrefillTiles | HopperTiles, page: int) -> Way:
+    """Return one of the plugin's kernels on pages: the last rows of a sequence."""
+    roles, tiles = split(tiles, paged=True)
     rows, (cache, table) = prompt.query.shape[0], paged(prompt, page)
     starts = torch.tensor([0, rows], dtype=torch.int32, device=DEVICE)
     found = prefill.Prompts(
@@ -320,6 +328,9 @@ def chunk(prompt: Prompt, mode: str, tiles: PrefillTiles, page: int) -> Way:
         seq_lens=torch.tensor([prompt.key.shape[0]], dtype=torch.int32, device=DEVICE),
         table=table,
         longest_query=rows,
+        lengths=() if roles is None else (rows,),
+        key_lengths=() if roles is None else (prompt.key.shape[0],),
+        hopper=roles,
     )
     return lambda: prefill.attend(prompt.query, *cache, prompt.out, None, found, Scales(SIZE**-0.5))
 
@@ -329,15 +340,16 @@ def chunks(tokens: int, rows: int, facts: dict[str, Any]) -> dict[str, tuple[Cal
     whole, mode = Prompt.of(tokens), "per head"
     prompt = evolve(whole, query=whole.query[-rows:], out=whole.out[-rows:])
     facts["prompt"], facts["needs"] = prompt, needs_of_prompt(tokens, rows)
+    by_page = {page: (*(BY_ROLES if page % 64 == 0 else ()), *BY_POINTERS) for page in PAGE_SIZES}
     ways: dict[str, tuple[Callable[[], Way], str | None]] = {
         f"pages of {page} {tiles}": (partial(chunk, prompt, mode, tiles, page), mode)
-        for page in PAGE_SIZES
-        for tiles in BY_POINTERS
+        for page, known in by_page.items()
+        for tiles in known
     }
-    tiles = PrefillTiles.of(SIZE, paged=True)
+    best = {page: BY_ROLES[0] if page % 64 == 0 else PrefillTiles.of(SIZE, paged=True) for page in PAGE_SIZES}
     return ways | {
         f"pages of {page}, {other}, {tiles}": (partial(chunk, prompt, other, tiles, page), other)
-        for page in PAGE_SIZES
+        for page, tiles in best.items()
         for other in list(MODES)[1:]
     }
 

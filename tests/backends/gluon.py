@@ -197,6 +197,8 @@ class _Product:
         self.value: Tensor | None = None
 
     def compute(self) -> None:
+        unseen = self.right.data.data_ptr() in _local.unseen
+        _need(not unseen, "a product of what its unit does not see yet: a fence is missing")
         left = self.left.data if isinstance(self.left, _Shared) else self.left
         self.value = left.float() @ self.right.data.float()
         if self.total is not None:
@@ -342,6 +344,13 @@ def _multiply_wait(num_outstanding: int, deps: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
+def _load(place: _Pointer, mask: bool, other: int) -> int:
+    if not mask:
+        return other
+    _need(0 <= place.at < place.tensor.numel(), "a load beyond its tensor")
+    return int(place.tensor.reshape(-1)[place.at])
+
+
 def _store(place: _Pointer, value: Tensor, mask: Tensor) -> None:
     flat = place.tensor.as_strided((place.tensor.untyped_storage().nbytes() // place.tensor.element_size(),), (1,), 0)
     at = place.tensor.storage_offset() + place.at[mask]
@@ -366,7 +375,7 @@ def _modules(seed: Callable[[], int]) -> dict[str, ModuleType]:
         _need(options.keys() <= {"do_not_specialize"}, f"the double knows no {options}")
         return (lambda inner: _Function(inner, seed)) if function is None else _Function(function, seed)
 
-    layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout")
+    layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout")
     language = {
         **{name: lambda *given, name=name: (name, *given) for name in layouts},
         "NVMMASharedLayout": SimpleNamespace,
@@ -386,6 +395,7 @@ def _modules(seed: Callable[[], int]) -> dict[str, ModuleType]:
         "program_id": lambda _axis: _program().number,
         "num_programs": lambda _axis: _program().programs,
         "allocate_shared_memory": _allocate,
+        "load": _load,
         "store": _store,
         "warp_specialize": lambda partitions, _warps, _registers: _program().specialize(partitions),
     }

@@ -39,8 +39,8 @@ def load(pattern=PATTERN, **asked):
 class Step:
     """A backend with one layer, and requests whose context is in its cache."""
 
-    def __init__(self, case, parallel=None, max_num_splits=None, **asked):
-        self.case, self.backend = case, load(case.pattern, **asked)
+    def __init__(self, case, parallel=None, max_num_splits=None, page=PAGE, **asked):
+        self.case, self.page, self.backend = case, page, load(case.pattern, block_size=page, **asked)
         self.impl = self.backend.make_impl(Layer(name="layer"))
         tokens = sum(case.query_lens)
         most = {"max_num_tokens": max(8, tokens), "max_num_splits": max_num_splits}
@@ -51,12 +51,12 @@ class Step:
 
     def batch(self):
         case = self.case
-        self.cache, table = case.pages(PAGE)
+        self.cache, table = case.pages(self.page)
         places = [torch.arange(length)[new] for length, new in zip(case.seq_lens, self.new, strict=True)]
-        slots = [table[r, at // PAGE].cpu().long() * PAGE + at % PAGE for r, at in enumerate(places)]
+        slots = [table[r, at // self.page].cpu().long() * self.page + at % self.page for r, at in enumerate(places)]
         for request, new in enumerate(self.new):  # what comes with the call is not there yet
             at = torch.arange(case.seq_lens[request])[new]
-            self.cache[:, table[request, at // PAGE].long(), at % PAGE] = torch.nan
+            self.cache[:, table[request, at // self.page].long(), at % self.page] = torch.nan
         given = {"block_table": table.cpu(), "slot_mapping": torch.cat(slots)}
         return Batch.from_lengths(case.query_lens, case.seq_lens, device=DEVICE, **given)
 
@@ -122,6 +122,22 @@ def test_long_prompts_are_computed_by_roles_where_the_gpu_has_warpgroups(monkeyp
 
     assert calls.count("_prompt_by_roles") == (2 if has_roles else 0)
     assert calls.count("_prompt") == (0 if has_roles else 2)
+
+
+def test_long_chunks_are_computed_by_roles_where_pages_are_tiles(monkeypatch, calls):
+    monkeypatch.setattr(BlocksparseBuilder, "worth_a_launch", 64)
+    if INTERPRETED:
+        monkeypatch.setattr(BlocksparseBackend, "hopper_tiles", HopperTiles(2, 2))
+    has_roles = Step(Requests(PATTERN, [1], [1])).backend.hopper_tiles is not None
+
+    for page, by_roles in ((64, has_roles), (PAGE, False)):
+        calls.clear()
+        step = Step(Requests({**PATTERN, "block_size": 64}, [1, 150, 130], [60, 350, 130]), page=page)
+        with gluon.doubled("attnplug_blocksparse.gluon_prompt") if INTERPRETED else nullcontext():
+            check(*step.run(step.builder.build(step.batch())), step.case.expected())
+
+        assert calls.count("_prompt_by_roles") == (2 if by_roles else 0)
+        assert calls.count("_prefill") == (0 if by_roles else 1)
 
 
 def test_an_8_bit_cache_is_read_in_the_first_step_too(calls):

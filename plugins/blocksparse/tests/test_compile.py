@@ -71,23 +71,28 @@ def test_prompts_by_descriptors(at_once):
     assert ("cp.async.bulk.tensor.5d" in code) is (at_once > 1)
 
 
-@pytest.mark.parametrize(("size", "kind"), [(128, "bf16"), (64, "fp16")])
-def test_prompts_by_roles(size, kind):
+@pytest.mark.parametrize(("size", "kind", "page_size"), [(128, "bf16", 0), (64, "fp16", 0), (128, "bf16", 64)])
+def test_prompts_and_chunks_by_roles(size, kind, page_size):
     from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: PLC0415 - as above
 
     from attnplug_blocksparse.gluon_prompt import _prompt_by_roles  # noqa: PLC0415
 
-    swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    rows = f"tensordesc<{kind}[64, 1, {size}],{swizzled!r}>"
-    tensors = dict.fromkeys(("query", "key", "value", "out"), rows) | {"items": "i32"}
+    def described(*box):
+        swizzled = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(box))
+        return f"tensordesc<{kind}[{', '.join(map(str, box))}],{swizzled!r}>"
+
+    rows = described(64, 1, size)
+    keys = described(1, 64, 1, size) if page_size else rows
+    tensors = {"query": rows, "key": keys, "value": keys, "out": rows}
+    tensors |= dict.fromkeys(("items", "last", "context"), "i32")
     constants = {name: value for name, value in PHI.items() if name != "interpreted"}
-    sizes = {"heads": 32, "size": size, "stages": HopperTiles(1).stages}
+    sizes = {"heads": 32, "size": size, "stages": HopperTiles(1).stages, "page_size": page_size}
     kernel = compiled(_prompt_by_roles, constants | sizes, tensors, num_warps=4)
     code, shared = kernel.asm["ptx"], kernel.metadata.shared
 
     assert "wgmma.mma_async" in code
     assert "setmaxnreg" in code
-    assert "cp.async.bulk.tensor.3d.shared" in code
+    assert f"cp.async.bulk.tensor.{4 if page_size else 3}d.shared" in code
     assert "cp.async.bulk.tensor.3d.global" in code
     assert shared <= HOPPER_SHARED_MEMORY
     assert HopperTiles(1).shared_bytes(size) <= shared < HopperTiles(1).shared_bytes(size) + 512

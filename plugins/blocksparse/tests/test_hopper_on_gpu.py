@@ -34,17 +34,26 @@ pytestmark = [
 ]
 
 
-def by_roles(case, programs=3, stages=2, seed=0, change=("", "")):
-    """Output and LSE of one prompt, computed by the double or on the GPU."""
-    (query,), (key,), (value,) = case.queries, case.keys, case.values
+def by_roles(case, programs=3, stages=2, seed=0, page=0, change=("", "")):
+    """Output and LSE of one prompt, or of one chunk in pages, computed by the double or on the GPU."""
+    (query,), (key,), (value,), pages = case.queries, case.keys, case.values, {}
     out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
     params = BlocksparseParams.of(case.pattern, num_heads=query.shape[1], num_kv_heads=key.shape[1])
     pattern = Pattern(params, torch.device(DEVICE))
-    assert hopper.is_for(query, key, value, out, pattern)
+    if page:
+        (key, value), table = case.pages(page)
+        pages = {"table": table[0], "length": case.seq_lens[0]}
     line, instead = change
+    assert hopper.is_for(query, key, value, out, pattern)
     with gluon.doubled(KERNEL, seed=seed, line=line, instead=instead) if INTERPRETED else nullcontext():
-        hopper.attend(query, key, value, out, lse, pattern, Scales(case.scale), HopperTiles(programs, stages))
+        tiles = HopperTiles(programs, stages)
+        hopper.attend(query, key, value, out, lse, pattern, Scales(case.scale), tiles, **pages)
     return out, lse
+
+
+ways = st.fixed_dictionaries(
+    {"programs": st.integers(1, 5), "stages": st.integers(2, 5), "seed": st.integers(0, 2**32)}
+)
 
 
 @st.composite
@@ -66,15 +75,32 @@ def patterns(draw):
     heads=st.sampled_from([(1, 1), (2, 2), (1, 3)]),
     size=st.sampled_from([64, 128]),
     dtype=st.sampled_from(DTYPES),
-    programs=st.integers(1, 5),
-    stages=st.integers(2, 5),
-    seed=st.integers(0, 2**32),
+    way=ways,
 )
-def test_prompts(pattern, length, heads, size, dtype, programs, stages, seed):
+def test_prompts(pattern, length, heads, size, dtype, way):
     kv_heads, group = heads
     case = Requests(pattern, [length], [length], kv_heads=kv_heads, group=group, size=size, dtype=dtype)
 
-    check(*by_roles(case, programs, stages, seed), case.expected())
+    check(*by_roles(case, **way), case.expected())
+
+
+@settings(max_examples=EXAMPLES)
+@given(
+    pattern=patterns(),
+    rows=st.sampled_from([1, 63, 64, 100, 130, 300]),
+    context=st.sampled_from([0, 1, 64, 100, 128, 200, 333, 700]),
+    heads=st.sampled_from([(1, 1), (2, 2), (1, 3)]),
+    size=st.sampled_from([64, 128]),
+    dtype=st.sampled_from(DTYPES),
+    page=st.sampled_from([64, 128, 192]),
+    way=ways,
+)
+def test_chunks(pattern, rows, context, heads, size, dtype, page, way):
+    """Pages are NaN where no token is, and page 0 is."""
+    kv_heads, group = heads
+    case = Requests(pattern, [rows], [context + rows], kv_heads=kv_heads, group=group, size=size, dtype=dtype)
+
+    check(*by_roles(case, page=page, **way), case.expected())
 
 
 WAIT = "            mbarrier.wait(full[{}].index({}), ({} // stages) & 1)\n"
@@ -117,6 +143,12 @@ MISTAKES = {
     ),
     "outputs are not stored when the program ends": ("    tma.store_wait(0)\n\n\n", "\n\n"),
     "outputs are stored before they are seen": ("        fence_async_shared()\n", ""),
+    "pages are read behind the end of a sequence": (
+        "if page_size > 0 and place + which * TILE + TILE > length:",
+        "if 0:",
+    ),
+    "values are seen before they are zero": ("    fence_async_shared()\n\n\n", "\n\n"),
+    "tiles behind the end have a page": ("mask=begin < length, other=-1", "mask=True, other=-1"),
     "the diagonal is not masked": ('gl.where(seen, scores, float("-inf"))', "scores"),
     "sums do not shrink": ("sums = sums * shrink +", "sums = sums +"),
 }
@@ -127,9 +159,10 @@ MISTAKES = {
 def test_mistakes_are_found(mistake):
     """Where one prompt is long, and where the loader is ahead by whole items."""
     cases = [Requests(PHI, [length], [length], kv_heads=1, group=group) for length, group in ((700, 2), (100, 4))]
-    for seed, case in product(range(6), cases):
+    chunk = Requests(PHI, [100], [300], kv_heads=1, group=2)
+    for seed, (case, page) in product(range(6), [(cases[0], 0), (cases[1], 0), (chunk, 64)]):
         try:
-            check(*by_roles(case, programs=2, seed=seed, change=MISTAKES[mistake]), case.expected())
+            check(*by_roles(case, programs=2, seed=seed, page=page, change=MISTAKES[mistake]), case.expected())
         except AssertionError:
             return
     pytest.fail(f"nobody saw that {mistake}")
@@ -171,3 +204,6 @@ def test_what_it_does_not_compute_is_left_to_others():
     assert not takes(key=key.half())
     assert not takes(out=query.new_empty(70, 4, 65)[..., 1:])
     assert not takes(value=value.mT.contiguous().mT)
+    for page, is_taken in ((64, True), (128, True), (16, False), (96, False)):
+        pages, _ = case.pages(page)
+        assert takes(key=pages[0], value=pages[1]) is is_taken

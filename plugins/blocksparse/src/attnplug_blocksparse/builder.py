@@ -90,7 +90,7 @@ class BlocksparseBuilder(MetadataBuilder):
         )
 
     def _prompts(self, prefills: Phase, *, reads_rows: bool) -> Prompts:
-        lengths = self._lengths(prefills) if reads_rows else ()
+        lengths, key_lengths = self._lengths(prefills, reads_rows=reads_rows)
         return Prompts(
             pattern=self.pattern,
             tiles=self.backend.row_tiles if reads_rows else self.backend.page_tiles,
@@ -100,14 +100,23 @@ class BlocksparseBuilder(MetadataBuilder):
             table=None if reads_rows else prefills.block_table,
             longest_query=prefills.max_query_len,
             lengths=lengths,
+            key_lengths=key_lengths,
             hopper=self.backend.hopper_tiles,
         )
 
-    def _lengths(self, prefills: Phase) -> tuple[int, ...]:
-        """One launch each pays where prompts are long, and where the device loads tiles by descriptors."""
-        if not self.backend.has_descriptors or prefills.num_tokens < self.worth_a_launch * prefills.num_reqs:
-            return ()
-        return tuple(length for length in prefills.query_start_loc_cpu.diff().tolist() if length)
+    def _lengths(self, prefills: Phase, *, reads_rows: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """
+        Rows of each request, and its keys where they are in pages; nothing where one launch for all is better.
+
+        One launch each pays where prompts are long, and where the device loads tiles by descriptors, of pages by warps
+        with roles; and how many keys there are the host has to know.
+        """
+        lens, tiles = prefills.seq_lens_cpu, self.backend.hopper_tiles
+        can = self.backend.has_descriptors if reads_rows else tiles is not None and lens is not None
+        if not can or prefills.num_tokens < self.worth_a_launch * prefills.num_reqs:
+            return (), ()
+        lengths = tuple(prefills.query_start_loc_cpu.diff().tolist())
+        return lengths, () if reads_rows or lens is None else tuple(lens.tolist())
 
 
 def _is_whole(prefills: Phase) -> bool:

@@ -1,5 +1,5 @@
 """
-The kernel for one prompt in one piece on Hopper, whose warps have roles. Imported only where Triton has Gluon.
+The kernel for one prompt, or one chunk of it, on Hopper, whose warps have roles. Imported only where Triton has Gluon.
 
 One warp loads tiles of keys and values into a ring in shared memory. Two warpgroups attend 64 query rows each, one
 after the other in the sequence, and both from the same tiles: vertical blocks do not depend on the query, so that each
@@ -38,14 +38,15 @@ if TYPE_CHECKING:
 TILE = gl.constexpr(64)
 """Keys of a tile, and query rows of a warpgroup."""
 
-_SWIZZLED = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+_SWIZZLED = {rank: gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank) for rank in (3, 4)}
 
 _residue_of = gluon.jit(residue_of.fn)
 
 
 def described(rows: Tensor) -> TensorDescriptor:
-    """Describe ``(tokens, heads, head_size)``, 16 bits each, by tiles of one head."""
-    return TensorDescriptor.from_tensor(rows, [64, 1, rows.shape[2]], _SWIZZLED)
+    """Describe ``(tokens, heads, head_size)`` or ``(pages, page_size, heads, head_size)`` by tiles of one head."""
+    box = [64, 1, rows.shape[-1]]
+    return TensorDescriptor.from_tensor(rows, [1, *box] if rows.ndim == 4 else box, _SWIZZLED[rows.ndim])
 
 
 @gluon.jit
@@ -60,14 +61,14 @@ def _work_of(
     Returns its head, its KV head and its first row; the remainder of its vertical blocks; the first block that is local
     to its first warpgroup; and numbers of tiles: local to both, vertical, all, and those up to where the second ends.
     """
-    _, num_tiles, first, step = work
+    _, last, first, step = work
     heads: gl.constexpr = pattern[0]
     block: gl.constexpr = pattern[2]
     local: gl.constexpr = pattern[3]
     stride: gl.constexpr = pattern[4]
     head = item % heads
     kv_head = head // pattern[1]
-    place = (num_tiles - 1 - item // heads) * (2 * TILE)
+    place = (last - item // heads) * (2 * TILE)
     residue = _residue_of(head, kv_head, first, step, stride, pattern[5])
     parts: gl.constexpr = block // TILE
     of_first = gl.maximum(place // block - local + 1, 0)
@@ -86,13 +87,21 @@ def _load(
     buffers: gl.tuple,
     full: gl.tuple,
     empty: gl.tuple,
+    table: gl.tensor,
+    ends: gl.tuple,
     work: gl.tuple,
     pattern: gl.constexpr,
     size: gl.constexpr,
+    page_size: gl.constexpr,
     stages: gl.constexpr,
 ) -> None:
-    """Load queries, keys and values in the order in which they are attended, as soon as there is room."""
+    """
+    Load queries, keys and values in the order in which they are attended, as soon as there is room.
+
+    What is before the chunk, or behind the end of the sequence, is outside of what is described, and zero.
+    """
     query, key, value = described
+    context, length = ends
     queries, keys, values = buffers
     block: gl.constexpr = pattern[2]
     stride: gl.constexpr = pattern[4]
@@ -105,7 +114,7 @@ def _load(
         for which in gl.static_range(2):
             mbarrier.wait(empty[0].index(which), (turn & 1) ^ 1)
             mbarrier.expect(full[0].index(which), tile_bytes)
-            where = [place + which * TILE, head, 0]
+            where = [place + which * TILE - context, head, 0]
             tma.async_copy_global_to_shared(query, where, full[0].index(which), queries.index(which))
         turn += 1  # noqa: SIM113 - Gluon has no enumerate()
         for tile in range(total):
@@ -116,14 +125,19 @@ def _load(
                 begin = (behind // parts * stride + residue) * block + behind % parts * TILE
             else:
                 begin = of_first * block + (behind - far) * TILE
+            if page_size > 0:
+                page = gl.load(table + begin // page_size, mask=begin < length, other=-1)
+                source = [page, begin % page_size, kv_head, 0]
+            else:
+                source = [begin, kv_head, 0]
             slot = at % stages
             phase = (at // stages) & 1
             mbarrier.wait(empty[1].index(slot), phase ^ 1)
             mbarrier.expect(full[1].index(slot), tile_bytes)
-            tma.async_copy_global_to_shared(key, [begin, kv_head, 0], full[1].index(slot), keys.index(slot))
+            tma.async_copy_global_to_shared(key, source, full[1].index(slot), keys.index(slot))
             mbarrier.wait(empty[2].index(slot), phase ^ 1)
             mbarrier.expect(full[2].index(slot), tile_bytes)
-            tma.async_copy_global_to_shared(value, [begin, kv_head, 0], full[2].index(slot), values.index(slot))
+            tma.async_copy_global_to_shared(value, source, full[2].index(slot), values.index(slot))
             at += 1
 
 
@@ -137,6 +151,16 @@ def _leave_out(full: gl.tuple, empty: gl.tuple, begin: gl.tensor, end: gl.tensor
 
 
 @gluon.jit
+def _clear(values: gl.tensor, count: gl.tensor, size: gl.constexpr) -> None:
+    """Let values of a page be zero from a row on, to which nobody has written: a weight of 0 times NaN is NaN."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // size, size // 8], [4, 1], [1, 0])
+    kept = values.load(layout)
+    inside = gl.arange(0, TILE, gl.SliceLayout(1, layout)) < count
+    values.store(gl.where(inside[:, None], kept, 0.0).to(kept.dtype))
+    fence_async_shared()
+
+
+@gluon.jit
 def _attend(
     which: gl.constexpr,
     out: gl.tensor,
@@ -146,10 +170,11 @@ def _attend(
     full: gl.tuple,
     empty: gl.tuple,
     scale: gl.tensor,
-    length: gl.tensor,
+    ends: gl.tuple,
     work: gl.tuple,
     pattern: gl.constexpr,
     size: gl.constexpr,
+    page_size: gl.constexpr,
     stages: gl.constexpr,
     has_lse: gl.constexpr,
 ) -> None:
@@ -167,6 +192,7 @@ def _attend(
     of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
     of_shares: gl.constexpr = gl.SliceLayout(1, of_total)
     queries, keys, values = buffers
+    context, length = ends
     kind: gl.constexpr = queries.dtype
     factor = scale * 1.4426950408889634
     rows = gl.arange(0, TILE, of_rows)
@@ -190,6 +216,9 @@ def _attend(
         scores = warpgroup_mma(query, turned, nothing, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         mbarrier.arrive(empty[1].index(slot), count=1)
+        if page_size > 0 and place + which * TILE + TILE > length:
+            mbarrier.wait(full[2].index(slot), (begin // stages) & 1)
+            _clear(values.index(slot).reshape([TILE, size]), length - place - which * TILE, size)
         scores = gl.where(seen, scores, float("-inf"))
         highest = gl.max(scores, 1) * factor  # finite: the diagonal is seen
         weights = gl.exp2(scores * factor - highest[:, None])
@@ -230,26 +259,29 @@ def _attend(
         tma.store_wait(0)  # of the item before, from the same place
         outs.index(which).reshape([TILE, size]).store(result)
         fence_async_shared()
-        tma.async_copy_shared_to_global(out, [place + which * TILE, head, 0], outs.index(which))
+        tma.async_copy_shared_to_global(out, [place + which * TILE - context, head, 0], outs.index(which))
         if has_lse:
             places = place + which * TILE + rows
             natural = (highest + gl.log2(sums)) * 0.6931471805599453
             lse, of_token, of_head = logs
-            gl.store(lse + places.to(gl.int64) * of_token + head * of_head, natural, mask=places < length)
+            mine = (places >= context) & (places < length)
+            gl.store(lse + (places - context).to(gl.int64) * of_token + head * of_head, natural, mask=mine)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["length", "num_tiles", "items", "first", "step"])
+@gluon.jit(do_not_specialize=["context", "length", "last", "items", "first", "step"])
 def _prompt_by_roles(
     query: gl.tensor,
     key: gl.tensor,
     value: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
+    table: gl.tensor,
     lse_token: gl.int64,
     lse_head: gl.int64,
+    context: gl.int32,
     length: gl.int32,
-    num_tiles: gl.int32,
+    last: gl.int32,
     items: gl.int32,
     scale: gl.float32,
     first: gl.int32,
@@ -261,18 +293,24 @@ def _prompt_by_roles(
     local: gl.constexpr,
     stride: gl.constexpr,
     by_kv_head: gl.constexpr,
+    page_size: gl.constexpr,
     has_lse: gl.constexpr,
     stages: gl.constexpr,
 ) -> None:
     """
-    Each program takes every so manieth item, a head of 128 rows: as many programs as there are multiprocessors.
+    Each program takes every so manieth item, a head of 128 rows of the sequence: tiles begin at multiples of their size
+    in it, wherever a chunk begins. There are as many programs as multiprocessors.
 
     Whatever is handed over has two barriers: one that it is there, and one that its place is free again.
     """
     kind: gl.constexpr = query.dtype
     queries = gl.allocate_shared_memory(kind, [2, TILE, 1, size], query.layout)
-    keys = gl.allocate_shared_memory(kind, [stages, TILE, 1, size], key.layout)
-    values = gl.allocate_shared_memory(kind, [stages, TILE, 1, size], value.layout)
+    if page_size > 0:
+        keys = gl.allocate_shared_memory(kind, [stages, 1, TILE, 1, size], key.layout)
+        values = gl.allocate_shared_memory(kind, [stages, 1, TILE, 1, size], value.layout)
+    else:
+        keys = gl.allocate_shared_memory(kind, [stages, TILE, 1, size], key.layout)
+        values = gl.allocate_shared_memory(kind, [stages, TILE, 1, size], value.layout)
     outs = gl.allocate_shared_memory(kind, [2, TILE, 1, size], out.layout)
     queries_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     queries_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -292,14 +330,53 @@ def _prompt_by_roles(
 
     buffers = (queries, keys, values)
     full, empty = (queries_full, keys_full, values_full), (queries_empty, keys_empty, values_empty)
-    work = (items, num_tiles, first, step)
+    work = (items, last, first, step)
     pattern: gl.constexpr = (heads, group, block, local, stride, by_kv_head)
     logs = (lse, lse_token, lse_head)
+    ends = (context, length)
     gl.warp_specialize(
         [
-            (_attend, (0, out, logs, buffers, outs, full, empty, scale, length, work, pattern, size, stages, has_lse)),
-            (_attend, (1, out, logs, buffers, outs, full, empty, scale, length, work, pattern, size, stages, has_lse)),
-            (_load, ((query, key, value), buffers, full, empty, work, pattern, size, stages)),
+            (
+                _attend,
+                (
+                    0,
+                    out,
+                    logs,
+                    buffers,
+                    outs,
+                    full,
+                    empty,
+                    scale,
+                    ends,
+                    work,
+                    pattern,
+                    size,
+                    page_size,
+                    stages,
+                    has_lse,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    1,
+                    out,
+                    logs,
+                    buffers,
+                    outs,
+                    full,
+                    empty,
+                    scale,
+                    ends,
+                    work,
+                    pattern,
+                    size,
+                    page_size,
+                    stages,
+                    has_lse,
+                ),
+            ),
+            (_load, ((query, key, value), buffers, full, empty, table, ends, work, pattern, size, page_size, stages)),
         ],
         [4, 1],  # warps beside those of the launch: the second warpgroup, and one that loads
         [240, 24],  # their registers

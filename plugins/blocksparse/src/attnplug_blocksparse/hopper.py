@@ -1,4 +1,4 @@
-"""Launches the kernel for one prompt in one piece whose warps have roles, on GPUs of compute capability 9.0."""
+"""Launches the kernel whose warps have roles, for one prompt or one chunk, on GPUs of compute capability 9.0."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def is_for(query: Tensor, key: Tensor, value: Tensor, out: Tensor, pattern: Patt
 
     Args:
         query: ``(tokens, num_q_heads, head_size)`` of all prompts.
-        key: ``(tokens, num_kv_heads, head_size)``.
+        key: ``(tokens, num_kv_heads, head_size)``, or pages ``(num_blocks, page_size, num_kv_heads, head_size)``, of
+            which one or more tiles make one.
         value: As `key`.
         out: As `query`.
         pattern: Which blocks a head attends.
@@ -52,11 +53,11 @@ def is_for(query: Tensor, key: Tensor, value: Tensor, out: Tensor, pattern: Patt
     tensors = (query, key, value, out)
     kinds = {tensor.dtype for tensor in tensors}
     fits = block % _ROWS == 0 and are_local and query.shape[2] in _SIZES
-    fits = fits and kinds in ({torch.bfloat16}, {torch.float16})
+    fits = fits and kinds in ({torch.bfloat16}, {torch.float16}) and (key.ndim == 3 or key.shape[1] % _ROWS == 0)
     return fits and all(is_aligned(tensor) for tensor in tensors)
 
 
-def attend(
+def attend(  # noqa: PLR0913 - tensors, how they are attended, and where keys in pages are
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -65,29 +66,39 @@ def attend(
     pattern: Pattern,
     scales: Scales,
     tiles: HopperTiles,
+    *,
+    table: Tensor | None = None,
+    length: int | None = None,
 ) -> None:
     """
-    Attend one prompt, whose keys are its own rows, and write output and LSE.
+    Attend one prompt, whose keys are its own rows, or a chunk, whose keys are in pages, and write output and LSE.
 
     Args:
         query: ``(tokens, num_q_heads, head_size)``, such as `is_for` takes.
-        key: ``(tokens, num_kv_heads, head_size)``.
+        key: ``(tokens, num_kv_heads, head_size)``, or ``(num_blocks, page_size, num_kv_heads, head_size)``.
         value: As `key`.
         out: ``(tokens, num_q_heads, head_size)``.
         lse: ``(tokens, num_q_heads)`` float32, natural log, or None.
         pattern: Which blocks a head attends.
         scales: Of the layer.
         tiles: How it is computed.
+        table: ``(max_blocks,)`` int32, the pages of the sequence; None where keys are rows.
+        length: Keys in pages, the chunk's own included.
     """
     from attnplug_blocksparse.gluon_prompt import described, prompt_kernel  # noqa: PLC0415 - where Gluon is
 
-    length, heads, size = query.shape
-    num_tiles = -(-length // (2 * _ROWS))
-    items = num_tiles * heads
-    tensors = (query if lse is None else lse,)
+    rows, heads, size = query.shape
+    length = rows if length is None else length
+    context = length - rows
+    last = (length - 1) // (2 * _ROWS)
+    items = (last - context // (2 * _ROWS) + 1) * heads
+    tensors = (query if lse is None else lse, query if table is None else table)
     strides = (0, 0) if lse is None else lse.stride()
-    numbers = (length, num_tiles, items, scales.scores, *pattern.numbers)
-    constants = (heads, heads // key.shape[1], size, *pattern.constants, lse is not None, tiles.stages)
-    rows = [described(tensor) for tensor in (query, key, value, out)]
+    numbers = (context, length, last, items, scales.scores, *pattern.numbers)
+    page_size = 0 if table is None else key.shape[1]
+    constants = (
+        heads, heads // key.shape[-2], size, *pattern.constants, page_size, lse is not None, tiles.stages,
+    )  # fmt: skip
+    descriptors = [described(tensor) for tensor in (query, key, value, out)]
     programs = min(items, tiles.programs)
-    prompt_kernel.run(programs, tensors, strides, numbers, constants, descriptors=rows, num_warps=4)
+    prompt_kernel.run(programs, tensors, strides, numbers, constants, descriptors=descriptors, num_warps=4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import triton
 from attrs import frozen
@@ -37,8 +37,10 @@ class Prompts:
         key_starts: As `query_starts` for the rows of keys; None where they are in pages.
         table: ``(num_reqs, max_blocks)`` int32 pages; None where keys are rows.
         longest_query: Rows of the longest request.
-        lengths: Rows of each request, where each is a prompt that is worth a launch of its own; otherwise none.
-        hopper: How such a launch is computed by warps with roles, where the device has what that needs.
+        lengths: Rows of each request, where each is worth a launch of its own; otherwise none.
+        key_lengths: Keys of each such request, where they are in pages.
+        hopper: How such a launch is computed by warps with roles, where the device has what that needs. Keys in pages
+            have no launches of their own elsewhere.
     """
 
     pattern: Pattern
@@ -49,6 +51,7 @@ class Prompts:
     table: Tensor | None = None
     longest_query: int = 0
     lengths: tuple[int, ...] = ()
+    key_lengths: tuple[int, ...] = ()
     hopper: HopperTiles | None = None
 
 
@@ -76,7 +79,8 @@ def attend(
     """
     if prompts.lengths:
         by_roles = prompts.hopper is not None and hopper.is_for(query, key, value, out, prompts.pattern)
-        if by_roles or prompt.is_for(key, value, prompts.pattern, prompts.tiles):
+        by_rows = prompts.table is None and prompt.is_for(key, value, prompts.pattern, prompts.tiles)
+        if by_roles or by_rows:
             _attend_each(query, key, value, out, lse, prompts, scales, by_roles=by_roles)
             return
     requests, (heads, size) = prompts.seq_lens.shape[0], query.shape[1:]
@@ -126,10 +130,16 @@ def _attend_each(
     by_roles: bool,
 ) -> None:
     first = 0
-    launch: Any = hopper.attend if by_roles else prompt.attend
-    tiles = prompts.hopper if by_roles else prompts.tiles
-    for length in prompts.lengths:
+    for request, length in enumerate(prompts.lengths):
         rows = slice(first, first + length)
-        own = None if lse is None else lse[rows]
-        launch(query[rows], key[rows], value[rows], out[rows], own, prompts.pattern, scales, tiles)
         first += length
+        if not length:
+            continue
+        keys, values = (key, value) if prompts.table is not None else (key[rows], value[rows])
+        own = (query[rows], keys, values, out[rows], None if lse is None else lse[rows], prompts.pattern, scales)
+        if prompts.hopper is None or not by_roles:
+            prompt.attend(*own, prompts.tiles)
+        elif prompts.table is None:
+            hopper.attend(*own, prompts.hopper)
+        else:
+            hopper.attend(*own, prompts.hopper, table=prompts.table[request], length=prompts.key_lengths[request])

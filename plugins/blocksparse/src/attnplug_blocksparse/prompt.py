@@ -28,10 +28,10 @@ def is_aligned(rows: Tensor) -> bool:
     Whether a descriptor can describe rows: addresses and strides are multiples of 16 bytes, and numbers are neighbors.
 
     Args:
-        rows: ``(tokens, heads, head_size)``.
+        rows: ``(..., heads, head_size)``.
     """
-    strides = (stride * rows.element_size() % _ALIGNMENT == 0 for stride in rows.stride()[:2])
-    return rows.stride(2) == 1 and rows.data_ptr() % _ALIGNMENT == 0 and all(strides)
+    strides = (stride * rows.element_size() % _ALIGNMENT == 0 for stride in rows.stride()[:-1])
+    return rows.stride(-1) == 1 and rows.data_ptr() % _ALIGNMENT == 0 and all(strides)
 
 
 def is_for(key: Tensor, value: Tensor, pattern: Pattern, tiles: PrefillTiles) -> bool:

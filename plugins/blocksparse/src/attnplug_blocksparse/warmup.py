@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def run_each_kernel(backend: BlocksparseBackend) -> None:
-    """Run decodes, prompts in one piece, short and long, and a chunk; all keys are in the null block."""
+    """Run decodes, prompts in one piece and chunks, short and long; all keys are in the null block."""
     asked = backend.agreement.requirements
     impl = backend.make_impl(Layer(name="warmup"))
     cache = backend.make_cache(2) if asked.paged else None
@@ -49,9 +49,9 @@ def _batches(backend: BlocksparseBackend) -> Iterator[Batch]:
         steps += [([1], [length]) for length in sorted({1, int(most)})]  # in one part, and in as many as there are
     if "prefill" in asked.phases:
         steps += [([2], [2]), ([2], [3])]
-        if backend.has_descriptors:
-            long = backend.builder_class.worth_a_launch
-            steps.append(([long], [long]))
+        long = backend.builder_class.worth_a_launch
+        steps += [([long], [long])] if backend.has_descriptors else []
+        steps += [([long], [long + 1])] if backend.hopper_tiles is not None else []
     for query_lens, seq_lens in steps:
         if max(seq_lens) > most:
             continue
