@@ -313,6 +313,7 @@ def _copy_in(described: TensorDescriptor, where: list[int], barrier: _Barrier, p
 
 def _copy_out(described: TensorDescriptor, where: list[int], place: _Shared) -> None:
     _need(place.data.data_ptr() not in _local.unseen, "a store of what other units do not see yet: a fence is missing")
+    _need(min(where) >= 0, f"a store begins before its tensor, at {where}: on a GPU that is an illegal instruction")
     of_tensor, of_box = described.parts(where)
 
     def store() -> None:
@@ -353,6 +354,7 @@ def _load(place: _Pointer, mask: bool, other: int) -> int:
 
 def _store(place: _Pointer, value: Tensor, mask: Tensor) -> None:
     flat = place.tensor.as_strided((place.tensor.untyped_storage().nbytes() // place.tensor.element_size(),), (1,), 0)
+    mask = mask.expand(place.at.shape)
     at = place.tensor.storage_offset() + place.at[mask]
     _need(bool(((at >= 0) & (at < len(flat))).all()), "a store beyond its tensor")
     flat[at] = value[mask].to(flat.dtype)
@@ -454,7 +456,7 @@ def doubled(kernel: str, *, seed: int = 0, line: str = "", instead: str = "") ->
         sys.modules[kernel] = _imported(kernel, _modules(lambda: drawn.randrange(2**32)), line, instead)
         yield
     finally:
-        del sys.modules[kernel]
+        sys.modules.pop(kernel, None)
         if before is not None:
             sys.modules[kernel] = before
 

@@ -84,7 +84,7 @@ def test_prompts_and_chunks_by_roles(size, kind, page_size):
     rows = described(64, 1, size)
     keys = described(1, 64, 1, size) if page_size else rows
     tensors = {"query": rows, "key": keys, "value": keys, "out": rows}
-    tensors |= dict.fromkeys(("items", "last", "context"), "i32")
+    tensors |= dict.fromkeys(("items", "last", "context"), "i32") | {"out_at": f"*{kind}"}
     constants = {name: value for name, value in PHI.items() if name != "interpreted"}
     sizes = {"heads": 32, "size": size, "stages": HopperTiles(1).stages, "page_size": page_size}
     kernel = compiled(_prompt_by_roles, constants | sizes, tensors, num_warps=4)

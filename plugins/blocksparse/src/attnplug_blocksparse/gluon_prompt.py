@@ -91,9 +91,7 @@ def _load(
     ends: gl.tuple,
     work: gl.tuple,
     pattern: gl.constexpr,
-    size: gl.constexpr,
-    page_size: gl.constexpr,
-    stages: gl.constexpr,
+    shape: gl.constexpr,
 ) -> None:
     """
     Load queries, keys and values in the order in which they are attended, as soon as there is room.
@@ -103,6 +101,9 @@ def _load(
     query, key, value = described
     context, length = ends
     queries, keys, values = buffers
+    size: gl.constexpr = shape[0]
+    page_size: gl.constexpr = shape[1]
+    stages: gl.constexpr = shape[2]
     block: gl.constexpr = pattern[2]
     stride: gl.constexpr = pattern[4]
     parts: gl.constexpr = block // TILE
@@ -163,7 +164,7 @@ def _clear(values: gl.tensor, count: gl.tensor, size: gl.constexpr) -> None:
 @gluon.jit
 def _attend(
     which: gl.constexpr,
-    out: gl.tensor,
+    target: gl.tuple,
     logs: gl.tuple,
     buffers: gl.tuple,
     outs: gl.tensor,
@@ -173,9 +174,7 @@ def _attend(
     ends: gl.tuple,
     work: gl.tuple,
     pattern: gl.constexpr,
-    size: gl.constexpr,
-    page_size: gl.constexpr,
-    stages: gl.constexpr,
+    shape: gl.constexpr,
     has_lse: gl.constexpr,
 ) -> None:
     """
@@ -184,6 +183,9 @@ def _attend(
     The scores of a tile are computed while the values of the tile before are still weighed, and queries are kept in
     registers: products of 64 rows by 64 keys would otherwise wait for shared memory, which has twice as much to read.
     """
+    size: gl.constexpr = shape[0]
+    page_size: gl.constexpr = shape[1]
+    stages: gl.constexpr = shape[2]
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     of_total: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, size, 16])
     of_queries: gl.constexpr = gl.DotOperandLayout(0, of_scores, 2)
@@ -192,6 +194,8 @@ def _attend(
     of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
     of_shares: gl.constexpr = gl.SliceLayout(1, of_total)
     queries, keys, values = buffers
+    out, out_at, out_token = target
+    lse, of_token, of_head = logs
     context, length = ends
     kind: gl.constexpr = queries.dtype
     factor = scale * 1.4426950408889634
@@ -256,16 +260,22 @@ def _attend(
         turn += 1  # noqa: SIM113
 
         result = (sum_of_values * gl.convert_layout(1.0 / sums, of_shares)[:, None]).to(kind)
-        tma.store_wait(0)  # of the item before, from the same place
-        outs.index(which).reshape([TILE, size]).store(result)
-        fence_async_shared()
-        tma.async_copy_shared_to_global(out, [place + which * TILE - context, head, 0], outs.index(which))
+        row = place + which * TILE - context
+        if page_size > 0 and row < 0:  # a store by descriptor that begins before a tensor is an illegal instruction
+            of_chunk = row + gl.arange(0, TILE, of_shares)
+            mine = (of_chunk >= 0) & (of_chunk < length - context)
+            columns = head * size + gl.arange(0, size, gl.SliceLayout(0, of_total))
+            gl.store(out_at + of_chunk.to(gl.int64)[:, None] * out_token + columns[None, :], result, mask=mine[:, None])
+        else:
+            tma.store_wait(0)  # of the item before, from the same place
+            outs.index(which).reshape([TILE, size]).store(result)
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out, [row, head, 0], outs.index(which))
         if has_lse:
-            places = place + which * TILE + rows
+            places = row + rows
             natural = (highest + gl.log2(sums)) * 0.6931471805599453
-            lse, of_token, of_head = logs
-            mine = (places >= context) & (places < length)
-            gl.store(lse + (places - context).to(gl.int64) * of_token + head * of_head, natural, mask=mine)
+            inside = (places >= 0) & (places < length - context)
+            gl.store(lse + places.to(gl.int64) * of_token + head * of_head, natural, mask=inside)
     tma.store_wait(0)
 
 
@@ -277,6 +287,8 @@ def _prompt_by_roles(
     out: gl.tensor,
     lse: gl.tensor,
     table: gl.tensor,
+    out_at: gl.tensor,
+    out_token: gl.int64,
     lse_token: gl.int64,
     lse_head: gl.int64,
     context: gl.int32,
@@ -332,51 +344,15 @@ def _prompt_by_roles(
     full, empty = (queries_full, keys_full, values_full), (queries_empty, keys_empty, values_empty)
     work = (items, last, first, step)
     pattern: gl.constexpr = (heads, group, block, local, stride, by_kv_head)
+    target = (out, out_at, out_token)
     logs = (lse, lse_token, lse_head)
     ends = (context, length)
+    shape: gl.constexpr = (size, page_size, stages)
     gl.warp_specialize(
         [
-            (
-                _attend,
-                (
-                    0,
-                    out,
-                    logs,
-                    buffers,
-                    outs,
-                    full,
-                    empty,
-                    scale,
-                    ends,
-                    work,
-                    pattern,
-                    size,
-                    page_size,
-                    stages,
-                    has_lse,
-                ),
-            ),
-            (
-                _attend,
-                (
-                    1,
-                    out,
-                    logs,
-                    buffers,
-                    outs,
-                    full,
-                    empty,
-                    scale,
-                    ends,
-                    work,
-                    pattern,
-                    size,
-                    page_size,
-                    stages,
-                    has_lse,
-                ),
-            ),
-            (_load, ((query, key, value), buffers, full, empty, table, ends, work, pattern, size, page_size, stages)),
+            (_attend, (0, target, logs, buffers, outs, full, empty, scale, ends, work, pattern, shape, has_lse)),
+            (_attend, (1, target, logs, buffers, outs, full, empty, scale, ends, work, pattern, shape, has_lse)),
+            (_load, ((query, key, value), buffers, full, empty, table, ends, work, pattern, shape)),
         ],
         [4, 1],  # warps beside those of the launch: the second warpgroup, and one that loads
         [240, 24],  # their registers

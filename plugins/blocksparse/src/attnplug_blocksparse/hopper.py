@@ -92,8 +92,8 @@ def attend(  # noqa: PLR0913 - tensors, how they are attended, and where keys in
     context = length - rows
     last = (length - 1) // (2 * _ROWS)
     items = (last - context // (2 * _ROWS) + 1) * heads
-    tensors = (query if lse is None else lse, query if table is None else table)
-    strides = (0, 0) if lse is None else lse.stride()
+    tensors = (query if lse is None else lse, query if table is None else table, out)
+    strides = (out.stride(0), *((0, 0) if lse is None else lse.stride()))
     numbers = (context, length, last, items, scales.scores, *pattern.numbers)
     page_size = 0 if table is None else key.shape[1]
     constants = (
