@@ -48,6 +48,12 @@ def verdict(explanation, name="flash/hopper"):
     return next(v for v in explanation.verdicts if v.id == name)
 
 
+@pytest.fixture(autouse=True)
+def _no_bytecode(monkeypatch):
+    """Python takes bytecode for current whose source was as long, in the same second: here sources change faster."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+
 @pytest.fixture
 def probed(world, flash_manifest, plugin_source):
     """Return ``make(arguments, body)``: a process where flash, whose variant hopper is here, has such a probe."""
