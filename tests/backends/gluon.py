@@ -59,17 +59,16 @@ class _Program:
         self.copies: list[Callable[[], None]] = []
         self.shared_bytes = 0
         self.failure: BaseException | None = None
-        self._changed = threading.Condition()
         self._waits: list[tuple[str, Callable[[], bool]] | None] = []
-        self._turn = -1
+        self._gates: list[threading.Semaphore] = []
 
     def specialize(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
         self._waits = [("the beginning", lambda: True)] * len(partitions)
+        self._gates = [threading.Semaphore(0) for _ in partitions]
         threads = [threading.Thread(target=self._run, args=(at, *partition)) for at, partition in enumerate(partitions)]
         for thread in threads:
             thread.start()
-        with self._changed:
-            self._pass_on()
+        self._gates[self._next()].release()
         for thread in threads:
             thread.join()
         if self.failure is not None:
@@ -79,7 +78,7 @@ class _Program:
     def _run(self, at: int, partition: Callable[..., None], given: tuple[Any, ...]) -> None:
         _local.at, _local.program, _local.products, _local.stores, _local.unseen = at, self, [], [], set()
         try:
-            self._sleep(at)
+            self._enter(at)
             partition(*given)
             _need(not _local.stores, "a store was under way when its partition ended")
             _need(not _local.products, "a product was never waited for")
@@ -88,24 +87,32 @@ class _Program:
         except BaseException as error:  # noqa: BLE001 - raised by whoever launched
             self.failure = self.failure or error
         finally:
-            with self._changed:
-                self._waits[at] = None
-                self._pass_on()
+            self._waits[at] = None
+            self._hand_over()
 
     def pause(self, what: str, ready: Callable[[], bool] = lambda: True) -> None:
         """Let somebody go on, perhaps whoever calls, once it can."""
-        with self._changed:
-            self._waits[_local.at] = (what, ready)
-            self._pass_on()
-        self._sleep(_local.at)
+        at = _local.at
+        self._waits[at] = (what, ready)
+        if self._hand_over(at):
+            self._enter(at)
 
-    def _sleep(self, at: int) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._turn == at or self.failure is not None)
-            if self.failure is not None:
-                raise _StoppedError
+    def _enter(self, at: int) -> None:
+        self._gates[at].acquire()
+        if self.failure is not None:
+            raise _StoppedError
 
-    def _pass_on(self) -> None:
+    def _hand_over(self, at: int = -1) -> bool:
+        """Let whoever is drawn go on, unless it is who asks: one thread runs at a time, so nothing has to be locked."""
+        following = self._next()
+        if self.failure is not None:
+            for gate in self._gates:
+                gate.release()
+        elif following not in {at, -1}:
+            self._gates[following].release()
+        return following != at
+
+    def _next(self) -> int:
         able = self._able()
         while self.copies and (not able or self.random.random() < 0.1):
             self.copies.pop(self.random.randrange(len(self.copies)))()
@@ -113,8 +120,7 @@ class _Program:
         waiting = [f"{at} for {wait[0]}" for at, wait in enumerate(self._waits) if wait is not None]
         if waiting and not able and self.failure is None:
             self.failure = MisuseError(f"all partitions wait: {', '.join(waiting)}")
-        self._turn = self.random.choice(able) if able else -1
-        self._changed.notify_all()
+        return self.random.choice(able) if able else -1
 
     def _able(self) -> list[int]:
         return [at for at, wait in enumerate(self._waits) if wait is not None and wait[1]()]
@@ -374,7 +380,9 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
 
 def _modules(seed: Callable[[], int]) -> dict[str, ModuleType]:
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        _need(options.keys() <= {"do_not_specialize"}, f"the double knows no {options}")
+        _need(
+            options.keys() <= {"do_not_specialize", "do_not_specialize_on_alignment"}, f"the double knows no {options}"
+        )
         return (lambda inner: _Function(inner, seed)) if function is None else _Function(function, seed)
 
     layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout")

@@ -95,7 +95,6 @@ def test_prompts_and_chunks_by_roles(size, kind, page_size):
     assert f"cp.async.bulk.tensor.{4 if page_size else 3}d.shared" in code
     assert "cp.async.bulk.tensor.3d.global" in code
     assert shared <= HOPPER_SHARED_MEMORY
-    assert HopperTiles(1).shared_bytes(size) <= shared < HopperTiles(1).shared_bytes(size) + 512
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8e4nv", "fp8e5"])

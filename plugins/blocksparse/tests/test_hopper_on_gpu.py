@@ -21,7 +21,7 @@ from tests.backends import gluon
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 KERNEL = "attnplug_blocksparse.gluon_prompt"
-EXAMPLES = 25 if INTERPRETED else 12
+EXAMPLES = 20 if INTERPRETED else 12
 MODES = ({}, {"homo_head": True}, {"homo_head_group": True})
 PHI = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 2, "vert_stride": 3}
 
@@ -71,7 +71,7 @@ def patterns(draw):
 @settings(max_examples=EXAMPLES)
 @given(
     pattern=patterns(),
-    length=st.sampled_from([1, 40, 64, 65, 128, 130, 257, 400, 640, 1000]),
+    length=st.sampled_from([1, 40, 64, 65, 128, 130, 257, 400, 640]),
     heads=st.sampled_from([(1, 1), (2, 2), (1, 3)]),
     size=st.sampled_from([64, 128]),
     dtype=st.sampled_from(DTYPES),
@@ -88,7 +88,7 @@ def test_prompts(pattern, length, heads, size, dtype, way):
 @given(
     pattern=patterns(),
     rows=st.sampled_from([1, 63, 64, 100, 130, 300]),
-    context=st.sampled_from([0, 1, 64, 100, 128, 200, 333, 700]),
+    context=st.sampled_from([0, 1, 64, 100, 128, 200, 333]),
     heads=st.sampled_from([(1, 1), (2, 2), (1, 3)]),
     size=st.sampled_from([64, 128]),
     dtype=st.sampled_from(DTYPES),

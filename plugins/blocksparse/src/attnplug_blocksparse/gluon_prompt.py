@@ -279,7 +279,10 @@ def _attend(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["context", "length", "last", "items", "first", "step"])
+@gluon.jit(
+    do_not_specialize=["context", "length", "last", "items", "first", "step"],
+    do_not_specialize_on_alignment=["lse", "table"],  # a request's part of them begins anywhere
+)
 def _prompt_by_roles(
     query: gl.tensor,
     key: gl.tensor,
@@ -310,8 +313,8 @@ def _prompt_by_roles(
     stages: gl.constexpr,
 ) -> None:
     """
-    Each program takes every so manieth item, a head of 128 rows of the sequence: tiles begin at multiples of their size
-    in it, wherever a chunk begins. There are as many programs as multiprocessors.
+    Programs, as many as there are multiprocessors, take items in turn, each a head of 128 rows of the sequence: tiles
+    begin at multiples of their size in it, wherever a chunk begins.
 
     Whatever is handed over has two barriers: one that it is there, and one that its place is free again.
     """

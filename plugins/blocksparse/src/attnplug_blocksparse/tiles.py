@@ -76,10 +76,6 @@ class HopperTiles:
     programs: int
     stages: int = 4
 
-    def shared_bytes(self, head_size: int) -> int:
-        """Return what a program holds in shared memory: queries, outputs, keys and values in 16 bits, and barriers."""
-        return 2 * 64 * head_size * (2 + 2 + 2 * self.stages) + 8 * (4 + 4 * self.stages)
-
 
 @frozen
 class DecodeTiles:
