@@ -139,7 +139,7 @@ class PluginError(AttnplugError, RuntimeError):
 
 
 class PluginLoadError(PluginError):
-    """A plugin does not import, or its probe refuses this machine."""
+    """A plugin does not import, or its probe refuses this machine, or this request."""
 
 
 class PluginContractError(PluginError):

@@ -299,7 +299,7 @@ def test_a_probe_that_refuses_is_a_problem(run, site) -> None:
     assert told.code == 1
     assert "alone/default  failed" in told.out
     problems = " ".join(told.out.rpartition("problems\n")[2].split())
-    assert "it refuses this machine: no compiler way out: install one 1 problem" in problems
+    assert "it refuses this request: no compiler way out: install one 1 problem" in problems
 
 
 def test_a_candidate_is_asked_for_what_it_can_serve(run, site) -> None:

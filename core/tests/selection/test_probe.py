@@ -88,7 +88,7 @@ class TestOneRequest:
         assert caught.value.given == (
             "'flash/hopper' was probed on cuda:9.0 for head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16"
         )
-        assert caught.value.allowed == f"it refuses this machine: {TELLS}"
+        assert caught.value.allowed == f"it refuses this request: {TELLS}"
         assert caught.value.remedy == WAY_OUT
         assert (told.status, [(r.code, str(r)) for r in told.reasons]) == ("refused", [("probe", TELLS)])
         assert str(told.remedy) == WAY_OUT

@@ -63,6 +63,6 @@ def refused(selection: Selection, refusal: Refusal) -> PluginLoadError:
     where = f" on {selection.device}" if refusal.device is not None else ""
     return PluginLoadError(
         f"{selection.id!r} was probed{where}{f' for {given}' if given else ''}",
-        f"it refuses this machine: {refusal.told}",
+        f"it refuses {'this machine' if refusal.agreement is None else 'this request'}: {refusal.told}",
         refusal.remedy,
     )
