@@ -48,7 +48,6 @@ from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, HopperTiles, PrefillTiles
 
 DEVICE = torch.device("cuda")
-MULTIPROCESSORS = torch.cuda.get_device_properties(DEVICE).multi_processor_count
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 PHI = {"max_seqlen": 131072, "block_size": 64, "local_blocks": 16, "vert_stride": 8}
 MODES: dict[str, dict[str, bool]] = {
@@ -69,7 +68,7 @@ BY_POINTERS = tuple(
         (128, 64, 2, 8, 128), (128, 64, 3, 8, 128), (128, 64, 2, 8), (128, 128, 3, 8), (64, 64, 3, 4), (64, 64, 2, 4),
     )
 )  # fmt: skip
-BY_ROLES = tuple(HopperTiles(MULTIPROCESSORS, stages) for stages in (4, 3, 2))
+ROLE_STAGES = (4, 3, 2)
 OF_DECODES = tuple(
     DecodeTiles(*numbers)
     for numbers in (
@@ -149,6 +148,12 @@ def exact(prompt: Prompt, mode: str | None, rows: Tensor) -> Tensor:
 
 
 # --- ways to compute a prompt ---------------------------------------------------------------------------------------
+
+
+def by_roles() -> tuple[HopperTiles, ...]:
+    """Return tiles of warps with roles for this GPU, those of the plugin first."""
+    programs = torch.cuda.get_device_properties(DEVICE).multi_processor_count
+    return tuple(HopperTiles(programs, stages) for stages in ROLE_STAGES)
 
 
 def split(tiles: PrefillTiles | HopperTiles, *, paged: bool = False) -> tuple[HopperTiles | None, PrefillTiles]:
@@ -286,14 +291,14 @@ def prompts(tokens: int, facts: dict[str, Any]) -> dict[str, tuple[Callable[[], 
     prompt, mode = Prompt.of(tokens), "per head"
     facts["prompt"], facts["needs"] = prompt, needs_of_prompt(tokens, tokens)
     ways: dict[str, tuple[Callable[[], Way], str | None]] = {
-        f"roles {tiles}": (partial(own, prompt, mode, tiles), mode) for tiles in BY_ROLES
+        f"roles {tiles}": (partial(own, prompt, mode, tiles), mode) for tiles in by_roles()
     }
     ways |= {f"descriptors {tiles}": (partial(own, prompt, mode, tiles), mode) for tiles in BY_DESCRIPTORS}
     ways |= {f"pointers {tiles}": (partial(own, prompt, mode, tiles, descriptors=False), mode) for tiles in BY_POINTERS}
     ways |= {
         f"{way}, {other}, {tiles}": (partial(own, prompt, other, tiles), other)
         for other in list(MODES)[1:]
-        for way, tiles in (("roles", BY_ROLES[0]), ("descriptors", PrefillTiles.of(SIZE)))
+        for way, tiles in (("roles", by_roles()[0]), ("descriptors", PrefillTiles.of(SIZE)))
     }
     ways |= {f"FlexAttention {size}": (partial(flex, prompt, mode, *size), mode) for size in ((128, 64), (128, 128))}
     ways |= {f"FlashAttention 4 {size}": (partial(fa4, prompt, mode, *size), mode) for size in ((128, 64), (128, 128))}
@@ -340,13 +345,13 @@ def chunks(tokens: int, rows: int, facts: dict[str, Any]) -> dict[str, tuple[Cal
     whole, mode = Prompt.of(tokens), "per head"
     prompt = evolve(whole, query=whole.query[-rows:], out=whole.out[-rows:])
     facts["prompt"], facts["needs"] = prompt, needs_of_prompt(tokens, rows)
-    by_page = {page: (*(BY_ROLES if page % 64 == 0 else ()), *BY_POINTERS) for page in PAGE_SIZES}
+    by_page = {page: (*(by_roles() if page % 64 == 0 else ()), *BY_POINTERS) for page in PAGE_SIZES}
     ways: dict[str, tuple[Callable[[], Way], str | None]] = {
         f"pages of {page} {tiles}": (partial(chunk, prompt, mode, tiles, page), mode)
         for page, known in by_page.items()
         for tiles in known
     }
-    best = {page: BY_ROLES[0] if page % 64 == 0 else PrefillTiles.of(SIZE, paged=True) for page in PAGE_SIZES}
+    best = {page: by_roles()[0] if page % 64 == 0 else PrefillTiles.of(SIZE, paged=True) for page in PAGE_SIZES}
     return ways | {
         f"pages of {page}, {other}, {tiles}": (partial(chunk, prompt, other, tiles, page), other)
         for page, tiles in best.items()
