@@ -34,14 +34,23 @@ pytestmark = [
 ]
 
 
-def by_roles(case, programs=3, stages=2, seed=0, page=0, change=("", "")):
+LAYOUTS = {
+    "NHD": lambda cache: cache,
+    "HND": lambda cache: cache.transpose(2, 3).contiguous().transpose(2, 3),
+    "pages of both": lambda cache: cache.transpose(0, 1).contiguous().transpose(0, 1),
+}
+"""How ``(2, pages, page_size, kv_heads, head_size)`` lies in memory."""
+
+
+def by_roles(case, programs=3, stages=2, seed=0, page=0, layout="NHD", change=("", "")):
     """Output and LSE of one prompt, or of one chunk in pages, computed by the double or on the GPU."""
     (query,), (key,), (value,), pages = case.queries, case.keys, case.values, {}
     out, lse = torch.full_like(query, CANARY), torch.full(query.shape[:2], CANARY, device=DEVICE)
     params = BlocksparseParams.of(case.pattern, num_heads=query.shape[1], num_kv_heads=key.shape[1])
     pattern = Pattern(params, torch.device(DEVICE))
     if page:
-        (key, value), table = case.pages(page)
+        cache, table = case.pages(page)
+        key, value = LAYOUTS[layout](cache)
         pages = {"table": table[0], "length": case.seq_lens[0]}
     line, instead = change
     assert hopper.is_for(query, key, value, out, pattern)
@@ -92,15 +101,15 @@ def test_prompts(pattern, length, heads, size, dtype, way):
     heads=st.sampled_from([(1, 1), (2, 2), (1, 3)]),
     size=st.sampled_from([64, 128]),
     dtype=st.sampled_from(DTYPES),
-    page=st.sampled_from([64, 128, 192]),
+    pages=st.fixed_dictionaries({"page": st.sampled_from([64, 128, 192]), "layout": st.sampled_from(sorted(LAYOUTS))}),
     way=ways,
 )
-def test_chunks(pattern, rows, context, heads, size, dtype, page, way):
+def test_chunks(pattern, rows, context, heads, size, dtype, pages, way):
     """Pages are NaN where no token is, and page 0 is."""
     kv_heads, group = heads
     case = Requests(pattern, [rows], [context + rows], kv_heads=kv_heads, group=group, size=size, dtype=dtype)
 
-    check(*by_roles(case, page=page, **way), case.expected())
+    check(*by_roles(case, **pages, **way), case.expected())
 
 
 WAIT = "            mbarrier.wait(full[{}].index({}), ({} // stages) & 1)\n"

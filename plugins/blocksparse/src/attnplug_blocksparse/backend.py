@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnplug.contract import GraphKey, Limits
 
 _HOPPER: Final = (9, 0)
+"""The compute capability that has warpgroups' products, which later ones have not."""
 
 _WITH_DESCRIPTORS: Final = (_HOPPER, (10, 0), (10, 3))
 """Compute capabilities that load tiles by descriptors, and have Hopper's shared memory."""
@@ -73,7 +74,7 @@ class BlocksparseBackend(Backend):
 
     @cached_property
     def hopper_tiles(self) -> HopperTiles | None:
-        """How long prompts in one piece are computed by warps with roles, where the device and Triton allow that."""
+        """How long prompts and chunks are computed by warps with roles, where the device and Triton allow that."""
         capability = self.selection.device.compute_capability
         if capability is None or capability.number != _HOPPER or not hopper.is_there():
             return None
