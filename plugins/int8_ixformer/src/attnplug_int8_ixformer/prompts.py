@@ -147,6 +147,8 @@ def _attend_described(
     scales: Any = pages.value_scales
     width, num_tiles = width_of(size), -(-prompts.longest_query // tiles.rows)
     programs = prompts.count * num_tiles * heads
+    if not programs:
+        return  # no descriptor describes nothing
     rows = (_described(gathered.lined, tiles.keys, width), _described(gathered.turned, width, tiles.keys))
     tensors = (
         query, out, gathered.lined_scales, scales, scales if terms.slopes is None else terms.slopes,
