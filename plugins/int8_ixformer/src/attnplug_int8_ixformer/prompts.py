@@ -142,7 +142,7 @@ def _gather_all(pages: Pages, prompts: Prompts, terms: Terms, gathered: Gathered
 def _attend_described(
     query: Tensor, pages: Pages, out: Tensor, prompts: Prompts, terms: Terms, gathered: Gathered
 ) -> None:
-    """Attend gathered keys and values, which descriptors load: a launch that Triton prepares each time."""
+    """Attend gathered keys and values, which descriptors load."""
     (_, heads, size), kv_heads, tiles = query.shape, pages.keys.shape[2], prompts.tiles
     scales: Any = pages.value_scales
     width, num_tiles = width_of(size), -(-prompts.longest_query // tiles.rows)
