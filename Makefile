@@ -23,6 +23,9 @@ BUILD := hatchling editables
 TOOLS := build coverage mkdocs mkdocs-material mypy pytest-randomly pytest-xdist ruff tomli \
          'triton; sys_platform == "linux" and platform_machine == "x86_64"'
 
+# Every distribution, as a user would have them: core, kit, host and plugins.
+WORKSPACE := -e 'core[torch]' -e kit -e hosts/transformers $(patsubst %/pyproject.toml,-e ./%,$(wildcard plugins/*/pyproject.toml))
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .PHONY: help demo test lint docs bench test-gpu clean tables
@@ -30,14 +33,14 @@ TOOLS := build coverage mkdocs mkdocs-material mypy pytest-randomly pytest-xdist
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
-$(READY): Makefile constraints.txt core/pyproject.toml
+$(READY): Makefile constraints.txt $(wildcard */pyproject.toml */*/pyproject.toml)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
 	  echo "attnplug needs Python 3.10 or newer, and '$(PYTHON)' is $$($(PYTHON) --version 2>/dev/null || echo missing)." \
 	       "Name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 1; }
 	@echo "setting up $(VENV) (a few minutes the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PIP) install $(PINNED) $(BUILD)
-	@$(PIP) install $(PINNED) --no-build-isolation -e 'core[torch,transformers,testing]' $(TOOLS)
+	@$(PIP) install $(PINNED) --no-build-isolation $(WORKSPACE) $(TOOLS)
 	@touch $@
 
 demo: $(READY) ## real model architectures, served through the chosen backend

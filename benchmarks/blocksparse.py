@@ -35,17 +35,17 @@ from sparsity import Need, of_decodes, of_prompt
 from torch import Tensor
 
 import attnplug
-from attnplug.cli.bench.clock import DeviceClock
-from attnplug.cli.bench.interleaved import Contender, interleaved
-from attnplug.cli.bench.machine import machine
 from attnplug.contract import Batch, Layer, Limits
-from attnplug.testing.sparsity import seen_by
 from attnplug_blocksparse import decode, hopper, prefill
 from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.prompt import is_for
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, HopperTiles, PrefillTiles
+from attnplug_kit.bench.clock import DeviceClock
+from attnplug_kit.bench.interleaved import Contender, interleaved
+from attnplug_kit.bench.machine import machine
+from attnplug_kit.oracle.sparsity import seen_by
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, SIZE = 32, 8, 128

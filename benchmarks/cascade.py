@@ -21,19 +21,19 @@ import torch
 from attrs import evolve, frozen
 from stepwise import NOT_HERE, is_here, measure_all
 
-from attnplug.cli.bench.choice import Choice
-from attnplug.cli.bench.clock import host_clock, work_clock
-from attnplug.cli.bench.finding import Finding, setup_of
-from attnplug.cli.bench.interleaved import Contender, interleaved
-from attnplug.cli.bench.measurement import Measurement
-from attnplug.cli.bench.rig import Rig, make_rig
-from attnplug.cli.bench.step import Step
-from attnplug.contract import Metadata
+from attnplug_kit.bench.choice import Choice
+from attnplug_kit.bench.clock import host_clock, work_clock
+from attnplug_kit.bench.finding import Finding, setup_of
+from attnplug_kit.bench.interleaved import Contender, interleaved
+from attnplug_kit.bench.measurement import Measurement
+from attnplug_kit.bench.rig import Rig, make_rig
+from attnplug_kit.bench.step import Step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnplug.cli.bench.interleaved import Samples
+    from attnplug.contract import Metadata
+    from attnplug_kit.bench.interleaved import Samples
 
 NAME = "cascade"
 _APART = 2**-5  # of the largest number of a result: the two round at other places, to 2**-9 of each in bfloat16

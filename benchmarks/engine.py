@@ -23,7 +23,6 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
@@ -35,10 +34,10 @@ from attrs import asdict, evolve, frozen
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 import attnplug
-from attnplug.hosts.transformers.engine import Engine
+from attnplug_transformers.engine import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 _NO_TOKEN = -1

@@ -18,7 +18,6 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -28,12 +27,12 @@ import torch
 from attrs import asdict, frozen
 from torch import Tensor
 
-from attnplug.cli.bench.clock import DeviceClock, LaunchClock
-from attnplug.cli.bench.interleaved import Contender, interleaved
-from attnplug.cli.bench.machine import machine
+from attnplug_kit.bench.clock import DeviceClock, LaunchClock
+from attnplug_kit.bench.interleaved import Contender, interleaved
+from attnplug_kit.bench.machine import machine
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 DEVICE = "cuda"
 PAGE = 16
@@ -205,7 +204,7 @@ def way(case: Case, inputs: Inputs, kernel: str, workspace: Tensor, *, in_graph:
 
 
 def _captured(run: Callable[[], None]) -> Callable[[], object]:
-    from attnplug.contract.recording import capture  # noqa: PLC0415 - beside its only use
+    from attnplug.contract import capture  # noqa: PLC0415 - beside its only use
 
     return capture(run, torch.device(DEVICE))[1]
 

@@ -27,10 +27,10 @@ from attrs import frozen
 
 import attnplug
 from attnplug.errors import RequirementsError
-from attnplug.testing.kit.menu import menu_of
-from attnplug.testing.kit.pairwise import covering_asks
-from attnplug.testing.kit.subject import find_subjects
 from attnplug_flashinfer.prebuilt import needed_modules
+from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.pairwise import covering_asks
+from attnplug_kit.conformance.subject import find_subjects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

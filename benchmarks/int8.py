@@ -33,9 +33,6 @@ from torch import Tensor
 
 import attnplug
 import attnplug_int8_ixformer
-from attnplug.cli.bench.clock import DeviceClock
-from attnplug.cli.bench.interleaved import Contender, interleaved
-from attnplug.cli.bench.machine import machine
 from attnplug.contract import Backend, Batch, Layer, Limits
 from attnplug.errors import DuplicateBackendError
 from attnplug.ops import write_kv
@@ -44,6 +41,9 @@ from attnplug_int8_ixformer.prompts import Prompts, attend_prompts, column_bytes
 from attnplug_int8_ixformer.terms import Terms
 from attnplug_int8_ixformer.tiles import DecodeTiles, PrefillTiles
 from attnplug_int8_ixformer.triton_provider import Tokens, TritonProvider, attend_tokens, scratch_bytes
+from attnplug_kit.bench.clock import DeviceClock
+from attnplug_kit.bench.interleaved import Contender, interleaved
+from attnplug_kit.bench.machine import machine
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, SIZE, LENGTH = 32, 8, 128, 4096

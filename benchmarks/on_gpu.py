@@ -31,15 +31,15 @@ from typing import TYPE_CHECKING, Any
 
 from stepwise import NOT_HERE, is_here, measure_all
 
-from attnplug.cli.bench import building, forwarding, replaying
-from attnplug.cli.bench.baseline import GROUP
-from attnplug.cli.bench.choice import Choice
-from attnplug.cli.bench.clock import host_clock, work_clock
+from attnplug_kit.bench import building, forwarding, replaying
+from attnplug_kit.bench.baseline import GROUP
+from attnplug_kit.bench.choice import Choice
+from attnplug_kit.bench.clock import host_clock, work_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attnplug.cli.bench.finding import Finding
+    from attnplug_kit.bench.finding import Finding
 
 HERE = Path(__file__).parent
 FLASH_ATTN = ("fa3_vllm", "fa4", "fa3", "fa2", "torch", "fa2_vllm")

@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 from attrs import evolve
 
 import attnplug
-from attnplug.cli.bench.machine import machine
-from attnplug.cli.bench.measurement import told
-from attnplug.cli.bench.result import Result
-from attnplug.errors import DeviceError, NoBackendError, PluginLoadError
+from attnplug import NoBackendError
+from attnplug.errors import DeviceError, PluginLoadError
+from attnplug_kit.bench.machine import machine
+from attnplug_kit.bench.measurement import told
+from attnplug_kit.bench.result import Result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from attnplug.cli.bench.choice import Choice
-    from attnplug.cli.bench.finding import Finding
+    from attnplug_kit.bench.choice import Choice
+    from attnplug_kit.bench.finding import Finding
 
     Steps = Iterable[tuple[str, Callable[[], Finding]]]
 

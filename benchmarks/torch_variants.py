@@ -22,7 +22,7 @@ from attrs import asdict, evolve, frozen
 
 import attnplug
 from attnplug.contract import Batch, Layer, Limits
-from attnplug.request.device import Device
+from attnplug.request import Device
 
 if TYPE_CHECKING:
     from collections.abc import Callable

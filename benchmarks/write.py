@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnplug.batching import pages_of
-from attnplug.contract import Batch
-from attnplug.contract.kv_cache import is_narrow_float
+from attnplug.contract import Batch, is_narrow_float
 from attnplug.ops import quantize, write_cache, write_kv
 from attnplug.ops.gather import as_slots
 

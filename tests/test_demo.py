@@ -13,18 +13,19 @@ import torch
 from transformers import masking_utils
 
 import attnplug
-from attnplug.cli.demo.text import read_text
 from attnplug.cli.main import main
 from attnplug.discovery.plugin import Plugin
 from attnplug.discovery.registry import Registry
-from attnplug.hosts.transformers import demonstration, mask
-from attnplug.hosts.transformers.demonstration import EXAMPLES, demonstrate
-from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import parse_manifest
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection import state as process
+from attnplug.selection import process
 from attnplug.selection.selection import Selection
-from core.tests.hosts.forgetful import MANIFEST, ForgetfulImpl
+from attnplug_transformers import mask
+from attnplug_transformers.demo import models as demonstration
+from attnplug_transformers.demo.models import EXAMPLES, demonstrate
+from attnplug_transformers.demo.text import read_text
+from hosts.transformers.tests.forgetful import MANIFEST, ForgetfulImpl
 
 pytestmark = pytest.mark.long
 
@@ -62,7 +63,7 @@ def own_process(monkeypatch):
 def forgetful(monkeypatch):
     """Put a backend in place of all others that loses what it is told to."""
     parsed = parse_manifest(MANIFEST, "forgetful/attnplug.toml")
-    registry = Registry([Plugin("forgetful", "core.tests.hosts.forgetful", "forgetful", "1.0", parsed)])
+    registry = Registry([Plugin("forgetful", "hosts.transformers.tests.forgetful", "forgetful", "1.0", parsed)])
     process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
     return lambda lost: monkeypatch.setattr(ForgetfulImpl, "forgets", lost)
 
@@ -70,7 +71,7 @@ def forgetful(monkeypatch):
 def command(*words, **environment):
     settings = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
     return subprocess.run(
-        [sys.executable, "-m", "attnplug.cli", "demo", *words],
+        [sys.executable, "-m", "attnplug", "demo", *words],
         capture_output=True,
         text=True,
         check=False,
@@ -264,7 +265,7 @@ def test_without_transformers_the_extra_is_named(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
 
     done = subprocess.run(
-        [sys.executable, "-m", "attnplug.cli", "demo"], capture_output=True, text=True, check=False, env=environment
+        [sys.executable, "-m", "attnplug", "demo"], capture_output=True, text=True, check=False, env=environment
     )
 
     assert done.returncode == 1

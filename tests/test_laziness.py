@@ -42,9 +42,9 @@ def test_import_alone_needs_attrs_at_most() -> None:
 
 
 def test_the_options_of_the_kit_cost_other_test_runs_nothing() -> None:
-    found = _imported("import pytest; before = set(sys.modules)\nimport attnplug.cli.kit_options")
+    found = _imported("import pytest; before = set(sys.modules)\nimport attnplug_kit.pytest_plugin")
 
-    assert found == {"attnplug", "attnplug.cli", "attnplug.cli.kit_options"}
+    assert found == {"attnplug_kit", "attnplug_kit.pytest_plugin"}
 
 
 def test_a_question_needs_attrs_only() -> None:
@@ -75,8 +75,8 @@ def test_deciding_imports_no_backend_and_nothing_heavy(code: str) -> None:
 def test_deciding_opens_no_evidence() -> None:
     found = _imported(f"import attnplug; attnplug.select({QUESTION}, device=attnplug.Device.cpu())")
 
-    assert "attnplug.selection.decide" in found
-    assert not found & {"attnplug.discovery.evidence", "attnplug.negotiation.evidence"}
+    assert "attnplug.selection.select" in found
+    assert not found & {"attnplug.evidence.store", "attnplug.evidence.coverage"}
 
 
 def test_what_is_unverified_is_told_without_importing_anything_heavy() -> None:
@@ -84,7 +84,7 @@ def test_what_is_unverified_is_told_without_importing_anything_heavy() -> None:
         f"import attnplug; assert attnplug.select({QUESTION}, device=attnplug.Device.cpu()).unverified is not None"
     )
 
-    assert "attnplug.discovery.evidence" in found
+    assert "attnplug.evidence.store" in found
     assert not found & HEAVY
     assert _third_party(found) <= {"attr", "attrs", "packaging", "platformdirs", "tomli"}
 

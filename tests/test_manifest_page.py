@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import parse_manifest
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "manifest.md"
 

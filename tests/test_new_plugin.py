@@ -15,7 +15,7 @@ from zipfile import ZipFile
 import pytest
 from attrs import frozen
 
-from attnplug.cli.new.project import FILES
+from attnplug_kit.new.project import FILES
 
 CORE = Path(__file__).parents[1] / "core"
 OURS = ("ATTNPLUG_", "COV", "PYTEST")  # settings and measurements of this run
@@ -46,7 +46,7 @@ class Installed:
 
     def attnplug(self, *words: str) -> object:
         """Run a verb that has to succeed, and return what it says to a program."""
-        done = self.run("attnplug.cli", *words, "--json")
+        done = self.run("attnplug", *words, "--json")
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
 
@@ -54,7 +54,7 @@ class Installed:
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     folder = tmp_path_factory.mktemp("new")
-    new = [sys.executable, "-m", "attnplug.cli", "new", "acme_fast"]
+    new = [sys.executable, "-m", "attnplug", "new", "acme_fast"]
     subprocess.run(new, cwd=folder, check=True, capture_output=True)
     made = Installed(folder / "attnplug-acme-fast", folder / "site")
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
@@ -100,14 +100,14 @@ def test_it_is_chosen_by_name(installed: Installed) -> None:
 
 
 def test_it_refuses_what_it_does_not_declare(installed: Installed) -> None:
-    done = installed.run("attnplug.cli", "explain", *ASKED, "--sinks", "--backend", "acme_fast")
+    done = installed.run("attnplug", "explain", *ASKED, "--sinks", "--backend", "acme_fast")
 
     assert done.returncode == 1
     assert "sinks=True asked, " in done.stdout
 
 
 def test_a_name_that_is_installed_by_now_is_refused(installed: Installed, tmp_path: Path) -> None:
-    done = installed.run("attnplug.cli", "new", "acme_fast", "--path", str(tmp_path / "again"))
+    done = installed.run("attnplug", "new", "acme_fast", "--path", str(tmp_path / "again"))
 
     assert done.returncode == 2
     assert "the backend 'acme_fast' of attnplug-acme-fast" in done.stderr

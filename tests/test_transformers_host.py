@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("unmeasured")
 ROOT = Path(__file__).parents[1]
 MODEL = """\
 import torch, transformers
-from attnplug.hosts import transformers as host
+import attnplug_transformers as host
 torch.set_num_threads(1)
 sizes = dict(vocab_size=257, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4)
 config = transformers.MistralConfig(**sizes, num_key_value_heads=2, head_dim=8, sliding_window=5, pad_token_id=256)
@@ -85,7 +85,7 @@ def test_a_missing_library_is_named_with_the_way_out(missing):
         f"""
 import sys
 sys.modules[{missing!r}] = None
-from attnplug.hosts import transformers as host
+import attnplug_transformers as host
 assert len(host.requirements({{
     "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 8, "dtype": "bfloat16",
 }})) == 2

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.discovery.evidence import FOLDER, read_folder
-from attnplug.manifest.parse import parse_manifest
-from attnplug.request.domain import Flag
-from attnplug.request.fields import FIELDS, Field
+from attnplug.evidence.store import FOLDER, read_folder
+from attnplug.manifest.reader import parse_manifest
+from attnplug.request.fields import FIELDS, Field, Flag
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

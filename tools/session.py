@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 EMPTY = "an empty folder"
-_MODULES = {"attnplug": "attnplug.cli", "pytest": "pytest", "pip": "pip"}
+_MODULES = {"attnplug": "attnplug", "pytest": "pytest", "pip": "pip"}
 # Nothing is fetched: what a page installs needs nothing that is not here.
 _INSTALL = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-build-isolation")
 # Settings and measurements of this run, which a folder of its own has nothing of.

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug.cli.bench import building, forwarding, replaying
-from attnplug.cli.bench.rig import make_rig
-from attnplug.cli.bench.step import decodes, first_prefills, mixed, ragged_decodes
+from attnplug_kit.bench import building, forwarding, replaying
+from attnplug_kit.bench.rig import make_rig
+from attnplug_kit.bench.step import decodes, first_prefills, mixed, ragged_decodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import pytest
 
-    from attnplug.cli.bench.baseline import Baseline
-    from attnplug.cli.bench.choice import Choice
+    from attnplug_kit.bench.baseline import Baseline
+    from attnplug_kit.bench.choice import Choice
 
 TINY: Final = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 64}
 STEPS: Final = (
@@ -45,8 +45,8 @@ def hold_against(monkeypatch: pytest.MonkeyPatch, raw: type[Baseline], backend: 
 
     Its clock is one that counts: garbage is left to lie, which takes most of the time in a process of many tests.
     """
-    monkeypatch.setattr("attnplug.cli.bench.interleaved.gc.collect", lambda: 0)
-    monkeypatch.setattr("attnplug.cli.bench.rig.dtype_on", lambda _: "bfloat16")
+    monkeypatch.setattr("attnplug_kit.bench.interleaved.gc.collect", lambda: 0)
+    monkeypatch.setattr("attnplug_kit.bench.rig.dtype_on", lambda _: "bfloat16")
     monkeypatch.setattr(raw, "backend", backend)
     for section in (building, forwarding, replaying):
         monkeypatch.setattr(section, "baseline_of", lambda _: (raw(), None))

@@ -5,11 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -17,10 +15,11 @@ from attrs import field, frozen
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.selection import state as process
+from attnplug.selection import process
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
+    from types import ModuleType
 
 
 @frozen(eq=False)

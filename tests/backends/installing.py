@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from pathlib import Path
 
 _OURS: Final = ("ATTNPLUG_", "COV", "PYTEST", "PYTHONPATH")  # settings and measurements of this run
 _PIP: Final = ("install", "--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import frozen
 
-from attnplug.hosts.transformers.engine import Engine
+from attnplug_transformers.engine import Engine
 from tests.backends.models import build, prompts
 from tests.backends.rounding import Recorder, Reference, Verdict
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,11 @@ from attrs import frozen
 
 import attnplug
 from attnplug.errors import DuplicateBackendError
-from attnplug.selection import state
+from attnplug.selection import process as state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from attnplug.contract import Backend
     from tests.backends.rounding import Verdict
 

@@ -44,7 +44,7 @@ class Recorder:
     @classmethod
     def listening(cls, monkeypatch: pytest.MonkeyPatch) -> Recorder:
         """Return a recorder of all engines from now on."""
-        from attnplug.hosts.transformers.engine import engine  # noqa: PLC0415 - beside its only use
+        from attnplug_transformers.engine import engine  # noqa: PLC0415 - beside its only use
 
         recorder, sample = cls(), engine.sample
 

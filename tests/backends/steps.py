@@ -8,9 +8,9 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Batch, GraphKey
-from attnplug.testing import Ran, realise
-from attnplug.testing.kit.rig import Rig
-from attnplug.testing.running import compare
+from attnplug_kit.conformance.rig import Rig
+from attnplug_kit.oracle import Ran, realise
+from attnplug_kit.oracle.running import compare
 from tests.backends.graphs import LONG, Captured, Graphs, again, nothing_waits
 from tests.backends.setting import BLOCK, Setting
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnplug.contract import Backend, GraphSlot
-    from attnplug.testing import Case
+    from attnplug_kit.oracle import Case
 
     Load = Callable[..., Backend]
 

@@ -7,7 +7,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug.contract.impl import AttentionImpl
-from attnplug.testing import Case
+from attnplug_kit.oracle import Case
 from tests.backends import steps, traps
 
 MIXED = Case(query_lens=(1, 1, 1, 40), context_lens=(30, 0, 17, 5), num_q_heads=8, head_size=128, dtype="bfloat16")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.hosts.transformers.engine import Engine
+from attnplug_transformers.engine import Engine
 from tests.backends.models import NAMES, build, prompts
 from tests.backends.rounding import Recorder, Reference, Verdict
 from tests.backends.wrong import WRONG

@@ -8,15 +8,15 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Limits
-from attnplug.testing import Ran, check, realise
-from attnplug.testing.running import compare, run
+from attnplug_kit.oracle import Ran, check, realise
+from attnplug_kit.oracle.running import compare, run
 from tests.backends.setting import Setting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnplug.contract import Backend
-    from attnplug.testing import Case
+    from attnplug_kit.oracle import Case
 
     Load = Callable[..., Backend]
 

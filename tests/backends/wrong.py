@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.contract.impl import AttentionImpl
-from attnplug.contract.layer import Layer
-from attnplug.hosts.transformers.engine import groups
+from attnplug.contract.inputs.layer import Layer
+from attnplug_transformers.engine import groups
 
 if TYPE_CHECKING:
     import pytest

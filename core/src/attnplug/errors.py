@@ -35,6 +35,32 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from attnplug.selection.explanation import Explanation
 
+__all__ = [
+    "ApiVersionError",
+    "AttnplugError",
+    "BatchError",
+    "CacheError",
+    "ContractError",
+    "DecisionError",
+    "DeviceError",
+    "DuplicateBackendError",
+    "LayerError",
+    "LimitsError",
+    "ManifestError",
+    "NoBackendError",
+    "NotNegotiatedError",
+    "PluginContractError",
+    "PluginError",
+    "PluginLoadError",
+    "RegistryError",
+    "RequestError",
+    "RequirementsError",
+    "SettingsError",
+    "TensorError",
+    "UnknownBackendError",
+    "UnknownLayerError",
+]
+
 
 class AttnplugError(Exception):
     """

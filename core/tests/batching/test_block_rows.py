@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching.block_rows import BlockRows
+from attnplug.batching.block_table import BlockRows
 from attnplug.errors import BatchError
 
 

@@ -15,8 +15,8 @@ from attnplug.batching import local_chunk_batch, make_local_attention_virtual_ba
 from attnplug.contract import Batch, Limits
 from attnplug.contract.guards.batch import BatchGuard
 from attnplug.errors import BatchError
-from attnplug.testing import assert_close, realise
-from attnplug.testing.strategies import cases
+from attnplug_kit.oracle import assert_close, realise
+from attnplug_kit.oracle.strategies import cases
 
 lengths = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=1, max_size=5)
 sizes = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 4)).map(lambda pair: (pair[0] * pair[1], pair[0]))

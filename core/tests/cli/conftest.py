@@ -54,7 +54,7 @@ FROM_A_VENDOR = FLASH.replace(
 )
 SOURCE = """\
 from attnplug.contract.hooks import hookimpl
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.verdict import Reason
 
 print("this plugin talks while it is imported")
 
@@ -176,9 +176,7 @@ def on_terminal():
     def call(*words: str, **environment: str) -> Outcome:
         ours, theirs = pty.openpty()
         variables = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "attnplug.cli", *words], stdout=theirs, stderr=-1, env=variables
-        )
+        process = subprocess.Popen([sys.executable, "-m", "attnplug", *words], stdout=theirs, stderr=-1, env=variables)
         os.close(theirs)
         shown = b"".join(iter(lambda: _read(ours), b""))
         os.close(ours)

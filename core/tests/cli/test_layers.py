@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.cli.explain.layers import abbreviated
+from attnplug.commands import abbreviated
 
 
 def _expanded(text: str) -> list[int]:

@@ -140,7 +140,7 @@ def test_an_interrupt_ends_quietly(run, monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_reader_that_goes_away_is_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    process = subprocess.run([sys.executable, "-m", "attnplug.cli", "list"], stdout=writing, stderr=-1, check=False)
+    process = subprocess.run([sys.executable, "-m", "attnplug", "list"], stdout=writing, stderr=-1, check=False)
     os.close(writing)
 
     assert process.returncode == 141
@@ -159,7 +159,7 @@ def test_the_package_is_the_command_too(start, site, module: str) -> None:
 def test_an_output_of_few_letters_gets_escapes(start, site) -> None:
     site.add("wide", FEW.replace("SUMMARY", "fast \N{GREEK SMALL LETTER MU}s"))
 
-    told = start("-X", "utf8=0", "-m", "attnplug.cli", "list", PYTHONIOENCODING="ascii", LC_ALL="C")
+    told = start("-X", "utf8=0", "-m", "attnplug", "list", PYTHONIOENCODING="ascii", LC_ALL="C")
 
     assert told.code == 0, told.err
     assert r"fast \u03bcs" in told.out

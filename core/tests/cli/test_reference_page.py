@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.cli import bench, exits
+from attnplug import commands as exits
 from attnplug.cli.parser import VERBS, Parser
 from attnplug.request.fields import FIELDS
+from attnplug_kit import bench
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "command-line.md").read_text("utf-8")
 

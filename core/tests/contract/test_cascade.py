@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.contract.cascade import cascade_pays
+from attnplug.contract.calls.cascade import cascade_pays
 from core.tests.contract.world import make_backend, make_builder
 
 FACTS = {

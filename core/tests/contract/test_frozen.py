@@ -9,7 +9,7 @@ import pytest
 import torch
 from attrs import define, frozen
 
-from attnplug.contract.guards.frozen import snapshot
+from attnplug.contract.graphs.invariants import snapshot
 
 
 @define(eq=False)

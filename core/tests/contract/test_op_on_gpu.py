@@ -9,7 +9,7 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import GraphKey, Limits, capture, forward_context
 from attnplug.request.device import Device
-from attnplug.testing import Case, assert_close, realise
+from attnplug_kit.oracle import Case, assert_close, realise
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ import pytest
 
 from attnplug.discovery.known import Known, KnownPlugin
 from attnplug.discovery.plugin import Plugin
-from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import parse_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Callable

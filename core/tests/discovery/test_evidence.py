@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.discovery.evidence import parse_evidence, read_folder
 from attnplug.discovery.known import Known
 from attnplug.discovery.plugin import BY_HAND
 from attnplug.discovery.registry import Registry
-from attnplug.manifest.parse import parse_manifest
-from attnplug.negotiation.evidence import hashable
-from attnplug.negotiation.reason import Reason
+from attnplug.evidence.coverage import hashable
+from attnplug.evidence.store import parse_evidence, read_folder
+from attnplug.manifest.reader import parse_manifest
+from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 

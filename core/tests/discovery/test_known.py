@@ -9,7 +9,7 @@ import pytest
 from attnplug.discovery.known import parse_known, read_known
 from attnplug.errors import ManifestError
 from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.negotiate import Question
+from attnplug.negotiation.evaluation import Question
 from attnplug.negotiation.ranking import Policy, rank
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.discovery.plugin import BY_HAND, Plugin, read_plugin
-from attnplug.discovery.refusal import Refusal
+from attnplug.discovery.probe_refusals import Refusal
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Entry, Note
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 

@@ -13,8 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.discovery.distribution import normalized
-from attnplug.discovery.scan import Entry, scan
+from attnplug.discovery.scan import Entry, normalized, scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

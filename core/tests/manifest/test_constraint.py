@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.manifest.constraint import Constraint, Exact, Range
-from attnplug.request.capability import ComputeCapability, parse_capability
+from attnplug.request.device import ComputeCapability, parse_capability
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS
 
 INTEGER = FIELDS["block_size"].domain

@@ -9,8 +9,7 @@ from contextlib import suppress
 import pytest
 
 from attnplug.errors import ManifestError
-from attnplug.manifest.parse import parse_manifest
-from attnplug.manifest.reader import Reader
+from attnplug.manifest.reader import Reader, parse_manifest
 from attnplug.request.toml import parse_toml
 
 TEXT = """\

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from attnplug.errors import ApiVersionError, ManifestError, SettingsError
-from attnplug.manifest.locate import locate
-from attnplug.manifest.parse import parse_manifest, read_manifest
+from attnplug.manifest.line_numbers import locate
+from attnplug.manifest.reader import parse_manifest, read_manifest
 from attnplug.manifest.schema import Holds, IsAsked, IsInstalled
 
 GOOD = """\

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import AttnplugError
-from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.negotiate import Question, negotiate
-from attnplug.negotiation.remedy import find_remedy
+from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.fix import find_remedy
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.negotiate import Question, negotiate
-from attnplug.negotiation.remedy import find_remedy
+from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.fix import find_remedy
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 

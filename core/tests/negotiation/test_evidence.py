@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.manifest.parse import parse_manifest
+from attnplug.evidence.coverage import Evidence, find_unverified
+from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.evidence import Evidence, find_unverified
 from attnplug.negotiation.unverified import Unverified
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from attnplug.negotiation.negotiate import Question, negotiate
-from attnplug.negotiation.reason import Reason
-from attnplug.negotiation.remedy import Remedy, find_remedy
+from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.fix import find_remedy
+from attnplug.negotiation.verdict import Reason, Remedy
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from core.tests.negotiation.test_brute_force import candidate, unrelated

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import NotNegotiatedError, TensorError
 from attnplug.ops import merge_attention_states
-from attnplug.testing import attend
+from attnplug_kit.oracle import attend
 
 INF = math.inf
 

@@ -47,7 +47,7 @@ def test_is_the_operation_in_place(tokens, heads, size, dtype, spare, by_heads, 
 
 
 def test_what_lies_otherwise_is_left_to_the_operation() -> None:
-    from attnplug.ops.triton_merge import merge  # noqa: PLC0415 - see above
+    from attnplug.ops.triton_merge import merge  # noqa: PLC0415 - there is Triton where this runs
 
     out, lse = torch.ones(2, 4, 8, device=DEVICE), torch.zeros(2, 4, device=DEVICE)
     assert not merge(out.transpose(1, 2).contiguous().transpose(1, 2), lse, out.clone(), lse.clone())

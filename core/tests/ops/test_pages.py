@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.contract.kv_cache import CacheTensor
+from attnplug.contract.inputs.kv_cache import CacheTensor
 from attnplug.errors import CacheError
 from attnplug.ops import key_and_value_pages
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.ops import dequantize, quantize, write_cache
-from attnplug.testing.rounding import nearest
+from attnplug_kit.oracle.rounding import nearest
 
 NARROW = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 narrow = st.sampled_from(list(NARROW))

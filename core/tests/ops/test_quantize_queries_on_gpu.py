@@ -40,7 +40,7 @@ def test_is_the_operation_to_the_bit(tokens, kv_heads, group, size, dtype, spare
 
 
 def test_what_lies_otherwise_is_left_to_the_operation() -> None:
-    from attnplug.ops.triton_quantize import quantize as launch  # noqa: PLC0415 - see above
+    from attnplug.ops.triton_quantize import quantize as launch  # noqa: PLC0415 - there is Triton where this runs
 
     rows = torch.ones(2, 8, 4, device=DEVICE).transpose(1, 2)
     assert not launch(rows, torch.ones(1, device=DEVICE), torch.empty_like(rows, dtype=torch.float8_e4m3fn))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug import triton_launch
 from attnplug.ops import Kernel
+from attnplug.ops import triton as triton_launch
 
 ROWS = torch.zeros(64)
 

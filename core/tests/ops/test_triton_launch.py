@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attnplug import triton_launch
 from attnplug.batching import pages
+from attnplug.ops import triton as triton_launch
 from attnplug.ops import write
-from attnplug.triton_launch import Launch, triton_works
+from attnplug.ops.triton import Launch, triton_works
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -9,10 +9,10 @@ import pytest
 import attnplug
 from attnplug.discovery.plugin import Plugin
 from attnplug.discovery.registry import Registry
-from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import parse_manifest
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection import state as process
+from attnplug.selection import process
 
 FLASH = """\
 api = "1.0"

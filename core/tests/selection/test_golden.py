@@ -11,10 +11,10 @@ from attnplug.discovery.known import Known, KnownPlugin
 from attnplug.discovery.plugin import Plugin
 from attnplug.discovery.registry import Registry
 from attnplug.errors import NoBackendError
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection import state as process
+from attnplug.selection import process
 
 GOLDEN = Path(__file__).with_name("golden") / "nothing_fits.txt"
 ABSENT = KnownPlugin("absent", ("ABSENT",), "a published plugin", "attnplug-absent", published=True)

@@ -13,7 +13,7 @@ from attnplug import batching
 from attnplug.errors import NoBackendError, SettingsError
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection import state as process
+from attnplug.selection import process
 
 VARIABLE = "environment variable ATTNPLUG_KV_LAYOUT"
 LAYOUTS = (None, "NHD", "HND")

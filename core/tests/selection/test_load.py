@@ -20,7 +20,7 @@ from attnplug.errors import (
     RequirementsError,
 )
 from attnplug.request.settings import Settings
-from attnplug.selection import state as process
+from attnplug.selection import process
 from attnplug.selection.plan import Plan
 from attnplug.selection.selection import Selection
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
-from attnplug.manifest.parse import parse_manifest
+from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.negotiate import Question, negotiate
-from attnplug.negotiation.plan import passing_terms, share_terms
+from attnplug.negotiation.common_cache import passing_terms, share_terms
+from attnplug.negotiation.evaluation import Question, negotiate
 from attnplug.request.device import Device
 from attnplug.selection.plan import Plan
 

@@ -14,11 +14,11 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.discovery import refusal as module
+from attnplug.discovery import probe_refusals as module
 from attnplug.errors import NoBackendError, PluginLoadError
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection import state as process
+from attnplug.selection import process
 from core.tests.selection.test_load import rescanned
 
 ASKED = []

@@ -12,11 +12,10 @@ from attrs import evolve
 import attnplug
 from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
-from attnplug.negotiation.reason import Reason
-from attnplug.negotiation.remedy import Remedy
+from attnplug.negotiation.verdict import Reason, Remedy
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
-from attnplug.selection import state as process
+from attnplug.selection import process
 from attnplug.selection.explanation import Explanation
 from attnplug.selection.selection import Selection
 from core.tests.selection.conftest import FLASH

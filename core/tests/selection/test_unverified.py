@@ -183,7 +183,7 @@ def test_the_log_record_says_it(world, shelf, request_of, caplog) -> None:
 def test_no_file_is_opened_where_nobody_asks(world, shelf, request_of, monkeypatch, caplog) -> None:
     shelf("generic/default")
     world("generic", settings=shelf.settings)
-    monkeypatch.setitem(sys.modules, "attnplug.discovery.evidence", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "attnplug.evidence.store", None)  # importing it fails
 
     with caplog.at_level(logging.WARNING, "attnplug"):
         pick = attnplug.select(request_of())

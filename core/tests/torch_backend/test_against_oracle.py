@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug.testing import Case, assert_close, check, limits_of, realise, run
-from attnplug.testing.cases import FEATURES
-from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
 from attnplug.torch_backend.shape import Sizes
+from attnplug_kit.oracle import Case, assert_close, check, limits_of, realise, run
+from attnplug_kit.oracle.cases import FEATURES
+from attnplug_kit.oracle.strategies import cases
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
@@ -236,7 +236,7 @@ def test_a_touched_padding_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None
     ran = run(backend, scene)
     ran.call.output[-1, -1] = 0
 
-    monkeypatch.setattr("attnplug.testing.running.run", lambda *_, **__: ran)
+    monkeypatch.setattr("attnplug_kit.oracle.running.run", lambda *_, **__: ran)
     with pytest.raises(AssertionError, match="output: rows beyond the batch's 2 tokens were written"):
         check(backend, scene)
 

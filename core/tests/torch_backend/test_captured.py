@@ -13,12 +13,12 @@ from attnplug.contract import GraphKey, Limits
 from attnplug.errors import NoBackendError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug.testing import Case, realise
-from attnplug.testing.cases import FEATURES
-from attnplug.testing.replay import check_replays, padded_for
-from attnplug.testing.scene import Scene
-from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
+from attnplug_kit.oracle import Case, realise
+from attnplug_kit.oracle.cases import FEATURES
+from attnplug_kit.oracle.replay import check_replays, padded_for
+from attnplug_kit.oracle.scene import Scene
+from attnplug_kit.oracle.strategies import cases
 
 SERVED = tuple(name for name in FEATURES if name not in {"attn_type", "custom_mask", "cascade"})
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=5)

@@ -11,9 +11,9 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import GraphKey, Limits
 from attnplug.request.device import Device
-from attnplug.testing import Case, realise
-from attnplug.testing.cases import random_case
-from attnplug.testing.replay import check_replays, padded_for
+from attnplug_kit.oracle import Case, realise
+from attnplug_kit.oracle.cases import random_case
+from attnplug_kit.oracle.replay import check_replays, padded_for
 
 pytestmark = pytest.mark.gpu
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, limits_of, realise, run
-from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
+from attnplug_kit.oracle import Case, check, limits_of, realise, run
+from attnplug_kit.oracle.strategies import cases
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend

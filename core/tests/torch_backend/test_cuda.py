@@ -13,9 +13,9 @@ import attnplug
 from attnplug.contract import Batch
 from attnplug.errors import CacheError
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, realise, run
-from attnplug.testing.cases import FEATURES, random_case
-from attnplug.testing.running import limits_of
+from attnplug_kit.oracle import Case, check, realise, run
+from attnplug_kit.oracle.cases import FEATURES, random_case
+from attnplug_kit.oracle.running import limits_of
 
 pytestmark = pytest.mark.gpu
 

@@ -10,16 +10,16 @@ import pytest
 
 import attnplug
 from attnplug import torch_backend
-from attnplug.discovery.evidence import read_folder
-from attnplug.negotiation.evidence import hashable
+from attnplug.evidence.coverage import hashable
+from attnplug.evidence.store import read_folder
 from attnplug.request.settings import Settings
-from attnplug.testing.kit.menu import menu_of
-from attnplug.testing.kit.subject import Subject
+from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.subject import Subject
 
 FOLDER = Path(torch_backend.__file__).with_name("evidence")
 SHELF = read_folder(FOLDER)
 AGAIN = (
-    "make it anew on such a device: pytest --pyargs attnplug.testing --attn-backend={0.id} --attn-report=report, then "
+    "make it anew on such a device: pytest --pyargs attnplug_kit --attn-backend={0.id} --attn-report=report, then "
     "move report/evidence-*.json to {0.origin}"
 )
 

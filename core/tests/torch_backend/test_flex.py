@@ -18,12 +18,12 @@ import attnplug
 from attnplug.contract import Limits
 from attnplug.errors import LimitsError
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, random_case, realise
-from attnplug.testing.cases import FEATURES
-from attnplug.testing.strategies import cases
 from attnplug.torch_backend import flex
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
 from attnplug.torch_backend.masks import Sight
+from attnplug_kit.oracle import Case, check, random_case, realise
+from attnplug_kit.oracle.cases import FEATURES
+from attnplug_kit.oracle.strategies import cases
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

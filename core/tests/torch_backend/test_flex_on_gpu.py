@@ -13,7 +13,7 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import Batch, Limits
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, limits_of, random_case, realise
+from attnplug_kit.oracle import Case, check, limits_of, random_case, realise
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, limits_of, realise
 from attnplug.torch_backend import kernels, shape
 from attnplug.torch_backend.plan import Blocks, Stored
 from attnplug.torch_backend.shape import Sizes
+from attnplug_kit.oracle import Case, check, limits_of, realise
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend

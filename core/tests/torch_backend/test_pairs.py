@@ -9,7 +9,7 @@ import pytest
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, random_case, realise
+from attnplug_kit.oracle import Case, check, random_case, realise
 
 ASKED: dict[str, dict[str, object]] = {
     "window": {"sliding_window": 7},

@@ -10,9 +10,9 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import GraphKey, Limits
 from attnplug.request.device import Device
-from attnplug.testing import Case, check, realise
 from attnplug.torch_backend import flex, plugin
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
+from attnplug_kit.oracle import Case, check, realise
 
 if TYPE_CHECKING:
     import torch

@@ -13,9 +13,9 @@ from attnplug.contract import PAD_SLOT_ID, Backend, Layer
 from attnplug.errors import NotNegotiatedError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug.testing import Case, assert_close, check, limits_of, realise, run
-from attnplug.testing.strategies import cases
 from attnplug.torch_backend import kernels, shape
+from attnplug_kit.oracle import Case, assert_close, check, limits_of, realise, run
+from attnplug_kit.oracle.strategies import cases
 
 FEATURES = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "head_size_v", "causal")
 layouts = st.sampled_from(["NHD", "HND"])

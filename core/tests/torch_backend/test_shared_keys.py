@@ -15,12 +15,12 @@ from attnplug.contract import Batch, Limits
 from attnplug.errors import BatchError, CacheError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug.testing import Case, assert_close, check, limits_of, realise, run
-from attnplug.testing.strategies import cases
+from attnplug_kit.oracle import Case, assert_close, check, limits_of, realise, run
+from attnplug_kit.oracle.strategies import cases
 
 if TYPE_CHECKING:
     from attnplug.contract import AttentionImpl, Backend, Metadata
-    from attnplug.testing import Paged, Scene
+    from attnplug_kit.oracle import Paged, Scene
 
 CROSS = {"attn_type": "encoder_decoder", "causal": False}
 

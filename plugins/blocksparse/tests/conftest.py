@@ -9,7 +9,7 @@ import pytest
 
 import attnplug
 from attnplug.errors import DuplicateBackendError
-from attnplug.selection import state
+from attnplug.selection import process as state
 from plugins.blocksparse.tests import cpu_manifest
 from tests.backends.interpreting import INTERPRETED
 

@@ -9,7 +9,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.testing.oracle import attend
+from attnplug_kit.oracle.attention import attend
 from tests.backends.interpreting import DEVICE
 
 DTYPES = (torch.bfloat16, torch.float16)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.testing.sparsity import seen_by
 from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_kit.oracle.sparsity import seen_by
 from benchmarks.sparsity import of_decodes, of_prompt
 
 PHI = {"max_seqlen": 131072, "block_size": 64, "local_blocks": 16, "vert_stride": 8}

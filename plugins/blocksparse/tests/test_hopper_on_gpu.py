@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.testing.sparsity import seen_by
 from attnplug_blocksparse import hopper
 from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import HopperTiles
+from attnplug_kit.oracle.sparsity import seen_by
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check
 from tests.backends import gluon
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS

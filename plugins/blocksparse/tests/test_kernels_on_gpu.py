@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.ops import Kernel
-from attnplug.testing.sparsity import seen_by
 from attnplug_blocksparse import decode, prefill, prompt
 from attnplug_blocksparse.params import BlocksparseParams
 from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
+from attnplug_kit.oracle.sparsity import seen_by
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check, lens, starts
 from tests.backends.bounds import watched
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS

@@ -8,11 +8,11 @@ import pytest
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.cli.check.examine import examine
 from attnplug.discovery.known import read_known
 from attnplug.errors import NoBackendError
-from attnplug.manifest.parse import read_manifest
-from attnplug.selection import state
+from attnplug.manifest.reader import read_manifest
+from attnplug.selection import process as state
+from attnplug_kit.check.examine import examine
 
 PROJECT = Path(__file__).parents[1]
 MANIFEST = PROJECT / "src" / "attnplug_blocksparse" / "attnplug.toml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.hosts.transformers.engine import Engine
+from attnplug_transformers.engine import Engine
 from plugins.blocksparse.tests.phi3small import LARGE, SMALL, build, mask_densely, prompts
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS, leave_out_overflow_checks
 from tests.backends.rounding import Recorder, Reference, Verdict

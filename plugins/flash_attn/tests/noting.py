@@ -8,8 +8,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug.testing.oracle import attend
 from attnplug_flash_attn.kernels.interface import Call, Kernels, Terms
+from attnplug_kit.oracle.attention import attend
 from plugins.flash_attn.tests.world import make_backend
 
 if TYPE_CHECKING:

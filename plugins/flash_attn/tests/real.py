@@ -14,7 +14,7 @@ from attrs import evolve
 from tests.backends.offering import Plugin
 
 if TYPE_CHECKING:
-    from attnplug.testing import Case
+    from attnplug_kit.oracle import Case
 
 VARIANTS: Final = ("fa3_vllm", "fa4", "fa3", "fa2", "fa2_vllm", "torch")
 SINKS: Final = ("fa3_vllm", "fa4")

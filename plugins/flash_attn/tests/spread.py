@@ -16,8 +16,8 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.contract import PAD_SLOT_ID, Batch, GraphKey, Layer, Limits, Parallel, capture, torch_dtype
 from attnplug.ops import quantize
-from attnplug.testing.oracle import attend
 from attnplug_flash_attn import packing
+from attnplug_kit.oracle.attention import attend
 from plugins.flash_attn.tests import mutants
 from plugins.flash_attn.tests.conftest import NAME, pytest_unconfigure, stage
 from plugins.flash_attn.tests.real import FLASH_ATTN

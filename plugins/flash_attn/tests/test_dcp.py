@@ -11,7 +11,7 @@ from attrs import evolve
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from attnplug.testing.closeness import assert_close
+from attnplug_kit.oracle.closeness import assert_close
 from plugins.flash_attn.tests import spread as steps
 from plugins.flash_attn.tests.mutants import MUTANTS
 from plugins.flash_attn.tests.processes import Processes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attnplug.testing.closeness import assert_close
+from attnplug_kit.oracle.closeness import assert_close
 from plugins.flash_attn.tests import spread as steps
 from plugins.flash_attn.tests.processes import Processes
 from plugins.flash_attn.tests.real import FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP, SPREADING

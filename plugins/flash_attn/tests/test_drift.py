@@ -20,9 +20,9 @@ from attrs import evolve
 from packaging.requirements import Requirement
 
 import attnplug_flash_attn
-from attnplug.manifest.parse import read_manifest
-from attnplug.testing import Case, check, realise
+from attnplug.manifest.reader import read_manifest
 from attnplug_flash_attn.op_files import ARGUMENTS
+from attnplug_kit.oracle import Case, check, realise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -10,20 +10,21 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.cli.check.examine import examine
 from attnplug.discovery.known import read_known
 from attnplug.errors import RequirementsError
 from attnplug.manifest.installed import requirement_name
-from attnplug.manifest.parse import read_manifest
+from attnplug.manifest.reader import read_manifest
 from attnplug.negotiation.candidate import examine as prepare
-from attnplug.negotiation.negotiate import Question
+from attnplug.negotiation.evaluation import Question
+from attnplug.negotiation.fix import find_remedy
 from attnplug.negotiation.ranking import Policy, rank
-from attnplug.negotiation.remedy import Remedy, find_remedy
 from attnplug.request.toml import parse_toml
-from attnplug.selection import state
+from attnplug.selection import process as state
+from attnplug_kit.check.examine import examine
 
 if TYPE_CHECKING:
     from attnplug import Verdict
+    from attnplug.negotiation.verdict import Remedy
 
 PROJECT = Path(__file__).parents[1]
 MANIFEST = PROJECT / "src" / "attnplug_flash_attn" / "attnplug.toml"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.cli.bench import building, forwarding, replaying
-from attnplug.cli.bench.baseline import Baseline
-from attnplug.cli.bench.choice import Choice
-from attnplug.cli.bench.rig import make_planner
-from attnplug.cli.bench.step import decodes, mixed, ragged_decodes
 from attnplug_flash_attn import raw
 from attnplug_flash_attn.raw import SCHEDULE, RawFlashAttention
 from attnplug_flash_attn.raw_calls import CALLS
+from attnplug_kit.bench import building, forwarding, replaying
+from attnplug_kit.bench.baseline import Baseline
+from attnplug_kit.bench.choice import Choice
+from attnplug_kit.bench.rig import make_planner
+from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
 from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
 from tests.backends.benching import STEPS, TINY, Ticks, check_a_second_call, hold_against
 

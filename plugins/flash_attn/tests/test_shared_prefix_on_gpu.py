@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from attnplug.testing import Case
+from attnplug_kit.oracle import Case
 from plugins.flash_attn.tests.real import FLASH_ATTN, SINKS, SOFT_CAP, VARIANTS, fit
 from tests.backends import traps
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from attnplug.testing import Case, check_replays, padded_for, realise
+from attnplug_kit.oracle import Case, check_replays, padded_for, realise
 from plugins.flash_attn.tests.real import (
     FLASH_ATTN,
     FP8,

@@ -6,7 +6,7 @@ import pytest
 
 from attnplug import Requirements
 from attnplug.errors import NoBackendError
-from attnplug.testing import Case, check, realise
+from attnplug_kit.oracle import Case, check, realise
 from plugins.flash_attn.tests.real import (
     ALIBI,
     BATCH_INVARIANT,

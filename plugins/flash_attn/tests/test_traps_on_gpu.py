@@ -14,7 +14,7 @@ from attrs import evolve
 from attnplug import Requirements
 from attnplug.contract import GraphKey, Limits
 from attnplug.errors import NoBackendError
-from attnplug.testing import Case, check, realise
+from attnplug_kit.oracle import Case, check, realise
 from plugins.flash_attn.tests.real import (
     ALIBI,
     BATCH_INVARIANT,

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnplug.contract import GraphKey, Limits
-from attnplug.testing import Case, check, realise
 from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_kit.oracle import Case, check, realise
 from plugins.flash_attn.tests.requests_of import HEADS, kernels, requests
 from tests.backends.setting import Setting
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve
 
-from attnplug.testing import Case, check, realise
+from attnplug_kit.oracle import Case, check, realise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug.testing import Case, realise
+from attnplug_kit.oracle import Case, realise
 
 pytestmark = pytest.mark.usefixtures("doubled")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract.dtypes import torch_dtype
-from attnplug.testing import Case, Scene, assert_close, attend, realise
+from attnplug.contract.inputs.kv_cache import torch_dtype
+from attnplug_kit.oracle import Case, Scene, assert_close, attend, realise
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -20,8 +20,8 @@ from packaging.version import Version
 
 import attnplug_flashinfer
 from attnplug.contract import GraphKey
-from attnplug.manifest.parse import read_manifest
-from attnplug.testing import Case, check, check_replays, padded_for, realise
+from attnplug.manifest.reader import read_manifest
+from attnplug_kit.oracle import Case, check, check_replays, padded_for, realise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -9,12 +9,12 @@ import pytest
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.cli.check.examine import examine
 from attnplug.errors import SettingsError
 from attnplug.manifest.installed import requirement_name
-from attnplug.manifest.parse import read_manifest
+from attnplug.manifest.reader import read_manifest
 from attnplug.request.toml import parse_toml
-from attnplug.selection import state
+from attnplug.selection import process as state
+from attnplug_kit.check.examine import examine
 
 if TYPE_CHECKING:
     from attnplug import Verdict

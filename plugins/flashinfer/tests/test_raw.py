@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.cli.bench import building, forwarding, replaying
-from attnplug.cli.bench.baseline import Baseline
-from attnplug.cli.bench.choice import Choice
-from attnplug.cli.bench.rig import make_planner
-from attnplug.cli.bench.step import decodes, mixed, ragged_decodes
 from attnplug_flashinfer import raw
 from attnplug_flashinfer.raw import RawFlashInfer
+from attnplug_kit.bench import building, forwarding, replaying
+from attnplug_kit.bench.baseline import Baseline
+from attnplug_kit.bench.choice import Choice
+from attnplug_kit.bench.rig import make_planner
+from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
 from tests.backends.benching import STEPS, TINY, Ticks, check_a_second_call, hold_against
 
 CHOICE = Choice("flashinfer_double/fa2", "cpu")

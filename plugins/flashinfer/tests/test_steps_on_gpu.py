@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import GraphKey
-from attnplug.testing import Case, check_replays, padded_for, realise
+from attnplug_kit.oracle import Case, check_replays, padded_for, realise
 from plugins.flashinfer.tests.real import VARIANTS
 from tests.backends import steps
 from tests.backends.graphs import Captured, Graphs

@@ -12,8 +12,8 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import GraphKey, Layer
-from attnplug.testing import Case, check, realise
 from attnplug_flashinfer.prebuilt import needed_modules
+from attnplug_kit.oracle import Case, check, realise
 from plugins.flashinfer.tests.real import VARIANTS
 from tests.backends import traps
 from tests.backends.setting import Setting

@@ -13,7 +13,7 @@ import pytest
 
 import attnplug
 from attnplug.errors import DuplicateBackendError
-from attnplug.selection import state
+from attnplug.selection import process as state
 from plugins.int8_ixformer.tests import cpu_manifest
 from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, VERSIONS
 from tests.backends.interpreting import INTERPRETED

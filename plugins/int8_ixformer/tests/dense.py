@@ -9,9 +9,9 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.testing.oracle import attend
 from attnplug_int8_ixformer.pages import Pages
 from attnplug_int8_ixformer.terms import Terms
+from attnplug_kit.oracle.attention import attend
 from tests.backends.interpreting import DEVICE
 
 CANARY = 7.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.testing.kit import Conformance
+from attnplug_kit.conformance import Conformance
 from tests.backends.interpreting import MARKS, leave_out_overflow_checks
 
 pytestmark = MARKS

@@ -10,14 +10,14 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.contract import GraphKey, Layer
 from attnplug.errors import CacheError, LayerError
-from attnplug.testing.byte_rounding import by_channel
-from attnplug.testing.cases import Case
-from attnplug.testing.replay import check_replays, padded_for
-from attnplug.testing.running import check, limits_of
-from attnplug.testing.scene import realise
 from attnplug_int8_ixformer import prompts, triton_provider
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.value_scales import ValueScales
+from attnplug_kit.oracle.byte_rounding import by_channel
+from attnplug_kit.oracle.cases import Case
+from attnplug_kit.oracle.replay import check_replays, padded_for
+from attnplug_kit.oracle.running import check, limits_of
+from attnplug_kit.oracle.scene import realise
 from plugins.int8_ixformer.tests.dense import ask
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.testing.kit import Conformance
 from attnplug_int8_ixformer.inner import CALIBRATE
+from attnplug_kit.conformance import Conformance
 from plugins.int8_ixformer.tests.doubled import NAME
 
 

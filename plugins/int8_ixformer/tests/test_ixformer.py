@@ -13,13 +13,13 @@ import attnplug
 from attnplug import Device
 from attnplug.contract import GraphKey, Layer, Limits
 from attnplug.errors import CacheError, LimitsError, PluginLoadError
-from attnplug.testing.byte_rounding import paged_tensors
-from attnplug.testing.cases import Case
-from attnplug.testing.replay import check_replays, padded_for
-from attnplug.testing.running import check, limits_of
-from attnplug.testing.scene import realise
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.probe import IXFORMER_MODULES
+from attnplug_kit.oracle.byte_rounding import paged_tensors
+from attnplug_kit.oracle.cases import Case
+from attnplug_kit.oracle.replay import check_replays, padded_for
+from attnplug_kit.oracle.running import check, limits_of
+from attnplug_kit.oracle.scene import realise
 from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, NAME
 
 TERMS = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]

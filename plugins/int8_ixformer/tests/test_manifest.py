@@ -6,10 +6,10 @@ import pytest
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.cli.check.examine import examine
 from attnplug.discovery.known import read_known
 from attnplug.errors import NoBackendError
-from attnplug.selection import state
+from attnplug.selection import process as state
+from attnplug_kit.check.examine import examine
 from plugins.int8_ixformer.tests.cpu_manifest import MANIFEST
 from plugins.int8_ixformer.tests.dense import ask
 

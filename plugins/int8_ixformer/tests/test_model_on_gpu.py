@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from attnplug.errors import LayerError
-from attnplug.hosts.transformers.engine import Engine
-from attnplug.hosts.transformers.engine.groups import Groups
 from attnplug_int8_ixformer.value_scales import ValueScales
+from attnplug_transformers.engine import Engine
+from attnplug_transformers.engine.groups import Groups
 from plugins.int8_ixformer.tests.outliers import BUDGET
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS, leave_out_overflow_checks
 from tests.backends.models import build, prompts
@@ -117,7 +117,7 @@ def test_logits_stay_within_the_budget(monkeypatch, record_property, calibrated,
 
 def test_the_same_memory_holds_nearly_twice_the_tokens(monkeypatch, record_property, tmp_path):
     """A token takes 1,024 bytes in 16 bits, and 520 at level 1, 776 at level 2: scales of keys included."""
-    monkeypatch.setattr("attnplug.hosts.transformers.engine.engine.free_bytes", lambda *rest: 2**28)
+    monkeypatch.setattr("attnplug_transformers.engine.engine.free_bytes", lambda *rest: 2**28)
     monkeypatch.setattr(Groups, "workspace_bytes", lambda self, limits: 0)  # caches are what is compared
     ValueScales({"layers.0.self_attn": torch.ones(2, 128)}).save(tmp_path / "scales")
     made, limits, tokens = wide(), {"max_num_reqs": 80, "max_num_tokens": 80, "block_size": 16}, {}

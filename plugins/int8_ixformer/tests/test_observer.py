@@ -10,12 +10,12 @@ import attnplug
 from attnplug import Device
 from attnplug.contract import GraphKey, Limits
 from attnplug.errors import LayerError, PluginLoadError
-from attnplug.testing.cases import Case
-from attnplug.testing.replay import CANARY
-from attnplug.testing.running import check, run
-from attnplug.testing.scene import realise
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
+from attnplug_kit.oracle.cases import Case
+from attnplug_kit.oracle.replay import CANARY
+from attnplug_kit.oracle.running import check, run
+from attnplug_kit.oracle.scene import realise
 
 pytestmark = pytest.mark.usefixtures("offered")
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attnplug.batching.assembler import BatchDraft
 from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
-from attnplug.batching.draft import BatchDraft
-from attnplug.batching.hyperparameters import Hyperparameters, infer_global_hyperparameters, per_layer_parameters
 from attnplug.batching.local_chunks import (
     LocalChunks,
     local_chunk_batch,
@@ -20,12 +19,18 @@ from attnplug.batching.local_chunks import (
 )
 from attnplug.batching.padding import NULL_BLOCK, pad_batch, pad_block_table, pad_rows, padded_size
 from attnplug.batching.pages import Pages, pad_pages, pages_of
-from attnplug.batching.positions import positions_of, positions_of_new_tokens
 from attnplug.batching.prefix import shared_prefix_blocks, shared_prefix_len
-from attnplug.batching.reach import first_attended_key, num_freeable_blocks
-from attnplug.batching.reorder import Reordering, reorder_batch_to_split_decodes_and_prefills
-from attnplug.batching.slots import slots_of_new_tokens
-from attnplug.batching.split import Split, split_decodes_and_prefills
+from attnplug.batching.slots import positions_of, positions_of_new_tokens, slots_of_new_tokens
+from attnplug.batching.vllm_compat import (
+    Hyperparameters,
+    Reordering,
+    Split,
+    infer_global_hyperparameters,
+    per_layer_parameters,
+    reorder_batch_to_split_decodes_and_prefills,
+    split_decodes_and_prefills,
+)
+from attnplug.batching.window import first_attended_key, num_freeable_blocks
 
 if TYPE_CHECKING:
     from attnplug.selection.kv_layout import kv_cache_layout as kv_cache_layout

@@ -10,11 +10,11 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug.contract.staging import upload
+from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
 
 
 @frozen(eq=False)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import evolve
 
-from attnplug.contract.batch import PAD_SLOT_ID
+from attnplug.contract.inputs.batch import PAD_SLOT_ID
 from attnplug.errors import BatchError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
 
 
 NULL_BLOCK: Final = 0

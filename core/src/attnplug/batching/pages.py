@@ -11,14 +11,14 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.batching.padding import NULL_BLOCK, pad_rows
-from attnplug.contract.staging import upload
+from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError
-from attnplug.triton_launch import triton_works
+from attnplug.ops.triton import triton_works
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
 
 _FEW: Final = 32
 """Requests up to which lists are faster than tensor operations."""

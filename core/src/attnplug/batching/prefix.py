@@ -9,7 +9,7 @@ from attnplug.errors import BatchError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
 
 
 def shared_prefix_len(batch: Batch, block_size: int) -> int:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.cli.exits import OK
-from attnplug.cli.output import say, say_json
+from attnplug.commands import OK, say, say_json
 from attnplug.discovery.registry import Registry
 from attnplug.request.settings import Settings
 
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator
 
-    from attnplug.cli.rows import Row
+    from attnplug.commands import Row
     from attnplug.discovery.plugin import Plugin
     from attnplug.manifest.schema import Variant
     from attnplug.negotiation.candidate import Candidate
@@ -107,7 +106,7 @@ def _declared(variant: Variant) -> dict[str, Any]:
 
 
 def _show(candidates: Iterable[Candidate], registry: Registry) -> None:
-    from attnplug.cli.rows import say_rows, wrapped  # noqa: PLC0415 - JSON does without
+    from attnplug.commands import say_rows, wrapped  # noqa: PLC0415 - JSON does without
 
     say_rows([_row(candidate, registry) for candidate in candidates], "what it is, and what is missing")
     notes = len(registry.notes)
@@ -117,13 +116,13 @@ def _show(candidates: Iterable[Candidate], registry: Registry) -> None:
 
 
 def _row(candidate: Candidate, registry: Registry) -> Row:
-    from attnplug.cli.rows import Row  # noqa: PLC0415 - as above
+    from attnplug.commands import Row  # noqa: PLC0415 - as above
 
     return Row(candidate.id, candidate.standing, tuple(_lines(candidate, registry)), candidate.distribution)
 
 
 def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
-    from attnplug.negotiation.remedy import Remedy  # noqa: PLC0415 - as above
+    from attnplug.negotiation.verdict import Remedy  # noqa: PLC0415 - as above
 
     variant, manifest = candidate.variant, candidate.manifest
     if variant is not None and manifest is not None:

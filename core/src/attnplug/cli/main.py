@@ -1,4 +1,4 @@
-"""The entry point of the ``attnplug`` command: one verb, and every mistake in three lines instead of a traceback."""
+"""The entry point of the ``attnplug`` command: one command, and every mistake in three lines instead of a traceback."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from attnplug.cli.exits import INTERRUPTED, NO, OK, PIPE_CLOSED, WRONG
-from attnplug.cli.failure import report
-from attnplug.cli.output import make_printable
 from attnplug.cli.parser import parse
+from attnplug.commands import INTERRUPTED, NO, OK, PIPE_CLOSED, WRONG, make_printable, report_error
 from attnplug.errors import AttnplugError, RequestError, UnknownBackendError
 
 if TYPE_CHECKING:
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """
-    Run a command line and return its exit code (`attnplug.cli.exits`).
+    Run a command line and return its exit code (`attnplug.commands`).
 
     Args:
         argv: The words after the command's name; those of this process by default.
@@ -43,7 +41,7 @@ def _answer(words: Sequence[str]) -> int:
     except SystemExit as done:  # argparse leaves this way once it has printed help
         return int(done.code or OK)
     except AttnplugError as error:
-        report(error, as_json="--json" in words)
+        report_error(error, as_json="--json" in words)
         return WRONG if isinstance(error, (RequestError, UnknownBackendError)) else NO
 
 

@@ -1,4 +1,4 @@
-"""The command line as argparse reads it. Only the verb that is asked for is imported: each costs what it needs."""
+"""The command line as argparse reads it. Only the command that runs is imported."""
 
 from __future__ import annotations
 
@@ -7,24 +7,13 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from attnplug.cli.exits import OK, WRONG
-from attnplug.cli.output import say
+from attnplug.cli.command import BUILT_IN, KNOWN, Command, installed_commands, missing_commands
+from attnplug.commands import OK, WRONG, say
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import ModuleType
-
-VERBS: Final = {
-    "list": "what is installed, and what stands in the way of the rest",
-    "explain": "which backend serves a layer or a model, and why not the others",
-    "doctor": "what is wrong with this environment",
-    "check": "what is wrong with a manifest or a plugin project",
-    "new": "a plugin project to start from, green on the CPU",
-    "bench": "the time budgets, measured here",
-    "demo": "real model architectures, served through the chosen backend",
-}
-"""Every verb with its summary; the verb is the name of its module."""
 
 _DESCRIPTION: Final = "Attention backends as parts: ask which one serves, and why not the others."
 _EPILOG: Final = """\
@@ -39,7 +28,8 @@ exit codes:
   1  the answer is no: nothing can serve, something is broken, a budget is missed
   2  the question is wrong: an unknown option, impossible requirements, a setting that does not parse
 
-Every verb takes --json, and `attnplug VERB --help` describes it. ATTNPLUG_STRICT=1 shows where an error comes from.
+Every command takes --json, and `attnplug COMMAND --help` describes it. ATTNPLUG_STRICT=1 shows where an error comes
+from.
 """
 
 
@@ -68,17 +58,22 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
     Read a command line.
 
     Returns:
-        The module of the verb, and the verb's arguments.
+        The module of the command, and the command's arguments.
 
     Raises:
-        RequestError: The verb or an option is unknown, or a value is not allowed.
+        RequestError: The command or an option is unknown, or a value is not allowed.
+        PluginLoadError: The command is of another distribution, and broken.
         SystemExit: Help or the version was asked for, and is printed.
     """
-    if not words or words[0] not in VERBS:
-        _without_verb(words)
-    verb = words[0]
-    module = import_module(f"attnplug.cli.{verb}")
-    parser = Parser(f"attnplug {verb}", f"{VERBS[verb]}.", usage=f"attnplug {verb} [options]")
+    if not words or words[0].startswith("-"):
+        _without_command(words)
+    name = words[0]
+    if name in BUILT_IN:
+        module, summary = import_module(f"attnplug.cli.{name}"), BUILT_IN[name]
+    else:
+        module = _installed(name).load()
+        summary = module.SUMMARY
+    parser = Parser(f"attnplug {name}", f"{summary}.", usage=f"attnplug {name} [options]")
     module.add_arguments(parser)
     arguments, unknown = parser.parse_known_args(words[1:])
     if unknown:
@@ -86,18 +81,32 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
     return module, arguments
 
 
-def _without_verb(words: Sequence[str]) -> NoReturn:
-    """Answer a line that starts with no verb: help, the version, or an error."""
-    if words and not words[0].startswith("-"):
-        from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does not come by here
+def _installed(name: str) -> Command:
+    installed = installed_commands()
+    if name in installed:
+        return installed[name]
+    for distribution, names in KNOWN.items():
+        if name in names:
+            raise RequestError(
+                f"the command {name!r} is not installed",
+                f"it is a command of {distribution}",
+                f"install {distribution}: pip install {distribution}, or its folder of a checkout",
+            )
+    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does not come by here
 
-        raise RequestError(
-            f"the verb {words[0]!r} was given{near(words[0], tuple(VERBS))}",
-            f"the verbs are {', '.join(VERBS)}",
-            "see `attnplug --help`",
-        )
-    listed = "\n".join(f"  {verb:9}{summary}" for verb, summary in VERBS.items())
-    parser = Parser("attnplug", f"{_DESCRIPTION}\n\nverbs:\n{listed}", _EPILOG, "attnplug VERB [options]")
+    names = (*BUILT_IN, *installed)
+    raise RequestError(
+        f"the command {name!r} was given{near(name, names)}",
+        f"the commands are {', '.join(names)}",
+        "see `attnplug --help`",
+    )
+
+
+def _without_command(words: Sequence[str]) -> NoReturn:
+    """Answer a line that starts with no command: help, the version, or an error."""
+    is_help = not words or words[0] in {"-h", "--help"}
+    description = f"{_DESCRIPTION}\n\n{_listed(installed_commands())}" if is_help else _DESCRIPTION
+    parser = Parser("attnplug", description, _EPILOG, "attnplug COMMAND [options]")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
@@ -109,6 +118,14 @@ def _without_verb(words: Sequence[str]) -> NoReturn:
     raise SystemExit(WRONG)
 
 
+def _listed(installed: Mapping[str, Command]) -> str:
+    summaries = {**BUILT_IN, **{name: command.summary() for name, command in installed.items()}}
+    width = max(len(name) for name in summaries) + 2
+    lines = ["commands:", *(f"  {name:{width}}{summary}" for name, summary in summaries.items())]
+    missing = [*missing_commands(dict(installed))]
+    return "\n".join([*lines, *(["", "not installed:", *(f"  {line}" for line in missing)] if missing else [])])
+
+
 def version() -> str:
     """Return the version of the core."""
     from importlib import metadata  # noqa: PLC0415 - costs 20 ms, and few ask
@@ -117,7 +134,7 @@ def version() -> str:
 
 
 def _refuse_unknown(parser: Parser, word: str) -> NoReturn:
-    from attnplug.request.fields import near  # noqa: PLC0415 - as above
+    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does not come by here
 
     name = word.partition("=")[0]
     known = sorted(parser._option_string_actions)  # noqa: SLF001 - argparse has no public list of its options

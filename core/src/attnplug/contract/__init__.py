@@ -3,96 +3,63 @@ What a vendor writes: the contract between a host engine and an attention backen
 
 `Backend`, `AttentionImpl`, `MetadataBuilder` and `State` are written by plugins; `Layer`, `Batch`, `Limits` and
 `Parallel` are data that hosts hand over. The names load on first use, so that a plugin module can take its hook markers
-from `attnplug.contract.hooks` without importing torch.
+from here without importing torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Final
+
+from attnplug._lazy import lazy
 
 if TYPE_CHECKING:
-    from attnplug.contract.advance import StepTokens
-    from attnplug.contract.backend import Backend
-    from attnplug.contract.batch import PAD_SLOT_ID, Batch
-    from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.cache_views import CacheViews
-    from attnplug.contract.check import check_backend_class
-    from attnplug.contract.dtypes import torch_dtype
-    from attnplug.contract.graph_key import GraphKey
-    from attnplug.contract.impl import AttentionImpl
-    from attnplug.contract.kv_cache import Cache, CacheTensor
-    from attnplug.contract.layer import Layer
-    from attnplug.contract.limits import Limits, Parallel
-    from attnplug.contract.metadata import Metadata
-    from attnplug.contract.op import forward_context
-    from attnplug.contract.phase import Phase
-    from attnplug.contract.recording import capture
-    from attnplug.contract.slot import GraphSlot
-    from attnplug.contract.staging import upload
-    from attnplug.contract.state import State, Step
+    from attnplug.contract.backend import Backend as Backend
+    from attnplug.contract.builder import MetadataBuilder as MetadataBuilder
+    from attnplug.contract.calls.advance import StepTokens as StepTokens
+    from attnplug.contract.calls.check import check_backend_class as check_backend_class
+    from attnplug.contract.calls.op import forward_context as forward_context
+    from attnplug.contract.graphs.buffers import GraphSlot as GraphSlot
+    from attnplug.contract.graphs.capture import capture as capture
+    from attnplug.contract.graphs.shape import GraphKey as GraphKey
+    from attnplug.contract.guards.cache import by_phase as by_phase
+    from attnplug.contract.hooks import hookimpl as hookimpl
+    from attnplug.contract.impl import AttentionImpl as AttentionImpl
+    from attnplug.contract.inputs.batch import PAD_SLOT_ID as PAD_SLOT_ID
+    from attnplug.contract.inputs.batch import Batch as Batch
+    from attnplug.contract.inputs.kv_cache import Cache as Cache
+    from attnplug.contract.inputs.kv_cache import CacheTensor as CacheTensor
+    from attnplug.contract.inputs.kv_cache import CacheViews as CacheViews
+    from attnplug.contract.inputs.kv_cache import is_narrow_float as is_narrow_float
+    from attnplug.contract.inputs.kv_cache import torch_dtype as torch_dtype
+    from attnplug.contract.inputs.layer import Layer as Layer
+    from attnplug.contract.inputs.limits import Limits as Limits
+    from attnplug.contract.inputs.limits import Parallel as Parallel
+    from attnplug.contract.inputs.phase import Phase as Phase
+    from attnplug.contract.inputs.upload import upload as upload
+    from attnplug.contract.metadata import Metadata as Metadata
+    from attnplug.contract.state import State as State
+    from attnplug.contract.state import Step as Step
 
-_HOMES = {
-    "PAD_SLOT_ID": "batch",
-    "AttentionImpl": "impl",
-    "Backend": "backend",
-    "Batch": "batch",
-    "Cache": "kv_cache",
-    "CacheTensor": "kv_cache",
-    "CacheViews": "cache_views",
-    "GraphKey": "graph_key",
-    "GraphSlot": "slot",
-    "Layer": "layer",
-    "Limits": "limits",
-    "Metadata": "metadata",
-    "MetadataBuilder": "builder",
-    "Parallel": "limits",
-    "Phase": "phase",
-    "State": "state",
-    "Step": "state",
-    "StepTokens": "advance",
-    "capture": "recording",
-    "check_backend_class": "check",
-    "forward_context": "op",
-    "torch_dtype": "dtypes",
-    "upload": "staging",
+_MODULES: Final = {
+    "attnplug.contract.backend": "Backend",
+    "attnplug.contract.builder": "MetadataBuilder",
+    "attnplug.contract.calls.advance": "StepTokens",
+    "attnplug.contract.calls.check": "check_backend_class",
+    "attnplug.contract.calls.op": "forward_context",
+    "attnplug.contract.graphs.buffers": "GraphSlot",
+    "attnplug.contract.graphs.capture": "capture",
+    "attnplug.contract.graphs.shape": "GraphKey",
+    "attnplug.contract.guards.cache": "by_phase",
+    "attnplug.contract.hooks": "hookimpl",
+    "attnplug.contract.impl": "AttentionImpl",
+    "attnplug.contract.inputs.batch": "Batch PAD_SLOT_ID",
+    "attnplug.contract.inputs.kv_cache": "Cache CacheTensor CacheViews is_narrow_float torch_dtype",
+    "attnplug.contract.inputs.layer": "Layer",
+    "attnplug.contract.inputs.limits": "Limits Parallel",
+    "attnplug.contract.inputs.phase": "Phase",
+    "attnplug.contract.inputs.upload": "upload",
+    "attnplug.contract.metadata": "Metadata",
+    "attnplug.contract.state": "State Step",
 }
 
-__all__ = [
-    "PAD_SLOT_ID",
-    "AttentionImpl",
-    "Backend",
-    "Batch",
-    "Cache",
-    "CacheTensor",
-    "CacheViews",
-    "GraphKey",
-    "GraphSlot",
-    "Layer",
-    "Limits",
-    "Metadata",
-    "MetadataBuilder",
-    "Parallel",
-    "Phase",
-    "State",
-    "Step",
-    "StepTokens",
-    "capture",
-    "check_backend_class",
-    "forward_context",
-    "torch_dtype",
-    "upload",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -7,18 +7,17 @@ from typing import TYPE_CHECKING, ClassVar, final
 
 import torch
 
-from attnplug.contract.block_copy import check_blocks, copy_between, to_pairs
 from attnplug.contract.builder import MetadataBuilder
-from attnplug.contract.dtypes import torch_dtype
-from attnplug.contract.dummy import dummy_batch
+from attnplug.contract.calls.block_copy import check_blocks, copy_between, to_pairs
+from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
-from attnplug.contract.guards.construction import check_constructed, check_takes_slots
-from attnplug.contract.guards.forward import ForwardGuard
+from attnplug.contract.guards.call import ForwardGuard
+from attnplug.contract.guards.classes import check_constructed, check_takes_slots
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.limits import check_limits
 from attnplug.contract.impl import AttentionImpl
-from attnplug.contract.kv_cache import Cache, CacheTensor, device_of, tensor_of
-from attnplug.contract.limits import Parallel
+from attnplug.contract.inputs.kv_cache import Cache, CacheTensor, device_of, tensor_of, torch_dtype
+from attnplug.contract.inputs.limits import Parallel
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
 from attnplug.errors import CacheError, LayerError, LimitsError, PluginContractError
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
-    from attnplug.contract.graph_key import GraphKey
-    from attnplug.contract.layer import Layer
-    from attnplug.contract.limits import Limits
+    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.layer import Layer
+    from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
     from attnplug.selection.selection import Selection
 

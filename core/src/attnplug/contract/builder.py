@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 import torch
 from attrs import evolve
 
-from attnplug.contract.advance import StepTokens, advanced_batch
-from attnplug.contract.cascade import cascade_pays
+from attnplug.contract.calls.advance import StepTokens, advanced_batch
+from attnplug.contract.calls.cascade import cascade_pays
+from attnplug.contract.graphs.shape import graph_level, runs_at
+from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.batch import BatchGuard, Facts
 from attnplug.contract.guards.building import check_batch, check_covered, check_fields, check_own, check_slot, complete
-from attnplug.contract.guards.graph import graph_level, runs_at
-from attnplug.contract.guards.wording import layers_text
 from attnplug.errors import BatchError, PluginContractError
 
 if TYPE_CHECKING:
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.graphs.buffers import GraphSlot
     from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.metadata import Metadata
-    from attnplug.contract.slot import GraphSlot
     from attnplug.contract.state import State
 
 _T = TypeVar("_T")
@@ -228,7 +228,7 @@ class MetadataBuilder:
         Whether attending a shared prefix once is expected to be faster than attending it in every request.
 
         A host sets `Batch.common_prefix_len` where it is, and 0 elsewhere. The default is the published heuristic, see
-        `attnplug.contract.cascade`; False where cascade was not negotiated.
+        `attnplug.contract.calls.cascade`; False where cascade was not negotiated.
 
         Args:
             common_prefix_len: Tokens that all requests share, in the same blocks.

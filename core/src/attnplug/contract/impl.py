@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias, f
 
 import torch
 
-from attnplug.contract.dtypes import torch_dtype
+from attnplug.contract.calls.op import enlist, tensors_of
+from attnplug.contract.guards.cache import settle_writers
 from attnplug.contract.guards.scales import UNQUANTIZED
-from attnplug.contract.guards.writers import settle_writers
-from attnplug.contract.op import enlist, tensors_of
+from attnplug.contract.inputs.kv_cache import torch_dtype
 from attnplug.errors import LayerError, PluginContractError
 
 if TYPE_CHECKING:
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.guards.forward import ForwardGuard
-    from attnplug.contract.kv_cache import Cache
-    from attnplug.contract.layer import Layer
+    from attnplug.contract.guards.call import ForwardGuard
+    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.metadata import Metadata
 
 CacheWrite: TypeAlias = Literal["forward", "host", "either"]

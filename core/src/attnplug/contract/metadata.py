@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from attnplug.contract.batch import Batch
-from attnplug.contract.phase import Phase, phase_of
-from attnplug.contract.slot import GraphSlot
-from attnplug.negotiation.agreement import Agreement
+from attnplug.contract.inputs.phase import Phase, phase_of
 
 if TYPE_CHECKING:
-    from attnplug.contract.state import State  # noqa: TC004 - its module imports this one
+    from collections.abc import Hashable, Mapping
+
+    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.state import State
+    from attnplug.negotiation.agreement import Agreement
 
 
 @frozen(eq=False, kw_only=True)

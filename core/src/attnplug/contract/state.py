@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -11,25 +10,25 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import frozen
 
-from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract.graphs.buffers import GraphSlot
+from attnplug.contract.graphs.persistent import PersistentInputs
+from attnplug.contract.graphs.shape import check_key, graph_level
 from attnplug.contract.guards.building import check_batches
-from attnplug.contract.guards.graph import check_key, graph_level
-from attnplug.contract.lasting import lasting
-from attnplug.contract.limits import Parallel
-from attnplug.contract.metadata import Metadata
-from attnplug.contract.persistent import PersistentInputs
-from attnplug.contract.slot import GraphSlot
+from attnplug.contract.inputs.kv_cache import lasting
+from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LimitsError, NotNegotiatedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.batch import Batch
-    from attnplug.contract.graph_key import GraphKey
-    from attnplug.contract.limits import Limits
+    from attnplug.contract.builder import MetadataBuilder
+    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.limits import Limits
+    from attnplug.contract.metadata import Metadata
 
 
 @frozen(eq=False)

@@ -9,7 +9,7 @@ from typing import Final
 from attrs import frozen
 
 from attnplug.errors import ManifestError
-from attnplug.manifest.conditions import parse_conditions
+from attnplug.manifest.supports import parse_conditions
 from attnplug.negotiation.ranking import DefaultOrder
 from attnplug.request.toml import parse_toml
 

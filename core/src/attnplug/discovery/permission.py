@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from attnplug.discovery.distribution import normalized
 from attnplug.discovery.known import KnownPlugin
-from attnplug.negotiation.reason import Reason
+from attnplug.discovery.scan import normalized
+from attnplug.negotiation.verdict import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -14,19 +14,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from attnplug.discovery.distribution import normalized
-from attnplug.discovery.scan import Entry, is_module
+from attnplug.discovery.scan import Entry, normalized
 from attnplug.errors import ApiVersionError, ManifestError
-from attnplug.manifest.locate import locate
-from attnplug.manifest.parse import parse_manifest, read_manifest
-from attnplug.manifest.schema import Manifest
-from attnplug.negotiation.reason import Reason
+from attnplug.manifest.line_numbers import locate
+from attnplug.manifest.reader import parse_manifest, read_manifest
+from attnplug.manifest.schema import MANIFEST, Manifest, is_module
+from attnplug.negotiation.verdict import Reason
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 
-MANIFEST: Final = "attnplug.toml"
 CORE: Final = "attnplug"
 BY_HAND: Final = "registered by hand"
 """What stands in place of a distribution where `attnplug.register` has added the plugin: no name of anything."""

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from attnplug.discovery.known import Known, read_known
-from attnplug.discovery.lineup import Contest, Lineup, line_up, usable_of
-from attnplug.discovery.own_names import clash, is_former, under_own_names, unknown_backend
+from attnplug.discovery.candidates import Contest, Lineup, line_up, usable_of
+from attnplug.discovery.known import Known, KnownPlugin, read_known
+from attnplug.discovery.names import clash, is_former, under_own_names, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Plugin, read_plugin
 from attnplug.discovery.scan import Note, scan
@@ -25,12 +25,12 @@ from attnplug.request.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
-    from attnplug.discovery.evidence import Library
-    from attnplug.discovery.refusal import Refusal, Refusals
+    from attnplug.discovery.probe_refusals import Refusal, Refusals
+    from attnplug.evidence.coverage import Evidence
+    from attnplug.evidence.store import Library
     from attnplug.manifest.installed import VersionOf
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.negotiation.evidence import Evidence
-    from attnplug.negotiation.reason import Reason
+    from attnplug.negotiation.verdict import Reason
 
 _log: Final = logging.getLogger("attnplug")
 _generations: Final = count(1)
@@ -120,23 +120,28 @@ class Registry:
         return self._generation
 
     @property
+    def known(self) -> tuple[KnownPlugin, ...]:
+        """The plugins that this core knows by name, installed or not."""
+        return self._known.plugins
+
+    @property
     def default_orders(self) -> tuple[DefaultOrder, ...]:
         """The known orders of backends, per device."""
         return self._known.orders
 
-    def candidates(self, settings: Settings, *, assume_installed: bool = False) -> tuple[Candidate, ...]:
+    def candidates(self, settings: Settings | None = None, *, assume_installed: bool = False) -> tuple[Candidate, ...]:
         """
         Return every variant of every plugin, and the known plugins that are absent, by backend.
 
         Args:
-            settings: Allow and block lists, and whether problems are raised.
+            settings: Allow and block lists, and whether problems are raised; None is what the registry was made with.
             assume_installed: Suppose that everything the variants require is installed.
 
         Raises:
             ManifestError: Under the strict setting, a plugin that may be used has a problem.
             DuplicateBackendError: Likewise, two of them have one name.
         """
-        return self._line_up(settings, assume_installed=assume_installed).candidates
+        return self._line_up(settings or self._settings, assume_installed=assume_installed).candidates
 
     def evidence(self, candidate: Candidate) -> tuple[Evidence, ...]:
         """
@@ -148,7 +153,7 @@ class Registry:
     def _evidence(self) -> Library:
         library = self._library
         if library is None:
-            from attnplug.discovery.evidence import Library  # noqa: PLC0415 - deciding does without, and has a budget
+            from attnplug.evidence.store import Library  # noqa: PLC0415 - deciding does without, and has a budget
 
             library = self._library = Library(self._plugins, self._settings.evidence)
         return library

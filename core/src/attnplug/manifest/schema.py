@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
 from attrs import field, frozen
 
 from attnplug.errors import SettingsError
-from attnplug.manifest.constraint import Constraint
-from attnplug.request.fields import near
-from attnplug.request.read_only import read_only
+from attnplug.request.fields import near, read_only
 from attnplug.request.settings import parse_flag
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnplug.manifest.constraint import Constraint
 
 CONTRACT_API: Final = (1, 0)
 """
@@ -20,7 +22,18 @@ The contract that this core speaks: (major, minor). Another major is refused bef
 and noted.
 """
 
+GROUP: Final = "attnplug.backends"
+"""The entry-point group of plugins: the name is the backend's, the value is the plugin module."""
+
+MANIFEST: Final = "attnplug.toml"
+"""The name of the file that describes a backend, beside its plugin module."""
+
 Jit = Literal["nvcc", "triton", "cute", "inductor"]
+
+
+def is_module(value: str) -> bool:
+    """Whether a text is the dotted name of a module."""
+    return all(part.isidentifier() for part in value.split("."))
 
 
 @frozen

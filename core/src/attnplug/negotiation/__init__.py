@@ -1,1 +1,29 @@
-"""Asked against offered: verdicts, agreements, remedies, ranking, plans. Pure functions of data."""
+"""One candidate against one request: agreement, reasons and fixes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attnplug._lazy import lazy
+
+if TYPE_CHECKING:
+    from attnplug.negotiation.agreement import Agreement as Agreement
+    from attnplug.negotiation.candidate import Candidate as Candidate
+    from attnplug.negotiation.evaluation import Question as Question
+    from attnplug.negotiation.evaluation import negotiate as negotiate
+    from attnplug.negotiation.ranking import AUTO as AUTO
+    from attnplug.negotiation.unverified import Unverified as Unverified
+    from attnplug.negotiation.verdict import Reason as Reason
+    from attnplug.negotiation.verdict import Remedy as Remedy
+    from attnplug.negotiation.verdict import Verdict as Verdict
+
+_MODULES: Final = {
+    "attnplug.negotiation.agreement": "Agreement",
+    "attnplug.negotiation.candidate": "Candidate",
+    "attnplug.negotiation.evaluation": "negotiate Question",
+    "attnplug.negotiation.ranking": "AUTO",
+    "attnplug.negotiation.unverified": "Unverified",
+    "attnplug.negotiation.verdict": "Reason Remedy Verdict",
+}
+
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
-from attnplug.request.read_only import read_only
+from attnplug.request.fields import read_only
 from attnplug.request.requirements import Requirements
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @frozen

@@ -8,9 +8,8 @@ from attrs import field, frozen
 
 from attnplug.manifest.installed import VersionOf, find, requirement_name
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
-from attnplug.negotiation.reason import Reason
-from attnplug.request.domain import Names
-from attnplug.request.fields import FIELDS, GRAPH_LEVELS
+from attnplug.negotiation.verdict import Reason
+from attnplug.request.fields import FIELDS, GRAPH_LEVELS, Names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -9,16 +9,16 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from attnplug.manifest.schema import Condition
-from attnplug.negotiation.candidate import Candidate
-
 if TYPE_CHECKING:
-    from attnplug.negotiation.negotiate import Question
+    from collections.abc import Mapping, Sequence
+
+    from attnplug.manifest.schema import Condition
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.evaluation import Question
 
 AUTO: Final = "auto"
 """The name in a list of backends that permits falling back to any other."""

@@ -1,16 +1,160 @@
-"""What became of one candidate."""
+"""Why a candidate cannot serve, as data; words are made at the edge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import attrs
 from attrs import field, frozen
 
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.reason import Reason
-from attnplug.negotiation.remedy import Remedy
 from attnplug.negotiation.unverified import Unverified
+from attnplug.request.device import Device
+from attnplug.request.fields import FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attnplug.request.requirements import Requirements
+
+Code = Literal["unsupported", "undeclared", "rule", "missing", "version", "absent", "broken", "blocked", "api", "probe"]
+
+
+def _hashable(value: Any) -> Any:
+    """A list of names as a tuple: what JSON gives back is equal to what it was given."""
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+@frozen
+class Reason:
+    """
+    One reason against a candidate.
+
+    Attributes:
+        code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value),
+            ``rule`` (a combination), ``missing`` and ``version`` (a
+            requirement), ``absent``, ``broken``, ``blocked``, ``api``, ``probe`` (the plugin itself,
+            asked after import about one request).
+        field: The field that it is about, or the requirement, or the plugin.
+        wanted: The value asked for, as a plain value.
+        supported: What is supported, in words.
+        because: The explanation of the manifest or of the failure, of a probe its way out, or an empty text.
+    """
+
+    code: Code
+    field: str
+    wanted: Any = attrs.field(converter=_hashable)
+    supported: str
+    because: str = ""
+
+    @property
+    def asked(self) -> str:
+        """The fields with their values, as ``head_size=256 with causal=False``."""
+        names = self.field.split(" and ")
+        values = self.wanted if len(names) > 1 else (self.wanted,)
+        pairs = zip(names, values, strict=True)
+        return " with ".join(f"{name}={value}" if name in FIELDS else str(value) for name, value in pairs)
+
+    def __str__(self) -> str:
+        tail = f": {self.because}" if self.because else ""
+        if self.code == "unsupported" and self.field == "device_type":  # nobody has to ask for the device that is there
+            return f"the device is {self.wanted}, supported: {self.supported}{tail}"
+        if self.code in ("unsupported", "undeclared"):
+            return f"{self.asked} asked, supported: {self.supported}{tail}"
+        if self.code != "rule":
+            return f"{self.supported}{tail}"
+        if not self.supported:
+            return f"{self.asked} refused{tail}"
+        if self.wanted in (None, ()):
+            return f"{self.field} not asked for, and needed{tail}"
+        return f"{self.asked} asked, needs {self.supported}{tail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return attrs.asdict(self, recurse=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reason:
+        """Read what `to_dict` wrote."""
+        return cls(**data)
+
+
+@frozen
+class Remedy:
+    """
+    One way out. Applying all of its parts makes the candidate serve; where `lacks` or `needs` are not empty there is
+    none.
+
+    Attributes:
+        install: Requirements to install, as pip takes them.
+        engine: Engine fields to ask for instead, with their values.
+        device: The device to run on instead.
+        action: A step in words: a setting to change, a plugin to repair.
+        lacks: What the model asks for and the candidate does not serve.
+        needs: What the candidate serves nothing without, and the model does not ask for.
+    """
+
+    install: tuple[str, ...] = ()
+    engine: Mapping[str, Any] = field(factory=dict, hash=False)
+    device: Device | None = None
+    action: str = ""
+    lacks: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a way out at all."""
+        return not (self.lacks or self.needs)
+
+    def apply(self, requirements: Requirements, device: Device) -> tuple[Requirements, Device]:
+        """Return the question as the remedy would ask it."""
+        return (requirements.evolve(**self.engine) if self.engine else requirements), self.device or device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; ``text`` is the remedy in words."""
+        return {
+            "install": list(self.install),
+            "engine": {
+                name: FIELDS[name].domain.dump(value) if value is not None else None
+                for name, value in self.engine.items()
+            },
+            "device": self.device.to_dict() if self.device else None,
+            "action": self.action,
+            "lacks": list(self.lacks),
+            "needs": list(self.needs),
+            "text": str(self),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Remedy:
+        """Read what `to_dict` wrote."""
+        engine = {
+            name: FIELDS[name].domain.canonical(value) if value is not None else None
+            for name, value in data["engine"].items()
+        }
+        device = Device.from_dict(data["device"]) if data["device"] else None
+        return cls(tuple(data["install"]), engine, device, data["action"], tuple(data["lacks"]), tuple(data["needs"]))
+
+    def __str__(self) -> str:
+        if not self.possible:
+            lacks = [f"lacks {', '.join(self.lacks)}"] if self.lacks else []
+            needs = [f"needs {', '.join(self.needs)}"] if self.needs else []
+            return f"none: this variant {', and '.join(lacks + needs)}"
+        parts = [self.action] if self.action else []
+        parts += (
+            [
+                "pip install "
+                + " ".join(f"'{text}'" if " " in text or "<" in text or ">" in text else text for text in self.install)
+            ]
+            if self.install
+            else []
+        )
+        parts += (
+            ["ask for " + ", ".join(f"{name}={value!r}" for name, value in self.engine.items())] if self.engine else []
+        )
+        parts += [f"run on {self.device}"] if self.device else []
+        return "; ".join(parts)
+
 
 Status = Literal["chosen", "eligible", "refused", "absent", "lacks_dependency", "broken"]
 

@@ -2,10 +2,9 @@
 
 from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, pages_as_tokens
 from attnplug.ops.merge import merge_attention_states, merge_into
-from attnplug.ops.pages import key_and_value_pages
 from attnplug.ops.quantize import dequantize, quantize, quantize_queries
-from attnplug.ops.write import write_cache, write_kv
-from attnplug.triton_launch import Kernel, Launch
+from attnplug.ops.triton import Kernel, Launch
+from attnplug.ops.write import key_and_value_pages, write_cache, write_kv
 
 __all__ = [
     "Kernel",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug.triton_launch import triton_works
+from attnplug.ops.triton import triton_works
 
 if TYPE_CHECKING:
     from collections.abc import Callable

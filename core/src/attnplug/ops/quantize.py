@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from attnplug.triton_launch import triton_works
+from attnplug.ops.triton import triton_works
 
 if TYPE_CHECKING:
     from collections.abc import Callable

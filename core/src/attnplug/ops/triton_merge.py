@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attnplug.triton_launch import Launch
+from attnplug.ops.triton import Launch
 
 if TYPE_CHECKING:
     from torch import Tensor

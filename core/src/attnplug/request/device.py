@@ -1,20 +1,98 @@
-"""The device that is asked about: plain data, and a way to look at this machine without touching CUDA."""
+"""
+CUDA compute capabilities: numbers that are only partly ordered.
+
+``9.0`` names hardware. ``9.0a`` names code that runs on exactly that hardware, ``10.0f`` code that runs on its family
+(same major number, same or newer
+minor number). Source: the CUDA C++ Programming Guide, "Feature Set Compiler Targets".
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from attrs import field, frozen
 
 from attnplug.errors import DeviceError
-from attnplug.request.capability import ComputeCapability, parse_capability
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+_FORM = re.compile(r"(\d{1,3})\.(\d)([af]?)")
+
+
+@frozen(cache_hash=True)
+class ComputeCapability:
+    """
+    One compute capability.
+
+    It has no order of its own: 12.x is not "more" than 10.x, since code for one does not run on the other. Ranges
+    in a manifest compare `number`,
+    because there the author has written both ends down.
+    """
+
+    major: int
+    minor: int
+    suffix: str = ""
+
+    @property
+    def number(self) -> tuple[int, int]:
+        """(major, minor), what ranges compare."""
+        return self.major, self.minor
+
+    def runs(self, hardware: ComputeCapability) -> bool:
+        """Whether code built for this capability runs on `hardware`."""
+        if self.suffix == "f":
+            return hardware.major == self.major and hardware.minor >= self.minor
+        return hardware.number == self.number
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}{self.suffix}"
+
+
+def parse_capability(value: object) -> ComputeCapability:
+    """
+    Read ``"9.0"``, ``"9.0a"``, ``"10.0f"`` or a (major, minor) pair.
+
+    Raises:
+        ValueError: `value` has none of these forms.
+    """
+    if isinstance(value, ComputeCapability):
+        return value
+    if isinstance(value, (tuple, list)) and len(value) == 2 and all(type(part) is int for part in value):
+        return ComputeCapability(*value)
+    match = _FORM.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        msg = 'a compute capability such as "9.0", "9.0a" or "10.0f"'
+        raise ValueError(msg)
+    return ComputeCapability(int(match[1]), int(match[2]), match[3])
+
+
+HARDWARE: Final = tuple(
+    ComputeCapability(*number)
+    for number in (
+        (7, 0),
+        (7, 2),
+        (7, 5),
+        (8, 0),
+        (8, 6),
+        (8, 7),
+        (8, 9),
+        (9, 0),
+        (10, 0),
+        (10, 3),
+        (11, 0),
+        (12, 0),
+        (12, 1),
+    )
+)
+"""What there is to run on, oldest first. Source: NVIDIA, "CUDA GPU Compute Capability"."""
+
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and either's under WSL
 _HIDDEN = ("", "-1", "NoDevFiles")

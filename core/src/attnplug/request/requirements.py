@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import attrs
 from attrs import field, frozen
 
 from attnplug.errors import RequirementsError
-from attnplug.request.domain import Name
-from attnplug.request.fields import FIELDS, Field, fields_of, near
+from attnplug.request.fields import FIELDS, Field, Name, fields_of, near
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _C = TypeVar("_C", bound=type)
 

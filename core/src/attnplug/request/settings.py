@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, cast
 from attrs import field, frozen
 
 from attnplug.errors import SettingsError
-from attnplug.request.fields import FIELDS, near
-from attnplug.request.read_only import read_only
+from attnplug.request.fields import FIELDS, near, read_only
 from attnplug.request.toml import parse_toml
 
 if TYPE_CHECKING:
-    from attnplug.request.domain import Name
+    from attnplug.request.fields import Name
+
+BackendNames = str | Sequence[str]
+"""A backend, or backends in order of preference."""
 
 PREFIX = "ATTNPLUG_"
 OPTION_PREFIX = "ATTNPLUG_OPT_"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from attnplug.negotiation.verdict import Verdict
-from attnplug.request.device import Device
-from attnplug.request.requirements import Requirements
-from attnplug.selection.selection import Selection
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from attnplug.negotiation.verdict import Verdict
+    from attnplug.request.device import Device
+    from attnplug.request.requirements import Requirements
+    from attnplug.selection.selection import Selection
 
 _INDENT = "    "
 

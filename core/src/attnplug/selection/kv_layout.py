@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import evolve
 
-from attnplug.negotiation.negotiate import Question
-from attnplug.selection import state as process
+from attnplug.negotiation.evaluation import Question
+from attnplug.selection import process
 from attnplug.selection.scope import current_scope
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from attnplug.negotiation.reason import Reason
-    from attnplug.negotiation.remedy import Remedy
+    from attnplug.negotiation.verdict import Reason, Remedy
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import Settings

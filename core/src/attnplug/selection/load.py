@@ -1,6 +1,8 @@
 """
-From a decision to a backend: import the winner, check what it returns, ask its probe. Nothing else of a plugin ever
-runs.
+A plugin's probe: asked after the import what no metadata can tell, and believed as far as it goes.
+
+A reason of the code ``broken`` holds for everything, as does what it raises; any other for the agreement and the device
+that the probe takes.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnplug.discovery.plugin import BY_HAND
+from attnplug.discovery.probe_refusals import Refusal
 from attnplug.errors import (
     AttnplugError,
     NoBackendError,
@@ -19,17 +22,17 @@ from attnplug.errors import (
     RequirementsError,
     SettingsError,
 )
-from attnplug.negotiation.negotiate import Question, graph_level, judge_terms, negotiate
+from attnplug.negotiation.evaluation import Question, graph_level, judge_terms, negotiate
 from attnplug.negotiation.ranking import AUTO
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import is_unseen
-from attnplug.selection import state as process
-from attnplug.selection.probe import probe, refused
-from attnplug.selection.scope import BackendNames, overrides
+from attnplug.selection import process
+from attnplug.selection.scope import overrides
 from attnplug.selection.select import context, select
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from types import ModuleType
 
     from attnplug.contract.backend import Backend
@@ -37,7 +40,57 @@ if TYPE_CHECKING:
     from attnplug.negotiation.candidate import Candidate
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
-    from attnplug.request.settings import Options
+    from attnplug.request.settings import BackendNames, Options
+
+
+def probe(manager: Any, selection: Selection) -> Refusal | None:
+    """
+    Ask the plugin whether it can carry out a decision; None where it can, or has no probe.
+
+    Args:
+        manager: The plugin's own manager of hooks.
+        selection: The decision.
+
+    Raises:
+        PluginLoadError: The probe raised something.
+        PluginContractError: It returned neither a reason nor None.
+    """
+    asked = {"variant": selection.variant, "agreement": selection.agreement, "device": selection.device}
+    hook = manager.hook.attnplug_probe
+    try:
+        refused = hook(**asked)
+    except (Exception, SystemExit) as error:
+        raise PluginLoadError(
+            f"{selection.id!r} was probed",
+            f"its probe raised {type(error).__name__}: {error}",
+            "repair the plugin, or block it",
+        ) from error
+    if refused is None:
+        return None
+    if not isinstance(refused, Reason):
+        raise PluginContractError(
+            f"{selection.id!r} was probed", f"its probe returned {refused!r}", "return None, or an attnplug Reason"
+        )
+    taken = {name for implementation in hook.get_hookimpls() for name in implementation.argnames}
+    return _about(refused, {name: value for name, value in asked.items() if name in taken})
+
+
+def _about(reason: Reason, taken: Mapping[str, Any]) -> Refusal:
+    """Return a refusal of what its probe spoke of. What a probe does not take, its answer does not depend on."""
+    return Refusal(reason) if reason.code == "broken" else Refusal(reason, taken.get("agreement"), taken.get("device"))
+
+
+def refused(selection: Selection, refusal: Refusal) -> PluginLoadError:
+    """Return the error for a decision that the plugin's probe refuses."""
+    asked = selection.requirements.to_dict() if refusal.agreement is not None else {}
+    given = " ".join(f"{name}={value}" for name, value in asked.items())
+    where = f" on {selection.device}" if refusal.device is not None else ""
+    return PluginLoadError(
+        f"{selection.id!r} was probed{where}{f' for {given}' if given else ''}",
+        f"it refuses {'this machine' if refusal.agreement is None else 'this request'}: {refusal.told}",
+        refusal.remedy,
+    )
+
 
 _log = logging.getLogger("attnplug")
 
@@ -271,7 +324,7 @@ def _register(module: ModuleType, plugin: Plugin) -> Any:
 
 
 def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
-    from attnplug.contract.check import check_backend_class  # noqa: PLC0415 - the contract imports torch
+    from attnplug.contract.calls.check import check_backend_class  # noqa: PLC0415 - the contract imports torch
 
     try:
         found = manager.hook.attnplug_backend(variant=selection.variant, agreement=selection.agreement)
@@ -287,7 +340,7 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
 
 
 def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
-    from attnplug.contract.check import check_backend  # noqa: PLC0415 - the contract imports torch
+    from attnplug.contract.calls.check import check_backend  # noqa: PLC0415 - the contract imports torch
 
     try:
         backend = backend_class(selection)

@@ -12,20 +12,19 @@ from typing import TYPE_CHECKING, Any
 from attrs import field, frozen
 
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
-from attnplug.negotiation.plan import passing_terms, share_terms
+from attnplug.negotiation.common_cache import passing_terms, share_terms
 from attnplug.request.fields import GRAPH_LEVELS, near
 from attnplug.request.requirements import Requirements
-from attnplug.selection.decide import Answers, ask, conclude, refused_terms
 from attnplug.selection.explanation import describe
 from attnplug.selection.kv_layout import pose
-from attnplug.selection.scope import BackendNames, overrides
-from attnplug.selection.select import context, log_decision, no_backend
+from attnplug.selection.scope import overrides
+from attnplug.selection.select import Answers, ask, conclude, context, log_decision, no_backend, refused_terms
 from attnplug.selection.selection import Selection, no_decision
 
 if TYPE_CHECKING:
-    from attnplug.negotiation.negotiate import Question
+    from attnplug.negotiation.evaluation import Question
     from attnplug.request.device import Device
-    from attnplug.request.settings import Options, Settings
+    from attnplug.request.settings import BackendNames, Options, Settings
 
 
 @frozen

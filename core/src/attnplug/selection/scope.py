@@ -16,13 +16,11 @@ from attrs import evolve, field, frozen
 
 from attnplug.errors import SettingsError
 from attnplug.request.device import Device, foreign_device
-from attnplug.request.read_only import read_only
-from attnplug.request.settings import layered, parse_layout
+from attnplug.request.fields import read_only
+from attnplug.request.settings import BackendNames, layered, parse_layout
 
 if TYPE_CHECKING:
     from attnplug.request.settings import Options, Settings
-
-BackendNames = str | Sequence[str]
 
 
 @frozen
@@ -137,6 +135,7 @@ def using(
     options: Options | None = None,
     device: Device | str | None = None,
     kv_layout: str | None = None,
+    source: str = "using",
 ) -> Iterator[None]:
     """
     Select with these keywords inside the ``with`` block, in this context only. Blocks nest; a call's own keywords win.
@@ -146,12 +145,13 @@ def using(
         options: Options by backend.
         device: The device to ask about, or its text.
         kv_layout: ``"NHD"`` or ``"HND"``: what paged caches are asked for where their requirements leave it open.
+        source: Where the keywords come from, for messages, such as ``"--backend"``.
 
     Raises:
         SettingsError: A keyword is wrong.
         DeviceError: The device is none.
     """
-    with overlaid(overrides("using", backend, options, device, kv_layout)):
+    with overlaid(overrides(source, backend, options, device, kv_layout)):
         yield
 
 

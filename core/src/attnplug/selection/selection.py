@@ -12,7 +12,7 @@ from attnplug.errors import DecisionError
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
-from attnplug.request.read_only import read_only
+from attnplug.request.fields import read_only
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend

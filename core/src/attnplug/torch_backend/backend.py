@@ -13,8 +13,8 @@ from attnplug.torch_backend.warmup import run_zeros
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract.graph_key import GraphKey
-    from attnplug.contract.limits import Limits
+    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.inputs.limits import Limits
 
 
 class TorchBackend(Backend):

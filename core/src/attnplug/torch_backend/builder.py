@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.graphs.buffers import GraphSlot
     from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.metadata import Metadata
-    from attnplug.contract.slot import GraphSlot
     from attnplug.contract.state import State
     from attnplug.torch_backend.plan import Plan
 

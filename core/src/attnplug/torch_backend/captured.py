@@ -15,8 +15,8 @@ from attnplug.torch_backend.shape import aligned
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
-    from attnplug.contract.slot import GraphSlot
+    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.torch_backend.shape import Shape
 
 

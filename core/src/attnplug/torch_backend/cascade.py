@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.torch_backend.shape import Shape
 
 

@@ -8,12 +8,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug.contract.dtypes import torch_dtype
-from attnplug.contract.kv_cache import is_narrow_float
+from attnplug.contract.inputs.kv_cache import is_narrow_float, torch_dtype
 from attnplug.ops.quantize import dequantize, quantize
 
 if TYPE_CHECKING:
-    from attnplug.contract.layer import Layer
+    from attnplug.contract.inputs.layer import Layer
     from attnplug.negotiation.agreement import Agreement
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,8 @@ from attrs import field, frozen
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from attnplug.torch_backend.grouping import Span
 
 

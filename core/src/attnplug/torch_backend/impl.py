@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
-from attnplug.contract.batch import Batch
 from attnplug.contract.impl import AttentionImpl
-from attnplug.ops.pages import key_and_value_pages
-from attnplug.ops.write import write_kv
+from attnplug.contract.inputs.batch import Batch
+from attnplug.ops.write import key_and_value_pages, write_kv
 from attnplug.torch_backend.cascade import merge, pass_of
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.kernels import Call
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
     from attnplug.contract.backend import Backend
     from attnplug.contract.impl import CacheWrite
-    from attnplug.contract.kv_cache import Cache
-    from attnplug.contract.layer import Layer
+    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
     from attnplug.torch_backend.plan import Group, Plan, Tile

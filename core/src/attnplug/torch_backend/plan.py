@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
-from torch import Tensor
 
-from attnplug.torch_backend.kernels import Kernel
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.torch_backend.kernels import Kernel
 
 
 @frozen(eq=False)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from attrs import evolve, field, frozen
 
-from attnplug.contract.dtypes import torch_dtype
-from attnplug.contract.kv_cache import is_narrow_float
+from attnplug.contract.inputs.kv_cache import is_narrow_float, torch_dtype
 from attnplug.torch_backend.grouping import Budget
 from attnplug.torch_backend.kernels import Kernel, choose_kernel, flex_kernel
 from attnplug.torch_backend.masks import Sight

@@ -8,15 +8,15 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.contract.kv_cache import Cache
 from attnplug.ops.gather import as_slots, gather_blocks, pages_as_tokens
-from attnplug.ops.pages import key_and_value_pages
 from attnplug.ops.quantize import dequantize
-from attnplug.torch_backend.codec import Codec
+from attnplug.ops.write import key_and_value_pages
 from attnplug.torch_backend.plan import Blocks, Given
 from attnplug.torch_backend.results import part
 
 if TYPE_CHECKING:
+    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.torch_backend.codec import Codec
     from attnplug.torch_backend.plan import Group, Stored
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnplug.contract.dtypes import torch_dtype
-from attnplug.contract.dummy import dummy_batch
-from attnplug.contract.layer import Layer
-from attnplug.contract.limits import Limits
+from attnplug.contract.graphs.dummy import dummy_batch
+from attnplug.contract.inputs.kv_cache import torch_dtype
+from attnplug.contract.inputs.layer import Layer
+from attnplug.contract.inputs.limits import Limits
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
-    from attnplug.contract.graph_key import GraphKey
+    from attnplug.contract.graphs.shape import GraphKey
     from attnplug.request.requirements import Requirements
 
 

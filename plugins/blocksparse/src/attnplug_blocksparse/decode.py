@@ -10,12 +10,12 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.ops import Kernel
-from attnplug_blocksparse.pattern import Pattern
 from attnplug_blocksparse.tiles import MOST_SPLITS, DecodeTiles
 from attnplug_blocksparse.triton_decode import _decode, _merge
 from attnplug_blocksparse.triton_softmax import INTERPRETED
 
 if TYPE_CHECKING:
+    from attnplug_blocksparse.pattern import Pattern
     from attnplug_blocksparse.scales import Scales
 
 _LEAST_LANES = 16

@@ -257,7 +257,7 @@ def _attend(
         mbarrier.arrive(empty[2].index(slot), count=1)
         _leave_out(full, empty, end, after, stages)
         at = after
-        turn += 1  # noqa: SIM113
+        turn += 1  # noqa: SIM113 - Gluon has no enumerate()
 
         result = (sum_of_values * gl.convert_layout(1.0 / sums, of_shares)[:, None]).to(kind)
         row = place + which * TILE - context

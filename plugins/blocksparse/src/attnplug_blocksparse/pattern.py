@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug_blocksparse.params import BlocksparseParams
+if TYPE_CHECKING:
+    from attnplug_blocksparse.params import BlocksparseParams
 
 
 @frozen(eq=False)

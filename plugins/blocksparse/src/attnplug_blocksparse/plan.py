@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import frozen
 
-from attnplug_blocksparse.decode import Tokens
-from attnplug_blocksparse.prefill import Prompts
+if TYPE_CHECKING:
+    from attnplug_blocksparse.decode import Tokens
+    from attnplug_blocksparse.prefill import Prompts
 
 
 @frozen(eq=False, kw_only=True)

@@ -6,17 +6,18 @@ from typing import TYPE_CHECKING
 
 import triton
 from attrs import frozen
-from torch import Tensor
 
 from attnplug.ops import Kernel
 from attnplug_blocksparse import hopper, prompt
-from attnplug_blocksparse.pattern import Pattern
-from attnplug_blocksparse.tiles import HopperTiles, PrefillTiles
 from attnplug_blocksparse.triton_prefill import _prefill
 from attnplug_blocksparse.triton_softmax import INTERPRETED
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug_blocksparse.pattern import Pattern
     from attnplug_blocksparse.scales import Scales
+    from attnplug_blocksparse.tiles import HopperTiles, PrefillTiles
 
 _FAR = 2**31
 """Elements that 32 bits do not count."""

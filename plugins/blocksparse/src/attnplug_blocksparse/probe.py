@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation import Reason
 
 if TYPE_CHECKING:
-    from attnplug.request.device import Device
+    from attnplug.request import Device
 
 
 def probe(device: Device) -> Reason | None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from attrs import frozen
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @frozen(eq=False)

@@ -20,7 +20,6 @@ from torch import Tensor
 from attnplug.batching import max_local_tokens_per_dcp_rank
 from attnplug.contract import torch_dtype
 from attnplug.ops import merge_attention_states, quantize
-from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Call, Terms
 from attnplug_flash_attn.shares import check_share, local_lens
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from attnplug.contract import AttentionImpl, Batch, GraphSlot, MetadataBuilder
+    from attnplug_flash_attn.collectives import Ranks
 
     class Run(Protocol):
         """Attends the keys of a call: `Kernels.attend`, or what packs pages first."""

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation import Agreement
 
 INTERFACE: Final = "flash_attn_interface"
 _HEADS: Final = (64, 96, 128, 192, 256)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation import Reason
 
 FA4_MARK: Final = "flash_attn/cute/interface.py"
 _NEEDS: Final = {  # what its modules import at their top: the modules, and where they come from

@@ -8,13 +8,13 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from attnplug_flash_attn.dcp import Sharded
 from attnplug_flash_attn.gathering import cumulative
 from attnplug_flash_attn.kernels.interface import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attnplug_flash_attn.dcp import Sharded
     from attnplug_flash_attn.kernels.interface import Kernels
 
 

@@ -10,12 +10,12 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation import Reason
 from attnplug_flash_attn import fa3_build, op_files, package, torch_build
 
 if TYPE_CHECKING:
-    from attnplug.negotiation.agreement import Agreement
-    from attnplug.request.device import Device
+    from attnplug.negotiation import Agreement
+    from attnplug.request import Device
 
 
 def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:

@@ -14,7 +14,7 @@ from attnplug_flash_attn.raw_calls import CALLS, Rows
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attnplug.cli.bench.rig import Planner, Rig
+    from attnplug_kit.bench.rig import Planner, Rig
 
 SCHEDULE: Final = "the raw `get_scheduler_metadata`"
 

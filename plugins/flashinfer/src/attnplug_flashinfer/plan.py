@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from attnplug_flashinfer.wrappers import Lease
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from attnplug_flashinfer.wrappers import Lease
 
 
 @frozen(eq=False)

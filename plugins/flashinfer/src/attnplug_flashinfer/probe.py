@@ -11,14 +11,14 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Final
 
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation import Reason
 from attnplug_flashinfer import torch_build
 from attnplug_flashinfer.prebuilt import missing_modules
 from attnplug_flashinfer.toolchain import missing_tool
 
 if TYPE_CHECKING:
-    from attnplug.negotiation.agreement import Agreement
-    from attnplug.request.device import Device
+    from attnplug.negotiation import Agreement
+    from attnplug.request import Device
 
 FA3_CUDA: Final = (12, 3)
 """The least CUDA version of torch for which the library takes its kernels for Hopper (its ``is_sm90a_supported``)."""

@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from attnplug.negotiation.reason import Reason
+from attnplug.negotiation import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

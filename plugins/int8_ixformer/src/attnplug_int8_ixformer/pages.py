@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attrs import frozen
-from torch import Tensor
 
 from attnplug.errors import CacheError
 
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
+    from torch import Tensor
 
 
 @frozen(eq=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 from attnplug_int8_ixformer.probe import probe
 
 if TYPE_CHECKING:

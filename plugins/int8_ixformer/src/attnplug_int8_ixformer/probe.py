@@ -6,8 +6,9 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
-from attnplug.errors import NoBackendError, UnknownBackendError
-from attnplug.negotiation.reason import Reason
+from attnplug import NoBackendError
+from attnplug.errors import UnknownBackendError
+from attnplug.negotiation import Reason
 from attnplug_int8_ixformer.inner import choose
 
 if TYPE_CHECKING:

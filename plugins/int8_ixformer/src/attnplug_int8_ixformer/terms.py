@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from attrs import frozen
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnplug.contract import AttentionImpl
 
 

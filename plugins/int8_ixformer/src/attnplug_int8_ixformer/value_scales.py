@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NoReturn
 
@@ -17,7 +16,7 @@ from attnplug.errors import LayerError
 from attnplug_int8_ixformer.observer import ObserverImpl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from attnplug.contract import AttentionImpl
 

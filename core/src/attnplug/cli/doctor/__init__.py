@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnplug.cli.exits import NO, OK
-from attnplug.cli.output import say_json
+from attnplug.commands import NO, OK, say_json
 
 if TYPE_CHECKING:
     import argparse

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attnplug.cli.doctor.problem import Problem
 from attnplug.errors import AttnplugError, SettingsError
 from attnplug.negotiation.ranking import AUTO, Policy
-from attnplug.negotiation.remedy import Remedy
+from attnplug.negotiation.verdict import Remedy
 from attnplug.selection.options import check_owner
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
-from attnplug.negotiation.remedy import Remedy
+from attnplug.negotiation.verdict import Remedy
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

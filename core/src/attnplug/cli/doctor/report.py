@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
 from attrs import frozen
 
 from attnplug.cli.doctor.collect import collected_warnings
 from attnplug.cli.doctor.configured import problems_of_settings
-from attnplug.cli.doctor.environment import environment
 from attnplug.cli.doctor.problem import Problem, problems_of
 from attnplug.cli.doctor.trial import Trial, try_all
 from attnplug.cli.look import Sight, look
+from attnplug.commands import environment
 from attnplug.discovery.registry import Registry
-from attnplug.discovery.scan import Note
 from attnplug.errors import DeviceError, SettingsError
-from attnplug.negotiation.candidate import Candidate
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnplug.discovery.scan import Note
+    from attnplug.negotiation.candidate import Candidate
 
 _NAMES = ("backend", "allow", "block", "strict", "profile", "evidence", "kv_layout")
 

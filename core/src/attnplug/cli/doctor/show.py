@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.cli.output import console, is_terminal, say
-from attnplug.cli.rows import STYLES, readable, wrapped
+from attnplug.commands import STYLES, console, is_terminal, readable, say, wrapped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnplug.cli.exits import NO, OK
 from attnplug.cli.explain.answer import answer
 from attnplug.cli.explain.field_options import add_field_options
 from attnplug.cli.explain.question import asked_devices, asked_layers, asked_options
 from attnplug.cli.look import look
-from attnplug.cli.output import complain, say_json
+from attnplug.commands import NO, OK, complain, say_json
 
 if TYPE_CHECKING:
     import argparse

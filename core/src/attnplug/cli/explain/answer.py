@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from attnplug.cli.explain.question import ONE_LAYER
-from attnplug.cli.failure import describe
+from attnplug.commands import describe_error
 from attnplug.errors import NoBackendError
-from attnplug.request.device import Device
-from attnplug.selection.explanation import Explanation
 from attnplug.selection.plan import Plan, plan
 from attnplug.selection.select import explain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
+    from attnplug.selection.explanation import Explanation
     from attnplug.selection.selection import Selection
 
 
@@ -69,7 +69,7 @@ class Answer:
         """Return the plan, or why there is none, as plain JSON values."""
         device = {"device": self.device.to_dict()}
         if self.plan is None:
-            return {**device, "error": describe(self.failure) if self.failure else None}
+            return {**device, "error": describe_error(self.failure) if self.failure else None}
         groups = [{"layers": list(group.layers), "id": group.selection.id} for group in self.plan.groups]
         return {
             **device,

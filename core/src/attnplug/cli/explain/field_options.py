@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import RequestError
-from attnplug.request.domain import Flag, Integer, Name, Names, Number, Table
-from attnplug.request.fields import FIELDS, fields_of
+from attnplug.request.fields import FIELDS, Flag, Integer, Name, Names, Number, Table, fields_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.request.domain import Domain
-    from attnplug.request.fields import Field
+    from attnplug.request.fields import Domain, Field
 
 _METAVARS: Final = {Integer: "N", Number: "X", Table: "JSON"}
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.cli.explain.layers import abbreviated
-from attnplug.cli.output import console, is_terminal, say
-from attnplug.cli.rows import STYLES, Row, readable, table, wrapped
+from attnplug.commands import STYLES, Row, abbreviated, console, is_terminal, readable, say, table, wrapped
 from attnplug.selection.explanation import detail
 
 if TYPE_CHECKING:
@@ -76,7 +74,7 @@ def _show_part(part: Part) -> None:
         say(f"{part.explanation}\n")
         return
     from rich.markup import escape  # noqa: PLC0415 - only a terminal needs rich
-    from rich.table import Table  # noqa: PLC0415 - likewise
+    from rich.table import Table  # noqa: PLC0415 - only a terminal needs rich
 
     explanation = part.explanation
     heading = Table.grid(padding=(0, 2, 0, 0))

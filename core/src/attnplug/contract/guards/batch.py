@@ -7,20 +7,18 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import frozen
 
-from attnplug.contract.guards.dense import check_dense
 from attnplug.contract.guards.few import FewDecodes
-from attnplug.contract.guards.index import check_index, check_mirror
 from attnplug.contract.guards.negotiated import check_negotiated
-from attnplug.contract.guards.pages import PageGuard
+from attnplug.contract.guards.pages import PageGuard, check_dense, check_index, check_mirror
 from attnplug.contract.guards.uniform import uniform_query_lens
-from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
-    from attnplug.contract.limits import Limits
+    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
     from attnplug.request.requirements import Requirements
 

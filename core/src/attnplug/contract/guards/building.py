@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
 
-from attnplug.contract.batch import Batch
+from attnplug.contract.graphs.buffers import GraphSlot
+from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.metadata import Metadata
-from attnplug.contract.slot import GraphSlot
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
-    from attnplug.contract.limits import Limits
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
 
 # The whole guard takes dozens of operations on tensors, which cost microseconds whatever their size. Up to here numbers

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import evolve
 
-from attnplug.contract.dtypes import TORCH_DTYPES
+from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.guards.negotiated import check_extra
 from attnplug.contract.guards.scales import complete_scales
-from attnplug.contract.guards.wording import describe, dtype_name
+from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.layer import Layer
+    from attnplug.contract.inputs.layer import Layer
     from attnplug.negotiation.agreement import Agreement
     from attnplug.request.requirements import Requirements
 

@@ -8,7 +8,7 @@ from attnplug.errors import LimitsError
 from attnplug.request.fields import GRAPH_LEVELS
 
 if TYPE_CHECKING:
-    from attnplug.contract.limits import Limits, Parallel
+    from attnplug.contract.inputs.limits import Limits, Parallel
     from attnplug.negotiation.agreement import Agreement
 
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnplug.contract.guards.index import check_index, check_mirror
-from attnplug.contract.guards.wording import describe
+from attnplug.contract.guards._format import describe
+from attnplug.contract.guards.pages import check_index, check_mirror
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.negotiation.agreement import Agreement
 
 

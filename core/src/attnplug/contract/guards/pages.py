@@ -1,4 +1,4 @@
-"""Checks block tables and slot mappings: their form always, their values where a host copy is at hand."""
+"""Shapes, dtypes and devices of the index tensors of a batch, and their host copies."""
 
 from __future__ import annotations
 
@@ -6,16 +6,93 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from attnplug.contract.batch import PAD_SLOT_ID
-from attnplug.contract.guards.index import check_index, check_mirror
-from attnplug.contract.lasting import lasting
+from attnplug.contract.guards._format import describe, dtype_name
+from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.contract.inputs.kv_cache import lasting
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.negotiation.agreement import Agreement
+
+
+def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> None:
+    """
+    Check one index tensor.
+
+    Raises:
+        TensorError: Its shape, dtype or device differ.
+    """
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != device_type:
+        raise TensorError(
+            f"{name} of {describe(tensor)} was given",
+            f"it is {shape} {dtype_name(dtype)} on {device_type}",
+            "pass a tensor of that shape, dtype and device; Batch.from_lengths makes one",
+        )
+
+
+def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool = True) -> Tensor:
+    """
+    Return the host copy of a tensor, which the guards read in its place.
+
+    Raises:
+        BatchError: There is none, or it contradicts a tensor that is on the CPU itself.
+        TensorError: It has another shape or dtype, or is not on the CPU.
+    """
+    if host is None:
+        raise BatchError(
+            f"no {name}_cpu was given, and {name} is on {tensor.device}",
+            "build reads host copies alone, so that it never waits for the device",
+            f"pass {name}_cpu=..., the values that the host computed {name} from"
+            + ("; or select with host_lengths='absent'" if name == "seq_lens" else ""),
+        )
+    if host is tensor:
+        return host
+    check_index(f"{name}_cpu", host, tuple(tensor.shape), tensor.dtype, "cpu")
+    if tensor.is_cpu and not (torch.equal(tensor, host) if exact else bool((tensor <= host).all())):
+        raise BatchError(
+            f"{name} and {name}_cpu were given with different values",
+            f"{name}_cpu is the host copy of {name}" + ("" if exact else ", or an upper bound of it"),
+            f"leave {name}_cpu out where {name} is on the CPU",
+        )
+    return host
+
+
+def check_dense(batch: Batch, seq_lens: Tensor | None, device_type: str) -> int:
+    """
+    Return the number of K/V rows that a call brings.
+
+    Raises:
+        BatchError: key_start_loc is absent or contradicts the lengths.
+        NotNegotiatedError: The batch brings pages.
+        TensorError: key_start_loc has the wrong shape, dtype or device.
+    """
+    for name in ("block_table", "slot_mapping"):
+        if getattr(batch, name) is not None:
+            raise NotNegotiatedError(
+                f"a batch with a {name} was given",
+                "paged=False was negotiated: K/V come whole with each call",
+                f"select again with paged=True, or leave {name} out of the batch",
+            )
+    if batch.key_start_loc is None:
+        raise BatchError(
+            "a dense batch without key_start_loc was given",
+            "key_start_loc says where each request's K/V rows start",
+            "pass key_start_loc=query_start_loc where keys are as long as queries, or use Batch.from_lengths",
+        )
+    check_index("key_start_loc", batch.key_start_loc, (batch.num_reqs + 1,), torch.int32, device_type)
+    host = check_mirror("key_start_loc", batch.key_start_loc, batch.key_start_loc_cpu)
+    starts: list[int] = host.tolist()
+    lens = host.diff()
+    if starts[0] != 0 or int(lens.amin()) < 0 or (seq_lens is not None and not torch.equal(lens, seq_lens)):
+        raise BatchError(
+            "a key_start_loc was given that contradicts seq_lens",
+            "it starts at 0, never falls, and its steps are seq_lens",
+            "pass [0, *itertools.accumulate(seq_lens)], or use Batch.from_lengths",
+        )
+    return starts[-1]
 
 
 class PageGuard:

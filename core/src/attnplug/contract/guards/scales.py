@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug.contract.guards.wording import describe
+from attnplug.contract.guards._format import describe
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.layer import Layer
+    from attnplug.contract.inputs.layer import Layer
     from attnplug.negotiation.agreement import Agreement
 
 UNQUANTIZED: Final = frozenset({"float64", "float32", "bfloat16", "float16"})

@@ -10,7 +10,7 @@ import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.batch import Batch
+    from attnplug.contract.inputs.batch import Batch
 
 _KEPT: Final = 512
 """Shapes whose tensors are kept, of four bytes per request each."""

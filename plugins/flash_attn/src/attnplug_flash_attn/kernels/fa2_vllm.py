@@ -50,7 +50,7 @@ class Fa2Vllm(Kernels):
             left,
             right,
             terms.softcap,
-            False,  # noqa: FBT003 - return_softmax
+            False,  # noqa: FBT003 - zero_tensors
             min(call.num_splits, 1),  # of more than one it knows what calls of one row per request have, and no bound
             None,  # gen
         )

@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
 from attrs import frozen
-from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnplug import Agreement
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from attrs import frozen
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from flash_attn_double.exact import Scores
 
 Sizes = tuple[int, int, int, int]

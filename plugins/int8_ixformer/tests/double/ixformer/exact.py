@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug.testing.oracle import attend
+from attnplug_kit.oracle.attention import attend
 
 
 def gathered(pages: Tensor, scales: Tensor | None, table: Tensor, length: int) -> Tensor:

@@ -1,0 +1,349 @@
+"""Builds a step's batch request by request."""
+
+from __future__ import annotations
+
+from array import array
+from itertools import accumulate
+from operator import add
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from attnplug.batching.block_table import BlockRows
+from attnplug.batching.slots import POSITIONS, positions_of_new_tokens, slots_of_new_tokens
+from attnplug.batching.window import num_freeable_blocks
+from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
+from attnplug.contract.inputs.upload import upload as upload_pinned
+from attnplug.errors import BatchError
+from attnplug.negotiation.agreement import Agreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+
+# Up to here loops over tokens are faster than operations on tensors, each of which costs microseconds whatever it does.
+_FEW: Final = 32
+
+
+class BatchDraft:
+    """
+    A batch in the making: a host adds the requests of a step one by one, and `finish` derives everything else.
+
+    One draft serves a cache group (layers that share a block table) and is used again step after step; batches that it
+    has finished keep their own tensors. Requests are refused, not reordered, where a decode follows a prefill: the
+    host's token ids, positions and samplers follow the order in which it adds requests, and a batch in another order
+    than those would be wrong without an error. `reorder_batch_to_split_decodes_and_prefills` gives the order first.
+
+        draft = BatchDraft(block_size=16)
+        draft.add(1, 40, blocks=[3, 4, 7])     # a decode: 40 tokens are cached, 1 is new
+        draft.add(20, 32, blocks=[3, 4, 8, 9]) # a prefill that found 32 tokens in the prefix cache
+        batch = draft.finish()
+
+    Args:
+        block_size: Slots per block, the agreed one.
+        device: Where the batch's tensors go.
+        decode_query_len: The longest query that counts as a decode; 0 where nothing does, for a backend that was
+            selected for prefills alone.
+        sliding_window: The group's window in tokens, a token itself included; blocks left of it may be freed.
+        attention_chunk: The group's tokens per chunk; blocks before the current chunk may be freed.
+        upload: Returns the device copy of a host tensor, given the name of the batch's field (or ``"positions"``), for
+            hosts with memory of their own; the host tensor is not changed afterwards. None goes through pinned memory.
+
+    Raises:
+        BatchError: The block size is not positive, or another number is negative.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        device: torch.device | str = "cpu",
+        decode_query_len: int = 1,
+        sliding_window: int | None = None,
+        attention_chunk: int | None = None,
+        upload: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> None:
+        for name, value, least in (
+            ("block_size", block_size, 1),
+            ("decode_query_len", decode_query_len, 0),
+            ("sliding_window", sliding_window, 1),
+            ("attention_chunk", attention_chunk, 1),
+        ):
+            if value is not None and value < least:
+                raise BatchError(
+                    f"{name}={value} was given", f"{name} is a whole number from {least} on", "pass the agreed one"
+                )
+        self._block_size = block_size
+        self._device = torch.device(device)
+        self._decode_query_len = decode_query_len
+        self._reach = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
+        self._frees = sliding_window is not None or attention_chunk is not None
+        self._upload = upload or self._pinned
+        self._rows = BlockRows()
+        self.clear()
+
+    @classmethod
+    def of(
+        cls,
+        agreement: Agreement,
+        device: torch.device | str = "cpu",
+        upload: Callable[[str, Tensor], Tensor] | None = None,
+    ) -> BatchDraft:
+        """
+        Return a draft for what was agreed on: its block size, decodes and window.
+
+        Args:
+            agreement: The agreement of the group's layers.
+            device: As for the constructor; `Backend.device` is the usual one.
+            upload: As for the constructor.
+
+        Raises:
+            BatchError: It is no agreement, or one that has no paged cache, spreads it over ranks, or is for cross
+                attention.
+        """
+        _check_agreement(agreement)
+        asked = agreement.requirements
+        if agreement.block_size is None or asked.dcp_size > 1 or asked.attn_type == "encoder_decoder":
+            raise BatchError(
+                f"a draft was asked for attn_type={asked.attn_type!r}, paged={asked.paged} and "
+                f"dcp_size={asked.dcp_size}",
+                "a draft places each query token in the paged cache of one rank",
+                "make dense batches, and those whose cache holds other tokens, with Batch.from_lengths",
+            )
+        return cls(
+            agreement.block_size,
+            device=device,
+            decode_query_len=asked.decode_query_len if "decode" in asked.phases else 0,
+            sliding_window=asked.sliding_window,
+            attention_chunk=asked.attention_chunk,
+            upload=upload,
+        )
+
+    @property
+    def num_reqs(self) -> int:
+        """Requests so far."""
+        return len(self._query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens so far."""
+        return self._num_tokens
+
+    def clear(self) -> None:
+        """Forget the requests of this step; `finish` does it by itself."""
+        self._query_lens: list[int] = []
+        self._computed: list[int] = []
+        self._write_from: list[tuple[int, int]] = []
+        self._num_tokens = 0
+        self._longest_seq = 0
+        self._first_prefill = -1
+
+    def add(
+        self, query_len: int, num_computed_tokens: int, blocks: Sequence[int | None], *, write_from: int = 0
+    ) -> int:
+        """
+        Add the next request.
+
+        Args:
+            query_len: Its new tokens in this step: 1 for a decode, a part of the prompt for a chunked prefill.
+            num_computed_tokens: Its tokens whose K/V are cached already, prefix-cache hits included.
+            blocks: Its physical blocks from its first token on, with room for the new tokens; more are kept. None or 0
+                stands for a freed block, which only lies left of the window or chunk.
+            write_from: Position from which K/V are written; new tokens before it get PAD_SLOT_ID. For a prompt that was
+                found whole in the prefix cache: its last token is computed again, and its block is shared.
+
+        Returns:
+            Its row in the batch.
+
+        Raises:
+            BatchError: A number is negative or not whole, the query is empty, there are too few blocks, a block that is
+                attended is freed, or a decode follows a prefill. The draft is not changed.
+        """
+        if not type(query_len) is type(num_computed_tokens) is type(write_from) is int:
+            _check_whole(query_len=query_len, num_computed_tokens=num_computed_tokens, write_from=write_from)
+        if query_len < 1 or num_computed_tokens < 0 or write_from < 0:
+            raise _refused_numbers(query_len, num_computed_tokens, write_from)
+        row = len(self._query_lens)
+        is_decode = query_len <= self._decode_query_len
+        if is_decode and self._first_prefill >= 0:
+            self._refuse_order(row, query_len)
+        seq_len = num_computed_tokens + query_len
+        try:
+            count, holes = self._rows.put(row, blocks)
+        except TypeError:
+            raise _no_list(row, blocks) from None
+        needed = -(-seq_len // self._block_size)
+        if count < needed:
+            self._refuse_blocks(row, seq_len, count, needed)
+        if holes:
+            self._check_holes(row, num_computed_tokens, needed)
+        self._query_lens.append(query_len)
+        self._computed.append(num_computed_tokens)
+        self._num_tokens += query_len
+        self._longest_seq = max(self._longest_seq, seq_len)
+        if write_from > num_computed_tokens:
+            self._write_from.append((row, write_from))
+        if not is_decode and self._first_prefill < 0:
+            self._first_prefill = row
+        return row
+
+    def finish(
+        self, num_reqs: int | None = None, num_tokens: int | None = None, num_blocks: int | None = None, **fields: Any
+    ) -> Batch:
+        """
+        Return the batch of the requests that were added, and begin the next one.
+
+        `positions_of` returns the positions of its tokens, on its device and without computing them again.
+
+        Args:
+            num_reqs: Requests after padding, for a captured graph; padded ones have no tokens, no keys and the null
+                block.
+            num_tokens: Rows of the slot mapping and of the positions after padding.
+            num_blocks: Columns of the block table; None is as many as the longest request has blocks.
+            fields: Further fields of `Batch`, by name: `causal`, `common_prefix_len`, ...
+
+        Raises:
+            BatchError: Nothing was added, or more than the padded sizes hold. The draft is not changed.
+        """
+        reqs = self._padded("requests", self.num_reqs, num_reqs)
+        tokens = self._padded("tokens", self._num_tokens, num_tokens)
+        added = [0] * (reqs - self.num_reqs)
+        starts = [0, *accumulate(self._query_lens), *(self._num_tokens for _ in added)]
+        host = {
+            "query_start_loc": _int32(starts),
+            "block_table": self._rows.table(self.num_reqs, num_blocks, reqs),
+            "seq_lens": _int32([*map(add, self._computed, self._query_lens), *added]),
+        }
+        computed = _int32(self._computed + added)
+        places = self._few_places if self._num_tokens <= _FEW else self._many_places
+        positions, host["slot_mapping"] = places(host, computed, tokens)
+        self._skip_unwritten(host["slot_mapping"], starts)
+        derived: dict[str, Any] = {name: self._upload(name, tensor) for name, tensor in host.items()}
+        derived |= {f"{name}_cpu": tensor for name, tensor in host.items()}
+        batch = Batch(
+            **derived,
+            num_computed_tokens_cpu=computed,
+            num_reqs=reqs,
+            num_actual_tokens=self._num_tokens,
+            max_query_len=max(self._query_lens),
+            max_seq_len=self._longest_seq,
+            **fields,
+        )
+        placed = self._upload(POSITIONS, positions)
+        batch.once(POSITIONS, lambda: placed)
+        self.clear()
+        return batch
+
+    def _few_places(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the positions and slots of the tokens, padding included, without a tensor on the way."""
+        del host, computed
+        padding = [0] * (rows - self._num_tokens)
+        positions: list[int] = []
+        slots: list[int] = []
+        for row, (start, count) in enumerate(zip(self._computed, self._query_lens, strict=True)):
+            places = range(start, start + count)
+            positions += places
+            slots += self._rows.slots(row, places, self._block_size)
+        return _int64(positions + padding), _int64(slots + [PAD_SLOT_ID for _ in padding])
+
+    def _many_places(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the same by a dozen operations on tensors."""
+        starts, sizes = host["query_start_loc"], {"num_tokens": self._num_tokens, "num_padded_tokens": rows}
+        slots = slots_of_new_tokens(host["block_table"], starts, computed, self._block_size, **sizes)
+        return positions_of_new_tokens(starts, computed, **sizes), slots
+
+    def _skip_unwritten(self, slots: Tensor, starts: list[int]) -> None:
+        for row, position in self._write_from:
+            skipped = min(position - self._computed[row], self._query_lens[row])
+            slots[starts[row] : starts[row] + skipped] = PAD_SLOT_ID
+
+    def _pinned(self, name: str, host: Tensor) -> Tensor:
+        del name
+        return upload_pinned(host, self._device)
+
+    def _padded(self, what: str, count: int, padded: int | None) -> int:
+        if not self._query_lens:
+            raise BatchError(
+                "a batch of no requests was to be finished",
+                "a batch has at least one request and one token",
+                "skip the step when nothing is scheduled",
+            )
+        if padded is not None and padded < count:
+            raise BatchError(
+                f"{count} {what} are to be padded to {padded}",
+                f"padding adds {what}",
+                "pass a size from padded_size, which holds them all",
+            )
+        return count if padded is None else padded
+
+    def _check_holes(self, row: int, computed: int, needed: int) -> None:
+        """Blocks may be missing where no query of the step looks."""
+        freed = num_freeable_blocks(computed, self._block_size, **self._reach) if self._frees else 0
+        if not self._rows.is_freed(row, freed, needed):
+            return
+        raise BatchError(
+            f"request {row} was given without a block that its step attends",
+            f"with {computed} cached tokens, its first {freed} blocks may be freed"
+            if self._frees
+            else "without a sliding window or chunks, every block up to a request's length is attended",
+            "pass its blocks from num_freeable_blocks on, or make the draft with the layer's sliding_window",
+        )
+
+    def _refuse_order(self, row: int, query_len: int) -> None:
+        raise BatchError(
+            f"request {row} has {query_len} query tokens and was added behind request {self._first_prefill}, which has "
+            f"{self._query_lens[self._first_prefill]}",
+            f"requests of at most {self._decode_query_len} query tokens (decodes) come first in every batch, the last "
+            "chunk of a prompt too if it is that short",
+            "add requests in the order of reorder_batch_to_split_decodes_and_prefills",
+        )
+
+    def _refuse_blocks(self, row: int, seq_len: int, count: int, needed: int) -> None:
+        raise BatchError(
+            f"request {row} was given with {count} blocks for {seq_len} tokens",
+            f"{seq_len} tokens need {needed} blocks of {self._block_size} slots",
+            "allocate the request's blocks before its step",
+        )
+
+
+def _int32(values: list[int]) -> Tensor:
+    """Return numbers, at least one, as a tensor: ten times as fast as `torch.tensor`."""
+    return torch.frombuffer(array("i", values), dtype=torch.int32)
+
+
+def _int64(values: list[int]) -> Tensor:
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
+def _refused_numbers(query_len: int, num_computed_tokens: int, write_from: int) -> BatchError:
+    return BatchError(
+        f"query_len={query_len}, num_computed_tokens={num_computed_tokens} and write_from={write_from} were given",
+        "a request of a step has at least one new token, and no number is negative",
+        "add only requests that are scheduled; recompute at least the last token of a prompt that is cached whole",
+    )
+
+
+def _check_agreement(agreement: object) -> None:
+    if not isinstance(agreement, Agreement):
+        raise BatchError(
+            f"a {type(agreement).__name__} was given to BatchDraft.of",
+            "it takes an Agreement: what the layers of the group were selected with",
+            "pass backend.agreement",
+        )
+
+
+def _no_list(row: int, blocks: object) -> BatchError:
+    return BatchError(
+        f"request {row} was given with blocks={blocks!r}",
+        "its blocks are a list of block numbers, from its first token on",
+        "pass the blocks that the cache was allocated with",
+    )
+
+
+def _check_whole(**numbers: object) -> None:
+    """Numbers of a library will do, where they are whole."""
+    for name, number in numbers.items():
+        if not hasattr(number, "__index__"):
+            raise BatchError(f"{name}={number!r} was given", f"{name} is a whole number", "pass an int")

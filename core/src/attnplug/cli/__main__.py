@@ -1,9 +1,0 @@
-"""``python -m attnplug.cli``: the command, for environments whose scripts are not on the path."""
-
-from __future__ import annotations
-
-import sys
-
-from attnplug.cli.main import main
-
-sys.exit(main())

@@ -1,0 +1,105 @@
+"""The commands: those of the core, and those that installed distributions add (entry points, `attnplug.commands`)."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+from attrs import frozen
+
+from attnplug.errors import PluginLoadError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+BUILT_IN: Final = {
+    "list": "what is installed, and what stands in the way of the rest",
+    "explain": "which backend serves a layer or a model, and why not the others",
+    "doctor": "what is wrong with this environment",
+}
+"""The commands of the core with their summaries; each is a module of this package. Nobody can replace them."""
+
+KNOWN: Final = {
+    "attnplug-kit": ("check", "new", "bench"),
+    "attnplug-transformers": ("demo",),
+}
+"""The commands of this project's other distributions, for the line that says what to install."""
+
+_GROUP: Final = "attnplug.commands"
+_MEMBERS: Final = ("SUMMARY", "add_arguments", "run")
+
+
+@frozen
+class Command:
+    """
+    A command that a distribution adds. Nothing of it is imported until `load`.
+
+    Attributes:
+        name: The word of the command line.
+        modules: The modules that offer it; more than one is a conflict, and none is used.
+        distributions: The distributions that they come from, with their versions.
+    """
+
+    name: str
+    modules: tuple[str, ...]
+    distributions: tuple[str, ...]
+
+    def load(self) -> ModuleType:
+        """
+        Import the module of the command.
+
+        Raises:
+            PluginLoadError: It cannot be imported, lacks a member, or two distributions offer the name.
+        """
+        if len(self.modules) > 1:
+            raise PluginLoadError(
+                f"the command {self.name!r} is offered by {' and by '.join(self.distributions)}",
+                "a command belongs to one distribution",
+                "uninstall all but one of them",
+            )
+        try:
+            module = import_module(self.modules[0])
+        except (Exception, SystemExit) as error:
+            raise PluginLoadError(
+                f"the command {self.name!r} of {self.distributions[0]} cannot be imported:"
+                f" {type(error).__name__}: {error}",
+                f"{self.modules[0]} is a module that can be imported",
+                f"reinstall or remove {self.distributions[0].partition(' ')[0]}",
+            ) from error
+        lacking = [member for member in _MEMBERS if not hasattr(module, member)]
+        if lacking:
+            raise PluginLoadError(
+                f"the command {self.name!r} of {self.distributions[0]} lacks {', '.join(lacking)}",
+                f"a command's module has {', '.join(_MEMBERS)}",
+                f"add {lacking[0]} to {self.modules[0]}, see attnplug.commands",
+            )
+        return module
+
+    def summary(self) -> str:
+        """Return the command's summary, or why it cannot run."""
+        try:
+            return str(self.load().SUMMARY)
+        except PluginLoadError as error:
+            return f"broken: {error.given}"
+
+
+def installed_commands() -> dict[str, Command]:
+    """Return what installed distributions add, by name. An entry that names a built-in command is left out."""
+    from attnplug.discovery.scan import scan  # noqa: PLC0415 - the built-in commands do without
+
+    offers: dict[str, list[tuple[str, str]]] = {}
+    for entry in scan(group=_GROUP).entries:
+        if entry.name not in BUILT_IN:
+            offers.setdefault(entry.name, []).append((entry.module, f"{entry.distribution} {entry.version}".strip()))
+    return {
+        name: Command(name, tuple(module for module, _ in found), tuple(label for _, label in found))
+        for name, found in sorted(offers.items())
+    }
+
+
+def missing_commands(installed: dict[str, Command]) -> Iterator[str]:
+    """Yield a line for each distribution of this project whose commands are not installed."""
+    for distribution, names in KNOWN.items():
+        if not set(names) & set(installed):
+            yield f"{', '.join(names)}: install {distribution}"

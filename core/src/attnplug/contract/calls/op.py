@@ -1,0 +1,149 @@
+"""
+Attention, and the cache write apart from it, as opaque custom ops: `torch.compile(fullgraph=True)` sees two calls that
+write their outputs.
+
+A graph cannot take metadata as an argument: it is another object at each step. So the step's metadata is put in force
+around the model, by layer name, and the ops find it there.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary
+
+import torch
+
+from attnplug.errors import BatchError, LayerError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor
+
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.metadata import Metadata
+
+_in_force: ContextVar[Mapping[str, Metadata | None] | None] = ContextVar("attnplug_metadata", default=None)
+_impls: WeakValueDictionary[int, AttentionImpl] = WeakValueDictionary()
+_handles: Final = count(1)
+
+
+@contextmanager
+def forward_context(metadata: Mapping[str, Metadata | None]) -> Iterator[None]:
+    """
+    Put a step's metadata in force, for `AttentionImpl.attend`, in this thread or task alone.
+
+    Args:
+        metadata: What each layer's builder returned, by layer name; None is a profiling run.
+    """
+    token = _in_force.set(metadata)
+    try:
+        yield
+    finally:
+        _in_force.reset(token)
+
+
+def metadata_in_force(layer: str) -> Metadata | None:
+    """
+    Return the step's metadata of a layer.
+
+    Raises:
+        BatchError: None is in force.
+    """
+    metadata = _in_force.get()
+    if metadata is None or layer not in metadata:
+        raise BatchError(
+            f"layer {layer!r} was run without metadata",
+            "no forward_context is in force"
+            if metadata is None
+            else f"the forward_context in force has metadata for {', '.join(map(repr, metadata)) or 'no layer'}",
+            "run the model inside attnplug.contract.forward_context({layer name: metadata})",
+        )
+    return metadata[layer]
+
+
+def enlist(impl: AttentionImpl) -> int:
+    """Return the number by which graphs name an implementation, as long as it lives."""
+    handle = next(_handles)
+    _impls[handle] = impl
+    return handle
+
+
+def tensors_of(kv_cache: Cache | None, roles: tuple[str, ...]) -> list[Tensor]:
+    """Return the tensors of a cache in the order of its roles, as the op takes them; none where there is no cache."""
+    if kv_cache is None:
+        return []
+    return [kv_cache] if isinstance(kv_cache, torch.Tensor) else [kv_cache[role] for role in roles]
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    kv_cache: list[Tensor],
+    output: Tensor,
+    lse: Tensor | None,
+    layer: int,
+) -> None:
+    impl = _enlisted(layer)
+    metadata = metadata_in_force(impl.layer.name)
+    impl.forward(query, key, value, _cache_of(impl, kv_cache), metadata, output, lse=lse)
+
+
+def _write_kv(key: Tensor, value: Tensor, kv_cache: list[Tensor], layer: int) -> None:
+    impl = _enlisted(layer)
+    metadata = metadata_in_force(impl.layer.name)
+    slots = None if metadata is None else metadata.batch.slot_mapping
+    if metadata is None or slots is None:
+        return
+    rows = _host_rows(impl, metadata, slots.shape[0])
+    impl.write_kv(key[rows], value[rows], _cache_of(impl, kv_cache), slots[rows])
+
+
+def _host_rows(impl: AttentionImpl, metadata: Metadata, count: int) -> slice:
+    """The rows that the host writes: those of the phases that `host_writes` names, as far as there are slots."""
+    if impl.host_writes == {"prefill"} and impl.forward_writes:
+        return slice(metadata.num_decode_tokens, count)
+    if impl.host_writes == {"decode"} and impl.forward_writes:
+        return slice(0, metadata.num_decode_tokens)
+    return slice(0, count)
+
+
+def _enlisted(layer: int) -> AttentionImpl:
+    impl = _impls.get(layer)
+    if impl is None:
+        raise LayerError(
+            f"layer number {layer} was run by a compiled graph",
+            "its implementation is gone",
+            "keep the implementations as long as the graphs, and compile again for new ones",
+        )
+    return impl
+
+
+def _cache_of(impl: AttentionImpl, tensors: list[Tensor]) -> Any:
+    return dict(zip(impl.cache_roles, tensors, strict=True)) if len(tensors) > 1 else next(iter(tensors), None)
+
+
+def _fake(*arguments: Any) -> None:
+    """Tell the compiler all that there is to know: nothing is returned, and the schema names what is written."""
+    del arguments
+
+
+_library: Final[Any] = torch.library.Library("attnplug", "DEF")  # type: ignore[no-untyped-call]
+_library.define(
+    "attend(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, Tensor(c!)? lse, "
+    "int layer) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("attend", _attend, "CompositeExplicitAutograd")
+torch.library.register_fake("attnplug::attend", _fake, lib=_library)
+_library.define(
+    "write_kv(Tensor key, Tensor value, Tensor(a!)[] kv_cache, int layer) -> ()",
+    tags=(torch.Tag.needs_fixed_stride_order,),
+)
+_library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
+torch.library.register_fake("attnplug::write_kv", _fake, lib=_library)

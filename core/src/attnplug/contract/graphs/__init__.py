@@ -1,0 +1,1 @@
+"""CUDA graphs: shapes, their buffers, and what a capture freezes."""

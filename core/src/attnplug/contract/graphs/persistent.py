@@ -1,0 +1,154 @@
+"""The input tensors that captured graphs read: written before each replay, never moved."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from attrs import evolve
+
+from attnplug.contract.inputs.batch import PAD_SLOT_ID
+from attnplug.errors import BatchError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.limits import Limits
+    from attnplug.negotiation.agreement import Agreement
+
+_OPTIONAL = ("encoder_seq_lens", "dcp_local_seq_lens")
+_LENGTHS = ("seq_lens", *_OPTIONAL)
+
+
+class PersistentInputs:
+    """
+    The index tensors of one builder's graphs. All its slots read the same memory, each as much as its shape takes.
+
+    A padded request has no query, no keys and the null block; a padded token has no slot. Writing is ordered with the
+    stream, after whatever replay still reads.
+
+    Args:
+        agreement: What was negotiated.
+        limits: How large batches become.
+        max_num_reqs: Most requests of a captured batch.
+        device: Where the tensors live.
+    """
+
+    def __init__(self, agreement: Agreement, limits: Limits, max_num_reqs: int, device: torch.device) -> None:
+        columns = -(-limits.max_seq_len // (agreement.block_size or 1))
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self._device = device
+        self._query_start_loc = zeros(max_num_reqs + 1)
+        self._lens = {name: zeros(max_num_reqs) for name in _LENGTHS}
+        self._block_table = zeros(max_num_reqs, columns)
+        self._slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device)
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+
+    def write(self, batch: Batch, key: GraphKey, max_seq_len: int) -> Batch:
+        """
+        Take a batch over, and return it as the graph sees it: tensors that stay where they are, and frozen numbers.
+
+        Args:
+            batch: A checked batch that fits the key.
+            key: The captured shape.
+            max_seq_len: The longest sequence of a replay.
+        """
+        reqs, tokens, is_host = key.num_reqs, batch.num_actual_tokens, self._device.type == "cpu"
+        # A graph writes no K/V of an encoder: those come at the first step of a request.
+        rows, used = (key.num_tokens, tokens) if batch.encoder_seq_lens is None else (0, 0)
+        views = self._views_of(reqs, rows)
+        fields: dict[str, Any] = {
+            "query_start_loc": _put(views["query_start_loc"], batch.query_start_loc, tokens),
+            "query_start_loc_cpu": _extended(batch.query_start_loc_cpu, reqs + 1, tokens),
+            "num_computed_tokens_cpu": _extended(batch.num_computed_tokens_cpu, reqs, 0),
+        }
+        for name in _LENGTHS:
+            if getattr(batch, name) is not None:
+                fields[name] = _put(views[name], getattr(batch, name), 0)
+                fields[f"{name}_cpu"] = _extended(getattr(batch, f"{name}_cpu"), reqs, 0)
+        table, slots = batch.block_table, batch.slot_mapping
+        if table is not None and slots is not None:
+            table = _put_table(views["block_table"], table)
+            slots = _put(views["slot_mapping"], slots if slots.shape[0] == used else slots[:used], PAD_SLOT_ID)
+            fields |= {"block_table": table, "block_table_cpu": table if is_host else None}
+            fields |= {"slot_mapping": slots, "slot_mapping_cpu": slots if is_host else None}
+        return as_captured(batch, key, max_seq_len, **fields)
+
+    def _views_of(self, reqs: int, rows: int) -> dict[str, Tensor]:
+        """Return what a shape takes of the memory, which never moves: made once."""
+        found = self._views.get((reqs, rows))
+        if found is None:
+            found = {name: memory[:reqs] for name, memory in self._lens.items()}
+            found |= {"query_start_loc": self._query_start_loc[: reqs + 1], "block_table": self._block_table[:reqs]}
+            found["slot_mapping"] = self._slot_mapping[:rows]
+            self._views[reqs, rows] = found
+        return found
+
+
+def as_captured(batch: Batch, key: GraphKey, max_seq_len: int, **fields: Any) -> Batch:
+    """Return the batch, its tensors replaced by these, with the numbers that a graph of this shape is captured with."""
+    return evolve(
+        batch,
+        **fields,
+        num_reqs=key.num_reqs,
+        num_actual_tokens=key.num_tokens,
+        max_query_len=key.query_len or key.num_tokens,
+        max_seq_len=max_seq_len,
+        max_encoder_seq_len=None if batch.encoder_seq_lens is None else max_seq_len,
+    )
+
+
+def addresses(batch: Batch) -> dict[str, int]:
+    """Return where the tensors lie that a graph would read."""
+    names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", *_OPTIONAL)
+    tensors = {name: getattr(batch, name) for name in names}
+    return {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
+
+
+def check_unmoved(before: dict[str, int], batch: Batch) -> None:
+    """
+    Check that a host which owns the graph's inputs passes them again.
+
+    Raises:
+        BatchError: A tensor lies elsewhere than at capture.
+    """
+    moved = [name for name, place in addresses(batch).items() if before.get(name) != place]
+    if moved:
+        raise BatchError(
+            f"a batch whose {', '.join(moved)} moved was given for a slot with host_owned_inputs=True",
+            "the graph reads the tensors that the slot was captured with",
+            "write this step's values into those, or make the slot with host_owned_inputs=False",
+        )
+
+
+def _put(memory: Tensor, values: Tensor, fill: int) -> Tensor:
+    count = values.shape[0]
+    if count == memory.shape[0]:
+        return memory.copy_(values, non_blocking=True)
+    memory[:count].copy_(values, non_blocking=True)
+    memory[count:].fill_(fill)
+    return memory
+
+
+def _put_table(memory: Tensor, table: Tensor) -> Tensor:
+    """Columns beyond those that the limits allow for hold no key. What older batches left is never read."""
+    if table.shape == memory.shape:
+        return memory.copy_(table, non_blocking=True)
+    reqs, columns = table.shape[0], min(table.shape[1], memory.shape[1])
+    memory[:reqs, :columns].copy_(table[:, :columns], non_blocking=True)
+    if reqs < memory.shape[0]:
+        memory[reqs:].zero_()
+    return memory
+
+
+def _extended(host: Tensor | None, size: int, fill: int) -> Tensor | None:
+    if host is None or host.shape[0] == size:
+        return host
+    longer = torch.full((size,), fill, dtype=host.dtype)
+    longer[: host.shape[0]] = host
+    return longer

@@ -1,0 +1,195 @@
+"""The shape of a batch that is prepared ahead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+from attnplug.contract.guards.uniform import uniform_query_lens
+from attnplug.errors import BatchError, LimitsError
+from attnplug.request.fields import GRAPH_LEVELS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.limits import Limits
+    from attnplug.negotiation.agreement import Agreement
+
+
+@frozen
+class GraphKey:
+    """
+    The shape of a batch that is prepared ahead, for warm-up and capture.
+
+    Raises:
+        LimitsError: A number is not positive, or contradicts another.
+
+    Attributes:
+        num_reqs: Requests, padded ones included.
+        num_tokens: Query tokens, padded ones included.
+        query_len: The query length that all requests share; None where they differ.
+        max_seq_len: The longest sequence that a replay may have; None is the limits'. Where a kernel's work follows
+            from it, a host may capture one batch size for several lengths.
+    """
+
+    num_reqs: int
+    num_tokens: int
+    query_len: int | None = None
+    max_seq_len: int | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("num_reqs", "num_tokens", "query_len", "max_seq_len"):
+            value = getattr(self, name)
+            if (type(value) is not int or value < 1) and (value is not None or name in {"num_reqs", "num_tokens"}):
+                self._refuse(f"{name} is a whole number from 1 on")
+        if self.num_tokens < self.num_reqs:
+            self._refuse("each request has at least one token")
+        if self.query_len is not None and self.num_tokens != self.num_reqs * self.query_len:
+            self._refuse("where all queries have one length, num_tokens is num_reqs * query_len")
+        if self.query_len is not None and self.max_seq_len is not None and self.max_seq_len < self.query_len:
+            self._refuse("a sequence counts its query too: max_seq_len is at least query_len")
+
+    @property
+    def level(self) -> str:
+        """The graph level that capturing this shape needs."""
+        if self.query_len is None:
+            return "always"
+        return "single_token_decode" if self.query_len == 1 else "uniform_batch"
+
+    def _refuse(self, allowed: str) -> None:
+        raise LimitsError(f"{self} was given", allowed, "describe the shape of a batch, its padding included")
+
+
+def graph_level(agreement: Agreement, limits: Limits) -> str:
+    """Return the level that graphs are used at: the agreed one, or less where the host said so."""
+    return agreement.cudagraph if limits.cudagraph is None else limits.cudagraph
+
+
+def runs_at(level: str, batch: Batch, decode_query_len: int) -> bool:
+    """Whether a graph level covers a batch. Padded requests, of query length 0, count for nothing."""
+    if level in {"never", "always"}:
+        return level == "always"
+    shortest, longest = _query_range(batch)
+    most = 1 if level == "single_token_decode" else decode_query_len
+    return shortest == longest <= most
+
+
+def fits(slot: GraphSlot, batch: Batch) -> bool:
+    """Whether a batch can be padded to the shape of a slot."""
+    return next(_misfits(slot, batch), None) is None
+
+
+def check_fits(slot: GraphSlot, batch: Batch) -> None:
+    """
+    Check a batch against the shape of a slot.
+
+    Raises:
+        BatchError: It cannot be padded to it.
+    """
+    for given, allowed in _misfits(slot, batch):
+        raise BatchError(
+            f"a batch with {given} was given for the slot {slot.key}",
+            allowed,
+            "pass a batch that the slot fits (State.find_slot finds one), or build with slot=None",
+        )
+
+
+def check_key(key: GraphKey, agreement: Agreement, limits: Limits, max_batch_size: int) -> None:
+    """
+    Check a shape that is to be captured.
+
+    Raises:
+        LimitsError: The level does not allow it, or it is larger than the limits.
+    """
+    level = graph_level(agreement, limits)
+    asked = agreement.requirements
+    if GRAPH_LEVELS.index(key.level) > GRAPH_LEVELS.index(level):
+        _refuse(key, f"it needs the graph level {key.level!r}, and {level!r} is in use")
+    if key.query_len is not None and level != "always" and key.query_len > asked.decode_query_len:
+        _refuse(key, f"decode_query_len={asked.decode_query_len} was negotiated")
+    for name, given, most in (
+        ("max_batch_size", key.num_reqs, max_batch_size),
+        ("max_num_tokens", key.num_tokens, limits.max_num_tokens),
+        ("max_seq_len", key.max_seq_len or 1, limits.max_seq_len),
+    ):
+        if given > most:
+            _refuse(key, f"{name}={most}")
+
+
+def _refuse(key: GraphKey, allowed: str) -> None:
+    raise LimitsError(
+        f"a slot for {key} was asked for", allowed, "ask for a smaller shape, or select and limit for larger ones"
+    )
+
+
+def _misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield what the batch has, and what the slot takes in its place."""
+    key = slot.key
+    for name, most in (
+        ("num_reqs", key.num_reqs),
+        ("num_actual_tokens", key.num_tokens),
+        ("max_seq_len", slot.max_seq_len),
+    ):
+        if getattr(batch, name) > most:
+            yield f"{name}={getattr(batch, name)}", f"it takes up to {most}"
+    if key.query_len is not None:
+        yield from _query_misfits(key.query_len, batch)
+    if batch.common_prefix_len:
+        yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
+    if batch.custom_mask is not None:
+        yield "a custom_mask", "its size differs from step to step"
+    if batch.extra:
+        yield f"extra {', '.join(map(repr, batch.extra))}", "what open features bring along is not in the graph"
+    if batch.encoder_seq_lens is not None:
+        yield from _encoder_misfits(slot, batch)
+    if batch.key_start_loc is not None:
+        yield "a key_start_loc", "graphs read K/V from a paged cache"
+    slots = key.num_tokens if batch.encoder_seq_lens is None else 0
+    if slot.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
+        yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
+
+
+def _encoder_misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Cross attention reads what the encoder wrote at the first step of a request, which is not in the graph."""
+    host = batch.slot_mapping_cpu
+    written = _num_slots(batch) if host is None else int((host >= 0).sum())
+    if written:
+        yield f"{written} encoder tokens to write", "the K/V of the encoder are written eagerly"
+    longest = batch.max_encoder_seq_len or 0
+    if longest > slot.max_seq_len:
+        yield f"max_encoder_seq_len={longest}", f"it takes up to {slot.max_seq_len}"
+
+
+def _num_slots(batch: Batch) -> int:
+    return 0 if batch.slot_mapping is None else batch.slot_mapping.shape[0]
+
+
+def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
+    found = _query_range(batch)
+    if found != (query_len, query_len):
+        yield f"queries of {found} tokens at least and at most", f"every query has {query_len}"
+    elif _has_padding_within(batch):
+        yield "a padded request before others", "padded requests stand last: a graph finds each one's rows at its place"
+
+
+def _has_padding_within(batch: Batch) -> bool:
+    """Whether a request without a query stands before one with a query, given that all queries have one length."""
+    host = batch.query_start_loc_cpu
+    if host is None or batch.num_reqs <= 1 or uniform_query_lens(batch) is not None:
+        return False
+    return int(host.diff().diff().amax()) > 0
+
+
+def _query_range(batch: Batch) -> tuple[int, int]:
+    """Return the shortest and the longest query of the requests that have one."""
+    host = batch.query_start_loc_cpu
+    if host is None:
+        return 0, batch.max_query_len
+    if uniform_query_lens(batch) is not None:
+        return batch.max_query_len, batch.max_query_len
+    lens = host.diff()
+    shortest, longest = (int(end) for end in lens.aminmax())
+    return (int(lens[lens > 0].amin()) if shortest == 0 < longest else shortest), longest

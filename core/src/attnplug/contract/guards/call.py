@@ -1,0 +1,296 @@
+"""Checks the tensors of one call: attributes alone, in a few microseconds, before anything is written."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from attnplug.contract.guards._format import describe, dtype_name
+from attnplug.contract.guards.cache import CacheGuard
+from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
+from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.inputs.kv_cache import Cache, CacheTensor
+    from attnplug.contract.metadata import Metadata
+
+
+class ForwardGuard:
+    """Checks the calls of one implementation."""
+
+    def __init__(
+        self,
+        impl: AttentionImpl,
+        specs: Mapping[str, CacheTensor],
+        metadata_class: type[Metadata],
+        device: torch.device,
+    ) -> None:
+        asked = impl.agreement.requirements
+        self._name = impl.layer.name
+        self._agreement = impl.agreement
+        self._metadata_class = metadata_class
+        self._device_type = device.type
+        self._device: torch.device | None = None
+        self._dtype: torch.dtype = TORCH_DTYPES[asked.dtype]
+        self._query_dtype = impl.query_dtype
+        self._output_dtype = impl.output_dtype
+        self._output_width = impl.output_width
+        self._query_heads = (impl.num_q_heads, impl.head_size)
+        self._key_heads = (impl.num_kv_heads, impl.head_size)
+        self._value_heads = (impl.num_kv_heads, impl.head_size_v)
+        self._num_q_heads = impl.num_q_heads
+        self._paged = bool(asked.paged)
+        self._may_lack_keys = impl.layer.kv_sharing_target is not None or (
+            self._paged and asked.attn_type == "encoder_decoder"
+        )
+        self._shares = impl.layer.kv_sharing_target is not None
+        self._return_lse = asked.return_lse
+        self._cache = CacheGuard(specs, impl.agreement)
+        self._host_writes = bool(impl.host_writes)
+
+    def check_call(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Cache | None,
+        metadata: Metadata | None,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> bool:
+        """
+        Whether the call is a profiling run.
+
+        Raises:
+            ContractError: A tensor does not fit; see `AttentionImpl.forward`.
+        """
+        tokens = self._check_rows("query", query, self._query_heads, self._query_dtype)
+        device = query.device
+        if device != self._device:
+            self._check_device("query", query)
+            self._device = device
+        strides = output.stride()
+        if (
+            output.shape != (tokens, self._output_width)
+            or output.dtype != self._output_dtype
+            or output.device != device
+            or strides[1] != 1
+            or (strides[0] == 0 and tokens > 1)
+        ):
+            self._refuse("output", output, (tokens, self._output_width), self._output_dtype, device)
+        if lse is not None:
+            self._check_lse(lse, tokens, device)
+        keys = self._check_pair(key, value, device)
+        if torch.is_grad_enabled() and (
+            query.requires_grad
+            or output.requires_grad
+            or (key is not None and key.requires_grad)
+            or (value is not None and value.requires_grad)
+        ):
+            self._refuse_gradient()
+        if metadata is None or (self._paged and kv_cache is not None and is_empty(kv_cache)):
+            return True
+        self._check_metadata(metadata, tokens, keys)
+        self._check_cache(kv_cache, metadata, device)
+        return False
+
+    def check_write(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> bool:
+        """
+        Check a cache write apart from forward, and return whether there is a cache: a profiling run's is empty.
+
+        Raises:
+            ContractError: See `AttentionImpl.write_kv`.
+        """
+        if not self._host_writes:
+            raise CacheError(
+                f"write_kv was called for layer {self._name!r}",
+                f"in {self._agreement.id} forward writes this layer's cache, or nobody does: nothing is written twice",
+                "call it where impl.host_writes names a phase; Layer(cache_write='host') asks for it",
+            )
+        if key is None or value is None:
+            raise TensorError(
+                f"write_kv was called for layer {self._name!r} without K/V",
+                "it writes the given K/V",
+                "pass key and value",
+            )
+        self._check_device("key", key)
+        rows = self._check_pair(key, value, key.device) or 0
+        device = key.device
+        if (
+            slot_mapping.ndim != 1
+            or slot_mapping.shape[0] > rows
+            or slot_mapping.dtype != torch.int64
+            or slot_mapping.device != device
+        ):
+            self._refuse("slot_mapping", slot_mapping, ("up to", rows), torch.int64, device)
+        if is_empty(kv_cache):
+            return False
+        blocks = self._cache.check(kv_cache, device)
+        if slot_mapping.is_cpu and slot_mapping.shape[0]:
+            self._check_slots(slot_mapping, blocks)
+        return True
+
+    def _check_rows(self, name: str, tensor: Tensor, heads: tuple[int, int], dtype: torch.dtype) -> int:
+        shape = tensor.shape
+        if (
+            len(shape) != 3
+            or shape[1] != heads[0]
+            or shape[2] != heads[1]
+            or tensor.dtype != dtype
+            or tensor.stride()[2] != 1
+        ):
+            self._refuse(name, tensor, ("tokens", *heads), dtype, self._device)
+        return shape[0]
+
+    def _check_pair(self, key: Tensor | None, value: Tensor | None, device: torch.device) -> int | None:
+        """Return the number of K/V rows, None where the keys are cached already."""
+        if key is None or value is None:
+            if key is value and self._may_lack_keys:
+                return None
+            self._refuse_absent(key, value)
+        rows = self._check_rows("key", key, self._key_heads, self._dtype)
+        if self._check_rows("value", value, self._value_heads, self._dtype) != rows:
+            self._refuse("value", value, (rows, *self._value_heads), self._dtype, device)
+        if key.device != device:
+            self._refuse("key", key, (rows, *self._key_heads), self._dtype, device)
+        if value.device != device:
+            self._refuse("value", value, (rows, *self._value_heads), self._dtype, device)
+        return rows
+
+    def _check_lse(self, lse: Tensor, tokens: int, device: torch.device) -> None:
+        if not self._return_lse:
+            raise NotNegotiatedError(
+                f"an lse tensor was given to layer {self._name!r}",
+                "return_lse was not asked for, so the chosen backend may not fill it",
+                "select again with return_lse=True, or pass lse=None",
+            )
+        if (
+            lse.shape != (tokens, self._num_q_heads)
+            or lse.dtype != torch.float32
+            or lse.device != device
+            or (lse.stride(0) == 0 and tokens > 1)
+        ):
+            self._refuse("lse", lse, (tokens, self._num_q_heads), torch.float32, device)
+
+    def _check_metadata(self, metadata: Metadata, tokens: int, keys: int | None) -> None:
+        if not isinstance(metadata, self._metadata_class) or (
+            metadata.agreement is not self._agreement and metadata.agreement != self._agreement
+        ):
+            raise BatchError(
+                f"layer {self._name!r} was given metadata ({type(metadata).__name__}) of another builder",
+                f"its metadata is a {self._metadata_class.__name__} built for the same agreement, {self._agreement.id}",
+                "pass what a builder of this layer's backend returned: plan.groups keeps them apart",
+            )
+        needed = metadata.batch.num_actual_tokens
+        if tokens < needed:
+            raise TensorError(
+                f"layer {self._name!r} was given a query of {tokens} rows",
+                f"the batch has {needed} actual tokens",
+                "pass the query of the batch that the metadata was built for",
+            )
+        if keys is None:
+            if metadata.num_key_rows and not self._shares:
+                self._refuse_unwritten(metadata.num_key_rows)
+        elif keys < metadata.num_key_rows:
+            raise TensorError(
+                f"layer {self._name!r} was given K/V of {keys} rows",
+                f"the batch has {metadata.num_key_rows} key rows: a slot, or a place in key_start_loc, for each",
+                "pass the K/V of the batch that the metadata was built for",
+            )
+
+    def _check_cache(self, kv_cache: Cache | None, metadata: Metadata, device: torch.device) -> None:
+        if not self._paged:
+            if kv_cache is not None and not is_empty(kv_cache):
+                raise CacheError(
+                    f"layer {self._name!r} was given a cache",
+                    "paged=False was negotiated: K/V come whole with each call",
+                    "pass kv_cache=None",
+                )
+            return
+        if kv_cache is None:
+            raise CacheError(
+                f"layer {self._name!r} was given no cache",
+                "paged=True was negotiated; only a profiling run has none, and its metadata is None or its cache empty",
+                "pass the cache that Backend.make_cache returned",
+            )
+        blocks = self._cache.check(kv_cache, device)
+        if metadata.highest_block >= blocks:
+            raise CacheError(
+                f"layer {self._name!r} was given a cache of {blocks} blocks",
+                f"the batch, or the limits it was built for, uses block {metadata.highest_block}",
+                "pass the cache that the block table was allocated from, and its size in Limits(num_blocks=...)",
+            )
+
+    def _check_slots(self, slots: Tensor, blocks: int) -> None:
+        size = self._agreement.block_size or 1
+        low, high = (int(end) for end in torch.aminmax(slots))
+        if low < -1 or high >= blocks * size or bool(((slots >= 0) & (slots < size)).any()):
+            raise CacheError(
+                f"slots from {low} to {high} were given",
+                f"slots are {size} to {blocks * size - 1}, or -1 for rows not written; block 0 is a null block",
+                "compute slots from the block table (attnplug.batching)",
+            )
+        written = slots[slots >= 0].sort().values
+        twice = written[1:][written.diff() == 0]
+        if twice.numel():
+            raise CacheError(
+                f"slot {int(twice[0])} was given to two tokens",
+                "each slot holds the K/V of one token",
+                "pass a slot of its own for every token",
+            )
+
+    def _check_device(self, name: str, tensor: Tensor) -> None:
+        if tensor.device.type != self._device_type:
+            raise TensorError(
+                f"layer {self._name!r} was given {name} of {describe(tensor)}",
+                f"its backend was selected for {self._device_type}",
+                f"move the model to {self._device_type}, or select again for {tensor.device.type}",
+            )
+
+    def _refuse(
+        self, name: str, tensor: Tensor, shape: tuple[Any, ...], dtype: torch.dtype, device: torch.device | None
+    ) -> NoReturn:
+        where = self._device_type if device is None else device
+        strides = f" with strides {tensor.stride()}" if tensor.ndim and tensor.stride(-1) != 1 else ""
+        raise TensorError(
+            f"layer {self._name!r} was given {name} of {describe(tensor)}{strides}",
+            f"{name} is ({', '.join(map(str, shape))}) {dtype_name(dtype)} on {where}, its last axis contiguous",
+            "reshape or convert it; if the model really differs, select again with its values in the requirements",
+        )
+
+    def _refuse_absent(self, key: Tensor | None, value: Tensor | None) -> NoReturn:
+        given = {(True, False): "key without value", (False, True): "value without key"}.get(
+            (key is not None, value is not None), "neither key nor value"
+        )
+        raise TensorError(
+            f"layer {self._name!r} was given {given}",
+            "both are given, or neither where keys are cached already: KV sharing, paged cross attention",
+            "pass key and value, or name a kv_sharing_target",
+        )
+
+    def _refuse_unwritten(self, rows: int) -> NoReturn:
+        raise TensorError(
+            f"layer {self._name!r} was given no K/V",
+            f"the batch has slots for {rows} rows of the encoder's, which nothing would write",
+            "pass the encoder's K/V in the first step, and no slots in later ones",
+        )
+
+    def _refuse_gradient(self) -> NoReturn:
+        raise TensorError(
+            f"layer {self._name!r} was given tensors that require a gradient",
+            "contract 1.0 is for inference: attention has no backward pass here",
+            "call it under torch.inference_mode() or torch.no_grad()",
+        )
+
+
+def is_empty(kv_cache: Cache) -> bool:
+    """Whether a cache has no elements: a profiling run's placeholder."""
+    if isinstance(kv_cache, torch.Tensor):  # asked first: an abstract class takes ten times as long to ask for
+        return kv_cache.numel() == 0
+    return all(tensor.numel() == 0 for tensor in kv_cache.values())

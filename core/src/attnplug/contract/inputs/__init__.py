@@ -1,0 +1,1 @@
+"""What a vendor is given: batches, phases, layers, limits, KV caches."""

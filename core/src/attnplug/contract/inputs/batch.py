@@ -1,0 +1,261 @@
+"""What a host hands over in Python: lists of lengths, tensors, batches. Looked at by type alone."""
+
+from __future__ import annotations
+
+import reprlib
+from itertools import accumulate
+from operator import index
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
+
+import attrs
+import torch
+from attrs import field, frozen
+from torch import Tensor
+
+from attnplug.errors import BatchError, TensorError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+
+
+def whole_numbers(name: str, given: Iterable[int]) -> list[int]:
+    """
+    Return lengths as Python numbers.
+
+    Raises:
+        BatchError: They are no lengths, or not whole.
+    """
+    try:
+        return list(map(index, given))
+    except TypeError:
+        raise BatchError(
+            f"{name}={reprlib.repr(given)} was given",
+            f"{name} is a list with a whole number per request",
+            "pass Python ints, one per request",
+        ) from None
+
+
+def check_tensor(name: str, given: object) -> None:
+    """
+    Check that what should be a tensor is one.
+
+    Raises:
+        TensorError: It is something else.
+    """
+    if not isinstance(given, Tensor):
+        raise TensorError(
+            f"{name}={reprlib.repr(given)} was given",
+            f"{name} is a tensor",
+            f"pass torch.tensor({name}, dtype={'torch.int64' if name == 'slot_mapping' else 'torch.int32'})",
+        )
+
+
+_T = TypeVar("_T")
+
+PAD_SLOT_ID: Final = -1
+"""The slot of a token whose K/V are not written."""
+
+
+def _mirror(name: str, device_copy: Tensor | None) -> Tensor | None:
+    """A tensor that lives on the CPU is its own host copy."""
+    if device_copy is None:
+        return None
+    check_tensor(name, device_copy)
+    return device_copy if device_copy.device.type == "cpu" else None
+
+
+@frozen(eq=False, kw_only=True)
+class Batch:
+    """
+    One step's requests, decodes first. All index tensors are int32, slots are int64.
+
+    A batch describes one step: its tensors are not changed while it is in use (a graph slot's persistent tensors belong
+    to `State`). Every name ending in ``_cpu`` is the host's copy of the device tensor of that name; where the tensor
+    itself is on the CPU it is its own copy and need not be given twice. The guards of `MetadataBuilder.build` read host
+    copies alone.
+
+    Attributes:
+        query_start_loc: ``(num_reqs + 1,)`` exclusive cumulative sum of the query lengths; the last entry is
+            `num_actual_tokens`.
+        seq_lens: ``(num_reqs,)`` keys per request, this step's included. For dense calls: the lengths of the given K/V.
+            For paged cross attention: the decoder's tokens, and `encoder_seq_lens` counts the keys.
+        num_reqs: Requests, padded ones included. A padded request has query length 0; in graphs, and where a step is
+            advanced, they stand last.
+        num_actual_tokens: Query tokens; rows beyond are padding and never touched.
+        max_query_len: The longest query.
+        max_seq_len: The longest sequence; an upper bound where the requirements say so (`host_lengths`).
+        block_table: ``(num_reqs, max_blocks)`` int32, physical block of each logical block; None for dense calls.
+            Entries beyond a request's length are not read.
+        slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is
+            written; None for dense calls.
+        causal: Whether a token attends no later token. It is the agreement's: a host that needs both has two.
+        common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
+        query_start_loc_cpu: Host copy, always needed.
+        seq_lens_cpu: Host copy; exact, an upper bound or absent, as the requirements' `host_lengths` says.
+        num_computed_tokens_cpu: ``(num_reqs,)`` keys cached before this step; None derives it from the lengths.
+        block_table_cpu: Host copy, optional on a device: with it block numbers are checked.
+        slot_mapping_cpu: Host copy, optional on a device: with it slots are checked.
+        encoder_seq_lens: ``(num_reqs,)`` encoder tokens per request (paged cross attention).
+        encoder_seq_lens_cpu: Host copy.
+        dcp_local_seq_lens: ``(num_reqs,)`` keys that this rank holds (decode context parallelism).
+        dcp_local_seq_lens_cpu: Host copy.
+        key_start_loc: ``(num_reqs + 1,)`` as `query_start_loc`, for the K/V rows of dense calls.
+        key_start_loc_cpu: Host copy.
+        derived: What `once` has derived from this batch.
+        custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
+            another, True attends.
+        max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
+        extra: What open features bring along, by the feature's name. Only features that were asked for. Such a batch
+            runs eagerly.
+        dummy: Whether it stands in for a real batch: its pages are the null block, and it writes nothing.
+    """
+
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_table: Tensor | None = None
+    slot_mapping: Tensor | None = None
+    causal: bool = True
+    common_prefix_len: int = 0
+    query_start_loc_cpu: Tensor | None = field()
+    seq_lens_cpu: Tensor | None = field()
+    num_computed_tokens_cpu: Tensor | None = None
+    block_table_cpu: Tensor | None = field()
+    slot_mapping_cpu: Tensor | None = field()
+    encoder_seq_lens: Tensor | None = None
+    encoder_seq_lens_cpu: Tensor | None = field()
+    dcp_local_seq_lens: Tensor | None = None
+    dcp_local_seq_lens_cpu: Tensor | None = field()
+    key_start_loc: Tensor | None = None
+    key_start_loc_cpu: Tensor | None = field()
+    custom_mask: Tensor | None = None
+    max_encoder_seq_len: int | None = field()
+    extra: Mapping[str, Any] = field(factory=dict)
+    dummy: bool = False
+    derived: dict[Hashable, Any] = field(init=False, factory=dict, repr=False)
+
+    @query_start_loc_cpu.default
+    def _own_query_start_loc(self) -> Tensor | None:
+        return _mirror("query_start_loc", self.query_start_loc)
+
+    @seq_lens_cpu.default
+    def _own_seq_lens(self) -> Tensor | None:
+        return _mirror("seq_lens", self.seq_lens)
+
+    @block_table_cpu.default
+    def _own_block_table(self) -> Tensor | None:
+        return _mirror("block_table", self.block_table)
+
+    @slot_mapping_cpu.default
+    def _own_slot_mapping(self) -> Tensor | None:
+        return _mirror("slot_mapping", self.slot_mapping)
+
+    @encoder_seq_lens_cpu.default
+    def _own_encoder_seq_lens(self) -> Tensor | None:
+        return _mirror("encoder_seq_lens", self.encoder_seq_lens)
+
+    @max_encoder_seq_len.default
+    def _longest_encoder(self) -> int | None:
+        lens = self.encoder_seq_lens_cpu
+        return int(lens.amax()) if lens is not None and lens.numel() else None
+
+    @dcp_local_seq_lens_cpu.default
+    def _own_dcp_local_seq_lens(self) -> Tensor | None:
+        return _mirror("dcp_local_seq_lens", self.dcp_local_seq_lens)
+
+    @key_start_loc_cpu.default
+    def _own_key_start_loc(self) -> Tensor | None:
+        return _mirror("key_start_loc", self.key_start_loc)
+
+    @classmethod
+    def from_lengths(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int] | None = None,
+        *,
+        block_table: Tensor | None = None,
+        slot_mapping: Tensor | None = None,
+        device: torch.device | str | None = None,
+        **rest: Any,
+    ) -> Batch:
+        """
+        Return a batch from plain lengths; what follows from them is derived.
+
+        Args:
+            query_lens: New tokens of each request, decodes first.
+            seq_lens: Keys of each request; None is a first prefill (`query_lens`).
+            block_table: ``(num_reqs, max_blocks)`` int32, on any device; None makes a dense batch with `key_start_loc`.
+            slot_mapping: ``(tokens,)`` int64, on any device.
+            device: Where the batch's tensors go; None is the block table's, else the CPU. Tensors given on the CPU are
+                kept as host copies.
+            rest: Further fields of `Batch`, by name.
+
+        Raises:
+            BatchError: The lengths are not whole numbers, or there are not as many of each.
+            TensorError: The block table or the slot mapping is no tensor.
+        """
+        queries = whole_numbers("query_lens", query_lens)
+        lengths = queries if seq_lens is None else whole_numbers("seq_lens", seq_lens)
+        _check_alike(queries, lengths)
+        for name, given in (("block_table", block_table), ("slot_mapping", slot_mapping)):
+            if given is not None:
+                check_tensor(name, given)
+        if device is None and block_table is not None:
+            device = block_table.device
+        host = {"query_start_loc": _cumulative(queries), "seq_lens": _int32(lengths)}
+        if block_table is None:
+            host["key_start_loc"] = _cumulative(lengths)
+        else:
+            host["block_table"] = block_table
+        if slot_mapping is not None:
+            host["slot_mapping"] = slot_mapping
+        fields: dict[str, Any] = {}
+        for name, tensor in host.items():
+            fields[name] = tensor if device is None else tensor.to(device)
+            fields[f"{name}_cpu"] = _mirror(name, tensor)
+        derived = {
+            "num_reqs": len(queries),
+            "num_actual_tokens": sum(queries),
+            "max_query_len": max(queries, default=0),
+            "max_seq_len": max(lengths, default=0),
+        }
+        return cls(**{**fields, **derived, **rest})
+
+    def to_dict(self) -> dict[str, Any]:
+        """
+        Return what the host gave, as plain numbers and tensors by name, for another rank: ``Batch(**data)`` there.
+
+        Nothing that a builder derived comes along.
+        """
+        fields = {field.name: getattr(self, field.name) for field in attrs.fields(Batch) if field.init}
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def once(self, key: Hashable, compute: Callable[[], _T]) -> _T:
+        """
+        Return `compute()`, evaluated once for this batch.
+
+        What several builders derive from the same batch, CSR pages say, is shared that way.
+        """
+        if key not in self.derived:
+            self.derived[key] = compute()
+        return cast("_T", self.derived[key])
+
+
+def _check_alike(queries: Sequence[int], lengths: Sequence[int]) -> None:
+    if len(queries) != len(lengths):
+        raise BatchError(
+            f"{len(queries)} query_lens and {len(lengths)} seq_lens were given",
+            "each request has a query and a sequence, which counts the query too",
+            "pass lists of equal length, or leave seq_lens out for first prefills",
+        )
+
+
+def _int32(values: Sequence[int]) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def _cumulative(lengths: Sequence[int]) -> Tensor:
+    return _int32([0, *accumulate(lengths)])

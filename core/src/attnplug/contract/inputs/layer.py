@@ -1,0 +1,99 @@
+"""One attention layer of a model, as its host describes it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import field, frozen
+
+from attnplug.errors import LayerError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+
+def _as_pairs(value: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None) -> tuple[tuple[str, Any], ...] | None:
+    try:
+        return None if value is None else tuple(sorted(dict(value).items()))
+    except (TypeError, ValueError):
+        raise LayerError(
+            f"block_sparse={value!r} was given",
+            "a pattern is a table of names to numbers, truth values or texts",
+            "pass a mapping, as in the requirements",
+        ) from None
+
+
+@frozen(eq=False, kw_only=True)
+class Layer:
+    """
+    One layer's values and learned tensors.
+
+    A value left None means "as agreed": `Backend.make_impl` fills it in from the agreement, and refuses a value that
+    differs from it. A tensor that was asked for in the requirements has to be there, and one that was not is refused.
+
+    Attributes:
+        name: The layer's name in the model, unique there.
+        scale: Factor of the scores before soft cap and softmax; None is ``head_size ** -0.5``.
+        num_q_heads: Query heads of this rank.
+        num_kv_heads: Key and value heads of this rank.
+        head_size: Size of a query and key head.
+        head_size_v: Size of a value head.
+        alibi_slopes: ``(num_q_heads,)`` float32, finite.
+        sliding_window: Tokens that a token attends, itself included.
+        attention_chunk: Tokens of a chunk of chunked-local attention.
+        logits_soft_cap: Scores become ``cap * tanh(score / cap)``.
+        attn_type: decoder, encoder, encoder_only or encoder_decoder.
+        sinks: ``(num_q_heads,)`` in float32 or the layer's dtype, finite: one logit per head in the softmax
+            denominator. A head without a sink has a large negative one such as -1e4; infinities are refused, since
+            kernels differ in what they make of them.
+        kv_sharing_target: Name of the layer whose cache this layer reads; it then writes none of its own.
+        block_sparse: The block-sparse pattern's parameters.
+        q_scale: Quantization scale of queries, on the host: ``x ~ scale * quantized``.
+        k_scale: The same for keys.
+        v_scale: The same for values.
+        q_scale_tensor: The same on the device, float32 with one element, or ``(num_kv_heads,)`` where per-head scales
+            were asked for: one per group of query heads. Those have no default, and no host float.
+        k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head.
+        v_scale_tensor: The same for values, ``(num_kv_heads,)`` per head.
+        output_scale: Scale of a quantized output, float32, one element.
+        output_block_scale: Where the output's block scales are written, for formats that have them.
+        cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), in the phases for
+            which the implementation leaves the choice; None is its own way.
+        extra: What open features bring along, by the feature's name: tables of a fused rotary embedding, say. Only
+            features that were asked for.
+    """
+
+    name: str
+    scale: float | None = None
+    num_q_heads: int | None = None
+    num_kv_heads: int | None = None
+    head_size: int | None = None
+    head_size_v: int | None = None
+    alibi_slopes: Tensor | None = None
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    logits_soft_cap: float | None = None
+    attn_type: str | None = None
+    sinks: Tensor | None = None
+    kv_sharing_target: str | None = None
+    block_sparse: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
+    q_scale: float | None = None
+    k_scale: float | None = None
+    v_scale: float | None = None
+    q_scale_tensor: Tensor | None = None
+    k_scale_tensor: Tensor | None = None
+    v_scale_tensor: Tensor | None = None
+    output_scale: Tensor | None = None
+    output_block_scale: Tensor | None = None
+    cache_write: str | None = None
+    extra: Mapping[str, Any] = field(factory=dict)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Tokens attended left and right of a token, itself not counted; ``(-1, -1)`` without a window."""
+        if self.sliding_window is None:
+            return -1, -1
+        left = self.sliding_window - 1
+        return left, left if self.attn_type == "encoder_only" else 0

@@ -1,0 +1,120 @@
+"""The decodes or the prefills of a batch, as kernels take them that serve one phase."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from attnplug.contract.inputs.batch import Batch
+
+
+@frozen(eq=False, kw_only=True)
+class Phase:
+    """
+    A run of requests. Tensors are views of the batch's, but for starts that have to be counted from 0 again.
+
+    Attributes:
+        first_req: The first request.
+        num_reqs: Requests.
+        first_token: The first query row.
+        num_tokens: Query rows.
+        max_query_len: The longest query of the phase.
+        max_seq_len: The longest sequence of the phase; the batch's bound where the host's lengths are not exact.
+        query_start_loc: ``(num_reqs + 1,)`` int32, from 0.
+        query_start_loc_cpu: Host copy.
+        seq_lens: ``(num_reqs,)``.
+        seq_lens_cpu: Host copy, as exact as the batch's.
+        block_table: ``(num_reqs, max_blocks)``, None for dense calls.
+        encoder_seq_lens: ``(num_reqs,)``, for paged cross attention.
+        encoder_seq_lens_cpu: Host copy.
+        max_encoder_seq_len: The longest encoder of the batch.
+        dcp_local_seq_lens: ``(num_reqs,)``, for decode context parallelism.
+        dcp_local_seq_lens_cpu: Host copy.
+    """
+
+    first_req: int
+    num_reqs: int
+    first_token: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    query_start_loc: Tensor
+    query_start_loc_cpu: Tensor
+    seq_lens: Tensor
+    seq_lens_cpu: Tensor | None
+    block_table: Tensor | None
+    encoder_seq_lens: Tensor | None
+    encoder_seq_lens_cpu: Tensor | None
+    max_encoder_seq_len: int | None
+    dcp_local_seq_lens: Tensor | None
+    dcp_local_seq_lens_cpu: Tensor | None
+
+    @property
+    def rows(self) -> slice:
+        """The query rows of the phase, in query, output and LSE."""
+        return slice(self.first_token, self.first_token + self.num_tokens)
+
+
+def phase_of(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_tokens: int) -> Phase | None:
+    """
+    Return the phase of these requests, made once for the batch; None where they have no query.
+
+    Args:
+        batch: A checked batch.
+        first_req: The first request.
+        num_reqs: Requests.
+        first_token: The first query row.
+        num_tokens: Query rows.
+    """
+    if not num_tokens:
+        return None
+    return batch.once(
+        ("phase", first_req, num_reqs), lambda: _phase(batch, first_req, num_reqs, first_token, num_tokens)
+    )
+
+
+def _phase(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_tokens: int) -> Phase:
+    host = batch.query_start_loc_cpu
+    assert host is not None  # noqa: S101 - the guard has seen it
+    place: dict[str, Any] = {
+        "first_req": first_req,
+        "num_reqs": num_reqs,
+        "first_token": first_token,
+        "num_tokens": num_tokens,
+    }
+    if num_reqs == batch.num_reqs:
+        # A batch of one phase keeps its own tensors and numbers: in a graph these are bounds, and frozen.
+        return Phase(**place, **{name: getattr(batch, name) for name in (*_KEPT, *_PER_REQUEST)})
+    requests, starts = slice(first_req, first_req + num_reqs), slice(first_req, first_req + num_reqs + 1)
+    rebased = host[starts] - first_token if first_token else host[starts]
+    lens = batch.seq_lens_cpu
+    is_exact = lens is not None and int(lens.amax()) == batch.max_seq_len
+    return Phase(
+        **place,
+        max_query_len=int(rebased.diff().amax()),
+        max_seq_len=int(lens[requests].amax()) if is_exact and lens is not None else batch.max_seq_len,
+        query_start_loc=batch.query_start_loc[starts] - first_token if first_token else batch.query_start_loc[starts],
+        query_start_loc_cpu=rebased,
+        max_encoder_seq_len=batch.max_encoder_seq_len,
+        **{name: _cut(getattr(batch, name), requests) for name in _PER_REQUEST},
+    )
+
+
+def _cut(tensor: Tensor | None, requests: slice) -> Any:
+    return None if tensor is None else tensor[requests]
+
+
+_KEPT = ("max_query_len", "max_seq_len", "query_start_loc", "query_start_loc_cpu", "max_encoder_seq_len")
+_PER_REQUEST = (
+    "seq_lens",
+    "seq_lens_cpu",
+    "block_table",
+    "encoder_seq_lens",
+    "encoder_seq_lens_cpu",
+    "dcp_local_seq_lens",
+    "dcp_local_seq_lens_cpu",
+)

@@ -1,0 +1,234 @@
+"""From plugins and settings to candidates: who stands ready, and what stands in the way of the others."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import attrs
+from attrs import frozen
+
+from attnplug.discovery.known import UNPUBLISHED
+from attnplug.discovery.permission import deny, identity
+from attnplug.discovery.scan import normalized
+from attnplug.errors import AttnplugError, DuplicateBackendError
+from attnplug.negotiation.candidate import Candidate, examine
+from attnplug.negotiation.verdict import Reason
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from attnplug.discovery.known import KnownPlugin
+    from attnplug.discovery.plugin import Plugin
+    from attnplug.manifest.installed import VersionOf
+    from attnplug.request.settings import Settings
+
+
+@frozen
+class Contest:
+    """
+    One name that several distributions claim.
+
+    Attributes:
+        name: The name, or the alias.
+        claimants: Their plugins, none of which the settings keep out.
+    """
+
+    name: str
+    claimants: tuple[Plugin, ...]
+
+    def error(self) -> DuplicateBackendError:
+        """Return it as an exception."""
+        return DuplicateBackendError(
+            f"the backend {self.name!r} is offered by {self.who}",
+            "a name belongs to one distribution, and none of them wins silently",
+            self.remedy,
+        )
+
+    @property
+    def who(self) -> str:
+        """Name the distributions, with their versions."""
+        return " and by ".join(plugin.label for plugin in self.claimants)
+
+    @property
+    def remedy(self) -> str:
+        """Say how to choose."""
+        names = dict.fromkeys(plugin.distribution for plugin in self.claimants if not plugin.is_by_hand)
+        by_hand = [plugin.module for plugin in self.claimants if plugin.is_by_hand]
+        if by_hand:
+            block = f", or set ATTNPLUG_BLOCK={','.join(names)} to keep it" if names else ""
+            return f"register {by_hand[0]!r} under another name{block}"
+        if len(names) == 1:
+            return f"install {next(iter(names))!r} again, in a version that offers {self.name!r} once"
+        ways = (
+            f"ATTNPLUG_BLOCK={','.join(other for other in names if other != name)} to keep {name!r}" for name in names
+        )
+        return f"block the others by their distributions, or uninstall them: set {', or '.join(ways)}"
+
+
+@frozen
+class Lineup:
+    """
+    Every candidate under some settings.
+
+    Attributes:
+        candidates: By backend, then distribution, then in the manifest's order.
+        aliases: Aliases that several backends claim. They select none of them.
+    """
+
+    candidates: tuple[Candidate, ...]
+    aliases: Mapping[str, Contest]
+
+
+def line_up(
+    plugins: Iterable[Plugin],
+    known: Iterable[KnownPlugin],
+    settings: Settings,
+    version_of: VersionOf,
+    *,
+    assume_installed: bool,
+) -> Lineup:
+    """
+    Line up the candidates.
+
+    Raises:
+        ManifestError: Under the strict setting, a plugin that may be used has a problem.
+        DuplicateBackendError: Likewise, two of them have one name.
+    """
+    groups = {
+        name: tuple(group) for name, group in groupby(sorted(plugins, key=_place), key=lambda plugin: plugin.name)
+    }
+    usable = {name: usable_of(group, settings) for name, group in groups.items()}
+    if settings.strict:
+        _raise_first(usable)
+    aliases = _contested_aliases([plugin for group in usable.values() for plugin in group])
+    found = [
+        c
+        for name, group in groups.items()
+        for c in _of_name(group, usable[name], settings, version_of, assume_installed=assume_installed)
+    ]
+    found += [_absent(plugin, settings) for plugin in known if plugin.name not in groups]
+    candidates = (
+        attrs.evolve(c, aliases=tuple(a for a in c.aliases if a not in aliases and a not in groups)) if c.aliases else c
+        for c in found
+    )
+    return Lineup(tuple(sorted(candidates, key=lambda c: c.backend)), aliases)
+
+
+def usable_of(plugins: Iterable[Plugin], settings: Settings) -> tuple[Plugin, ...]:
+    """Return the plugins that the settings do not keep out as a whole."""
+    return tuple(plugin for plugin in plugins if deny(settings, identity(plugin)) is None)
+
+
+def _place(plugin: Plugin) -> tuple[str, str, str]:
+    return plugin.name, normalized(plugin.distribution), plugin.module
+
+
+def _raise_first(usable: Mapping[str, tuple[Plugin, ...]]) -> None:
+    errors: list[AttnplugError] = [
+        plugin.error for group in usable.values() for plugin in group if plugin.error is not None
+    ]
+    errors += [Contest(name, group).error() for name, group in usable.items() if len(group) > 1]
+    if errors:
+        raise errors[0]
+
+
+def _contested_aliases(plugins: Iterable[Plugin]) -> dict[str, Contest]:
+    claims: dict[str, list[Plugin]] = {}
+    for plugin in plugins:
+        for alias in dict.fromkeys(plugin.manifest.aliases if plugin.manifest else ()):
+            claims.setdefault(alias, []).append(plugin)
+    return {
+        alias: Contest(alias, tuple(group))
+        for alias, group in claims.items()
+        if len({plugin.name for plugin in group}) > 1
+    }
+
+
+def _of_name(
+    group: tuple[Plugin, ...],
+    usable: tuple[Plugin, ...],
+    settings: Settings,
+    version_of: VersionOf,
+    *,
+    assume_installed: bool,
+) -> Iterator[Candidate]:
+    if len(usable) > 1:
+        yield _duplicate(Contest(group[0].name, usable))
+    for plugin in group:
+        if len(group) == 1 or usable == (plugin,):
+            yield from _of_plugin(plugin, settings, version_of, assume_installed=assume_installed)
+        elif plugin not in usable:
+            yield _unread(plugin, settings)  # without its variants, whose ids belong to the plugin that is used
+
+
+def _of_plugin(
+    plugin: Plugin, settings: Settings, version_of: VersionOf, *, assume_installed: bool
+) -> Iterator[Candidate]:
+    if plugin.manifest is None:
+        yield _unread(plugin, settings)
+        return
+    who = identity(plugin)
+    for variant in plugin.manifest.variants:
+        candidate = examine(
+            plugin.manifest,
+            variant,
+            version_of,
+            embedded=plugin.embedded,
+            distribution=plugin.label,
+            assume_installed=assume_installed,
+        )
+        denial = deny(settings, who, variant.name)
+        if denial is not None:
+            candidate = attrs.evolve(
+                candidate,
+                standing="refused",
+                obstacles=(denial.reason, *candidate.obstacles),
+                remedy="; ".join(filter(None, (denial.remedy, candidate.remedy))),
+            )
+        yield candidate
+
+
+def _unread(plugin: Plugin, settings: Settings) -> Candidate:
+    """Return the one candidate of a plugin whose variants are of no use."""
+    denial = deny(settings, identity(plugin))
+    obstacles = ((denial.reason,) if denial else ()) + ((plugin.problem,) if plugin.problem else ())
+    refused = denial is not None or (plugin.problem is not None and plugin.problem.code == "api")
+    return Candidate(
+        id=plugin.name,
+        backend=plugin.name,
+        standing="refused" if refused else "broken",
+        obstacles=obstacles,
+        remedy="; ".join(text for text in (denial.remedy if denial else "", plugin.remedy) if text),
+        embedded=plugin.embedded,
+        distribution=plugin.label,
+    )
+
+
+def _duplicate(contest: Contest) -> Candidate:
+    error = contest.error()
+    return Candidate(
+        id=contest.name,
+        backend=contest.name,
+        aliases=tuple(dict.fromkeys(alias for p in contest.claimants if p.manifest for alias in p.manifest.aliases)),
+        standing="broken",
+        obstacles=(Reason("broken", contest.name, None, error.given, error.allowed),),
+        remedy=contest.remedy,
+        distribution=", ".join(plugin.label for plugin in contest.claimants),
+    )
+
+
+def _absent(plugin: KnownPlugin, settings: Settings) -> Candidate:
+    denial = deny(settings, identity(plugin))
+    missing = Reason("absent", plugin.name, None, f"{plugin.name!r} is not installed", plugin.summary)
+    return Candidate(
+        id=plugin.name,
+        backend=plugin.name,
+        aliases=plugin.aliases,
+        standing="absent",
+        obstacles=(missing, denial.reason) if denial else (missing,),
+        install=(plugin.install,) if plugin.published else (),
+        remedy="; ".join(
+            text for text in ("" if plugin.published else UNPUBLISHED, denial.remedy if denial else "") if text
+        ),
+    )

@@ -1,0 +1,178 @@
+"""
+Evidence: what a run of the conformance kit has shown of one candidate on one device, as data; and what of an agreement
+it does not cover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import field, frozen
+
+from attnplug.negotiation.unverified import Unverified
+from attnplug.request.fields import FIELDS, Names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.request.device import Device
+
+_MATCHED: Final = frozenset({"device_type", "vendor", "compute_capability"})  # evidence for another device is not read
+
+
+@frozen(eq=False)
+class Evidence:
+    """
+    The outcome of one run.
+
+    Attributes:
+        id: ``backend/variant``.
+        distribution: The distribution that offered it, with its version.
+        device: Where it ran.
+        passed: Whether nothing failed and nothing was left out.
+        served: The (field, value) pairs that a passed test exercised, in the kit's spelling.
+        unreached: Declared pairs that the kit could not exercise there, with the reason.
+        origin: Where this stands, for messages.
+        features: The open features that every request of the run asked for: it shows nothing of requests without them.
+    """
+
+    id: str
+    distribution: str
+    device: Device
+    passed: bool
+    served: frozenset[tuple[str, Any]]
+    unreached: Mapping[tuple[str, Any], str] = field(factory=dict)
+    origin: str = ""
+    features: frozenset[str] = frozenset()
+
+    def counts_for(self, distribution: str, device: Device) -> bool:
+        """Whether it shows anything about a distribution, version included, on a device."""
+        return self.passed and self.distribution == distribution and self.is_for(device)
+
+    def is_for(self, device: Device) -> bool:
+        """
+        Whether a device runs the same kernels as the one of the run: same type, vendor and compute capability.
+
+        Products of one capability run the same machine code, so that their names only inform. Where there is no
+        capability to tell by, of accelerators of other vendors, the name has to be the same too.
+        """
+        ours, theirs = self.device, device
+        if (ours.type, ours.vendor) != (theirs.type, theirs.vendor):
+            return False
+        if ours.compute_capability is None or theirs.compute_capability is None:
+            same = ours.compute_capability is theirs.compute_capability
+            return same and (ours.type == "cpu" or ours.name == theirs.name)
+        return ours.compute_capability.number == theirs.compute_capability.number
+
+
+def hashable(value: Any) -> Any:
+    """Return a JSON value, or one as requirements have it, in a form that hashes and compares."""
+    if isinstance(value, Mapping):
+        return tuple(sorted((name, hashable(item)) for name, item in value.items()))
+    return tuple(map(hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+def find_unverified(
+    candidate: Candidate, agreement: Agreement, device: Device, known: Sequence[Evidence]
+) -> tuple[Unverified, ...]:
+    """
+    Return what of an agreement no evidence covers, in the order of the fields; nothing where all of it is verified.
+
+    A value is verified where a run of the kit that passed, on such a device and of the same version, has exercised this
+    very value. Between two verified sizes nothing is inferred.
+
+    Args:
+        candidate: Who has agreed.
+        agreement: On what.
+        device: Where it is to run.
+        known: All evidence about the candidate.
+    """
+    asked = frozenset(agreement.requirements.features)
+    ran = [evidence for evidence in known if evidence.counts_for(candidate.distribution, device)]
+    counting = [evidence for evidence in ran if evidence.features <= asked]
+    if not counting:
+        return (_other_features(device, ran) if ran else _nothing(candidate, device, known),)
+    served = frozenset[tuple[str, Any]]().union(*(evidence.served for evidence in counting))
+    return tuple(
+        Unverified(name, _plain(name, value), _because(name, value, served, counting))
+        for name, value in _declared_part(candidate, agreement, device)
+        if (name, hashable(value)) not in served
+    )
+
+
+def _nothing(candidate: Candidate, device: Device, known: Sequence[Evidence]) -> Unverified:
+    """Say why no evidence counts."""
+    here = [evidence for evidence in known if evidence.is_for(device)]
+    own = [evidence for evidence in here if evidence.distribution == candidate.distribution]
+    others = sorted({evidence.distribution for evidence in here if evidence.passed})
+    if others and not own:
+        return Unverified("distribution", candidate.distribution, f"verified is {', '.join(others)}")
+    plain = _plain_device(device)
+    why = f"the conformance kit has failed on {plain}" if own else f"no run of the conformance kit on {plain} is known"
+    return Unverified("device", plain, why)
+
+
+def _other_features(device: Device, ran: Sequence[Evidence]) -> Unverified:
+    """Say that every run that would count asked for open features that this request does not ask for."""
+    asked = " or ".join(sorted({", ".join(sorted(evidence.features)) for evidence in ran}))
+    plain = _plain_device(device)
+    return Unverified("device", plain, f"every run of the conformance kit on {plain} asked for more: features={asked}")
+
+
+def _plain_device(device: Device) -> str:
+    return f"{device.type}:{device.compute_capability}" if device.compute_capability else device.type
+
+
+def _declared_part(candidate: Candidate, agreement: Agreement, device: Device) -> Iterator[tuple[str, Any]]:
+    """
+    Yield what is asked for of fields that the variant declares, a list name by name.
+
+    Nothing else needs evidence: an undeclared field is served at its neutral value only, or is one on which by the
+    vocabulary's own word no kernel depends.
+    """
+    asked, variant = agreement.requirements, candidate.variant
+    declared = variant.supports if variant else {}
+    facts = {
+        **dict(asked.asked()),
+        "paged": asked.paged,  # calls without pages are kernels of their own
+        "block_size": agreement.block_size,
+        "kv_layout": agreement.kv_layout,
+        **device.facts(),
+    }
+    for name, item in FIELDS.items():
+        value = facts.get(name)
+        if value is None or name in _MATCHED or (name not in declared and name != "features"):
+            continue
+        if isinstance(item.domain, Names):
+            yield from ((name, (each,)) for each in value)
+        else:
+            yield name, value
+
+
+def _plain(name: str, value: Any) -> Any:
+    domain = FIELDS[name].domain
+    return value[0] if isinstance(domain, Names) else domain.dump(value)
+
+
+def _because(name: str, value: Any, served: frozenset[tuple[str, Any]], counting: Sequence[Evidence]) -> str:
+    """Say what is known of the field instead."""
+    unreached = {item: because for evidence in counting for item, because in evidence.unreached.items()}
+    exact = unreached.get((name, hashable(value)))
+    if exact is not None:
+        return exact
+    verified = sorted((each for field, each in served if field == name), key=_place)
+    if verified:
+        return f"verified {'is' if len(verified) == 1 else 'are'} {', '.join(map(_text, verified))}"
+    return next((why for (field, _), why in unreached.items() if field == name), "no test has asked for it")
+
+
+def _place(value: Any) -> tuple[bool, Any]:
+    """Order numbers by size, then everything else by its text: a file may hold anything."""
+    return (False, value) if type(value) in (int, float) else (True, str(value))
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,254 @@
+"""
+Evidence files, as the conformance kit writes them: found beside manifests and in the user's own folders, and read.
+
+They tell what was verified, and decide nothing. So nothing that is wrong with one is raised: it becomes a note, and
+hides neither its neighbors nor a plugin. Imported only when somebody asks what is verified.
+"""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import frozen
+
+from attnplug.discovery.plugin import BY_HAND
+from attnplug.discovery.scan import Note
+from attnplug.errors import AttnplugError
+from attnplug.evidence.coverage import Evidence, hashable
+from attnplug.request.device import Device
+
+if TYPE_CHECKING:
+    from attnplug.discovery.plugin import Plugin
+
+FOLDER: Final = "evidence"
+"""The folder beside an ``attnplug.toml`` in which a plugin brings its evidence along."""
+
+FORMAT: Final = 1
+"""The version of the files that this core reads."""
+
+_LARGEST: Final = 4 * 2**20
+"""Bytes of a file that are read: the kit writes some ten thousand."""
+
+_LONGEST: Final = 1000
+"""Characters of a text: all of them are shown to somebody in one line."""
+
+_KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list: "a list", Mapping: "an object"}
+
+
+@frozen(eq=False)
+class Shelf:
+    """
+    What lies in one folder.
+
+    Attributes:
+        evidence: What was read, by file name.
+        notes: What is wrong with the rest.
+    """
+
+    evidence: tuple[Evidence, ...] = ()
+    notes: tuple[Note, ...] = ()
+
+
+class Library:
+    """
+    All evidence that the plugins of a registry bring along and the user has. Each folder is read once, when it is first
+    asked about.
+
+    Args:
+        plugins: The plugins.
+        folders: The user's folders.
+    """
+
+    def __init__(self, plugins: Iterable[Plugin], folders: Iterable[str]) -> None:
+        self._plugins = tuple(plugin for plugin in plugins if plugin.manifest is not None)
+        self._folders = tuple(map(Path, dict.fromkeys(folders)))
+        self._shelves: dict[Path, Shelf] = {}
+
+    def about(self, candidate_id: str) -> tuple[Evidence, ...]:
+        """Return all evidence about ``backend/variant``: of any version, on any device, passed or not."""
+        backend = candidate_id.partition("/")[0]
+        shelves = [*(self._own(plugin) for plugin in self._plugins if plugin.name == backend), *self._users()]
+        return tuple(evidence for shelf in shelves for evidence in shelf.evidence if evidence.id == candidate_id)
+
+    def notes(self) -> tuple[Note, ...]:
+        """Return what is wrong with the files."""
+        own, users = [self._own(plugin) for plugin in self._plugins], list(self._users())
+        notes = [note for shelf in (*own, *users) for note in shelf.notes]
+        known = {f"{p.name}/{v.name}" for p in self._plugins if p.manifest for v in p.manifest.variants}
+        notes += [
+            _note(Path(evidence.origin), f"is about {evidence.id!r}, which no installed plugin offers")
+            for shelf in users
+            for evidence in shelf.evidence
+            if evidence.id not in known
+        ]
+        return tuple(dict.fromkeys(notes))
+
+    def _own(self, plugin: Plugin) -> Shelf:
+        """Return what a plugin brings along, which may be about itself only."""
+        manifest = plugin.manifest
+        if manifest is None:
+            return Shelf()
+        shelf = self._read(Path(manifest.path).parent / FOLDER)
+        ids = {f"{plugin.name}/{variant.name}" for variant in manifest.variants}
+        foreign = [evidence for evidence in shelf.evidence if evidence.id not in ids]
+        if not foreign:
+            return shelf
+        notes = (_note(Path(e.origin), f"is about {e.id!r}, which is no variant of {plugin.name!r}") for e in foreign)
+        return Shelf(tuple(e for e in shelf.evidence if e.id in ids), (*shelf.notes, *notes))
+
+    def _users(self) -> Iterator[Shelf]:
+        yield from map(self._read, self._folders)
+
+    def _read(self, folder: Path) -> Shelf:
+        known = self._shelves.get(folder)
+        return self._shelves.setdefault(folder, read_folder(folder)) if known is None else known
+
+
+def read_folder(folder: Path) -> Shelf:
+    """Read all ``*.json`` of a folder, by name. One that is not there holds nothing."""
+    evidence, notes = [], []
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".json")
+    except (FileNotFoundError, NotADirectoryError):
+        return Shelf()
+    except (OSError, ValueError) as error:
+        return Shelf(notes=(_note(folder, f"cannot be listed: {_complaint(error)}"),))
+    for path in files:
+        try:
+            found = read_file(path)
+        except (OSError, ValueError, RecursionError) as error:
+            notes.append(_note(path, f"is not read: {_complaint(error)}"))
+        else:
+            evidence.append(found)
+            if not found.passed:
+                notes.append(_note(path, f"tells of a run in which {found.id!r} failed, and verifies nothing"))
+    return Shelf(tuple(evidence), tuple(notes))
+
+
+def read_file(path: Path) -> Evidence:
+    """
+    Read one file.
+
+    Raises:
+        OSError: It cannot be read, or is no file.
+        ValueError: It holds something else than evidence; says what.
+    """
+    if not path.is_file():
+        raise ValueError("it is no file")
+    with path.open("rb") as file:
+        content = file.read(_LARGEST + 1)
+    if len(content) > _LARGEST:
+        raise ValueError(f"it is larger than {_LARGEST // 2**20} MiB, and evidence is not")
+    return parse_evidence(_read_json(content), str(path))
+
+
+def _read_json(content: bytes) -> Any:
+    try:
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is no UTF-8: {error.reason} at byte {error.start}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from error
+
+
+def _refuse_constant(text: str) -> Any:
+    """Python reads, and writes, numbers that JSON does not have; none of them is a value that anybody asks for."""
+    raise ValueError(f"it is no JSON: there is no number {text}")
+
+
+def parse_evidence(data: Any, origin: str = "") -> Evidence:
+    """
+    Read the content of a file. Keys that it may have besides are left to whoever knows them.
+
+    Raises:
+        ValueError: It is something else; says what.
+    """
+    if not isinstance(data, Mapping):
+        raise ValueError("it is no JSON object")  # noqa: TRY004 - like everything else that is wrong with a file
+    found = data.get("format")
+    if type(found) is not int or found != FORMAT:
+        raise ValueError(f"its format is {reprlib.repr(found)}, and this core reads format {FORMAT}")
+    id_, distribution, passed = _of(data, "backend", str), _of(data, "distribution", str), _of(data, "passed", bool)
+    if not all(id_.partition("/")):
+        raise ValueError(f"backend is {id_!r}, and it is `backend/variant`")
+    if distribution == BY_HAND or not all(distribution.rpartition(" ")):
+        raise ValueError(f"distribution is {distribution!r}, and no version tells which code was verified")
+    return Evidence(
+        id_,
+        distribution,
+        _device(_of(data, "device", Mapping)),
+        passed,
+        frozenset(_pair(item, "served") for item in _of(data, "served", list)),
+        {_pair(item, "unreached"): _of(item, "because", str) for item in _of(data, "unreached", list)},
+        origin,
+        frozenset(_names(data, "features")),
+    )
+
+
+def _of(data: Mapping[str, Any], name: str, kind: Any) -> Any:
+    if name not in data:
+        raise ValueError(f"it has no {name!r}")
+    value = data[name]
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} is {reprlib.repr(value)}, and it is {_KINDS[kind]}")  # noqa: TRY004 - likewise
+    if isinstance(value, str):
+        _check_line(name, value)
+    return value
+
+
+def _names(data: Mapping[str, Any], name: str) -> list[str]:
+    """Return a list of names, one line each; a file that lacks it has none."""
+    names: list[Any] = _of(data, name, list) if name in data else []
+    for each in names:
+        if not isinstance(each, str):
+            raise ValueError(f"{name} holds {reprlib.repr(each)}, and each is a text")  # noqa: TRY004 - likewise
+        _check_line(name, each)
+    return names
+
+
+def _check_line(name: str, text: str) -> None:
+    """What is shown in a terminal neither fills nor steers it."""
+    if len(text) > _LONGEST or not text.isprintable():
+        raise ValueError(f"{name} is {reprlib.repr(text)}, and it is one line, of at most {_LONGEST} characters")
+
+
+def _device(data: Mapping[str, Any]) -> Device:
+    _of(data, "type", str)
+    for name, value in data.items():
+        if type(value) not in (str, int):
+            raise ValueError(f"device is {reprlib.repr(data)}, and its values are texts and numbers")
+        _check_line(f"the device's {name}", str(value))
+    try:
+        return Device.from_dict(data)
+    except AttnplugError as error:
+        raise ValueError(f"device: {error.given}; {error.allowed}") from error
+
+
+def _pair(item: Any, name: str) -> tuple[str, Any]:
+    if not isinstance(item, Mapping) or not isinstance(item.get("field"), str) or "value" not in item:
+        raise ValueError(f"{name} holds {reprlib.repr(item)}, and each is an object with `field` and `value`")
+    if not _is_flat(item["value"]):
+        raise ValueError(f"{name} holds {reprlib.repr(item)}, and no field has a value like that")
+    _check_line(name, f"{item['field']}={item['value']}")
+    return item["field"], hashable(item["value"])
+
+
+def _is_flat(value: Any) -> bool:
+    """Whether a value is plain, or a list or a table of plain ones: fields have no others."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return not any(isinstance(item, (dict, list)) for item in items)
+
+
+def _complaint(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    return str(error.strerror if isinstance(error, OSError) else error)
+
+
+def _note(path: Path, message: str) -> Note:
+    name = str(path)
+    return Note(name if name.isprintable() else ascii(name), "evidence", message)

@@ -1,1 +1,0 @@
-"""Host engines that run their attention through attnplug: a folder each, imported only where its engine is used."""

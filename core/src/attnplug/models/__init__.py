@@ -1,0 +1,19 @@
+"""Model configurations as requirements, layer by layer. Neither transformers nor torch is imported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from attnplug._lazy import lazy
+
+if TYPE_CHECKING:
+    from attnplug.models.layers import ModelLayer as ModelLayer
+    from attnplug.models.layers import model_layers as model_layers
+    from attnplug.models.layers import requirements as requirements
+    from attnplug.models.layers import requirements_from_json as requirements_from_json
+
+_MODULES: Final = {
+    "attnplug.models.layers": "model_layers ModelLayer requirements requirements_from_json",
+}
+
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -1,0 +1,277 @@
+"""
+What an engine could ask for instead: sets of engine fields with other values, fewest changes first, nearest values
+first.
+
+A change that implies others is counted with them: who gives up the paged cache gives up what describes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, product
+from typing import TYPE_CHECKING, Any
+
+from attnplug.errors import AttnplugError
+from attnplug.manifest.constraint import Constraint, Exact, Range
+from attnplug.manifest.schema import Holds, IsInstalled
+from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.verdict import Remedy
+from attnplug.request.device import HARDWARE, ComputeCapability, Device, default_vendor
+from attnplug.request.fields import FIELDS, Flag, Integer, Level, Name, Names, fields_of
+from attnplug.request.requirements import neutral
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.verdict import Reason
+
+
+_ENGINE = tuple(item.name for item in fields_of("engine"))
+_OF_PAGES: Mapping[str, Any] = {
+    "block_size": None,
+    "kv_layout": None,
+    "kv_cache_dtype": "auto",
+    "cascade": False,
+    "dcp_size": 1,
+}
+"""What only a paged cache has, and how to ask for none of it."""
+
+
+def changes_of(candidate: Candidate, question: Question) -> Iterator[dict[str, Any]]:
+    """
+    Yield sets of engine fields with other values.
+
+    Each field that is objected to has to change; those that rules mention may, since they can switch a rule off.
+    """
+    objected = objected_fields(candidate, question)
+    ruled = _ruled(candidate, objected)
+    options = {name: _options(candidate, question, name) for name in (*objected, *ruled)}
+    later: dict[int, list[dict[str, Any]]] = {}
+    for size in range(len(objected), len(objected) + len(ruled) + 1):
+        for names in combinations(ruled, size - len(objected)):
+            changing = (*objected, *names)
+            for values in product(*(options[name] for name in changing)):
+                changes = _with_implied(question, dict(zip(changing, values, strict=True)))
+                if len(changes) == size:
+                    yield changes
+                else:
+                    later.setdefault(len(changes), []).append(changes)
+        yield from later.pop(size, ())
+    for size in sorted(later):
+        yield from later[size]
+
+
+def objected_fields(candidate: Candidate, question: Question) -> tuple[str, ...]:
+    """Return the fields whose values the candidate does not declare."""
+    free = tuple((name, value) for name in ("block_size", "kv_layout") if (value := question.facts[name]) is not None)
+    return tuple(asked[0] for asked in (*question.asked, *free) if candidate.objections((asked,)))
+
+
+def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the other engine fields on which the answer of a rule depends."""
+    rules = candidate.variant.rules if candidate.variant else ()
+    mentioned = {condition.field for rule in rules for condition in (*rule.when, *rule.need)}
+    if mentioned & {"block_size", "kv_layout"}:
+        mentioned.add("paged")  # without a paged cache there is no block size for a rule to refuse
+    if "decode_query_len" in mentioned:
+        mentioned.add("phases")  # only a request that decodes has a decode query length
+    return tuple(name for name in _ENGINE if name in mentioned and name not in objected)
+
+
+def _with_implied(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
+    """Return changes with what follows from them, so that they contradict nothing."""
+    asked = question.requirements
+    if changes.get("paged") is False:
+        current = {"kv_cache_dtype": asked.dtype}
+        changes = {**{n: v for n, v in _OF_PAGES.items() if getattr(asked, n) != current.get(n, v)}, **changes}
+    elif not asked.paged and any(value != _OF_PAGES.get(name, value) for name, value in changes.items()):
+        changes = {"paged": True, **changes}
+    if asked.decode_query_len > 1 and "decode" not in changes.get("phases", ("decode",)):
+        changes = {"decode_query_len": 1, **changes}
+    return changes
+
+
+def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, ...]:
+    """Return other values for an engine field, nearest first; only those that the candidate serves."""
+    asked = question.facts[name]
+    if asked is None and FIELDS[name].free:
+        return ()  # open already: no single value serves where none of them did
+    constraint = candidate.supports(name)
+    values: list[Any] = []
+    if isinstance(FIELDS[name].domain, Names):
+        values = _sets(candidate, name, asked)
+    elif constraint is not None:
+        values = [
+            constraint.first() if asked is None else constraint.nearest(asked),
+            *_ordered(constraint, asked),
+            *_rule_values(candidate, name, constraint),
+        ]
+    values.append(neutral(name, question.facts))
+    return tuple(dict.fromkeys(v for v in values if v != asked and (v is not None or FIELDS[name].is_optional())))
+
+
+def _sets(candidate: Candidate, name: str, asked: tuple[str, ...]) -> list[Any]:
+    """Return sets of names that the candidate serves: what it can of the asked ones, with one more, with one less."""
+    constraint, item = candidate.supports(name), FIELDS[name]
+    known = candidate.variant.features if name == "features" and candidate.variant else item.neutral
+    served = {each for each in known if constraint is None or constraint.allows((each,))}
+    kept = served.intersection(asked)
+    near = [kept, *(kept | {each} for each in known), *(kept - {each} for each in known), *({each} for each in known)]
+    return [item.domain.canonical(names & served) for names in near if names & served or not item.neutral]
+
+
+def _ordered(constraint: Constraint, asked: Any) -> list[Any]:
+    """Return the members of a finite field, nearest levels first."""
+    if isinstance(constraint.domain, Integer):
+        return []
+    listed: list[Any] = [True, False] if isinstance(constraint.domain, Flag) else []
+    if isinstance(constraint.domain, Name):
+        listed = [name for name in constraint.domain.values if name != "auto"]
+    if isinstance(constraint.domain, Level):
+        listed.sort(key=lambda level: abs(constraint.domain.rank(level) - constraint.domain.rank(asked)))
+    return [value for value in listed if constraint.allows(value)]
+
+
+def _rule_values(candidate: Candidate, name: str, constraint: Constraint) -> list[Any]:
+    """Return, for whole numbers, the allowed values around every bound that a rule draws."""
+    if not isinstance(constraint.domain, Integer):
+        return []
+    found: list[Any] = list(constraint.choices())
+    for rule in candidate.variant.rules if candidate.variant else ():
+        for condition in (*rule.when, *rule.need):
+            if isinstance(condition, Holds) and condition.field == name:
+                found += constraint.intersect(condition.constraint).choices()
+                found += [constraint.nearest(max(bound, 1)) for bound in _bounds(condition.constraint)]
+    step = max((a.multiple_of or 1 for a in constraint.alternatives if isinstance(a, Range)), default=1)
+    around = [value + step for value in found if value is not None] + [
+        value - step for value in found if value is not None and value > step
+    ]
+    return [value for value in found + around if value is not None and constraint.allows(value)]
+
+
+def _bounds(constraint: Constraint) -> Iterator[int]:
+    for alternative in constraint.alternatives:
+        drawn = (alternative.value,) if isinstance(alternative, Exact) else (alternative.min, alternative.max)
+        for bound in drawn:
+            if bound is not None:
+                yield from (bound - 1, bound, bound + 1)
+
+
+def find_remedy(candidate: Candidate, question: Question, relaxed: Callable[[Candidate], Candidate]) -> Remedy:
+    """
+    Find the way out for a candidate that cannot serve.
+
+    Args:
+        candidate: The candidate as it stands.
+        question: What was asked of it.
+        relaxed: Returns the candidate as if everything that it requires were installed.
+    """
+    if candidate.variant is None or candidate.standing == "broken":
+        return Remedy(install=candidate.install, action=candidate.remedy)
+    outcome = negotiate(candidate, question)
+    versions = any(isinstance(c, IsInstalled) for rule in candidate.variant.rules for c in (*rule.when, *rule.need))
+    for subject, action in (
+        (candidate, candidate.remedy),
+        *(((relaxed(candidate), _other_version(candidate, outcome.objections)),) if versions else ()),
+    ):
+        found = _smallest(subject, question)
+        if found is not None:
+            return Remedy(candidate.install, *found, action)
+    return _none(outcome.objections, question)
+
+
+def _smallest(candidate: Candidate, question: Question) -> tuple[dict[str, Any], Device | None] | None:
+    """Return the smallest change that works, or None: on the same device if any does, else on the nearest of others."""
+    here = _fewest(candidate, question)
+    if here is not None:
+        return here, None
+    best: tuple[dict[str, Any], Device | None] | None = None
+    for device in _devices(candidate, question):
+        most = None if best is None else len(best[0]) - 1
+        there = _fewest(candidate, Question(question.requirements, device), most)
+        if there is not None:
+            best = there, device
+            if not there:
+                break  # no other device takes less than nothing
+    return best
+
+
+def _fewest(candidate: Candidate, question: Question, most: int | None = None) -> dict[str, Any] | None:
+    """Return the fewest changes of engine fields that work, if there are any, and no more than so many."""
+    if any(FIELDS[name].kind != "engine" for name in objected_fields(candidate, question)):
+        return None  # no engine field answers an objection to the model or to this device
+    for changes in changes_of(candidate, question):
+        if most is not None and len(changes) > most:
+            break
+        changed = _changed(question, changes)
+        if changed is not None and not negotiate(candidate, changed).objections:
+            return changes
+    return None
+
+
+def _changed(question: Question, changes: dict[str, Any]) -> Question | None:
+    if not changes:
+        return question
+    try:
+        return Question(question.requirements.evolve(**changes), question.device)
+    except AttnplugError:
+        return None  # the changes contradict each other
+
+
+def _devices(candidate: Candidate, question: Question) -> Iterator[Device]:
+    """Yield other devices of the declared types: the same type first, nearest compute capability first."""
+    types = candidate.supports("device_type")
+    declared = types.members() if types else ()
+    for kind in sorted(declared, key=lambda kind: kind != question.device.type):
+        vendors = candidate.supports("vendor")
+        for vendor in vendors.choices() if vendors and kind == "cuda" else (default_vendor(kind),):
+            if vendor == "nvidia":
+                for capability in _capabilities(candidate, question):
+                    yield Device.cuda((capability.major, capability.minor))
+            elif (device := Device(kind, vendor=vendor)) != question.device:
+                yield device
+
+
+def _capabilities(candidate: Candidate, question: Question) -> tuple[Any, ...]:
+    declared = candidate.supports("compute_capability")
+    if declared is None:
+        return ()
+    here = question.device.compute_capability
+    near = [declared.nearest(here)] if here else []
+    drawn = [
+        capability
+        for rule in (candidate.variant.rules if candidate.variant else ())
+        for condition in (*rule.when, *rule.need)
+        if isinstance(condition, Holds) and condition.field == "compute_capability"
+        for capability in condition.constraint.choices()
+        if declared.allows(capability)
+    ]
+    ends = [a.max for a in declared.alternatives if isinstance(a, Range) and a.max is not None]
+    built = (capability for capability in reversed(HARDWARE) if declared.allows(capability))
+    found = (*near, *declared.choices(), *drawn, *ends, *built)
+    others = dict.fromkeys(c for c in found if c is not None and c != here)
+    return tuple(sorted(others, key=lambda c: ComputeCapability(c.major, c.minor) not in HARDWARE))
+
+
+def _other_version(candidate: Candidate, objections: tuple[Reason, ...]) -> str:
+    texts = [str(reason.because) for reason in objections if reason.code == "rule" and "installed" in reason.field]
+    action = f"install another version ({'; '.join(texts)})" if texts else "install another version"
+    return "; ".join(filter(None, (candidate.remedy, action)))
+
+
+def _none(objections: tuple[Reason, ...], question: Question) -> Remedy:
+    """Say what of the model stands in the way; where nothing of it does, what no change of the rest gets around."""
+    told = [reason for reason in objections if _is_about_model(reason)] or objections
+    lacks, needs = {}, {}
+    for reason in told:
+        because = f" ({reason.because})" if reason.code == "rule" and reason.because else ""
+        if reason.supported and reason.code == "rule" and reason.field not in question.names:
+            needs[reason.supported] = f"{reason.supported}{because}"
+        else:
+            lacks[reason.asked] = f"{reason.asked}{because}"
+    return Remedy(lacks=tuple(lacks.values()), needs=tuple(needs.values()))
+
+
+def _is_about_model(reason: Reason) -> bool:
+    return any(part in FIELDS and FIELDS[part].kind in ("model", "derived") for part in reason.field.split(" and "))

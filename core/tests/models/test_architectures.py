@@ -1,0 +1,217 @@
+"""The table of architectures against the library: its modules' calls, its masks, its defaults."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from attnplug.models import layers as requirements
+from attnplug.models.architectures import ARCHITECTURES
+from attnplug.models.patterns import full
+from hosts.transformers.tests.models import sharpen
+
+TOKENS = 14
+SIZES = {
+    "hidden_size": 32,
+    "n_embd": 32,
+    "d_model": 32,
+    "dim": 32,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "hidden_dim": 32,
+    "ffn_dim": 32,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "num_hidden_layers": 4,
+    "n_layer": 4,
+    "n_layers": 4,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "vocab_size": 300,
+    "vocab_size_per_layer_input": 300,
+    "hidden_size_per_layer_input": 8,
+    "num_kv_shared_layers": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 1,
+    "sliding_window": 6,
+    "attention_chunk_size": 6,
+    "local_attention": 10,
+    "max_position_embeddings": 64,
+    "n_positions": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+DECODERS = [
+    *("llama", "gemma", "glm4", "granite", "olmo2", "stablelm", "gpt2", "gpt_bigcode", "gpt_neox", "opt", "biogpt"),
+    *("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2", "ministral", "cwm"),
+    *("cohere2", "olmo3", "exaone4", "smollm3", "afmoe", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss"),
+    *("granite_swa", "llama4_text", "modernbert-decoder", "lfm2", "qwen3_next", "olmo_hybrid"),
+]
+ENCODERS = ["bert", "roberta", "electra", "distilbert", "eurobert", "modernbert", "nomic_bert", "clip_text_model"]
+ENCODER_DECODERS = ["bart", "mbart", "plbart"]
+
+
+def tiny(model_type):
+    """Return a small configuration of any architecture; its layers have all the kinds that its default has."""
+    cls = CONFIG_MAPPING[model_type]
+    usual = cls().to_dict()
+    sizes = {name: value for name, value in SIZES.items() if name in usual}
+    if usual.get("sliding_window") is None and usual.get("layer_types") is not None:
+        sizes.pop("sliding_window", None)
+    if usual.get("layer_types"):
+        sizes["layer_types"] = (list(dict.fromkeys(usual["layer_types"])) * 4)[:4]
+    for name in ("mlp_layer_types", "no_rope_layers", "moe_layers"):
+        if usual.get(name):
+            sizes[name] = usual[name][:4] if name != "moe_layers" else [0, 1, 2, 3]
+    return cls(**sizes)
+
+
+@pytest.fixture
+def witness():
+    """Register an attention function that notes how it is called, under the name that is returned with the notes."""
+    notes = []
+
+    def attention(module, query, key, value, attention_mask, **rest):
+        notes.append((module, query.shape, key.shape, value.shape, attention_mask, dict(rest)))
+        rest.pop("softcap", None)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **rest)
+
+    def mask(*args, **rest):
+        return sdpa_mask(*args, **(rest | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+
+    transformers.AttentionInterface.register("witness", attention)
+    AttentionMaskInterface.register("witness", mask)
+    yield "witness", notes
+    transformers.AttentionInterface._global_mapping.pop("witness")
+    AttentionMaskInterface._global_mapping.pop("witness")
+
+
+def attended(asked, queries, keys):
+    """Return the mask that requirements mean, without padding."""
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
+    mask = distance >= 0 if asked.causal else torch.ones_like(distance, dtype=torch.bool)
+    if asked.sliding_window is not None:
+        mask &= distance.abs() < asked.sliding_window
+    if asked.attention_chunk is not None:
+        mask &= torch.arange(queries)[:, None] // asked.attention_chunk == torch.arange(keys) // asked.attention_chunk
+    return mask
+
+
+@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS, *ENCODER_DECODERS])
+def test_requirements_are_what_the_modules_ask_for(host, witness, model_type):
+    name, notes = witness
+    config = tiny(model_type)
+    auto = transformers.AutoModelForCausalLM if model_type in DECODERS else transformers.AutoModel
+    made = auto.from_config(config, attn_implementation=name).eval()
+    names = {module: label for label, module in made.named_modules()}
+    ids = torch.randint(3, 300, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+
+    found = requirements(config, dtype="float32", partial=True)
+    with torch.no_grad():
+        made(input_ids=ids, attention_mask=torch.ones_like(ids))
+
+    called = [_match(found, names[module]) for module, *_ in notes]
+    assert sorted(called) == sorted(found)
+    for layer, (_, query, key, value, mask, rest) in zip(called, notes, strict=True):
+        asked = found[layer]
+        assert (asked.num_q_heads, asked.head_size) == (query[1], query[3])
+        assert (asked.num_kv_heads, asked.head_size_v) == (key[1], value[3])
+        assert asked.sinks == (rest.get("s_aux") is not None)
+        assert asked.logits_soft_cap == rest.get("softcap")
+        assert rest.get("sliding_window") in (None, asked.sliding_window)
+        assert torch.equal(mask[0, 0].expand(query[2], -1), attended(asked, query[2], key[2]))
+
+
+@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
+def test_padded_sequences_come_out_the_same(host, mirror, model_type):
+    auto = transformers.AutoModelForCausalLM if model_type in DECODERS else transformers.AutoModel
+    made = sharpen(auto.from_config(tiny(model_type), attn_implementation="eager"))
+    ids = torch.randint(3, 300, (3, TOKENS), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, : TOKENS - 1] = 0
+
+    def run(implementation):
+        made.set_attn_implementation(implementation)
+        with torch.no_grad():
+            return made(input_ids=ids, attention_mask=mask)[0][mask.bool()]
+
+    expected = run("eager")
+    torch.testing.assert_close(run("attnplug"), expected, rtol=1e-3, atol=1e-3)
+
+
+def _match(found, name):
+    matches = [layer for layer in found if f".{name}".endswith(f".{layer}")]
+    assert len(matches) == 1, name
+    return matches[0]
+
+
+@pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS, *ENCODER_DECODERS])
+def test_a_saved_configuration_says_the_same(model_type):
+    config = tiny(model_type)
+    saved = json.loads(config.to_json_string())
+
+    assert requirements(saved, dtype="float32", partial=True) == requirements(config, dtype="float32", partial=True)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "cohere2", "qwen2", "qwen3", "olmo3", "llama4_text"])
+def test_a_configuration_from_before_layer_types_says_the_same(model_type):
+    config = CONFIG_MAPPING[model_type]()
+    old = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
+
+    assert requirements(old, dtype="bfloat16") == requirements(config, dtype="bfloat16")
+
+
+@pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) & set(CONFIG_MAPPING)))
+def test_numbers_that_the_library_would_fill_in_have_to_be_written_out(model_type):
+    cls, architecture = CONFIG_MAPPING[model_type], ARCHITECTURES[model_type]
+    deciding = {"head_dim", "num_key_value_heads"}
+    if architecture.pattern is not full:
+        deciding |= {"sliding_window", "attention_chunk_size"}
+
+    filled_in = {name for name in deciding if isinstance(getattr(cls, name, None), int)}
+
+    assert filled_in <= architecture.spelled
+
+
+def test_every_described_type_is_one_of_the_library():
+    assert set(ARCHITECTURES) - set(CONFIG_MAPPING) == {"phi3small"}  # published with its own code
+
+
+def _uneven(name):
+    """Return a configuration of one layer whose eight heads do not divide its hidden size."""
+    defaults = CONFIG_MAPPING[name]().to_dict()
+    optional = {"num_key_value_heads": 8, "layer_types": ["full_attention"], "pad_token_id": 0, "head_dim": None}
+    sizes = {"hidden_size": 66, "num_attention_heads": 8, "num_hidden_layers": 1, "vocab_size": 100}
+    experts = {"num_experts": 2, "num_local_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+    present = {key: value for key, value in (optional | experts).items() if key in defaults}
+    return CONFIG_MAPPING[name](**sizes, intermediate_size=32, **present)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, known in ARCHITECTURES.items() if known.floors))
+def test_modules_that_floor_the_size_of_heads_run_that_way(name):
+    config = _uneven(name)
+    described = requirements({**config.to_dict(), "head_dim": None}, dtype="float32")
+    made = transformers.AutoModel.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    attention = [module for end in described for path, module in made.named_modules() if path.endswith(end)]
+
+    with torch.no_grad():
+        made.eval()(torch.ones(1, 4, dtype=torch.long))
+
+    assert {layer.head_size for layer in described.values()} == {module.head_dim for module in attention} == {8}

@@ -1,0 +1,118 @@
+"""The architectures that are shown, as configurations of a few layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import transformers
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+Kind = Literal["decoder", "encoder", "encoder_decoder"]
+
+PADDING: Final = 256
+"""The token that fills rows up."""
+
+SPECIAL: Final = 257
+"""The token that masks others in an encoder, and that a transcription starts with."""
+
+MEL_BINS: Final = 16
+"""Frequencies of a sound."""
+
+FRAMES: Final = 96
+"""Frames of a sound; the encoder makes half as many tokens of them."""
+
+_VOCABULARY: Final = 258
+_WINDOW: Final = 16
+
+_SIZES: Final[Mapping[str, Any]] = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": PADDING,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_ENCODER: Final[Mapping[str, Any]] = {
+    name: value for name, value in _SIZES.items() if name not in ("num_key_value_heads", "head_dim")
+}
+_SPEECH: Final[Mapping[str, Any]] = {
+    "vocab_size": _VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 128,
+    "decoder_ffn_dim": 128,
+    "num_mel_bins": MEL_BINS,
+    "max_source_positions": FRAMES // 2,
+    "max_target_positions": 64,
+    "pad_token_id": PADDING,
+    "bos_token_id": PADDING,
+    "eos_token_id": PADDING,
+    "decoder_start_token_id": SPECIAL,
+    "tie_word_embeddings": False,
+}
+
+
+@frozen
+class Example:
+    """
+    One architecture.
+
+    Attributes:
+        name: Its name.
+        about: What is special about its attention.
+        config: Makes its configuration.
+        kind: What its layers are; a decoder runs in the paged engine, the others through dense calls.
+    """
+
+    name: str
+    about: str
+    config: Callable[[], transformers.PreTrainedConfig]
+    kind: Kind = "decoder"
+
+
+EXAMPLES: Final = (
+    Example("Llama", "grouped-query attention", lambda: transformers.LlamaConfig(**_SIZES)),
+    Example(
+        "Mistral",
+        f"a sliding window of {_WINDOW} tokens",
+        lambda: transformers.MistralConfig(**_SIZES, sliding_window=_WINDOW),
+    ),
+    Example(
+        "Gemma 2",
+        f"soft-capped scores, a sliding window of {_WINDOW} tokens in every other layer",
+        lambda: transformers.Gemma2Config(
+            **_SIZES, sliding_window=_WINDOW, attn_logit_softcapping=5.0, query_pre_attn_scalar=24
+        ),
+    ),
+    Example(
+        "gpt-oss",
+        f"attention sinks, a sliding window of {_WINDOW} tokens in every other layer",
+        lambda: transformers.GptOssConfig(**_SIZES, sliding_window=_WINDOW, num_local_experts=4, num_experts_per_tok=2),
+    ),
+    Example("Qwen3", "normalized queries and keys", lambda: transformers.Qwen3Config(**_SIZES)),
+    Example(
+        "BERT",
+        "an encoder, whose tokens attend the whole of their sentence",
+        lambda: transformers.BertConfig(**_ENCODER),
+        "encoder",
+    ),
+    Example(
+        "Whisper",
+        "an encoder of sound, and a decoder with cross attention to it",
+        lambda: transformers.WhisperConfig(**_SPEECH),
+        "encoder_decoder",
+    ),
+)
+"""The architectures that are shown."""

@@ -1,0 +1,110 @@
+"""How the two computations compare."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from attnplug import Selection
+    from attnplug_transformers.demo.models.example import Example
+    from attnplug_transformers.demo.models.traffic import Traffic
+
+Tokens: TypeAlias = tuple[tuple[int, ...], ...]
+"""The tokens of each sequence."""
+
+
+@frozen
+class Distance:
+    """
+    How far numbers are apart.
+
+    Attributes:
+        what: The numbers.
+        count: How many they are.
+        largest: The largest difference between two of them.
+        allowed: What rounding explains.
+    """
+
+    what: str
+    count: int
+    largest: float
+    allowed: float
+
+    @classmethod
+    def between(cls, what: str, found: Tensor, expected: Tensor, allowed: float) -> Distance:
+        """Return the distance of tensors of one shape."""
+        return cls(what, expected.numel(), float((found - expected).abs().max()), allowed)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether rounding explains it; not so where something is no number."""
+        return self.largest <= self.allowed
+
+
+@frozen
+class Replay:
+    """
+    The same requests once more, with decode steps replayed.
+
+    Attributes:
+        num_recorded: Steps that were recorded.
+        tokens: The tokens of each sequence.
+    """
+
+    num_recorded: int
+    tokens: Tokens
+
+
+@frozen(eq=False)
+class Outcome:
+    """
+    One architecture, run both ways.
+
+    Attributes:
+        example: The architecture.
+        decisions: The decision for each attention layer.
+        inputs: What it was run on, in words.
+        expected: The tokens of each sequence on transformers' eager attention.
+        tokens: The tokens of each sequence through attnplug.
+        margin: Least distance between the best and the second logit, over all tokens of the reference.
+        traffic: What the engine did; None for dense calls.
+        replay: The engine's second run; None where a backend's graph level is "never", and for dense calls.
+        distance: How far hidden states or logits are apart, where they are compared too.
+    """
+
+    example: Example
+    decisions: Mapping[str, Selection]
+    inputs: str
+    expected: Tokens
+    tokens: Tokens
+    margin: float
+    traffic: Traffic | None = None
+    replay: Replay | None = None
+    distance: Distance | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the reference."""
+        return sum(map(len, self.expected))
+
+    @property
+    def num_equal(self) -> int:
+        """Tokens that are the same."""
+        return self.equal_to(self.tokens)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all are, those of the second run too, and the numbers that are compared."""
+        runs = (self.tokens,) if self.replay is None else (self.tokens, self.replay.tokens)
+        return all(run == self.expected for run in runs) and (self.distance is None or self.distance.is_small)
+
+    def equal_to(self, tokens: Tokens) -> int:
+        """Return how many of these tokens are those of the reference."""
+        pairs = zip(self.expected, tokens, strict=True)
+        return sum(one == other for row, found in pairs for one, other in zip(row, found, strict=False))

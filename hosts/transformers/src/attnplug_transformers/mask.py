@@ -1,0 +1,276 @@
+"""The masks that the library asks for, kept as a question until a layer compares them with what it negotiated."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, NoReturn, cast
+
+import torch
+from attrs import define, field
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+from attnplug.errors import NotNegotiatedError, TensorError
+from attnplug_transformers.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+_ROWS_AT_ONCE: Final = 1 << 24
+"""Elements of a mask that are evaluated at once: 16 MiB of booleans."""
+
+
+@define(eq=False)
+class AskedMask:
+    """
+    The mask of one step and one kind of layer, as the library describes it.
+
+    It stands where a mask tensor would, and is none: computing with it is refused.
+
+    Attributes:
+        batch_size: Sequences.
+        q_length: Queries per sequence, padding included.
+        kv_length: Keys per sequence, padding and unused cache included.
+        q_offset: Position of the first query.
+        kv_offset: Position of the first key.
+        mask_function: ``(sequence, head, query position, key position) -> bool``, padding not included.
+        padding: ``(batch, positions)`` bool, False for padded tokens; None for no padding.
+        use_vmap: Whether `mask_function` works on scalars only.
+        device: Where the mask is evaluated.
+        packings: What layers made of it, by pattern.
+    """
+
+    batch_size: int
+    q_length: int
+    kv_length: int
+    q_offset: int
+    kv_offset: int
+    mask_function: Callable[..., Any]
+    padding: Tensor | None
+    use_vmap: bool
+    device: torch.device
+    packings: dict[Any, Any] = field(factory=dict, repr=False)
+    _whole: Tensor | None = field(default=None, init=False, repr=False)
+
+    ndim = 4
+    dtype = torch.bool
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape that a mask tensor would have: ``(batch, 1, queries, keys)``."""
+        return torch.Size((self.batch_size, 1, self.q_length, self.kv_length))
+
+    def contiguous(self) -> AskedMask:
+        """Return itself: generation calls this on prepared masks."""
+        return self
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield ``(first query, (batch, queries, keys) bool)``, a piece at a time, True attends, padding included."""
+        step = max(1, _ROWS_AT_ONCE // max(1, self.batch_size * self.kv_length))
+        if step >= self.q_length > 0:
+            self._whole = self._evaluate(0, self.q_length) if self._whole is None else self._whole
+            yield 0, self._whole
+            return
+        for start in range(0, self.q_length, step):
+            yield start, self._evaluate(start, min(step, self.q_length - start))
+
+    def is_padding(self) -> Tensor | None:
+        """Return ``(batch, queries)`` bool, True where the query itself is a padded token; None without padding."""
+        if self.padding is None:
+            return None
+        positions = torch.arange(self.q_offset, self.q_offset + self.q_length, device=self.padding.device)
+        inside = positions < self.padding.shape[1]
+        real = self.padding[:, positions.clamp(max=self.padding.shape[1] - 1)] & inside
+        return ~real.expand(self.batch_size, -1)
+
+    def own_keys(self) -> Tensor | None:
+        """Return ``(queries,)``: which key is the query's own token; negative before the first key given."""
+        return torch.arange(self.q_length, device=self.device) + (self.q_offset - self.kv_offset)
+
+    def _evaluate(self, start: int, length: int) -> Tensor:
+        mask = sdpa_mask(
+            batch_size=self.batch_size,
+            q_length=length,
+            kv_length=self.kv_length,
+            q_offset=self.q_offset + start,
+            kv_offset=self.kv_offset,
+            mask_function=self.mask_function,
+            attention_mask=self.padding,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=self.use_vmap,
+            device=self.device,
+        )
+        return cast("Tensor", mask)[:, 0]  # None only where skipping is allowed
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise _not_a_tensor()
+
+    __getitem__ = __add__ = __radd__ = __mul__ = __and__ = __or__ = __invert__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, *_: object) -> NoReturn:
+        """Refuse to stand in for a tensor in a computation."""
+        raise _not_a_tensor()
+
+
+def _not_a_tensor() -> NotNegotiatedError:
+    return NotNegotiatedError(
+        "the model computes with its attention mask",
+        "masks go to the attention function as they were asked for, and are held against what each layer negotiated",
+        "use attn_implementation='eager' for this model",
+    )
+
+
+@define(eq=False)
+class DenseMask:
+    """
+    A mask that came as a tensor: prepared by the caller or by the model itself.
+
+    Attributes:
+        mask: ``(batch, queries, keys)`` bool, True attends.
+        packings: What layers made of it, by pattern.
+    """
+
+    mask: Tensor
+    packings: dict[Any, Any] = field(factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, given: Tensor, batch_size: int, q_length: int, kv_length: int) -> DenseMask:
+        """
+        Return the mask that a tensor stands for: booleans, or 0 and a very negative number.
+
+        Args:
+            given: ``(batch or 1, 1, queries or 1, keys)``.
+            batch_size: Sequences of the call.
+            q_length: Queries of the call.
+            kv_length: Keys of the call.
+
+        Raises:
+            TensorError: The tensor has another shape.
+            NotNegotiatedError: It differs between heads, or is a bias and no mask.
+        """
+        sizes = ((1, batch_size), tuple(given.shape[1:2]), (1, q_length), (kv_length,))
+        if given.ndim != 4 or any(size not in fits for size, fits in zip(given.shape, sizes, strict=True)):
+            raise TensorError(
+                f"an attention_mask of shape {tuple(given.shape)} was given",
+                f"a prepared mask of this call is of shape {(batch_size, 1, q_length, kv_length)}",
+                "pass the two-dimensional padding mask to the model, which makes the rest of it",
+            )
+        if given.shape[1] != 1 and given.stride(1) != 0:
+            raise NotNegotiatedError(
+                f"an attention_mask of shape {tuple(given.shape)} was given",
+                "all heads of a layer see the same keys",
+                "pass a mask with one head, or use attn_implementation='eager'",
+            )
+        return cls(_as_bool(given[:, 0]).expand(batch_size, q_length, kv_length))
+
+    @property
+    def device(self) -> torch.device:
+        """Where it lives."""
+        return self.mask.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """``(batch, 1, queries, keys)``."""
+        return self.mask[:, None].shape
+
+    def rows(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the mask in one piece, as `AskedMask.rows`."""
+        yield 0, self.mask
+
+    def is_padding(self) -> Tensor | None:
+        """Return None: a dense mask does not tell padded queries apart."""
+        return None
+
+    def own_keys(self) -> Tensor | None:
+        """Return which key is the query's own token: known where both are the same sequence."""
+        queries, keys = self.mask.shape[1:]
+        return torch.arange(queries, device=self.device) if queries == keys else None
+
+
+@lru_cache(maxsize=64)  # layers that bring no mask share this one, and with it what is planned for it
+def asked_by_nobody(batch_size: int, q_length: int, kv_length: int, *, causal: bool, device: torch.device) -> AskedMask:
+    """
+    Return the mask of a call that brings none: everything, or everything up to the query's own token.
+
+    Raises:
+        NotNegotiatedError: Several queries meet more keys than queries, causally: which keys are theirs is not said.
+    """
+    if causal and q_length not in (1, kv_length):
+        raise NotNegotiatedError(
+            f"{q_length} queries and {kv_length} keys were given, causal and without an attention_mask",
+            "where keys outnumber queries, only a mask says which positions the queries have",
+            "pass an attention_mask, or the queries one by one",
+        )
+    return AskedMask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=kv_length - q_length if causal else 0,
+        kv_offset=0,
+        mask_function=causal_mask_function if causal else bidirectional_mask_function,
+        padding=None,
+        use_vmap=False,
+        device=device,
+    )
+
+
+@uncompiled
+def make_mask(  # noqa: PLR0913 - the library's signature
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int | Tensor = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | AskedMask | None = None,
+    *,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **hints: object,
+) -> AskedMask:
+    """
+    Keep what the library asks for: the mask function that is registered under the name ``"attnplug"``.
+
+    Args:
+        batch_size: Sequences.
+        q_length: Queries per sequence.
+        kv_length: Keys per sequence.
+        q_offset: Position of the first query; static caches keep it in a tensor that they advance in place.
+        kv_offset: Position of the first key.
+        mask_function: Who attends whom, padding apart.
+        attention_mask: ``(batch, positions)`` bool, False for padding; or a mask that this function already made.
+        use_vmap: Whether `mask_function` works on scalars only.
+        device: Where the mask is evaluated.
+        hints: What lets other implementations skip the mask or give it a dtype: this one is not skipped and has none.
+    """
+    del hints
+    if isinstance(attention_mask, AskedMask):
+        return attention_mask
+    # Read now: a static cache moves its offset on before the first layer looks at the mask.
+    return AskedMask(
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=int(q_offset),
+        kv_offset=int(kv_offset),
+        mask_function=mask_function,
+        padding=attention_mask,
+        use_vmap=use_vmap,
+        device=torch.device(device),
+    )
+
+
+def _as_bool(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        return mask
+    attends = mask == 0
+    # Libraries write the most negative number of a dtype, or of a smaller one; a bias is nowhere near.
+    if not mask.is_floating_point() or bool((~attends & (mask > -1e4)).any()):
+        raise NotNegotiatedError(
+            f"a {mask.dtype} attention_mask with values between 0 and the most negative number was given",
+            "a mask says which keys are attended; a bias on the scores was not negotiated",
+            "use attn_implementation='eager' for this model",
+        )
+    return attends

@@ -1,0 +1,140 @@
+"""
+A model without tensors, whose every token depends on the whole sequence, read back from the cache.
+
+A slot holds a number that follows from its token and all before it; the next token follows from the numbers of all
+slots. A block that is stale, of another prefix, or written by somebody else changes the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from attnplug_transformers.engine.blocks import BlockPool
+from attnplug_transformers.engine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from attnplug_transformers.engine.request import Request
+    from attnplug_transformers.engine.step import Step
+
+VOCABULARY = 3
+_START = 17
+
+
+def next_token(state: int) -> int:
+    return state % VOCABULARY
+
+
+def states_of(tokens: Sequence[int]) -> list[int]:
+    states, state = [], _START
+    for token in tokens:
+        state = hash((state, token))
+        states.append(state)
+    return states
+
+
+def generate(prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int] = frozenset()) -> list[int]:
+    """What a request gets that is alone in the world."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + max_new_tokens:
+        tokens.append(next_token(hash(tuple(states_of(tokens)))))
+        if tokens[-1] in stop_tokens:
+            break
+    return tokens[len(prompt) :]
+
+
+class Host:
+    """A scheduler, the fake model's cache, and what must hold between the two."""
+
+    def __init__(
+        self,
+        num_blocks: int = 12,
+        block_size: int = 2,
+        *,
+        reuse: bool = True,
+        max_num_reqs: int = 8,
+        max_num_tokens: int = 16,
+        max_seq_len: int = 1000,
+        choose: Callable[[list[int], list[Request]], list[int]] | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, block_size, reuse=reuse)
+        self.scheduler = Scheduler(
+            self.pool, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len
+        )
+        self.choose = choose or (lambda states, _: [next_token(state) for state in states])
+        self.cache = [0] * (num_blocks * block_size)
+
+    def step(self) -> list[Request]:
+        step = self.scheduler.schedule()
+        if step is None:
+            assert not self.scheduler.has_work
+            return []
+        self.check_step(step)
+        return self.scheduler.finish_step(step, self.run(step))
+
+    def finish(self) -> None:
+        while self.scheduler.has_work:
+            self.step()
+
+    def slots(self, request: Request, start: int, stop: int) -> list[int]:
+        size = self.pool.block_size
+        return [request.blocks[at // size] * size + at % size for at in range(start, stop)]
+
+    def run(self, step: Step) -> list[int]:
+        for one in step:
+            slots = self.slots(one.request, max(one.start - 1, 0), one.stop)
+            state = self.cache[slots.pop(0)] if one.start else _START
+            for token, slot in zip(one.request.tokens[one.start : one.stop], slots, strict=True):
+                state = self.cache[slot] = hash((state, token))
+        seen = [self.slots(one.request, 0, one.stop) for one in step if one.samples]
+        states = [hash(tuple(self.cache[slot] for slot in slots)) for slots in seen]
+        return self.choose(states, step.sampling)
+
+    def check_step(self, step: Step) -> None:
+        pool, scheduler = self.pool, self.scheduler
+        assert 1 <= len(step) <= scheduler.max_num_reqs
+        assert step.num_tokens <= scheduler.max_num_tokens
+        assert len({one.request for one in step}) == len(step)
+        lengths = [one.num_new_tokens for one in step]
+        assert lengths[: lengths.count(1)] == [1] * lengths.count(1)
+        slots: list[int] = []
+        for one in step:
+            assert one.request.status == "running"
+            assert one.start == one.request.num_computed
+            assert 1 <= one.num_new_tokens <= len(one.request.tokens) - one.start
+            assert one.samples == (one.stop == len(one.request.tokens))
+            slots += self.slots(one.request, one.start, one.stop)
+        assert len(set(slots)) == len(slots)
+        written = {slot // pool.block_size for slot in slots}
+        assert all(pool.num_owners(block) == 1 and block not in pool._keys for block in written)
+        assert 0 not in written
+
+    def check(self) -> None:
+        """Every block is owned or free, once; only equal full computed prefixes are shared."""
+        pool, size = self.pool, self.pool.block_size
+        running = self.scheduler.running
+        owners = Counter(block for request in running for block in request.blocks)
+        free = [*pool._blank, *pool._idle]
+        assert sorted([*owners, *free]) == list(range(1, pool.num_blocks))
+        assert all(pool.num_owners(block) == owners[block] for block in range(pool.num_blocks))
+        assert pool.num_free == len(free)
+        assert {block: key for key, block in pool._index.items()} == pool._keys
+        assert pool._keys.keys() >= pool._idle.keys()
+        assert not pool._keys.keys() & set(pool._blank)
+        prefixes: dict[int, list[int]] = {}
+        for request in running:
+            assert request.status == "running"
+            assert pool.blocks_for(request.num_computed) <= len(request.blocks) <= pool.blocks_for(request.num_tokens)
+            for place, block in enumerate(request.blocks):
+                if owners[block] > 1:
+                    assert request.num_computed >= (place + 1) * size
+                    prefix = request.tokens[: (place + 1) * size]
+                    assert prefixes.setdefault(block, prefix) == prefix
+        for request in self.scheduler.waiting:
+            assert request.status == "waiting"
+            assert not request.blocks
+            assert not request.num_computed
+        ages = [request.id for request in (*running, *self.scheduler.waiting)]
+        assert ages == sorted(ages)  # whoever runs came before whoever waits

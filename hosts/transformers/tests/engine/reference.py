@@ -1,0 +1,34 @@
+"""Tiny models with prompts, and the tokens that transformers alone generates from them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from hosts.transformers.tests.models import PAD, generate, model
+
+NEW = 14
+NAMES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")
+
+
+@lru_cache
+def reference(name, new_tokens=NEW):
+    """Return a model, prompts, and the tokens that follow each, all of them chosen clearly."""
+    for seed in range(16):
+        torch.manual_seed(seed)  # what the models leave to chance: the biases of experts
+        made, asked = model(name, seed=seed), _prompts(seed)
+        longest = max(map(len, asked))
+        ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in asked])
+        found, margin = generate(made, ids, (ids != PAD).long(), new_tokens)
+        if margin > 3e-4:
+            break
+    assert margin > 3e-4
+    return made, asked, found.tolist()
+
+
+def _prompts(seed):
+    """Prompts of different lengths; some begin alike, and one goes on where another ends."""
+    source = torch.Generator().manual_seed(seed)
+    drawn = [torch.randint(0, PAD, (length,), generator=source).tolist() for length in (19, 1, 12, 33, 7, 22)]
+    return [*drawn, drawn[0], drawn[3][:24] + drawn[2], drawn[5] + drawn[4]]

@@ -1,0 +1,62 @@
+"""Models of text and images run as language models, whose configuration is a part of the whole's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import attnplug_transformers as host_module
+from attnplug_transformers.engine import Engine
+from hosts.transformers.tests.models import SIZES, generate, sharpen
+
+TEXT = {name: value for name, value in SIZES.items() if name != "head_dim"}
+ROTARY = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}}
+SEEING = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+CONFIGS = {
+    "mistral3": lambda: transformers.Mistral3Config(
+        text_config={**SIZES, "model_type": "mistral", "sliding_window": None},
+        vision_config={
+            "model_type": "pixtral",
+            **{name: SEEING[name] for name in ("hidden_size", "intermediate_size")},
+            "num_attention_heads": 2,
+            "num_hidden_layers": 1,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+    ),
+    "qwen2_vl": lambda: transformers.Qwen2VLConfig(
+        text_config=TEXT | ROTARY, vision_config={"depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2}
+    ),
+    "qwen2_5_vl": lambda: transformers.Qwen2_5_VLConfig(
+        text_config=TEXT | ROTARY, vision_config=SEEING | {"out_hidden_size": 32}
+    ),
+    "qwen3_vl": lambda: transformers.Qwen3VLConfig(
+        text_config=SIZES | ROTARY,
+        vision_config=SEEING | {"out_hidden_size": 32, "deepstack_visual_indexes": [0]},
+    ),
+}
+PROMPTS = [list(range(3, 14)), [5, 9, 20]]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_their_text_continues_as_in_transformers(host, name):
+    torch.manual_seed(0)
+    made = sharpen(
+        transformers.AutoModelForImageTextToText.from_config(
+            CONFIGS[name](), attn_implementation="eager", dtype=torch.float32
+        )
+    )
+    ids = [torch.tensor([prompt]) for prompt in PROMPTS]
+    expected = [generate(made, one, torch.ones_like(one), 8)[0][0].tolist() for one in ids]
+
+    with Engine(made) as engine:
+        assert engine.generate(PROMPTS, max_new_tokens=8) == expected
+        assert set(engine.selections) == {f"model.language_model.layers.{index}.self_attn" for index in range(4)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_window_of_null_is_no_window(name):
+    found = host_module.requirements(CONFIGS[name](), dtype="float32")
+
+    assert {asked.sliding_window for asked in found.values()} == {None}

@@ -1,0 +1,374 @@
+"""The engine on whole models: the tokens are those that transformers alone generates, whatever else is in the batch."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attnplug
+from attnplug.contract.builder import MetadataBuilder
+from attnplug.errors import BatchError, CacheError, LimitsError, NotNegotiatedError, UnknownBackendError
+from attnplug_transformers.engine import Engine, Sampling
+from hosts.transformers.tests.engine.reference import NAMES, NEW, reference
+from hosts.transformers.tests.engine.separate import MANIFEST
+from hosts.transformers.tests.models import model
+
+
+@pytest.fixture
+def open_engine(host):
+    """Make engines, and close them afterwards: their models are shared by the tests."""
+    made = []
+
+    def opened(name="mistral", **how):
+        made.append(Engine(reference(name)[0] if isinstance(name, str) else name, **how))
+        return made[-1]
+
+    yield opened
+    for engine in made:
+        engine.close()
+
+
+def pool_of(engine):
+    return engine._scheduler.pool
+
+
+def assert_idle(engine):
+    assert not engine.has_work
+    assert pool_of(engine).num_free == pool_of(engine).num_usable
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tokens_are_those_of_transformers(open_engine, name):
+    _, prompts, expected = reference(name)
+    engine = open_engine(name)
+
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected  # with all prefixes in the cache
+    assert_idle(engine)
+    assert len({token for tokens in expected for token in tokens}) > 8  # a model that repeats itself proves little
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama4"])
+def test_learned_positions_and_chunks(open_engine, name):
+    _, prompts, expected = reference(name)
+
+    assert open_engine(name, max_num_tokens=16, max_num_reqs=4).generate(prompts, max_new_tokens=NEW) == expected
+
+
+@settings(max_examples=30)
+@given(
+    name=st.sampled_from(NAMES),
+    block_size=st.sampled_from([1, 3, 8, 16, 32]),
+    max_num_reqs=st.integers(1, 9),
+    more_tokens=st.integers(0, 40),
+    reuse=st.booleans(),
+    spare=st.sampled_from([0, 1, 3, 100]),
+    order=st.permutations(range(9)),
+    arrivals=st.lists(st.integers(0, 12), min_size=9, max_size=9),
+)
+def test_the_tokens_depend_on_nothing_but_the_prompt(
+    name, block_size, max_num_reqs, more_tokens, reuse, spare, order, arrivals
+):
+    made, prompts, expected = reference(name)
+    longest = -(-(max(map(len, prompts)) + NEW) // block_size)
+    engine = Engine(
+        made,
+        block_size=block_size,
+        max_num_reqs=max_num_reqs,
+        max_num_tokens=max_num_reqs + more_tokens,
+        reuse_prefixes=reuse,
+        num_blocks=1 + longest + spare,
+    )
+    try:
+        found = _arriving(engine, [prompts[index] for index in order], arrivals)
+        assert found == [expected[index] for index in order]
+        assert_idle(engine)
+    finally:
+        engine.close()
+
+
+def _arriving(engine, prompts, arrivals):
+    """Submit each prompt at a step of its own."""
+    requests = {}
+    for step in range(1 + max(arrivals)):
+        for index, prompt in enumerate(prompts):
+            if arrivals[index] == step:
+                requests[index] = engine.submit(prompt, max_new_tokens=NEW)
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    return [requests[index].new_tokens for index in range(len(prompts))]
+
+
+def test_too_few_blocks_for_all_preempt_and_compute_again(open_engine):
+    _, prompts, expected = reference("gemma2")
+    engine = open_engine("gemma2", block_size=4, num_blocks=15, reuse_prefixes=False)
+
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected
+    assert engine._scheduler.num_preemptions > 0
+
+
+def test_a_step_says_who_got_a_token(open_engine):
+    engine = open_engine(max_num_tokens=8, max_num_reqs=2)
+    _, prompts, expected = reference("mistral")
+    short, long = (engine.submit(prompts[index], max_new_tokens=2) for index in (4, 0))
+
+    assert engine.step() == [short]  # 7 tokens, and the first of the long one
+    assert engine.step() == [short]
+    assert short.new_tokens == expected[4][:2]
+    assert short.finish_reason == "length"
+    assert engine.step() == []
+    assert engine.step() == [long]
+    assert engine.step() == [long]
+    assert engine.step() == []
+    assert not engine.has_work
+
+
+def test_stop_tokens_end_a_request(open_engine, monkeypatch):
+    made, prompts, expected = reference("llama")
+    engine = open_engine("llama")
+    stop = expected[0][4]
+    upto = expected[0][: expected[0].index(stop) + 1]
+
+    assert engine.generate(prompts[:1], max_new_tokens=NEW, stop_tokens=[stop]) == [upto]
+    for own in (stop, [stop, 3]):
+        monkeypatch.setattr(made.generation_config, "eos_token_id", own)
+        assert engine.generate(prompts[:1], max_new_tokens=NEW)[0] == upto
+    assert engine.generate(prompts[:1], max_new_tokens=NEW, stop_tokens=()) == expected[:1]
+
+
+def test_sampling_is_reproduced_by_its_seed_in_any_company(open_engine):
+    _, prompts, _ = reference("llama")
+    sampling = Sampling(temperature=1.5, top_k=50, top_p=0.9, seed=7)
+    alone = open_engine("llama").generate(prompts[:1], max_new_tokens=NEW, sampling=sampling)
+    crowded = open_engine("llama", num_blocks=14, block_size=4, max_num_tokens=6, max_num_reqs=6)
+    others = [crowded.submit(prompt, max_new_tokens=NEW) for prompt in prompts[1:]]
+
+    assert crowded.generate(prompts[:1], max_new_tokens=NEW, sampling=sampling) == alone
+    assert alone != [reference("llama")[2][0]]
+    assert crowded._scheduler.num_preemptions > 0
+    for other in others:
+        crowded.cancel(other)
+    assert_idle(crowded)
+
+
+def test_a_cancelled_request_keeps_what_it_has(open_engine):
+    _, prompts, expected = reference("mistral")
+    engine = open_engine()
+    requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+
+    engine.cancel(requests[0])
+    while engine.has_work:
+        engine.step()
+
+    assert requests[0].finish_reason == "cancelled"
+    assert requests[0].new_tokens == expected[0][:3]
+    assert [request.new_tokens for request in requests[1:]] == expected[1:]
+    assert_idle(engine)
+
+
+def test_what_never_fits_is_refused(open_engine):
+    engine = open_engine(num_blocks=4, block_size=8, max_seq_len=64)
+
+    with pytest.raises(CacheError, match="3 of the cache's 4 blocks"):
+        engine.submit([1] * 20, max_new_tokens=10)
+    with pytest.raises(LimitsError, match="max_seq_len=64"):
+        engine.submit([1] * 60, max_new_tokens=10)
+    with pytest.raises(BatchError, match="stop token 257 was given"):
+        engine.submit([1], max_new_tokens=1, stop_tokens=[3, 257])
+    with pytest.raises(BatchError, match="tokens from 0 to 256"):
+        engine.submit([1, 257], max_new_tokens=1)
+    with pytest.raises(BatchError, match="empty prompt"):
+        engine.generate([[1, 2], []], max_new_tokens=1)
+    assert_idle(engine)
+
+
+def test_a_failed_step_is_done_again(open_engine, monkeypatch):
+    made, prompts, expected = reference("gemma2")
+    engine = open_engine("gemma2", block_size=4, num_blocks=40)
+    requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
+    layer, run = made.model.layers[2].mlp, made.model.layers[2].mlp.forward
+    count = 0
+
+    def fails(*given, **named):
+        nonlocal count
+        count += 1
+        if count % 3 == 0:
+            raise RuntimeError("out of luck")
+        return run(*given, **named)
+
+    monkeypatch.setattr(layer, "forward", fails)
+    while engine.has_work:
+        try:
+            engine.step()
+        except RuntimeError:
+            engine.cancel(requests[1])
+
+    assert requests[1].finish_reason == "cancelled"
+    assert [r.new_tokens for r in (requests[0], *requests[2:])] == [expected[0], *expected[2:]]
+    assert_idle(engine)
+
+
+def test_a_failure_takes_the_requests_of_generate_with_it(open_engine, monkeypatch):
+    made, prompts, expected = reference("llama")
+    engine = open_engine("llama")
+    before = engine.submit(prompts[3], max_new_tokens=NEW)
+
+    def fails(*given, **named):
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.lm_head, "forward", fails)
+        with pytest.raises(RuntimeError, match="out of luck"):
+            engine.generate(prompts[:2], max_new_tokens=NEW)
+
+    assert engine.generate(prompts[:2], max_new_tokens=NEW) == expected[:2]
+    assert before.new_tokens == expected[3]
+    assert_idle(engine)
+
+
+def test_engines_in_two_threads(open_engine):
+    """Two models, and two engines on one of them."""
+    engines = {"llama": open_engine("llama"), "gpt_oss": open_engine("gpt_oss", block_size=4)}
+    jobs = [("llama", engines["llama"]), ("gpt_oss", engines["gpt_oss"]), ("llama", open_engine("llama", block_size=8))]
+    found = [None] * len(jobs)
+
+    def work(index):
+        name, engine = jobs[index]
+        for _ in range(3):
+            found[index] = engine.generate(reference(name)[1], max_new_tokens=NEW)
+
+    threads = [Thread(target=work, args=(index,)) for index in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert found == [reference(name)[2] for name, _ in jobs]
+
+
+def test_a_named_backend_whose_layers_plan_apart(open_engine, tmp_path):
+    manifest = tmp_path / "attnplug.toml"
+    manifest.write_text(MANIFEST)
+    attnplug.register("hosts.transformers.tests.engine.separate", manifest=manifest)
+    _, prompts, expected = reference("gemma2")
+
+    engine = open_engine("gemma2", backend="separate")
+
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected
+    assert {selection.id for selection in engine.selections.values()} == {"separate/sdpa"}
+    assert engine.block_size == 8
+    assert [len(builder.plan_groups) for builder in engine._runner._builders] == [2, 2]
+    with pytest.raises(UnknownBackendError, match="nosuch"):
+        open_engine("gemma2", backend="nosuch")
+
+
+def test_each_group_builds_once_a_step(open_engine, monkeypatch):
+    engine = open_engine("gemma2")
+    built, build = [], MetadataBuilder.build
+
+    def counting(self, batch, **how):
+        built.append((self, batch))
+        return build(self, batch, **how)
+
+    monkeypatch.setattr(MetadataBuilder, "build", counting)
+    engine.generate(reference("gemma2")[1], max_new_tokens=3)
+
+    assert len(built) == 3 * 2  # three steps, layers with and without a window
+    assert len({builder for builder, _ in built}) == 2
+    assert len({id(batch) for _, batch in built}) == 3
+    assert set(engine.selections) == {f"model.layers.{index}.self_attn" for index in range(4)}
+
+
+def test_a_model_without_logits_to_keep(open_engine):
+    _, prompts, expected = reference("qwen3")
+    engine = open_engine("qwen3")
+    engine._runner._keeps = False
+
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_caches_of_8_bit_floats(open_engine, name):
+    _, prompts, expected = reference(name)
+    engine = open_engine(name, kv_cache_dtype="fp8_e4m3", max_num_tokens=64)
+
+    found = engine.generate(prompts, max_new_tokens=1)
+
+    equal = sum(one == other[:1] for one, other in zip(found, expected, strict=True))
+    assert equal >= len(prompts) // 2  # rounding changes some: these models are sharp
+    assert {selection.agreement.kv_cache_dtype for selection in engine.selections.values()} == {"fp8_e4m3"}
+    assert 4 * engine._groups.bytes_per_block == open_engine(name)._groups.bytes_per_block
+
+
+def test_half_precision(open_engine):
+    made = model("llama", dtype=torch.bfloat16)
+    engine = open_engine(made)
+
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=4)[0]) == 4
+    assert {selection.requirements.dtype for selection in engine.selections.values()} == {"bfloat16"}
+
+
+class TestClosing:
+    """A model belongs to its engines until the last one is closed."""
+
+    def test_the_model_gets_its_attention_back(self, host):
+        made, prompts, _ = reference("llama")
+        first, second = Engine(made), Engine(made)
+
+        second.close()
+        first.generate(prompts[:1], max_new_tokens=2)
+        first.close()
+        first.close()
+
+        assert made.config._attn_implementation == "eager"
+        with pytest.raises(LimitsError, match="closed engine"):
+            first.submit([1], max_new_tokens=1)
+        with pytest.raises(LimitsError, match="closed engine"):
+            first.step()
+
+    def test_requests_under_way_are_cancelled(self, host):
+        engine = Engine(reference("llama")[0])
+        request = engine.submit([1, 2], max_new_tokens=5)
+        engine.step()
+
+        engine.close()
+
+        assert request.finish_reason == "cancelled"
+
+    def test_an_engine_that_is_gone_gives_the_model_back(self, host):
+        made = reference("llama")[0]
+        engine = Engine(made)
+        assert made.config._attn_implementation == "attnplug_engine"
+
+        del engine
+
+        assert made.config._attn_implementation == "eager"
+
+    def test_an_engine_that_was_refused_gives_the_model_back(self, host):
+        made = reference("llama")[0]
+
+        with pytest.raises(UnknownBackendError):
+            Engine(made, backend="nosuch")
+
+        assert made.config._attn_implementation == "eager"
+
+    def test_others_may_not_call_the_model_meanwhile(self, open_engine):
+        engine = open_engine("llama")
+
+        with pytest.raises(NotNegotiatedError, match=r"engine\.close\(\)"):
+            engine.model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
+
+    def test_another_attention_meanwhile_is_found_out(self, open_engine):
+        engine = open_engine("llama")
+        engine.model.set_attn_implementation("eager")
+
+        with pytest.raises(NotNegotiatedError, match="did not ask the engine"):
+            engine.generate([[1, 2]], max_new_tokens=1)
+        assert_idle(engine)

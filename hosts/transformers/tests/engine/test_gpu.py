@@ -1,0 +1,119 @@
+"""The engine on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+import torch
+
+from attnplug_transformers.engine import Engine, Sampling
+from attnplug_transformers.engine.sampling import sample
+from hosts.transformers.tests.engine.reference import NAMES, NEW
+from hosts.transformers.tests.models import PAD, generate, model, prompts
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def on_gpu(host):
+    """Make a model with the tokens that it generates on the GPU, all of them chosen clearly."""
+
+    def make(name, dtype=torch.float32):
+        for seed in range(16):
+            torch.manual_seed(seed)
+            made = model(name, seed=seed, dtype=dtype).cuda()
+            ids, mask = prompts(19, 1, 12, 33, 7, 22, seed=seed)
+            found, margin = generate(made, ids.cuda(), mask.cuda(), NEW)
+            if margin > 1e-3:
+                break
+        return made, [[token for token in row if token != PAD] for row in ids.tolist()], found.tolist()
+
+    return make
+
+
+@pytest.mark.parametrize("backend", [["torch/sdpa"], ["auto"]])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tokens_are_those_of_transformers(on_gpu, name, backend):
+    made, asked, expected = on_gpu(name)
+    engine = Engine(made, max_num_tokens=24, max_num_reqs=4, backend=backend, max_seq_len=64)
+
+    assert engine.generate(asked, max_new_tokens=NEW) == expected
+    assert {selection.device.type for selection in engine.selections.values()} == {"cuda"}
+    engine.close()
+
+
+def test_caches_take_what_is_free(host):
+    made = model("llama", head_dim=64, num_key_value_heads=4).cuda()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    free, total = torch.cuda.mem_get_info()
+    fraction = 1 - free / total + 0.03
+
+    engine = Engine(made, max_num_reqs=8192, max_num_tokens=8192, memory_fraction=fraction, graphs=False)
+
+    free, total = torch.cuda.mem_get_info()
+    assert 1 - free / total < fraction + 0.01
+    assert 2 < engine.limits.num_blocks < 8192 * 8 + 1
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=4)[0]) == 4
+    engine.close()
+    del engine
+    assert torch.cuda.memory_allocated() < before + 2**28
+
+
+def test_sampling_on_the_gpu(on_gpu):
+    made, asked, _ = on_gpu("mistral")
+    engine = Engine(made, max_num_tokens=24, max_num_reqs=6)
+    sampling = Sampling(temperature=1.2, top_p=0.9, seed=3)
+
+    crowd = engine.generate(asked, max_new_tokens=NEW, sampling=sampling)
+
+    assert engine.generate(asked[2:3], max_new_tokens=NEW, sampling=sampling) == crowd[2:3]
+    engine.close()
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_a_decoding_step_waits_for_the_device_once(on_gpu):
+    """The tokens come back; nothing else does."""
+    made, asked, _ = on_gpu("gemma2")
+    engine = Engine(made)
+    requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
+    for _ in range(3):
+        engine.step()
+    step = engine._scheduler.schedule()
+
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        logits = engine._runner.run(step)
+        tokens = sample(logits, step.sampling)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert engine._scheduler.finish_step(step, tokens.tolist()) == requests
+    engine.close()
+
+
+def test_engines_are_made_while_others_run_in_their_threads(on_gpu):
+    """A capture that minded other threads would fail, and so would their steps."""
+    made, asked, expected = on_gpu("llama")
+    sizes = {"max_num_tokens": 24, "max_num_reqs": 4, "backend": "torch/sdpa", "max_seq_len": 64, "graphs": True}
+    running, found, done = Engine(made, **sizes), [], []
+
+    def go_on():
+        while not done:
+            found.append(running.generate(asked, max_new_tokens=NEW))
+
+    thread = Thread(target=go_on)
+    thread.start()
+    try:
+        for _ in range(4):
+            engine = Engine(made, **sizes)
+            assert engine.generate(asked, max_new_tokens=NEW) == expected
+            engine.close()
+    finally:
+        done.append(True)
+        thread.join()
+
+    assert found
+    assert found == [expected] * len(found)
+    running.close()

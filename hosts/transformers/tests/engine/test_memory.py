@@ -1,0 +1,102 @@
+"""How many blocks an engine takes where nobody says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnplug.contract import AttentionImpl, CacheTensor, Limits
+from attnplug.errors import LimitsError
+from attnplug_transformers.engine import Engine
+from attnplug_transformers.engine.caches import CPU_BYTES, count_blocks, make_caches
+from attnplug_transformers.engine.memory import free_bytes
+from hosts.transformers.tests.engine.reference import reference
+
+CPU = torch.device("cpu")
+LIMITS = Limits(max_num_reqs=4, max_num_tokens=64, max_seq_len=100)
+
+
+def groups(bytes_per_block, workspace=0, block_size=16):
+    return SimpleNamespace(
+        bytes_per_block=bytes_per_block, workspace_bytes=lambda limits: workspace, block_size=block_size
+    )
+
+
+def test_no_more_than_all_requests_can_fill():
+    assert count_blocks(groups(10), LIMITS, CPU, None) == 4 * 7 + 1
+    assert count_blocks(groups(10, block_size=100), LIMITS, CPU, 10**6) == 4 + 1
+
+
+def test_what_memory_holds_beside_the_workspaces():
+    assert count_blocks(groups(2**28), LIMITS, CPU, None) == CPU_BYTES // 2**28
+    assert count_blocks(groups(10, workspace=90), LIMITS, CPU, 190) == 10
+
+
+def test_too_little_memory():
+    with pytest.raises(LimitsError, match="two blocks, the least"):
+        count_blocks(groups(10, workspace=90), LIMITS, CPU, 100)
+    with pytest.raises(LimitsError, match="0 MiB of cpu are left"):
+        count_blocks(groups(10), LIMITS, CPU, -5)
+
+
+def test_caches_that_do_not_fit(host, monkeypatch):
+    engine = Engine(reference("llama")[0])
+
+    def full(*given):
+        raise torch.OutOfMemoryError("no more")
+
+    monkeypatch.setattr(CacheTensor, "allocate", full)
+    with pytest.raises(LimitsError, match="smaller num_blocks"):
+        make_caches(engine._groups, 5, CPU)
+    engine.close()
+
+
+def test_each_layer_writes_what_is_its_own_into_its_cache(host, monkeypatch):
+    """Scales of a quantized cache, for one: left at their fill they make attention NaN."""
+    written = {}
+    monkeypatch.setattr(
+        AttentionImpl, "init_cache", lambda impl, kv_cache: written.setdefault(impl.layer.name, kv_cache)
+    )
+    engine = Engine(reference("llama")[0])
+    first = set(written)  # when it was opened
+    written.clear()
+    caches = make_caches(engine._groups, 5, CPU)
+    engine.close()
+
+    assert len(caches) > 1
+    assert first == caches.keys()
+    assert all(written[name] is cache for name, cache in caches.items())
+
+
+def test_the_default_of_an_engine(host):
+    engine = Engine(reference("llama")[0], max_num_reqs=3, max_seq_len=40)
+
+    assert engine.limits.num_blocks == 3 * 3 + 1  # blocks of 16
+    engine.close()
+
+
+@pytest.mark.parametrize("fraction", [0, -0.1, 1.01, "0.5", True])
+def test_a_fraction_is_a_share(fraction):
+    with pytest.raises(LimitsError, match="memory_fraction"):
+        free_bytes(CPU, fraction, lambda: None)
+
+
+def test_a_device_that_does_not_say():
+    assert free_bytes(CPU, 0.9, lambda: pytest.fail("nothing is measured")) is None
+
+
+def test_what_cuda_says(monkeypatch):
+    """The largest step takes 30 on top of what is in use; 400 of 1000 are, and 900 may be."""
+    peak = {"now": 100}
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: peak.update(now=100))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak["now"])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600, 1000))
+
+    found = free_bytes(torch.device("cuda"), 0.9, lambda: peak.update(now=130))
+
+    assert found == 900 - 400 - 30

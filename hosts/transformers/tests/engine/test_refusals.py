@@ -1,0 +1,290 @@
+"""Models that the engine would run into wrong tokens are refused, with the reason and the way out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import masking_utils
+from transformers.models.llama import modeling_llama
+
+from attnplug.errors import LimitsError, NoBackendError, NotNegotiatedError, RequirementsError, TensorError
+from attnplug_transformers.engine import Engine
+from core.tests.models import published
+from hosts.transformers.tests.models import SIZES, model, sharpen
+
+
+@pytest.fixture(autouse=True)
+def on_one_thread(host):
+    """Make models as the other tests of the host do."""
+
+
+def refusal(made, **how):
+    """Return the refusal; the model keeps its own attention."""
+    before = made.config._attn_implementation
+    with pytest.raises((RequirementsError, NotNegotiatedError)) as refused:
+        Engine(made, **how)
+    assert made.config._attn_implementation == before
+    return str(refused.value)
+
+
+def rotary(kind, **parameters):
+    return model("llama", rope_parameters={"rope_type": kind, "rope_theta": 10000.0, **parameters})
+
+
+LONG = {"original_max_position_embeddings": 64, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0}
+
+
+def test_frequencies_that_follow_the_longest_sequence():
+    assert "beyond 64 positions" in refusal(rotary("longrope", **LONG))
+    assert "pass max_seq_len=64" in refusal(rotary("longrope", **LONG), max_seq_len=65)
+
+    made = rotary("longrope", **LONG)
+    engine = Engine(made, max_seq_len=64)
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3
+
+
+def test_dynamic_frequencies_below_their_threshold():
+    engine = Engine(rotary("dynamic", factor=2.0))  # which is all positions that the configuration has
+
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3
+
+
+def test_recurrent_layers():
+    config = transformers.Lfm2Config(
+        **(SIZES | {"layer_types": ["conv", "full_attention"] * 2, "block_multiple_of": 16, "conv_L_cache": 3})
+    )
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+    assert "not attention over keys" in refusal(made)
+
+
+def test_encoder_decoders_and_encoders():
+    assert "an encoder-decoder" in refusal(model("bart"))
+    assert "encoder_only attention" in refusal(
+        transformers.AutoModelForMaskedLM.from_config(model("bert").config).eval()
+    )
+
+
+def test_models_without_a_head():
+    assert "without a language-model head" in refusal(model("llama").model)
+
+
+def test_shared_caches():
+    config = transformers.Gemma3nTextConfig(
+        **(SIZES | {"num_kv_shared_layers": 2, "sliding_window": 6, "intermediate_size": 48})
+        | {"layer_types": ["sliding_attention", "full_attention"] * 2, "vocab_size_per_layer_input": 257}
+        | {
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 4,
+            "altup_num_inputs": 2,
+            "activation_sparsity_pattern": [0.0] * 4,
+        }
+    )
+    made = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+    assert "reads the keys of an earlier layer" in refusal(made)
+
+
+def test_training_mode():
+    assert "call model.eval() first" in refusal(model("llama").train())
+
+
+def test_unknown_model_types_are_read_as_another_where_the_caller_says_so():
+    made = model("llama")
+    made.config.__class__ = type("NobodyKnows", (transformers.LlamaConfig,), {"model_type": "nobody_knows"})
+
+    assert "nobody_knows" in refusal(made)
+    assert len(Engine(made, assume="llama").generate([[1, 2]], max_new_tokens=2)[0]) == 2
+
+
+def test_temperatures_by_position():
+    made = model("llama4", floor_scale=64, attn_temperature_tuning=True, no_rope_layers=[1, 0, 1, 0])
+
+    assert "pass max_seq_len and max_num_tokens below 64" in refusal(made)
+    engine = Engine(made, max_seq_len=63, max_num_tokens=63, max_num_reqs=8)
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3
+
+
+def test_classes_that_do_not_take_an_attention_implementation(monkeypatch):
+    made = model("llama")
+    monkeypatch.setattr(type(made), "_can_set_attn_implementation", classmethod(lambda _: False))
+
+    assert "does not take an attention implementation" in refusal(made)
+
+
+def test_published_code_that_attends_by_functions_of_its_own():
+    told = refusal(published.model())
+
+    assert "Phi3SmallForCausalLM was given to the engine: it does not take an attention implementation" in told
+    assert "code that a model is published with often calls kernels of its own" in told
+    assert "run it from classes that go through the interface" in told
+
+
+def test_a_layer_that_attends_by_itself(monkeypatch):
+    made = model("llama")
+    monkeypatch.setattr(made.model.layers[2].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
+
+    assert "'layers.2.self_attn' first, did not ask the engine" in refusal(made)
+
+
+def test_a_layer_that_attends_twice(monkeypatch):
+    made = model("llama")
+    made.model.layers[3].self_attn = made.model.layers[2].self_attn
+
+    assert "each of which attends once" in refusal(made)
+
+
+def test_positions_that_follow_the_row(monkeypatch):
+    made = model("llama")
+    run = made.model.rotary_emb.forward
+    monkeypatch.setattr(
+        made.model.rotary_emb, "forward", lambda x, position_ids: run(x, torch.arange(x.shape[1])[None])
+    )
+
+    assert "one token at one position" in refusal(made)
+
+
+def test_another_window_than_the_configuration_says():
+    made = model("gemma2")
+    made.model.layers[0].self_attn.sliding_window = 9
+    assert "sliding_window 9" in refusal(made)
+
+
+def _both_ways(create):
+    return lambda **asked: create(**asked, or_mask_function=lambda batch, head, q, kv: kv < 2)
+
+
+def test_masks_of_another_pattern(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", _both_ways(masking_utils.create_causal_mask))
+
+    assert "other keys are attended" in refusal(model("llama"))
+
+
+def test_masks_that_the_model_computes_with(monkeypatch):
+    create = masking_utils.create_causal_mask
+
+    def copied(**asked):
+        mask = create(**asked)
+        return mask.clone() if isinstance(mask, torch.Tensor) else mask
+
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", copied)
+
+    assert "a mask that the model computed" in refusal(model("llama"))
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (lambda attention: setattr(attention, "scaling", 0.1), "scaling 0.1"),
+        (lambda attention: setattr(attention, "sinks", torch.nn.Parameter(torch.ones(4))), "other sinks"),
+        (lambda attention: _in_place(attention.sinks), "other sinks"),
+        (lambda attention: setattr(attention, "sliding_window", 3), "the facts"),
+    ],
+)
+def test_changes_of_a_model_under_way(change, found):
+    made = model("gpt_oss")
+    engine = Engine(made)
+    engine.generate([[1, 2]], max_new_tokens=2)
+
+    change(made.model.layers[0].self_attn)
+
+    with pytest.raises(NotNegotiatedError, match=found):
+        engine.generate([[1, 2]], max_new_tokens=2)
+
+
+def _in_place(parameter):
+    with torch.no_grad():
+        parameter.add_(1)
+
+
+def test_attention_arguments_that_were_not_negotiated(monkeypatch):
+    made = model("llama")
+    attention = made.model.layers[0].self_attn
+    run = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda **given: run(**given, position_bias=torch.ones(1)))
+
+    assert "position_bias" in refusal(made)
+
+
+def test_numbers_out_of_range():
+    made = model("llama")
+
+    for wrong in ({"max_seq_len": 129}, {"max_seq_len": 0}, {"max_num_reqs": 0}, {"num_blocks": 1}):
+        with pytest.raises(LimitsError):
+            Engine(made, **wrong)
+    with pytest.raises(LimitsError, match="memory_fraction"):
+        Engine(made, memory_fraction=1.5)
+    with pytest.raises(LimitsError, match="at least one token for each"):
+        Engine(made, max_num_reqs=9, max_num_tokens=8)
+    with pytest.raises(NoBackendError, match="kv_cache_dtype"):
+        Engine(made, kv_cache_dtype="nvfp4")
+    assert made.config._attn_implementation == "eager"
+
+
+def test_a_model_without_a_number_of_positions():
+    made = model("llama")
+    vars(made.config)["max_position_embeddings"] = None  # the class checks what is set
+
+    with pytest.raises(LimitsError, match="pass max_seq_len"):
+        Engine(made)
+    assert Engine(made, max_seq_len=20).limits.max_seq_len == 20
+
+
+def test_a_model_on_several_devices():
+    made = sharpen(model("llama"))
+    made.model.layers[1].to("meta")
+
+    assert "it lies on cpu, meta" in refusal(made)
+
+
+def test_forwards_that_the_step_cannot_pass_through():
+    class NoPositions(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, **rest):
+            return super().forward(input_ids, **rest)
+
+    class NoKeywords(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, position_ids):
+            return super().forward(input_ids, position_ids=position_ids)
+
+    config = model("llama").config
+    assert "takes no position_ids" in refusal(NoPositions(config).eval())
+    assert "takes no further keywords" in refusal(NoKeywords(config).eval())
+
+
+def test_a_model_that_masks_nothing_by_itself(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
+    engine = Engine(model("llama"))
+
+    assert len(engine.generate([[1, 2, 3]], max_new_tokens=2)[0]) == 2
+    monkeypatch.undo()
+    with pytest.raises(NotNegotiatedError, match="a mask of its own"):
+        engine.generate([[1, 2, 3]], max_new_tokens=2)
+
+
+def test_a_layer_that_attends_once_more_than_the_engine_knows():
+    made = model("llama")
+    engine = Engine(made)
+    made.model.layers[3].self_attn = made.model.layers[2].self_attn
+
+    with pytest.raises(NotNegotiatedError, match="LlamaAttention 2 attends once more"):
+        engine.generate([[1, 2, 3]], max_new_tokens=2)
+
+
+def test_calls_that_are_no_step():
+    engine = Engine(model("llama"))
+    rows, step = torch.tensor([[1, 2], [3, 4]]), object()
+
+    with torch.no_grad(), pytest.raises(TensorError, match="brings one row of tokens"):
+        engine.model(input_ids=rows, use_cache=False, attnplug_step=step)
+    with torch.no_grad(), pytest.raises(TensorError, match="its own key and value"):
+        engine.model(input_ids=rows[:1], past_key_values=_cached(engine.model), attnplug_step=step)
+    with pytest.raises(NotNegotiatedError, match="gradients are recorded"):
+        engine.model(input_ids=rows[:1], use_cache=False, attnplug_step=step)
+
+
+def _cached(made):
+    cache = transformers.DynamicCache(config=made.config)
+    for layer in range(4):
+        cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 8), layer)
+    return cache

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+from collections import Counter
+from math import exp, inf, nan
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.errors import LimitsError, TensorError
+from attnplug_transformers.engine.request import Request
+from attnplug_transformers.engine.sampling import NO_TOKEN, Sampling, _pick, draw, filtered_probabilities, sample
+
+
+def request(sampling: Sampling, tokens: tuple[int, ...] = (1,)) -> Request:
+    return Request(id=0, tokens=tokens, max_new_tokens=5, sampling=sampling)
+
+
+def brute_force(logits: list[float], sampling: Sampling) -> list[float]:
+    """Probabilities that sum up to 1, one token at a time."""
+    highest = max(logits)
+    weights = [exp((logit - highest) / sampling.temperature) for logit in logits]
+    ranking = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    kept = ranking[: sampling.top_k]
+    if sampling.top_p is not None:
+        total, mass, nucleus = sum(weights[token] for token in kept), 0.0, []
+        for token in kept:
+            if mass >= sampling.top_p * total and sampling.top_p < 1:
+                break
+            nucleus.append(token)
+            mass += weights[token]
+        kept = nucleus
+    kept, total = set(kept), sum(weights[token] for token in kept)
+    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
+
+
+# Few distinct values, so that ties are common, as they are in bfloat16.
+rows = st.lists(st.sampled_from([-3.0, -1.0, -0.0, 0.0, 0.5, 1.0, 2.0, -inf]), min_size=5, max_size=5).filter(
+    lambda row: max(row) > -inf
+)
+drawn = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.none() | st.integers(1, 7),
+    # No sum of these weights comes within rounding of one of these shares.
+    top_p=st.none() | st.sampled_from([0.0137, 0.3141, 0.5773, 0.9071, 0.99713, 1.0]),
+)
+
+
+@given(st.lists(st.tuples(rows, drawn), min_size=1, max_size=5))
+def test_probabilities_are_those_of_plain_code(batch: list[tuple[list[float], Sampling]]) -> None:
+    logits = torch.tensor([row for row, _ in batch])
+
+    found = filtered_probabilities(logits, [sampling for _, sampling in batch])
+
+    found /= found.sum(-1, keepdim=True)
+    wanted = [brute_force(row, sampling) for row, sampling in batch]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 30.0])
+@pytest.mark.parametrize(
+    ("top_k", "top_p"), [(50, None), (3000, None), (None, 0.5), (None, 0.9), (40, 0.7), (2000, 0.9)]
+)
+def test_a_large_vocabulary_is_filtered_like_a_small_one(dtype, temperature, top_k, top_p) -> None:
+    logits = torch.randn(2, 5000, generator=torch.Generator().manual_seed(4)).to(dtype)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+
+    found = filtered_probabilities(logits, [sampling, Sampling(temperature=1.0, top_k=1)])
+
+    assert found[1].nonzero().flatten().tolist() == [logits[1].argmax()]
+    wanted = torch.tensor(brute_force(logits[0].tolist(), sampling), dtype=torch.float64)
+    torch.testing.assert_close(found[0] / found[0].sum(), wanted)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=0.8), Sampling(temperature=1.5, top_k=3), Sampling(temperature=1.0, top_k=4, top_p=0.8)],
+)
+def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> None:
+    row, draws = [0.3, -1.0, 2.0, 1.0, 0.9, -inf], 20_000
+    requests = [request(evolve(sampling, seed=number)) for number in range(draws)]
+
+    counts = Counter(sample(torch.tensor([row] * draws), requests).tolist())
+
+    for token, probability in enumerate(brute_force(row, sampling)):
+        spread = (probability * (1 - probability) / draws) ** 0.5
+        assert abs(counts[token] / draws - probability) <= 5 * spread
+        assert (counts[token] > 0) == (probability > 0)
+
+
+@pytest.mark.parametrize(("draws", "wanted"), [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-53, 3)])
+def test_what_is_ruled_out_is_not_picked_at_the_edges_either(draws: float, wanted: int) -> None:
+    probabilities = torch.tensor([[0.0, 0.1, 0.0, 0.3, 0.0]], dtype=torch.float64)
+
+    assert _pick(probabilities, [draws]).tolist() == [wanted]
+
+
+def test_draws_fill_the_unit_interval_evenly() -> None:
+    draws = [draw(seed, position) for seed in range(100) for position in range(100)]
+    counts = Counter(int(value * 10) for value in draws)
+
+    assert len(set(draws)) == len(draws)
+    assert sorted(counts) == list(range(10))
+    assert all(850 < count < 1150 for count in counts.values())  # 1000 each, five deviations of 30
+
+
+@given(st.lists(rows, min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_greedy_takes_the_lowest_of_the_likeliest(batch: list[list[float]], dtype: torch.dtype) -> None:
+    found = sample(torch.tensor(batch, dtype=dtype), [request(Sampling()) for _ in batch])
+
+    assert found.dtype == torch.int64
+    assert found.tolist() == [row.index(max(row)) for row in batch]
+
+
+@given(st.lists(st.tuples(rows, drawn | st.just(Sampling()), st.integers(0, 99)), min_size=2, max_size=6))
+def test_neighbors_change_nothing(batch: list[tuple[list[float], Sampling, int]]) -> None:
+    logits = torch.tensor([row for row, _, _ in batch])
+    requests = [request(evolve(sampling, seed=seed)) for _, sampling, seed in batch]
+
+    together = sample(logits, requests).tolist()
+
+    assert together == [sample(logits[row : row + 1], requests[row : row + 1]).item() for row in range(len(batch))]
+    assert together == sample(logits, requests).tolist()  # a step that is repeated
+
+
+def test_the_next_position_draws_anew() -> None:
+    logits, sampling = torch.zeros(1, 1000), Sampling(temperature=1.0, seed=4)
+    tokens = [sample(logits, [request(sampling, (1,) * length)]).item() for length in range(1, 30)]
+
+    assert len(set(tokens)) > 25
+
+
+def test_without_a_seed_each_request_has_its_own() -> None:
+    sampling = Sampling(temperature=1.0)
+
+    assert len({request(sampling).seed for _ in range(20)}) == 20
+    assert request(Sampling(temperature=1.0, seed=-3)).seed == -3
+
+
+@pytest.mark.parametrize("temperature", [1e-307, 1e-8])
+def test_almost_no_temperature_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 30000.0, 29999.0]])
+
+    assert sample(logits, [request(Sampling(temperature=temperature))]).tolist() == [1]
+
+
+def test_the_two_zeros_are_equally_likely() -> None:
+    found = filtered_probabilities(torch.tensor([[-1.0, -0.0, 0.0]]), [Sampling(temperature=1.0, top_k=1)])
+
+    assert (found > 0).tolist() == [[False, True, False]]
+
+
+def test_top_k_alone_keeps_the_unlikeliest_of_its_tokens() -> None:
+    logits = torch.tensor([[1.0, -60.0, -70.0]], dtype=torch.float64)
+    before = logits.clone()
+
+    found = filtered_probabilities(logits, [Sampling(temperature=1.0, top_k=2)])
+
+    assert (found > 0).tolist() == [[True, True, False]]
+    assert logits.equal(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("temperature", value) for value in (-0.1, nan, inf, "1", None, True)],
+        *[("top_k", value) for value in (0, -1, 1.0, True)],
+        *[("top_p", value) for value in (0, 0.0, -0.5, 1.01, nan, "0.9", True)],
+        *[("seed", value) for value in (1.5, "7", True)],
+    ],
+)
+def test_parameters_out_of_range_are_refused(name: str, value: object) -> None:
+    with pytest.raises(LimitsError) as caught:
+        Sampling(**{name: value})
+
+    assert caught.value.given == f"{name}={value!r} was given"
+    assert caught.value.allowed.startswith(f"{name} is ")
+
+
+@pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 1, 8)])
+def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(TensorError, match="one row for each request"):
+        sample(torch.zeros(shape), [request(Sampling())])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=2.0, top_p=0.5)])
+@pytest.mark.parametrize("bad", [[nan] * 8, [-inf] * 8, [inf] + [0.0] * 7, [0.0] * 7 + [nan]])
+def test_rows_without_a_likeliest_token_get_none_and_the_others_theirs(sampling: Sampling, bad: list[float]) -> None:
+    good = torch.arange(8.0)
+    requests = [request(evolve(sampling, seed=3)) for _ in range(3)]
+
+    found = sample(torch.stack([good, torch.tensor(bad), good]), requests).tolist()
+
+    assert found == [*sample(good[None], requests[:1]).tolist(), NO_TOKEN, found[0]]
+    assert found[0] >= 0

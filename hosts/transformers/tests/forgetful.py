@@ -1,0 +1,93 @@
+"""A plugin that serves the models of the demonstration, dense and paged, and forgets what it is told to."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+
+from attnplug.contract import Backend, MetadataBuilder
+from attnplug.contract.hooks import hookimpl
+from hosts.transformers.tests.mirror import MANIFEST as DENSE
+from hosts.transformers.tests.mirror import MirrorImpl
+
+_PAGED = """\
+block_size = [16]
+kv_layout = ["NHD"]
+cudagraph = { max = "uniform_batch" }
+features = ["paged", \
+"""
+MANIFEST = DENSE.replace('"mirror"', '"forgetful"').replace("features = [", _PAGED)
+
+
+class ForgetfulImpl(MirrorImpl):
+    """
+    What it may forget, beside a window, a soft cap and sinks.
+
+    slots: where tokens are written. prefix: what earlier steps computed of a prompt. pages: that pages lie anywhere.
+    length: where a sequence ends in its last page. borders: where a sequence of the batch ends. cross: that the keys
+    of cross attention are as many as they are. graphs: that a replay has other lengths than the recorded step.
+    padding: that the padded tokens of a replay are written nowhere.
+    """
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self._recorded = WeakKeyDictionary()
+
+    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        batch = metadata.batch
+        if kv_cache is not None:
+            self._write(key, value, kv_cache, batch.slot_mapping)
+        starts = batch.query_start_loc.tolist()
+        for i in range(batch.num_reqs):
+            rows = slice(starts[i], starts[i + 1])
+            if kv_cache is None:
+                keys = self._dense_keys(batch, i)
+                found = self._attend(query[rows], key[keys], value[keys])
+            elif self.forgets == "prefix" and rows.stop - rows.start > 1:
+                found = self._attend(query[rows], key[rows], value[rows])
+            else:
+                lengths = batch.seq_lens
+                if self.forgets == "graphs":
+                    lengths = self._recorded.setdefault(metadata, lengths.clone())
+                found = self._attend(query[rows], *self._paged_keys(kv_cache, batch, i, int(lengths[i])))
+            output[rows] = found.to(output.dtype)
+
+    def _write(self, key, value, kv_cache, slots):
+        size = kv_cache.shape[1] * kv_cache.shape[2]
+        real = (slots >= 0) | (self.forgets == "padding")
+        written = (slots[real] + (self.forgets == "slots")) % size
+        for side, rows in zip(kv_cache, (key, value), strict=True):
+            side.view(size, *side.shape[2:])[written] = rows[: len(slots)][real]
+
+    def _dense_keys(self, batch, i):
+        starts = batch.key_start_loc.tolist()
+        if self.forgets == "borders" and not self.causal:
+            return slice(0, starts[-1])
+        if self.forgets == "cross" and self.agreement.requirements.attn_type == "encoder_decoder":
+            starts = batch.query_start_loc.tolist()
+        return slice(starts[i], starts[i + 1])
+
+    def _paged_keys(self, kv_cache, batch, i, length):
+        size = kv_cache.shape[2]
+        count = -(-length // size)
+        pages = batch.block_table[i, :count].long()
+        if self.forgets == "pages" and count:
+            pages = torch.arange(int(pages[0]), int(pages[0]) + count) % kv_cache.shape[1]
+        key, value = (side[pages].flatten(0, 1) for side in kv_cache)
+        length = count * size if self.forgets == "length" else length
+        return key[:length], value[:length]
+
+
+class ForgetfulBuilder(MetadataBuilder):
+    takes_slots = True
+
+
+class ForgetfulBackend(Backend):
+    impl_class = ForgetfulImpl
+    builder_class = ForgetfulBuilder
+
+
+@hookimpl
+def attnplug_backend(variant, agreement):
+    return ForgetfulBackend

@@ -1,0 +1,446 @@
+"""The attention function itself: every argument is used or refused, and the call has to be what was configured."""
+
+from __future__ import annotations
+
+import gc
+import re
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, Qwen2MoeConfig, T5Config
+
+import attnplug
+from attnplug.errors import LayerError, NotNegotiatedError, TensorError
+from attnplug.request.device import Device
+from attnplug.selection import process
+from attnplug_kit.oracle.attention import attend as attend_densely
+from attnplug_transformers.arguments import HARMLESS, REFUSED
+from attnplug_transformers.attention import attend
+from attnplug_transformers.binding import Group, bound, device_of
+from attnplug_transformers.call import Call
+from attnplug_transformers.described import described
+from attnplug_transformers.mask import make_mask
+from core.tests.models.published import Phi3SmallConfig
+from hosts.transformers.tests.models import config, generate, model, prompts
+from kit.tests.conformance.sparse import patterned as sparse
+
+SIZE = 8
+
+
+class Module(nn.Module):
+    """An attention module as the function sees it."""
+
+    def __init__(self, configuration=None, index=0, **attributes):
+        super().__init__()
+        self.config = configuration
+        self.layer_idx = index
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def tensors(tokens=5, keys=None, heads=4, kv_heads=2, batch=2, dtype=torch.float32):
+    source = torch.Generator().manual_seed(0)
+    query = torch.randn(batch, heads, tokens, SIZE, generator=source, dtype=torch.float32).to(dtype)
+    key, value = (
+        torch.randn(batch, kv_heads, keys or tokens, SIZE, generator=source, dtype=torch.float32).to(dtype)
+        for _ in range(2)
+    )
+    return query, key, value
+
+
+def expected(query, key, value, scale=SIZE**-0.5, window=None, cap=None, sinks=None, is_causal=True):
+    """Return ``(batch, queries, heads, size)`` attention, written out."""
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    distance = torch.arange(key.shape[2] - query.shape[2], key.shape[2])[:, None] - torch.arange(key.shape[2])
+    if is_causal:
+        scores = scores.masked_fill(distance < 0, -torch.inf)
+    if window is not None:
+        scores = scores.masked_fill(distance >= window, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2)
+
+
+def windowed(tokens, width, batch=2):
+    from transformers.masking_utils import sliding_window_causal_mask_function  # noqa: PLC0415 - beside its only use
+
+    return make_mask(batch, tokens, tokens, mask_function=sliding_window_causal_mask_function(width))
+
+
+def configuration(**changes):
+    return config("llama", **changes)
+
+
+class TestArguments:
+    """What the library hands over."""
+
+    def test_scale_window_cap_and_sinks_are_used(self, mirror):
+        query, key, value = tensors(9)
+        sinks = torch.tensor([0.5, 1.0, -1.0, 2.0])
+        asked = {"scaling": 0.7, "sliding_window": 4, "softcap": 3.0, "s_aux": sinks}
+
+        found, weights = attend(Module(), query, key, value, windowed(9, 4), **asked)
+
+        assert weights is None
+        torch.testing.assert_close(found, expected(query, key, value, 0.7, 4, 3.0, sinks))
+
+    def test_the_scale_is_that_of_the_head_size_where_none_is_given(self):
+        query, key, value = tensors()
+
+        found, _ = attend(Module(), query, key, value, None)
+
+        torch.testing.assert_close(found, expected(query, key, value))
+
+    @pytest.mark.parametrize("name", sorted(HARMLESS))
+    def test_what_is_harmless_changes_nothing(self, name):
+        query, key, value = tensors()
+
+        plain, _ = attend(Module(), query, key, value, None)
+        found, _ = attend(Module(), query, key, value, None, **{name: torch.ones(2, 5)})
+
+        assert torch.equal(found, plain)
+        assert " " in HARMLESS[name]  # a reason, and not a word
+
+    @pytest.mark.parametrize("name", sorted(REFUSED))
+    def test_what_cannot_be_served_is_refused(self, name):
+        query, key, value = tensors()
+        because, remedy = REFUSED[name]
+
+        with pytest.raises(NotNegotiatedError, match=rf"Module 0: {name}=True was given") as refused:
+            attend(Module(), query, key, value, None, **{name: True})
+
+        assert (refused.value.allowed, refused.value.remedy) == (because, remedy)
+        attend(Module(), query, key, value, None, **{name: None})
+        attend(Module(), query, key, value, None, **{name: False})
+
+    def test_what_nobody_knows_is_refused(self):
+        with pytest.raises(NotNegotiatedError, match=r"magic=<Tensor of shape \(3,\)> was given"):
+            attend(Module(), *tensors(), None, magic=torch.ones(3))
+
+    def test_dropout_is_refused(self):
+        with pytest.raises(NotNegotiatedError, match=r"(?s)dropout=0\.1.*model\.eval"):
+            attend(Module(), *tensors(), None, dropout=0.1)
+
+    def test_gradients_are_refused(self):
+        query, key, value = tensors()
+        query.requires_grad_()
+
+        with pytest.raises(NotNegotiatedError, match="gradients are recorded"):
+            attend(Module(), query, key, value, None)
+        with torch.no_grad():
+            attend(Module(), query, key, value, None)
+
+    @pytest.mark.parametrize(
+        "shapes", [((2, 4, 5), (2, 2, 5, 8), (2, 2, 5, 8)), ((2, 4, 5, 8), (2, 2, 5, 8), (2, 2, 6, 8))]
+    )
+    def test_tensors_of_other_shapes_are_refused(self, shapes):
+        with pytest.raises(TensorError, match="they are"):
+            attend(Module(), *(torch.zeros(shape) for shape in shapes), None)
+
+    def test_a_mask_for_another_call_is_refused(self):
+        with pytest.raises(TensorError, match=r"\(2, 1, 4, 4\) was made for a call of shape \(2, 1, 5, 5\)"):
+            attend(Module(), *tensors(5), make_mask(2, 4, 4))
+
+    def test_causality_of_the_caller_wins_over_the_modules(self, mirror):
+        query, key, value = tensors()
+
+        found, _ = attend(Module(is_causal=True), query, key, value, None, is_causal=False)
+
+        torch.testing.assert_close(found, expected(query, key, value, is_causal=False))
+
+    def test_sinks_that_are_no_logit_per_head_are_refused(self, mirror):
+        with pytest.raises((LayerError, TensorError), match="sinks"):
+            attend(Module(), *tensors(), None, s_aux=torch.ones(3))
+
+    def test_a_prepared_mask_of_the_caller_is_used(self):
+        query, key, value = tensors(6)
+        prepared = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 1, 6, 6).clone()
+        prepared[0, :, :, :2] = False
+
+        found, _ = attend(Module(), query, key, value, prepared)
+
+        whole = expected(query[:1, :, 2:], key[:1, :, 2:], value[:1, :, 2:])
+        torch.testing.assert_close(found[:1, 2:], whole)
+        assert not found[0, :2].any()
+
+
+class TestConfiguration:
+    """The call against the model's configuration."""
+
+    def brings(self, configured, said, heads=4, kv_heads=2, **call):
+        query, key, value = tensors(heads=heads, kv_heads=kv_heads)
+        with pytest.raises(NotNegotiatedError, match=re.escape(said)):
+            attend(Module(configured), query, key, value, None, **call)
+
+    def test_another_window(self):
+        self.brings(config("mistral"), "the call brings sliding_window 7", sliding_window=7)
+
+    def test_a_window_where_there_is_none(self):
+        self.brings(configuration(), "the call brings sliding_window 7", sliding_window=7)
+
+    def test_a_soft_cap_that_is_missing(self):
+        self.brings(config("gemma2"), "the call brings softcap None")
+
+    def test_sinks_that_are_missing(self):
+        self.brings(config("gpt_oss"), "the call brings sinks (s_aux) False")
+
+    def test_sinks_that_nobody_configured(self):
+        self.brings(configuration(), "the call brings sinks (s_aux) True", s_aux=torch.zeros(4))
+
+    def test_another_head_size(self):
+        self.brings(configuration(head_dim=16), "the call brings head_size 8")
+
+    def test_other_heads(self):
+        self.brings(configuration(), "the call brings query heads 3", heads=3, kv_heads=1)
+        self.brings(configuration(), "the call brings key and value heads 4", kv_heads=4)
+
+    def test_other_causality(self):
+        self.brings(configuration(), "the call brings is_causal False", is_causal=False)
+
+    def test_the_heads_of_one_rank_are_welcome(self):
+        query, key, value = tensors(heads=2, kv_heads=1)
+
+        attend(module := Module(configuration()), query, key, value, None)
+
+        asked = bound(module).requirements
+        assert (asked.num_q_heads, asked.num_kv_heads) == (2, 1)
+
+    def test_a_window_that_only_the_mask_brings(self, mirror):
+        query, key, value = tensors(9)
+
+        found, _ = attend(Module(config("mistral")), query, key, value, windowed(9, 6))
+
+        torch.testing.assert_close(found, expected(query, key, value, window=6))
+        with pytest.raises(NotNegotiatedError, match="a window of 6 was negotiated"):
+            attend(Module(config("mistral")), query, key, value, make_mask(2, 9, 9))
+
+    def test_a_window_that_only_the_call_brings_is_held_against_the_mask(self, mirror):
+        query, key, value = tensors(9)
+
+        found, _ = attend(Module(), query, key, value, windowed(9, 6), sliding_window=6)
+
+        torch.testing.assert_close(found, expected(query, key, value, window=6))
+        with pytest.raises(NotNegotiatedError, match="causal attention was negotiated"):
+            attend(Module(), query, key, value, windowed(9, 6))
+
+    def test_a_mask_of_the_wrong_kind_in_a_whole_model(self, host):
+        made = model("llama")
+        made.set_attn_implementation("attnplug")
+        ids, _ = prompts(7)
+
+        with torch.no_grad(), pytest.raises(NotNegotiatedError, match="by the mask of this call"):
+            made(ids, attention_mask=torch.ones(1, 1, 7, 7, dtype=torch.bool))
+        with torch.no_grad(), pytest.raises(NotNegotiatedError, match=r"layers\.0\.self_attn: by the mask"):
+            made(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False)  # two packed sequences
+
+    def test_a_configuration_that_describes_nothing_leaves_it_to_the_call(self):
+        hybrid = Qwen2MoeConfig(layer_types=["full_attention"] * 24)
+        assert described(Module(hybrid, index=3)).index == 3
+        assert described(Module(hybrid, index=99)) is None
+        assert described(Module(T5Config())) is None
+        assert described(Module(None)) is None
+        assert described(nn.Linear(2, 2)) is None
+
+    def test_roles_of_an_encoder_decoder(self):
+        whole = config("bart")
+
+        roles = [
+            described(Module(whole, is_causal=True, is_decoder=True)),
+            described(Module(whole, is_causal=False, is_decoder=True)),
+            described(Module(whole, None, is_causal=False)),
+        ]
+
+        assert [layer.requirements.attn_type for layer in roles] == ["decoder", "encoder_decoder", "encoder"]
+
+    def test_a_configuration_is_forgotten_with_its_model(self):
+        own = LlamaConfig(num_hidden_layers=1)
+        described(Module(own))
+        alive = weakref.ref(own)
+
+        del own
+        gc.collect()
+
+        assert alive() is None
+
+
+class TestBinding:
+    """When a decision is made again, and what layers share."""
+
+    def test_a_repeated_call_keeps_its_backend(self):
+        module = Module()
+
+        attend(module, *tensors(), None)
+        first = bound(module)
+        attend(module, *tensors(7), None)
+
+        assert bound(module) is first
+
+    def test_another_dtype_is_another_question(self):
+        module = Module()
+        attend(module, *tensors(), None)
+        first = bound(module)
+
+        attend(module, *tensors(dtype=torch.bfloat16), None)
+
+        assert bound(module) is not first
+        assert bound(module).requirements.dtype == "bfloat16"
+
+    def test_sinks_are_taken_again_when_their_values_change(self, mirror):
+        module, sinks = Module(), torch.zeros(4)
+        query, key, value = tensors()
+        attend(module, query, key, value, None, s_aux=sinks)
+
+        sinks.add_(3)  # as loading weights does
+        found, _ = attend(module, query, key, value, None, s_aux=sinks)
+
+        torch.testing.assert_close(found, expected(query, key, value, sinks=sinks))
+
+    def test_sinks_of_inference_mode_have_no_version(self, mirror):
+        with torch.inference_mode():
+            query, key, value = tensors()
+            sinks = torch.ones(4)
+            found, _ = attend(Module(), query, key, value, None, s_aux=sinks)
+
+            torch.testing.assert_close(found, expected(query, key, value, sinks=sinks))
+
+    def test_using_another_backend_applies_at_once(self):
+        module = Module()
+        attend(module, *tensors(), None)
+        first = bound(module).selection
+
+        with attnplug.using(backend=["torch/sdpa", "auto"]):
+            attend(module, *tensors(), None)
+            inside = bound(module).selection
+        attend(module, *tensors(), None)
+
+        assert inside.provenance["backend"] == "using"
+        assert first.provenance["backend"] != "using"
+        assert bound(module).selection == first
+
+    def test_layers_that_ask_for_the_same_share_a_build(self, host, monkeypatch):
+        built = []
+        monkeypatch.setattr(Group, "_builder", _counted(Group._builder, built))
+        made = model("gemma2")
+        made.set_attn_implementation("attnplug")
+        ids, mask = prompts(9, 4)
+
+        with torch.no_grad():
+            made(ids, attention_mask=mask)
+
+        assert len(built) == len(set(built)) == 2  # two windowed layers and two full ones
+
+    def test_uniform_layers_build_once_a_step(self, host, monkeypatch):
+        built = []
+        monkeypatch.setattr(Group, "_builder", _counted(Group._builder, built))
+        made = model("llama")
+        made.set_attn_implementation("attnplug")
+        ids, mask = prompts(9, 4)
+
+        generate(made, ids, mask, 6)
+
+        assert len(built) == 6
+
+    def test_limits_grow_with_the_batches(self):
+        module = Module()
+
+        for tokens in (3, 40, 5):
+            query, key, value = tensors(tokens, batch=3)
+            found, _ = attend(module, query, key, value, None)
+            torch.testing.assert_close(found, expected(query, key, value))
+
+        assert bound(module).group._local.limits == (4, 128, 64)
+
+    def test_limits_stay_with_what_a_pattern_covers(self):
+        attnplug.register(
+            "kit.tests.conformance.sparse.patterned", manifest=Path(sparse.__file__).with_name("attnplug.toml")
+        )
+        module = Module(Phi3SmallConfig(hidden_size=64, max_position_embeddings=48))
+        pattern = {"max_seqlen": 48, "block_size": 16, "local_blocks": 1, "vert_stride": 4, "homo_head": False}
+        source = torch.Generator().manual_seed(0)
+        query, key, value = (torch.randn(1, heads, 60, 16, generator=source) for heads in (4, 2, 2))
+
+        with attnplug.using(backend="sparse"):
+            for tokens, limit in ((33, 48), (48, 48), (60, 60)):  # a backend may refuse what is longer, by its length
+                rows = [part[:, :, :tokens] for part in (query, key, value)]
+                found, _ = attend(module, *rows, None)
+                wanted = attend_densely(*(part[0].transpose(0, 1) for part in rows), scale=0.25, block_sparse=pattern)
+                torch.testing.assert_close(found[0].double(), wanted.output, rtol=1e-5, atol=1e-5)
+                assert bound(module).group._local.limits[2] == limit
+
+    def test_threads_do_not_share_plans(self):
+        module = Module()
+        query, key, value = tensors(33)
+        attend(module, query, key, value, None)
+        found = []
+
+        def run(tokens):
+            for _ in range(10):
+                part = query[:, :, :tokens], key[:, :, :tokens], value[:, :, :tokens]
+                found.append(torch.allclose(attend(module, *part, None)[0], expected(*part), atol=1e-5))
+
+        threads = [threading.Thread(target=run, args=(tokens,)) for tokens in (3, 17, 33, 8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+        assert found == [True] * 40
+
+    def test_a_binding_goes_with_its_module(self):
+        module = Module()
+        attend(module, *tensors(), None)
+        group = weakref.ref(bound(module).group)
+
+        del module
+        gc.collect()
+
+        assert group() is None
+
+    def test_the_device_of_the_tensors_is_asked_about(self):
+        process.current()._device = Device.cuda("9.0")
+
+        assert device_of(torch.device("cpu")) == Device.cpu()
+        assert device_of(torch.device("cuda", 0)) is None
+        attend(module := Module(), *tensors(), None)
+        assert bound(module).selection.device == Device.cpu()
+
+    def test_a_device_that_came_to_life_after_the_process_looked(self):
+        process.current()._device = Device.cpu()
+
+        assert device_of(torch.device("cpu")) is None
+        assert device_of(torch.device("meta")) == Device("meta")
+        with attnplug.using(device=Device.cuda("9.0")):
+            assert device_of(torch.device("cpu")) == Device.cpu()
+
+
+def _counted(method, counts):
+    def counting(self, batch):
+        counts.append(id(self))
+        return method(self, batch)
+
+    return counting
+
+
+def test_facts_of_a_call_are_free_of_tensors():
+    query, key, value = tensors()
+    call = Call.of(Module(), query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
+
+    assert call.dtype == "float32"
+    assert hash(call) == hash(call)
+    assert call.requirements(Module()).attn_type == "decoder"
+    assert call.requirements(Module(is_causal=False)).attn_type == "encoder_only"
+
+
+def test_queries_of_another_sequence_are_cross_attention():
+    query, key, value = tensors(6, keys=3)
+    module = Module(is_causal=False)
+
+    call = Call.of(module, query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
+
+    assert call.requirements(module).attn_type == "encoder_decoder"

@@ -1,0 +1,238 @@
+"""The demonstration counts what happened, and is not content with less than everything."""
+
+from __future__ import annotations
+
+import attrs
+import pytest
+import torch
+
+from attnplug.discovery.plugin import Plugin
+from attnplug.discovery.registry import Registry
+from attnplug.manifest.reader import parse_manifest
+from attnplug.request.device import Device
+from attnplug.request.settings import Settings
+from attnplug.selection import process
+from attnplug_transformers.demo.describe import describe
+from attnplug_transformers.demo.models import EXAMPLES, Arrival, Distance, Outcome, Replay, decoding
+from attnplug_transformers.demo.models.reference import LEAST_MARGIN, Computed, clearest, margin
+from attnplug_transformers.demo.models.traffic import arrivals, drive
+from attnplug_transformers.demo.show import show
+from attnplug_transformers.engine import Engine
+from hosts.transformers.tests.engine.separate import MANIFEST
+from hosts.transformers.tests.models import model
+
+LLAMA, BERT = EXAMPLES[0], EXAMPLES[5]
+TEXT = bytes(range(256))
+
+
+@pytest.fixture
+def open_engine(host):
+    """Make engines of a tiny model, and close them afterwards."""
+    made = []
+
+    def opened(**how):
+        made.append(Engine(model("llama", num_hidden_layers=1), block_size=4, **how))
+        return made[-1]
+
+    yield opened
+    for engine in made:
+        engine.close()
+
+
+def outcome(tokens, expected, distance=None, traffic=None):
+    return Outcome(LLAMA, {}, "something", expected, tokens, 1.0, traffic=traffic, distance=distance)
+
+
+def shown(found, capsys, before=()):
+    show(found, before)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def traffic_of(engine, *coming):
+    return drive(engine, [Arrival(*one) for one in coming])[1]
+
+
+def test_one_request_alone(open_engine):
+    found = traffic_of(open_engine(max_num_tokens=100, num_blocks=12), (0, TEXT[:10], 5))
+
+    assert (found.num_requests, found.num_steps, found.most_in_flight, found.most_tokens) == (1, 5, 1, 10)
+    assert (found.num_chunked, found.num_chunks, found.num_mixed_steps) == (0, 1, 0)
+    assert (found.num_sharing, found.num_reused, found.num_waits, found.num_preemptions) == (0, 0, 0, 0)
+    assert (found.num_blocks, found.block_size, found.most_blocks) == (11, 4, 4)
+
+
+def test_pieces_of_a_prompt_beside_a_decode(open_engine):
+    found = traffic_of(open_engine(max_num_tokens=8, max_num_reqs=8), (0, TEXT[:3], 4), (1, TEXT[20:40], 1))
+
+    # 3; 1 + 7; 1 + 7; 1 + 6 of 20
+    assert (found.num_steps, found.most_tokens, found.most_in_flight) == (4, 8, 2)
+    assert (found.num_chunks, found.num_chunked, found.num_mixed_steps) == (4, 1, 3)
+
+
+def test_a_prompt_of_one_token_is_no_piece(open_engine):
+    found = traffic_of(open_engine(), (0, TEXT[:1], 2), (1, TEXT[1:2], 2))
+
+    assert (found.num_chunks, found.num_mixed_steps, found.most_tokens) == (0, 0, 2)
+
+
+def test_a_beginning_that_was_computed_before(open_engine):
+    engine = open_engine()
+    found = traffic_of(engine, (0, TEXT[:17], 3), (1, TEXT[:10] + TEXT[50:60], 2), (2, TEXT[:3], 2))
+
+    assert (found.num_sharing, found.num_reused) == (1, 8)
+    assert found.most_tokens == 17
+
+
+def test_who_waits_for_a_place(open_engine):
+    found = traffic_of(open_engine(max_num_reqs=1), (0, TEXT[:4], 3), (0, TEXT[4:8], 3), (9, TEXT[8:12], 3))
+
+    assert (found.num_waits, found.most_in_flight) == (1, 1)
+    assert found.num_steps == 12  # three of them with nothing to do
+    assert found.last_arrival == 9
+
+
+@pytest.mark.parametrize("num_blocks", [6, 7, 8, 9, 10, 17])
+def test_preemptions_are_those_that_the_scheduler_counts(open_engine, num_blocks):
+    engine = open_engine(num_blocks=num_blocks, reuse_prefixes=False)
+    found = traffic_of(engine, *((0, TEXT[4 * i : 4 * i + 4], 12) for i in range(4)))
+
+    assert found.num_preemptions == engine._scheduler.num_preemptions
+    assert (found.num_preemptions > 0) == (num_blocks < 17)
+    assert found.most_blocks <= num_blocks - 1
+    assert found.num_sharing == 0
+
+
+def test_requests_come_at_their_step(open_engine):
+    engine = open_engine()
+    steps = {}
+    submit = engine.submit
+
+    def submitted(prompt, **how):
+        steps[bytes(prompt)] = len(ran)
+        return submit(prompt, **how)
+
+    ran, step = [], engine.step
+    engine.submit, engine.step = submitted, lambda: ran.append(None) or step()
+    coming = [Arrival(0, b"one", 2), Arrival(3, b"two", 2), Arrival(9, b"three", 2)]
+    requests, _ = drive(engine, coming)
+
+    assert steps == {b"one": 0, b"two": 3, b"three": 9}
+    assert [request.tokens[: request.num_prompt_tokens] for request in requests] == [list(a.prompt) for a in coming]
+
+
+def test_requests_are_cut_from_any_text():
+    for length in (200, 1000):
+        coming = arrivals(bytes(index % 256 for index in range(length)))
+        assert all(arrival.prompt for arrival in coming)
+        assert len({arrival.prompt for arrival in coming}) == len(coming)
+        shared = [arrival for arrival in coming[1:] if arrival.prompt[:48] == coming[0].prompt[:48]]
+        assert len(shared) == 2
+
+
+def test_all_tokens_have_to_be_there():
+    expected = ((1, 2, 3), (4, 5))
+
+    assert outcome(expected, expected).agrees
+    assert not outcome(((1, 2, 3), (4, 6)), expected).agrees
+    short = outcome(((1, 2), (4, 5)), expected)
+    assert (short.agrees, short.num_equal, short.num_tokens) == (False, 4, 5)
+    long = outcome(((1, 2, 3), (4, 5, 6)), expected)
+    assert (long.agrees, long.num_equal, long.num_tokens) == (False, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("found", "small"), [(0.0, True), (0.4, True), (0.6, False), (float("nan"), False), (float("inf"), False)]
+)
+def test_a_distance_counts_even_where_tokens_agree(found, small, capsys):
+    distance = Distance.between("numbers", torch.tensor([1.0, found]), torch.tensor([1.0, 0.0]), 0.5)
+    tried = outcome(((1, 2),), ((1, 2),), distance)
+
+    assert (distance.count, distance.is_small) == (2, small)
+    assert tried.agrees == small
+    assert ("WRONG: 2 of 2 tokens agree; numbers differ by" in shown(tried, capsys)) == (not small)
+    assert (describe(tried)["distance"]["largest"] is None) == (str(found) in ("nan", "inf"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (((1, 2), (3, 9)), "3 of 4 tokens agree; token 1 of sequence 1 is 9 instead of 4"),
+        (((1, 2), (3,)), "3 of 4 tokens agree; sequence 1 has 1 token instead of 2"),
+    ],
+)
+def test_the_first_wrong_token_is_named(tokens, said, capsys):
+    assert said in shown(outcome(tokens, ((1, 2), (3, 4))), capsys)
+
+
+def test_what_an_engine_did_is_told_once(open_engine, capsys):
+    found = traffic_of(open_engine(), (0, TEXT[:4], 2))
+    first = outcome(((1,),), ((1,),), traffic=found)
+
+    assert "at most 1 request in flight (64 allowed), 0 of 1 had to wait" in shown(first, capsys)
+    assert "step by step as for Llama" in shown(attrs.evolve(first, example=EXAMPLES[1]), capsys, [first])
+    other = attrs.evolve(first, traffic=attrs.evolve(found, num_steps=9))
+    assert "9 steps, the last request" in shown(other, capsys, [first])
+
+
+def test_a_replay_has_to_agree_too(capsys):
+    tried = attrs.evolve(outcome(((1, 2),), ((1, 2),)), replay=Replay(3, ((1, 2),)))
+    assert tried.agrees
+    assert "all once more, with decodes replayed from 3 recorded steps on graph slots" in shown(tried, capsys)
+    assert describe(tried)["replay"] == {"num_recorded": 3, "num_equal": 2, "tokens": [[1, 2]]}
+
+    wrong = attrs.evolve(tried, replay=Replay(3, ((1, 7),)))
+    assert not wrong.agrees
+    assert "WRONG: 2 of 2 tokens agree; 1 of 2 tokens agree where decodes are replayed" in shown(wrong, capsys)
+    assert "token 1 of sequence 0 is 7 instead of 2" in shown(wrong, capsys)
+    assert describe(wrong)["replay"] == {"num_recorded": 3, "num_equal": 1, "tokens": [[1, 7]]}
+
+
+def test_no_replay_where_a_backend_has_no_graphs(host):
+    assert decoding.decode(LLAMA, TEXT).replay is not None
+
+    parsed = parse_manifest(MANIFEST, "separate/attnplug.toml")
+    registry = Registry([Plugin("separate", "hosts.transformers.tests.engine.separate", "separate", "1.0", parsed)])
+    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    found = decoding.decode(LLAMA, TEXT)
+
+    assert found.agrees
+    assert found.replay is None
+    assert describe(found)["replay"] is None
+
+
+def test_weights_are_drawn_until_no_choice_is_close():
+    margins = iter([0.0, LEAST_MARGIN / 2, LEAST_MARGIN, 1.0])
+
+    _, found = clearest(BERT, lambda _: Computed(((1,),), next(margins)))
+
+    assert found.margin == LEAST_MARGIN
+
+
+def test_the_clearest_of_all_draws_is_taken():
+    margins = [LEAST_MARGIN * part for part in (0.1, 0.7, 0.3, *[0.2] * 13)]
+    coming = iter(margins)
+    drawn = []
+
+    made, found = clearest(BERT, lambda model: drawn.append(model) or Computed(((1,),), next(coming)))
+
+    assert len(drawn) == len(margins)
+    assert found.margin == margins[1]
+    assert made is drawn[1]
+
+
+def test_the_margin_is_the_least_of_all_rows():
+    assert margin([torch.tensor([[3.0, 1.0, 2.5]]), torch.tensor([[0.0, 9.0, 8.75]])]) == 0.25
+
+
+def test_a_model_goes_back_to_its_own_attention_when_a_run_fails(host, monkeypatch):
+    def fail(engine, coming):
+        assert engine.model.config._attn_implementation == "attnplug_engine"
+        models.append(engine.model)
+        raise RuntimeError
+
+    models = []
+    monkeypatch.setattr(decoding, "drive", fail)
+    with pytest.raises(RuntimeError):
+        decoding.decode(LLAMA, TEXT)
+
+    assert models[0].config._attn_implementation == "eager"

@@ -1,0 +1,293 @@
+"""Whole models: what they compute through attnplug is what transformers computes alone."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+import transformers
+
+from attnplug.errors import NoBackendError
+from hosts.transformers.tests.models import PAD, generate, model, prompts, sharpen
+
+LENGTHS = (19, 1, 12)
+DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2"]
+
+
+@pytest.fixture(params=["torch", "mirror"])
+def server(request):
+    """Run a test on the embedded backend, and on another one that serves everything."""
+    if request.param == "mirror":
+        request.getfixturevalue("mirror")
+
+
+def both(made, run):
+    """Return what a function of the model gives on eager attention and through attnplug."""
+    made.set_attn_implementation("eager")
+    expected = run()
+    made.set_attn_implementation("attnplug")
+    return expected, run()
+
+
+def logits(made, ids, mask, **rest):
+    with torch.no_grad():
+        return made(input_ids=ids, attention_mask=mask, **rest).logits
+
+
+def assert_close(found, expected, rows=None):
+    rows = torch.ones(found.shape[:2], dtype=torch.bool) if rows is None else rows
+    torch.testing.assert_close(found[rows], expected[rows], rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["left", "right"])
+@pytest.mark.parametrize("name", DECODERS)
+def test_padded_prefill(host, name, right):
+    made = model(name)
+    ids, mask = prompts(*LENGTHS, right=right)
+
+    expected, found = both(made, lambda: logits(made, ids, mask))
+
+    assert_close(found, expected, mask.bool())
+    assert not torch.equal(found, expected)  # it did run on something else
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_generation(host, name, cache):
+    made = model(name)
+    ids, mask = prompts(*LENGTHS)
+
+    (expected, margin), (found, _) = both(made, lambda: generate(made, ids, mask, cache_implementation=cache))
+
+    assert margin > 1e-4
+    assert torch.equal(found, expected)
+    assert len(set(expected.flatten().tolist())) > 8  # a model that repeats itself would prove little
+
+
+@pytest.mark.parametrize("name", ["mistral", "gpt_oss"])
+def test_beam_search(host, name):
+    made = model(name)
+    ids, mask = prompts(7, 12)
+
+    (expected, _), (found, _) = both(made, lambda: generate(made, ids, mask, 8, num_beams=3))
+
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
+def test_a_prompt_in_pieces_through_a_cache(host, name):
+    made = model(name)
+    ids, mask = prompts(21, 15)
+
+    def in_pieces():
+        cache, found = None, []
+        for start, end in ((0, 9), (9, 10), (10, 21)):
+            with torch.no_grad():
+                out = made(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits)
+        return torch.cat(found, 1)
+
+    expected, found = both(made, in_pieces)
+
+    assert_close(found, expected, mask.bool())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_half_precision(host, name):
+    made = model(name, dtype=torch.bfloat16, num_hidden_layers=2)
+    exact = model(name, num_hidden_layers=2)
+    ids, mask = prompts(*LENGTHS)
+
+    expected, found = both(made, lambda: logits(made, ids, mask).float())
+
+    truth = logits(exact, ids, mask)[mask.bool()]
+    assert (found[mask.bool()] - truth).abs().mean() < 1.5 * (expected[mask.bool()] - truth).abs().mean()
+
+
+def test_no_padding_and_no_mask(host):
+    made = model("mistral")
+    ids, _ = prompts(14, 14)
+
+    expected, found = both(made, lambda: logits(made, ids, None))
+
+    assert_close(found, expected)
+
+
+def test_a_row_of_nothing_but_padding(host):
+    made = model("llama")
+    ids, mask = prompts(9, 5)
+    mask[1] = 0
+
+    expected, found = both(made, lambda: logits(made, ids, mask))
+
+    assert_close(found[:1], expected[:1])
+    assert found.isfinite().all()
+
+
+def test_a_hole_in_the_padding_of_a_full_layer(host):
+    made = model("llama")
+    ids, mask = prompts(12, 12)
+    mask[0, 4:6] = 0
+
+    expected, found = both(made, lambda: logits(made, ids, mask))
+
+    assert_close(found, expected, mask.bool())
+
+
+def test_chunked_attention(host, server):
+    made = model("llama4")
+    ids, mask = prompts(*LENGTHS)
+
+    expected, found = both(made, lambda: logits(made, ids, mask))
+    (tokens, margin), (through, _) = both(made, lambda: generate(made, ids, mask))
+
+    assert_close(found, expected, mask.bool())
+    assert margin > 1e-4
+    assert torch.equal(through, tokens)
+
+
+@pytest.mark.parametrize("right", [False, True], ids=["left", "right"])
+@pytest.mark.parametrize("name", ["bert", "modernbert"])
+def test_encoders(host, server, name, right):
+    made = model(name)
+    ids, mask = prompts(*LENGTHS, right=right)
+
+    def hidden():
+        with torch.no_grad():
+            return made(input_ids=ids, attention_mask=mask).last_hidden_state
+
+    expected, found = both(made, hidden)
+
+    assert_close(found, expected, mask.bool())
+    assert {s.requirements.attn_type for s in host.selections(made).values()} == {"encoder_only"}
+
+
+def test_encoder_decoder(host, server):
+    made = model("bart")
+    ids, mask = prompts(*LENGTHS, right=True)
+
+    (expected, margin), (found, _) = both(made, lambda: _continue(made, ids, mask))
+
+    assert margin > 1e-4
+    assert torch.equal(found, expected)
+    kinds = {name: s.requirements.attn_type for name, s in host.selections(made).items()}
+    assert kinds["model.encoder.layers.1.self_attn"] == "encoder"
+    assert kinds["model.decoder.layers.0.self_attn"] == "decoder"
+    assert kinds["model.decoder.layers.1.encoder_attn"] == "encoder_decoder"
+
+
+def _continue(made, ids, mask):
+    found = made.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        do_sample=False,
+        min_new_tokens=12,
+        max_new_tokens=12,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(found.logits, 1).topk(2).values
+    return found.sequences, float((best[..., 0] - best[..., 1]).min())
+
+
+def test_audio_encoder_decoder(host, server):
+    made = model("whisper")
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(3))
+    ids, _ = prompts(7, 7)
+
+    def hidden():
+        with torch.no_grad():
+            return made(input_features=features, decoder_input_ids=ids).last_hidden_state
+
+    expected, found = both(made, hidden)
+
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_from_sound(host, server, cache):
+    config = model("whisper").config
+    made = transformers.WhisperForConditionalGeneration._from_config(config, attn_implementation="eager")
+    made.generation_config.eos_token_id = None
+    sharpen(made)
+    features = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(3))
+
+    def generated():
+        found = made.generate(
+            input_features=features,
+            do_sample=False,
+            max_new_tokens=12,
+            cache_implementation=cache,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        best = torch.stack(found.logits, 1).topk(2).values
+        return found.sequences, float((best[..., 0] - best[..., 1]).min())
+
+    (expected, margin), (found, _) = both(made, generated)
+
+    assert margin > 1e-4
+    assert torch.equal(found, expected)
+    assert not torch.equal(expected[0], expected[1])  # it hears
+    kinds = {name: s.requirements.attn_type for name, s in host.selections(made).items()}
+    assert kinds["model.encoder.layers.1.self_attn"] == "encoder"
+    assert kinds["model.decoder.layers.0.self_attn"] == "decoder"
+    assert kinds["model.decoder.layers.1.encoder_attn"] == "encoder_decoder"
+
+
+def test_a_model_that_nothing_serves_says_why(host, plain_only):
+    made = model("mistral")
+    made.set_attn_implementation("attnplug")
+    ids, mask = prompts(4)
+
+    with pytest.raises(NoBackendError, match="sliding_window=6 asked, supported: only none"):
+        logits(made, ids, mask)
+
+
+def test_a_compiled_decoding_step(host):
+    made = model("mistral")
+    ids, mask = prompts(13, 8)
+    how = transformers.CompileConfig(backend="eager", mode=None)
+    how._compile_all_devices = True
+
+    expected, _ = generate(made, ids, mask, 8, cache_implementation="static")
+    made.set_attn_implementation("attnplug")
+    found, _ = generate(made, ids, mask, 8, cache_implementation="static", compile_config=how)
+
+    assert torch.equal(found, expected)
+
+
+def test_the_dense_function_compiles_around_itself(host):
+    made = model("mistral")
+    ids, mask = prompts(13, 8)
+    expected, _ = both(made, lambda: logits(made, ids, mask))
+    made.set_attn_implementation("attnplug")
+
+    compiled = torch.compile(made, backend="eager")
+    found = logits(compiled, ids, mask)
+
+    assert_close(found, expected, mask.bool())
+
+
+def test_compiling_into_one_graph_is_refused(host):
+    made = model("llama")
+    made.set_attn_implementation("attnplug")
+    ids, mask = prompts(5)
+
+    with pytest.raises(Exception, match=r"(?s)torch.compiler.disable.*(make_mask|attend)") as caught:
+        logits(torch.compile(made, backend="eager", fullgraph=True), ids, mask)
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:
+        assert "attnplug does not support torch.compile(fullgraph=True)" in str(caught.value)
+        assert "call torch.compile without fullgraph=True" in str(caught.value)
+
+
+def test_padding_is_what_the_mask_says_and_not_a_token(host):
+    made = model("llama")
+    ids, mask = prompts(6)
+    ids[0, 2] = PAD  # a padding token that the mask counts
+
+    expected, found = both(made, lambda: logits(made, ids, mask.fill_(1)))
+
+    assert_close(found, expected)

@@ -1,0 +1,136 @@
+"""
+Which values a field can have for a variant, and what that means for conditions.
+
+A field that asks for nothing is served by everyone, so that its neutral value is always among them. Every answer here
+is sure: where a field can have any value, or two fields depend on each other, a condition may hold and may not.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from packaging.utils import canonicalize_name
+
+from attnplug.manifest import Alternative, Constraint, Exact, Holds, IsAsked, IsInstalled, Range
+from attnplug.request import FIELDS, Integer, Names
+from attnplug_kit.check.versions import contradict, follows, parsed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from attnplug.manifest import Condition, Variant
+
+_MOST_MEMBERS: Final = 4096
+_ANYTHING: Final = ("vendor", "features", "phases")
+"""Fields about which nothing is said: undeclared, more than one value of them is served."""
+
+
+def can_hold(condition: Condition, variant: Variant) -> bool:
+    """Whether a condition holds for something that the variant declares."""
+    if isinstance(condition, IsInstalled):
+        return any(_can_be_installed(text, variant) for text in condition.requirements)
+    if isinstance(condition, IsAsked):
+        return not condition.asked or _can_be_asked(condition.field, variant)
+    values = values_of(condition.field, variant)
+    return values is None or bool(condition.constraint.intersect(values).alternatives)
+
+
+def always_holds(condition: Condition, variant: Variant, *, absent: bool = False) -> bool:
+    """Whether a condition holds for everything that the variant declares; `absent` as for `Holds.holds`."""
+    if isinstance(condition, IsInstalled):
+        return any(_is_always_installed(text, variant) for text in condition.requirements)
+    if isinstance(condition, IsAsked):
+        return not condition.asked and not _can_be_asked(condition.field, variant)
+    values = values_of(condition.field, variant)
+    if values is None or isinstance(values.domain, Names) or (_may_be_absent(condition.field, variant) and not absent):
+        return False
+    return all(_covers(condition.constraint, alternative) for alternative in values.alternatives)
+
+
+def can_be_met(condition: Condition, variant: Variant) -> bool:
+    """Whether a condition of a `need` holds for something that the variant declares; what is absent needs nothing."""
+    absent = isinstance(condition, Holds) and _may_be_absent(condition.field, variant)
+    return absent or can_hold(condition, variant)
+
+
+def exhausted(conditions: Iterable[Condition], variant: Variant) -> str:
+    """Return the first field of which no value meets all of these conditions of a `need`, or an empty text."""
+    left: dict[str, Constraint | None] = {}
+    for condition in conditions:
+        name = condition.field
+        if not can_be_met(condition, variant):
+            return name
+        if isinstance(condition, Holds) and not _may_be_absent(name, variant):
+            values = left.get(name, values_of(name, variant))
+            left[name] = condition.constraint if values is None else values.intersect(condition.constraint)
+    return next((name for name, values in left.items() if values is not None and not values.alternatives), "")
+
+
+def values_of(name: str, variant: Variant) -> Constraint | None:
+    """Return the values that a field can have for a variant, or None for any."""
+    item = FIELDS[name]
+    declared = variant.supports.get(name)
+    if name in _ANYTHING or (declared is None and item.open):
+        return None
+    listed = [a for a in declared.alternatives if a != Exact("auto")] if declared else []
+    return Constraint(item.domain, tuple(dict.fromkeys((*listed, *_neutral(name, variant)))))
+
+
+def _neutral(name: str, variant: Variant) -> tuple[Alternative, ...]:
+    """Return the values that ask for nothing."""
+    followed = {"head_size_v": "head_size", "kv_cache_dtype": "dtype"}.get(name)
+    if followed:
+        source = variant.supports.get(followed)
+        return source.alternatives if source else ()
+    if name == "causal":
+        return Exact(value=True), Exact(value=False)
+    item = FIELDS[name]
+    return () if item.neutral is None or item.required else (Exact(item.neutral),)
+
+
+def _can_be_asked(name: str, variant: Variant) -> bool:
+    item = FIELDS[name]
+    if item.free:  # what a negotiation settles is never asked for
+        return False
+    return item.open or name in _ANYTHING or name in variant.supports
+
+
+def _may_be_absent(name: str, variant: Variant) -> bool:
+    item = FIELDS[name]
+    if name == "compute_capability":
+        types = variant.supports.get("device_type")
+        return types is None or types.alternatives != (Exact("cuda"),)
+    return name not in ("head_size_v", "gqa_ratio") and not item.required and item.neutral is None
+
+
+def _covers(constraint: Constraint, part: Alternative) -> bool:
+    if isinstance(part, Exact):
+        return constraint.allows(part.value)
+    domain = constraint.domain
+    low = part.min if part.min is not None else getattr(domain, "min", None)
+    if isinstance(domain, Integer) and part.max is not None and part.max <= _MOST_MEMBERS:
+        return all(map(constraint.allows, Constraint(domain, (part,)).members(_MOST_MEMBERS)))
+    return any(_contains(domain, a, low, part) for a in constraint.alternatives if isinstance(a, Range))
+
+
+def _contains(domain: Any, outer: Range, low: Any, inner: Range) -> bool:
+    starts = outer.min is None or (low is not None and domain.rank(outer.min) <= domain.rank(low))
+    ends = outer.max is None or (inner.max is not None and domain.rank(inner.max) <= domain.rank(outer.max))
+    steps = outer.multiple_of is None or (inner.multiple_of or 1) % outer.multiple_of == 0
+    return starts and ends and steps
+
+
+def _can_be_installed(text: str, variant: Variant) -> bool:
+    asked = parsed(text)
+    return asked is None or not contradict([asked, *_required(asked.name, variant)])
+
+
+def _is_always_installed(text: str, variant: Variant) -> bool:
+    asked = parsed(text)
+    return asked is not None and follows(_required(asked.name, variant), asked)
+
+
+def _required(name: str, variant: Variant) -> list[Any]:
+    """Return what a variant requires of a distribution, wherever it runs."""
+    found = filter(None, map(parsed, variant.requires))
+    return [each for each in found if canonicalize_name(each.name) == canonicalize_name(name) and each.marker is None]

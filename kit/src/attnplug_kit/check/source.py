@@ -1,0 +1,112 @@
+"""What the source of a plugin module shows without being run: its hooks, and whether its options are read."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import TYPE_CHECKING, Final
+
+from attnplug.manifest import locate
+from attnplug.request import near
+from attnplug_kit.check.finding import Finding
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from attnplug.manifest import Manifest
+
+HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "attnplug_backend": ("variant", "agreement"),
+    "attnplug_probe": ("variant", "agreement", "device"),
+}
+"""The hooks with their arguments, as `attnplug.contract.hooks` specifies them."""
+
+
+def check_hooks(file: Path) -> Iterator[Finding]:
+    """Yield what is wrong with the hooks of a plugin module."""
+    path = str(file)
+    try:
+        tree = ast.parse(file.read_bytes(), path)
+    except (SyntaxError, ValueError) as error:
+        line = getattr(error, "lineno", None)
+        yield Finding(f"it is not Python: {error}", "the plugin module is a Python module", "correct it", path, line)
+        return
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("attnplug_")]
+    for node in found:
+        yield from _check_hook(node, path)
+    if "attnplug_backend" not in _names(tree):
+        yield Finding(
+            "no hook 'attnplug_backend'",
+            "the plugin module has it: attnplug_backend(variant, agreement), marked with @hookimpl",
+            "write it, or import it there",
+            path,
+        )
+
+
+def check_options(manifest: Manifest, text: str, package: Path) -> Iterator[Finding]:
+    """Yield options that no module of the package mentions."""
+    if not manifest.options:
+        return
+    files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
+    source = "\n".join(file.read_text("utf-8", errors="replace") for file in files)
+    for name in manifest.options:
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            yield Finding(
+                f"the option {name!r}",
+                "no module of the package mentions it, so that setting it changes nothing",
+                "read it from agreement.options, or remove it",
+                manifest.path,
+                locate(text, ("options", name)),
+                "note",
+            )
+
+
+def _check_hook(node: ast.FunctionDef, path: str) -> Iterator[Finding]:
+    if node.name not in HOOKS:
+        yield Finding(
+            f"the hook {node.name!r}{near(node.name, tuple(HOOKS))}",
+            f"the hooks are {', '.join(HOOKS)}",
+            "correct the name",
+            path,
+            node.lineno,
+        )
+        return
+    known = HOOKS[node.name]
+    for argument in (*node.args.posonlyargs, *node.args.args):
+        if argument.arg not in known:
+            yield Finding(
+                f"the argument {argument.arg!r} of {node.name}{near(argument.arg, known)}",
+                f"it is called with {', '.join(known)}, of which it may take fewer",
+                "correct the name, or remove it",
+                path,
+                argument.lineno,
+            )
+    if not any(_last_name(decorator) == "hookimpl" for decorator in node.decorator_list):
+        yield Finding(
+            f"{node.name} without @hookimpl",
+            "a hook is marked with attnplug.contract.hooks.hookimpl, or is not found",
+            "mark it",
+            path,
+            node.lineno,
+            "note",
+        )
+
+
+def _last_name(node: ast.expr) -> str:
+    if isinstance(node, ast.Call):
+        return _last_name(node.func)
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+
+
+def _names(tree: ast.Module) -> set[str]:
+    """Return what a module may define: everything where it imports with a star."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {"attnplug_backend" if a.name == "*" else a.asname or a.name for a in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+    return found

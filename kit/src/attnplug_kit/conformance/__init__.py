@@ -1,0 +1,42 @@
+"""
+The conformance kit: does a backend do what its manifest says, and refuse the rest?
+
+    pytest --pyargs attnplug_kit --attn-backend=NAME[/variant] [--attn-report=DIR]
+
+or, among the tests of a plugin,
+
+    from attnplug_kit.conformance import Conformance
+
+    class TestMine(Conformance):
+        backend = "mine/plain"
+
+`Conformance` has all tiers; each is a class of its own that can be inherited alone.
+"""
+
+from attnplug_kit.conformance.basic import Basic
+from attnplug_kit.conformance.building import Building
+from attnplug_kit.conformance.cache_writes import CacheWrites
+from attnplug_kit.conformance.capabilities import Capabilities
+from attnplug_kit.conformance.conformance import Conformance
+from attnplug_kit.conformance.graphs import Graphs
+from attnplug_kit.conformance.listening import Listening
+from attnplug_kit.conformance.log_sum_exp import LogSumExp
+from attnplug_kit.conformance.purity import Purity
+from attnplug_kit.conformance.refusals import Refusals
+from attnplug_kit.conformance.stepping import Stepping
+from attnplug_kit.conformance.tier import Tier
+
+__all__ = [
+    "Basic",
+    "Building",
+    "CacheWrites",
+    "Capabilities",
+    "Conformance",
+    "Graphs",
+    "Listening",
+    "LogSumExp",
+    "Purity",
+    "Refusals",
+    "Stepping",
+    "Tier",
+]

@@ -1,0 +1,119 @@
+"""
+The pytest plugin of the kit: gathers what its tests noted, and says it at the end of the run.
+
+`attnplug_kit.pytest_plugin` registers it, which pytest finds by its entry point. Where pytest-xdist spreads the tests
+over processes (``-n 4``), each of them says in its reports what they are about, and the first one puts them together.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from attnplug.request import Device
+from attnplug_kit.conformance.record import SUBJECT
+from attnplug_kit.conformance.report import SubjectReport, report_of, subject_of
+from attnplug_kit.conformance.subject import Subject, find_subjects
+from attnplug_kit.conformance.table import lines_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from attnplug_kit.conformance.choice import LeftOut
+
+_PART: Final = "attnplug_part"  # what a process of pytest-xdist tells the first one: that it left tests out
+
+
+class Reporter:
+    """
+    Gathers the reports of one run.
+
+    Args:
+        folder: Where JSON goes; None writes none.
+        command: The command of the run, as the files name it.
+        complete: Whether a declared value that no test exercised fails the run.
+        left_out: The variants that the command line means, and the run does not test.
+    """
+
+    def __init__(self, folder: Path | None, command: str, *, complete: bool, left_out: Sequence[LeftOut] = ()) -> None:
+        self._folder = folder
+        self._command = command
+        self._complete = complete
+        self._left_out = left_out
+        self._subjects: dict[str, Subject] = {}
+        self._reports: dict[str, pytest.TestReport] = {}
+        self._found: list[SubjectReport] = []
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Say in a test's report which subject it is about, whether it runs or not."""
+        call = getattr(item, "callspec", None)
+        subject = call.params.get("subject") if call is not None else None
+        if isinstance(subject, Subject):
+            told = {"id": subject.id, "device": subject.device.to_dict(), "features": subject.features}
+            name = json.dumps(told, sort_keys=True)
+            self._subjects[name] = subject
+            item.user_properties.append((SUBJECT, name))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep the report of a test's call, or of the phase that it did not get beyond."""
+        if report.when == "call" or not report.passed:
+            self._reports[report.nodeid] = report
+
+    def pytest_deselected(self) -> None:
+        """Part of a run exercises part of what is declared."""
+        self._complete = False
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Put the reports together, write them, and fail a run that left something out."""
+        told = getattr(session.config, "workeroutput", None)
+        if told is not None:
+            told[_PART] = not self._complete
+            return
+        by_subject: dict[str, list[pytest.TestReport]] = {}
+        for report in self._reports.values():
+            name = subject_of(report)
+            if name is not None:
+                by_subject.setdefault(name, []).append(report)
+        self._found = [report_of(self._subject(name), found) for name, found in sorted(by_subject.items())]
+        if self._folder is not None and self._found:
+            _write(self._folder, self._command, self._found)
+        if self._complete and any(report.missing for report in self._found) and session.exitstatus == 0:
+            session.exitstatus = 1
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Hear from a process of pytest-xdist whether it left tests out."""
+        if getattr(node, "workeroutput", {}).get(_PART):
+            self._complete = False
+
+    def _subject(self, name: str) -> Subject:
+        """The subject of a report: of this process, or of one that collected the tests for it."""
+        if name not in self._subjects:
+            data = json.loads(name)
+            (self._subjects[name],) = find_subjects(data["id"], Device.from_dict(data["device"]), data["features"])
+        return self._subjects[name]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print a table for each subject, and what was left out."""
+        for report in self._found:
+            terminalreporter.section(f"attnplug: {report.subject.id}")
+            for line in lines_of(report):
+                terminalreporter.write_line(line)
+        for left in self._left_out:
+            terminalreporter.section(f"attnplug: {left.subject}")
+            terminalreporter.write_line(str(left))
+
+
+def _write(folder: Path, command: str, reports: list[SubjectReport]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    _dump(folder / "report.json", [{"command": command, **report.to_dict()} for report in reports])
+    for report in reports:
+        name = "-".join(("evidence", report.subject.id.replace("/", "-"), *report.subject.features))
+        _dump(folder / f"{name}.json", {"command": command, **report.evidence()})
+
+
+def _dump(path: Path, data: object) -> None:
+    path.write_text(json.dumps(data, indent=2, default=str) + "\n", encoding="utf-8")

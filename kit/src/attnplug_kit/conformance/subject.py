@@ -1,0 +1,169 @@
+"""What the kit tests: one variant of one installed backend, on the device of this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attrs import field, frozen
+
+from attnplug import load, registry
+from attnplug.errors import RequirementsError, UnknownBackendError
+from attnplug.manifest import IsAsked
+from attnplug.negotiation import Candidate, Question, Remedy, negotiate
+from attnplug.request import FIELDS, Device, near
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from attnplug.contract import Backend
+    from attnplug.manifest import Constraint, Rule
+    from attnplug.negotiation import Reason
+    from attnplug.request import Requirements
+
+
+@frozen
+class Subject:
+    """
+    A candidate that can run here.
+
+    Attributes:
+        id: ``backend/variant``.
+        device: The device of this process.
+        candidate: The candidate, its manifest included.
+        features: The open features that every request asks for, sorted.
+    """
+
+    id: str
+    device: Device
+    candidate: Candidate = field(eq=False, repr=False)
+    features: tuple[str, ...] = ()
+
+    @property
+    def supports(self) -> Mapping[str, Constraint]:
+        """What the variant declares, by field."""
+        return self.candidate.variant.supports if self.candidate.variant else {}
+
+    @property
+    def open_features(self) -> tuple[str, ...]:
+        """The open features that the variant lists."""
+        return self.candidate.variant.features if self.candidate.variant else ()
+
+    @property
+    def rules_that_need_features(self) -> tuple[Rule, ...]:
+        """The rules that refuse requests without any open feature."""
+        rules = self.candidate.variant.rules if self.candidate.variant else ()
+        needing, lacking = IsAsked("features", asked=True), IsAsked("features", asked=False)
+        return tuple(rule for rule in rules if needing in rule.need or (lacking in rule.when and not rule.need))
+
+    def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
+        """Return why the candidate does not serve the requirements; nothing where it does."""
+        return negotiate(self.candidate, Question(requirements, self.device)).objections
+
+    def load(self, requirements: Requirements) -> Backend:
+        """Return the backend for requirements, by way of the public entry."""
+        return load(requirements, self.device, backend=self.id)
+
+    def __str__(self) -> str:
+        return self.id
+
+
+def find_subjects(name: str, device: Device | str | None = None, features: Sequence[str] = ()) -> tuple[Subject, ...]:
+    """
+    Return what a name means: the variants of a backend that can run here, or the one that is named.
+
+    With open features, these are the variants that list all of them.
+
+    Args:
+        name: ``backend`` or ``backend/variant``; aliases of the backend too.
+        device: The device, or its name; None is this process's.
+        features: The open features that every request is to ask for.
+
+    Raises:
+        DeviceError: The device's name is none.
+        UnknownBackendError: Nothing of that name is installed, it is broken, or nothing of it can run here.
+        RequirementsError: The features are no such names, or nothing that can run here lists all of them.
+    """
+    asked = _canonical(features)
+    here = Device.current() if device is None else Device.parse(device) if isinstance(device, str) else device
+    backend, _, variant = name.partition("/")
+    named = [
+        item
+        for item in _candidates()
+        if backend in (item.backend, *item.aliases) and (not variant or item.id == f"{item.backend}/{variant}")
+    ]
+    broken = [item for item in _registered() if item.backend == backend and item.variant is None and item.obstacles]
+    if broken and not named:
+        raise UnknownBackendError(
+            f"the backend {name!r} was to be tested",
+            f"it is installed, and {broken[0].standing}: {'; '.join(map(str, broken[0].obstacles))}",
+            broken[0].remedy or "attnplug check PATH says more of its project",
+        )
+    if not named:
+        names = list(installed())
+        raise UnknownBackendError(
+            f"the backend {name!r} was to be tested{near(name, names)}",
+            f"installed are {', '.join(names) or 'none'}",
+            "install it, or name one of these",
+        )
+    ready = [item for item in named if not _obstacles(item, here)]
+    if not ready:
+        why = "; ".join(f"{item.id}: {', '.join(map(str, _obstacles(item, here)))}" for item in named)
+        raise UnknownBackendError(
+            f"the backend {name!r} was to be tested on {here}",
+            f"it cannot run here: {why}",
+            "; or ".join([*_ways(named), "test it on a device that it serves"]),
+        )
+    return _asked_for(tuple(Subject(item.id, here, item, asked) for item in ready), name)
+
+
+def _canonical(features: Sequence[str]) -> tuple[str, ...]:
+    domain = FIELDS["features"].domain
+    try:
+        names: tuple[str, ...] = domain.canonical(features)
+    except ValueError:
+        raise RequirementsError(
+            f"the open features {features!r} were to be asked for",
+            "each is a dotted name, VENDOR.NAME",
+            "write --attn-feature=vendor.name once for each, or features = ('vendor.name',) in the class",
+        ) from None
+    return names
+
+
+def _asked_for(ready: tuple[Subject, ...], name: str) -> tuple[Subject, ...]:
+    """Return the subjects that list every open feature that is asked of them."""
+    listing = tuple(subject for subject in ready if set(subject.features) <= set(subject.open_features))
+    if not listing:
+        asked, known = ready[0].features, sorted({each for subject in ready for each in subject.open_features})
+        strange = next((each for each in asked if each not in known), "")
+        raise RequirementsError(
+            f"the backend {name!r} was to be tested with features={asked}{near(strange, known)}",
+            "; ".join(f"{each.id} lists {', '.join(each.open_features) or 'no open feature'}" for each in ready),
+            "ask for what a variant lists, or list the feature in the attnplug.toml of the variant",
+        )
+    return listing
+
+
+def installed() -> tuple[str, ...]:
+    """Return the names of what is installed, ``backend/variant`` each."""
+    return tuple(sorted(item.id for item in _candidates()))
+
+
+def _registered() -> list[Candidate]:
+    found = registry().candidates()
+    return [item for item in found if item.standing != "absent"]
+
+
+def _candidates() -> list[Candidate]:
+    return [item for item in _registered() if item.variant is not None]
+
+
+def _ways(candidates: Iterable[Candidate]) -> Iterator[str]:
+    """Say of each candidate that lacks something how to get it."""
+    for item in candidates:
+        if item.install or item.remedy:
+            yield f"{item.id}: {Remedy(install=item.install, action=item.remedy)}"
+
+
+def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:
+    facts = [fact for fact in device.facts().items() if fact[1] is not None]
+    return [*candidate.obstacles, *candidate.objections(facts)]

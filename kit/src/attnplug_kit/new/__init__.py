@@ -1,0 +1,58 @@
+"""``attnplug new``: a plugin project that is right from the start, for a vendor to put a kernel into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from attnplug.commands import OK, say, say_json
+
+if TYPE_CHECKING:
+    import argparse
+
+SUMMARY: Final = "a plugin project to start from, which passes on the CPU"
+
+_EPILOG: Final = """\
+The backend attends in plain torch, over paged and dense K/V on the CPU, and its tests are the conformance kit.
+
+examples:
+  attnplug new acme
+  attnplug new acme --path plugins/acme
+
+exit codes: 0 the project is written, 2 the name is no name or taken, or there is something at DIR
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.usage = "attnplug new NAME [options]"
+    parser.description = "Write a plugin project that can be installed, and passes the conformance kit as it is."
+    parser.epilog = _EPILOG
+    parser.add_argument("name", metavar="NAME", help="the backend's name, such as acme or acme_fast")
+    parser.add_argument("--path", metavar="DIR", help="the project's folder; default: attnplug-NAME here")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write a project."""
+    from attnplug_kit.new.name import new_name  # noqa: PLC0415 - help costs nothing this way
+    from attnplug_kit.new.project import render, write  # noqa: PLC0415 - as above
+
+    name, alike = new_name(arguments.name)
+    folder = Path(arguments.path or name.distribution)
+    files = render(name)
+    write(folder, files)
+    if arguments.json:
+        names = {"backend": name.name, "distribution": name.distribution, "package": name.package}
+        say_json({**names, "path": str(folder), "files": list(files), "alike": alike or None})
+    else:
+        _show(folder, files, name.name, alike)
+    return OK
+
+
+def _show(folder: Path, files: dict[str, str], name: str, alike: str) -> None:
+    say(f"{name} is written to {folder}:")
+    say("\n".join(f"  {file}" for file in files))
+    if alike:
+        say(f"note: {name!r} is close to {alike!r}, the name of another backend: one may be taken for the other")
+    say(f"\nnext:\n  cd {folder}\n  pip install -e '.[test]'\n  attnplug check .\n  pytest")

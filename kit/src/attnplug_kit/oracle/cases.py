@@ -1,0 +1,296 @@
+"""Describes batches of every shape that an engine makes, as plain data, and draws random ones."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
+
+from attrs import evolve, field, frozen
+
+from attnplug.request import Requirements
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Collection, Mapping, Sequence
+
+_T = TypeVar("_T")
+
+FEATURES: Final = (
+    "attn_type",
+    "sliding_window",
+    "attention_chunk",
+    "logits_soft_cap",
+    "alibi",
+    "sinks",
+    "head_size_v",
+    "causal",
+    "custom_mask",
+    "kv_sharing",
+    "decode_query_len",
+    "kv_cache_dtype",
+)
+"""The fields that `random_case` leaves alone unless it is told that they may vary."""
+
+
+def _as_pairs(
+    pattern: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None,
+) -> tuple[tuple[str, Any], ...] | None:
+    """A case hashes, and mappings do not."""
+    return None if pattern is None else tuple(sorted(dict(pattern).items()))
+
+
+@frozen(kw_only=True)
+class Case:
+    """
+    A batch, decodes first, and what its layer asks for. `realise` makes its tensors.
+
+    Attributes:
+        query_lens: New tokens per request.
+        context_lens: Tokens per request that came before; negative (dense calls only) for fewer keys than queries.
+        num_q_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_size: Size of a query and key head.
+        head_size_v: Size of a value head; None for `head_size`.
+        dtype: Name of the dtype.
+        block_size: Slots per block.
+        num_spare_blocks: Blocks of the cache that no request uses, beside the null block.
+        num_padding_tokens: Rows after the batch's last token; they hold NaN, and nothing may read or write them.
+        attn_type: As in the requirements. The keys of cross attention are an encoder's, `encoder_lens` of them.
+        encoder_lens: Encoder tokens per request, for cross attention. A request without context is in its first step,
+            which brings their K/V; the others have them in the cache.
+        causal: Whether a token attends no later token.
+        sliding_window: As in the requirements.
+        attention_chunk: As in the requirements.
+        logits_soft_cap: As in the requirements.
+        alibi: As in the requirements.
+        sinks: As in the requirements.
+        custom_mask: As in the requirements.
+        block_sparse: As in the requirements, with the names of `attnplug_kit.oracle.sparsity`.
+        kv_sharing: As in the requirements: all K/V are in the cache, and none come with the call.
+        decode_query_len: As in the requirements.
+        kv_cache_dtype: As in the requirements.
+        k_scale: Scale of the keys in an 8-bit cache; per head it is the mean of scales that differ.
+        v_scale: The same of the values.
+        per_head_scales: As in the requirements.
+        common_prefix_len: Tokens at the start that all requests share, in the same blocks, all of them context.
+        gain: Factor of the queries. Around 1 the scores are of size 1; a larger one makes some key dominate.
+        seed: Seed of the tensors and of the block table.
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 16
+    head_size_v: int | None = None
+    dtype: str = "float32"
+    block_size: int = 16
+    num_spare_blocks: int = 2
+    num_padding_tokens: int = 0
+    attn_type: str = "decoder"
+    encoder_lens: tuple[int, ...] = ()
+    causal: bool = True
+    sliding_window: int | None = None
+    attention_chunk: int | None = None
+    logits_soft_cap: float | None = None
+    alibi: str | None = None
+    sinks: bool = False
+    custom_mask: bool = False
+    block_sparse: tuple[tuple[str, Any], ...] | None = field(default=None, converter=_as_pairs)
+    kv_sharing: bool = False
+    decode_query_len: int = 1
+    kv_cache_dtype: str = "auto"
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    per_head_scales: bool = False
+    common_prefix_len: int = 0
+    gain: float = 1.0
+    seed: int = 0
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Tokens per request, this step's included."""
+        return tuple(query + context for query, context in zip(self.query_lens, self.context_lens, strict=True))
+
+    @property
+    def is_cross(self) -> bool:
+        """Whether the keys are an encoder's."""
+        return self.attn_type == "encoder_decoder"
+
+    @property
+    def may_be_paged(self) -> bool:
+        """Whether its keys may live in a cache; those of encoders never do."""
+        return self.attn_type in ("decoder", "encoder_decoder")
+
+    @property
+    def key_lens(self) -> tuple[int, ...]:
+        """Keys per request: its tokens, or the encoder's."""
+        return self.encoder_lens if self.is_cross else self.seq_lens
+
+    @property
+    def first_new_keys(self) -> tuple[int, ...]:
+        """The first key per request whose K/V come with a paged call; those before it are in the cache."""
+        if not self.is_cross:
+            return self.context_lens
+        return tuple(keys if context else 0 for keys, context in zip(self.encoder_lens, self.context_lens, strict=True))
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch."""
+        return sum(self.query_lens)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """Positions attended to the left and to the right; -1 for all."""
+        if self.sliding_window is None:
+            return -1, -1
+        left = self.sliding_window - 1
+        return left, left if self.attn_type == "encoder_only" else 0
+
+    def requirements(self, **engine: Any) -> Requirements:
+        """
+        Return what this case asks of a backend, with the engine fields that the caller adds.
+
+        Where the cache is paged, its blocks are those that the case's tensors are made for, unless the caller says so.
+        """
+        paged = engine.get("paged", self.may_be_paged)
+        blocks = {"block_size": self.block_size} if paged else {}
+        engine = {"cascade": self.common_prefix_len > 0, **blocks, **engine}
+        return Requirements(
+            head_size=self.head_size,
+            head_size_v=self.head_size_v,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            dtype=self.dtype,
+            attn_type=self.attn_type,
+            causal=self.causal,
+            sliding_window=self.sliding_window,
+            attention_chunk=self.attention_chunk,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi=self.alibi,
+            sinks=self.sinks,
+            custom_mask=self.custom_mask,
+            block_sparse=self.block_sparse,  # type: ignore[arg-type] # pairs are taken as well
+            kv_sharing=self.kv_sharing,
+            decode_query_len=self.decode_query_len,
+            kv_cache_dtype=self.kv_cache_dtype,
+            per_head_scales=self.per_head_scales,
+            **engine,
+        )
+
+    def with_shared_prefix(self, blocks: int) -> Case:
+        """Return the case with so many more blocks of context, which all requests that compute something share."""
+        length = blocks * self.block_size
+        lens = zip(self.query_lens, self.context_lens, strict=True)
+        context_lens = tuple(context + length if query else context for query, context in lens)
+        return evolve(self, context_lens=context_lens, common_prefix_len=length)
+
+
+class Draw(Protocol):
+    """Where choices come from: a seeded generator here, hypothesis in `attnplug_kit.oracle.strategies`."""
+
+    def integer(self, low: int, high: int) -> int:
+        """Return an integer in ``[low, high]``."""
+
+    def among(self, values: Sequence[_T]) -> _T:
+        """Return one of the values; the first is the plainest."""
+
+
+@frozen
+class _Seeded:
+    generator: random.Random
+
+    def integer(self, low: int, high: int) -> int:
+        return self.generator.randint(low, high)
+
+    def among(self, values: Sequence[_T]) -> _T:
+        return self.generator.choice(values)
+
+
+def random_case(generator: random.Random, *, features: Collection[str] = (), **fixed: Any) -> Case:
+    """
+    Return a random case; the same generator state gives the same case.
+
+    Args:
+        generator: The only source of randomness.
+        features: The names out of FEATURES that may be asked for.
+        fixed: Fields of the case, by name, that are as given.
+    """
+    return draw_case(_Seeded(generator), features=features, **fixed)
+
+
+def draw_case(draw: Draw, *, features: Collection[str] = (), **fixed: Any) -> Case:
+    """Return a case drawn from any source. Arguments as for `random_case`."""
+    heads = draw.among((1, 2, 3))
+    drawn = _features(draw, features, fixed)
+    asked = {**drawn, **fixed}
+    query_lens, context_lens = _lengths(draw, asked.get("decode_query_len", 1))
+    if asked.get("attn_type") in ("encoder", "encoder_only"):
+        context_lens = (0,) * len(query_lens)
+    if asked.get("attn_type") == "encoder_decoder":
+        drawn["encoder_lens"] = tuple(draw.among((draw.integer(1, 20), draw.integer(21, 90), 0)) for _ in query_lens)
+    case = Case(
+        query_lens=query_lens,
+        context_lens=context_lens,
+        num_kv_heads=heads,
+        num_q_heads=heads * draw.among((1, 2, 4, 7)),
+        head_size=draw.among((16, 8, 32, 64)),
+        dtype=draw.among(("float32", "bfloat16", "float16")),
+        block_size=draw.among((16, 1, 4, 12, 32)),
+        num_spare_blocks=draw.integer(0, 3),
+        num_padding_tokens=draw.among((0, 1, 5)),
+        gain=draw.among((1.0, 4.0)),
+        seed=draw.integer(0, 2**16),
+        **drawn,
+    )
+    return evolve(case, **fixed)
+
+
+def _lengths(draw: Draw, decode_query_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Decodes, then prefills: first ones, chunked ones, and ones whose chunk is much shorter than their context."""
+    num_decodes = draw.integer(0, 4)
+    num_prefills = draw.integer(0 if num_decodes else 1, 3)
+    query_lens = tuple(draw.integer(1, decode_query_len) for _ in range(num_decodes))
+    query_lens += tuple(draw.integer(decode_query_len + 1, 40) for _ in range(num_prefills))
+    context_lens = tuple(draw.among((0, draw.integer(1, 20), draw.integer(21, 90))) for _ in query_lens)
+    return query_lens, context_lens
+
+
+_CHOICES: Final[dict[str, tuple[Any, ...]]] = {
+    "attn_type": ("decoder", "encoder", "encoder_only", "encoder_decoder"),
+    "sliding_window": (None, 1, 3, 17, 64),
+    "attention_chunk": (None, 16, 32, 5),
+    "logits_soft_cap": (None, 2.0, 30.0),
+    "alibi": (None, "linear", "sqrt"),
+    "sinks": (False, True),
+    "head_size_v": (None, 8, 24),
+    "causal": (True, False),
+    "custom_mask": (False, True),
+    "kv_sharing": (False, True),
+    "decode_query_len": (1, 2, 5),
+    "kv_cache_dtype": ("auto", "fp8_e4m3", "fp8_e5m2"),
+}
+
+
+def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> dict[str, Any]:
+    """Values of features that go together: encoders are not causal, and have neither a cache nor distances to share."""
+    drawn = {name: draw.among(_CHOICES[name]) for name in FEATURES if name in features and name not in fixed}
+    attn_type = {**drawn, **fixed}.get("attn_type", "decoder")
+    if attn_type != "decoder":
+        drawn["causal"] = False
+    if drawn.get("kv_cache_dtype", "auto") != "auto":
+        # Normal K/V stay inside what each dtype holds at a scale of 1, and pass the largest e4m3 at the smallest.
+        drawn |= {name: draw.among((1.0, 0.3, 0.004)) for name in ("k_scale", "v_scale")}
+        drawn["per_head_scales"] = draw.among((False, True))
+    without = _WITHOUT[attn_type]
+    return {name: value for name, value in drawn.items() if name not in without}
+
+
+_QUANTIZED: Final = ("kv_cache_dtype", "k_scale", "v_scale", "per_head_scales")
+
+# Encoder tokens are at no distance from decoder tokens, and a mask over paged ones has no agreed shape.
+_WITHOUT: Final[dict[str, tuple[str, ...]]] = {
+    "decoder": (),
+    "encoder": ("kv_sharing", *_QUANTIZED),
+    "encoder_only": ("kv_sharing", *_QUANTIZED),
+    "encoder_decoder": ("sliding_window", "attention_chunk", "alibi", "custom_mask"),
+}

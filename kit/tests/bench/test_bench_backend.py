@@ -1,0 +1,470 @@
+"""``attnplug bench build forward``: what is compared, what is told, and what is refused. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+from attrs import evolve
+
+torch = pytest.importorskip("torch")
+
+from attnplug.contract.calls.op import forward_context  # noqa: E402
+from attnplug.errors import AttnplugError, BatchError, DeviceError, NoBackendError, TensorError  # noqa: E402
+from attnplug_kit import bench  # noqa: E402 - without torch there is nothing to measure
+from attnplug_kit.bench import building, forwarding, worker  # noqa: E402
+from attnplug_kit.bench.baseline import baseline_of  # noqa: E402
+from attnplug_kit.bench.choice import Choice  # noqa: E402
+from attnplug_kit.bench.clock import CallClock, LaunchClock, host_clock, work_clock  # noqa: E402
+from attnplug_kit.bench.finding import Finding  # noqa: E402
+from attnplug_kit.bench.hollow import hollow  # noqa: E402
+from attnplug_kit.bench.interleaved import Contender, Samples, interleaved, is_steady  # noqa: E402
+from attnplug_kit.bench.measurement import Measurement  # noqa: E402
+from attnplug_kit.bench.raw_torch import RawTorch  # noqa: E402
+from attnplug_kit.bench.rig import LAYER, make_planner, make_rig  # noqa: E402
+from attnplug_kit.bench.step import decodes, first_prefills, mixed, ragged_decodes  # noqa: E402
+from attnplug_kit.oracle.closeness import assert_close  # noqa: E402
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TORCH = Choice("torch/sdpa", "cpu")
+TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 16}
+STEPS = (
+    first_prefills(2, 5, **TINY),
+    decodes(3, 17, **TINY),
+    decodes(1, 1, **TINY),
+    ragged_decodes(3, 2, 37, **TINY),
+    mixed(3, 17, 2, 5, **TINY),
+)
+
+
+class Ticks:
+    """A clock that counts calls instead of seconds."""
+
+    what = "ticks"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def seconds(self, call, argument) -> float:
+        call(argument)
+        self.calls += 1
+        return 1e-6
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------
+
+
+def test_steps_say_what_they_are() -> None:
+    step = mixed(3, 10, 2, 7)
+
+    assert step.what == "3 decodes of 10 tokens and 2 first prefills of 7"
+    assert (step.num_reqs, step.num_tokens, step.seq_lens) == (5, 17, (10, 10, 10, 7, 7))
+    assert (step.is_decode, step.is_ragged) == (False, True)
+    assert (decodes(3, 8).is_decode, decodes(3, 8).is_ragged, first_prefills(2, 4).is_decode) == (True, False, False)
+
+
+@pytest.mark.parametrize(("requests", "lengths"), [(1, (5,)), (3, (5, 7, 9)), (2, (5, 9))])
+def test_ragged_lengths_reach_from_the_shortest_to_the_longest(requests: int, lengths: tuple[int, ...]) -> None:
+    assert ragged_decodes(requests, 5, 9).seq_lens == lengths
+
+
+def test_the_budgets_are_held_against_256_requests_and_small_layers() -> None:
+    assert [step.num_reqs for step in building.STEPS] == [256, 256, 256, 34, 4]
+    assert [step.num_reqs for step in building.IN_SLOT] == [256]
+    assert (building.BUDGET, forwarding.BUDGET) == (100, 10)
+    assert forwarding.LARGE.keys() == {"cpu", "cuda"}
+
+
+# -- the raw calls -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
+def test_raw_calls_and_backend_compute_the_same(step) -> None:
+    rig = make_rig(step, TORCH)
+    raw, forward = baseline_of("torch")[0].layer(rig), rig.forward()
+
+    for _ in range(2):  # a second time, in a cache that was written
+        assert_close(forward(), raw().double(), dtype=torch.float32, scale=5)
+
+
+@pytest.mark.parametrize("step", STEPS[:2], ids=lambda step: step.what)
+def test_a_cache_that_the_host_writes_is_written(monkeypatch: pytest.MonkeyPatch, step) -> None:
+    monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl.cache_write", "host")
+    rig = make_rig(step, TORCH)
+    expected = RawTorch().layer(rig)().double()
+
+    assert rig.planner.impl.host_writes
+    assert_close(rig.forward()(), expected, dtype=torch.float32, scale=5)
+    rig.output.zero_()
+    with forward_context({LAYER: rig.metadata}):
+        assert_close(rig.attend()(), expected, dtype=torch.float32, scale=5)
+
+
+def test_the_past_is_in_both_caches() -> None:
+    step = decodes(2, 20, **TINY)
+    rig = make_rig(step, TORCH)
+    before = rig.forward()().clone()
+
+    rig.cache.zero_()  # type: ignore[union-attr]
+
+    assert not torch.allclose(rig.forward()(), before)
+    assert torch.allclose(RawTorch().layer(rig)(), before, atol=1e-5)
+
+
+def test_the_raw_calls_write_their_pages() -> None:
+    step = decodes(2, 20, **TINY)
+    rig = make_rig(step, TORCH)
+    raw = RawTorch().layer(rig)
+    first = raw().clone()
+
+    rig.value.mul_(2)  # the token's own value, which comes back through the pages
+
+    assert not torch.allclose(raw(), first)
+
+
+class Wrong:
+    """A baseline that forgets the last key."""
+
+    backend, what = "torch", "calls that are wrong"
+
+    def layer(self, rig):
+        raw = RawTorch().layer(rig)
+        return lambda: raw() * 0.99
+
+
+def test_a_baseline_that_computes_something_else_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forwarding, "baseline_of", lambda _: (Wrong(), None))
+    clock = Ticks()
+
+    with pytest.raises(AttnplugError, match="was held against calls that are wrong") as caught:
+        forwarding.found([(STEPS[1:2], clock, True)], TORCH, 1)
+
+    assert clock.calls == 0
+    assert caught.value.allowed.startswith("they do not compute the same: output: ")
+
+
+def test_a_backend_that_writes_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl._forward", lambda *_: None)
+
+    with pytest.raises(AttnplugError, match="torch/sdpa was held against raw torch calls"):
+        forwarding.found([(STEPS[:1], Ticks(), True)], TORCH, 1)
+
+
+def test_a_hollow_layer_checks_and_computes_nothing() -> None:
+    rig = make_rig(STEPS[0], TORCH)
+    rig.output.fill_(7)
+
+    hollow(rig)()
+
+    assert bool((rig.output == 7).all())
+    with pytest.raises(TensorError):
+        hollow(evolve(rig, query=rig.query[:1]))()
+
+
+# -- measuring in turn ---------------------------------------------------------------------------------------------
+
+
+def test_every_round_measures_every_call_once_with_an_argument_of_its_own() -> None:
+    seen: list[tuple[str, int]] = []
+    numbers = iter(range(10**6))
+    contenders = {
+        name: Contender(lambda number, name=name: seen.append((name, number)), lambda: next(numbers)) for name in "abc"
+    }
+
+    samples = interleaved(contenders, Ticks(), 10)
+
+    rounds = [{name for name, _ in seen[i : i + 3]} for i in range(0, len(seen), 3)]
+    assert all(names == {"a", "b", "c"} for names in rounds)
+    assert len({number for _, number in seen}) == len(seen)
+    assert samples.steady
+    assert {len(seconds) for seconds in samples.seconds.values()} == {10}
+    assert len({tuple(name for name, _ in seen[i : i + 3]) for i in range(9, len(seen), 3)}) > 1
+
+
+def test_overheads_and_ratios_are_taken_round_by_round() -> None:
+    samples = Samples({"raw": (1.0, 2.0), "ours": (3.0, 3.0)}, steady=True)
+
+    assert samples.over("ours", "raw") == (2.0, 1.0)
+    assert samples.ratio("ours", "raw") == (3.0, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steady"),
+    [([1.0] * 6, True), ([1.0] * 5, False), ([1.0, 2.0] * 20, False), ([1.0] * 100 + [9.0] * 10, True)],
+)
+def test_a_median_is_steady_once_its_interval_is_narrow(seconds: list[float], steady: bool) -> None:
+    assert is_steady(seconds) is steady
+
+
+def test_the_cpu_is_timed_by_the_wall() -> None:
+    assert (host_clock("cpu").what, work_clock("cpu").what) == ("wall time", "wall time")
+    assert CallClock().seconds(lambda x: x, None) >= 0
+    assert host_clock("cuda").what == "host time, launches alone"
+
+
+def test_launches_are_timed_and_the_device_catches_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
+    clock = LaunchClock()
+
+    for _ in range(33):
+        assert clock.seconds(seen.append, "call") >= 0
+
+    assert seen[:3] == ["wait", "call", "call"]
+    assert (seen.count("wait"), seen.count("call"), seen[-2:]) == (3, 33, ["wait", "call"])
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_timed_by_launches_and_by_events() -> None:
+    works = [(STEPS[1:2], host_clock("cuda"), True), (STEPS[1:2], work_clock("cuda"), False)]
+
+    found = forwarding.found(works, Choice("torch/sdpa", "cuda"), 1)
+
+    assert {m.what.split(", ")[2].partition(":")[0] for m in found.measurements} == {"host time", "device time"}
+    assert all(m.median > 0 for m in found.measurements if not m.paired)
+    assert found.setup["device"].startswith("cuda:")
+
+
+# -- findings ------------------------------------------------------------------------------------------------------
+
+
+def test_forward_is_told_over_the_raw_calls() -> None:
+    found = forwarding.found([(STEPS[1:2], Ticks(), True), (STEPS[3:4], Ticks(), False)], TORCH, 2)
+
+    small, large = found.measurements[:5], found.measurements[5:]
+    assert [m.what.rpartition(": ")[2] for m in small[:3]] == [
+        "raw torch calls",
+        "`forward`, the cache write included",
+        "`forward` over the raw calls",
+    ]
+    assert [(m.unit, m.budget, m.paired) for m in small] == [
+        ("us", None, False),
+        ("us", None, False),
+        ("us", 10, True),
+        ("us", 10, False),
+        ("us", None, True),
+    ]
+    assert [(m.unit, m.budget, m.paired) for m in large] == [
+        ("ms", None, False),
+        ("ms", None, False),
+        ("x", None, True),
+    ]
+    assert [m.what.rpartition(": ")[0].endswith("own part") for m in small if m.budget and m.decides] == [True]
+    assert large[2].median == 1
+    assert all(m.name == "forward" and "ticks" in m.what for m in found.measurements)
+    assert found.setup == {
+        "backend": "torch/sdpa, float32, blocks of 16, layout NHD",
+        "device": "cpu",
+        "torch threads": str(torch.get_num_threads()),
+    }
+
+
+def test_another_backend_has_no_budget_over_the_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RawTorch, "backend", "another")
+
+    forward = forwarding.found([(STEPS[1:2], Ticks(), True)], TORCH, 1).measurements
+    build = building.found((decodes(256, 3, **TINY),), (), TORCH, 1).measurements
+
+    assert [m.budget for m in forward] == [None, None, None, 10, None]  # the contract's own part is everybody's
+    assert {m.budget for m in build} == {None}
+
+
+def test_builds_are_told_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
+    steps = decodes(256, 3, **TINY), mixed(2, 9, 1, 5, **TINY)
+
+    found = building.found(steps, (decodes(4, 9, **TINY),), TORCH, 2)
+
+    assert [m.budget for m in found.measurements] == [100, None, None, None, None, None, None]
+    assert not any(m.decides for m in found.measurements if m.budget)  # how long a plan takes is the backend's
+    whole, check, draft = (m.what for m in found.measurements[:3])
+    assert "`build`, a plan" in whole
+    assert "builder that plans nothing" in check
+    assert "`BatchDraft`" in draft
+    assert "into a graph slot" in found.measurements[-1].what
+    assert "with the work that a device would do" in found.measurements[-1].what
+
+
+def test_a_builder_without_a_plan_checks_all_the_same() -> None:
+    planner = make_planner(decodes(2, 9, **TINY), TORCH)
+    bare = building._without_plan(planner.builder)
+
+    assert not bare.build(planner.batch()).plans
+    assert planner.builder.build(planner.batch()).plans
+    with pytest.raises(BatchError):
+        bare.build(evolve(planner.batch(), num_actual_tokens=3))
+
+
+def test_a_graph_level_that_nothing_serves_is_noted(site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.add("eager", EAGER)
+    monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
+
+    found = building.found((decodes(2, 9, **TINY),), (decodes(2, 9, **TINY),), Choice("eager"), 1)
+
+    assert len(found.measurements) == 3
+    assert "into a graph slot: not measured, since nothing serves it: " in found.notes[-1]
+    assert not found.failures
+    assert found.setup["backend"].startswith("eager/only, float32")
+
+
+def test_what_was_not_steady_is_noted() -> None:
+    class Jumping(Ticks):
+        def seconds(self, call, argument) -> float:
+            return super().seconds(call, argument) * random.random()
+
+    found = forwarding.found([(STEPS[1:2], Jumping(), True)], TORCH, 1)
+
+    assert found.notes == (
+        "forward, decode, 3 requests of 17 tokens: time ran out before each median was known to 1 %",
+    )
+
+
+def test_a_finding_travels_as_json() -> None:
+    number = Measurement("forward", "some", (1.0, 2.0), "x", paired=True)
+    found = Finding((number,), {"device": "cpu"}, ("a note",), ("a failure",))
+
+    assert Finding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+EAGER = """\
+api = "1.0"
+backend = { name = "eager", summary = "no graphs" }
+[supports]
+device_type = "cpu"
+dtype = ["float32"]
+head_size = { max = 128 }
+block_size = { multiple_of = 16 }
+features = ["paged"]
+[variants.only]
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (["build", "--backend", "tocrh"], "the backend 'tocrh' was asked for; did you mean 'torch'?"),
+        (["build", "--backend", "torch/sdap"], "the backend 'torch/sdap' was asked for; did you mean 'sdpa'?"),
+        (["build", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["build", "--threads", "0"], "--threads 0 was given"),
+        (["cached", "--backend", "torch"], "--backend was given, to measure cached"),
+        (["cached", "list", "--device", "cpu"], "--device was given, to measure cached, list"),
+    ],
+)
+def test_a_wrong_choice_is_refused_before_anything_is_measured(run, words: list[str], given: str) -> None:
+    answer = run("bench", *words)
+
+    assert (answer.code, answer.out) == (2, "")
+    assert given in answer.err
+
+
+def test_a_backend_that_cannot_serve_is_told_as_it_was_in_its_process(run) -> None:
+    answer = run("bench", "forward", "--backend", "torch/flex", "--device", "cpu", "--json")
+
+    assert answer.code == 1
+    assert answer.json["error"]["type"] == "NoBackendError"
+    assert "the device is cpu, supported: cuda" in str(answer.json["error"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_here_is_refused() -> None:
+    with pytest.raises(DeviceError, match="--device cuda was given"):
+        Choice(device="cuda").settle()
+
+
+def test_threads_are_set_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", told.append)
+
+    Choice(device="cpu", threads=3).settle()
+
+    assert told == [3]
+    assert Choice("torch", "cpu", 3).words() == ["--backend", "torch", "--device", "cpu", "--threads", "3"]
+    assert Choice().words() == []
+
+
+def test_a_build_is_measured_in_a_process_of_its_own(run, tmp_path: Path) -> None:
+    page = tmp_path / "build.md"
+    options = ["--backend", "torch", "--device", "cpu", "--threads", "1", "--repeats", "1"]
+
+    answer = run("bench", "build", *options, "--json", "--output", str(page))
+
+    assert answer.code in (0, 1), answer.err
+    assert answer.json["command"] == f"attnplug bench build {' '.join(options)}"
+    assert answer.json["setup"]["torch threads"] == "1"
+    found = answer.json["measurements"]
+    assert len(found) == 3 * len(building.STEPS) + len(building.IN_SLOT)
+    assert [m["verdict"] in ("within", "over") for m in found].count(True) == 3
+    assert all(m["samples"] >= 1 and m["quartiles"][0] <= m["median"] <= m["quartiles"][1] for m in found)
+    assert page.read_text().startswith("# Build and forward of torch/sdpa\n")
+
+
+def test_what_a_process_prints_is_no_part_of_its_answer(start) -> None:
+    code = (
+        "import os; from attnplug_kit.bench import forwarding, worker;"
+        "forwarding.child = lambda **given: print('noise') or os.write(1, b'more') and given;"
+        "worker.answer('forwarding', {'repeats': 2})"
+    )
+
+    told = start("-c", code)
+
+    assert told.json == {"answer": {"repeats": 2}}
+    assert "noise" in told.err
+    assert "more" in told.err
+
+
+def test_an_error_of_a_process_is_raised_with_its_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {"error": {"type": "NoBackendError", "given": "a", "allowed": "b", "remedy": "c"}}
+    monkeypatch.setattr("attnplug_kit.bench.interpreter.Interpreter.answer", lambda *_: told)
+
+    with pytest.raises(NoBackendError) as caught:
+        worker.ask("forwarding")
+
+    assert (caught.value.given, caught.value.allowed, caught.value.remedy) == ("a", "b", "c")
+
+
+@pytest.fixture
+def canned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings that sections answer with."""
+    number = Measurement("build", "something", (1e-6, 3e-6), "us", 10, paired=True)
+    for name in bench.SECTIONS.values():
+        monkeypatch.setattr(f"attnplug_kit.bench.{name}.measure", lambda _: iter([number]))
+    for name in ("building", "forwarding"):
+        found = Finding((number,), {"device": "one of many"}, (f"a note of {name}",))
+        monkeypatch.setattr(f"attnplug_kit.bench.{name}.measure", lambda *_, found=found: found)
+
+
+def test_setup_and_notes_are_told(run, canned, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+
+    told = run("bench", "build", "forward", "--backend", "torch", "--output", str(page)).out
+
+    assert "device: one of many\n" in told
+    assert "build           2.00 us  budget 10 us  within\n    something (quartiles 1.50 to 2.50 us)\n" in told
+    assert told.endswith("\nnote: a note of building\nnote: a note of forwarding\n")
+    assert "| device | one of many |\n" in page.read_text()
+    assert "| something | 2.00 us | 1.50 to 2.50 us | - | 10 us | within |\n" in page.read_text()
+    assert page.read_text().endswith("\n- a note of building\n- a note of forwarding\n")
+
+
+def test_a_backend_may_be_named_where_everything_is_measured(run, canned) -> None:
+    told = run("bench", "--backend", "torch", "--json").json
+
+    assert told["command"] == "attnplug bench --backend torch"
+    assert len(told["measurements"]) == len(bench.SECTIONS)
+
+
+def test_without_torch_what_runs_a_backend_is_left_out_or_refused(run, canned, monkeypatch) -> None:
+    monkeypatch.setattr(bench, "find_spec", lambda _: None)
+
+    everything, named = run("bench", "--json"), run("bench", "forward", "cached")
+
+    assert everything.json["command"] == "attnplug bench import list first-select uncached cached"
+    assert "left out, since torch is not installed: build, forward" in everything.err
+    assert named.code == 2
+    assert "the measurement 'forward' was asked for\n" in named.err

@@ -1,0 +1,151 @@
+"""What is said of rules is held against questions that a variant serves: nothing is called impossible that happens."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.errors import RequirementsError
+from attnplug.manifest.reader import parse_manifest
+from attnplug.manifest.schema import IsInstalled
+from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.request.device import Device
+from attnplug.request.requirements import Requirements
+from attnplug_kit.check.rules import cannot_hold, check_rules
+
+TEXT = """\
+api = "1.0"
+backend = {{ name = "acme", summary = "an example" }}
+[supports]
+device_type = ["cpu", "cuda"]
+compute_capability = ["8.0", {{ min = "9.0", max = "10.0" }}]
+dtype = ["bfloat16", "float16"]
+head_size = {{ multiple_of = 32, max = 128 }}
+block_size = [16, {{ multiple_of = 32 }}]
+kv_cache_dtype = ["auto", "int8"]
+features = ["paged", "sliding_window", "attn_type", "causal", "alibi"]
+[variants.only]
+requires = ["acme-kernels >=1.5,<3"]
+[[variants.only.rules]]
+when = {{ {when} }}
+{need}
+because = "why not"
+"""
+CONDITIONS = {
+    "device_type": ['"cpu"', '["cpu", "cuda"]', '"xpu"'],
+    "compute_capability": ['"8.0"', '"8.6"', '{ min = "8.0" }'],
+    "dtype": ['"bfloat16"', '"float32"', '["float16", "bfloat16"]'],
+    "head_size": ["48", "64", "{ max = 128 }", "{ multiple_of = 32 }", "{ min = 129 }"],
+    "head_size_v": ["64", "48"],
+    "block_size": ["16", "8", "{ min = 16 }", "true"],
+    "kv_cache_dtype": ['"auto"', '"int8"', '"bfloat16"', '"float32"', "true", "false"],
+    "sliding_window": ["true", "false", "128", "{ min = 1 }"],
+    "alibi": ["true", "false", '"linear"'],
+    "sinks": ["true", "false"],
+    "attn_type": ['"decoder"', '"encoder"', '["encoder", "encoder_decoder"]', "true"],
+    "causal": ["true", "false"],
+    "paged": ["true", "false"],
+    "installed": ['"acme-kernels <2"', '"acme-kernels <1.5"', '"acme-kernels >=1.5"', '"other"'],
+}
+TABLES = st.lists(st.sampled_from(sorted(CONDITIONS)), min_size=1, max_size=3, unique=True).flatmap(
+    lambda names: st.tuples(*(st.sampled_from(CONDITIONS[name]).map(f"{name} = {{}}".format) for name in names))
+)
+FIELDS = {
+    "head_size": [64, 128],
+    "dtype": ["bfloat16", "float16"],
+    "sliding_window": [None, 128],
+    "alibi": [None, "linear"],
+    "attn_type": ["decoder", "encoder", "encoder_decoder"],
+    "paged": [None, False],
+    "kv_cache_dtype": ["auto", "int8"],
+}
+DEVICES = [Device.cpu(), Device.cuda("8.0"), Device.cuda("9.0")]
+
+
+def _questions():
+    for values in product(*FIELDS.values()):
+        try:
+            asked = Requirements(num_q_heads=8, num_kv_heads=8, **dict(zip(FIELDS, values, strict=True)))
+        except RequirementsError:
+            continue
+        yield from (Question(asked, device) for device in DEVICES)
+
+
+QUESTIONS = tuple(_questions())
+VERSIONS = ("1.5", "2.5")
+
+
+def _read(when, need=""):
+    return parse_manifest(TEXT.format(when=", ".join(when), need=need))
+
+
+def _serving(manifest):
+    """Yield (candidate, question, facts) of everything that is served, for every version of the library."""
+    for version in VERSIONS:
+        candidate = examine(manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get)
+        for question in QUESTIONS:
+            outcome = negotiate(candidate, question)
+            if not outcome.objections:
+                yield candidate, question, {**question.facts, **outcome.terms}
+
+
+SERVED = tuple(_serving(_read(['dtype = "float32"'])))
+
+
+def test_something_is_served() -> None:
+    assert len(SERVED) > 100
+
+
+@given(TABLES)
+def test_a_rule_that_is_said_never_to_fire_never_does(when) -> None:
+    manifest = _read(when)
+    (rule,) = manifest.variants[0].rules
+    if cannot_hold(rule.when, manifest.variants):
+        for version in VERSIONS:
+            installed = examine(manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get).installed
+            for _, question, facts in SERVED:
+                assert not all(c.holds(facts, question.names, installed, absent=False) for c in rule.when)
+
+
+@given(TABLES, st.one_of(st.just(()), TABLES))
+def test_a_variant_that_is_said_to_be_unreachable_serves_nothing(when, need) -> None:
+    manifest = _read(when, f"need = {{ {', '.join(need)} }}" if need else "")
+    (rule,) = manifest.variants[0].rules
+    if any("can never be chosen" in finding.given for finding in check_rules(manifest, "")):
+        assert not any(isinstance(c, IsInstalled) and c.requirements == ("other",) for c in rule.when)
+        assert not list(_serving(manifest))
+
+
+@pytest.mark.parametrize("when", [['dtype = "float32"'], ["block_size = true"], ["head_size = 48"], ["sinks = true"]])
+def test_what_never_fires_is_seen(when) -> None:
+    manifest = _read(when)
+
+    assert cannot_hold(manifest.variants[0].rules[0].when, manifest.variants)
+
+
+@pytest.mark.parametrize(("device_types", "capability"), [('"cuda"', ""), ('["cpu", "cuda"]', ""), ('"cuda"', '"9.0"')])
+def test_cuda_without_a_capability_is_served_nowhere(device_types, capability) -> None:
+    listed = f"compute_capability = {capability}" if capability else ""
+    text = f"""
+api = "1.0"
+backend = {{ name = "acme", summary = "an example" }}
+[supports]
+device_type = {device_types}
+{listed}
+dtype = "bfloat16"
+head_size = 64
+[variants.only]
+"""
+    manifest = parse_manifest(text)
+    candidate = examine(manifest, manifest.variants[0], lambda _: None)
+    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
+
+    found = [finding.given for finding in check_rules(manifest, text)]
+    served = not negotiate(candidate, Question(asked, Device.cuda("9.0"))).objections
+
+    assert found == ([] if served else ["the variant 'only' names 'cuda' and no compute_capability"])
+    assert served is bool(capability)

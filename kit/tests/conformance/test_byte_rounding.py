@@ -1,0 +1,85 @@
+"""What the kit knows of int8 caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attnplug.contract.inputs.kv_cache import CacheTensor
+from attnplug_kit.oracle.byte_rounding import ByteRounding, by_channel, by_row, paged_tensors, rounding_for
+from attnplug_kit.oracle.cases import Case
+from attnplug_kit.oracle.closeness import tolerance
+from attnplug_kit.oracle.scene import realise
+
+
+def cache_of(level: int) -> dict[str, torch.Tensor]:
+    shape, order = (5, 16, 2, 8), (0, 2, 1, 3)
+    scales = {"k_scale": torch.zeros(5, 2, 16)}
+    if level == 2:
+        halves = {"k": CacheTensor(shape, torch.int8, 0, order), "v": CacheTensor(shape, torch.bfloat16, 0, order)}
+        return {role: spec.allocate("cpu") for role, spec in halves.items()} | scales
+    both = CacheTensor((2, *shape), torch.int8, 1, (0, 1, 3, 2, 4)).allocate("cpu")
+    return {"kv": both, "v_scale": torch.zeros(2, 8), **scales}
+
+
+@given(st.lists(st.integers(-(2**20), 2**20).map(lambda number: number / 128), min_size=4, max_size=4))
+def test_a_row_is_half_a_step_from_what_it_was(numbers: list[float]) -> None:
+    rows = torch.tensor([[numbers]])
+    quantized, scales = by_row(rows)
+
+    assert quantized.abs().max() <= 127
+    assert bool(scales > 0)
+    apart = (quantized * scales[..., None].double() - rows.double()).abs()
+    assert (apart <= scales.double() * (0.5 + 1e-4)).all()
+
+
+def test_values_are_clipped_at_their_scale() -> None:
+    scales = torch.tensor([[1.0, 0.5]])
+
+    assert by_channel(torch.tensor([[[200.0, -1.25]], [[-3.4, 90.0]]]), scales).flatten().tolist() == [127, -2, -3, 127]
+
+
+def test_only_int8_caches_round_to_bytes() -> None:
+    values = (torch.randn(3, 2, 8),)
+
+    assert rounding_for("auto", values) is None
+    assert rounding_for("fp8_e4m3", values) is None
+    assert rounding_for("int8_k", values).value_scales is None
+    assert rounding_for("int8", values).value_scales.shape == (2, 8)
+
+
+@pytest.mark.parametrize(("level", "dtype"), [(1, "int8"), (2, "int8_k")])
+def test_a_scene_fills_each_role(level: int, dtype: str) -> None:
+    case = Case(query_lens=(1, 4), context_lens=(19, 0), head_size=8, dtype="bfloat16", kv_cache_dtype=dtype)
+    scene, cache = realise(case), cache_of(level)
+
+    scene.fill(cache)
+
+    tensors, (keys, scales) = paged_tensors(cache), by_row(scene.keys[0])
+    block = int(scene.block_table[0, 1])
+    assert torch.equal(tensors["key"][block, 2].double(), keys[18])
+    assert torch.equal(tensors["key scale"][block, 2], scales[18])
+    assert torch.equal(tensors["value"][block, 2].double(), scene.byte_rounding.values(scene.values[0])[18].double()
+                       / (cache["v_scale"].double() if level == 1 else 1))  # fmt: skip
+    assert tensors["key scale"][block, 3].isnan().all()  # this step's key is not there yet
+    assert ("v_scale" in cache) == scene.has_byte_weights
+
+
+def test_what_a_scene_expects_is_attention_of_rounded_rows() -> None:
+    case = Case(query_lens=(1,), context_lens=(0,), head_size=8, num_q_heads=2, kv_cache_dtype="int8")
+    scene = realise(case)
+
+    found = scene.expected().output[0]
+
+    assert torch.equal(found[0], scene.byte_rounding.values(scene.values[0])[0, 0])
+    assert not torch.equal(found[0], scene.values[0][0, 0].double())
+    assert isinstance(scene.byte_rounding, ByteRounding)
+
+
+def test_byte_weights_have_a_tolerance_of_their_own() -> None:
+    plain, loose = tolerance(torch.float16), tolerance(torch.float16, byte_weights=True)
+
+    assert (loose.atol, loose.rtol) == (plain.atol + 2**-6, plain.rtol + 2**-6)
+    assert loose.lse == plain.lse

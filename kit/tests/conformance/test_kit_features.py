@@ -1,0 +1,380 @@
+"""The kit on variants with open features: every request asks for those that are named, and what is known says so."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from attnplug.errors import RequirementsError, UnknownBackendError
+from attnplug.evidence.store import parse_evidence
+from attnplug.manifest.reader import read_manifest
+from attnplug.negotiation import evaluation as negotiate
+from attnplug.negotiation.candidate import examine
+from attnplug.request.device import Device
+from attnplug_kit.conformance import Basic, Refusals, plugin
+from attnplug_kit.conformance import subject as subjects
+from attnplug_kit.conformance.choice import choose
+from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.pairwise import covering_asks, refused_pairs
+from attnplug_kit.conformance.plugin import Reporter
+from attnplug_kit.conformance.refusals import _refused, _without_features
+from attnplug_kit.conformance.subject import Subject, find_subjects
+from kit.tests.conformance.test_kit_runs import demand_usage_error, run
+from kit.tests.conformance.test_mutants import demand_red
+
+pytestmark = pytest.mark.long
+
+HERE = Path(__file__).parent
+MANIFEST = HERE / "featured" / "attnplug.toml"
+OPTIONAL, NEEDED = "featured.optional", "featured.needed"
+READ = read_manifest(MANIFEST)
+CANDIDATES = {
+    one.name: examine(READ, one, lambda _: None, distribution="attnplug-featured 1.0") for one in READ.variants
+}
+
+
+def of(variant: str, *features: str) -> Subject:
+    return Subject(f"featured/{variant}", Device.cpu(), CANDIDATES[variant], features)
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both variants are installed, as far as the kit looks for them."""
+    monkeypatch.setattr(subjects, "_registered", lambda: list(CANDIDATES.values()))
+
+
+def kit(folder: Path, *options: str, module: str = "minimal.least"):
+    report = folder / "report"
+    done = run(folder, f"--attn-report={report}", *options, module=module, manifest=MANIFEST)
+    return done, json.loads((report / "report.json").read_text("utf-8"))[0]
+
+
+# What is asked
+
+
+@pytest.mark.parametrize("subject", [of("bound", NEEDED), of("free", OPTIONAL), of("bound", NEEDED, OPTIONAL)], ids=str)
+def test_every_request_asks_for_the_features(subject: Subject) -> None:
+    asks = (*menu_of(subject).asks.values(), *covering_asks(subject), *refused_pairs(subject))
+    refused = [requirements for _, _, requirements in _refused(subject).values()]
+
+    assert asks
+    assert {ask.requirements().features for ask in asks} == {tuple(sorted(subject.features))}
+    assert refused
+    assert all(set(subject.features) <= set(requirements.features) for requirements in refused)
+
+
+def test_a_variant_without_features_to_ask_for_is_asked_as_ever() -> None:
+    assert {ask.requirements().features for ask in menu_of(of("free")).asks.values()} == {()}
+    assert menu_of(of("free")).asks == {
+        item: ask.and_(features=None) for item, ask in menu_of(of("free", OPTIONAL)).asks.items()
+    }
+
+
+def test_what_a_feature_means_stays_out_of_reach() -> None:
+    because = {item.capability.value: item.because for item in menu_of(of("bound", NEEDED)).unreached}
+
+    assert because[NEEDED].startswith("every request asks for it, and attention stays what it is; beside that, ")
+    assert because[NEEDED].endswith(because[OPTIONAL])
+    assert because[OPTIONAL] == "an open feature means what its backend says: test it beside the kit"
+
+
+# A rule that needs them
+
+
+def test_one_request_without_them_is_made_for_the_rule_that_needs_them() -> None:
+    ((name, (requirements, rule)),) = _without_features(of("bound", NEEDED)).items()
+
+    assert name == "head_size = >= 1"
+    assert requirements.features == ()
+    assert rule.because == "others compute the same without it"
+    assert _without_features(of("free", OPTIONAL)) == _without_features(of("bound")) == {}
+
+
+def test_a_request_without_them_that_is_served_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = of("bound", NEEDED)
+    (point,) = _without_features(subject).values()
+    monkeypatch.setattr(negotiate, "_apply", lambda *rule_and_facts: None)
+
+    with pytest.raises(
+        AssertionError, match=r"without features=featured\.needed was not refused by the rule that needs"
+    ):
+        Refusals().test_request_without_features_is_refused(subject, point)
+
+
+@pytest.mark.parametrize(
+    ("condition", "needs"),
+    [
+        ("when = { head_size = 8 }\nneed = { features = true }", True),
+        ("when = { features = false, dtype = 'float32' }", True),
+        ("when = { features = false }\nneed = { dtype = 'float32' }", False),
+        ("when = { features = true }", False),
+        ("when = { dtype = 'float32' }\nneed = { features = false }", False),
+    ],
+)
+def test_which_rules_need_features(condition: str, needs: bool, tmp_path: Path) -> None:
+    text = MANIFEST.read_text("utf-8").partition("[[variants.bound.rules]]")[0]
+    path = tmp_path / "attnplug.toml"
+    path.write_text(f"{text}\n[[variants.bound.rules]]\n{condition}\nbecause = 'so'\n", "utf-8")
+    manifest = read_manifest(path)
+    subject = Subject("featured/bound", Device.cpu(), examine(manifest, manifest.variants[-1], lambda _: None))
+
+    assert bool(subject.rules_that_need_features) is needs
+
+
+# What is tested
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_backend_means_its_variants_that_list_them() -> None:
+    assert [one.id for one in find_subjects("featured", "cpu")] == ["featured/free", "featured/bound"]
+    (bound,) = find_subjects("featured", "cpu", [NEEDED, OPTIONAL, NEEDED])
+    assert (bound.id, bound.features) == ("featured/bound", (NEEDED, OPTIONAL))
+    assert {bound} != set(find_subjects("featured/bound", "cpu"))
+
+
+def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lacks = '[variants.free]\nrequires = ["a >=2", "b"]\ninstall = { b = "from its vendor" }'
+    text = MANIFEST.read_text("utf-8").replace("[variants.free]", lacks)
+    (tmp_path / "attnplug.toml").write_text(text, "utf-8")
+    manifest = read_manifest(tmp_path / "attnplug.toml")
+    lacking = examine(manifest, manifest.variants[0], lambda _: None)
+    monkeypatch.setattr(subjects, "_registered", lambda: [lacking])
+
+    with pytest.raises(UnknownBackendError, match="b is required and not installed") as caught:
+        find_subjects("featured", "cpu")
+
+    told = "featured/free: install b: from its vendor; pip install 'a >=2'; or test it on a device that it serves"
+    assert caught.value.remedy == told
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "features", "said"),
+    [
+        ("featured", ["featured.neded"], r"\('featured.neded',\); did you mean 'featured.needed'\?"),
+        ("featured/free", [NEEDED], "allowed: featured/free lists featured.optional\n"),
+        ("featured", [NEEDED, "acme.rope"], "free lists featured.optional; featured/bound lists featured.optional, fe"),
+        ("featured", ["rope"], r"\['rope'\] were to be asked for\n  allowed: each is a dotted name"),
+        ("featured", NEEDED, "'featured.needed' were to be asked for\n  allowed: each is a dotted name"),
+    ],
+)
+def test_features_that_nobody_lists_are_refused(name: str, features: list[str], said: str) -> None:
+    with pytest.raises(RequirementsError, match=said):
+        find_subjects(name, "cpu", features)
+
+
+class Named(Basic):
+    __test__ = False
+    backend, device = "featured/free", "cpu"
+
+
+class NamedBound(Named):
+    backend = "featured/bound"
+
+
+class NamedWith(Named):
+    features = (OPTIONAL,)
+
+
+class NamedWithNone(Named):
+    features = ()
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("tier", "told", "asked"),
+    [
+        (NamedBound, [OPTIONAL, NEEDED], (NEEDED, OPTIONAL)),
+        (Named, [OPTIONAL], (OPTIONAL,)),
+        (Named, None, ()),
+        (NamedWith, [NEEDED], (OPTIONAL,)),
+        (NamedWithNone, [OPTIONAL], ()),
+    ],
+)
+def test_a_class_names_them_and_else_the_command_line(tier: type[Basic], told: object, asked: tuple[str, ...]) -> None:
+    made = []
+    metafunc = SimpleNamespace(
+        fixturenames=("subject",),
+        config=SimpleNamespace(getoption=lambda name, default: told if name == "--attn-feature" else default),
+        function=tier.test_profiling_run,
+        parametrize=lambda names, parameters: made.extend(parameters),
+    )
+
+    tier().pytest_generate_tests(metafunc)
+
+    assert [subject.features for one in made for subject in one.values] == [asked]
+
+
+def test_another_process_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, first = Reporter(None, "", complete=True), Reporter(None, "", complete=True)
+    item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": of("bound", NEEDED)}))
+    there.pytest_itemcollected(item)
+    ((_, name),) = item.user_properties
+    monkeypatch.setattr(subjects, "_registered", lambda: list(CANDIDATES.values()))
+
+    assert first._subject(name) == of("bound", NEEDED)
+
+
+def test_files_of_one_variant_with_and_without_them_lie_side_by_side(tmp_path: Path) -> None:
+    found = [plugin.report_of(subject, []) for subject in (of("bound"), of("bound", NEEDED))]
+
+    plugin._write(tmp_path, "pytest", found)
+
+    assert {path.name for path in tmp_path.glob("evidence-*.json")} == {
+        "evidence-featured-bound.json",
+        "evidence-featured-bound-featured.needed.json",
+    }
+
+
+# What serves nothing as it is asked
+
+
+def choosing(monkeypatch: pytest.MonkeyPatch, folder: Path, rules: str) -> None:
+    """The variant that needs features is another one, with these rules."""
+    text = MANIFEST.read_text("utf-8").partition("[[variants.bound.rules]]")[0]
+    text = text.replace('["featured.needed"]', '["featured.needed", "featured.also"]')
+    text = text.replace(
+        'name = "featured"', f'name = "{folder.name}"'
+    )  # what is known of a subject is kept by its name
+    (folder / "attnplug.toml").write_text(f"{text}\n{rules}", "utf-8")
+    changed = read_manifest(folder / "attnplug.toml")
+    found = [examine(changed, one, lambda _: None) for one in changed.variants]
+    monkeypatch.setattr(subjects, "_registered", lambda: found)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize("features", [(), (OPTIONAL,), (NEEDED,)])
+def test_a_run_tests_what_serves_requests_with_these_features(features: tuple[str, ...]) -> None:
+    choice = choose("featured", "cpu", features)
+
+    assert {each.id for each in choice.subjects} == {
+        subject.id for subject in find_subjects("featured", "cpu", features) if menu_of(subject).ask() is not None
+    }
+    assert [left.subject.id for left in choice.left_out] == ([] if features else ["featured/bound"])
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_features_that_the_error_names_are_enough() -> None:
+    with pytest.raises(RequirementsError, match=r"add --attn-feature=featured") as caught:
+        choose("featured/bound", "cpu")
+    named = re.findall(r"--attn-feature=([\w.]+)", caught.value.remedy)
+
+    assert [each.id for each in choose("featured/bound", "cpu", named).subjects] == ["featured/bound"]
+
+
+def test_features_that_are_enough_only_together_are_named_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rule = "[[variants.bound.rules]]\nwhen = {{ features = ['featured.also', '{}'] }}\nbecause = 'not alone'\n"
+    choosing(monkeypatch, tmp_path, rule.format(NEEDED) + rule.format(OPTIONAL))
+
+    with pytest.raises(RequirementsError, match=f"add --attn-feature={OPTIONAL} --attn-feature={NEEDED}, or"):
+        choose(f"{tmp_path.name}/bound", "cpu")
+
+
+def test_of_a_variant_that_serves_nothing_whatever_is_asked_the_manifest_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    choosing(monkeypatch, tmp_path, "[[variants.bound.rules]]\nwhen = { head_size = { min = 1 } }\nbecause = 'never'\n")
+
+    with pytest.raises(
+        RequirementsError, match=r"(?s)bound serves no such.*never\n.*way out: change the rules or what"
+    ):
+        choose(tmp_path.name, "cpu")
+
+
+# Whole runs
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_variant_that_serves_nothing_without_its_feature_is_green_with_it(tmp_path: Path) -> None:
+    done, report = kit(tmp_path, "--attn-backend=featured/bound", f"--attn-feature={NEEDED}")
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+    assert f"every request asked for features={NEEDED}" in done.stdout
+    assert report["features"] == [NEEDED]
+    assert f"--attn-feature={NEEDED}" in report["command"]
+    (one,) = [test for test in report["tests"] if "test_request_without_features_is_refused" in test["id"]]
+    assert one["outcome"] == "passed"
+    evidence = json.loads((tmp_path / "report" / f"evidence-featured-bound-{NEEDED}.json").read_text("utf-8"))
+    assert parse_evidence({**evidence, "distribution": "attnplug-featured 1.0"}).features == {NEEDED}
+
+
+def test_without_its_feature_a_run_is_one_usage_error_that_names_the_option(tmp_path: Path) -> None:
+    done = run(tmp_path, "--attn-backend=featured/bound", manifest=MANIFEST)
+
+    demand_usage_error(
+        done,
+        "ERROR: the backend 'featured/bound' was to be tested with requests that ask for no open feature\n",
+        "  allowed: featured/bound serves no such request: ",
+        "others compute the same without it\n",
+        f"  way out: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class of the test\n",
+    )
+
+
+def test_a_variant_that_needs_a_feature_is_left_out_of_its_backend_and_the_run_says_so(tmp_path: Path) -> None:
+    done, report = kit(tmp_path, "--attn-backend=featured", "-k", "test_one_token", "-rs")
+
+    assert done.returncode == 0, done.stdout
+    assert [test["id"].rpartition("::")[2] for test in report["tests"]] == ["test_one_token[featured/free]"]
+    told = "others compute the same without it; --attn-backend=featured/bound --attn-feature=featured.optional tests it"
+    assert done.stdout.count(told) == 2, done.stdout  # of the skipped test, and at the end
+
+
+OWN = """
+from attnplug_kit.conformance import {tier}
+
+
+class TestMine({tier}):
+    backend = "featured/bound"
+    features = {features}
+"""
+
+
+@pytest.mark.parametrize("tier", ["Basic", "Conformance"])
+def test_a_class_of_a_plugin_is_told_without_a_traceback(tier: str, tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(OWN.format(tier=tier, features=()), "utf-8")
+    done = run(tmp_path, tests=(str(tmp_path / "test_own.py"),), manifest=MANIFEST)
+
+    assert done.returncode == pytest.ExitCode.INTERRUPTED
+    assert (
+        done.stdout.count(f"  way out: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class") == 1
+    )
+    assert "tier.py" not in done.stdout
+    assert "1 error in" in done.stdout
+
+
+def test_a_class_that_asks_for_its_feature_needs_no_option(tmp_path: Path) -> None:
+    (tmp_path / "test_own.py").write_text(OWN.format(tier="Basic", features=(NEEDED,)), "utf-8")
+    own = (str(tmp_path / "test_own.py"),)
+    done = run(tmp_path, "--attn-backend=featured/bound", "-k", "one_token", tests=own, manifest=MANIFEST)
+
+    assert done.returncode == 0, done.stdout
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.parametrize("asked", [(), (f"--attn-feature={OPTIONAL}",)])
+def test_attention_that_is_wrong_with_a_feature_is_found_where_it_is_asked_for(asked, tmp_path: Path) -> None:
+    options = ("--attn-backend=featured/free", "-k", "TestBasic and test_mixed_batch")
+    done, report = kit(tmp_path, *options, *asked, module="featured.wrong_with_feature")
+
+    if not asked:
+        assert done.returncode == 0, done.stdout
+    else:
+        demand_red(("test_mixed_batch[*", f"features=('{OPTIONAL}',)*output: * elements differ"), report["tests"])
+
+
+def test_an_undeclared_feature_is_a_usage_error_before_any_test(tmp_path: Path) -> None:
+    options = ("--attn-backend=featured", f"--attn-feature={NEEDED}", "--attn-feature=featured.unknown")
+    done = run(tmp_path, *options, manifest=MANIFEST)
+
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    said = done.stdout + done.stderr
+    assert "the backend 'featured' was to be tested with features=('featured.needed', 'featured.unknown')" in said
+    assert "way out: ask for what a variant lists" in said
+    assert "passed" not in said

@@ -1,0 +1,163 @@
+"""The parts of the kit: what it asks for, that pairs are covered, and that known failures have to fail."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from attrs import evolve
+
+from attnplug.manifest.reader import read_manifest
+from attnplug.negotiation.candidate import examine
+from attnplug.request.device import Device
+from attnplug.request.fields import FIELDS
+from attnplug_kit.conformance import Basic, Tier
+from attnplug_kit.conformance.ask import Ask
+from attnplug_kit.conformance.menu import Capability, is_served, menu_of
+from attnplug_kit.conformance.pairwise import covering_asks, kernel_of
+from attnplug_kit.conformance.plugin import Reporter
+from attnplug_kit.conformance.subject import Subject, find_subjects
+
+SUBJECT = find_subjects("torch/sdpa", "cpu")[0]
+MANIFEST = read_manifest(Path(__file__).parent / "vendor" / "attnplug.toml")
+
+
+def vendor(jit: str | None) -> Subject:
+    """The vendor's manifest, of which nothing is installed: all that the kit asks follows from it alone."""
+    variant = evolve(MANIFEST.variants[0], jit=jit)
+    return Subject(f"vendor/{jit}", Device.cpu(), examine(MANIFEST, variant, lambda _: None))
+
+
+COMPILED = vendor("nvcc")
+APART = ("cudagraph", "host_lengths", "compute_capability", "device_type")
+
+
+def test_every_declared_field_is_on_the_menu() -> None:
+    menu = menu_of(SUBJECT)
+    listed = {item.field for item in menu.asks} | {item.capability.field for item in menu.unreached}
+
+    assert set(SUBJECT.supports) <= listed
+
+
+def test_what_this_device_cannot_reach_is_listed_with_the_reason() -> None:
+    unreached = {item.capability: item.because for item in menu_of(SUBJECT).unreached}
+
+    assert unreached[Capability("device_type", "cuda")] == "this is cpu"
+
+
+def test_every_ask_of_the_menu_is_served_and_contains_its_value() -> None:
+    for capability, ask in menu_of(SUBJECT).asks.items():
+        assert is_served(SUBJECT, ask)
+        if FIELDS[capability.field].kind != "device":
+            assert ask.fields[capability.field] == capability.value
+
+
+@pytest.mark.parametrize("subject", [SUBJECT, vendor(None), COMPILED], ids=str)
+def test_rows_cover_every_pair_that_is_served(subject: Subject) -> None:
+    rows = [set(row.pairs) for row in covering_asks(subject)]
+    served = [item for item in menu_of(subject).asks if item.field not in APART]
+    uncovered = [
+        (one, other)
+        for one, other in combinations(served, 2)
+        if one.field != other.field and not any({one_of(one), one_of(other)} <= row for row in rows)
+    ]
+
+    assert [pair for pair in uncovered if are_served(subject, *pair)] == []
+
+
+def one_of(capability: Capability):
+    return capability.field, capability.value
+
+
+def are_served(subject: Subject, one: Capability, other: Capability) -> bool:
+    """Whether some ask that is served has both values."""
+    asks = menu_of(subject).asks
+    merged = {**asks[one].fields, **asks[other].fields, **dict([one_of(one), one_of(other)])}
+    merged["paged"] = all(asks[item].fields["paged"] for item in (one, other))
+    ask = Ask.of(merged)
+    return {one_of(one), one_of(other)} <= set(ask.pairs) and is_served(subject, ask)
+
+
+def test_a_variant_that_compiles_is_asked_for_few_kernels() -> None:
+    kernels = [
+        len({kernel_of(ask) for ask in (*menu_of(subject).asks.values(), *covering_asks(subject))})
+        for subject in (vendor(None), COMPILED)
+    ]
+
+    assert kernels[1] <= 16 < kernels[0]
+
+
+def test_rows_are_the_same_each_time() -> None:
+    covering_asks.cache_clear()
+    first = covering_asks(SUBJECT)
+    covering_asks.cache_clear()
+
+    assert covering_asks(SUBJECT) == first
+
+
+def test_an_ask_that_makes_no_sense_has_no_requirements() -> None:
+    plain = next(iter(menu_of(SUBJECT).asks.values()))
+
+    assert plain.and_(per_head_scales=True).requirements() is None
+    assert plain.and_(attn_type="encoder").requirements() is None
+
+
+def test_known_failures_are_expected_to_fail_strictly() -> None:
+    (mark,) = Known()._marks("test_one_token", "")
+
+    assert mark.kwargs == {"reason": "a reason", "strict": True}
+    assert Known()._marks("test_mixed_batch", "") == []
+
+
+class Known(Basic):
+    __test__ = False
+    known_failures = {"test_one_token": "a reason"}  # noqa: RUF012 - as a plugin's author would write it
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_a_whole_run_that_leaves_values_out_is_red(part: bool) -> None:
+    reporter, session = Reporter(None, "pytest", complete=True), of_session()
+    passed = collected(reporter, part=part)
+    reporter.pytest_runtest_logreport(passed)
+    reporter.pytest_sessionfinish(session)
+
+    assert session.exitstatus == (0 if part else 1)
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_the_first_process_puts_together_what_others_ran(part: bool) -> None:
+    other, first, session = Reporter(None, "", complete=True), Reporter(None, "", complete=True), of_session()
+    passed, told = collected(other, part=part), {}
+    other.pytest_sessionfinish(of_session(workeroutput=told))
+    passed.user_properties = [list(note) for note in passed.user_properties]  # as they travel
+    first.pytest_runtest_logreport(passed)
+    first.pytest_testnodedown(SimpleNamespace(workeroutput=told))
+    first.pytest_sessionfinish(session)
+
+    assert [report.subject for report in first._found] == [SUBJECT]
+    assert session.exitstatus == (0 if part else 1)
+    assert other._found == []
+
+
+def of_session(**config: object) -> SimpleNamespace:
+    return SimpleNamespace(exitstatus=0, config=SimpleNamespace(**config))
+
+
+def collected(reporter: Reporter, *, part: bool) -> pytest.TestReport:
+    """The report of a test of a run, or of a part of it, that passed and exercised nothing."""
+    item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": SUBJECT}))
+    reporter.pytest_itemcollected(item)
+    if part:
+        reporter.pytest_deselected()
+    return pytest.TestReport("a", ("a", 1, ""), {}, "passed", None, "call", user_properties=item.user_properties)
+
+
+def test_a_class_without_a_backend_says_how_to_name_one() -> None:
+    config = SimpleNamespace(getoption=lambda name, default: default)
+    metafunc = SimpleNamespace(fixturenames=("subject",), config=config)
+
+    said = r"(?s)tests an installed one: torch/flex, torch/sdpa\n.*way out: pass --attn-backend=NAME"
+    with pytest.raises(pytest.Collector.CollectError, match=said):
+        Tier().pytest_generate_tests(metafunc)

@@ -1,0 +1,219 @@
+"""The kit from the command line: its table, its files, its usage errors, and backends that declare little."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+import attnplug_kit.oracle
+
+pytestmark = pytest.mark.long
+
+HERE = Path(__file__).parent
+KIT = Path(attnplug_kit.oracle.__file__).parent / "test_conformance.py"
+# The file's folder has settings of its own, by which a plugin that is registered before pytest begins is an error.
+AS_A_FILE = ("-W", "ignore::pytest.PytestAssertRewriteWarning", f"{KIT}::TestBasic")
+RUN = """
+import sys
+from pathlib import Path
+import pytest
+import attnplug
+attnplug.register(sys.argv[1], manifest=Path(sys.argv[2]))
+options = ["--attn-device=cpu", "-p", "no:cacheprovider", "-q", *sys.argv[3:]]
+sys.exit(pytest.main(options))
+"""
+
+
+def run(
+    folder: Path,
+    *options: str,
+    module: str = "minimal.least",
+    manifest: Path = HERE / "minimal" / "attnplug.toml",
+    tests: tuple[str, ...] = ("--pyargs", "attnplug_kit.oracle"),
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", RUN, module, str(manifest), "--rootdir", str(folder), *options, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, run(folder, "--attn-backend=minimal", f"--attn-report={folder / 'report'}")
+
+
+def test_a_backend_that_declares_little_is_green(whole) -> None:
+    _, done = whole
+
+    assert done.returncode == 0, done.stdout
+    assert "declared values exercised: " in done.stdout
+    assert "(100%)" in done.stdout
+    assert "bfloat16   auto       output" in done.stdout
+
+
+def test_the_evidence_says_what_is_known_of_this_device(whole) -> None:
+    folder, _ = whole
+    evidence = json.loads((folder / "report" / "evidence-minimal-plain.json").read_text("utf-8"))
+
+    assert evidence["format"] == 1
+    assert evidence["backend"] == "minimal/plain"
+    assert evidence["command"].startswith("pytest --attn-device=cpu")
+    assert "--attn-report" not in evidence["command"]
+    assert evidence["device"]["type"] == "cpu"
+    assert evidence["passed"] is True
+    assert evidence["fraction"] == 1.0
+    assert evidence["missing"] == []
+    for name, value in (("dtype", "bfloat16"), ("batch_invariant", True), ("host_lengths", "absent")):
+        assert {"field": name, "value": value} in evidence["served"]
+    (unreached,) = evidence["unreached"]
+    assert (unreached["field"], unreached["value"]) == ("features", "minimal.open_feature")
+    assert "test it beside the kit" in unreached["because"]
+    assert {"attnplug", "python", "torch"} <= set(evidence["versions"])
+    assert all(0 <= error["mean"] <= error["max"] for error in evidence["errors"])
+
+
+def test_the_report_has_every_test(whole) -> None:
+    folder, _ = whole
+    (report,) = json.loads((folder / "report" / "report.json").read_text("utf-8"))
+    root = ET.parse(folder / "report" / "junit.xml").getroot()  # noqa: S314 - the run above wrote it
+
+    assert sum(report["outcomes"].values()) == len(report["tests"])
+    assert {test["outcome"] for test in report["tests"]} == {"passed", "skipped"}
+    assert int(root[0].attrib["tests"]) >= len(report["tests"])
+    assert any(item.attrib["name"] == "attnplug exercised" for item in root.iter("property"))
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_backend_that_is_as_a_vendors_library_is_green(tmp_path: Path) -> None:
+    manifest = HERE / "vendor" / "attnplug.toml"
+    done = run(tmp_path, "--attn-backend=vendor", module="vendor.planned", manifest=manifest)
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+    assert "head_size          64, 128, 256" in done.stdout
+    assert "block_size         16, 32, 64" in done.stdout
+    assert "gqa_ratio          1, 2, 4, 8" in done.stdout
+    assert "cudagraph          single_token_decode, uniform_batch, always" in done.stdout
+    assert "out of reach: paged=False: paged=False refused: the kernels read pages" in done.stdout
+    assert "float32" not in done.stdout
+
+
+def test_a_value_that_the_rules_always_refuse_is_red(tmp_path: Path) -> None:
+    text = (HERE / "vendor" / "attnplug.toml").read_text("utf-8")
+    rule = "[[rules]]\nwhen = { sinks = true }\nbecause = 'not yet'\n\n[variants.planned]"
+    (tmp_path / "attnplug.toml").write_text(text.replace("[variants.planned]", rule), "utf-8")
+    done = run(
+        tmp_path,
+        "--attn-backend=vendor",
+        "-k",
+        "declared_values",
+        module="vendor.planned",
+        manifest=tmp_path / "attnplug.toml",
+    )
+
+    assert done.returncode == 1, done.stdout
+    assert "declared, and refused in every request: sinks=True (sinks=True refused: not yet)" in done.stdout
+    assert "not exercised: sinks=True" in done.stdout
+
+
+HOSTED = HERE / "hosted" / "attnplug.toml"
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_backend_that_is_given_quantized_queries_is_green(tmp_path: Path) -> None:
+    done = run(tmp_path, "--attn-backend=hosted", module="hosted.quantized_queries", manifest=HOSTED)
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+    assert "cudagraph          single_token_decode, uniform_batch" in done.stdout  # though each decode has one token
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
+    asked = ("--attn-backend=hosted", "-k", "test_capability and (fp8 or head_scales)")
+    done = run(tmp_path, *asked, module="hosted.forgets_query_scale", manifest=HOSTED)
+
+    assert done.returncode == 1, done.stdout
+    assert "kv_cache_dtype=fp8_e4m3 num_kv_heads=2 paged=True per_head_scales=True: output: " in done.stdout
+    assert "3 failed, " in done.stdout
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_backend_without_pages_is_green(tmp_path: Path) -> None:
+    text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")
+    text = text.replace('"paged", "batch_invariant", "host_lengths"', '"batch_invariant"')
+    text = text.replace("block_size = { multiple_of = 16 }", "")
+    (tmp_path / "attnplug.toml").write_text(text, "utf-8")
+    done = run(tmp_path, "--attn-backend=minimal", manifest=tmp_path / "attnplug.toml")
+
+    assert done.returncode == 0, done.stdout
+    assert "(100%)" in done.stdout
+
+
+KNOWN = """
+from attnplug_kit.conformance import Basic
+
+
+class TestMinimal(Basic):
+    backend = "minimal"
+    known_failures = {"test_one_token": "it was so once"}
+"""
+
+
+def test_an_expected_failure_that_passes_is_red(tmp_path: Path) -> None:
+    (tmp_path / "test_known.py").write_text(KNOWN, "utf-8")
+    done = run(tmp_path, "-k", "one_token or mixed", tests=(str(tmp_path / "test_known.py"),))
+
+    assert done.returncode == 1, done.stdout
+    assert "[XPASS(strict)] it was so once" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+
+
+def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:
+    done = run(tmp_path, "--attn-backend=minimal/plain", "-k", "TestBasic and test_one_token")
+
+    assert done.returncode == 0, done.stdout
+    assert "not exercised: gqa_ratio=1, 4, 7, 8" in done.stdout
+
+
+def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
+    pytest.importorskip("xdist", reason="pytest-xdist, which spreads tests over processes, is not installed")
+    done = run(tmp_path, "--attn-backend=torch/sdpa", "-n2", "-k", "TestBasic", f"--attn-report={tmp_path / 'report'}")
+    (report,) = json.loads((tmp_path / "report" / "report.json").read_text("utf-8"))
+
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("torch/sdpa on cpu: ") == 1
+    assert report["outcomes"] == {"passed": len(report["tests"])}
+    assert {"field": "dtype", "value": "bfloat16"} in report["served"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--attn-backend=minimle"], "installed are minimal/plain, torch/flex, torch/sdpa"),
+        (["--attn-backend=torch/flex"], "it cannot run here"),
+        ([], "pass --attn-backend=NAME[/variant], or name it in the class"),
+        (["-n2"], "pass --attn-backend=NAME[/variant], or name it in the class"),
+    ],
+)
+@pytest.mark.parametrize("tests", [("--pyargs", "attnplug_kit.oracle"), AS_A_FILE])
+def test_a_backend_that_is_not_there_is_one_usage_error(options, said, tests, tmp_path: Path) -> None:
+    done = run(tmp_path, *options, tests=tests)
+
+    demand_usage_error(done, said)
+
+
+def demand_usage_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    """The run ends before any test, with one error of three sentences."""
+    told = done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, told
+    assert told.count("ERROR") == told.count("\n  allowed: ") == told.count("\n  way out: ") == 1, told
+    assert "Traceback" not in told
+    assert "conformance.py:" not in told
+    assert [text for text in said if text not in told] == [], told

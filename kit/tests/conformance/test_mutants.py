@@ -1,0 +1,243 @@
+"""The kit on backends that are wrong in one way each: the right test is red, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import attnplug.torch_backend
+from attnplug.request.fields import fields_of
+from attnplug_kit.conformance.menu import _ELSEWHERE
+
+pytestmark = pytest.mark.long
+
+HERE = Path(__file__).parent
+MANIFEST = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml").read_text("utf-8")
+EMBEDDED = MANIFEST.partition("# No custom_mask")[0].replace('name = "torch", aliases = ["TORCH_SDPA"]', 'name = "{}"')
+LEAST = (HERE / "minimal" / "attnplug.toml").read_text("utf-8").replace('name = "minimal"', 'name = "{}"')
+
+RED: dict[str, tuple[str, str]] = {
+    "ignores_sinks": ("test_feature_is_used[*sinks=True]", "sinks=True was asked for*without it: ignored"),
+    "ignores_window": ("test_feature_is_used[*sliding_window=7]", "sliding_window=7 was asked for*without it: ignored"),
+    "window_off_by_one": ("test_capability[*sliding_window=7]", "sliding_window=7: output: * elements differ"),
+    "wrong_gqa": ("test_plain_attention[*gqa_ratio=2]", "gqa_ratio=2 *: output: * elements differ"),
+    "writes_padding": ("test_slots[*block_size=16]", "keys were written into slot *rows with slot -1 are padding"),
+    "reads_stale_block": ("test_step_after_step[*]", "step 2 of one builder: output: "),
+    "lse_base_2": ("test_base[*]", "the LSE is a logarithm to base 2"),
+    "forgets_soft_cap": ("test_feature_is_used[*logits_soft_cap=2.0]", "logits_soft_cap=2.0 was asked for*ignored"),
+    "wrong_scale": ("test_input_is_used[*-scale]", "another value of scale was given*did not move: ignored"),
+    "mutates_input": ("test_forward_mutates_no_input[*]", "forward changed its input query"),
+    "non_causal_chunk": ("test_chunked_equals_one_shot[*sinks=True]", "of a prompt in chunks: output: "),
+    "ignores_k_scale": ("test_input_is_used[*k_scale of fp8_e4m3]", "another value of k_scale *did not move: ignored"),
+    "swaps_decodes_and_prefills": ("test_mixed_batch[*]", "output: * elements differ"),
+    "plans_with_last_pages": ("test_build_ahead[*]", "a step that was built before another one: output: "),
+    "sink_twice_in_merge": ("test_cascade_equals_flat[*-sinks]", "sinks=True, cascade: output: "),
+    "ignores_slopes": ("test_feature_is_used[*alibi=linear]", "alibi=linear was asked for*without it: ignored"),
+    "ignores_mask": ("test_feature_is_used[*custom_mask=True]", "custom_mask=True was asked for*without it: ignored"),
+    "ignores_chunk": ("test_feature_is_used[*attention_chunk=16]", "attention_chunk=16 was asked for*ignored"),
+    "writes_rows_beyond": ("test_output_rows[*]", "output rows beyond the batch's tokens were written"),
+    "adds_to_output": ("test_output_rows[*]", "output rows keep what they held before: not fully overwritten"),
+    "build_mutates_batch": ("test_build_mutates_nothing[*]", "build changed block_table"),
+    "overwrites_original": ("test_update_block_table[*]", "update_block_table changed the original's block_table"),
+    "sink_in_lse_undeclared": ("test_sink_is_counted_as_declared[*]", "lse_includes_sink is False, and the LSE counts"),
+    "ignores_v_scale": ("test_input_is_used[*v_scale of fp8_e5m2]", "another value of v_scale *did not move: ignored"),
+    "keeps_no_cache": ("test_slots[*kv_layout=HND]", "numbers of new keys are not in their slots"),
+    "writes_next_slot": ("test_slots[*block_size=16]", "keys were written into slot *belongs to no token of the batch"),
+    "mixes_requests": ("test_others_do_not_influence[*]", "NaN in the first request's cache reached rows of other"),
+    "lse_of_prefills_alone": ("test_rows[*]", "rows of the LSE are not written"),
+    "stale_replay": ("test_replays[*cudagraph=uniform_batch]", "a replay: output: "),
+    "shares_scratch": ("test_threads[*]", "a thread among others: output: "),
+    "advances_original": ("test_advance_step[*]", "step 1 of an advanced batch: output: "),
+    "uses_plan_up": ("test_forward_twice[*]", "a layer after another one: output: "),
+    "plans_by_place": ("test_step_in_the_same_tensors[*]", "a step in the tensors of the step before: output: "),
+    "wrong_at_odd_sizes": ("test_plain_attention[*head_size=40]", "head_size=40 *: output: * elements differ"),
+    "first_layers_scale": ("test_layers_of_one_builder[*-plain]", "layer 2 of a builder for two: output: "),
+    "first_layers_sinks": ("test_layers_of_one_builder[*sinks=True]", "sinks=True: layer 2 of a builder for two: "),
+    "first_layers_cache": ("test_layers_of_one_builder[*-plain]", "layer 2 of a builder for two: output: "),
+    "loses_a_split": ("test_long_sequences[*paged=True]", "output: * elements differ"),
+    "loses_requests": ("test_many_requests[*]", "output: * elements differ"),
+    "loses_heads": ("test_many_requests[*]", "num_kv_heads=8 *: output: * elements differ"),
+    "packed_queries": ("test_rows_of_wider_tensors[*]", "rows of wider tensors: output: "),
+    "packed_table": ("test_rows_of_wider_tensors[*]", "index out of range"),
+    "advances_in_same_pages": ("test_advance_step[*]", "step 2 of an advanced batch: output: "),
+    "moves_keys_alone": ("test_blocks_move[*kv_layout=HND]", "swap_blocks did not copy the values of a block"),
+    "hurries_without_order": ("test_fast_build[*]", "a step that was built with fast=True: output: "),
+    "non_causal_decodes": ("test_decodes_of_several_tokens[*=2]", "decode_query_len=2 *: output: * elements differ"),
+    "rounds_float32": ("test_plain_attention[*dtype=float32]", "dtype=float32 *: output: * elements differ"),
+    "cuts_value_heads": ("test_capability[*head_size_v=24]", "head_size_v=24 *: output: * elements differ"),
+    "slopes_without_root": ("test_capability[*alibi=sqrt]", "alibi=sqrt *: output: * elements differ"),
+    "causal_encoders": ("test_capability[*attn_type=encoder_only]", "attn_type=encoder_only *: output: * elements"),
+    "always_causal": ("test_feature_is_used[*causal=False]", "causal=False was asked for*without it: ignored"),
+    "forgets_encoders_end": ("test_capability[*attn_type=encoder_decoder]", "attn_type=encoder_decoder *: output: "),
+    "clears_shared_slots": ("test_capability[*kv_sharing=True]", "kv_sharing=True *: output: * elements differ"),
+    "needs_prefills": ("test_decodes_alone[*]", "output: * elements differ"),
+    "needs_decodes": ("test_prefills_alone[*]", "output: * elements differ"),
+    "wrong_at_odd_blocks": ("test_plain_attention[*block_size=12]", "block_size=12 *: output: * elements differ"),
+    "forgets_dense_context": ("test_plain_attention[*paged=False]", "paged=False*: output: * elements differ"),
+    "first_heads_scale": ("test_capability[*per_head_scales=True]", "per_head_scales=True*: output: * elements differ"),
+    "loses_shared_prefix": ("test_cascade_equals_flat[*-plain]", "cascade=True *cascade: output: * elements differ"),
+    "keeps_wide_cache": (
+        "test_cache_is_as_agreed[*=fp8_e5m2]",
+        "torch.float32, and torch.float8_e5m2 was agreed on",
+    ),
+    "tokens_first_in_memory": ("test_cache_is_as_agreed[*=HND]", "kv_layout=HND *tokens lie before heads in memory"),
+    "splits_by_bound": ("test_bound_of_splits[*]", "limits with max_num_splits=1: output: * elements differ"),
+    "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
+}
+# Of what the embedded backend does not declare: these are wrong in what the least backend does.
+RED_OF_LEAST: dict[str, tuple[str, str]] = {
+    "sums_by_place": (
+        "test_batch_invariant[*-plain]",
+        "request 1 (1 new tokens, 1100 before) has other bits among few",
+    ),
+    "splits_by_company": (
+        "test_batch_invariant[*-plain]",
+        "request 1 (1 new tokens, 1100 before) has other bits before many",
+    ),
+    "trusts_host_lengths": (
+        "test_host_lengths[*=upper_bound]",
+        "host_lengths=upper_bound *: output: * elements differ",
+    ),
+    "takes_longest_length": ("test_host_lengths[*=absent]", "is out of bounds"),
+}
+RED_ON_GPU: dict[str, tuple[str, str]] = {
+    "waits_for_device": ("test_build_never_synchronizes[*]", "build or forward waits for the device"),
+}
+
+# What a manifest may declare, and a backend that is wrong in it.
+WRONG_IN = {
+    "head_size": "wrong_at_odd_sizes",
+    "num_q_heads": "wrong_gqa",
+    "num_kv_heads": "loses_heads",
+    "dtype": "rounds_float32",
+    "head_size_v": "cuts_value_heads",
+    "sliding_window": "window_off_by_one",
+    "attention_chunk": "ignores_chunk",
+    "logits_soft_cap": "forgets_soft_cap",
+    "alibi": "slopes_without_root",
+    "sinks": "ignores_sinks",
+    "attn_type": "causal_encoders",
+    "causal": "always_causal",
+    "block_sparse": "ignores_pattern",
+    "custom_mask": "ignores_mask",
+    "kv_sharing": "clears_shared_slots",
+    "paged": "reads_stale_block",
+    "phases": "needs_prefills",
+    "block_size": "wrong_at_odd_blocks",
+    "kv_layout": "tokens_first_in_memory",
+    "kv_cache_dtype": "keeps_wide_cache",
+    "cudagraph": "stale_replay",
+    "cascade": "loses_shared_prefix",
+    "return_lse": "lse_base_2",
+    "decode_query_len": "non_causal_decodes",
+    "batch_invariant": "splits_by_company",
+    "host_lengths": "trusts_host_lengths",
+    "per_head_scales": "first_heads_scale",
+    "features": "wrong_with_feature",
+}
+
+RUN = """
+import json, sys
+from pathlib import Path
+import pytest, torch
+import attnplug
+torch.set_num_threads(1)
+folder, mutants = Path(sys.argv[1]), json.loads(sys.argv[2])
+for name, test in mutants.items():
+    attnplug.register(f"{sys.argv[3]}.{name}", manifest=folder / f"{name}.toml")
+    options = [f"--attn-backend={name}", *sys.argv[4:], f"--attn-report={folder / name}", "-k", test]
+    plain = ["-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--rootdir", str(folder)]
+    pytest.main(["--pyargs", "attnplug_kit.oracle", *plain, *options])
+"""
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    return run(tmp_path_factory.mktemp("mutants"), RED, "--attn-device=cpu")
+
+
+@pytest.fixture(scope="module")
+def reports_of_least(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    options = {"package": "wrong", "manifest": LEAST}
+    return run(tmp_path_factory.mktemp("wrong"), RED_OF_LEAST, "--attn-device=cpu", **options)
+
+
+def run(
+    folder: Path,
+    mutants: dict[str, tuple[str, str]],
+    *options: str,
+    package: str = "mutants",
+    manifest: str = EMBEDDED,
+) -> dict[str, list[dict[str, str]]]:
+    """Every mutant in one process, each under the test that has to find it."""
+    for name in mutants:
+        (folder / f"{name}.toml").write_text(manifest.replace("{}", name, 1), "utf-8")
+    tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in mutants.items()})
+    path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
+    # Tracing would double the time, and what the kit runs is measured where it runs the embedded backend.
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
+    environment = {**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", RUN, str(folder), tests, package, *options]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in mutants}
+
+
+@pytest.mark.parametrize("mutant", RED)
+def test_a_mutant_is_found(mutant: str, reports: dict[str, list[dict[str, str]]]) -> None:
+    demand_red(RED[mutant], reports[mutant])
+
+
+@pytest.mark.parametrize("mutant", RED_OF_LEAST)
+def test_a_mutant_of_the_least_backend_is_found(mutant: str, reports_of_least) -> None:
+    demand_red(RED_OF_LEAST[mutant], reports_of_least[mutant])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mutant", RED_ON_GPU)
+def test_a_mutant_is_found_on_a_gpu(mutant: str, tmp_path: Path) -> None:
+    demand_red(RED_ON_GPU[mutant], run(tmp_path, {mutant: RED_ON_GPU[mutant]})[mutant])
+
+
+def test_whatever_a_manifest_may_declare_somebody_is_wrong_in() -> None:
+    declarable = {item.name for item in fields_of("model", "engine")}
+    mutants = {path.stem for path in HERE.glob("*/*.py")}
+
+    assert declarable - set(WRONG_IN) == set(_ELSEWHERE)  # the kit says of these that it cannot tell
+    assert set(WRONG_IN) <= declarable
+    assert set(WRONG_IN.values()) <= mutants
+
+
+def demand_red(wanted: tuple[str, str], tests: list[dict[str, str]]) -> None:
+    """The test that is named is red, and says what is wrong."""
+    test, message = wanted
+    red = {one["id"].rpartition("::")[2]: one["message"] for one in tests if one["outcome"] == "failed"}
+
+    found = [text for name, text in red.items() if matches(test, name)]
+
+    assert found, f"{test} is green; red: {red}"
+    assert any(matches(f"*{message}*", text) for text in found), found
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether the parts between the stars occur in a text, in order; brackets mean themselves."""
+    first, *parts = pattern.split("*")
+    if not text.startswith(first):
+        return False
+    place = len(first)
+    for part in parts:
+        place = text.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return not parts or place == len(text) or parts[-1] == ""
+
+
+def test_there_is_a_test_for_each_mutant() -> None:
+    assert {path.stem for path in HERE.glob("mutants/*.py")} == set(RED) | set(RED_ON_GPU)
+    assert {path.stem for path in HERE.glob("wrong/*.py")} == set(RED_OF_LEAST)

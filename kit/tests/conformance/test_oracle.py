@@ -1,0 +1,140 @@
+"""The oracle against results that can be worked out by hand, so that it is not its own witness."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attnplug_kit.oracle import attend
+
+INF = math.inf
+
+
+def test_one_key_gives_its_value_and_its_score() -> None:
+    query, key = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[2.0, 1.0]]])
+    value = torch.tensor([[[7.0, -5.0, 1.0]]])
+
+    result = attend(query, key, value, scale=0.5)
+
+    assert result.output.tolist() == [[[7.0, -5.0, 1.0]]]
+    assert result.lse.item() == pytest.approx(5.0)
+
+
+def test_uniform_scores_give_the_mean_of_what_is_seen() -> None:
+    value = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
+
+    result = attend(torch.zeros(4, 1, 2), torch.randn(4, 1, 2), value, scale=1.0)
+
+    assert result.output.flatten().tolist() == pytest.approx([1.0, 3 / 2, 7 / 3, 15 / 4])
+    assert result.lse.flatten().tolist() == pytest.approx([math.log(n) for n in (1, 2, 3, 4)])
+
+
+def test_queries_stand_at_the_end_of_the_sequence() -> None:
+    value = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
+
+    result = attend(torch.zeros(2, 1, 2), torch.zeros(4, 1, 2), value, scale=1.0)
+
+    assert result.output.flatten().tolist() == pytest.approx([7 / 3, 15 / 4])
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen"),
+    [
+        ({}, [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}]),
+        ({"causal": False}, [{0, 1, 2, 3}] * 4),
+        ({"window": (0, 0)}, [{0}, {1}, {2}, {3}]),
+        ({"window": (1, 0)}, [{0}, {0, 1}, {1, 2}, {2, 3}]),
+        ({"window": (1, 1), "causal": False}, [{0, 1}, {0, 1, 2}, {1, 2, 3}, {2, 3}]),
+        ({"window": (-1, 1), "causal": False}, [{0, 1}, {0, 1, 2}, {0, 1, 2, 3}, {0, 1, 2, 3}]),
+        ({"attention_chunk": 2}, [{0}, {0, 1}, {2}, {2, 3}]),
+        ({"attention_chunk": 3}, [{0}, {0, 1}, {0, 1, 2}, {3}]),
+    ],
+)
+def test_each_mask_shows_exactly_these_keys(asked: dict[str, object], seen: list[set[int]]) -> None:
+    # With powers of two as values, the mean times the count names the set of keys.
+    value = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
+
+    result = attend(torch.zeros(4, 1, 2), torch.zeros(4, 1, 2), value, scale=1.0, **asked)
+
+    sums = [mean * len(keys) for mean, keys in zip(result.output.flatten().tolist(), seen, strict=True)]
+    assert sums == pytest.approx([sum(2.0**key for key in keys) for keys in seen])
+
+
+def test_a_mask_hides_what_else_would_be_seen() -> None:
+    value = torch.tensor([1.0, 2.0, 4.0]).view(3, 1, 1)
+    mask = torch.tensor([[True, True, True], [False, True, True], [False, False, False]])
+
+    result = attend(torch.zeros(3, 1, 2), torch.zeros(3, 1, 2), value, scale=1.0, custom_mask=mask)
+
+    assert result.output.flatten().tolist() == [1.0, 2.0, 0.0]
+    assert result.lse.flatten().tolist() == [0.0, 0.0, -INF]
+
+
+def test_two_scores_are_weighted_by_the_logistic_function() -> None:
+    query, key = torch.tensor([[[1.0]]]), torch.tensor([[[2.0]], [[-1.0]]])
+    value = torch.tensor([[[1.0]], [[0.0]]])
+
+    result = attend(query, key, value, scale=1.0)
+
+    assert result.output.item() == pytest.approx(1 / (1 + math.exp(-3.0)))
+    assert result.lse.item() == pytest.approx(math.log(math.exp(2) + math.exp(-1)))
+
+
+def test_the_soft_cap_bends_the_scaled_score_before_the_mask() -> None:
+    query, key, value = torch.full((2, 1, 1), 6.0), torch.full((2, 1, 1), 2.0), torch.ones(2, 1, 1)
+
+    result = attend(query, key, value, scale=0.5, logits_soft_cap=4.0)
+
+    assert result.lse[0].item() == pytest.approx(4 * math.tanh(6 / 4))
+    assert result.lse[1].item() == pytest.approx(4 * math.tanh(6 / 4) + math.log(2))
+
+
+@pytest.mark.parametrize(("form", "biases"), [("linear", [-2.0, -1.0, 0.0]), ("sqrt", [-math.sqrt(2), -1.0, 0.0])])
+def test_alibi_lowers_distant_scores(form: str, biases: list[float]) -> None:
+    slopes = torch.tensor([0.5])
+
+    result = attend(
+        torch.zeros(1, 1, 1), torch.zeros(3, 1, 1), torch.ones(3, 1, 1), scale=1.0, alibi=form, alibi_slopes=slopes
+    )
+
+    assert result.lse.item() == pytest.approx(math.log(sum(math.exp(0.5 * bias) for bias in biases)))
+
+
+def test_a_sink_takes_its_share_and_gives_no_value() -> None:
+    result = attend(
+        torch.zeros(1, 1, 1), torch.zeros(3, 1, 1), torch.ones(3, 1, 1), scale=1.0, sinks=torch.tensor([math.log(2.0)])
+    )
+
+    assert result.output.item() == pytest.approx(3 / 5)
+    assert result.lse.item() == pytest.approx(math.log(3))
+    assert result.lse_with_sink.item() == pytest.approx(math.log(5))
+
+
+def test_rows_that_attend_nothing_are_zero() -> None:
+    query, key, value = torch.randn(3, 1, 2), torch.randn(2, 1, 2), torch.randn(2, 1, 2)
+
+    result = attend(query, key, value, scale=1.0)
+    with_sink = attend(query, key, value, scale=1.0, sinks=torch.tensor([1.5]))
+
+    assert result.output[0].tolist() == [[0.0, 0.0]]
+    assert result.lse[:, 0].isinf().tolist() == [True, False, False]
+    assert with_sink.output[0].tolist() == [[0.0, 0.0]]
+    assert with_sink.lse_with_sink[0].item() == 1.5
+
+
+def test_no_keys_at_all() -> None:
+    result = attend(torch.randn(2, 2, 4), torch.empty(0, 1, 4), torch.empty(0, 1, 3), scale=1.0, causal=False)
+
+    assert result.output.shape == (2, 2, 3)
+    assert not result.output.any()
+    assert result.lse.tolist() == [[-INF, -INF]] * 2
+
+
+def test_query_heads_share_key_heads_in_order() -> None:
+    value = torch.tensor([[[1.0], [2.0]]])
+
+    result = attend(torch.zeros(1, 4, 1), torch.zeros(1, 2, 1), value, scale=1.0)
+
+    assert result.output.flatten().tolist() == [1.0, 1.0, 2.0, 2.0]

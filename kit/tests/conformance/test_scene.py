@@ -1,0 +1,205 @@
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+
+import attnplug
+from attnplug.contract import PAD_SLOT_ID
+from attnplug.errors import NotNegotiatedError
+from attnplug.ops import key_and_value_pages
+from attnplug_kit.oracle import (
+    Case,
+    assert_close,
+    check,
+    check_replays,
+    padded_for,
+    random_case,
+    realise,
+    tolerance,
+)
+from attnplug_kit.oracle.cases import FEATURES
+from attnplug_kit.oracle.scene import CANARY
+from attnplug_kit.oracle.strategies import cases
+
+
+@given(cases(features=FEATURES))
+def test_cases_are_batches_that_an_engine_could_make(case: Case) -> None:
+    decodes = [n <= case.decode_query_len for n in case.query_lens]
+    assert decodes == sorted(decodes, reverse=True), "decodes come first"
+    assert len(case.query_lens) == len(case.context_lens) >= 1
+    assert case.num_q_heads % case.num_kv_heads == 0
+    assert case.requirements().sinks == case.sinks
+    assert case.requirements().paged == case.may_be_paged
+    assert len(case.encoder_lens) == (len(case.query_lens) if case.is_cross else 0)
+
+
+@given(cases(features=FEATURES))
+def test_the_pages_asked_for_are_those_of_the_case(case: Case) -> None:
+    assert case.requirements().block_size == (case.block_size if case.may_be_paged else None)
+    if case.may_be_paged:
+        assert case.requirements(block_size=64).block_size == 64
+
+
+def test_a_dense_call_asks_for_no_pages() -> None:
+    assert Case(query_lens=(2,), context_lens=(0,)).requirements(paged=False).block_size is None
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_recipe_of_the_package_holds_for_any_seed(seed: int) -> None:
+    case = random_case(random.Random(seed), sinks=True)
+    scene = realise(case)
+    backend = attnplug.load(case.requirements(), "cpu", backend="torch/sdpa")
+
+    paged = scene.paged(backend)
+
+    assert paged.batch.num_actual_tokens == scene.expected().output.shape[0]
+    check(backend, scene)
+
+
+def test_the_recipe_for_replays_holds() -> None:
+    case = Case(query_lens=(1, 1), context_lens=(9, 30))
+    backend = attnplug.load(case.requirements(cudagraph="uniform_batch"), "cpu", backend="torch/sdpa")
+
+    (ran,) = check_replays(backend, [realise(padded_for(case, spare=3))], num_reqs=5, max_seq_len=64)
+
+    assert ran.output.shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"block_size": 32}, ("block_size=16", "block_size=32")),
+        ({"head_size": 32}, ("head_size=16, head_size_v=16", "head_size=32, head_size_v=32")),
+        ({"kv_cache_dtype": "fp8_e4m3"}, ("kv_cache_dtype='float32'", "kv_cache_dtype='fp8_e4m3'")),
+    ],
+)
+def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tuple[str, str]) -> None:
+    case = Case(query_lens=(1,), context_lens=(9,))
+    other = evolve(case, **fields)
+    backend = attnplug.load(other.requirements(), "cpu", backend="torch/sdpa")
+
+    with pytest.raises(NotNegotiatedError) as caught:
+        realise(case).paged(backend)
+
+    assert f"a scene of {named[0]} was given to torch/sdpa" == caught.value.given
+    assert f"this backend agreed on {named[1]}" == caught.value.allowed
+    assert "scene.case.requirements" in caught.value.remedy
+
+
+@given(cases())
+def test_every_key_lies_in_its_own_slot_and_all_others_are_poisoned(case: Case) -> None:
+    scene = realise(case)
+    shape = (2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+    cache = torch.zeros(shape, dtype=scene.keys[0].dtype)
+
+    scene.fill(cache)
+
+    used = sum(case.context_lens) * case.num_kv_heads * case.head_size
+    for pages, rows in zip(key_and_value_pages(cache), (scene.keys, scene.values), strict=True):
+        assert (~pages.isnan()).sum() == used
+        assert pages[0].isnan().all()
+        for request, context_len in enumerate(case.context_lens):
+            for position in range(context_len):
+                block = scene.block_table[request, position // case.block_size]
+                assert torch.equal(pages[block, position % case.block_size], rows[request][position])
+
+
+@given(cases(features=("kv_sharing", "decode_query_len"), attn_type="encoder_decoder"))
+def test_encoder_keys_are_cached_after_the_first_step(case: Case) -> None:
+    scene = realise(case)
+    pages = torch.zeros(2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+
+    scene.fill(pages)
+
+    cached = [bool(context) for context in case.context_lens]
+    lens = zip(case.encoder_lens, cached, strict=True)
+    assert (~pages[0, ..., 0, 0].isnan()).sum() == sum(keys for keys, is_cached in lens if is_cached)
+    new = scene.slot_mapping.shape[0] - case.num_padding_tokens
+    assert new == sum(keys for keys, is_cached in zip(case.encoder_lens, cached, strict=True) if not is_cached)
+    assert scene.expected().output.shape[0] == case.num_tokens
+
+
+def test_masks_hide_some_keys_and_all_of_some_rows() -> None:
+    scene = realise(Case(query_lens=(1, 40), context_lens=(30, 10), custom_mask=True))
+
+    assert scene.masks is not None
+    assert [mask.shape for mask in scene.masks] == [(1, 31), (40, 50)]
+    seen = scene.masks[1].float().mean(1)
+    assert 0 < int((seen == 0).sum()) < 40
+    assert int(((seen > 0) & (seen < 1)).sum()) > 0
+    # The first rows see what their mask and their position allow: nothing where either hides it.
+    lse = scene.expected().lse[1:, 0]
+    causal = torch.ones(40, 50, dtype=torch.bool).tril(10)
+    assert torch.equal(lse.isinf(), ~(scene.masks[1] & causal).any(1))
+
+
+@given(cases())
+def test_blocks_are_used_once_and_new_tokens_have_their_slots(case: Case) -> None:
+    scene = realise(case)
+    counts = [-(-n // case.block_size) for n in case.seq_lens]
+    used = [int(b) for row, n in zip(scene.block_table, counts, strict=True) for b in row[:n]]
+
+    slots = scene.slot_mapping.tolist()
+
+    assert len(set(used)) == len(used)
+    assert 0 not in used
+    assert all(block < scene.num_blocks for block in used)
+    assert slots[case.num_tokens :] == [PAD_SLOT_ID] * case.num_padding_tokens
+    assert {slot // case.block_size for slot in slots[: case.num_tokens]} <= set(used)
+
+
+def test_the_same_seed_gives_the_same_case_and_tensors() -> None:
+    first, second = (random_case(random.Random(5), features=FEATURES) for _ in range(2))
+
+    assert first == second
+    for a, b in zip(realise(first).keys, realise(second).keys, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_dense_calls_hold_all_keys_one_request_after_another() -> None:
+    scene = realise(Case(query_lens=(1, 3), context_lens=(4, -1), num_padding_tokens=2))
+
+    dense = scene.dense()
+
+    assert dense.batch.key_start_loc is not None
+    assert dense.batch.key_start_loc.tolist() == [0, 5, 7]
+    assert torch.equal(dense.key[5:], scene.keys[1])
+    assert dense.query.shape[0] == 6
+    assert dense.query[4:].isnan().all()
+
+
+def test_closeness_names_the_worst_element() -> None:
+    exact = torch.zeros(2, 3, dtype=torch.float64)
+    wrong = torch.zeros(2, 3)
+    wrong[1, 2] = 0.5
+
+    assert_close(torch.full((2, 3), tolerance(torch.float32).atol / 2), exact, dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"output: 1 of 6 elements differ; at \(1, 2\) 0.5, exact 0.0"):
+        assert_close(wrong, exact, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="nan"):
+        assert_close(wrong.fill_(torch.nan), exact, dtype=torch.float32)
+    with pytest.raises(AssertionError, match=r"shape \(3, 2\)"):
+        assert_close(wrong.T, exact, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("what", ["output", "lse"])
+def test_what_was_not_written_is_called_so(what: str) -> None:
+    found = torch.zeros(2, 3)
+    found[1, 1:] = CANARY
+
+    with pytest.raises(AssertionError, match=rf"^{what} was not written: 2 of 6 elements, \(1, 1\) the first"):
+        assert_close(found, torch.zeros(2, 3, dtype=torch.float64), dtype=torch.float32, what=what)
+    assert_close(found, found.double(), dtype=torch.float32, what=what)
+
+
+def test_infinities_have_to_be_met() -> None:
+    exact = torch.tensor([-torch.inf], dtype=torch.float64)
+
+    assert_close(torch.tensor([-torch.inf]), exact, dtype=torch.float32, what="lse")
+    with pytest.raises(AssertionError, match="lse"):
+        assert_close(torch.tensor([-1e30]), exact, dtype=torch.float32, what="lse")

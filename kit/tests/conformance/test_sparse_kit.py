@@ -1,0 +1,94 @@
+"""The kit on a backend that serves block-sparse patterns alone, and on ones that get the pattern wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnplug.evidence.coverage import hashable
+from attnplug.evidence.store import parse_evidence
+from attnplug_kit.oracle.attention import attend
+from attnplug_kit.oracle.sparsity import EVERYTHING, is_known, seen_by
+from kit.tests.conformance.test_kit_runs import run
+from kit.tests.conformance.test_mutants import demand_red
+
+HERE = Path(__file__).parent
+MANIFEST = HERE / "sparse" / "attnplug.toml"
+RED = {
+    "ignores_pattern": ("test_feature_is_used[*", "was asked for, and the output is that of a request without it"),
+    "forgets_vertical": ("test_capability[*local_blocks*", "output: * elements differ"),
+    "slides_no_head": ("test_capability[*local_blocks*", "output: * elements differ"),
+    "slides_query_heads": ("test_capability[*homo_head_group*", "output: * elements differ"),
+}
+
+
+def kit(folder: Path, module: str, *options: str):
+    report = folder / "report"
+    asked = ("--attn-backend=sparse", f"--attn-report={report}", *options)
+    done = run(folder, *asked, module=f"sparse.{module}", manifest=MANIFEST)
+    return done, json.loads((report / "report.json").read_text("utf-8"))[0]
+
+
+def test_a_backend_of_patterns_alone_is_green(tmp_path: Path) -> None:
+    done, report = kit(tmp_path, "patterned")
+
+    assert done.returncode == 0, done.stdout
+    assert report["fraction"] == 1
+    patterns = [one["value"] for one in report["served"] if one["field"] == "block_sparse"]
+    assert any(pattern.get("homo_head_group") for pattern in patterns)
+    read = parse_evidence({**report, "distribution": "attnplug-sparse 1.0"}).served  # as selection does
+    assert {value for field, value in read if field == "block_sparse"} == set(map(hashable, patterns))
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize("mutant", RED)
+def test_a_wrong_pattern_is_found(mutant: str, tmp_path: Path) -> None:
+    _, report = kit(tmp_path, mutant, "-k", RED[mutant][0].partition("[")[0])
+
+    demand_red(RED[mutant], report["tests"])
+
+
+PATTERN = {"max_seqlen": 64, "block_size": 2, "local_blocks": 1, "vert_stride": 4}
+
+
+@pytest.mark.parametrize(
+    ("head", "mode", "blocks"),
+    [
+        (0, {}, [3, 5]),
+        (1, {}, [2, 5]),
+        (3, {}, [0, 4, 5]),
+        (3, {"homo_head": True}, [3, 5]),
+        (1, {"homo_head_group": True}, [3, 5]),
+        (2, {"homo_head_group": True}, [1, 5]),
+    ],
+)
+def test_the_blocks_of_a_head(head: int, mode: dict[str, bool], blocks: list[int]) -> None:
+    """Block 5 is the query's own; the others are where (block + slide + 1) is a multiple of 4."""
+    keys = torch.arange(12)
+    seen = seen_by(head, {**PATTERN, **mode}, num_q_heads=4, num_kv_heads=2, queries=keys[11:], keys=keys)
+
+    assert seen[0].nonzero().flatten().tolist() == [2 * block + token for block in blocks for token in (0, 1)]
+
+
+def test_a_row_that_attends_nothing_is_zero_and_minus_infinity() -> None:
+    rows = torch.ones(2, 1, 4)
+    found = attend(rows, rows, rows, scale=1.0, block_sparse={**PATTERN, "local_blocks": 0})
+
+    assert not found.output.any()
+    assert (found.lse == -torch.inf).all()
+
+
+def test_the_pattern_that_leaves_nothing_out_is_dense_attention() -> None:
+    rows = torch.randn(50, 2, 4)
+    sparse, dense = (attend(rows, rows, rows, scale=1.0, block_sparse=one) for one in (EVERYTHING, None))
+
+    assert torch.equal(sparse.output, dense.output)
+
+
+def test_other_names_are_not_known() -> None:
+    assert is_known(EVERYTHING)
+    assert not is_known({**EVERYTHING, "global_tokens": 3})
+    assert not is_known({"block_size": 16})

@@ -1,0 +1,212 @@
+"""``attnplug new``: names, files and refusals. That a project works is shown where it is built and installed."""
+
+from __future__ import annotations
+
+import ast
+from typing import TYPE_CHECKING
+
+import pytest
+
+from attnplug.errors import RequestError
+from attnplug_kit.new.name import Name
+from attnplug_kit.new.project import FILES, render, write
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, in which commands run."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def _files(folder: Path) -> set[str]:
+    return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
+
+
+def test_a_project_is_written_beside_the_caller(run, here: Path) -> None:
+    outcome = run("new", "acme_fast")
+
+    package = "attnplug-acme-fast/src/attnplug_acme_fast"
+    assert outcome.code == 0
+    assert outcome.err == ""
+    assert "cd attnplug-acme-fast" in outcome.out
+    assert _files(here) == {
+        *(f"attnplug-acme-fast/{name}" for name in ("README.md", "pyproject.toml", ".gitignore")),
+        *(f"{package}/{name}" for name in ("__init__.py", "attnplug.toml", "plugin.py", "backend.py")),
+        "attnplug-acme-fast/tests/test_conformance.py",
+    }
+
+
+def test_a_program_is_told_the_names_and_files(run, here: Path) -> None:
+    told = run("new", "acme_fast", "--path", "deep/down", "--json").json
+
+    assert {name: told[name] for name in ("backend", "distribution", "package", "path", "alike")} == {
+        "backend": "acme_fast",
+        "distribution": "attnplug-acme-fast",
+        "package": "attnplug_acme_fast",
+        "path": "deep/down",
+        "alike": None,
+    }
+    assert set(told["files"]) == _files(here / "deep" / "down")
+
+
+def test_no_placeholder_is_left_and_every_template_is_used() -> None:
+    files = render(Name("acme_fast"))
+
+    assert not [path for path, text in files.items() if "{{" in path + text or "}}" in path + text]
+    assert len(files) == len(FILES)
+    assert "class AcmeFastBackend(Backend):" in files["src/attnplug_acme_fast/backend.py"]
+
+
+@pytest.mark.parametrize("name", ["a", "acme_fast", "x9"])
+def test_the_modules_are_python_within_the_columns(name: str) -> None:
+    modules = {path: text for path, text in render(Name(name)).items() if path.endswith(".py")}
+
+    for text in modules.values():
+        ast.parse(text, feature_version=(3, 10))
+    assert max(len(line) for text in modules.values() for line in text.splitlines()) <= 120
+
+
+def test_the_backend_is_short() -> None:
+    lines = render(Name("acme"))["src/attnplug_acme/backend.py"].splitlines()
+
+    assert len([line for line in lines if line.strip()]) <= 45
+
+
+def test_the_readme_names_what_is_in_the_project_and_links_nothing_that_may_not_be_there(run, here: Path) -> None:
+    out = run("new", "acme", "--path", "made").out
+    readme = (here / "made" / "README.md").read_text("utf-8")
+    rows = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `")]
+    commands = [line.partition("#")[0].strip() for line in readme.splitlines() if line.startswith("    ")]
+    offered = [line.strip() for line in out.partition("next:")[2].splitlines() if line]
+
+    assert "](" not in readme
+    assert "://" not in readme
+    assert set(rows) < _files(here / "made")
+    assert [command for command in commands if command != "attnplug list"] == offered[1:]
+
+
+def test_check_finds_nothing_in_a_new_project(run, here: Path) -> None:
+    run("new", "acme", "--path", "made")
+
+    outcome = run("check", "made")
+
+    assert (outcome.code, outcome.out) == (0, "no problem, 3 files checked\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("Acme-Fast", "attnplug new acme_fast"),
+        ("acme__fast", "attnplug new acme_fast"),
+        ("_acme", "attnplug new acme"),
+        ("attnplug_acme", "attnplug new acme"),
+        ("attnplug-acme", "attnplug new acme"),
+        ("acme.fast/plain", "attnplug new acme_fast_plain"),
+        ("../acme", "attnplug new acme"),
+        ("9lives", "choose another name"),
+        ("auto", "choose another name"),
+        ("", "choose another name"),
+        ("größe", "attnplug new gr_e"),
+    ],
+)
+def test_what_is_no_name_is_refused_with_one_that_is(run, here: Path, name: str, way_out: str) -> None:
+    outcome = run("new", name)
+
+    assert outcome.code == 2
+    assert f"the name {name!r} was given" in outcome.err
+    assert f"way out: {way_out}" in outcome.err
+    assert not _files(here)
+
+
+def test_the_name_of_an_installed_backend_is_refused(run, here: Path) -> None:
+    outcome = run("new", "torch", "--json")
+
+    assert outcome.code == 2
+    assert "the backend 'torch' of attnplug; a name belongs to one" in outcome.json["error"]["allowed"]
+    assert not _files(here)
+
+
+def test_the_name_of_a_known_backend_is_refused(run, here: Path) -> None:
+    outcome = run("new", "flashinfer")
+
+    assert outcome.code == 2
+    assert "the backend 'flashinfer' of attnplug-flashinfer, which is known" in outcome.err
+    assert not _files(here)
+
+
+def test_the_name_of_a_plugin_and_its_alias_are_refused(run, site, here: Path) -> None:
+    site.add("other", 'api = "1.0"\nbackend = { name = "other", aliases = ["second"], summary = "x" }\n[supports]\n'
+             'device_type = "cpu"\ndtype = "float32"\nhead_size = 8\n')  # fmt: skip
+
+    assert "'flash' of attnplug-flash;" in run("new", "flash").err
+    assert "an alias of the backend 'other'" in run("new", "second").err
+    assert not _files(here)
+
+
+def test_a_name_that_is_close_to_another_is_noted(run, here: Path) -> None:
+    shown = run("new", "flashinfr", "--path", "one").out
+
+    assert "note: 'flashinfr' is close to 'flashinfer'" in shown
+    assert run("new", "flashinfr", "--path", "two", "--json").json["alike"] == "flashinfer"
+    assert "note" not in run("new", "acme").out
+
+
+def test_nothing_is_overwritten(run, here: Path) -> None:
+    (here / "attnplug-acme").mkdir()
+    (here / "attnplug-acme" / "README.md").write_text("mine")
+
+    outcome = run("new", "acme")
+
+    assert outcome.code == 2
+    assert "'attnplug-acme', which has 'README.md' in it" in outcome.err
+    assert _files(here) == {"attnplug-acme/README.md"}
+    assert (here / "attnplug-acme" / "README.md").read_text() == "mine"
+
+
+def test_an_empty_folder_is_filled(run, here: Path) -> None:
+    (here / "made").mkdir()
+
+    assert run("new", "acme", "--path", "made").code == 0
+    assert "pyproject.toml" in _files(here / "made")
+
+
+@pytest.mark.parametrize("path", ["file", "file/below", "dangling"])
+def test_what_is_no_folder_is_refused(run, here: Path, path: str) -> None:
+    (here / "file").write_text("mine")
+    (here / "dangling").symlink_to("nowhere")
+
+    outcome = run("new", "acme", "--path", path)
+
+    assert outcome.code == 2
+    assert f"was to be written to '{path}'" in outcome.err
+    assert _files(here) == {"file"}
+
+
+def test_a_project_that_cannot_be_finished_leaves_nothing(here: Path) -> None:
+    (here / "empty").mkdir()
+
+    for folder in (here / "deep" / "new", here / "empty"):
+        with pytest.raises(RequestError, match="was to be written to"):
+            write(folder, {"README.md": "one", "src/a.py": "two", "src/a.py/b.py": "three"})
+
+    assert [path.name for path in here.rglob("*")] == ["empty"]
+
+
+def test_templates_are_read_for_a_project_alone(start, here: Path) -> None:
+    """Help costs nothing, and no verb loads torch for a project."""
+    code = """
+import sys
+from attnplug.cli.main import main
+main(["new", "--help"])
+early = {"attnplug_kit.new.project", "attnplug_kit.new.name"} & set(sys.modules)
+main(["new", "acme"])
+print(sorted(early), "torch" in sys.modules, file=sys.stderr)
+"""
+
+    assert start("-c", code).err.splitlines()[-1] == "[] False"
