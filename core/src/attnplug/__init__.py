@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 from attnplug._lazy import lazy
 
 if TYPE_CHECKING:
+    from attnplug._version import __version__ as __version__
     from attnplug.contract.inputs.batch import Batch as Batch
     from attnplug.contract.inputs.layer import Layer as Layer
     from attnplug.contract.inputs.limits import Limits as Limits
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from attnplug.selection.selection import Selection as Selection
 
 _MODULES: Final = {
+    "attnplug._version": "__version__",
     "attnplug.contract.inputs.batch": "Batch",
     "attnplug.contract.inputs.layer": "Layer",
     "attnplug.contract.inputs.limits": "Limits Parallel",

@@ -10,7 +10,7 @@ import pytest
 
 import attnplug
 from attnplug.cli import list as listing
-from attnplug.cli.parser import VERBS
+from attnplug.cli.command import BUILT_IN
 
 ONE_LAYER = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
 
@@ -19,11 +19,11 @@ def test_help_lists_every_verb_and_the_exit_codes(run) -> None:
     told = run("--help")
 
     assert told.code == 0
-    assert all(f"  {verb} " in told.out and summary in told.out for verb, summary in VERBS.items())
+    assert all(f"  {verb} " in told.out and summary in told.out for verb, summary in BUILT_IN.items())
     assert "exit codes:" in told.out
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", BUILT_IN)
 def test_every_verb_has_help_and_json(run, verb: str) -> None:
     told = run(verb, "--help")
 
@@ -40,13 +40,13 @@ def test_without_a_verb_help_goes_to_standard_error(run) -> None:
     told = run()
 
     assert (told.code, told.out) == (2, "")
-    assert "verbs:" in told.err
+    assert "commands:" in told.err
 
 
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        (["lst"], "the verb 'lst' was given; did you mean 'list'?"),
+        (["lst"], "the command 'lst' was given; did you mean 'list'?"),
         (["--verison"], "'--verison' is not an option; did you mean '--version'?"),
         (["list", "--jsn"], "'--jsn' is not an option; did you mean '--json'?"),
         (["list", "flash"], "'flash' is not an option"),

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from attnplug import commands as exits
-from attnplug.cli.parser import VERBS, Parser
+from attnplug.cli.command import BUILT_IN
+from attnplug.cli.parser import Parser
 from attnplug.request.fields import FIELDS
 from attnplug_kit import bench
 
@@ -34,13 +35,13 @@ def _options(verb: str) -> set[str]:
     return {option for action in actions for option in action.option_strings}
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", BUILT_IN)
 def test_every_option_of_a_verb_is_in_its_section(verb: str) -> None:
     assert _tabled(_section(verb)) == _options(verb)
 
 
 def test_every_verb_is_listed_with_its_summary() -> None:
-    assert re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| (.*) \|$", PAGE, re.MULTILINE) == list(VERBS.items())
+    assert re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| (.*) \|$", PAGE, re.MULTILINE) == list(BUILT_IN.items())
 
 
 def test_every_exit_code_is_listed() -> None:

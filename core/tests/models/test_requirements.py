@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from attnplug.errors import RequirementsError
-from attnplug.models import layers as requirements
+from attnplug.models import requirements
 from attnplug.models.architectures import ARCHITECTURES, REFUSED
 from attnplug_transformers import requirements_from_json
 

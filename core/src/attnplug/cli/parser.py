@@ -112,7 +112,9 @@ def _without_command(words: Sequence[str]) -> NoReturn:
     if unknown:
         _refuse_unknown(parser, unknown[0])
     if arguments.version:
-        say(f"attnplug {version()}")
+        from attnplug._version import __version__  # noqa: PLC0415 - costs 20 ms, and few ask
+
+        say(f"attnplug {__version__}")
         raise SystemExit(OK)
     parser.print_help(sys.stderr)
     raise SystemExit(WRONG)
@@ -124,13 +126,6 @@ def _listed(installed: Mapping[str, Command]) -> str:
     lines = ["commands:", *(f"  {name:{width}}{summary}" for name, summary in summaries.items())]
     missing = [*missing_commands(dict(installed))]
     return "\n".join([*lines, *(["", "not installed:", *(f"  {line}" for line in missing)] if missing else [])])
-
-
-def version() -> str:
-    """Return the version of the core."""
-    from importlib import metadata  # noqa: PLC0415 - costs 20 ms, and few ask
-
-    return metadata.version("attnplug")
 
 
 def _refuse_unknown(parser: Parser, word: str) -> NoReturn:

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from attnplug.models import layers as requirements
+from attnplug.models import requirements
 from attnplug.models.architectures import ARCHITECTURES
 from attnplug.models.patterns import full
 from hosts.transformers.tests.models import sharpen
