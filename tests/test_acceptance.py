@@ -87,7 +87,7 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         ],
     ),
     10: (
-        "absent, lacking, refused and broken are four messages with four remedies",
+        "absent, lacking, refused and broken are four messages with four fixes",
         [(INSTALLED, "test_absent_lacking_refused_and_broken_are_told_apart")],
     ),
     11: (
@@ -218,8 +218,8 @@ print(json.dumps([found.chosen and found.chosen.id, verdicts(found)]))
         return ask(code, sites=(site,))
 
     chosen, answers = asked()
-    status, _, (reason,), remedy = answers["acme_flash"]
-    assert (chosen, status, remedy) == (None, "broken", "correct the list")
+    status, _, (reason,), fix = answers["acme_flash"]
+    assert (chosen, status, fix) == (None, "broken", "correct the list")
     assert "order = ['fa3', 'fa4', 'fa3', 'fa2', 'dense']" in reason
     allowed = reason.partition("each once: ")[2].split(", ")
 

@@ -40,7 +40,7 @@ for name in {list(FAILING)!r}:
     try:
         attnplug.load(asked, cpu, backend=name)
     except attnplug.AttnplugError as error:
-        found[name] = [type(error).__name__, type(error.__cause__).__name__, str(error), error.remedy]
+        found[name] = [type(error).__name__, type(error.__cause__).__name__, str(error), error.fix]
 print(json.dumps(found))
 """
 AMONG_OTHERS = f"""
@@ -64,9 +64,9 @@ def test_a_named_plugin_fails_with_its_own_error(ask: Ask) -> None:
     assert {name: (kind, cause) for name, (kind, cause, *_) in found.items()} == {
         name: (kind, cause) for name, (kind, cause, _) in FAILING.items()
     }
-    for name, (*_, text, remedy) in found.items():
+    for name, (*_, text, fix) in found.items():
         assert FAILING[name][2] in text
-        assert remedy
+        assert fix
 
 
 def test_a_failure_is_left_out_and_takes_nobody_along(ask: Ask) -> None:
@@ -134,14 +134,14 @@ def test_a_neighbour_at_which_torch_stops_is_told_with_the_way_out(name: str, as
 try:
     answer = attnplug.load(asked, cpu).id
 except attnplug.AttnplugError as error:
-    answer = [type(error).__name__, str(error), error.remedy]
+    answer = [type(error).__name__, str(error), error.fix]
 print(json.dumps(answer))
 """
-    kind, text, remedy = ask(code, "good", name)
+    kind, text, fix = ask(code, "good", name)
 
     assert kind == "PluginLoadError"
     assert "torch, which does not import" in text
-    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in remedy
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fix
     assert ask(code, "good", name, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "good/toy"
 
 

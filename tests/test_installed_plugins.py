@@ -123,11 +123,11 @@ def test_duplicates_are_reported_alike_whatever_the_order(workshop: Workshop, tm
     ]
 
     assert all(answer == answers[0] for answer in answers)
-    chosen, (status, distributions, reasons, remedy) = answers[0]
+    chosen, (status, distributions, reasons, fix) = answers[0]
     assert (chosen.partition("/")[0], status) == ("torch", "broken")
     assert distributions == "attnplug-duplicate 2.5, attnplug-good 1.0"
     assert "offered by attnplug-duplicate 2.5 and by attnplug-good 1.0" in reasons[0]
-    assert "ATTNPLUG_BLOCK=attnplug-duplicate to keep 'attnplug-good'" in remedy
+    assert "ATTNPLUG_BLOCK=attnplug-duplicate to keep 'attnplug-good'" in fix
 
 
 def test_a_named_duplicate_is_an_error_and_the_proposed_settings_choose(ask: Ask) -> None:
@@ -295,8 +295,8 @@ print(json.dumps(answers))
     answers = ask(code, "catalogue", "malformed", "api_major")
 
     def status_reason_and_remedy(name: str) -> tuple[str, str, str]:
-        status, _, reasons, remedy = answers[name]
-        return status, reasons[0], remedy
+        status, _, reasons, fix = answers[name]
+        return status, reasons[0], fix
 
     absent = status_reason_and_remedy("blocksparse")
     lacking = status_reason_and_remedy("acme_flash/fa2")
@@ -306,7 +306,7 @@ print(json.dumps(answers))
 
     assert (absent[0], absent[2]) == ("absent", "known, not published yet")
     assert lacking == (
-        "lacks_dependency",
+        "missing_dependency",
         "acme-flash-attn >=2.7.1,<2.9 is required and not installed",
         "pip install 'acme-flash-attn >=2.7.1,<2.9'",
     )
@@ -531,10 +531,10 @@ print(json.dumps([answers, "torch" in sys.modules]))
         "cascade 10.0": None,
     }
     _, verdicts = answers["sinks 8.0"]
-    status, distribution, reasons, remedy = verdicts["acme_flash/fa3"]
+    status, distribution, reasons, fix = verdicts["acme_flash/fa3"]
     assert (status, distribution) == ("refused", "attnplug-catalogue 1.0")
     assert reasons == ["compute_capability=8.0 asked, supported: 9.0"]
-    assert "9.0" in remedy
+    assert "9.0" in fix
     for name, (status, _, reasons, _) in answers["cascade 9.0"][1].items():
         if name.startswith("acme_flash/"):
             assert status == "refused"
@@ -550,9 +550,9 @@ print(json.dumps(verdicts(attnplug.explain(served, attnplug.Device.cuda("9.0"), 
 
     assert {name: verdicts[name][0] for name in verdicts if name.startswith("acme_flash/")} == {
         "acme_flash/dense": "chosen",
-        "acme_flash/fa2": "lacks_dependency",
-        "acme_flash/fa3": "lacks_dependency",
-        "acme_flash/fa4": "lacks_dependency",
+        "acme_flash/fa2": "missing_dependency",
+        "acme_flash/fa3": "missing_dependency",
+        "acme_flash/fa4": "missing_dependency",
     }
 
 

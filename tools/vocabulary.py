@@ -20,9 +20,9 @@ The words that requirements, manifests, rules, verdicts and errors share. Genera
 A field that a manifest does not declare accepts its *neutral* value only, unless it is marked *open*.
 """
 KINDS: Final[dict[Kind, str]] = {
-    "model": "Given by the model. A remedy never changes them: it says what the variant lacks.",
-    "engine": "Given by the engine. A remedy may propose another value; None leaves a *free* one to the negotiation.",
-    "device": "Facts of the device.",
+    "model": "Given by the model. A fix never changes them: it says what the variant lacks.",
+    "engine": "Given by the engine. A fix may propose another value; None leaves a *free* one to the negotiation.",
+    "device": "BatchSplit of the device.",
     "derived": "Computed from other fields, for use in rules.",
 }
 

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 LONG = Row(
     "some_long_backend_name/and_a_variant",
-    "lacks_dependency",
+    "missing_dependency",
     (
         "- [red]head_size=512[/red] asked, supported: multiples of 8 up to 256",
         f"- {'x' * 90}",
-        "way out: run on cuda:9.0",
+        "fix: run on cuda:9.0",
     ),
     "a-distribution 1.0",
 )
@@ -42,7 +42,7 @@ def test_a_table_fits_80_columns_and_loses_nothing() -> None:
     drawn = _drawn(LONG)
 
     assert max(map(len, drawn.splitlines())) <= 80
-    for letters in (*LONG.lines, LONG.distribution, LONG.id, "lacks dependency"):
+    for letters in (*LONG.lines, LONG.distribution, LONG.id, "missing dependency"):
         assert Counter(_joined(letters)) <= Counter(_joined(drawn))
 
 
@@ -62,13 +62,13 @@ def test_plain_text_wraps_with_an_indent(monkeypatch: pytest.MonkeyPatch) -> Non
 
     lines = list(plain(LONG))
 
-    assert lines[0] == "some_long_backend_name/and_a_variant  lacks dependency  (a-distribution 1.0)"
+    assert lines[0] == "some_long_backend_name/and_a_variant  missing dependency  (a-distribution 1.0)"
     assert lines[1:] == [
         "    - [red]head_size=512[/red] asked, supported: multiples",
         "      of 8 up to 256",
         "    -",
         f"      {'x' * 90}",  # a path stays in one piece, so that it can be copied
-        "    way out: run on cuda:9.0",
+        "    fix: run on cuda:9.0",
     ]
 
 

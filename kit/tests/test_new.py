@@ -120,7 +120,7 @@ def test_what_is_no_name_is_refused_with_one_that_is(run, here: Path, name: str,
 
     assert outcome.code == 2
     assert f"the name {name!r} was given" in outcome.err
-    assert f"way out: {way_out}" in outcome.err
+    assert f"fix: {way_out}" in outcome.err
     assert not _files(here)
 
 
@@ -128,7 +128,7 @@ def test_the_name_of_an_installed_backend_is_refused(run, here: Path) -> None:
     outcome = run("new", "torch", "--json")
 
     assert outcome.code == 2
-    assert "the backend 'torch' of attnplug; a name belongs to one" in outcome.json["error"]["allowed"]
+    assert "the backend 'torch' of attnplug; a name belongs to one" in outcome.json["error"]["expected"]
     assert not _files(here)
 
 

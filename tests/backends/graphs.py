@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug.contract import Batch, GraphKey, GraphSlot, Layer, capture
+from attnplug.contract import Batch, GraphBuffers, GraphShape, Layer, capture
 from tests.backends.setting import Setting
 
 if TYPE_CHECKING:
@@ -45,12 +45,12 @@ class Captured:
         key: The shape.
     """
 
-    slot: GraphSlot
+    slot: GraphBuffers
     rows: tuple[Tensor, ...]
     outputs: list[Tensor]
     replay: Callable[[], object]
 
-    def __init__(self, setting: Graphs, key: GraphKey) -> None:
+    def __init__(self, setting: Graphs, key: GraphShape) -> None:
         asked = setting.backend.agreement.requirements
         heads = (asked.num_q_heads, asked.num_kv_heads, asked.num_kv_heads)
         self.rows = tuple(setting.rows(key.num_tokens, number).zero_() for number in heads)

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from attnplug import Requirements
-from attnplug.contract import Batch, GraphKey, Layer, Limits
+from attnplug.contract import Batch, GraphShape, Layer, Limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attnplug.contract import AttentionImpl, Backend, GraphSlot, Metadata
+    from attnplug.contract import AttentionImpl, Backend, GraphBuffers, Metadata
 
 BLOCK: Final = 16
 BLOCKS: Final = 64
@@ -81,9 +81,9 @@ class Setting:
         layer.forward(query, key, value, cache, metadata, output, lse=lse)
         return output
 
-    def slot(self, num_reqs: int = 4, query_len: int = 1) -> GraphSlot:
+    def slot(self, num_reqs: int = 4, query_len: int = 1) -> GraphBuffers:
         """Return a slot that was built into, as for a capture."""
-        key = GraphKey(num_reqs, num_reqs * query_len, query_len, 64)
+        key = GraphShape(num_reqs, num_reqs * query_len, query_len, 64)
         with self.state.graph_capture(num_reqs):
             slot = self.state.slot(key)
             self.builder.build(slot.dummy_batch(self.builder), slot=slot)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from attnplug.contract import Batch, GraphKey
+from attnplug.contract import Batch, GraphShape
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.oracle import Ran, realise
 from attnplug_kit.oracle.running import compare
@@ -17,7 +17,7 @@ from tests.backends.setting import BLOCK, Setting
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug.contract import Backend, GraphSlot
+    from attnplug.contract import Backend, GraphBuffers
     from attnplug_kit.oracle import Case
 
     Load = Callable[..., Backend]
@@ -28,7 +28,7 @@ def check_graphs_of_several_sizes(load: Load, variant: str, *, decode_query_len:
     setting = Graphs(load, variant, decode_query_len=decode_query_len, **asked)
     with setting.state.graph_capture(8):
         captured = [
-            Captured(setting, GraphKey(size, size * decode_query_len, decode_query_len, 128)) for size in (8, 4, 1)
+            Captured(setting, GraphShape(size, size * decode_query_len, decode_query_len, 128)) for size in (8, 4, 1)
         ]
     steps = ([30, 9, 100], [64], [17] * 8, [5, 6, 7, 8], [3], [99, 98], [128, 33, 16, 15, 70])
     for number, lens in enumerate(steps):
@@ -68,9 +68,9 @@ def check_that_no_build_waits(load: Load, variant: str, *, decode_query_len: int
             setting.builder.advance_step(setting.builder.build(again(decodes), slot=slot))
 
 
-def _used_slot(setting: Graphs, query_len: int) -> GraphSlot:
+def _used_slot(setting: Graphs, query_len: int) -> GraphBuffers:
     with setting.state.graph_capture(4):
-        slot = setting.state.slot(GraphKey(4, 4 * query_len, query_len, 128))
+        slot = setting.state.slot(GraphShape(4, 4 * query_len, query_len, 128))
         setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
     return slot
 
@@ -125,7 +125,7 @@ def check_replays_built_while_others_run(load: Load, variant: str, **asked: Any)
     """Queue builds into a slot and replays behind long kernels: each replay computes from its own build."""
     setting = Graphs(load, variant, **asked)
     with setting.state.graph_capture(4):
-        captured = Captured(setting, GraphKey(4, 4, 1, 128))
+        captured = Captured(setting, GraphShape(4, 4, 1, 128))
     captured.rows[0].normal_()
     batches = [setting.batch([1] * len(lens), lens) for lens in ([100, 3], [7], [128, 64, 1, 9], [33, 32, 31])]
 
@@ -151,7 +151,7 @@ def check_replays_of_advanced_steps(load: Load, variant: str, **asked: Any) -> N
     """Advance a slot and an eager step side by side, into blocks that neither had before: both attend the same."""
     setting = Graphs(load, variant, **asked)
     with setting.state.graph_capture(2):
-        captured = Captured(setting, GraphKey(2, 2, 1, 128))
+        captured = Captured(setting, GraphShape(2, 2, 1, 128))
     table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
     slots = torch.stack([table[0, 1] * BLOCK + 13, table[1, 0] * BLOCK + 14]).long()  # of the last of 30 and 15 tokens
     batch = Batch.from_lengths([1, 1], [30, 15], block_table=table, slot_mapping=slots, device=setting.backend.device)

@@ -14,7 +14,7 @@ import attnplug
 asked = attnplug.Requirements(head_size=8, num_q_heads=4, num_kv_heads=2, dtype="float32")
 cpu = attnplug.Device.cpu()
 def verdicts(explanation):
-    return {v.id: [v.status, v.distribution, [str(r) for r in v.reasons], str(v.remedy)] for v in explanation.verdicts}
+    return {v.id: [v.status, v.distribution, [str(r) for r in v.reasons], str(v.fix)] for v in explanation.verdicts}
 def listing():
     registry = attnplug.registry()
     plugins = [[p.name, p.module, p.distribution, p.version, str(p.problem)] for p in registry.plugins]

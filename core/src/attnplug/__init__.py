@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from attnplug.errors import AttnplugError as AttnplugError
     from attnplug.errors import NoBackendError as NoBackendError
     from attnplug.negotiation.agreement import Agreement as Agreement
+    from attnplug.negotiation.verdict import Fix as Fix
     from attnplug.negotiation.verdict import Reason as Reason
-    from attnplug.negotiation.verdict import Remedy as Remedy
     from attnplug.negotiation.verdict import Verdict as Verdict
     from attnplug.request.device import Device as Device
     from attnplug.request.requirements import Requirements as Requirements
@@ -55,7 +55,7 @@ _MODULES: Final = {
     "attnplug.discovery.registry": "Registry",
     "attnplug.errors": "AttnplugError NoBackendError",
     "attnplug.negotiation.agreement": "Agreement",
-    "attnplug.negotiation.verdict": "Reason Remedy Verdict",
+    "attnplug.negotiation.verdict": "Reason Fix Verdict",
     "attnplug.request.device": "Device",
     "attnplug.request.requirements": "Requirements",
     "attnplug.request.settings": "Settings",

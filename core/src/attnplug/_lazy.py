@@ -33,7 +33,7 @@ def lazy(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
         except ModuleNotFoundError as error:
             if error.name != "torch":
                 raise
-            message = f"{package}.{name} needs torch, which is not installed\n  way out: pip install 'attnplug[torch]'"
+            message = f"{package}.{name} needs torch, which is not installed\n  fix: pip install 'attnplug[torch]'"
             raise ImportError(message, name="torch") from error
         setattr(sys.modules[package], name, value)
         return value

@@ -95,13 +95,13 @@ def report_error(error: AttnplugError, *, as_json: bool) -> None:
 
         traceback.print_exception(error)
     else:
-        complain(str(error) if error.given.startswith("attnplug ") else f"attnplug: {error}")
+        complain(str(error) if error.problem.startswith("attnplug ") else f"attnplug: {error}")
 
 
 def describe_error(error: AttnplugError) -> Mapping[str, Any]:
     """Return an error as plain JSON values."""
     place = {name: value for name in ("path", "line") if (value := getattr(error, name, None))}
-    sentences = {"given": error.given, "allowed": error.allowed, "remedy": error.remedy}
+    sentences = {"problem": error.problem, "expected": error.expected, "fix": error.fix}
     return {"type": type(error).__name__, **sentences, **place}
 
 
@@ -121,7 +121,7 @@ STYLES: Final = {
     "eligible": "cyan",
     "loaded": "green",
     "not asked": "dim",
-    "lacks_dependency": "yellow",
+    "missing_dependency": "yellow",
     "absent": "dim",
     "refused": "red",
     "broken": "bold red",
@@ -183,9 +183,9 @@ def table(rows: Sequence[Row], heading: str) -> Table:
 
 
 def _styled(line: str) -> str:
-    """Let the eye find the way out."""
+    """Let the eye find the fix."""
     head, colon, rest = line.partition(": ")
-    return f"[green]{head}[/]{colon}{rest}" if head == "way out" else line
+    return f"[green]{head}[/]{colon}{rest}" if head == "fix" else line
 
 
 def plain(row: Row) -> Iterator[str]:

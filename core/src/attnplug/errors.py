@@ -1,7 +1,7 @@
 """
 Every exception that attnplug raises on purpose.
 
-Each one is built from three sentences: what was given or asked, what is true or allowed, and the way out.
+Each one has three parts: the problem, what was expected (left out where it adds nothing), and the fix.
 
     AttnplugError
     ├── RequestError (ValueError)           the question itself is wrong
@@ -67,19 +67,20 @@ class AttnplugError(Exception):
     The base of every error here.
 
     Args:
-        given: What was given or asked for.
-        allowed: What is true, or what is allowed.
-        remedy: The way out.
+        problem: What is wrong.
+        expected: What would be right; empty where the problem says it all.
+        fix: What to do.
     """
 
-    def __init__(self, given: str, allowed: str, remedy: str) -> None:
-        super().__init__(given, allowed, remedy)
-        self.given = given
-        self.allowed = allowed
-        self.remedy = remedy
+    def __init__(self, problem: str, expected: str, fix: str) -> None:
+        super().__init__(problem, expected, fix)
+        self.problem = problem
+        self.expected = expected
+        self.fix = fix
 
     def __str__(self) -> str:
-        return f"{self.given}\n  allowed: {self.allowed}\n  way out: {self.remedy}"
+        expected = f"\n  expected: {self.expected}" if self.expected else ""
+        return f"{self.problem}{expected}\n  fix: {self.fix}"
 
 
 class RequestError(AttnplugError, ValueError):
@@ -115,13 +116,13 @@ class ManifestError(AttnplugError, ValueError):
         line: The line of the offending key, counted from 1, or None where the file does not parse that far.
     """
 
-    def __init__(self, given: str, allowed: str, remedy: str, path: str = "", line: int | None = None) -> None:
-        super().__init__(given, allowed, remedy)
+    def __init__(self, problem: str, expected: str, fix: str, path: str = "", line: int | None = None) -> None:
+        super().__init__(problem, expected, fix)
         self.path = path
         self.line = line
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.given, self.allowed, self.remedy, self.path, self.line)
+        return type(self), (self.problem, self.expected, self.fix, self.path, self.line)
 
     def __str__(self) -> str:
         where = f"{self.path}:{self.line}" if self.line is not None else self.path
@@ -149,15 +150,15 @@ class NoBackendError(AttnplugError):
     Nothing can serve the requirements.
 
     Attributes:
-        explanation: The verdict on every candidate, with its reasons and its remedy.
+        explanation: The verdict on every candidate, with its reasons and its fix.
     """
 
-    def __init__(self, given: str, allowed: str, remedy: str, explanation: Explanation | None = None) -> None:
-        super().__init__(given, allowed, remedy)
+    def __init__(self, problem: str, expected: str, fix: str, explanation: Explanation | None = None) -> None:
+        super().__init__(problem, expected, fix)
         self.explanation = explanation
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.given, self.allowed, self.remedy, self.explanation)
+        return type(self), (self.problem, self.expected, self.fix, self.explanation)
 
 
 class PluginError(AttnplugError, RuntimeError):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.batching import BatchDraft, first_attended_key, num_freeable_blocks, positions_of
+from attnplug.batching import BatchAssembler, first_attended_key, num_freeable_blocks, positions_of
 from attnplug.contract import PAD_SLOT_ID, Limits
 from attnplug.contract.guards.batch import BatchGuard
 from attnplug.errors import BatchError
@@ -32,7 +32,7 @@ def allocate(lens, block_size):
 
 @given(st.lists(requests, min_size=1, max_size=4), st.sampled_from([1, 3, 16]), st.integers(0, 3), st.integers(0, 9))
 def test_agrees_with_a_loop_over_tokens_step_after_step(steps, block_size, more_reqs, more_rows):
-    draft = BatchDraft(block_size)
+    draft = BatchAssembler(block_size)
     finished = []
     for lens in map(ordered, steps):
         tables = allocate(lens, block_size)
@@ -73,7 +73,7 @@ def test_the_guards_of_a_builder_take_what_it_makes(lens, block_size, window, fr
     lens = ordered(lens)
     tables = allocate(lens, block_size)
     agreed = agreement(block_size=block_size, sliding_window=window)
-    draft = BatchDraft.of(agreed)
+    draft = BatchAssembler.of(agreed)
     for (query_len, computed, _), blocks in zip(lens, tables, strict=True):
         freed = num_freeable_blocks(computed, block_size, sliding_window=window) if frees else 0
         draft.add(query_len, computed, [None] * freed + blocks[freed:])
@@ -94,7 +94,7 @@ def test_a_block_that_is_attended_may_not_be_freed(computed, reach, chunked, blo
     freeable = num_freeable_blocks(computed, block_size, **{kind: reach})
     assert freeable * block_size <= first < (freeable + 1) * block_size
     blocks = list(range(1, computed // block_size + 2))
-    draft = BatchDraft(block_size, **{kind: reach})
+    draft = BatchAssembler(block_size, **{kind: reach})
 
     draft.add(1, computed, [0] * freeable + blocks[freeable:])
     with pytest.raises(BatchError, match=f"its first {freeable} blocks may be freed"):
@@ -104,14 +104,14 @@ def test_a_block_that_is_attended_may_not_be_freed(computed, reach, chunked, blo
 
 
 def test_without_a_window_no_block_may_be_freed():
-    draft = BatchDraft(4)
+    draft = BatchAssembler(4)
 
     with pytest.raises(BatchError, match="without a block that its step attends"):
         draft.add(1, 7, [None, 3])
 
 
 def test_freed_blocks_behind_the_length_are_nothing():
-    draft = BatchDraft(4)
+    draft = BatchAssembler(4)
 
     draft.add(1, 2, [5, None, 6, 0, 0])
 
@@ -137,7 +137,7 @@ def test_freed_blocks_behind_the_length_are_nothing():
     ],
 )
 def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
-    draft = BatchDraft(4)
+    draft = BatchAssembler(4)
     draft.add(1, 5, [1, 2])
 
     with pytest.raises(BatchError, match=said):
@@ -152,14 +152,14 @@ def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
 
 @pytest.mark.parametrize("given_", [None, "torch/sdpa", attnplug])
 def test_a_draft_is_of_an_agreement(given_):
-    with pytest.raises(BatchError, match=f"a {type(given_).__name__} was given to BatchDraft.of") as caught:
-        BatchDraft.of(given_)
+    with pytest.raises(BatchError, match=f"a {type(given_).__name__} was given to BatchAssembler.of") as caught:
+        BatchAssembler.of(given_)
 
-    assert "backend.agreement" in caught.value.remedy
+    assert "backend.agreement" in caught.value.fix
 
 
 def test_numbers_of_a_library_are_whole_too():
-    draft = BatchDraft(4)
+    draft = BatchAssembler(4)
 
     draft.add(torch.tensor(1), torch.tensor(5), [1, 2])
 
@@ -168,18 +168,18 @@ def test_numbers_of_a_library_are_whole_too():
 
 def test_a_negative_write_from_is_refused():
     with pytest.raises(BatchError, match="write_from=-1"):
-        BatchDraft(4).add(1, 0, [1], write_from=-1)
+        BatchAssembler(4).add(1, 0, [1], write_from=-1)
 
 
 @pytest.mark.parametrize("name", ["block_size", "sliding_window", "attention_chunk"])
 def test_numbers_of_the_draft_are_positive(name):
     with pytest.raises(BatchError, match=f"{name}=0"):
-        BatchDraft(**{"block_size": 4, name: 0})
+        BatchAssembler(**{"block_size": 4, name: 0})
 
 
 @pytest.mark.parametrize(("threshold", "length"), [(1, 1), (4, 3)])
 def test_a_decode_behind_a_prefill_is_refused(threshold, length):
-    draft = BatchDraft(4, decode_query_len=threshold)
+    draft = BatchAssembler(4, decode_query_len=threshold)
     draft.add(threshold, 0, [1])
     draft.add(threshold + 1, 0, [2, 3])
 
@@ -191,7 +191,7 @@ def test_a_decode_behind_a_prefill_is_refused(threshold, length):
 
 
 def test_a_backend_for_prefills_alone_has_no_decodes():
-    draft = BatchDraft.of(agreement(phases=("prefill",), block_size=4))
+    draft = BatchAssembler.of(agreement(phases=("prefill",), block_size=4))
     draft.add(3, 0, [1])
 
     assert draft.add(1, 0, [2]) == 1
@@ -199,7 +199,7 @@ def test_a_backend_for_prefills_alone_has_no_decodes():
 
 def test_only_a_paged_cache_has_slots():
     with pytest.raises(BatchError, match="paged=False"):
-        BatchDraft.of(agreement(paged=False))
+        BatchAssembler.of(agreement(paged=False))
 
 
 @pytest.mark.parametrize(
@@ -210,12 +210,12 @@ def test_a_cache_that_holds_other_tokens_is_refused(asked, said):
     agreed = agreement(block_size=4)
 
     with pytest.raises(BatchError, match=said):
-        BatchDraft.of(evolve(agreed, requirements=agreed.requirements.evolve(**asked)))
+        BatchAssembler.of(evolve(agreed, requirements=agreed.requirements.evolve(**asked)))
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(0, 20))
 def test_tokens_before_write_from_have_no_slot(query_len, computed, write_from):
-    draft = BatchDraft(4)
+    draft = BatchAssembler(4)
     draft.add(1, 2, [9])
     draft.add(query_len, computed, [1, 2, 3, 4], write_from=write_from)
 
@@ -226,7 +226,7 @@ def test_tokens_before_write_from_have_no_slot(query_len, computed, write_from):
 
 
 def test_sizes_that_do_not_hold_the_step_are_refused_and_the_draft_is_kept():
-    draft = BatchDraft(4)
+    draft = BatchAssembler(4)
     draft.add(1, 5, [1, 2])
     draft.add(3, 0, [3])
 
@@ -250,7 +250,7 @@ def test_a_host_uploads_by_itself_and_keeps_host_copies():
         uploaded[name] = host
         return host.clone()
 
-    draft = BatchDraft(4, upload=upload)
+    draft = BatchAssembler(4, upload=upload)
     draft.add(2, 3, [5, 6])
     batch = draft.finish(causal=False)
 
@@ -264,7 +264,7 @@ def test_a_host_uploads_by_itself_and_keeps_host_copies():
 
 @pytest.mark.gpu
 def test_on_a_gpu_many_steps_in_flight_keep_their_values():
-    draft = BatchDraft(16, device="cuda")
+    draft = BatchAssembler(16, device="cuda")
     batches = []
     for step in range(50):
         for row in range(64):

@@ -41,7 +41,7 @@ def test_the_shared_values_or_the_names_of_the_layers_that_differ(per_layer):
         return
     with pytest.raises(LayerError) as caught:
         infer_global_hyperparameters(named)
-    said = caught.value.given.partition("; ")[2]
+    said = caught.value.problem.partition("; ")[2]
     assert [name for name in named if f"{name!r}" in said] == [n for n, v in named.items() if v != per_layer[0]]
 
 

@@ -6,7 +6,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching import BatchDraft, pad_batch, shared_prefix_blocks, shared_prefix_len
+from attnplug.batching import BatchAssembler, pad_batch, shared_prefix_blocks, shared_prefix_len
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
 
@@ -44,7 +44,7 @@ def test_agrees_with_comparing_token_by_token(
 
 
 def test_a_draft_brings_what_is_needed() -> None:
-    draft = BatchDraft(4)
+    draft = BatchAssembler(4)
     draft.add(1, 9, [5, 6, 7])
     draft.add(1, 10, [5, 6, 8])
 

@@ -65,10 +65,10 @@ def attnplug_backend(variant, agreement):
 
     class Impl(AttentionImpl):
         cache_write = "forward"
-        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        def run(self, query, key, value, kv_cache, metadata, output, lse):
             output.zero_()
 
-        def _write_kv(self, key, value, kv_cache, slot_mapping):
+        def update_kv_cache(self, key, value, kv_cache, slot_mapping):
             raise AssertionError
 
     class Made(Backend):

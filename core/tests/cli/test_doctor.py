@@ -88,12 +88,12 @@ def test_a_setting_that_does_not_parse_is_a_problem_among_others(run, site, monk
 
     assert told.code == 1
     assert [problem["subject"] for problem in told.json["problems"]] == ["settings", "alone"]
-    assert told.json["problems"][0]["remedy"] == "set ATTNPLUG_STRICT=1 or ATTNPLUG_STRICT=0, or unset it"
+    assert told.json["problems"][0]["fix"] == "set ATTNPLUG_STRICT=1 or ATTNPLUG_STRICT=0, or unset it"
     assert _trials(told)["flash/host"][0] == "not_asked"
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "what", "remedy"),
+    ("variable", "value", "what", "fix"),
     [
         ("BACKEND", "flsh", "the backend 'flsh' was asked for; did you mean 'flash'?", "correct the name"),
         ("BACKEND", "flsh,auto", "the backend 'flsh' was asked for", "correct the name"),
@@ -106,7 +106,7 @@ def test_a_setting_that_does_not_parse_is_a_problem_among_others(run, site, monk
     ],
 )
 def test_settings_on_which_every_selection_fails_are_problems(
-    run, site, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, what: str, remedy: str
+    run, site, monkeypatch: pytest.MonkeyPatch, variable: str, value: str, what: str, fix: str
 ) -> None:
     monkeypatch.setenv(f"ATTNPLUG_{variable}", value)
 
@@ -116,7 +116,7 @@ def test_settings_on_which_every_selection_fails_are_problems(
     assert len(told.json["problems"]) == 1
     problem = told.json["problems"][0]
     assert what in problem["what"]
-    assert remedy in problem["remedy"]
+    assert fix in problem["fix"]
     assert f"ATTNPLUG_{variable}" in problem["subject"] + problem["what"]
 
 
@@ -132,8 +132,8 @@ def test_a_listed_backend_that_is_absent_is_a_problem_unless_others_are_permitte
     run, site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNPLUG_BACKEND", "flash/new")
-    remedy = run("doctor", "--json").json["problems"][0]["remedy"]
-    assert remedy.endswith("permit others: flash/new,auto")
+    fix = run("doctor", "--json").json["problems"][0]["fix"]
+    assert fix.endswith("permit others: flash/new,auto")
 
     monkeypatch.setenv("ATTNPLUG_BACKEND", "flash/new,auto")
     assert run("doctor", "--json").json["problems"] == []
@@ -149,7 +149,7 @@ def test_options_of_a_variant_are_a_problem(run, site, tmp_path: Path, monkeypat
     (problem,) = run("doctor", "--json").json["problems"]
 
     assert problem["what"].startswith("options for 'flash/new' were given")
-    assert problem["remedy"] == "give them to 'flash'"
+    assert problem["fix"] == "give them to 'flash'"
 
 
 def test_a_layout_that_no_ready_backend_has_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +162,7 @@ def test_a_layout_that_no_ready_backend_has_is_a_problem(run, site, monkeypatch:
     assert problem["subject"] == "environment variable ATTNPLUG_KV_LAYOUT"
     assert "kv_layout='HND'" in problem["what"]
     assert "flash/host" in problem["what"]
-    assert "unset it" in problem["remedy"]
+    assert "unset it" in problem["fix"]
 
 
 def test_settings_that_work_are_no_problems(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +196,8 @@ def test_broken_plugins_are_problems_with_a_way_out(run, site) -> None:
     assert problems.keys() == {"alone", "future", "flash"}
     assert f"{malformed}:5" in problems["alone"]["what"]
     assert "2.0" in problems["future"]["what"]
-    assert "attnplug-flash" in problems["flash"]["remedy"]
-    assert all(problem["remedy"] for problem in problems.values())
+    assert "attnplug-flash" in problems["flash"]["fix"]
+    assert all(problem["fix"] for problem in problems.values())
 
 
 def test_what_is_blocked_on_purpose_is_no_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +217,7 @@ def test_that_nothing_is_ready_is_a_problem(run, site, monkeypatch: pytest.Monke
         {
             "subject": "selection",
             "what": "no backend is ready, so that nothing can be selected",
-            "remedy": "flash/new: pip install 'flash-new >=4'",
+            "fix": "flash/new: pip install 'flash-new >=4'",
         }
     ]
 
@@ -232,13 +232,13 @@ def test_what_pip_does_not_get_is_told_as_the_manifest_says(
     (problem,) = run("doctor", "--json").json["problems"]
 
     wanted = "flash/new: install flash-new >=4: from its vendor; pip install flash-tools"
-    assert problem["remedy"].partition("; or ")[0] == wanted
+    assert problem["fix"].partition("; or ")[0] == wanted
 
 
 def test_that_everything_is_kept_out_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_ALLOW", "")
 
-    assert "allow one" in run("doctor", "--json").json["problems"][0]["remedy"]
+    assert "allow one" in run("doctor", "--json").json["problems"][0]["fix"]
 
 
 def test_a_device_that_is_not_there_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +248,7 @@ def test_a_device_that_is_not_there_is_a_problem(run, site, monkeypatch: pytest.
     monkeypatch.setattr(report, "look", absent)
 
     assert run("doctor", "--json").json["problems"] == [
-        {"subject": "device", "what": "CUDA_VISIBLE_DEVICES='7' was set; there is none", "remedy": "unset it"}
+        {"subject": "device", "what": "CUDA_VISIBLE_DEVICES='7' was set; there is none", "fix": "unset it"}
     ]
 
 
@@ -258,7 +258,7 @@ def test_an_overlooked_device_is_a_problem(run, site, monkeypatch: pytest.Monkey
     told = run("doctor")
 
     assert told.code == 1
-    assert "problems\n    device: a driver is here\n      way out: install it\n\n1 problem\n" in told.out
+    assert "problems\n    device: a driver is here\n      fix: install it\n\n1 problem\n" in told.out
 
 
 def test_plain_text_says_what_stands_in_the_way(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +269,7 @@ def test_plain_text_says_what_stands_in_the_way(run, site, monkeypatch: pytest.M
     assert told.out.startswith("environment\n    attnplug ")
     assert "    backend = automatic  (default)\n    allow = all  (default)\n    block = none  (default)\n" in told.out
     assert (
-        "    flash/new  lacks dependency  (attnplug-flash 1.0): flash-new >=4 is required and not installed\n"
+        "    flash/new  missing dependency  (attnplug-flash 1.0): flash-new >=4 is required and not installed\n"
         in told.out
     )
     assert told.out.endswith("\nnothing is broken\n")
@@ -299,7 +299,7 @@ def test_a_probe_that_refuses_is_a_problem(run, site) -> None:
     assert told.code == 1
     assert "alone/default  failed" in told.out
     problems = " ".join(told.out.rpartition("problems\n")[2].split())
-    assert "it refuses this request: no compiler way out: install one 1 problem" in problems
+    assert "it refuses this request: no compiler fix: install one 1 problem" in problems
 
 
 def test_a_candidate_is_asked_for_what_it_can_serve(run, site) -> None:
@@ -329,4 +329,4 @@ def test_that_torch_is_missing_is_a_problem_and_no_crash(run, site, monkeypatch:
     problem = next(problem for problem in told.json["problems"] if problem["subject"] == "flash/host")
     assert told.code == 1
     assert problem["what"] == "No module named 'torch'"
-    assert problem["remedy"] == "pip install 'attnplug[torch]'"
+    assert problem["fix"] == "pip install 'attnplug[torch]'"

@@ -44,7 +44,7 @@ def test_a_supposed_library_makes_its_candidate_eligible(run, site) -> None:
     plain = run("explain", *OPTIONS, *HOPPER, "--json").json["explanations"][0]
     supposed = run("explain", *OPTIONS, *HOPPER, "--json", "--assume-installed").json["explanations"][0]
 
-    assert _statuses(plain)["flash/new"] == "lacks_dependency"
+    assert _statuses(plain)["flash/new"] == "missing_dependency"
     assert _statuses(supposed)["flash/new"] in ("chosen", "eligible")
     assert supposed["assumed_installed"] is True
 

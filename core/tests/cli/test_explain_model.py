@@ -135,7 +135,7 @@ def test_backends_that_share_no_block_size_make_no_plan(run, empty, config: str)
 
     assert told.code == text.code == 1
     assert [found["chosen"] for found in told.json["explanations"]] == ["small/windowed", "large/windowed"]
-    assert "no choice of backends gives them one block size" in told.json["plans"][0]["error"]["allowed"]
+    assert "no choice of backends gives them one block size" in told.json["plans"][0]["error"]["expected"]
     assert "plan on cuda:9.0: none\n" in text.out
     assert "layers.0.self_attn (3 layers), small/windowed: blocks of 16; NHD" in text.out
 

@@ -27,7 +27,7 @@ def test_a_plugin_is_listed_with_its_variants(run, site) -> None:
     assert (flash["api"], flash["aliases"], flash["embedded"]) == ("1.0", ["FLASH"], False)
     assert {v["id"]: v["standing"] for v in flash["variants"]} == {
         "flash/old": "ready",
-        "flash/new": "lacks_dependency",
+        "flash/new": "missing_dependency",
         "flash/host": "ready",
     }
 
@@ -71,7 +71,7 @@ def test_plain_text_says_standing_origin_and_way_out(run, site) -> None:
     told = run("list")
 
     assert "flash/old  ready  (attnplug-flash 1.0)\n    three libraries behind one name\n" in told.out
-    assert "    - flash-new >=4 is required and not installed\n    way out: pip install 'flash-new >=4'\n" in told.out
+    assert "    - flash-new >=4 is required and not installed\n    fix: pip install 'flash-new >=4'\n" in told.out
 
 
 def test_what_pip_does_not_get_is_told_as_the_manifest_says(run, empty) -> None:
@@ -81,7 +81,7 @@ def test_what_pip_does_not_get_is_told_as_the_manifest_says(run, empty) -> None:
 
     (new,) = [one for one in _backend(told, "flash")["variants"] if one["id"] == "flash/new"]
     assert (new["install"], new["action"]) == (["flash-tools"], "install flash-new >=4: from its vendor")
-    assert "    way out: install flash-new >=4: from its vendor; pip install flash-tools\n" in text
+    assert "    fix: install flash-new >=4: from its vendor; pip install flash-tools\n" in text
 
 
 def test_notes_are_counted_and_left_to_doctor(run, site) -> None:

@@ -42,7 +42,7 @@ def test_a_driver_that_nobody_can_ask_is_told(bare, tmp_path: Path) -> None:
     seen = look()
 
     assert "an NVIDIA driver is installed" in seen.overlooked
-    assert "pip install 'attnplug[nvml]'" in seen.remedy
+    assert "pip install 'attnplug[nvml]'" in seen.fix
 
 
 def test_its_command_tells_the_driver_too(bare) -> None:

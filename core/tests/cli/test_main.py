@@ -59,10 +59,10 @@ def test_a_wrong_command_line_is_answered_in_three_lines(run, words: list[str], 
     told = run(*words)
 
     assert (told.code, told.out) == (2, "")
-    first, allowed, remedy = told.err.splitlines()
+    first, allowed, fix = told.err.splitlines()
     assert given in first
-    assert allowed.startswith("  allowed: ")
-    assert remedy.startswith("  way out: ")
+    assert allowed.startswith("  expected: ")
+    assert fix.startswith("  fix: ")
 
 
 def test_impossible_requirements_are_a_wrong_question(run) -> None:
@@ -92,7 +92,7 @@ def test_a_setting_that_does_not_parse_is_a_wrong_question(run, monkeypatch: pyt
     told = run("list")
 
     assert told.code == 2
-    assert told.err.startswith("attnplug: ATTNPLUG_STRICT='maybe' is set\n  allowed: ")
+    assert told.err.startswith("attnplug: ATTNPLUG_STRICT='maybe' is set\n  expected: ")
 
 
 @pytest.mark.parametrize("words", [["lst", "--json"], ["explain", "--json", "--head-size", "0"]])
@@ -102,7 +102,7 @@ def test_an_error_is_json_too_where_json_was_asked_for(run, words: list[str]) ->
     assert told.code == 2
     error = told.json["error"]
     assert error["type"] in ("RequestError", "RequirementsError")
-    assert f"{error['given']}\n  allowed: {error['allowed']}\n  way out: {error['remedy']}\n" in told.err
+    assert f"{error['problem']}\n  expected: {error['expected']}\n  fix: {error['fix']}\n" in told.err
 
 
 def test_the_place_of_a_malformed_manifest_is_told(run, site, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.contract import GraphKey, StepTokens
+from attnplug.contract import DecodeInputs, GraphShape
 from attnplug.errors import BatchError, NotNegotiatedError, TensorError
 from core.tests.contract.test_slots import capture, world
 from core.tests.contract.world import BLOCK_SIZE, make_backend, make_batch, make_builder, make_layer, make_qkv, refused
@@ -17,7 +17,7 @@ WIDTH = 16
 
 
 def tokens(rows, sampled):
-    return StepTokens(torch.tensor(sampled), torch.full((rows,), 99), torch.full((rows,), 77))
+    return DecodeInputs(torch.tensor(sampled), torch.full((rows,), 99), torch.full((rows,), 77))
 
 
 @settings(max_examples=80, deadline=None)
@@ -42,7 +42,7 @@ def test_steps_follow_each_other(lens, padding, steps, dropped, slotted):
     batch.slot_mapping.copy_(torch.tensor(place))
     if len(set(place)) < len(place):
         return
-    slot = capture(builder, GraphKey(rows, rows, 1))[0][0] if slotted else None
+    slot = capture(builder, GraphShape(rows, rows, 1))[0][0] if slotted else None
     metadata = builder.build(batch, slot=slot)
     for step in range(1, steps + 1):
         inputs = tokens(rows, [1000 * step + row for row in range(rows)])
@@ -94,7 +94,7 @@ def test_prefills_become_decodes_when_told():
     _, _, builder = world()
     metadata = builder.build(make_batch([1, 5], [4, 5], width=WIDTH))
     metadata.batch.block_table[0, 1] = 20
-    with refused(BatchError, given="a query of 5 tokens", remedy="prefills_to_decodes=True"):
+    with refused(BatchError, given="a query of 5 tokens", fix="prefills_to_decodes=True"):
         builder.advance_step(metadata)
 
     inputs = tokens(6, [5, 6])
@@ -107,7 +107,7 @@ def test_prefills_become_decodes_when_told():
 
 def test_lengths_may_be_bounds_or_absent():
     for kind, cpu in (("upper_bound", torch.tensor([9, 9], dtype=torch.int32)), ("absent", None)):
-        builder = make_builder(make_backend(host_lengths=kind))
+        builder = make_builder(make_backend(seq_lens_cpu_kind=kind))
         batch = evolve(make_batch([1, 1], [3, 5], width=WIDTH), max_seq_len=9, seq_lens_cpu=cpu)
         after = builder.advance_step(builder.build(batch)).batch
         assert after.seq_lens.tolist() == [4, 6]
@@ -120,9 +120,9 @@ def test_no_room_is_refused_before_anything_moves():
     _, _, builder = world()
     metadata = builder.build(make_batch([1], [BLOCK_SIZE]))
     inputs = tokens(1, [5])
-    with refused(BatchError, given="a sequence of 5 tokens", allowed="1 columns of 4", remedy="allocate"):
+    with refused(BatchError, given="a sequence of 5 tokens", allowed="1 columns of 4", fix="allocate"):
         builder.advance_step(metadata, tokens=inputs)
-    short = StepTokens(torch.tensor([1]), torch.tensor([99]), torch.zeros(0, dtype=torch.int64))
+    short = DecodeInputs(torch.tensor([1]), torch.tensor([99]), torch.zeros(0, dtype=torch.int64))
     with refused(TensorError, given="positions", allowed="1 requests"):
         builder.advance_step(builder.build(make_batch([1], [3])), tokens=short)
     assert (inputs.input_ids.tolist(), short.input_ids.tolist()) == ([99], [99])
@@ -137,7 +137,7 @@ def test_as_many_go_on_as_there_were(count):
 
 def test_what_cannot_be_advanced_is_refused():
     _, _, builder = world()
-    with refused(BatchError, given="request 0 is padding", remedy="at the end"):
+    with refused(BatchError, given="request 0 is padding", fix="at the end"):
         builder.advance_step(builder.build(make_batch([0, 1], [0, 3])))
     with refused(BatchError, given="metadata", allowed="toy/plain"):
         builder.advance_step(make_builder(make_backend(sliding_window=3)).build(make_batch([1], [2])))
@@ -194,18 +194,18 @@ def test_other_pages_are_checked():
     with refused(BatchError, given="metadata"):
         other = make_builder(make_backend(sliding_window=3))
         other.update_block_table(metadata, metadata.batch.block_table, metadata.batch.slot_mapping)
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     slotted = builder.build(metadata.batch, slot=slot)
-    with refused(BatchError, given="GraphSlot", remedy="slot=slot"):
+    with refused(BatchError, given="GraphBuffers", fix="slot=slot"):
         builder.update_block_table(slotted, metadata.batch.block_table, metadata.batch.slot_mapping)
 
 
 def test_a_host_advances_its_own_inputs():
     _, _, builder = world()
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphKey(2, 2, 1), host_owned_inputs=True)
+        slot = builder.state.slot(GraphShape(2, 2, 1), host_owned_inputs=True)
         metadata = builder.build(make_batch([1, 1], [5, 3], width=WIDTH), slot=slot)
-    with refused(BatchError, given="GraphSlot", allowed="the host's own", remedy="slot=slot"):
+    with refused(BatchError, given="GraphBuffers", allowed="the host's own", fix="slot=slot"):
         builder.advance_step(metadata)
 
 
@@ -213,8 +213,8 @@ def test_a_host_advances_its_own_inputs():
 def test_a_batch_that_stands_in_goes_on_standing_in(slotted):
     """A rank without requests runs as many steps as the others; its pages and lengths never grow."""
     backend, _, builder = world("single_token_decode")
-    slot = capture(builder, GraphKey(2, 2, 1))[0][0] if slotted else None
-    batch = backend.dummy_batch(GraphKey(2, 2, 1))
+    slot = capture(builder, GraphShape(2, 2, 1))[0][0] if slotted else None
+    batch = backend.dummy_batch(GraphShape(2, 2, 1))
     metadata = builder.build(batch, slot=slot)
     for _ in range(2 * BLOCK_SIZE):
         inputs = tokens(2, [5, 6])

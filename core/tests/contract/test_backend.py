@@ -4,7 +4,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import AttentionImpl, Backend, GraphKey, Layer, MetadataBuilder, State
+from attnplug.contract import AttentionImpl, Backend, GraphShape, Layer, MetadataBuilder, State
 from attnplug.errors import LayerError, LimitsError, PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
@@ -27,9 +27,9 @@ def test_defaults_claim_nothing():
     assert (AttentionImpl.lse_includes_sink, AttentionImpl.static_scales) == (None, frozenset())
     assert not hasattr(AttentionImpl, "cache_write")
     assert not hasattr(Backend, "impl_class")
-    assert MetadataBuilder.takes_slots is False
+    assert MetadataBuilder.supports_graphs is False
     assert make_backend().workspace_bytes(limits()) == 0
-    assert make_backend().warmup([GraphKey(1, 1)]) is None
+    assert make_backend().warmup([GraphShape(1, 1)]) is None
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -88,7 +88,7 @@ def test_a_builder_groups_its_layers_by_plan():
 
 
 class Planning(MetadataBuilder):
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         return self.describe(batch, plans={key: (len(group), fast, slot) for key, group in self.plan_groups.items()})
 
 
@@ -108,7 +108,7 @@ def test_a_plan_reaches_its_layers():
 
 def test_metadata_describes_the_batch_that_was_checked():
     class Lying(MetadataBuilder):
-        def _build(self, batch, *, fast, slot):
+        def plan_batch(self, batch, *, fast, slot):
             return self.describe(make_batch([1], [3]))
 
     builder = make_builder(make_backend(type("B", (ToyBackend,), {"builder_class": Lying})))
@@ -133,7 +133,7 @@ def test_a_builder_has_a_state_of_its_own_backend():
     backend = make_backend()
     impl = make_layer(backend)
 
-    with refused(LimitsError, given="a state of toy/plain on meta", remedy="make_state"):
+    with refused(LimitsError, given="a state of toy/plain on meta", fix="make_state"):
         backend.make_builder([impl], make_backend(device="meta").make_state(limits()))
     with refused(LimitsError, given="capture_sizes", allowed="without CUDA graphs"):
         backend.make_builder([impl], make_backend(agreed_graphs="always").make_state(limits(capture_sizes=[1])))
@@ -190,7 +190,7 @@ def test_batch_invariance_is_as_agreed_or_less(asked, limit, is_invariant):
 
 def test_every_plan_key_has_a_plan():
     class Forgetful(MetadataBuilder):
-        def _build(self, batch, *, fast, slot):
+        def plan_batch(self, batch, *, fast, slot):
             return self.describe(batch, plans={next(iter(self.plan_groups)): object()})
 
     backend = make_backend(type("B", (ToyBackend,), {"builder_class": Forgetful}))
@@ -207,5 +207,5 @@ def test_a_shared_state_has_room_for_all():
 
     small, large = make_backend(Working), make_backend(Working, sliding_window=8)
     assert small.make_builder([make_layer(small)], large.make_state(limits())).state.workspace.numel() == 128
-    with refused(LimitsError, given="a workspace of 16 bytes", allowed="needs 128", remedy="needs most"):
+    with refused(LimitsError, given="a workspace of 16 bytes", allowed="needs 128", fix="needs most"):
         large.make_builder([make_layer(large)], small.make_state(limits()))

@@ -137,7 +137,7 @@ def test_lists_are_no_tensors(name, given, dtype):
 def test_only_batches_are_built(given):
     builder = make_builder(make_backend())
 
-    with refused(BatchError, f"{given!r} was given to build", "a Batch", "BatchDraft.finish"):
+    with refused(BatchError, f"{given!r} was given to build", "a Batch", "BatchAssembler.finish"):
         builder.build(given)
     with refused(BatchError, f"{given!r} was given to begin_forward", "a Batch"):
         builder.state.begin_forward({builder: given})

@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.batching import pad_batch
-from attnplug.contract import Batch, GraphKey, MetadataBuilder, Parallel
+from attnplug.contract import Batch, GraphShape, MetadataBuilder, Parallel
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
@@ -66,13 +66,13 @@ def test_a_true_batch_is_described(batch, builder):
 @pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len"])
 @pytest.mark.parametrize("value", [3.0, torch.tensor(3), True, None])
 def test_counts_are_python_ints(batch, builder, name, value):
-    with refused(BatchError, given=f"{name}={value!r}", allowed="Python int", remedy="int(...)"):
+    with refused(BatchError, given=f"{name}={value!r}", allowed="Python int", fix="int(...)"):
         builder.build(evolve(batch, **{name: value}))
 
 
 @pytest.mark.parametrize("counts", [{"num_reqs": 0}, {"num_actual_tokens": 0}, {"num_reqs": -1}])
 def test_an_empty_batch_is_refused(batch, builder, counts):
-    with refused(BatchError, allowed="at least one request and one token", remedy="skip the step"):
+    with refused(BatchError, allowed="at least one request and one token", fix="skip the step"):
         builder.build(evolve(batch, **counts))
 
 
@@ -87,7 +87,7 @@ def test_an_empty_batch_is_refused(batch, builder, counts):
 def test_a_batch_stays_within_the_limits(batch, bound, most, count):
     builder = make_builder(make_backend(), **{bound: most})
 
-    with refused(BatchError, given=count, allowed=f"{bound}={most}", remedy=f"Limits({bound}="):
+    with refused(BatchError, given=count, allowed=f"{bound}={most}", fix=f"Limits({bound}="):
         builder.build(batch)
 
 
@@ -101,7 +101,7 @@ def test_a_batch_stays_within_the_limits(batch, bound, most, count):
     ],
 )
 def test_query_start_loc_starts_at_0_rises_and_ends_at_the_tokens(batch, builder, starts, found):
-    with refused(BatchError, given=found, allowed="num_actual_tokens=5", remedy="Batch.from_lengths"):
+    with refused(BatchError, given=found, allowed="num_actual_tokens=5", fix="Batch.from_lengths"):
         builder.build(changed(batch, query_start_loc=int32(*starts)))
 
 
@@ -122,19 +122,19 @@ def test_query_start_loc_starts_at_0_rises_and_ends_at_the_tokens(batch, builder
     ],
 )
 def test_index_tensors_have_one_form(batch, builder, name, tensor):
-    with refused(TensorError, given=f"{name} of", allowed="on cpu", remedy="that shape, dtype and device"):
+    with refused(TensorError, given=f"{name} of", allowed="on cpu", fix="that shape, dtype and device"):
         builder.build(changed(batch, **{name: tensor}))
 
 
 def test_the_blocks_of_a_request_lie_side_by_side(batch, builder):
-    with refused(TensorError, given="strides", remedy=".contiguous()"):
+    with refused(TensorError, given="strides", fix=".contiguous()"):
         builder.build(changed(batch, block_table=batch.block_table.t().contiguous().t()))
 
 
 @pytest.mark.parametrize(("name", "true"), [("max_query_len", 3), ("max_seq_len", 9)])
 @pytest.mark.parametrize("change", [-1, 1])
 def test_longest_lengths_are_true(batch, builder, name, true, change):
-    with refused(BatchError, given=f"{name}={true + change}", remedy=f"pass {name}={true}"):
+    with refused(BatchError, given=f"{name}={true + change}", fix=f"pass {name}={true}"):
         builder.build(evolve(batch, **{name: true + change}))
 
 
@@ -155,7 +155,7 @@ def test_computed_tokens_follow_from_the_lengths(batch, builder):
 
 
 def test_a_host_copy_says_what_its_tensor_says(batch, builder):
-    with refused(BatchError, given="seq_lens and seq_lens_cpu", allowed="host copy", remedy="leave seq_lens_cpu out"):
+    with refused(BatchError, given="seq_lens and seq_lens_cpu", allowed="host copy", fix="leave seq_lens_cpu out"):
         builder.build(evolve(batch, seq_lens_cpu=int32(5, 9, 8)))
     with refused(TensorError, given="query_start_loc_cpu of (2,)"):
         builder.build(evolve(batch, query_start_loc_cpu=int32(0, 5)))
@@ -166,14 +166,12 @@ def test_lengths_on_a_device_need_their_host_copy(name):
     builder = make_builder(make_backend(device="meta"))
     batch = make_batch(QUERIES, LENGTHS, device="meta")
 
-    with refused(BatchError, given=f"no {name}_cpu was given", allowed="never waits", remedy=f"pass {name}_cpu="):
+    with refused(BatchError, given=f"no {name}_cpu was given", allowed="never waits", fix=f"pass {name}_cpu="):
         builder.build(evolve(batch, **{f"{name}_cpu": None}))
 
 
 def test_a_decode_stands_before_the_prefills(builder):
-    with refused(
-        BatchError, given="request 1 is a decode of 1 tokens behind the prefill of request 0", remedy="reorder"
-    ):
+    with refused(BatchError, given="request 1 is a decode of 1 tokens behind the prefill of request 0", fix="reorder"):
         builder.build(make_batch([3, 1], [3, 5]))
 
 
@@ -193,7 +191,7 @@ def test_a_prefill_was_negotiated(batch):
     builder = make_builder(make_backend(phases=("decode",)))
 
     assert builder.build(make_batch([1, 1], [5, 9])).num_decodes == 2
-    with refused(NotNegotiatedError, given="a query of 3 tokens", allowed="decodes alone", remedy="phases="):
+    with refused(NotNegotiatedError, given="a query of 3 tokens", allowed="decodes alone", fix="phases="):
         builder.build(batch)
 
 
@@ -210,13 +208,13 @@ def test_causality_is_as_negotiated(batch, builder, causal):
 
 
 def test_a_block_table_reaches_the_longest_sequence(batch, builder):
-    with refused(BatchError, given="2 blocks per request", allowed="needs 3 blocks of 4", remedy="at least 3 columns"):
+    with refused(BatchError, given="2 blocks per request", allowed="needs 3 blocks of 4", fix="at least 3 columns"):
         builder.build(changed(batch, block_table=batch.block_table[:, :2].contiguous()))
 
 
 @pytest.mark.parametrize("name", ["block_table", "slot_mapping"])
 def test_pages_are_there(batch, builder, name):
-    with refused(BatchError, given=f"without {name}", remedy="paged=False"):
+    with refused(BatchError, given=f"without {name}", fix="paged=False"):
         builder.build(changed(batch, **{name: None}))
 
 
@@ -227,7 +225,7 @@ def test_pages_are_there(batch, builder, name):
 def test_used_blocks_are_in_the_cache(batch, builder, row, column, block, allowed):
     given = f"request {row} has block {block} at column {column}"
 
-    with refused(CacheError, given=given, allowed=allowed, remedy="Limits"):
+    with refused(CacheError, given=given, allowed=allowed, fix="Limits"):
         builder.build(other(batch, "block_table", (row, column), block))
 
 
@@ -258,7 +256,7 @@ def test_slots_are_in_the_cache(batch, builder, slot, padded):
     if padded:
         batch = other(batch, "slot_mapping", 0, -1)
 
-    with refused(CacheError, given=f"token 2 has slot {slot}", allowed="slots are 4 to 127", remedy="block table"):
+    with refused(CacheError, given=f"token 2 has slot {slot}", allowed="slots are 4 to 127", fix="block table"):
         builder.build(batch)
 
 
@@ -266,7 +264,7 @@ def test_slots_are_in_the_cache(batch, builder, slot, padded):
 def test_a_slot_belongs_to_one_token(batch, num_blocks):
     builder = make_builder(make_backend(), num_blocks=num_blocks)
 
-    with refused(CacheError, given="slot 28 was given to two tokens", remedy="a slot of its own"):
+    with refused(CacheError, given="slot 28 was given to two tokens", fix="a slot of its own"):
         builder.build(other(batch, "slot_mapping", slice(2, 4), 28))
 
 
@@ -282,7 +280,7 @@ def test_a_huge_slot_is_refused_where_the_cache_is_unknown(batch):
 
 @pytest.mark.parametrize(("queries", "lengths"), [(QUERIES, LENGTHS), ([1, 1], [5, 9])])
 def test_a_slot_is_where_the_block_table_says(builder, queries, lengths):
-    with refused(CacheError, given="token 1 has slot 41", allowed="puts it into slot 20", remedy="block table"):
+    with refused(CacheError, given="token 1 has slot 41", allowed="puts it into slot 20", fix="block table"):
         builder.build(other(make_batch(queries, lengths), "slot_mapping", 1, 41))
 
 
@@ -295,9 +293,9 @@ def test_tokens_without_a_slot_are_not_written(batch, builder):
 
 
 def test_a_slot_for_each_token_and_none_for_padding(batch, builder):
-    with refused(BatchError, given="slot_mapping of 4 slots", remedy="-1"):
+    with refused(BatchError, given="slot_mapping of 4 slots", fix="-1"):
         builder.build(changed(batch, slot_mapping=batch.slot_mapping[:4]))
-    with refused(BatchError, given="beyond its 5 actual tokens", remedy="-1"):
+    with refused(BatchError, given="beyond its 5 actual tokens", fix="-1"):
         builder.build(changed(batch, slot_mapping=torch.cat([batch.slot_mapping, torch.tensor([100])])))
 
 
@@ -317,7 +315,7 @@ def test_a_shared_prefix_is_whole_blocks_that_all_requests_have_computed(batch):
     builder = make_builder(make_backend(cascade=True))
 
     assert builder.build(evolve(shared(batch), common_prefix_len=4)).batch.common_prefix_len == 4
-    with refused(BatchError, given="common_prefix_len=3", allowed="multiple of the block size 4", remedy="pass 0"):
+    with refused(BatchError, given="common_prefix_len=3", allowed="multiple of the block size 4", fix="pass 0"):
         builder.build(evolve(shared(batch), common_prefix_len=3))
     with refused(BatchError, given="common_prefix_len=-4", allowed="multiple of the block size"):
         builder.build(evolve(shared(batch), common_prefix_len=-4))
@@ -349,7 +347,7 @@ def test_padded_requests_share_no_prefix():
 
 
 def test_a_shared_prefix_is_checked_as_far_as_the_host_knows():
-    builder = make_builder(make_backend(cascade=True, host_lengths="absent", device="meta"))
+    builder = make_builder(make_backend(cascade=True, seq_lens_cpu_kind="absent", device="meta"))
     batch = make_batch([1, 3], [5, 7], device="meta")
     unknown = evolve(batch, seq_lens_cpu=None, block_table_cpu=None, common_prefix_len=4)
 
@@ -470,7 +468,7 @@ def test_encoder_lengths_belong_to_cross_attention(batch, builder):
 
 
 def test_encoder_lengths_may_be_absent_with_the_others():
-    builder = cross_builder(host_lengths="absent", device="meta")
+    builder = cross_builder(seq_lens_cpu_kind="absent", device="meta")
     batch = cross_batch([6, 5], [])
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens")
     moved = {name: getattr(batch, name).to("meta") for name in names}
@@ -481,7 +479,7 @@ def test_encoder_lengths_may_be_absent_with_the_others():
 
 
 def test_a_mask_is_as_long_as_the_host_can_tell():
-    builder = make_builder(make_backend(custom_mask=True, host_lengths="upper_bound"))
+    builder = make_builder(make_backend(custom_mask=True, seq_lens_cpu_kind="upper_bound"))
     batch = make_batch(QUERIES, LENGTHS)
 
     assert builder.build(evolve(batch, custom_mask=torch.ones(99, dtype=torch.bool))).num_decodes == 2
@@ -506,7 +504,7 @@ def test_encoder_lengths_need_a_host_copy_where_lengths_are_exact():
 
 
 def test_an_upper_bound_may_be_above_the_truth(batch):
-    builder = make_builder(make_backend(host_lengths="upper_bound"))
+    builder = make_builder(make_backend(seq_lens_cpu_kind="upper_bound"))
 
     bounded = evolve(batch, seq_lens_cpu=int32(6, 9, 8), max_seq_len=11)
 
@@ -514,7 +512,7 @@ def test_an_upper_bound_may_be_above_the_truth(batch):
     assert builder.build(evolve(bounded, num_computed_tokens_cpu=int32(4, 8, 4))).num_decodes == 2
     with refused(BatchError, given="different values", allowed="or an upper bound"):
         builder.build(evolve(batch, seq_lens_cpu=int32(4, 9, 7)))
-    with refused(BatchError, given="max_seq_len=8", allowed="at least that", remedy="9 or more"):
+    with refused(BatchError, given="max_seq_len=8", allowed="at least that", fix="9 or more"):
         builder.build(evolve(batch, max_seq_len=8))
     with refused(BatchError, given="num_computed_tokens=9", allowed="at most"):
         builder.build(evolve(bounded, num_computed_tokens_cpu=int32(4, 9, 4)))
@@ -523,7 +521,7 @@ def test_an_upper_bound_may_be_above_the_truth(batch):
 
 
 def test_computed_tokens_are_not_negative_where_sequences_may_be_shorter_than_queries():
-    builder = make_builder(make_backend(paged=False, attn_type="encoder", host_lengths="upper_bound"))
+    builder = make_builder(make_backend(paged=False, attn_type="encoder", seq_lens_cpu_kind="upper_bound"))
     dense = Batch.from_lengths([3, 2], [1, 4], causal=False)
 
     builder.build(dense)
@@ -533,7 +531,7 @@ def test_computed_tokens_are_not_negative_where_sequences_may_be_shorter_than_qu
 
 @pytest.mark.parametrize("computed", [int32(4, 8), torch.tensor([4, 8, 4]), int32(4, 8, 4).to("meta")])
 def test_computed_tokens_have_a_form_where_lengths_are_absent(batch, computed):
-    builder = make_builder(make_backend(host_lengths="absent", cascade=True))
+    builder = make_builder(make_backend(seq_lens_cpu_kind="absent", cascade=True))
     absent = evolve(batch, seq_lens_cpu=None, num_computed_tokens_cpu=computed)
 
     for length in (0, BLOCK_SIZE):
@@ -542,7 +540,7 @@ def test_computed_tokens_have_a_form_where_lengths_are_absent(batch, computed):
 
 
 def test_lengths_may_be_absent_from_the_host():
-    builder = make_builder(make_backend(host_lengths="absent", device="meta"), num_blocks=None)
+    builder = make_builder(make_backend(seq_lens_cpu_kind="absent", device="meta"), num_blocks=None)
     batch = evolve(make_batch(QUERIES, LENGTHS, device="meta"), seq_lens_cpu=None)
 
     assert builder.build(batch).highest_block == 7  # from the slots
@@ -573,7 +571,7 @@ def test_a_dense_batch_says_where_keys_start():
 
     assert (metadata.num_decodes, metadata.num_prefills, metadata.num_key_rows) == (0, 2, 7)
     assert metadata.highest_block == -1
-    with refused(BatchError, given="without key_start_loc", remedy="Batch.from_lengths"):
+    with refused(BatchError, given="without key_start_loc", fix="Batch.from_lengths"):
         builder.build(changed(batch, key_start_loc=None))
     for starts in ([0, 4, 8], [1, 5, 8], [0, 5, 4]):
         with refused(BatchError, given="contradicts seq_lens"):
@@ -641,9 +639,9 @@ def test_the_longest_encoder_is_known_and_within_the_limits():
             builder.build(evolve(good, max_encoder_seq_len=wrong))
     with refused(BatchError, given="max_encoder_seq_len=6.0", allowed="max_seq_len=64"):
         builder.build(evolve(good, max_encoder_seq_len=6.0))
-    with refused(BatchError, given="max_encoder_seq_len=65", remedy="max_seq_len=65"):
+    with refused(BatchError, given="max_encoder_seq_len=65", fix="max_seq_len=65"):
         builder.build(evolve(good, max_encoder_seq_len=65))
-    absent = cross_builder(host_lengths="absent", device="meta")
+    absent = cross_builder(seq_lens_cpu_kind="absent", device="meta")
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens")
     moved = {name: getattr(good, name).to("meta") for name in names}
     unknown = {"seq_lens_cpu": None, "encoder_seq_lens_cpu": None, "max_encoder_seq_len": None}
@@ -653,7 +651,7 @@ def test_the_longest_encoder_is_known_and_within_the_limits():
 
 def test_what_open_features_bring_is_asked_for():
     table = torch.zeros(3)
-    with refused(NotNegotiatedError, given="a batch with extra 'acme.rope'", remedy="features=('acme.rope',)"):
+    with refused(NotNegotiatedError, given="a batch with extra 'acme.rope'", fix="features=('acme.rope',)"):
         make_builder(make_backend()).build(make_batch([1], [3], extra={"acme.rope": table}))
     backend = make_backend(features=("acme.rope",))
     assert (
@@ -666,11 +664,11 @@ def test_what_open_features_bring_is_asked_for():
 
 def test_a_dummy_names_the_null_block_alone():
     backend = make_backend()
-    builder, dummy = make_builder(backend), backend.dummy_batch(GraphKey(2, 5))
+    builder, dummy = make_builder(backend), backend.dummy_batch(GraphShape(2, 5))
     assert builder.build(dummy).highest_block == 0
     assert dummy.query_start_loc.tolist() == [0, 2, 5]
     for wrong in ({"block_table": torch.ones_like(dummy.block_table)}, {"slot_mapping": torch.arange(5)}):
-        with refused(BatchError, given="dummy=True", remedy="Backend.dummy_batch"):
+        with refused(BatchError, given="dummy=True", fix="Backend.dummy_batch"):
             builder.build(changed(dummy, **wrong))
     with refused(CacheError, given="block 0"):
         builder.build(evolve(dummy, dummy=False))
@@ -682,7 +680,7 @@ def test_a_dummy_names_the_null_block_alone():
 )
 def test_decodes_of_one_length(lens, num_decodes):
     """Kernels that take one query length have the others among the prefills."""
-    uniform = type("Uniform", (MetadataBuilder,), {"uniform_decodes": True})
+    uniform = type("Uniform", (MetadataBuilder,), {"requires_uniform_decodes": True})
     backend = make_backend(type("B", (ToyBackend,), {"builder_class": uniform}), decode_query_len=3)
     metadata = make_builder(backend).build(make_batch(lens, [9 if length else 0 for length in lens]))
     assert (metadata.num_decodes, metadata.num_prefills) == (num_decodes, len(lens) - num_decodes)

@@ -151,5 +151,5 @@ def refusal(block_size, batch, **asked):
     """Return the kind of error that refuses the batch, whose sentences are all there."""
     with pytest.raises(ContractError) as caught:
         build(block_size, batch, **asked)
-    assert all((caught.value.given, caught.value.allowed, caught.value.remedy))
+    assert all((caught.value.problem, caught.value.expected, caught.value.fix))
     return caught.type

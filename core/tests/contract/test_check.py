@@ -27,7 +27,7 @@ class HalfImpl(AttentionImpl):
 
 
 class UndeclaredImpl(AttentionImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         pass
 
 
@@ -51,8 +51,8 @@ def test_only_a_backend_class_is_one(value):
     with pytest.raises(PluginContractError) as caught:
         check_backend_class(value, "toy/plain")
 
-    assert "attnplug_backend of toy/plain returned" in caught.value.given
-    assert "attnplug.contract.Backend" in caught.value.allowed
+    assert "attnplug_backend of toy/plain returned" in caught.value.problem
+    assert "attnplug.contract.Backend" in caught.value.expected
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_only_a_backend_class_is_one(value):
     [
         (Empty, "impl_class is not set"),
         (type("Bad", (ToyBackend,), {"impl_class": dict}), "no subclass of AttentionImpl"),
-        (type("Bad", (ToyBackend,), {"impl_class": HalfImpl}), "impl_class does not implement _forward"),
+        (type("Bad", (ToyBackend,), {"impl_class": HalfImpl}), "impl_class does not implement run"),
         (type("Bad", (ToyBackend,), {"impl_class": UndeclaredImpl}), "does not declare cache_write"),
-        (type("Bad", (ToyBackend,), {"impl_class": SilentImpl}), "_write_kv is not overridden"),
+        (type("Bad", (ToyBackend,), {"impl_class": SilentImpl}), "update_kv_cache is not overridden"),
         (with_impl(cache_write="sometimes"), "cache_write is 'sometimes'"),
         (with_impl(cache_write={"prefill": "host"}), "cache_write is {'prefill': 'host'}"),
         (with_impl(query_quantization="both"), "query_quantization is 'both'"),
@@ -79,19 +79,19 @@ def test_only_a_backend_class_is_one(value):
             "B overrides build",
         ),
         (
-            with_builder(_build=lambda self, batch: None),
-            "B._build(self, batch) is called with (batch, fast=..., slot=...",
+            with_builder(plan_batch=lambda self, batch: None),
+            "B.plan_batch(self, batch) is called with (batch, fast=..., slot=...",
         ),
-        (with_builder(_build=None), "B._build is None, no method"),
+        (with_builder(plan_batch=None), "B.plan_batch is None, no method"),
         (with_builder(__init__=lambda self: None), "B.__init__(self) is called with (backend, impls, state)"),
-        (with_builder(_can_run_in_cudagraph=lambda self: True), "B._can_run_in_cudagraph(self) is called with (batch)"),
-        (with_builder(_update_block_table=lambda self, batch: None), "is called with (metadata, batch)"),
+        (with_builder(can_capture=lambda self: True), "B.can_capture(self) is called with (batch)"),
+        (with_builder(replan_block_table=lambda self, batch: None), "is called with (metadata, batch)"),
         (
-            with_builder(_advance_step=lambda self, batch: None),
-            "B._advance_step(self, batch) is called with (metadata,",
+            with_builder(plan_next_step=lambda self, batch: None),
+            "B.plan_next_step(self, batch) is called with (metadata,",
         ),
         (with_state(__init__=lambda self, backend: None), "is called with (backend, limits, device, parallel)"),
-        (with_impl(_forward=lambda self, query, key, value: None), "Impl._forward(self, query, key, value) is called"),
+        (with_impl(run=lambda self, query, key, value: None), "Impl.run(self, query, key, value) is called"),
         (with_impl(_write_kv=lambda self, key, value: None), "is called with (key, value, kv_cache, slot_mapping)"),
         (with_impl(__init__=lambda self, layer: None), "Impl.__init__(self, layer) is called with (layer, backend)"),
         (type("Bad", (ToyBackend,), {"cache_tensors": lambda self: {}}), "is called with (num_blocks)"),
@@ -101,19 +101,19 @@ def test_a_fault_is_found(cls, finding):
     with pytest.raises(PluginContractError) as caught:
         check_backend_class(cls, "toy/plain")
 
-    assert finding in caught.value.given
-    assert "toy/plain" in caught.value.given
-    assert "ATTNPLUG_BLOCK=toy" in caught.value.remedy
+    assert finding in caught.value.problem
+    assert "toy/plain" in caught.value.problem
+    assert "ATTNPLUG_BLOCK=toy" in caught.value.fix
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        {"_build": lambda self, batch, **rest: None},
-        {"_build": lambda self, batch, fast=False, slot=None, more=1: None},
-        {"_build": lambda *given, **named: None},
-        {"_can_run_in_cudagraph": staticmethod(lambda batch: True)},
+        {"plan_batch": lambda self, batch, **rest: None},
+        {"plan_batch": lambda self, batch, fast=False, slot=None, more=1: None},
+        {"plan_batch": lambda *given, **named: None},
+        {"can_capture": staticmethod(lambda batch: True)},
         {"describe": lambda self, batch, mine: None},
     ],
 )
@@ -129,7 +129,7 @@ def test_every_fault_is_named_at_once():
     with pytest.raises(PluginContractError) as caught:
         check_backend_class(cls, "toy/plain")
 
-    assert all(text in caught.value.given for text in ("state_class", "cache_write", "make_cache"))
+    assert all(text in caught.value.problem for text in ("state_class", "cache_write", "make_cache"))
 
 
 def test_metadata_is_decorated():

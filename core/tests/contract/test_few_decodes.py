@@ -117,7 +117,7 @@ def test_many_requests_and_wide_tables_go_to_the_whole_guard(monkeypatch):
 
 @pytest.mark.parametrize(
     "asked",
-    [{"host_lengths": "upper_bound"}, {"phases": ("prefill",)}, {"custom_mask": True}, {"paged": False}],
+    [{"seq_lens_cpu_kind": "upper_bound"}, {"phases": ("prefill",)}, {"custom_mask": True}, {"paged": False}],
     ids=str,
 )
 def test_agreements_without_ordinary_decodes_have_no_short_cut(asked):

@@ -97,7 +97,7 @@ def test_keys_and_values_come_together(key, value, given):
     call = Call()
     change = {name: None for name, kind in (("key", key), ("value", value)) if kind is None}
 
-    with refused(TensorError, given=given, allowed="KV sharing", remedy="kv_sharing_target"):
+    with refused(TensorError, given=given, allowed="KV sharing", fix="kv_sharing_target"):
         call.run(**change)
 
     assert call.is_untouched()
@@ -106,10 +106,10 @@ def test_keys_and_values_come_together(key, value, given):
 class Recorder(ToyImpl):
     """Records the calls that pass the guards."""
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         self.seen = ("forward", key is None, kv_cache is None)
 
-    def _profile(self, query, key, value, output, lse):
+    def run_profile(self, query, key, value, output, lse):
         self.seen = ("profile", key is None, None)
 
 
@@ -139,7 +139,7 @@ def test_keys_of_cross_attention_may_be_absent_after_its_first_step():
         max_encoder_seq_len=3,
     )
     first = make_builder(call.backend, call.impl).build(batch)
-    with refused(TensorError, given="no K/V", allowed="slots for 1 rows", remedy="first step"):
+    with refused(TensorError, given="no K/V", allowed="slots for 1 rows", fix="first step"):
         call.run(key=None, value=None, metadata=first)
     batch.slot_mapping.fill_(PAD_SLOT_ID)
     metadata = make_builder(call.backend, call.impl).build(batch)
@@ -190,7 +190,7 @@ def test_lse_is_written_where_it_was_negotiated(tokens):
 def test_lse_was_negotiated():
     call = Call()
 
-    with refused(NotNegotiatedError, given="an lse tensor", allowed="return_lse was not asked for", remedy="lse=None"):
+    with refused(NotNegotiatedError, given="an lse tensor", allowed="return_lse was not asked for", fix="lse=None"):
         call.run(lse=torch.zeros(5, 4))
 
     assert call.is_untouched()
@@ -237,7 +237,7 @@ def test_there_is_no_backward_pass(name):
     call = Call()
     tensor = call.parts[name].requires_grad_()
 
-    with refused(TensorError, given="require a gradient", allowed="no backward", remedy="torch.inference_mode()"):
+    with refused(TensorError, given="require a gradient", allowed="no backward", fix="torch.inference_mode()"):
         call.run()
     assert call.is_untouched()
     with torch.no_grad():
@@ -261,7 +261,7 @@ def test_metadata_comes_from_a_builder_of_the_same_agreement():
     foreign = make_builder(make_backend(sliding_window=4)).build(make_batch([1, 1, 3], [5, 9, 3]))
     twin = make_builder(make_backend()).build(make_batch([1, 1, 3], [5, 9, 3]))
 
-    with refused(BatchError, given="of another builder", remedy="this layer's backend"):
+    with refused(BatchError, given="of another builder", fix="this layer's backend"):
         call.run(metadata=foreign)
     assert call.is_untouched()
     call.run(metadata=twin)  # an equal agreement is the same agreement
@@ -293,7 +293,7 @@ def test_the_batch_is_covered_by_the_tensors():
 
 
 def test_a_paged_call_has_its_cache():
-    with refused(CacheError, given="no cache", allowed="profiling run", remedy="make_cache"):
+    with refused(CacheError, given="no cache", allowed="profiling run", fix="make_cache"):
         Call().run(kv_cache=None)
 
 
@@ -303,7 +303,7 @@ def test_a_dense_call_has_none():
     metadata = make_builder(backend, impl).build(Batch.from_lengths([2]))
     query, key, value, output = make_qkv(backend, 2)
 
-    with refused(CacheError, given="was given a cache", allowed="paged=False", remedy="kv_cache=None"):
+    with refused(CacheError, given="was given a cache", allowed="paged=False", fix="kv_cache=None"):
         impl.forward(query, key, value, torch.zeros(3), metadata, output)
     assert output.eq(7).all()
     impl.forward(query, key, value, torch.empty(0), metadata, output)
@@ -351,7 +351,7 @@ def test_a_cache_is_what_make_cache_makes(cache, allowed):
     call = Call()
     call.run()
 
-    with refused(CacheError, allowed=allowed, remedy="make_cache"):
+    with refused(CacheError, allowed=allowed, fix="make_cache"):
         call.run(kv_cache=cache)
 
     assert call.is_untouched()
@@ -393,7 +393,7 @@ def test_an_implementation_is_made_by_its_backend():
         lambda: alone.forward(query, key, value, None, None, output),
         lambda: alone.write_kv(key, value, backend.make_cache(2), torch.tensor([4])),
     ):
-        with refused(LayerError, given="constructed by itself", remedy="make_impl"):
+        with refused(LayerError, given="constructed by itself", fix="make_impl"):
             call()
 
 

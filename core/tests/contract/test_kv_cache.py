@@ -47,13 +47,13 @@ def test_a_dense_agreement_has_no_cache():
     backend = make_backend(paged=False)
 
     assert (backend.cache_tensors(5), backend.bytes_per_block) == ({}, 0)
-    with refused(CacheError, given="a cache of 5 blocks", allowed="paged=False", remedy="kv_cache=None"):
+    with refused(CacheError, given="a cache of 5 blocks", allowed="paged=False", fix="kv_cache=None"):
         backend.make_cache(5)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3, 2.0, True])
 def test_a_cache_has_a_block_beside_the_null_block(num_blocks):
-    with refused(CacheError, given=f"a cache of {num_blocks} blocks", allowed="block 0", remedy="bytes_per_block"):
+    with refused(CacheError, given=f"a cache of {num_blocks} blocks", allowed="block 0", fix="bytes_per_block"):
         make_backend().make_cache(num_blocks)
 
 
@@ -155,7 +155,7 @@ def test_a_description_that_contradicts_itself_is_refused(fields, given):
     with pytest.raises(PluginContractError) as caught:
         CacheTensor(**{"shape": (5, 4, 8), "dtype": torch.float32, "block_axis": 0, **fields})
 
-    assert given in caught.value.given
+    assert given in caught.value.problem
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8])

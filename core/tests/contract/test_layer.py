@@ -70,7 +70,7 @@ def test_a_value_that_was_not_negotiated_is_refused(field, value, asked):
         NotNegotiatedError,
         given=f"'layers.0' has {field}=",
         allowed=f"{field}={agreed!r} was negotiated" if agreed is not None else f"{field} was not asked for",
-        remedy="select again with",
+        fix="select again with",
     ):
         make_layer(backend, **{field: value})
 
@@ -85,9 +85,9 @@ def test_a_value_that_was_not_negotiated_is_refused(field, value, asked):
 )
 def test_a_learned_tensor_comes_exactly_where_it_was_asked_for(field, asked, tensor):
     assert getattr(make_layer(make_backend(**asked), **{field: tensor}).layer, field) is tensor
-    with refused(LayerError, given=f"no {field}", allowed="was asked for", remedy="select again without"):
+    with refused(LayerError, given=f"no {field}", allowed="was asked for", fix="select again without"):
         make_layer(make_backend(**asked))
-    with refused(NotNegotiatedError, given=f"has {field} of", allowed="was not asked for", remedy="select again with"):
+    with refused(NotNegotiatedError, given=f"has {field} of", allowed="was not asked for", fix="select again with"):
         make_layer(make_backend(), **{field: tensor})
 
 
@@ -96,7 +96,7 @@ def test_a_learned_tensor_comes_exactly_where_it_was_asked_for(field, asked, ten
     [torch.zeros(3), torch.zeros(1, HEADS), torch.zeros(HEADS, dtype=torch.float16), torch.zeros(HEADS, device="meta")],
 )
 def test_sinks_have_one_shape_and_device(sinks):
-    with refused(TensorError, given="sinks of", allowed="(4,) float32 or bfloat16 on cpu", remedy="sinks.to("):
+    with refused(TensorError, given="sinks of", allowed="(4,) float32 or bfloat16 on cpu", fix="sinks.to("):
         make_layer(make_backend(sinks=True, dtype="bfloat16"), sinks=sinks)
 
 
@@ -111,9 +111,9 @@ def test_sinks_come_in_float32_or_the_layers_dtype(dtype):
 def test_learned_values_are_finite(value):
     tensor = torch.tensor([0.0, value, 0.0, 0.0])
 
-    with refused(LayerError, given="not finite", remedy="-1e4"):
+    with refused(LayerError, given="not finite", fix="-1e4"):
         make_layer(make_backend(sinks=True), sinks=tensor)
-    with refused(LayerError, given="not finite", remedy="slope 0"):
+    with refused(LayerError, given="not finite", fix="slope 0"):
         make_layer(make_backend(alibi="sqrt"), alibi_slopes=tensor)
 
 
@@ -124,13 +124,13 @@ def test_an_output_scale_is_one_element(shape):
 
 
 def test_a_block_scale_needs_a_quantized_output():
-    with refused(NotNegotiatedError, given="output_block_scale", remedy="output_quant"):
+    with refused(NotNegotiatedError, given="output_block_scale", fix="output_quant"):
         make_layer(make_backend(), output_block_scale=torch.ones(4))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), True, "1"])
 def test_a_scale_is_a_positive_number(scale):
-    with refused(LayerError, given=f"scale={scale!r}", remedy="leave it out"):
+    with refused(LayerError, given=f"scale={scale!r}", fix="leave it out"):
         make_layer(make_backend(), scale=scale)
 
 

@@ -68,20 +68,20 @@ def test_limits_fit_the_agreement():
     ],
 )
 def test_limits_that_were_not_negotiated_are_refused(changes, ranks, given, allowed):
-    with refused(LimitsError, given=given, allowed=allowed, remedy="select again"):
+    with refused(LimitsError, given=given, allowed=allowed, fix="select again"):
         make_backend().make_state(limits(**changes), Parallel(**ranks))
 
 
 def test_a_bound_of_splits_is_kept_or_refused():
     class Keeping(ToyBackend):
-        keeps_max_num_splits = True
+        supports_max_num_splits = True
 
     assert make_backend(Keeping).make_state(limits(max_num_splits=4)).limits.max_num_splits == 4
     with refused(
         LimitsError,
         given="max_num_splits=4",
         allowed="toy/plain takes no such bound",
-        remedy="leave max_num_splits out",
+        fix="leave max_num_splits out",
     ):
         make_backend().make_state(limits(max_num_splits=4))
 

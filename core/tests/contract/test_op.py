@@ -85,8 +85,8 @@ def test_the_schema_names_what_is_written():
 
 def test_caches_of_several_roles_and_none():
     class Roles(ToyImpl):
-        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
-            super()._forward(query, key, value, torch.stack([kv_cache["v"], kv_cache["k"]]), metadata, output, lse)
+        def run(self, query, key, value, kv_cache, metadata, output, lse):
+            super().run(query, key, value, torch.stack([kv_cache["v"], kv_cache["k"]]), metadata, output, lse)
 
     class RolesBackend(ToyBackend):
         impl_class = Roles
@@ -117,7 +117,7 @@ def test_no_metadata_is_an_error_that_says_so():
     impl = make_layer(backend)
     query, key, value, output = make_qkv(backend, 1)
     call = (query, key, value, backend.make_cache(4), output)
-    with refused(BatchError, given="'layers.0'", allowed="no forward_context", remedy="forward_context("):
+    with refused(BatchError, given="'layers.0'", allowed="no forward_context", fix="forward_context("):
         impl.attend(*call)
     with forward_context({"layers.7": None}), refused(BatchError, allowed="'layers.7'"):
         impl.attend(*call)
@@ -160,13 +160,13 @@ def test_the_write_is_an_op_too(phases):
     class Split(ToyImpl):
         cache_write = phases
 
-        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        def run(self, query, key, value, kv_cache, metadata, output, lse):
             for name, phase in (("decode", metadata.decodes), ("prefill", metadata.prefills)):
                 if phase is not None and name in self.forward_writes:
                     rows = phase.rows
-                    self._write_kv(key[rows], value[rows], kv_cache, metadata.batch.slot_mapping[rows])
+                    self.update_kv_cache(key[rows], value[rows], kv_cache, metadata.batch.slot_mapping[rows])
             self.forward_writes, kept = frozenset(), self.forward_writes
-            super()._forward(query, key, value, kv_cache, metadata, output, lse)
+            super().run(query, key, value, kv_cache, metadata, output, lse)
             self.forward_writes = kept
 
     backend = make_backend(type("B", (ToyBackend,), {"impl_class": Split}))

@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 import attnplug
-from attnplug.contract import GraphKey, Limits, capture, forward_context
+from attnplug.contract import GraphShape, Limits, capture, forward_context
 from attnplug.request.device import Device
 from attnplug_kit.oracle import Case, assert_close, realise
 
@@ -58,7 +58,7 @@ def test_a_step_is_built_while_the_one_before_runs(slotted):
     replays, slot = [], None
     if slotted:
         with builder.state.graph_capture(3):
-            slot = builder.state.slot(GraphKey(3, 3, 1))
+            slot = builder.state.slot(GraphShape(3, 3, 1))
             captured = builder.build(slot.dummy_batch(builder), slot=slot)
         for call in calls:
             forward = lambda c=call: impl.forward(c.query, c.key, c.value, c.cache, captured, c.output)  # noqa: E731

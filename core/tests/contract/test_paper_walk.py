@@ -14,11 +14,11 @@ from attrs import evolve
 from attnplug.batching import positions_of
 from attnplug.contract import (
     Batch,
-    GraphKey,
+    DecodeInputs,
+    GraphShape,
     Layer,
     MetadataBuilder,
     Parallel,
-    StepTokens,
     check_backend_class,
     forward_context,
 )
@@ -174,7 +174,7 @@ def test_flashinfer_sinks_take_the_wrapper_that_knows_them():
 
 def test_flashinfer_graph_wrappers_keep_their_buffers_and_are_planned_again():
     world = flash_infer()
-    ((slot, captured), (_, other)) = world.capture(GraphKey(3, 3, 1), GraphKey(8, 8, 1))
+    ((slot, captured), (_, other)) = world.capture(GraphShape(3, 3, 1), GraphShape(8, 8, 1))
     wrapper = world.impls[0].plan(captured).decode
     places = [buffer.data_ptr() for buffer in wrapper.buffers]
     assert world.impls[0].plan(other).decode is not wrapper
@@ -198,7 +198,7 @@ def test_flashinfer_groups_of_one_state_have_wrappers_of_their_own():
     world = flash_infer()
     second = world.backend.make_builder(world.impls, world.state)
     with world.state.graph_capture(2):
-        slot = world.state.slot(GraphKey(2, 2, 1))
+        slot = world.state.slot(GraphShape(2, 2, 1))
         mine, theirs = (each.build(slot.dummy_batch(), slot=slot) for each in (world.builder, second))
     impl = world.impls[0]
 
@@ -207,7 +207,7 @@ def test_flashinfer_groups_of_one_state_have_wrappers_of_their_own():
 
 def test_flashinfer_multi_token_graphs_satisfy_the_librarys_shortest_sequence():
     world = flash_infer(decode_query_len=2)
-    ((slot, captured),) = world.capture(GraphKey(3, 6, 2))
+    ((slot, captured),) = world.capture(GraphShape(3, 6, 2))
     world.builder.build(make_batch([2], [9]), slot=slot)
 
     wrapper = world.impls[0].plan(captured).decode
@@ -218,9 +218,9 @@ def test_flashinfer_multi_token_graphs_satisfy_the_librarys_shortest_sequence():
 @pytest.mark.parametrize("in_slot", [False, True])
 def test_flashinfer_advances_by_planning_again_on_the_host(in_slot):
     world = flash_infer()
-    ((slot, _),) = world.capture(GraphKey(3, 3, 1))
+    ((slot, _),) = world.capture(GraphShape(3, 3, 1))
     metadata = world.builder.build(make_batch([1, 1, 1], [9, 4, 7], width=4), slot=slot if in_slot else None)
-    tokens = StepTokens(
+    tokens = DecodeInputs(
         sampled=torch.tensor([5, 6, 7]), input_ids=torch.zeros(3, dtype=torch.long), positions=torch.tensor([8, 3, 6])
     )
     with pytest.raises(BatchError):  # the second request has no block for a fifth token
@@ -296,7 +296,7 @@ def test_flash_attention_builds_fast_without_schedules():
 
 def test_flash_attention_schedules_stay_in_place_and_their_tail_is_zero():
     world = flash_attention(limited={"capture_sizes": (4, 8), "max_num_splits": 16})
-    ((small, captured), _) = world.capture(GraphKey(4, 4, 1), GraphKey(8, 8, 1))
+    ((small, captured), _) = world.capture(GraphShape(4, 4, 1), GraphShape(8, 8, 1))
     (call,) = world.impls[0].plan(captured)
     place = call.scheduler_metadata.data_ptr()
     whole = torch.as_strided(call.scheduler_metadata, (1 + 16,), (1,))
@@ -384,7 +384,7 @@ def test_flash_attention_shares_a_sequence_between_ranks():
 def test_flash_attention_keeps_the_lengths_of_a_shard_in_place():
     ranks = Parallel(dcp_rank=1, dcp_size=2, dcp_interleave=2, dcp_group=SimpleNamespace(size=2))
     world = flash_attention(dcp_size=2, parallel=ranks)
-    backend, key = world.backend, GraphKey(3, 3, 1)
+    backend, key = world.backend, GraphShape(3, 3, 1)
     local = torch.ones(3, dtype=torch.int32)
     with world.state.graph_capture(3):
         slot = world.state.slot(key)
@@ -533,7 +533,7 @@ def test_int8_hosts_may_write_prefills_as_an_op_of_their_own():
 
 def test_int8_graphs_write_padding_into_the_null_block():
     world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16")
-    ((slot, captured),) = world.capture(GraphKey(4, 4, 1))
+    ((slot, captured),) = world.capture(GraphShape(4, 4, 1))
     world.run(captured, tokens=4)
     assert not world.caches[0]["k_scale"][1:].any()  # the capture touches no block of a request
 
@@ -614,7 +614,7 @@ def test_block_sparse_prefix_hits_start_behind_what_is_cached():
 
 def test_block_sparse_decode_graphs_update_what_is_visited_in_place():
     world = block_sparse()
-    ((slot, captured),) = world.capture(GraphKey(3, 3, 1))
+    ((slot, captured),) = world.capture(GraphShape(3, 3, 1))
     kept = world.impls[0].plan(captured)["visited"]
 
     world.builder.build(make_batch([1, 1], [33, 7]), slot=slot)
@@ -637,7 +637,7 @@ def test_block_sparse_patterns_cover_what_the_limits_allow():
 
 
 class GraphBuilder(MetadataBuilder):
-    takes_slots = True
+    supports_graphs = True
 
 
 class GraphBackend(ToyBackend):
@@ -700,7 +700,7 @@ def test_a_host_of_kv_cache_groups_replays_what_it_would_compute():
     groups = [[Layer(name="layers.0"), Layer(name="layers.1", cache_write="host")], [Layer(name="layers.2")]]
     host = runner(4, *groups)
     before = [{name: cache.clone() for name, cache in group.caches.items()} for group in host.groups]
-    host.capture_model([GraphKey(2, 2, 1), GraphKey(4, 4, 1)])
+    host.capture_model([GraphShape(2, 2, 1), GraphShape(4, 4, 1)])
     for lens in ([9, 4, 7], [3, 8], [5]):
         query_lens = [1] * len(lens)
         pages = tables(query_lens, lens, 2)
@@ -729,7 +729,7 @@ def test_a_host_of_kv_cache_groups_replays_what_it_would_compute():
 
 def test_a_host_runs_mixed_batches_eagerly_and_leaves_padded_rows_alone():
     host = runner(8, [Layer(name="layers.0")])
-    host.capture_model([GraphKey(4, 4, 1)])
+    host.capture_model([GraphShape(4, 4, 1)])
     step = host.execute_model(common([1, 5], [9, 8]), tables([1, 5], [9, 8], 1))
 
     assert step.slot is None
@@ -742,7 +742,7 @@ def test_a_host_may_own_what_its_graphs_read():
     (group,) = host.groups
     table, slots = page_out([1, 1], [9, 4])
     mine = evolve(common([1, 1], [9, 4]), block_table_tensor=table, slot_mapping=slots).to_batch()
-    key = GraphKey(2, 2, 1)
+    key = GraphShape(2, 2, 1)
     with host.state.graph_capture(2):
         slot = host.state.slot(key, host_owned_inputs=True)
         captured = group.builder.build(mine, slot=slot)
@@ -767,7 +767,7 @@ def test_a_host_shares_caches_between_layers():
 
 def test_a_host_that_knows_only_bounds_of_its_lengths():
     """Asynchronous speculative decoding: the device knows how many drafts were accepted, the host does not."""
-    host = runner(2, [Layer(name="layers.0")], host_lengths="upper_bound", decode_query_len=2)
+    host = runner(2, [Layer(name="layers.0")], seq_lens_cpu_kind="upper_bound", decode_query_len=2)
     exact = torch.tensor([8], dtype=torch.int32)
     given = evolve(common([2], [9]), seq_lens=exact)
     table, slots = page_out([2], [8])
@@ -800,7 +800,7 @@ def test_a_host_asks_before_it_cascades():
 LEVELS = ("never", "single_token_decode", "uniform_batch", "always")
 
 
-@pytest.mark.parametrize("key", [GraphKey(4, 4, 1), GraphKey(4, 8, 2), GraphKey(4, 16)])
+@pytest.mark.parametrize("key", [GraphShape(4, 4, 1), GraphShape(4, 8, 2), GraphShape(4, 16)])
 @pytest.mark.parametrize("level", LEVELS)
 def test_levels_of_graphs_are_those_of_the_engine(key, level):
     host = runner(16, [Layer(name="layers.0")], level=level, decode_query_len=2)
@@ -819,7 +819,7 @@ def test_agreements_that_share_a_state_have_pages_of_their_own_size():
     state = full.make_state(limits(num_blocks=None))
     builders = [each.make_builder([each.make_impl(Layer(name="layers.0"))], state) for each in (full, windowed)]
     with state.graph_capture(2):
-        slot = state.slot(GraphKey(2, 2, 1))
+        slot = state.slot(GraphShape(2, 2, 1))
         for builder in builders:
             builder.build(slot.dummy_batch(builder), slot=slot)
     sizes = (4, 2)
@@ -852,7 +852,7 @@ def test_ranks_without_requests_run_the_model_and_touch_nothing():
     (group,) = host.groups
     before = group.caches["layers.0"].clone()
 
-    host._run({group.builder: group.builder.build(group.builder.backend.dummy_batch(GraphKey(3, 3, 1)))})
+    host._run({group.builder: group.builder.build(group.builder.backend.dummy_batch(GraphShape(3, 3, 1)))})
 
     assert not host.model.outputs["layers.0"][:3].eq(7).any()
     assert torch.equal(group.caches["layers.0"], before)
@@ -860,15 +860,15 @@ def test_ranks_without_requests_run_the_model_and_touch_nothing():
 
 def test_layers_on_two_states_replay_one_shape():
     one, two = (runner(8, [Layer(name="layers.0")]) for _ in range(2))
-    one.capture_model([GraphKey(2, 2, 1), GraphKey(8, 8, 1)])
-    two.capture_model([GraphKey(8, 8, 1)])
+    one.capture_model([GraphShape(2, 2, 1), GraphShape(8, 8, 1)])
+    two.capture_model([GraphShape(8, 8, 1)])
     batches = [{host.groups[0].builder: make_batch([1, 1], [9, 4])} for host in (one, two)]
 
     steps = [
-        host.state.begin_forward(each, key=GraphKey(8, 8, 1)) for host, each in zip((one, two), batches, strict=True)
+        host.state.begin_forward(each, key=GraphShape(8, 8, 1)) for host, each in zip((one, two), batches, strict=True)
     ]
 
-    assert [step.slot.key for step in steps] == [GraphKey(8, 8, 1)] * 2
+    assert [step.slot.key for step in steps] == [GraphShape(8, 8, 1)] * 2
 
 
 def test_other_ranks_plan_from_the_same_plain_data():
@@ -889,9 +889,9 @@ def test_what_open_features_need_reaches_layers_and_builders():
     """A rotary embedding fused into the attention call: its table by layer, positions by batch."""
 
     class Impl(ToyImpl):
-        def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+        def run(self, query, key, value, kv_cache, metadata, output, lse):
             turned = self.layer.extra["acme.rope_fused"][metadata.batch.extra["acme.rope_fused"]].view(-1, 1, 1)
-            super()._forward(query * turned, key * turned, value, kv_cache, metadata, output, lse)
+            super().run(query * turned, key * turned, value, kv_cache, metadata, output, lse)
 
     table = torch.randn(64)
     layer = Layer(name="layers.0", extra={"acme.rope_fused": table})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import Backend, GraphKey, Layer
+from attnplug.contract import Backend, GraphShape, Layer
 from attnplug.request.device import Device
 from core.tests.contract.paper.blocksparse import BlockSparseBackend
 from core.tests.contract.paper.flash_attn import FlashAttentionBackend
@@ -39,7 +39,7 @@ def test_builds_do_not_wait(cls: type[Backend], asked: dict[str, object]) -> Non
         shared = {"block_table": table, "slot_mapping": slots, "common_prefix_len": 8}
         batches.append(make_batch([1, 1], [9, 9], device="cuda", **shared))
     with builder.state.graph_capture(4):
-        slot = builder.state.slot(GraphKey(4, 4, 1))
+        slot = builder.state.slot(GraphShape(4, 4, 1))
         builder.build(slot.dummy_batch(), slot=slot)
     for batch in batches:
         builder.build(batch)  # makes wrappers, whose workspace is looked at

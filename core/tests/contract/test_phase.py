@@ -9,7 +9,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.contract import Batch, GraphKey, MetadataBuilder
+from attnplug.contract import Batch, GraphShape, MetadataBuilder
 from core.tests.contract.test_slots import capture, world
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import make_backend, make_batch, make_builder
@@ -51,7 +51,7 @@ def test_phases_are_the_slices(decodes, prefills, contexts):
 
 
 def test_bounds_stay_bounds():
-    builder = make_builder(make_backend(host_lengths="upper_bound"))
+    builder = make_builder(make_backend(seq_lens_cpu_kind="upper_bound"))
     bound = torch.tensor([9, 9], dtype=torch.int32)
     metadata = builder.build(evolve(make_batch([1, 4], [3, 7], width=4), seq_lens_cpu=bound, max_seq_len=12))
     assert metadata.decodes.max_seq_len == metadata.prefills.max_seq_len == 12
@@ -59,7 +59,7 @@ def test_bounds_stay_bounds():
 
 def test_a_slot_is_one_phase_at_one_place():
     _, _, builder = world("uniform_batch")
-    (slot,), (captured,) = capture(builder, GraphKey(4, 4, 1))
+    (slot,), (captured,) = capture(builder, GraphShape(4, 4, 1))
     decodes = captured.decodes
     later = builder.build(make_batch([1, 1], [5, 9]), slot=slot).decodes
     assert captured.prefills is None
@@ -81,7 +81,7 @@ def test_a_batch_travels_as_a_dict():
 
 
 def test_padding_alone_is_no_phase():
-    uniform = type("Uniform", (MetadataBuilder,), {"uniform_decodes": True})
+    uniform = type("Uniform", (MetadataBuilder,), {"requires_uniform_decodes": True})
     backend = make_backend(type("B", (ToyBackend,), {"builder_class": uniform}))
     metadata = make_builder(backend).build(make_batch([1, 1, 0], [4, 3, 0]))
     assert (metadata.num_decodes, metadata.num_prefills) == (2, 1)

@@ -26,15 +26,15 @@ def with_builder(metadata_class=Metadata, **body):
 
 
 def building(result, metadata_class=Metadata):
-    """Return a builder whose `_build` returns what a function makes of it and the batch."""
-    cls = with_builder(metadata_class, _build=lambda self, batch, **_: result(self, batch))
+    """Return a builder whose `plan_batch` returns what a function makes of it and the batch."""
+    cls = with_builder(metadata_class, plan_batch=lambda self, batch, **_: result(self, batch))
     return make_builder(make_backend(cls))
 
 
 def test_a_backend_without_the_contracts_constructor_is_refused():
     cls = type("Bare", (ToyBackend,), {"__init__": lambda self, selection: None})
 
-    with refused(PluginContractError, "Bare was constructed", remedy="super().__init__(selection)"):
+    with refused(PluginContractError, "Bare was constructed", fix="super().__init__(selection)"):
         _construct(cls, agree())
     assert _construct(ToyBackend, agree()).id == "toy/plain"
 
@@ -46,7 +46,7 @@ def test_a_builder_without_the_contracts_constructor_is_refused():
         PluginContractError,
         given="Builder was constructed",
         allowed="MetadataBuilder.__init__",
-        remedy="super().__init__(backend, impls, state)",
+        fix="super().__init__(backend, impls, state)",
     ):
         make_builder(backend)
 
@@ -55,7 +55,7 @@ def test_an_implementation_without_the_contracts_constructor_is_refused():
     impl = type("Impl", (ToyImpl,), {"__init__": lambda self, layer, backend: setattr(self, "layer", layer)})
     backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": impl}))
 
-    with refused(PluginContractError, "Impl was constructed", remedy="super().__init__(layer, backend)"):
+    with refused(PluginContractError, "Impl was constructed", fix="super().__init__(layer, backend)"):
         backend.make_impl(Layer(name="layers.0"))
 
 
@@ -63,7 +63,7 @@ def test_a_state_without_the_contracts_constructor_is_refused():
     state = type("Pool", (State,), {"__init__": lambda self, *given: None})
     backend = make_backend(type("Backend", (ToyBackend,), {"state_class": state}))
 
-    with refused(PluginContractError, "Pool was constructed", remedy="super().__init__(backend, limits, device"):
+    with refused(PluginContractError, "Pool was constructed", fix="super().__init__(backend, limits, device"):
         backend.make_state(limits())
 
 
@@ -71,15 +71,15 @@ def test_a_state_without_the_contracts_constructor_is_refused():
 def test_a_build_returns_metadata(result, named):
     builder = building(lambda self, batch: result)
 
-    with refused(PluginContractError, f"Builder {named}", allowed="a Metadata", remedy="self.describe(batch, ...)"):
+    with refused(PluginContractError, f"Builder {named}", allowed="a Metadata", fix="self.describe(batch, ...)"):
         builder.build(make_batch([1], [5]))
 
 
 def test_a_build_returns_metadata_of_the_backends_class():
-    builder = building(lambda self, batch: MetadataBuilder._build(self, batch, fast=False, slot=None))
+    builder = building(lambda self, batch: MetadataBuilder.plan_batch(self, batch, fast=False, slot=None))
     builder.backend.metadata_class = OwnMetadata
 
-    with refused(PluginContractError, "was given no field", allowed="needs mine", remedy="metadata_class"):
+    with refused(PluginContractError, "was given no field", allowed="needs mine", fix="metadata_class"):
         builder.build(make_batch([1], [5]))
 
 
@@ -91,7 +91,7 @@ def test_plans_are_a_mapping(plans, through):
     else:
         builder = building(lambda self, batch: evolve(self.describe(batch), plans=plans))
 
-    with refused(PluginContractError, "Builder built metadata with the plans", remedy="for key in self.plan_groups"):
+    with refused(PluginContractError, "Builder built metadata with the plans", fix="for key in self.plan_groups"):
         builder.build(make_batch([1], [5]))
 
 
@@ -153,8 +153,8 @@ def test_a_builder_takes_slots_where_graphs_were_negotiated():
         PluginContractError,
         "cudagraph='uniform_batch' was negotiated with toy/plain, and Builder takes no slots",
         "a manifest declares cudagraph",
-        "Builder.takes_slots = True",
+        "Builder.supports_graphs = True",
     ):
         make_builder(backend)
-    willing = make_backend(with_builder(takes_slots=True), cudagraph="always", agreed_graphs="always")
+    willing = make_backend(with_builder(supports_graphs=True), cudagraph="always", agreed_graphs="always")
     assert make_builder(willing).graph_level == "always"

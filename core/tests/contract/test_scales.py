@@ -37,7 +37,7 @@ def test_the_host_float_and_the_tensor_follow_from_each_other():
 
 def test_equal_float_and_tensor_are_one_scale():
     assert make_layer(fp8(), k_scale=0.1, k_scale_tensor=torch.tensor([0.1])).layer.k_scale == pytest.approx(0.1)
-    with refused(LayerError, given="k_scale=0.1 and k_scale_tensor=0.5", remedy="pass one"):
+    with refused(LayerError, given="k_scale=0.1 and k_scale_tensor=0.5", fix="pass one"):
         make_layer(fp8(), k_scale=0.1, k_scale_tensor=torch.tensor([0.5]))
 
 
@@ -49,13 +49,13 @@ def test_scales_per_head_are_tensors():
 
     assert layer.k_scale is None
     assert layer.k_scale_tensor is heads
-    with refused(LayerError, given="k_scale=0.5 and a tensor too", remedy="k_scale_tensor of (2,) alone"):
+    with refused(LayerError, given="k_scale=0.5 and a tensor too", fix="k_scale_tensor of (2,) alone"):
         make_layer(backend, k_scale=0.5, k_scale_tensor=heads)
     with refused(LayerError, given="k_scale=None and no tensor", allowed="per_head_scales was asked for"):
         make_layer(backend)
     with refused(LayerError, given="v_scale_tensor=-1.0"):
         make_layer(backend, k_scale_tensor=heads, v_scale_tensor=torch.tensor([1.0, -1.0]))
-    with refused(TensorError, given="k_scale_tensor of (2,)", remedy="per_head_scales=True"):
+    with refused(TensorError, given="k_scale_tensor of (2,)", fix="per_head_scales=True"):
         make_layer(fp8(), k_scale_tensor=heads)
 
 
@@ -79,7 +79,7 @@ def test_scales_are_positive(value):
 @pytest.mark.parametrize("scale", [{"k_scale": 0.5}, {"k_scale_tensor": torch.tensor([1.0])}])
 def test_a_scale_without_effect_is_refused(scale):
     (name,) = scale
-    with refused(NotNegotiatedError, given=name, allowed="takes no scales", remedy="kv_cache_dtype"):
+    with refused(NotNegotiatedError, given=name, allowed="takes no scales", fix="kv_cache_dtype"):
         make_layer(make_backend(ScalingBackend), **scale)
     with refused(NotNegotiatedError, given=name, allowed="toy/plain applies no static k_scale to a fp8_e4m3 cache"):
         make_layer(make_backend(kv_cache_dtype="fp8_e4m3"), **scale)

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.batching import num_local_tokens_per_dcp_rank
-from attnplug.contract import GraphKey, Metadata, MetadataBuilder, Parallel
+from attnplug.contract import GraphShape, Metadata, MetadataBuilder, Parallel
 from attnplug.errors import BatchError, LimitsError, NotNegotiatedError, PluginContractError, TensorError
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import (
@@ -32,7 +32,7 @@ from core.tests.contract.world import (
 class Capturing(MetadataBuilder):
     """Has nothing but the batch, whose tensors the core keeps in place."""
 
-    takes_slots = True
+    supports_graphs = True
 
 
 class CapturingBackend(ToyBackend):
@@ -69,7 +69,7 @@ def test_a_replay_computes_its_own_batch(steps, spare):
     backend, impl, _ = world("single_token_decode")
     builder = make_builder(backend, impl, num_blocks=2 * NUM_BLOCKS)
     reqs = max(map(len, steps)) + spare
-    (slot,), (captured,) = capture(builder, GraphKey(reqs, reqs, 1))
+    (slot,), (captured,) = capture(builder, GraphShape(reqs, reqs, 1))
     pages = torch.randn(backend.make_cache(NUM_BLOCKS * 2).shape)
     for lens in steps:
         batch = make_batch([1] * len(lens), lens)
@@ -86,7 +86,7 @@ def test_a_replay_computes_its_own_batch(steps, spare):
 
 def test_padding_has_no_query_no_keys_and_no_slot():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphKey(4, 4, 1))
+    (slot,), _ = capture(builder, GraphShape(4, 4, 1))
     builder.build(make_batch([1] * 4, [9, 9, 9, 9]), slot=slot)
 
     seen = builder.build(make_batch([1, 1], [5, 3]), slot=slot).batch
@@ -100,7 +100,7 @@ def test_padding_has_no_query_no_keys_and_no_slot():
 
 def test_mixed_batches_are_captured_whole():
     backend, impl, builder = world("always")
-    (slot,), (captured,) = capture(builder, GraphKey(4, 16))
+    (slot,), (captured,) = capture(builder, GraphShape(4, 16))
     batch = make_batch([1, 5, 3], [4, 9, 3])
     query, key, value, _ = make_qkv(backend, 16)
     pages = torch.randn(backend.make_cache(NUM_BLOCKS).shape)
@@ -115,7 +115,7 @@ def test_mixed_batches_are_captured_whole():
 
 def test_slots_of_one_builder_read_one_memory():
     _, _, builder = world()
-    (small, large), (first, second) = capture(builder, GraphKey(2, 2, 1), GraphKey(8, 8, 1))
+    (small, large), (first, second) = capture(builder, GraphShape(2, 2, 1), GraphShape(8, 8, 1))
 
     assert first.batch.block_table.data_ptr() == second.batch.block_table.data_ptr()
     assert small is not large
@@ -126,7 +126,7 @@ def test_builders_have_memory_of_their_own():
     backend, impl, builder = world()
     other = backend.make_builder([impl], builder.state)
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphKey(2, 2, 1))
+        slot = builder.state.slot(GraphShape(2, 2, 1))
         mine, theirs = (each.build(slot.dummy_batch(), slot=slot) for each in (builder, other))
 
     builder.build(make_batch([1, 1], [8, 9]), slot=slot)
@@ -137,7 +137,7 @@ def test_builders_have_memory_of_their_own():
 
 def test_a_bad_batch_leaves_the_slot_alone():
     _, _, builder = world()
-    (slot,), (captured,) = capture(builder, GraphKey(2, 2, 1))
+    (slot,), (captured,) = capture(builder, GraphShape(2, 2, 1))
     builder.build(make_batch([1, 1], [8, 9]), slot=slot)
     bad = make_batch([1, 1], [5, 6])
     bad.slot_mapping[0] = 3
@@ -158,7 +158,7 @@ def test_a_host_may_own_the_inputs():
     batch = make_batch([1, 1], [5, 3], width=16)
     table = page_out([1, 1], [5, 3])[0]
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphKey(2, 2, 1), host_owned_inputs=True)
+        slot = builder.state.slot(GraphShape(2, 2, 1), host_owned_inputs=True)
         metadata = builder.build(batch, slot=slot)
 
     assert metadata.batch.block_table is batch.block_table
@@ -166,14 +166,14 @@ def test_a_host_may_own_the_inputs():
     batch.slot_mapping.copy_(torch.tensor([7, 14]))
     builder.build(evolve(batch, max_seq_len=4), slot=slot)
 
-    with refused(BatchError, given="block_table", allowed="captured with", remedy="host_owned_inputs=False"):
+    with refused(BatchError, given="block_table", allowed="captured with", fix="host_owned_inputs=False"):
         builder.build(evolve(batch, block_table=table, block_table_cpu=table, max_seq_len=4), slot=slot)
 
 
 def test_a_host_pads_the_inputs_that_it_owns():
     _, _, builder = world()
     with builder.state.graph_capture(4):
-        slot = builder.state.slot(GraphKey(4, 4, 1), host_owned_inputs=True)
+        slot = builder.state.slot(GraphShape(4, 4, 1), host_owned_inputs=True)
         with refused(BatchError, given="num_reqs=2", allowed="the host pads"):
             builder.build(make_batch([1, 1], [5, 3]), slot=slot)
 
@@ -183,7 +183,7 @@ def test_a_host_pads_the_inputs_that_it_owns():
 
 def test_the_smallest_slot_is_found():
     _, _, builder = world("uniform_batch", decode_query_len=4)
-    keys = [GraphKey(8, 8, 1), GraphKey(2, 2, 1), GraphKey(4, 4, 1, 32), GraphKey(4, 16, 4)]
+    keys = [GraphShape(8, 8, 1), GraphShape(2, 2, 1), GraphShape(4, 4, 1, 32), GraphShape(4, 16, 4)]
     capture(builder, *keys)
 
     def found(query_lens, seq_lens):
@@ -223,38 +223,38 @@ def test_a_lower_level_of_the_host_counts():
     builder = backend.make_builder([impl], backend.make_state(limits(cudagraph="single_token_decode")))
     assert builder.graph_level == "single_token_decode"
     assert not builder.can_run_in_cudagraph(make_batch([2], [3]))
-    with builder.state.graph_capture(2), refused(LimitsError, given="GraphKey", allowed="'always'"):
-        builder.state.slot(GraphKey(2, 4))
+    with builder.state.graph_capture(2), refused(LimitsError, given="GraphShape", allowed="'always'"):
+        builder.state.slot(GraphShape(2, 4))
 
 
 def test_a_plugin_may_exclude_batches():
-    picky = type("Picky", (Capturing,), {"_can_run_in_cudagraph": lambda _, batch: batch.max_seq_len < 5})
+    picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: batch.max_seq_len < 5})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
-    capture(builder, GraphKey(2, 2, 1))
-    assert builder.state.find_slot({builder: make_batch([1], [4])}) is not None
-    assert builder.state.find_slot({builder: make_batch([1], [5])}) is None
+    capture(builder, GraphShape(2, 2, 1))
+    assert builder.state.find_graph({builder: make_batch([1], [4])}) is not None
+    assert builder.state.find_graph({builder: make_batch([1], [5])}) is None
 
 
 def test_a_host_may_name_the_slot():
     _, _, builder = world()
-    keys = [GraphKey(2, 2, 1), GraphKey(8, 8, 1)]
+    keys = [GraphShape(2, 2, 1), GraphShape(8, 8, 1)]
     capture(builder, *keys)
     batches = {builder: make_batch([1], [4])}
     assert builder.state.begin_forward(batches).slot.key == keys[0]
     assert builder.state.begin_forward(batches, key=keys[1]).slot.key == keys[1]
-    with refused(LimitsError, given="GraphKey"):
-        builder.state.begin_forward(batches, key=GraphKey(3, 3, 1))
+    with refused(LimitsError, given="GraphShape"):
+        builder.state.begin_forward(batches, key=GraphShape(3, 3, 1))
 
 
 def test_padding_within_runs_eagerly():
     """A captured shape has every request's rows at a place of their own, whoever has none."""
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphKey(4, 4, 1))
+    (slot,), _ = capture(builder, GraphShape(4, 4, 1))
     within, last = make_batch([1, 0, 1], [5, 0, 9]), make_batch([1, 1, 0], [5, 9, 0])
 
-    assert builder.state.find_slot({builder: within}) is None
-    assert builder.state.find_slot({builder: last}) is slot
-    with refused(BatchError, given="padded request before others", allowed="stand last", remedy="slot=None"):
+    assert builder.state.find_graph({builder: within}) is None
+    assert builder.state.find_graph({builder: last}) is slot
+    with refused(BatchError, given="padded request before others", allowed="stand last", fix="slot=None"):
         builder.build(within, slot=slot)
 
 
@@ -263,7 +263,7 @@ def test_padding_within_runs_eagerly():
 @pytest.mark.parametrize("value", [None, "2", 2.0])
 def test_counts_are_python_ints_in_a_slot(level, name, value):
     _, _, builder = world(level)
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = evolve(make_batch([1, 1], [5, 9]), **{name: value})
 
     assert builder.can_run_in_cudagraph(batch)
@@ -274,9 +274,9 @@ def test_counts_are_python_ints_in_a_slot(level, name, value):
 def test_a_plugin_is_asked_of_batches_that_were_checked():
     """Starts that are nowhere, and a batch that contradicts itself, are told by the guard, in its words."""
     asked = []
-    picky = type("Picky", (Capturing,), {"_can_run_in_cudagraph": lambda _, batch: asked.append(batch) or True})
+    picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: asked.append(batch) or True})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     asked.clear()
     true = make_batch([1, 1], [5, 9])
     for starts in (true.query_start_loc.to("meta"), true.query_start_loc[:0]):
@@ -293,7 +293,7 @@ def test_a_plugin_is_asked_of_batches_that_were_checked():
 @pytest.mark.parametrize("num_reqs", [0, -1])
 def test_whether_a_slot_fits_is_asked_of_batches_that_were_not_checked(num_reqs):
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = evolve(make_batch([1], [5]), num_reqs=num_reqs)
 
     assert slot.fits(batch)
@@ -304,9 +304,9 @@ def test_whether_a_slot_fits_is_asked_of_batches_that_were_not_checked(num_reqs)
 def test_extras_run_eagerly():
     backend = make_backend(CapturingBackend, agreed_graphs="always", features=("acme.rope",))
     builder = make_builder(backend)
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = make_batch([1], [4], extra={"acme.rope": 1})
-    assert builder.state.find_slot({builder: batch}) is None
+    assert builder.state.find_graph({builder: batch}) is None
     with refused(BatchError, given="extra 'acme.rope'"):
         builder.build(batch, slot=slot)
 
@@ -315,7 +315,7 @@ def test_what_is_kept_for_a_slot_is_the_builders_own():
     backend, impl, builder = world()
     other = backend.make_builder([impl], builder.state)
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphKey(2, 2, 1))
+        slot = builder.state.slot(GraphShape(2, 2, 1))
     mine, theirs = (each.once(slot, "wrapper", object) for each in (builder, other))
     assert mine is not theirs
     assert builder.once(slot, "wrapper", object) is mine
@@ -324,9 +324,9 @@ def test_what_is_kept_for_a_slot_is_the_builders_own():
 
 def test_only_what_was_captured_is_found():
     backend, impl, builder = world()
-    capture(builder, GraphKey(2, 2, 1))
+    capture(builder, GraphShape(2, 2, 1))
     late = backend.make_builder([impl], builder.state)
-    assert builder.state.find_slot({late: make_batch([1], [4])}) is None
+    assert builder.state.find_graph({late: make_batch([1], [4])}) is None
 
 
 # --- capture ------------------------------------------------------------------------------------------------------
@@ -334,8 +334,8 @@ def test_only_what_was_captured_is_found():
 
 def test_slots_are_made_inside_a_capture():
     _, _, builder = world()
-    state, key = builder.state, GraphKey(2, 2, 1)
-    with refused(LimitsError, given="GraphKey", allowed="inside State.graph_capture"):
+    state, key = builder.state, GraphShape(2, 2, 1)
+    with refused(LimitsError, given="GraphShape", allowed="inside State.graph_capture"):
         state.slot(key)
     (slot,), _ = capture(builder, key)
     assert state.slot(key) is slot
@@ -345,17 +345,17 @@ def test_slots_are_made_inside_a_capture():
 
 def test_a_failed_capture_leaves_no_slot():
     _, _, builder = world()
-    (before,), _ = capture(builder, GraphKey(2, 2, 1))
+    (before,), _ = capture(builder, GraphShape(2, 2, 1))
 
     def fail():
         with builder.state.graph_capture(16):
-            builder.state.slot(GraphKey(4, 4, 1))
+            builder.state.slot(GraphShape(4, 4, 1))
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail()
     assert list(builder.state.slots.values()) == [before]
-    capture(builder, GraphKey(4, 4, 1))
+    capture(builder, GraphShape(4, 4, 1))
 
 
 def test_after_a_failed_capture_larger_batches_may_be_captured():
@@ -363,20 +363,20 @@ def test_after_a_failed_capture_larger_batches_may_be_captured():
 
     def fail():
         with builder.state.graph_capture(2):
-            slot = builder.state.slot(GraphKey(2, 2, 1))
+            slot = builder.state.slot(GraphShape(2, 2, 1))
             builder.build(slot.dummy_batch(), slot=slot)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail()
-    _, (metadata,) = capture(builder, GraphKey(8, 8, 1))
+    _, (metadata,) = capture(builder, GraphShape(8, 8, 1))
     assert metadata.batch.seq_lens.shape == (8,)
 
 
 def test_what_was_captured_in_inference_mode_is_built_into_outside_of_it():
     _, _, builder = world()
     with torch.inference_mode():
-        (slot,), (captured,) = capture(builder, GraphKey(2, 2, 1))
+        (slot,), (captured,) = capture(builder, GraphShape(2, 2, 1))
         kept = builder.keep(slot, "starts", torch.arange(2))
 
     builder.build(make_batch([1], [5]), slot=slot)
@@ -398,19 +398,19 @@ def test_one_capture_at_a_time():
     with builder.state.graph_capture(4):
         with refused(LimitsError, given="graph_capture(4)", allowed="under way"), builder.state.graph_capture(4):
             pass
-        builder.state.slot(GraphKey(4, 4, 1))
+        builder.state.slot(GraphShape(4, 4, 1))
     with refused(LimitsError, allowed="made for 4"), builder.state.graph_capture(8):
         pass
 
 
 def test_released_slots_are_refused_and_freed():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     gone = weakref.ref(slot)
 
-    builder.state.release_slots()
+    builder.state.release_graphs()
 
-    with refused(BatchError, given="GraphSlot", allowed="until it is released"):
+    with refused(BatchError, given="GraphBuffers", allowed="until it is released"):
         builder.build(make_batch([1], [2]), slot=slot)
     del slot, _
     gc.collect()
@@ -421,22 +421,22 @@ def test_released_slots_are_refused_and_freed():
 
 def test_no_graphs_without_an_agreement():
     _, _, builder = world("never")
-    with refused(NotNegotiatedError, given="capture", remedy="cudagraph"), builder.state.graph_capture(2):
+    with refused(NotNegotiatedError, given="capture", fix="cudagraph"), builder.state.graph_capture(2):
         pass
 
 
 def test_a_builder_that_takes_no_slots_refuses_them():
     _, _, taking = world()
-    (slot,), _ = capture(taking, GraphKey(2, 2, 1))
+    (slot,), _ = capture(taking, GraphShape(2, 2, 1))
     builder = make_builder(make_backend(agreed_graphs="always"))
     assert builder.graph_level == "never"
-    with refused(NotNegotiatedError, given="a graph slot", allowed="takes no slots", remedy="slot=None"):
+    with refused(NotNegotiatedError, given="a graph slot", allowed="takes no slots", fix="slot=None"):
         builder.build(make_batch([1], [3]), slot=slot)
 
 
 def test_a_slot_of_another_state_is_refused():
     backend, impl, builder = world()
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     other = make_builder(backend, impl)
     for wrong in (slot, "slot"):
         with refused(BatchError, given="slot", allowed="belongs to the state"):
@@ -446,21 +446,21 @@ def test_a_slot_of_another_state_is_refused():
 @pytest.mark.parametrize(
     ("key", "allowed"),
     [
-        (GraphKey(17, 17, 1), "max_batch_size=16"),
-        (GraphKey(2, 65), "max_num_tokens=64"),
-        (GraphKey(2, 2, 1, 65), "max_seq_len=64"),
+        (GraphShape(17, 17, 1), "max_batch_size=16"),
+        (GraphShape(2, 65), "max_num_tokens=64"),
+        (GraphShape(2, 2, 1, 65), "max_seq_len=64"),
     ],
 )
 def test_a_shape_is_within_the_limits(key, allowed):
     _, _, builder = world()
-    with builder.state.graph_capture(16), refused(LimitsError, given="GraphKey", allowed=allowed):
+    with builder.state.graph_capture(16), refused(LimitsError, given="GraphShape", allowed=allowed):
         builder.state.slot(key)
 
 
 def test_a_decode_shape_has_at_most_the_agreed_query_length():
     _, _, builder = world("uniform_batch", decode_query_len=2)
     with builder.state.graph_capture(16), refused(LimitsError, allowed="decode_query_len=2"):
-        builder.state.slot(GraphKey(2, 6, 3))
+        builder.state.slot(GraphShape(2, 6, 3))
 
 
 @pytest.mark.parametrize(
@@ -468,12 +468,12 @@ def test_a_decode_shape_has_at_most_the_agreed_query_length():
     [(0, 1), (1, 0), (2, 1), (2, 3, 1), (1, 1, 0), (1, 1, 1, 0), (1, 4, 4, 3), (True, 1), (1.0, 1), (1, 1, True)],
 )
 def test_impossible_shapes_are_refused(fields):
-    with refused(LimitsError, given="GraphKey"):
-        GraphKey(*fields)
+    with refused(LimitsError, given="GraphShape"):
+        GraphShape(*fields)
 
 
 def test_shapes_name_their_level():
-    assert [GraphKey(2, 2, 1).level, GraphKey(2, 4, 2).level, GraphKey(2, 4).level] == [
+    assert [GraphShape(2, 2, 1).level, GraphShape(2, 4, 2).level, GraphShape(2, 4).level] == [
         "single_token_decode",
         "uniform_batch",
         "always",
@@ -483,7 +483,7 @@ def test_shapes_name_their_level():
 @pytest.mark.parametrize("asked", [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}])
 def test_the_dummy_batch_is_valid_and_writes_nothing(asked):
     backend, impl, builder = world("uniform_batch", decode_query_len=3, **asked)
-    for key in (GraphKey(3, 3, 1), GraphKey(3, 9, 3), GraphKey(3, 9, 3, 3)):
+    for key in (GraphShape(3, 3, 1), GraphShape(3, 9, 3), GraphShape(3, 9, 3, 3)):
         _, (metadata,) = capture(builder, key)
         assert not (metadata.batch.slot_mapping >= 0).any()
     if not asked:
@@ -498,7 +498,7 @@ def test_the_dummy_batch_of_spread_sequences_has_shares(ranks):
     backend = make_backend(CapturingBackend, agreed_graphs="always", dcp_size=ranks)
     state = backend.make_state(limits(), Parallel(dcp_size=ranks, dcp_rank=1))
     builder = backend.make_builder([make_layer(backend)], state)
-    _, (metadata,) = capture(builder, GraphKey(3, 14))
+    _, (metadata,) = capture(builder, GraphShape(3, 14))
 
     batch = metadata.batch
     assert batch.seq_lens.tolist() == [5, 6, 6]
@@ -509,7 +509,7 @@ def test_the_dummy_batch_of_spread_sequences_has_shares(ranks):
 def test_a_shape_may_be_as_long_as_the_limits(query_len):
     backend, impl, _ = world("uniform_batch", decode_query_len=3)
     builder = make_builder(backend, impl, max_seq_len=query_len)
-    _, (metadata,) = capture(builder, GraphKey(2, 2 * query_len, query_len))
+    _, (metadata,) = capture(builder, GraphShape(2, 2 * query_len, query_len))
     assert metadata.batch.seq_lens.tolist() == [query_len] * 2
 
 
@@ -532,7 +532,7 @@ def plugin(make):
     """Return a world whose builder returns Rich metadata of ``make(batch, slot)``."""
 
     class Builder(Capturing):
-        def _build(self, batch, *, fast, slot):
+        def plan_batch(self, batch, *, fast, slot):
             return self.describe(batch, **make(batch, slot))
 
     return world(cls=type("B", (ToyBackend,), {"builder_class": Builder, "metadata_class": Rich}))
@@ -547,7 +547,7 @@ def steady(batch, slot):
 
 def test_metadata_in_the_slot_is_taken():
     _, _, builder = plugin(steady)
-    (slot,), (captured,) = capture(builder, GraphKey(2, 2, 1))
+    (slot,), (captured,) = capture(builder, GraphShape(2, 2, 1))
     builder.build(make_batch([1, 1], [8, 9]), slot=slot)
     assert captured.tensor[:2].tolist() == [8, 9]
 
@@ -572,21 +572,21 @@ def test_metadata_that_a_graph_would_not_see_is_refused(name, change):
         return keep[-1]
 
     _, _, builder = plugin(make)
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     with pytest.raises(PluginContractError, match=rf"whose .*{name}.* changed since the capture"):
         builder.build(make_batch([1, 1], [4, 5]), slot=slot)
 
 
 def test_slots_show_what_they_are():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
-    assert repr(slot) == f"GraphSlot({slot.key}, of toy/plain)"
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    assert repr(slot) == f"GraphBuffers({slot.key}, of toy/plain)"
     assert attrs.asdict(slot.key)["num_reqs"] == 2
 
 
 def test_tensors_of_a_step_are_kept_for_the_slot():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
     first, second = torch.arange(3), torch.arange(3) + 5
     assert builder.keep(None, "starts", first) is first
     kept = builder.keep(slot, "starts", first)
@@ -600,7 +600,7 @@ def test_a_builder_with_other_blocks_has_columns_of_its_own():
     small = make_backend(CapturingBackend, agreed_graphs="always", block_size=2)
     other = small.make_builder([make_layer(small)], builder.state)
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphKey(2, 2, 1))
+        slot = builder.state.slot(GraphShape(2, 2, 1))
         metadata = other.build(slot.dummy_batch(other), slot=slot)
     assert metadata.batch.block_table.shape == (2, 32)
     batch = make_batch([1, 1], [9, 40], block_size=2)
@@ -609,10 +609,10 @@ def test_a_builder_with_other_blocks_has_columns_of_its_own():
 
 
 def test_a_batch_that_no_graph_covers_is_refused_in_a_slot():
-    picky = type("Picky", (Capturing,), {"_can_run_in_cudagraph": lambda _, batch: batch.max_seq_len < 5})
+    picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: batch.max_seq_len < 5})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
-    with refused(BatchError, given="GraphKey", allowed="'always'", remedy="slot=None"):
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    with refused(BatchError, given="GraphShape", allowed="'always'", fix="slot=None"):
         builder.build(make_batch([1], [5]), slot=slot)
 
 
@@ -620,12 +620,12 @@ def test_a_plan_that_changed_is_named_by_its_layer():
     class Counting(Capturing):
         builds = 0
 
-        def _build(self, batch, *, fast, slot):
+        def plan_batch(self, batch, *, fast, slot):
             self.builds += 1
             return self.describe(batch, plans={key: {"builds": self.builds} for key in self.plan_groups})
 
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": Counting}))
-    (slot,), _ = capture(builder, GraphKey(2, 2, 1))
+    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
 
     with refused(PluginContractError, given="whose plan of layer 'layers.0'['builds'] changed since the capture"):
         builder.build(make_batch([1], [3]), slot=slot)

@@ -68,7 +68,7 @@ def test_write_kv_writes_the_slots_and_skips_padding():
 
 def test_slots_on_a_device_are_not_read():
     class Recorder(ToyImpl):
-        def _write_kv(self, key, value, kv_cache, slot_mapping):
+        def update_kv_cache(self, key, value, kv_cache, slot_mapping):
             self.seen = slot_mapping
 
     backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": Recorder}), device="meta")
@@ -85,9 +85,7 @@ def test_nothing_is_written_twice():
     cache = backend.make_cache(NUM_BLOCKS)
     _, key, value, _ = make_qkv(backend, 1)
 
-    with refused(
-        CacheError, given="write_kv was called", allowed="nothing is written twice", remedy="cache_write='host'"
-    ):
+    with refused(CacheError, given="write_kv was called", allowed="nothing is written twice", fix="cache_write='host'"):
         make_layer(backend).write_kv(key, value, cache, torch.tensor([4]))
 
     assert not cache.any()
@@ -130,12 +128,12 @@ def test_a_write_that_does_not_fit_writes_nothing(kind, given, change):
 def test_a_host_write_needs_an_implementation():
     class Silent(ToyImpl):
         cache_write = "host"
-        _write_kv = ToyImpl.__mro__[1]._write_kv
+        update_kv_cache = ToyImpl.__mro__[1].update_kv_cache
 
     backend = make_backend(type("Backend", (ToyBackend,), {"impl_class": Silent}))
     _, key, value, _ = make_qkv(backend, 1)
 
-    with pytest.raises(PluginContractError, match="has no _write_kv"):
+    with pytest.raises(PluginContractError, match="has no update_kv_cache"):
         make_layer(backend).write_kv(key, value, backend.make_cache(2), torch.tensor([4]))
 
 

@@ -87,13 +87,13 @@ def make_qkv(backend, tokens, keys=None):
 
 
 @contextmanager
-def refused(kind, given="", allowed="", remedy=""):
+def refused(kind, given="", allowed="", fix=""):
     """Expect an error whose three sentences hold these texts, and which survives pickling."""
     with pytest.raises(kind) as caught:
         yield
     error = caught.value
     assert type(error) is kind
-    for part, text in ((error.given, given), (error.allowed, allowed), (error.remedy, remedy)):
+    for part, text in ((error.problem, given), (error.expected, allowed), (error.fix, fix)):
         assert part
         assert text in part
     copy = pickle.loads(pickle.dumps(error))

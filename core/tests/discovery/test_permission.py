@@ -68,19 +68,19 @@ def test_a_denial_names_the_setting_and_where_it_comes_from() -> None:
     assert str(denial.reason) == (
         "the settings keep 'fast/one' out: 'FAST' stands in the setting block (environment variable ATTNPLUG_BLOCK)"
     )
-    assert denial.remedy == "remove 'FAST' from the setting block (environment variable ATTNPLUG_BLOCK)"
+    assert denial.fix == "remove 'FAST' from the setting block (environment variable ATTNPLUG_BLOCK)"
 
     denial = deny(unlisted, FAST)
     assert denial is not None
     assert "the setting allow (file settings.toml) allows 'slow'" in denial.reason.because
-    assert denial.remedy == "add 'fast' to the setting allow (file settings.toml)"
+    assert denial.fix == "add 'fast' to the setting allow (file settings.toml)"
 
 
 def test_both_lists_are_named_where_both_are_in_the_way() -> None:
     denial = deny(Settings(allow=frozenset({"slow"}), block=frozenset({"fast"})), FAST)
 
     assert denial is not None
-    assert denial.remedy == (
+    assert denial.fix == (
         "remove 'fast' from the setting block (ATTNPLUG_BLOCK); add 'fast' to the setting allow (ATTNPLUG_ALLOW)"
     )
 

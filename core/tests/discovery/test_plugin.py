@@ -36,7 +36,7 @@ def test_a_manifest_beside_the_module_is_read_without_an_import(importable: Any,
     assert find_manifest("beside.plugin") == path
     assert plugin.manifest is not None
     assert plugin.manifest.name == "beside"
-    assert (plugin.problem, plugin.remedy, plugin.embedded, plugin.label) == (None, "", False, "my-plugin 1.0")
+    assert (plugin.problem, plugin.fix, plugin.embedded, plugin.label) == (None, "", False, "my-plugin 1.0")
     assert "beside" not in sys.modules
 
 
@@ -123,8 +123,8 @@ def test_what_leads_nowhere_is_a_problem(module: str, complaint: str, monkeypatc
     assert plugin.problem is not None
     assert plugin.problem.code == "broken"
     assert complaint in str(plugin.problem)
-    assert plugin.remedy
-    with pytest.raises(ManifestError, match="way out"):
+    assert plugin.fix
+    with pytest.raises(ManifestError, match="fix"):
         find_manifest(module)
 
 
@@ -136,7 +136,7 @@ def test_a_missing_manifest_is_a_problem(importable: Any) -> None:
     assert find_manifest("forgetful.plugin") == path
     assert plugin.problem is not None
     assert str(path) in plugin.problem.because
-    assert plugin.remedy == "ship it in the wheel"
+    assert plugin.fix == "ship it in the wheel"
 
 
 def test_a_malformed_manifest_is_a_problem_with_file_and_line(importable: Any, manifest: Callable[..., str]) -> None:

@@ -75,7 +75,7 @@ def test_every_variant_and_every_absent_plugin_is_a_candidate(plugin: Any, regis
         "published": "absent",
         "shipped": "absent",
         "zeta/one": "ready",
-        "zeta/two": "lacks_dependency",
+        "zeta/two": "missing_dependency",
     }
     assert only(found, "good").distribution == "attnplug-good 1.0"
 
@@ -85,7 +85,7 @@ def test_what_is_installed_decides_about_dependencies(plugin: Any, registry: Any
         registry(plugin("good", rest=TWO_VARIANTS), installed={"library": v}).candidates(Settings()) for v in "12"
     )
 
-    assert standings(with_old)["good/two"] == "lacks_dependency"
+    assert standings(with_old)["good/two"] == "missing_dependency"
     assert standings(with_new)["good/two"] == "ready"
 
 
@@ -93,7 +93,7 @@ def test_dependencies_may_be_assumed(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good", rest=TWO_VARIANTS))
 
     assert standings(of.candidates(Settings(), assume_installed=True))["good/two"] == "ready"
-    assert standings(of.candidates(Settings()))["good/two"] == "lacks_dependency"
+    assert standings(of.candidates(Settings()))["good/two"] == "missing_dependency"
     assert standings(of.candidates(Settings(), assume_installed=True))["published"] == "absent"
 
 
@@ -109,12 +109,12 @@ def test_an_absent_plugin_that_is_not_published_is_no_way_out() -> None:
     of = Registry([], known=Known((KnownPlugin("waiting", (), "a later one", "attnplug-waiting"),)))
     candidate = only(of.candidates(Settings()), "waiting")
 
-    assert (candidate.install, candidate.remedy) == ((), "known, not published yet")
+    assert (candidate.install, candidate.fix) == ((), "known, not published yet")
     with pytest.raises(UnknownBackendError) as caught:
         of.plugin("waiting")
-    assert caught.value.remedy == "'waiting' is known, not published yet: name another one"
+    assert caught.value.fix == "'waiting' is known, not published yet: name another one"
     blocked = only(of.candidates(block("waiting")), "waiting")
-    assert blocked.remedy.startswith("known, not published yet; remove 'waiting' from")
+    assert blocked.fix.startswith("known, not published yet; remove 'waiting' from")
 
 
 def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:
@@ -122,7 +122,7 @@ def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:
 
     assert candidate.standing == "absent"
     assert [reason.code for reason in candidate.obstacles] == ["absent", "blocked"]
-    assert "remove 'attnplug-published'" in candidate.remedy
+    assert "remove 'attnplug-published'" in candidate.fix
 
 
 def test_an_installed_plugin_is_not_absent_however_it_stands(plugin: Any, registry: Any) -> None:
@@ -163,7 +163,7 @@ def test_a_blocked_backend_is_refused_with_the_way_out(plugin: Any, registry: An
     assert candidate.standing == "refused"
     assert candidate.variant is not None
     assert [reason.code for reason in candidate.obstacles] == ["blocked"]
-    assert candidate.remedy == "remove 'good' from the setting block (environment variable ATTNPLUG_BLOCK)"
+    assert candidate.fix == "remove 'good' from the setting block (environment variable ATTNPLUG_BLOCK)"
 
 
 def test_a_blocked_variant_that_lacks_a_library_says_both(plugin: Any, registry: Any) -> None:
@@ -191,7 +191,7 @@ def test_a_blocked_problem_is_refused_and_tells_both(plugin: Any, registry: Any)
 
     assert candidate.standing == "refused"
     assert [reason.code for reason in candidate.obstacles] == ["blocked", "broken"]
-    assert candidate.remedy == "remove 'bad' from the setting block (ATTNPLUG_BLOCK); ship it"
+    assert candidate.fix == "remove 'bad' from the setting block (ATTNPLUG_BLOCK); ship it"
 
 
 def test_unknown_names_are_warned_about_once_with_the_near_match(
@@ -232,7 +232,7 @@ def test_problems_stand_as_they_are(registry: Any) -> None:
     found = registry(broken, future).candidates(Settings())
 
     assert standings(found) == {"bad": "broken", "new": "refused", "published": "absent", "shipped": "absent"}
-    assert only(found, "bad").remedy == "ship it"
+    assert only(found, "bad").fix == "ship it"
     assert [reason.code for reason in only(found, "new").obstacles] == ["api"]
 
 
@@ -305,8 +305,8 @@ def test_of_two_distributions_with_one_name_neither_wins(plugin: Any, registry: 
     assert candidate.aliases == ("GOOD",)
     assert candidate.distribution == "attnplug-double 2.5, attnplug-good 1.0"
     assert "offered by attnplug-double 2.5 and by attnplug-good 1.0" in told(candidate)
-    assert "ATTNPLUG_BLOCK=attnplug-good to keep 'attnplug-double'" in candidate.remedy
-    assert "ATTNPLUG_BLOCK=attnplug-double to keep 'attnplug-good'" in candidate.remedy
+    assert "ATTNPLUG_BLOCK=attnplug-good to keep 'attnplug-double'" in candidate.fix
+    assert "ATTNPLUG_BLOCK=attnplug-double to keep 'attnplug-good'" in candidate.fix
     with pytest.raises(DuplicateBackendError, match="none of them wins silently"):
         of.plugin("good")
 
@@ -325,8 +325,8 @@ def test_blocking_or_allowing_one_distribution_chooses(settings: Settings, plugi
 
 def test_the_proposed_way_out_is_one(plugin: Any, registry: Any) -> None:
     of = registry(*(plugin("good", f"attnplug-{name}") for name in "abc"))
-    remedy = only(of.candidates(Settings()), "good").remedy
-    proposals = [word.partition("=")[2] for word in remedy.split() if word.startswith("ATTNPLUG_BLOCK=")]
+    fix = only(of.candidates(Settings()), "good").fix
+    proposals = [word.partition("=")[2] for word in fix.split() if word.startswith("ATTNPLUG_BLOCK=")]
 
     assert len(proposals) == 3
     for proposal in proposals:
@@ -343,7 +343,7 @@ def test_a_duplicate_that_is_blocked_by_its_name_is_blocked_altogether(plugin: A
 def test_one_distribution_that_offers_a_name_twice_is_told_so(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"), attrs.evolve(plugin("good"), module="elsewhere.plugin"))
 
-    assert "install 'attnplug-good' again" in only(of.candidates(Settings()), "good").remedy
+    assert "install 'attnplug-good' again" in only(of.candidates(Settings()), "good").fix
 
 
 def test_an_alias_that_two_backends_claim_selects_neither(plugin: Any, registry: Any) -> None:
@@ -388,23 +388,23 @@ def test_names_that_mean_nothing_are_refused_with_the_near_match(
 
     with pytest.raises(UnknownBackendError) as caught:
         of.resolve(name)
-    assert repr(name) in caught.value.given
-    assert near in caught.value.given
+    assert repr(name) in caught.value.problem
+    assert near in caught.value.problem
 
 
 def test_an_unknown_backend_is_told_what_there_is(plugin: Any, registry: Any) -> None:
     with pytest.raises(UnknownBackendError) as caught:
         registry(plugin("good")).plugin("xyz")
 
-    assert caught.value.allowed == "installed: good; known and not installed: published, shipped"
-    assert caught.value.remedy == "correct the name, or install the distribution that offers it"
+    assert caught.value.expected == "installed: good; known and not installed: published, shipped"
+    assert caught.value.fix == "correct the name, or install the distribution that offers it"
 
 
 def test_a_known_backend_is_told_how_to_get_it(registry: Any) -> None:
     with pytest.raises(UnknownBackendError) as caught:
         registry().plugin("published")
 
-    assert caught.value.remedy == "pip install attnplug-published"
+    assert caught.value.fix == "pip install attnplug-published"
     assert isinstance(caught.value, LookupError)
 
 
@@ -427,8 +427,8 @@ def test_a_failure_breaks_one_candidate_from_then_on(plugin: Any, registry: Any)
     assert of.generation > before
     (one,) = (c for c in of.candidates(Settings()) if c.id == "good/one")
     assert (one.standing, one.obstacles) == ("broken", (FAILED,))
-    assert "attnplug-good 1.0" in one.remedy
-    assert standings(of.candidates(Settings()))["good/two"] == "lacks_dependency"
+    assert "attnplug-good 1.0" in one.fix
+    assert standings(of.candidates(Settings()))["good/two"] == "missing_dependency"
     assert standings(of.candidates(block("good")))["good/one"] == "refused"
 
 
@@ -467,7 +467,7 @@ def test_what_refuses_everything_is_broken_with_its_own_way_out(plugin: Any, reg
     broken = only(of.candidates(Settings()), "good")
 
     assert (broken.standing, broken.obstacles) == ("broken", (attrs.evolve(FAILED, because=""),))
-    assert broken.remedy == "install the other one, then attnplug.refresh()"
+    assert broken.fix == "install the other one, then attnplug.refresh()"
     assert "good/default" not in of.refusals
 
 
@@ -542,9 +542,9 @@ def test_what_is_registered_by_hand_has_no_name_to_block(plugin: Any, registry: 
     with pytest.raises(DuplicateBackendError) as caught:
         of.register(attrs.evolve(plugin("mine", BY_HAND, ""), module="another.module"))
 
-    assert broken.remedy == f"repair the module {of.plugin('mine').module!r}, then attnplug.refresh()"
-    assert caught.value.remedy == "give it another name in its manifest"
-    assert caught.value.allowed == f"the module {of.plugin('mine').module!r}, registered by hand, offers 'mine' already"
+    assert broken.fix == f"repair the module {of.plugin('mine').module!r}, then attnplug.refresh()"
+    assert caught.value.fix == "give it another name in its manifest"
+    assert caught.value.expected == f"the module {of.plugin('mine').module!r}, registered by hand, offers 'mine' already"
 
 
 def test_a_distribution_that_takes_a_registered_name_is_told_apart(plugin: Any, registry: Any) -> None:
@@ -552,7 +552,7 @@ def test_a_distribution_that_takes_a_registered_name_is_told_apart(plugin: Any, 
 
     found = next(c for c in of.candidates(Settings()) if c.backend == "good")
 
-    assert (found.standing, found.remedy) == (
+    assert (found.standing, found.fix) == (
         "broken",
         f"register {of.by_hand[0].module!r} under another name, or set ATTNPLUG_BLOCK=attnplug-good to keep it",
     )
@@ -572,7 +572,7 @@ def test_installed_versions_are_looked_up_here_by_default(plugin: Any, known: Kn
     found = Registry([plugin("good", rest=rest)], known=known).candidates(Settings())
 
     assert standings(found)["good/one"] == "ready"
-    assert standings(found)["good/two"] == "lacks_dependency"
+    assert standings(found)["good/two"] == "missing_dependency"
 
 
 @given(st.lists(st.sampled_from(["register", "clash", "fail", "ask"]), max_size=12))

@@ -149,7 +149,7 @@ def test_a_broken_rule_is_named_with_its_line(old, new, line, said):
 
     error = caught.value
     assert said in str(error)
-    assert error.remedy
+    assert error.fix
     assert (error.path, error.line) == ("acme.toml", line), str(error)
     assert str(error).startswith(f"acme.toml:{line}: ")
 

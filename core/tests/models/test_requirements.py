@@ -277,7 +277,7 @@ def test_ways_out_are_spelled_for_python_and_for_the_command_line(changes, ways)
     with pytest.raises(RequirementsError) as caught:
         requirements(LLAMA | changes)
 
-    assert all(way in caught.value.remedy for way in ways)
+    assert all(way in caught.value.fix for way in ways)
 
 
 def test_a_model_of_which_some_layers_are_attention():

@@ -1,4 +1,4 @@
-"""Negotiation and remedies against an evaluation of the raw manifest that shares no code with them."""
+"""Negotiation and fixes against an evaluation of the raw manifest that shares no code with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnplug.errors import AttnplugError
 from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.candidate import examine
 from attnplug.negotiation.evaluation import Question, negotiate
-from attnplug.negotiation.fix import find_remedy
+from attnplug.negotiation.fix import find_fix
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
@@ -39,7 +39,7 @@ ENGINE = {
     "cascade": [False, True],
     "return_lse": [False, True],
     "decode_query_len": [1, 2, 8],
-    "host_lengths": ["exact", "upper_bound", "absent"],
+    "seq_lens_cpu_kind": ["exact", "upper_bound", "absent"],
     "phases": [("prefill", "decode"), ("prefill",), ("decode",)],
     "dcp_size": [1, 2],
     "output_quant": [None, "fp8_e4m3"],
@@ -56,7 +56,7 @@ NEUTRAL = {
     "cascade": False,
     "return_lse": False,
     "decode_query_len": 1,
-    "host_lengths": "exact",
+    "seq_lens_cpu_kind": "exact",
     "phases": ("prefill", "decode"),
     "dcp_size": 1,
     "features": (),
@@ -181,7 +181,7 @@ DECLARATIONS = {
     "kv_cache_dtype": st.sampled_from([["auto", "fp8"], "int8"]),
     "cudagraph": st.sampled_from([{"max": "uniform_batch"}, "single_token_decode", {"max": "always"}]),
     "decode_query_len": st.sampled_from([{"max": 4}, {"min": 1}]),
-    "host_lengths": st.sampled_from(["upper_bound", ["upper_bound", "absent"]]),
+    "seq_lens_cpu_kind": st.sampled_from(["upper_bound", ["upper_bound", "absent"]]),
     "phases": st.sampled_from([["prefill"], ["decode"], ["prefill", "decode"]]),
 }
 FEATURES = [
@@ -193,7 +193,7 @@ FEATURES = [
     "cascade",
     "return_lse",
     "cudagraph",
-    "host_lengths",
+    "seq_lens_cpu_kind",
     "dcp_size",
     "output_quant",
     "acme.fused",
@@ -360,29 +360,27 @@ def test_a_remedy_makes_its_candidate_valid_or_none_exists(raw, values, device):
     assume(negotiate(offered, question).objections)
 
     others = engine_questions(raw, requirements)
-    remedy = find_remedy(offered, question, unrelated)
+    fix = find_fix(offered, question, unrelated)
 
-    event("none" if not remedy.possible else "device" if remedy.device else f"{len(remedy.engine)} engine fields")
-    if remedy.possible:
-        changed, there = remedy.apply(requirements, device)
+    event("none" if not fix.possible else "device" if fix.device else f"{len(fix.engine)} engine fields")
+    if fix.possible:
+        changed, there = fix.apply(requirements, device)
         assert serves(raw, changed, there)
         assert all(getattr(changed, name) == getattr(requirements, name) for name in MODEL)
     on_this_device = [other for other in others if serves(raw, other, device)]
-    if remedy.device is not None:
+    if fix.device is not None:
         fewest = [distance(requirements, other) for there in DEVICES for other in others if serves(raw, other, there)]
-        assert len(remedy.engine) == distance(requirements, changed) <= min(fewest, default=len(ENGINE))
+        assert len(fix.engine) == distance(requirements, changed) <= min(fewest, default=len(ENGINE))
     if on_this_device:
-        assert remedy.device is None
-        assert distance(requirements, remedy.apply(requirements, device)[0]) <= min(
+        assert fix.device is None
+        assert distance(requirements, fix.apply(requirements, device)[0]) <= min(
             distance(requirements, other) for other in on_this_device
         )
     else:
         assert (
-            not remedy.possible
-            or remedy.device is not None
-            or distance(requirements, remedy.apply(requirements, device)[0]) > 0
+            not fix.possible or fix.device is not None or distance(requirements, fix.apply(requirements, device)[0]) > 0
         )
-    if not remedy.possible:
+    if not fix.possible:
         assert not any(serves(raw, other, d) for d in DEVICES for other in others)
 
 

@@ -7,7 +7,7 @@ import pytest
 from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.candidate import examine
 from attnplug.negotiation.evaluation import Question, negotiate
-from attnplug.negotiation.fix import find_remedy
+from attnplug.negotiation.fix import find_fix
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
@@ -65,27 +65,27 @@ def test_devices(supports, device, said):
 def test_the_way_out_of_a_wrong_vendor_is_another_device():
     for_amd = candidate('device_type = "cuda"\nvendor = "amd"')
 
-    remedy = find_remedy(for_amd, Question(ASKED, Device.cuda("9.0")), lambda stands: stands)
+    fix = find_fix(for_amd, Question(ASKED, Device.cuda("9.0")), lambda stands: stands)
 
-    assert remedy.device == AMD
-    assert str(remedy) == "run on cuda (amd)"
-    assert not negotiate(for_amd, Question(*remedy.apply(ASKED, Device.cuda("9.0")))).objections
+    assert fix.device == AMD
+    assert str(fix) == "run on cuda (amd)"
+    assert not negotiate(for_amd, Question(*fix.apply(ASKED, Device.cuda("9.0")))).objections
 
 
 def test_the_vendor_that_is_declared_first_is_offered_first():
     supports = 'device_type = "cuda"\nvendor = ["other", "nvidia"]\ncompute_capability = { min = "1.0" }'
 
-    remedy = find_remedy(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
+    fix = find_fix(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
 
-    assert str(remedy) == "run on cuda (other)"
+    assert str(fix) == "run on cuda (other)"
 
 
 def test_a_device_that_there_is_comes_before_one_that_was_never_built():
     supports = 'device_type = "cuda"\ncompute_capability = { min = "1.0", max = "8.0" }'
 
-    remedy = find_remedy(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
+    fix = find_fix(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
 
-    assert str(remedy) == "run on cuda:8.0"
+    assert str(fix) == "run on cuda:8.0"
 
 
 @pytest.mark.parametrize(
@@ -95,6 +95,6 @@ def test_a_rule_against_the_end_of_an_open_range_leaves_the_devices_inside(range
     supports = f'device_type = "cuda"\ncompute_capability = {{ {range_} }}\n'
     rule = '[[rules]]\nwhen = { compute_capability = "9.0" }\nbecause = "it hangs"\n'
 
-    remedy = find_remedy(candidate(supports + rule), Question(ASKED, Device.cpu()), lambda stands: stands)
+    fix = find_fix(candidate(supports + rule), Question(ASKED, Device.cpu()), lambda stands: stands)
 
-    assert str(remedy).endswith(way_out)
+    assert str(fix).endswith(way_out)

@@ -205,7 +205,7 @@ def test_reads_as_text(text, device):
 def test_texts_that_are_no_device(text):
     with pytest.raises(DeviceError) as caught:
         Device.parse(text)
-    assert caught.value.remedy
+    assert caught.value.fix
 
 
 def test_unknown_fields_are_refused():
@@ -230,6 +230,6 @@ def test_a_device_of_torch_is_told_as_text(make):
     ):
         with pytest.raises(DeviceError) as caught:
             make(torch.device(device))
-        assert caught.value.remedy == f"leave it out for this process's own, {written}"
+        assert caught.value.fix == f"leave it out for this process's own, {written}"
     with pytest.raises(DeviceError, match=r"such as '9\.0'; an index is none"):
         Device.parse("cuda:0")

@@ -144,7 +144,7 @@ def test_refusals_say_what_was_given_and_what_is_allowed(given, said):
         asked(**given)
 
     assert all(text in str(caught.value) for text in said), str(caught.value)
-    assert caught.value.remedy
+    assert caught.value.fix
 
 
 def test_a_missing_field_is_named():
@@ -182,4 +182,4 @@ def test_what_torch_calls_otherwise_is_told_as_text(field, value, written):
     with pytest.raises(RequirementsError) as caught:
         Requirements(**{"head_size": 64, "num_q_heads": 8, "num_kv_heads": 8, "dtype": "float32", field: value})
 
-    assert caught.value.remedy == written
+    assert caught.value.fix == written

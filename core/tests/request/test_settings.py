@@ -196,7 +196,7 @@ def test_another_layout_is_an_error_that_names_the_variable(config, text, said):
         read({"ATTNPLUG_KV_LAYOUT": text}, config)
 
     assert f"ATTNPLUG_KV_LAYOUT={text!r}" in str(caught.value)
-    assert caught.value.remedy.startswith(f"set ATTNPLUG_KV_LAYOUT={said}, or unset it")
+    assert caught.value.fix.startswith(f"set ATTNPLUG_KV_LAYOUT={said}, or unset it")
 
 
 def test_an_empty_variable_counts_as_unset(config):

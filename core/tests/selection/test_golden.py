@@ -1,4 +1,4 @@
-"""What a user reads when nothing fits, word by word: every known backend once, with all its reasons and its way out."""
+"""What a user reads when nothing fits, word by word: every known backend once, with all its reasons and its fix."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DAMAGED = Plugin(
     "dist-damaged",
     "0.3",
     problem=Reason("broken", "damaged", None, "dist-damaged 0.3 has no valid manifest", "attnplug.toml:5: no TOML"),
-    remedy="correct the syntax",
+    fix="correct the syntax",
 )
 
 

@@ -52,18 +52,18 @@ def test_the_setting_is_asked_of_every_candidate_with_its_origin(hnd, request_of
     assert found.chosen.provenance["kv_layout"] == VARIABLE
     (reason,) = [r for r in verdict(found, "flash/hopper").reasons if r.field == "kv_layout"]
     assert str(reason).endswith(f"kv_layout is set by {VARIABLE}")
-    remedy = verdict(found, "flash/hopper").remedy
-    assert dict(remedy.engine) == {"kv_layout": "NHD"}
-    assert str(remedy) == f"kv_layout='HND' is set by {VARIABLE}: change that, or override it; ask for kv_layout='NHD'"
+    fix = verdict(found, "flash/hopper").fix
+    assert dict(fix.engine) == {"kv_layout": "NHD"}
+    assert str(fix) == f"kv_layout='HND' is set by {VARIABLE}: change that, or override it; ask for kv_layout='NHD'"
     assert f"set: kv_layout=HND by {VARIABLE}" in str(found)
     assert found.to_dict()["origins"] == {"kv_layout": VARIABLE}
 
 
 def test_a_remedy_works_under_the_setting(hnd, request_of):
     found = attnplug.explain(request_of())
-    remedy = verdict(found, "flash/hopper").remedy
+    fix = verdict(found, "flash/hopper").fix
 
-    asked, device = remedy.apply(found.requirements, found.device)
+    asked, device = fix.apply(found.requirements, found.device)
 
     assert attnplug.select(asked, device, backend="flash/hopper").agreement.kv_layout == "NHD"
 
@@ -75,7 +75,7 @@ def test_what_nobody_serves_is_refused_and_not_dropped(world, request_of):
         attnplug.select(request_of())
 
     assert f"set: kv_layout=HND by {VARIABLE}" in str(caught.value)
-    assert "ask for kv_layout='NHD'" in caught.value.remedy
+    assert "ask for kv_layout='NHD'" in caught.value.fix
 
 
 def test_requirements_come_before_the_setting(hnd, request_of):
@@ -90,7 +90,7 @@ def test_a_refused_requirement_is_not_laid_on_the_setting(hnd, request_of):
     found = attnplug.explain(request_of(kv_layout="HND"))
 
     assert "is set by" not in str(found)
-    assert VARIABLE not in str(verdict(found, "flash/hopper").remedy)
+    assert VARIABLE not in str(verdict(found, "flash/hopper").fix)
 
 
 def test_dense_layers_have_no_layout(hnd, request_of):

@@ -100,7 +100,7 @@ def test_a_named_backend_fails_loudly(failing, request_of):
         attnplug.load(request_of(), backend="flash/hopper")
 
     assert text in str(caught.value)
-    assert caught.value.remedy
+    assert caught.value.fix
 
 
 def test_an_unnamed_one_is_left_out_and_the_next_is_loaded(failing, request_of, caplog):
@@ -158,13 +158,13 @@ def test_without_torch_nobody_is_tried_again_and_again(both, request_of, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("error", "remedy"),
+    ("error", "fix"),
     [
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "TORCH_DEVICE_BACKEND_AUTOLOAD=0"),
         (OSError("libcudart.so.12: cannot open shared object file"), "the installation of torch"),
     ],
 )
-def test_a_torch_that_does_not_import_is_told(both, request_of, monkeypatch, error, remedy):
+def test_a_torch_that_does_not_import_is_told(both, request_of, monkeypatch, error, fix):
     def fails(name):
         raise error
 
@@ -172,7 +172,7 @@ def test_a_torch_that_does_not_import_is_told(both, request_of, monkeypatch, err
     with pytest.raises(PluginLoadError, match=f"does not import: {type(error).__name__}") as caught:
         attnplug.load(request_of())
     assert caught.value.__cause__ is error
-    assert remedy in caught.value.remedy
+    assert fix in caught.value.fix
 
 
 def test_selecting_and_explaining_import_no_plugin(both, request_of):
@@ -325,12 +325,12 @@ class TestRegister:
 
         with pytest.raises(PluginLoadError, match="does not import: OSError: half-way") as caught:
             attnplug.load(asked, "cuda:9.0", backend="mine")
-        assert caught.value.remedy == (
+        assert caught.value.fix == (
             "repair the module 'notebook_plugin', then attnplug.refresh(); or set ATTNPLUG_BLOCK=mine"
         )
         failed = next(v for v in attnplug.explain(asked).verdicts if v.id == "mine/default")
         assert str(failed.reasons[0]).startswith("the backend 'mine' was selected: its module 'notebook_plugin'")
-        assert str(failed.remedy) == "repair the module 'notebook_plugin', then attnplug.refresh()"
+        assert str(failed.fix) == "repair the module 'notebook_plugin', then attnplug.refresh()"
 
         module.write_text(plugin_source + "# repaired\n")
         attnplug.refresh()
@@ -354,7 +354,7 @@ class TestRegister:
         for path in (tmp_path / "none.toml", tmp_path, "none.toml"):
             with pytest.raises(ManifestError, match="there is no such file") as caught:
                 attnplug.register("anything", manifest=path)
-            assert repr(str(path)) in caught.value.given
+            assert repr(str(path)) in caught.value.problem
             assert "wheel" not in str(caught.value)
 
     def test_nothing_is_half_registered(self, both, request_of, tmp_path, flash_manifest):

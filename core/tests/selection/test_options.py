@@ -35,7 +35,7 @@ def test_what_a_file_says_wrong_is_told_with_the_file(settled, request_of, name)
     with pytest.raises(SettingsError) as caught:
         attnplug.select(request_of())
 
-    assert caught.value.given == f"splits=-1 was given by {origin}"
+    assert caught.value.problem == f"splits=-1 was given by {origin}"
 
 
 def test_every_origin_is_told_as_it_is(settled, request_of):
@@ -92,4 +92,4 @@ def test_options_of_a_decision_are_not_laid_on_the_call(both, request_of):
     with pytest.raises(PluginLoadError) as caught:
         Selection.from_dict(sent).load()
 
-    assert caught.value.given == "'flash/hopper' was selected: splits=-1 was given by the decision"
+    assert caught.value.problem == "'flash/hopper' was selected: splits=-1 was given by the decision"

@@ -37,7 +37,7 @@ def test_a_plan_names_its_layers_and_prints_like_an_explanation(both, request_of
     with pytest.raises(UnknownLayerError, match=r"the plan is for 'layers\.0', .* and 4 more") as caught:
         plan["layers.33"]
     assert isinstance(caught.value, KeyError)
-    assert "did you mean 'layers." in caught.value.given
+    assert "did you mean 'layers." in caught.value.problem
     told = str(plan)
     assert told.startswith(
         "layers: 12 in 2 groups\ndevice: cuda:9.0\ncommon: block_size=16 kv_layout=NHD cudagraph=always\n\n"

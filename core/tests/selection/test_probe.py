@@ -85,13 +85,13 @@ class TestOneRequest:
             attnplug.load(request_of(head_size=96), backend="flash/hopper")
         told = verdict(attnplug.explain(request_of(head_size=96)))
 
-        assert caught.value.given == (
+        assert caught.value.problem == (
             "'flash/hopper' was probed on cuda:9.0 for head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16"
         )
-        assert caught.value.allowed == f"it refuses this request: {TELLS}"
-        assert caught.value.remedy == WAY_OUT
+        assert caught.value.expected == f"it refuses this request: {TELLS}"
+        assert caught.value.fix == WAY_OUT
         assert (told.status, [(r.code, str(r)) for r in told.reasons]) == ("refused", [("probe", TELLS)])
-        assert str(told.remedy) == WAY_OUT
+        assert str(told.fix) == WAY_OUT
         assert str(attnplug.explain(request_of(head_size=96))).count(WAY_OUT) == 1
         with pytest.raises(NoBackendError, match=re.escape(f"flash/hopper: {WAY_OUT}")):
             attnplug.select(request_of(head_size=96), backend="flash/hopper")
@@ -100,7 +100,7 @@ class TestOneRequest:
         probed("agreement", refuses("True", way_out=""))
         attnplug.load(request_of())
 
-        assert str(verdict(attnplug.explain(request_of())).remedy) == "choose another backend"
+        assert str(verdict(attnplug.explain(request_of())).fix) == "choose another backend"
 
     def test_what_was_refused_is_not_asked_again(self, without_96, request_of):
         decided = attnplug.select(request_of(head_size=96))
@@ -151,7 +151,7 @@ class TestOneRequest:
         again = attnplug.Selection.from_dict(json.loads(json.dumps(decided.to_dict())))
 
         assert again == decided == pickle.loads(pickle.dumps(decided))
-        assert str(verdict(again).remedy) == WAY_OUT
+        assert str(verdict(again).fix) == WAY_OUT
 
     def test_threads_get_one_answer(self, without_96, request_of):
         sizes = [96, 128, 96, 64] * 8
@@ -175,7 +175,7 @@ class TestWhatItTakes:
         assert [reason.code for reason in told.reasons] == ["undeclared", "probe"]
         with pytest.raises(PluginLoadError) as caught:
             before.load()
-        assert caught.value.given == "'flash/hopper' was probed on cuda:9.0"
+        assert caught.value.problem == "'flash/hopper' was probed on cuda:9.0"
         assert len(ASKED) == 1
 
     def test_one_without_a_device_refuses_an_agreement_everywhere(self, probed, request_of, flash_manifest):
@@ -194,7 +194,7 @@ class TestWhatItTakes:
         told = verdict(attnplug.explain(request_of(head_size=128), Device.cuda("8.0")))
 
         assert (told.status, [str(reason) for reason in told.reasons][-1]) == ("broken", TELLS)
-        assert str(told.remedy) == f"{WAY_OUT}, then attnplug.refresh()"
+        assert str(told.fix) == f"{WAY_OUT}, then attnplug.refresh()"
 
     def test_one_that_takes_all_may_say_that_everything_is_broken(self, probed, request_of):
         probed("variant, agreement, device", HEADS_OF_96.replace("'probe'", "'broken'"))
@@ -202,8 +202,8 @@ class TestWhatItTakes:
             attnplug.load(request_of(head_size=96), backend="flash/hopper")
         told = verdict(attnplug.explain(request_of(head_size=128)))
 
-        assert (caught.value.given, caught.value.remedy) == ("'flash/hopper' was probed", WAY_OUT)
-        assert (told.status, str(told.remedy)) == ("broken", f"{WAY_OUT}, then attnplug.refresh()")
+        assert (caught.value.problem, caught.value.fix) == ("'flash/hopper' was probed", WAY_OUT)
+        assert (told.status, str(told.fix)) == ("broken", f"{WAY_OUT}, then attnplug.refresh()")
 
     def test_what_it_raises_is_of_everything_too(self, probed, request_of):
         probed("variant, agreement, device", "    raise OSError('no nvcc')")
@@ -220,8 +220,8 @@ class TestOthers:
         told = verdict(attnplug.explain(request_of(head_size=96, return_lse=True)))
         other = verdict(attnplug.explain(request_of(head_size=128, return_lse=True)))
 
-        assert str(told.remedy) == f"{WAY_OUT}; ask for return_lse=False"
-        assert str(other.remedy) == "ask for return_lse=False"
+        assert str(told.fix) == f"{WAY_OUT}; ask for return_lse=False"
+        assert str(other.fix) == "ask for return_lse=False"
 
     def test_a_plan_leaves_out_what_was_refused_under_its_common_terms(self, probed, request_of):
         """The first choice is common by blocks of 32, which the probe refuses; the plan after that is another one."""

@@ -12,7 +12,7 @@ from attrs import evolve
 import attnplug
 from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
-from attnplug.negotiation.verdict import Reason, Remedy
+from attnplug.negotiation.verdict import Fix, Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process
@@ -78,7 +78,7 @@ def test_absent_plugins_are_listed_by_name(both, request_of):
     absent = verdict(attnplug.explain(request_of()), "flashinfer")
 
     assert absent.status == "absent"
-    assert str(absent.remedy) == "known, not published yet"
+    assert str(absent.fix) == "known, not published yet"
     assert "    flashinfer     known, not published yet\n" in str(attnplug.explain(request_of()))
 
 
@@ -89,11 +89,11 @@ def test_a_missing_library_is_told_from_a_refusal(world, request_of):
 
     assert statuses(explanation) == {
         "generic/default": "chosen",
-        "flash/new": "lacks_dependency",
+        "flash/new": "missing_dependency",
         "flash/hopper": "refused",
         "flash/old": "refused",
     }
-    assert str(verdict(explanation, "flash/new").remedy) == "pip install 'flash-new >=4'"
+    assert str(verdict(explanation, "flash/new").fix) == "pip install 'flash-new >=4'"
     assert [r.code for r in verdict(explanation, "flash/hopper").reasons] == ["undeclared", "missing"]
 
 
@@ -109,11 +109,11 @@ def test_what_pip_does_not_get_is_told_as_the_manifest_says(world, request_of):
     told = verdict(attnplug.explain(request_of(sinks=True, cudagraph="uniform_batch")), "flash/new")
 
     assert [reason.field for reason in told.reasons if reason.code == "missing"] == ["flash-new >=4", "flash-tools >=1"]
-    assert told.remedy.install == ("flash-tools >=1",)
-    assert str(told.remedy) == (
+    assert told.fix.install == ("flash-tools >=1",)
+    assert str(told.fix) == (
         "install flash-new >=4: from its vendor; pip install 'flash-tools >=1'; ask for cudagraph='never'"
     )
-    assert Remedy.from_dict(json.loads(json.dumps(told.remedy.to_dict()))) == told.remedy
+    assert Fix.from_dict(json.loads(json.dumps(told.fix.to_dict()))) == told.fix
 
 
 def test_a_library_that_is_there_in_another_version_is_got_the_same_way(world, request_of):
@@ -122,7 +122,7 @@ def test_a_library_that_is_there_in_another_version_is_got_the_same_way(world, r
     told = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
 
     assert [reason.code for reason in told.reasons] == ["version"]
-    assert str(told.remedy) == "install flash-new >=5: from its vendor"
+    assert str(told.fix) == "install flash-new >=5: from its vendor"
 
 
 def test_what_keeps_a_candidate_out_hides_no_library_that_it_lacks(world, request_of):
@@ -130,8 +130,8 @@ def test_what_keeps_a_candidate_out_hides_no_library_that_it_lacks(world, reques
 
     told = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
 
-    assert "ATTNPLUG_BLOCK" in told.remedy.action
-    assert "install flash-new >=4: from its vendor" in told.remedy.action
+    assert "ATTNPLUG_BLOCK" in told.fix.action
+    assert "install flash-new >=4: from its vendor" in told.fix.action
 
 
 def test_a_rule_about_a_version_hides_no_library_that_is_lacking(world, request_of):
@@ -139,7 +139,7 @@ def test_a_rule_about_a_version_hides_no_library_that_is_lacking(world, request_
     known_bad = FROM_A_VENDOR.replace("[[prefer]]", rule.format("flash-hopper <2") + "[[prefer]]", 1)
     world("generic", flash=(known_bad, None), missing=("flash-new",))
 
-    action = verdict(attnplug.explain(request_of(sinks=True)), "flash/new").remedy.action
+    action = verdict(attnplug.explain(request_of(sinks=True)), "flash/new").fix.action
 
     assert action == "install flash-new >=4: from its vendor; install another version (wrong values)"
 
@@ -163,7 +163,7 @@ class TestNames:
 
         assert isinstance(caught.value.explanation, Explanation)
         assert "sinks=True asked, supported: only False" in str(caught.value)
-        assert "permit others with 'auto'" in caught.value.remedy
+        assert "permit others with 'auto'" in caught.value.fix
 
     def test_a_list_is_an_order(self, both, request_of):
         assert attnplug.select(request_of(), backend=["flash/new", "flash/hopper"]).id == "flash/new"
@@ -263,7 +263,7 @@ class TestPrecedence:
             attnplug.select(request_of(), backend="flashinfer")
 
         assert "permitted: flashinfer\n" in str(caught.value)
-        assert caught.value.remedy == (
+        assert caught.value.fix == (
             "one of these\n    flashinfer: known, not published yet\n    permit others with 'auto' in the list"
         )
 
@@ -275,7 +275,7 @@ class TestPrecedence:
             monkeypatch.setattr(world("flash", *names), "_known", known)
             with pytest.raises(NoBackendError) as caught:
                 attnplug.select(impossible if not names else request_of(kv_cache_dtype="int8"))
-            return caught.value.remedy
+            return caught.value.fix
 
         assert way_out(known=Known()) == "change the model's attention: no candidate serves these model fields"
         assert way_out(known=read_known()) == way_out(known=Known())
@@ -409,7 +409,7 @@ class TestTransport:
 
         assert again == selection
         assert again.agreement == selection.agreement
-        assert [str(v.remedy) for v in again.verdicts] == [str(v.remedy) for v in selection.verdicts]
+        assert [str(v.fix) for v in again.verdicts] == [str(v.fix) for v in selection.verdicts]
 
     def test_a_list_in_a_reason_comes_back_as_it_went(self, both, request_of):
         selection = attnplug.select(request_of(), backend=["auto"])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.contract import GraphKey, Limits
+from attnplug.contract import GraphShape, Limits
 from attnplug.errors import NoBackendError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
@@ -129,7 +129,7 @@ def test_mixed_batches_run_eagerly():
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=8, max_seq_len=16)))
     with builder.state.graph_capture(4):
-        slot = builder.state.slot(GraphKey(4, 4, 1))
+        slot = builder.state.slot(GraphShape(4, 4, 1))
         builder.build(slot.dummy_batch(), slot=slot)
-    assert builder.state.find_slot({builder: scene.paged(backend).batch}) is None
+    assert builder.state.find_graph({builder: scene.paged(backend).batch}) is None
     assert torch.equal(slot.dummy_batch().seq_lens, torch.full((4,), 2, dtype=torch.int32))

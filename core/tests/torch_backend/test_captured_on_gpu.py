@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 import attnplug
-from attnplug.contract import GraphKey, Limits
+from attnplug.contract import GraphShape, Limits
 from attnplug.request.device import Device
 from attnplug_kit.oracle import Case, realise
 from attnplug_kit.oracle.cases import random_case
@@ -57,7 +57,7 @@ def test_builds_into_a_slot_do_not_wait_for_the_device():
     limits = Limits(max_num_reqs=8, max_num_tokens=8, max_seq_len=512)
     builder = backend.make_builder([impl], backend.make_state(limits))
     with builder.state.graph_capture(8):
-        slot = builder.state.slot(GraphKey(8, 8, 1))
+        slot = builder.state.slot(GraphShape(8, 8, 1))
         builder.build(slot.dummy_batch(), slot=slot)
     torch.cuda.set_sync_debug_mode("error")
     try:

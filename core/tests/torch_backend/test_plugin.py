@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 
 import attnplug
-from attnplug.contract import GraphKey, Limits
+from attnplug.contract import GraphShape, Limits
 from attnplug.request.device import Device
 from attnplug.torch_backend import flex, plugin
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
@@ -94,7 +94,9 @@ def test_dense_calls_need_no_workspace() -> None:
     assert backend.workspace_bytes(Limits(max_num_reqs=4, max_num_tokens=512, max_seq_len=1000)) == 0
 
 
-@pytest.mark.parametrize("shape", [GraphKey(1, 40), GraphKey(3, 3, 1), GraphKey(3, 50), GraphKey(2, 8, 4)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [GraphShape(1, 40), GraphShape(3, 3, 1), GraphShape(3, 50), GraphShape(2, 8, 4)], ids=str
+)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -107,7 +109,9 @@ def test_dense_calls_need_no_workspace() -> None:
     ],
     ids=str,
 )
-def test_warming_up_runs_each_shape(shape: GraphKey, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warming_up_runs_each_shape(
+    shape: GraphShape, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ran: list[tuple[int, ...]] = []
 
     def attend(query: torch.Tensor, key: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:

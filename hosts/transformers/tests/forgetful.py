@@ -34,7 +34,7 @@ class ForgetfulImpl(MirrorImpl):
         super().__init__(*args)
         self._recorded = WeakKeyDictionary()
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch = metadata.batch
         if kv_cache is not None:
             self._write(key, value, kv_cache, batch.slot_mapping)
@@ -80,7 +80,7 @@ class ForgetfulImpl(MirrorImpl):
 
 
 class ForgetfulBuilder(MetadataBuilder):
-    takes_slots = True
+    supports_graphs = True
 
 
 class ForgetfulBackend(Backend):

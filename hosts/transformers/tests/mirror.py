@@ -24,7 +24,7 @@ class MirrorImpl(AttentionImpl):
     cache_write = "forward"
     forgets = ""  # what a wrong backend would lose: window, logits_soft_cap or sinks
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         starts, key_starts = metadata.batch.query_start_loc.tolist(), metadata.batch.key_start_loc.tolist()
         for i in range(metadata.batch.num_reqs):
             rows, keys = slice(starts[i], starts[i + 1]), slice(key_starts[i], key_starts[i + 1])

@@ -110,12 +110,12 @@ class TestArguments:
     @pytest.mark.parametrize("name", sorted(REFUSED))
     def test_what_cannot_be_served_is_refused(self, name):
         query, key, value = tensors()
-        because, remedy = REFUSED[name]
+        because, fix = REFUSED[name]
 
         with pytest.raises(NotNegotiatedError, match=rf"Module 0: {name}=True was given") as refused:
             attend(Module(), query, key, value, None, **{name: True})
 
-        assert (refused.value.allowed, refused.value.remedy) == (because, remedy)
+        assert (refused.value.expected, refused.value.fix) == (because, fix)
         attend(Module(), query, key, value, None, **{name: None})
         attend(Module(), query, key, value, None, **{name: False})
 

@@ -179,7 +179,7 @@ def test_a_measuring_process_that_fails_is_told() -> None:
     with interpreter() as python, pytest.raises(AttnplugError, match="a measuring process ended with 3") as caught:
         python.answer("import sys; print('why', file=sys.stderr); sys.exit(3)")
 
-    assert caught.value.allowed == "it printed\nwhy"
+    assert caught.value.expected == "it printed\nwhy"
 
 
 @pytest.mark.parametrize("name", ["import", "list", "first-select", "uncached", "cached"])

@@ -144,11 +144,11 @@ def test_a_baseline_that_computes_something_else_is_told_and_not_timed(monkeypat
         forwarding.found([(STEPS[1:2], clock, True)], TORCH, 1)
 
     assert clock.calls == 0
-    assert caught.value.allowed.startswith("they do not compute the same: output: ")
+    assert caught.value.expected.startswith("they do not compute the same: output: ")
 
 
 def test_a_backend_that_writes_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl._forward", lambda *_: None)
+    monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl.run", lambda *_: None)
 
     with pytest.raises(AttnplugError, match="torch/sdpa was held against raw torch calls"):
         forwarding.found([(STEPS[:1], Ticks(), True)], TORCH, 1)
@@ -284,7 +284,7 @@ def test_builds_are_told_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> No
     whole, check, draft = (m.what for m in found.measurements[:3])
     assert "`build`, a plan" in whole
     assert "builder that plans nothing" in check
-    assert "`BatchDraft`" in draft
+    assert "`BatchAssembler`" in draft
     assert "into a graph slot" in found.measurements[-1].what
     assert "with the work that a device would do" in found.measurements[-1].what
 
@@ -419,13 +419,13 @@ def test_what_a_process_prints_is_no_part_of_its_answer(start) -> None:
 
 
 def test_an_error_of_a_process_is_raised_with_its_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"error": {"type": "NoBackendError", "given": "a", "allowed": "b", "remedy": "c"}}
+    told = {"error": {"type": "NoBackendError", "problem": "a", "expected": "b", "fix": "c"}}
     monkeypatch.setattr("attnplug_kit.bench.interpreter.Interpreter.answer", lambda *_: told)
 
     with pytest.raises(NoBackendError) as caught:
         worker.ask("forwarding")
 
-    assert (caught.value.given, caught.value.allowed, caught.value.remedy) == ("a", "b", "c")
+    assert (caught.value.problem, caught.value.expected, caught.value.fix) == ("a", "b", "c")
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def check(run, empty, tmp_path: Path):
         found = outcome.json
         assert {each["path"] for each in (*found["problems"], *found["notes"])} <= {str(file)}
         assert (outcome.code == 1) == bool(found["problems"])
-        return outcome.code, [(f["line"], f["given"], f["allowed"]) for f in (*found["problems"], *found["notes"])]
+        return outcome.code, [(f["line"], f["problem"], f["expected"]) for f in (*found["problems"], *found["notes"])]
 
     return call
 
@@ -241,7 +241,7 @@ def test_a_person_reads_each_finding_with_its_place(run, tmp_path) -> None:
     outcome = run("check", str(file))
 
     assert outcome.code == 1
-    assert outcome.out.startswith(f"{file}:6: 'maxi' in the range of head_size; did you mean 'max'?\n    allowed: ")
+    assert outcome.out.startswith(f"{file}:6: 'maxi' in the range of head_size; did you mean 'max'?\n    expected: ")
     assert f"{file}:1: note: api = '1.3'\n" in outcome.out
     assert outcome.out.endswith("1 problem, 1 note, 1 file checked\n")
 

@@ -115,7 +115,7 @@ def test_a_rule_that_is_said_never_to_fire_never_does(when) -> None:
 def test_a_variant_that_is_said_to_be_unreachable_serves_nothing(when, need) -> None:
     manifest = _read(when, f"need = {{ {', '.join(need)} }}" if need else "")
     (rule,) = manifest.variants[0].rules
-    if any("can never be chosen" in finding.given for finding in check_rules(manifest, "")):
+    if any("can never be chosen" in finding.problem for finding in check_rules(manifest, "")):
         assert not any(isinstance(c, IsInstalled) and c.requirements == ("other",) for c in rule.when)
         assert not list(_serving(manifest))
 
@@ -144,7 +144,7 @@ head_size = 64
     candidate = examine(manifest, manifest.variants[0], lambda _: None)
     asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
 
-    found = [finding.given for finding in check_rules(manifest, text)]
+    found = [finding.problem for finding in check_rules(manifest, text)]
     served = not negotiate(candidate, Question(asked, Device.cuda("9.0"))).objections
 
     assert found == ([] if served else ["the variant 'only' names 'cuda' and no compute_capability"])

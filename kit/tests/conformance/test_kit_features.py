@@ -148,7 +148,7 @@ def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.M
         find_subjects("featured", "cpu")
 
     told = "featured/free: install b: from its vendor; pip install 'a >=2'; or test it on a device that it serves"
-    assert caught.value.remedy == told
+    assert caught.value.fix == told
 
 
 @pytest.mark.usefixtures("installed")
@@ -156,10 +156,10 @@ def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.M
     ("name", "features", "said"),
     [
         ("featured", ["featured.neded"], r"\('featured.neded',\); did you mean 'featured.needed'\?"),
-        ("featured/free", [NEEDED], "allowed: featured/free lists featured.optional\n"),
+        ("featured/free", [NEEDED], "expected: featured/free lists featured.optional\n"),
         ("featured", [NEEDED, "acme.rope"], "free lists featured.optional; featured/bound lists featured.optional, fe"),
-        ("featured", ["rope"], r"\['rope'\] were to be asked for\n  allowed: each is a dotted name"),
-        ("featured", NEEDED, "'featured.needed' were to be asked for\n  allowed: each is a dotted name"),
+        ("featured", ["rope"], r"\['rope'\] were to be asked for\n  expected: each is a dotted name"),
+        ("featured", NEEDED, "'featured.needed' were to be asked for\n  expected: each is a dotted name"),
     ],
 )
 def test_features_that_nobody_lists_are_refused(name: str, features: list[str], said: str) -> None:
@@ -261,7 +261,7 @@ def test_a_run_tests_what_serves_requests_with_these_features(features: tuple[st
 def test_the_features_that_the_error_names_are_enough() -> None:
     with pytest.raises(RequirementsError, match=r"add --attn-feature=featured") as caught:
         choose("featured/bound", "cpu")
-    named = re.findall(r"--attn-feature=([\w.]+)", caught.value.remedy)
+    named = re.findall(r"--attn-feature=([\w.]+)", caught.value.fix)
 
     assert [each.id for each in choose("featured/bound", "cpu", named).subjects] == ["featured/bound"]
 
@@ -281,9 +281,7 @@ def test_of_a_variant_that_serves_nothing_whatever_is_asked_the_manifest_is_wron
 ) -> None:
     choosing(monkeypatch, tmp_path, "[[variants.bound.rules]]\nwhen = { head_size = { min = 1 } }\nbecause = 'never'\n")
 
-    with pytest.raises(
-        RequirementsError, match=r"(?s)bound serves no such.*never\n.*way out: change the rules or what"
-    ):
+    with pytest.raises(RequirementsError, match=r"(?s)bound serves no such.*never\n.*fix: change the rules or what"):
         choose(tmp_path.name, "cpu")
 
 
@@ -311,9 +309,9 @@ def test_without_its_feature_a_run_is_one_usage_error_that_names_the_option(tmp_
     demand_usage_error(
         done,
         "ERROR: the backend 'featured/bound' was to be tested with requests that ask for no open feature\n",
-        "  allowed: featured/bound serves no such request: ",
+        "  expected: featured/bound serves no such request: ",
         "others compute the same without it\n",
-        f"  way out: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class of the test\n",
+        f"  fix: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class of the test\n",
     )
 
 
@@ -342,9 +340,7 @@ def test_a_class_of_a_plugin_is_told_without_a_traceback(tier: str, tmp_path: Pa
     done = run(tmp_path, tests=(str(tmp_path / "test_own.py"),), manifest=MANIFEST)
 
     assert done.returncode == pytest.ExitCode.INTERRUPTED
-    assert (
-        done.stdout.count(f"  way out: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class") == 1
-    )
+    assert done.stdout.count(f"  fix: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class") == 1
     assert "tier.py" not in done.stdout
     assert "1 error in" in done.stdout
 
@@ -376,5 +372,5 @@ def test_an_undeclared_feature_is_a_usage_error_before_any_test(tmp_path: Path) 
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     said = done.stdout + done.stderr
     assert "the backend 'featured' was to be tested with features=('featured.needed', 'featured.unknown')" in said
-    assert "way out: ask for what a variant lists" in said
+    assert "fix: ask for what a variant lists" in said
     assert "passed" not in said

@@ -31,7 +31,7 @@ def vendor(jit: str | None) -> Subject:
 
 
 COMPILED = vendor("nvcc")
-APART = ("cudagraph", "host_lengths", "compute_capability", "device_type")
+APART = ("cudagraph", "seq_lens_cpu_kind", "compute_capability", "device_type")
 
 
 def test_every_declared_field_is_on_the_menu() -> None:
@@ -158,6 +158,6 @@ def test_a_class_without_a_backend_says_how_to_name_one() -> None:
     config = SimpleNamespace(getoption=lambda name, default: default)
     metafunc = SimpleNamespace(fixturenames=("subject",), config=config)
 
-    said = r"(?s)tests an installed one: torch/flex, torch/sdpa\n.*way out: pass --attn-backend=NAME"
+    said = r"(?s)tests an installed one: torch/flex, torch/sdpa\n.*fix: pass --attn-backend=NAME"
     with pytest.raises(pytest.Collector.CollectError, match=said):
         Tier().pytest_generate_tests(metafunc)

@@ -69,7 +69,7 @@ def test_the_evidence_says_what_is_known_of_this_device(whole) -> None:
     assert evidence["passed"] is True
     assert evidence["fraction"] == 1.0
     assert evidence["missing"] == []
-    for name, value in (("dtype", "bfloat16"), ("batch_invariant", True), ("host_lengths", "absent")):
+    for name, value in (("dtype", "bfloat16"), ("batch_invariant", True), ("seq_lens_cpu_kind", "absent")):
         assert {"field": name, "value": value} in evidence["served"]
     (unreached,) = evidence["unreached"]
     assert (unreached["field"], unreached["value"]) == ("features", "minimal.open_feature")
@@ -147,7 +147,7 @@ def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unmeasured")
 def test_a_backend_without_pages_is_green(tmp_path: Path) -> None:
     text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")
-    text = text.replace('"paged", "batch_invariant", "host_lengths"', '"batch_invariant"')
+    text = text.replace('"paged", "batch_invariant", "seq_lens_cpu_kind"', '"batch_invariant"')
     text = text.replace("block_size = { multiple_of = 16 }", "")
     (tmp_path / "attnplug.toml").write_text(text, "utf-8")
     done = run(tmp_path, "--attn-backend=minimal", manifest=tmp_path / "attnplug.toml")
@@ -213,7 +213,7 @@ def demand_usage_error(done: subprocess.CompletedProcess[str], *said: str) -> No
     """The run ends before any test, with one error of three sentences."""
     told = done.stdout + done.stderr
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, told
-    assert told.count("ERROR") == told.count("\n  allowed: ") == told.count("\n  way out: ") == 1, told
+    assert told.count("ERROR") == told.count("\n  expected: ") == told.count("\n  fix: ") == 1, told
     assert "Traceback" not in told
     assert "conformance.py:" not in told
     assert [text for text in said if text not in told] == [], told

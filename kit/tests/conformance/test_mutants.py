@@ -101,7 +101,7 @@ RED_OF_LEAST: dict[str, tuple[str, str]] = {
     ),
     "trusts_host_lengths": (
         "test_host_lengths[*=upper_bound]",
-        "host_lengths=upper_bound *: output: * elements differ",
+        "seq_lens_cpu_kind=upper_bound *: output: * elements differ",
     ),
     "takes_longest_length": ("test_host_lengths[*=absent]", "is out of bounds"),
 }
@@ -136,7 +136,7 @@ WRONG_IN = {
     "return_lse": "lse_base_2",
     "decode_query_len": "non_causal_decodes",
     "batch_invariant": "splits_by_company",
-    "host_lengths": "trusts_host_lengths",
+    "seq_lens_cpu_kind": "trusts_host_lengths",
     "per_head_scales": "first_heads_scale",
     "features": "wrong_with_feature",
 }

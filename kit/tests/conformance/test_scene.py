@@ -86,9 +86,9 @@ def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tupl
     with pytest.raises(NotNegotiatedError) as caught:
         realise(case).paged(backend)
 
-    assert f"a scene of {named[0]} was given to torch/sdpa" == caught.value.given
-    assert f"this backend agreed on {named[1]}" == caught.value.allowed
-    assert "scene.case.requirements" in caught.value.remedy
+    assert f"a scene of {named[0]} was given to torch/sdpa" == caught.value.problem
+    assert f"this backend agreed on {named[1]}" == caught.value.expected
+    assert "scene.case.requirements" in caught.value.fix
 
 
 @given(cases())

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
+from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel
 from attnplug.errors import LayerError, LimitsError
 from attnplug.ops import Kernel
 from attnplug_blocksparse.backend import BlocksparseBackend
@@ -236,13 +236,13 @@ def test_a_warm_up_runs_every_kernel(monkeypatch, calls, ranks):
     monkeypatch.setattr(BlocksparseBuilder, "worth_a_launch", 64)
     backend = load({**PATTERN, **ranks})
 
-    backend.warmup([GraphKey(1, 1, 1)])
+    backend.warmup([GraphShape(1, 1, 1)])
 
     assert set(calls) == {"_decode", "_merge", "_prefill"} | ({"_prompt"} if backend.has_descriptors else set())
 
 
 def test_a_warm_up_keeps_to_what_the_pattern_covers(calls):
-    load({**PATTERN, "max_seqlen": 2}).warmup([GraphKey(1, 1, 1)])
+    load({**PATTERN, "max_seqlen": 2}).warmup([GraphShape(1, 1, 1)])
 
     assert set(calls) == {"_decode", "_prefill"}
 

@@ -86,7 +86,7 @@ def test_it_serves(changed) -> None:
         ({"decode_query_len": 2}, "decode_query_len=2 asked, supported: only 1"),
         ({"dcp_size": 2}, "dcp_size=2 asked, supported: only 1"),
         ({"cascade": True}, "cascade=True asked, supported: only False"),
-        ({"host_lengths": "upper_bound"}, "host_lengths=upper_bound asked, supported: only exact"),
+        ({"seq_lens_cpu_kind": "upper_bound"}, "seq_lens_cpu_kind=upper_bound asked, supported: only exact"),
         ({"batch_invariant": True}, "batch_invariant=True asked, supported: only False"),
         ({"cudagraph": "uniform_batch"}, "cudagraph=uniform_batch asked, supported: <= single_token_decode"),
         ({"paged": False, "cudagraph": "single_token_decode"}, "keys that come with the call differ in size"),

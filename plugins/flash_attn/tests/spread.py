@@ -14,7 +14,7 @@ from torch import Tensor
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import PAD_SLOT_ID, Batch, GraphKey, Layer, Limits, Parallel, capture, torch_dtype
+from attnplug.contract import PAD_SLOT_ID, Batch, GraphShape, Layer, Limits, Parallel, capture, torch_dtype
 from attnplug.ops import quantize
 from attnplug_flash_attn import packing
 from attnplug_kit.oracle.attention import attend
@@ -67,7 +67,7 @@ class Spread:
     dtype: str = "float32"
     sinks: bool = False
     cap: float | None = None
-    host_lengths: str = "exact"
+    seq_lens_cpu_kind: str = "exact"
     batch_invariant: bool = False
     host_writes: bool = False
     reads: str = "pages"
@@ -170,7 +170,7 @@ def requirements_of(spread: Spread) -> Requirements:
         return_lse=spread.return_lse,
         block_size=spread.block_size,
         kv_layout=spread.layout,
-        host_lengths=spread.host_lengths,
+        seq_lens_cpu_kind=spread.seq_lens_cpu_kind,
         batch_invariant=spread.batch_invariant,
         kv_cache_dtype=spread.kv_cache_dtype,
     )
@@ -247,7 +247,7 @@ def run_on(backend: Backend, rank: int, group: Any, spread: Spread, *, replayed:
 def _captured(builder: MetadataBuilder, spread: Spread, forward: Callable[[Metadata], None]) -> Callable[[], None]:
     """Return what replays a step of the rows of the call, and of one more request."""
     state = builder.state
-    key = GraphKey(len(spread.new) + 1, sum(spread.new) + spread.padding, None, max(spread.lens) + SPARE)
+    key = GraphShape(len(spread.new) + 1, sum(spread.new) + spread.padding, None, max(spread.lens) + SPARE)
     with state.graph_capture(key.num_reqs):
         slot = state.slot(key)
         metadata = builder.build(slot.dummy_batch(builder), slot=slot)
@@ -311,7 +311,7 @@ class Pages:
         free = list(range(1, self.num_blocks))
         random.Random(spread.seed + rank).shuffle(free)
         wide = max(counts)
-        if spread.host_lengths != "exact":  # who does not know the lengths has tables for any
+        if spread.seq_lens_cpu_kind != "exact":  # who does not know the lengths has tables for any
             wide = max(wide, -(-(max(spread.lens) + SPARE) // (spread.ranks * spread.block_size)))
         self.table = torch.full((len(counts), wide), 10**6, dtype=torch.int32)
         for request, count in enumerate(counts):
@@ -337,7 +337,7 @@ class Pages:
             device=device,
             **({} if spread.ranks == 1 else {"dcp_local_seq_lens": held.to(device), "dcp_local_seq_lens_cpu": held}),
         )
-        if spread.host_lengths == "exact":
+        if spread.seq_lens_cpu_kind == "exact":
             return batch
         return evolve(batch, **_loose(batch, spread))
 
@@ -378,6 +378,6 @@ class Pages:
 
 def _loose(batch: Batch, spread: Spread) -> dict[str, Any]:
     """What a host says that knows upper bounds."""
-    if spread.host_lengths == "absent":
+    if spread.seq_lens_cpu_kind == "absent":
         return {"seq_lens": batch.seq_lens, "seq_lens_cpu": None}
     return {"seq_lens_cpu": batch.seq_lens_cpu + SPARE, "max_seq_len": batch.max_seq_len + SPARE}

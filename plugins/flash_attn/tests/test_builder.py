@@ -103,7 +103,7 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
         ({}, ([1, 1], [1, 1])),  # decodes
         ({"kv_cache_dtype": "fp8_e4m3"}, ([5], [5])),  # the cache rounds
         ({"batch_invariant": True}, ([5], [5])),  # in another batch the same rows may be read from pages
-        ({"host_lengths": "upper_bound"}, ([5], [5])),
+        ({"seq_lens_cpu_kind": "upper_bound"}, ([5], [5])),
     ],
 )
 def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(asked, lens) -> None:
@@ -122,12 +122,12 @@ def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
     assert not part.is_first
 
 
-@pytest.mark.parametrize("host_lengths", ["upper_bound", "absent"])
+@pytest.mark.parametrize("seq_lens_cpu_kind", ["upper_bound", "absent"])
 @pytest.mark.parametrize("kind", ["packed", "cumulative"])
-def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, host_lengths) -> None:
-    setting = Setting(load, variant=kind, host_lengths=host_lengths)
+def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, seq_lens_cpu_kind) -> None:
+    setting = Setting(load, variant=kind, seq_lens_cpu_kind=seq_lens_cpu_kind)
     exact = setting.batch([1, 12], [60, 50])
-    known = {"seq_lens_cpu": None if host_lengths == "absent" else exact.seq_lens + 16, "max_seq_len": 80}
+    known = {"seq_lens_cpu": None if seq_lens_cpu_kind == "absent" else exact.seq_lens + 16, "max_seq_len": 80}
     table = torch.nn.functional.pad(exact.block_table, (0, 2), value=7)
     inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
 

@@ -82,7 +82,7 @@ def spreads(draw: st.DrawFn, ranks: int) -> Spread:
         group=draw(st.sampled_from([1, 3])),
         sinks=draw(st.booleans()),
         cap=draw(st.sampled_from([None, 2.0])),
-        host_lengths=draw(st.sampled_from(["exact", "exact", "upper_bound", "absent"])),
+        seq_lens_cpu_kind=draw(st.sampled_from(["exact", "exact", "upper_bound", "absent"])),
         host_writes=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         return_lse=draw(st.sampled_from([True, True, False])),
@@ -111,7 +111,7 @@ class TestOnProcesses:
     @settings(max_examples=50, phases=PHASES)
     @given(spreads(4))
     @example(Spread(ranks=4, interleave=32, new=(1, 4), cached=(20, 0), sinks=True))  # ranks 1 to 3 hold nothing
-    @example(Spread(ranks=4, interleave=1, new=(1, 1, 3), cached=(2, 0, 5), host_lengths="absent", reads="packed"))
+    @example(Spread(ranks=4, interleave=1, new=(1, 1, 3), cached=(2, 0, 5), seq_lens_cpu_kind="absent", reads="packed"))
     def test_four_ranks_are_as_one(self, spread):
         assert_as_one_rank(spread, on_ranks(spread))
 

@@ -23,7 +23,7 @@ NEEDS = {
     "fa4": "flash-attn-4 >=4.0.0b11,<4.1",
 }
 COMPILED = {"fa2": "--no-build-isolation 'flash-attn >=2.7.1,<2.9'", "fa3": "#subdirectory=hopper' compiles it"}
-"""What pip does not get by its name alone, and what the remedy says of it."""
+"""What pip does not get by its name alone, and what the fix says of it."""
 
 EVERYTHING = {"flash-attn": "2.8.3", "vllm": "0.24.0", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}
 PACKAGES = ("vllm", "flash_attn", "flash_attn_interface", "flash_attn_3")
@@ -50,10 +50,10 @@ def standings(site: Site, libraries: Path | None = None) -> dict[str, str]:
     return {v["id"].partition("/")[2]: v["standing"] for v in found["variants"]}
 
 
-def check_remedy(remedy: Mapping[str, Any], variant: str) -> None:
-    assert remedy["install"] == ([] if variant in COMPILED else [NEEDS[variant]])
-    assert COMPILED.get(variant, "") in remedy["action"]
-    assert bool(remedy["action"]) is (variant in COMPILED)
+def check_remedy(fix: Mapping[str, Any], variant: str) -> None:
+    assert fix["install"] == ([] if variant in COMPILED else [NEEDS[variant]])
+    assert COMPILED.get(variant, "") in fix["action"]
+    assert bool(fix["action"]) is (variant in COMPILED)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_the_metadata_says_what_it_needs_and_offers(site: Site) -> None:
 
 
 def test_without_a_library_torch_remains(site: Site) -> None:
-    assert standings(site) == {name: "lacks_dependency" if name in NEEDS else "ready" for name in VARIANTS}
+    assert standings(site) == {name: "missing_dependency" if name in NEEDS else "ready" for name in VARIANTS}
 
 
 @pytest.mark.parametrize("variant", NEEDS)
@@ -85,11 +85,11 @@ def test_without_its_library_the_remedy_of_a_variant_is_to_install_it(site: Site
     explanation = site.explanation("cuda:9.0", "--backend", f"flash_attn/{variant}", status=1)
 
     (verdict,) = [v for v in explanation["verdicts"] if v["id"] == f"flash_attn/{variant}"]
-    assert verdict["status"] == "lacks_dependency"
+    assert verdict["status"] == "missing_dependency"
     assert [(r["code"], r["supported"]) for r in verdict["reasons"]] == [
         ("missing", f"{NEEDS[variant]} is required and not installed")
     ]
-    check_remedy(verdict["remedy"], variant)
+    check_remedy(verdict["fix"], variant)
 
 
 def test_another_version_of_a_library_is_told_as_such(site: Site, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_another_version_of_a_library_is_told_as_such(site: Site, tmp_path: Path
         (reason,) = verdicts[variant]["reasons"]
         there = old[needed.partition(" ")[0]]
         assert (reason["code"], reason["supported"]) == ("version", f"{needed} is required and {there} is installed")
-        check_remedy(verdicts[variant]["remedy"], variant)
+        check_remedy(verdicts[variant]["fix"], variant)
     assert explanation["chosen"] == "flash_attn/torch"
 
 

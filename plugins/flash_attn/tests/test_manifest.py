@@ -16,7 +16,7 @@ from attnplug.manifest.installed import requirement_name
 from attnplug.manifest.reader import read_manifest
 from attnplug.negotiation.candidate import examine as prepare
 from attnplug.negotiation.evaluation import Question
-from attnplug.negotiation.fix import find_remedy
+from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.ranking import Policy, rank
 from attnplug.request.toml import parse_toml
 from attnplug.selection import process as state
@@ -24,7 +24,7 @@ from attnplug_kit.check.examine import examine
 
 if TYPE_CHECKING:
     from attnplug import Verdict
-    from attnplug.negotiation.verdict import Remedy
+    from attnplug.negotiation.verdict import Fix
 
 PROJECT = Path(__file__).parents[1]
 MANIFEST = PROJECT / "src" / "attnplug_flash_attn" / "attnplug.toml"
@@ -134,7 +134,7 @@ def refusals(requirements: Requirements, variant: str, device: Device = HOPPER) 
         pytest.param(DCP.evolve(dcp_size=4, cudagraph="always"), HOPPER, "fa3_vllm fa3", id="four ranks in graphs"),
         pytest.param(LLAMA.evolve(batch_invariant=True), HOPPER, ON_HOPPER, id="batch-invariant"),
         pytest.param(LLAMA.evolve(decode_query_len=4), AMPERE, ON_AMPERE, id="decodes of four tokens"),
-        pytest.param(LLAMA.evolve(host_lengths="absent"), AMPERE, ON_AMPERE, id="lengths on the device alone"),
+        pytest.param(LLAMA.evolve(seq_lens_cpu_kind="absent"), AMPERE, ON_AMPERE, id="lengths on the device alone"),
         pytest.param(LLAMA.evolve(kv_sharing=True), HOPPER, ON_HOPPER, id="a cache of another layer"),
         pytest.param(LLAMA.evolve(causal=False), HOPPER, ON_HOPPER, id="bidirectional over a cache"),
         pytest.param(LLAMA.evolve(kv_layout="HND"), HOPPER, ON_HOPPER, id="heads before tokens"),
@@ -469,7 +469,7 @@ def test_everything_that_stands_against_a_request_is_told_at_once() -> None:
 
 
 def test_an_older_device_with_sinks_has_a_newer_one_as_its_way_out() -> None:
-    assert str(ask(GPT_OSS, AMPERE)["fa4"].remedy) == "run on cuda:9.0"
+    assert str(ask(GPT_OSS, AMPERE)["fa4"].fix) == "run on cuda:9.0"
 
 
 @pytest.mark.parametrize(
@@ -639,18 +639,18 @@ def test_the_extras_install_what_the_manifest_requires() -> None:
     assert {requirement_name(text) for text in required - extras} == {"flash-attn-3", "torch"}  # on no index; there
 
 
-def remedies() -> dict[str, Remedy]:
+def fixes() -> dict[str, Fix]:
     """What is told of each variant, on a device that it serves, where no library is installed."""
     manifest = read_manifest(MANIFEST)
     found = {each.name: prepare(manifest, each, lambda _: None) for each in manifest.variants}
     asked = Question(LLAMA.evolve(block_size=256), HOPPER)
-    return {name: find_remedy(candidate, asked, lambda same: same) for name, candidate in found.items()}
+    return {name: find_fix(candidate, asked, lambda same: same) for name, candidate in found.items()}
 
 
 def test_libraries_are_installed_in_the_way_that_gets_them() -> None:
-    found = remedies()
-    by_name = {name: remedy.install for name, remedy in found.items() if not remedy.action}
-    words = {name: remedy.action for name, remedy in found.items() if remedy.action}
+    found = fixes()
+    by_name = {name: fix.install for name, fix in found.items() if not fix.action}
+    words = {name: fix.action for name, fix in found.items() if fix.action}
 
     assert by_name == {
         "fa2_vllm": ("vllm >=0.19",),
@@ -662,14 +662,14 @@ def test_libraries_are_installed_in_the_way_that_gets_them() -> None:
 
 
 def test_what_is_compiled_is_compiled_against_the_torch_that_is_there() -> None:
-    action = remedies()["fa2"].action
+    action = fixes()["fa2"].action
     (required,) = next(each.requires for each in read_manifest(MANIFEST).variants if each.name == "fa2")
 
     assert action.startswith(f"install {required}: pip install --no-build-isolation '{required}', since ")
 
 
 def test_what_is_on_no_index_is_got_from_its_sources() -> None:
-    action = remedies()["fa3"].action
+    action = fixes()["fa3"].action
 
     assert action.startswith("install flash-attn-3 >=3.0.0b1,<4: pip install --no-build-isolation 'git+https://")
     assert "/Dao-AILab/flash-attention#subdirectory=hopper'" in action

@@ -93,18 +93,18 @@ def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, asked) -> 
         assert all(part.slots.shape[0] <= 100 for part in parts)
 
 
-@pytest.mark.parametrize("host_lengths", ["upper_bound", "absent"])
-def test_requests_of_unknown_length_have_room_for_the_longest(keys_at_once, host_lengths) -> None:
+@pytest.mark.parametrize("seq_lens_cpu_kind", ["upper_bound", "absent"])
+def test_requests_of_unknown_length_have_room_for_the_longest(keys_at_once, seq_lens_cpu_kind) -> None:
     keys_at_once(200)
-    setting = Small(load, variant="packed", host_lengths=host_lengths)
+    setting = Small(load, variant="packed", seq_lens_cpu_kind=seq_lens_cpu_kind)
     exact = setting.batch([1] * 5, [30, 20, 9, 60, 3])
-    known = {"seq_lens_cpu": None if host_lengths == "absent" else exact.seq_lens + 30, "max_seq_len": 90}
+    known = {"seq_lens_cpu": None if seq_lens_cpu_kind == "absent" else exact.seq_lens + 30, "max_seq_len": 90}
     table = torch.nn.functional.pad(exact.block_table, (0, 2), value=7)
     inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
     metadata = setting.builder.build(inexact)
 
     ends = [part.last for part in setting.impls[0].plan(metadata).parts]
-    assert ends == ([2, 4, 5] if host_lengths == "absent" else [3, 5])
+    assert ends == ([2, 4, 5] if seq_lens_cpu_kind == "absent" else [3, 5])
     sure = Small(load, variant="packed")
     assert torch.equal(setting.forward(metadata), sure.forward(sure.builder.build(exact)))
 

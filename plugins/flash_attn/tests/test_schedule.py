@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 from attnplug import Requirements
-from attnplug.contract import Batch, GraphKey, Layer, Limits, Parallel
+from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel
 from attnplug_flash_attn import builder as building
 from attnplug_flash_attn.schedule import longest_schedule
 from plugins.flash_attn.tests.noting import load
@@ -23,7 +23,7 @@ class Captured(Setting):
 
     limits = LIMITS
 
-    def __init__(self, *keys: GraphKey, **asked: Any) -> None:
+    def __init__(self, *keys: GraphShape, **asked: Any) -> None:
         super().__init__(load, variant="scheduled", **{"cudagraph": "always", **asked})
         with self.state.graph_capture(8):
             self.slots = [self.state.slot(key) for key in keys]
@@ -82,7 +82,7 @@ def test_a_build_in_a_hurry_makes_none() -> None:
 
 
 def test_a_graph_has_its_schedule_however_fast_it_is_built() -> None:
-    setting = Captured(GraphKey(4, 4, 1))
+    setting = Captured(GraphShape(4, 4, 1))
     before = setting.schedule(0, [1, 1], [9, 20])
     metadata = setting.builder.build(setting.batch([1, 1, 1], [4, 5, 6]), fast=True, slot=setting.slots[0])
 
@@ -100,7 +100,7 @@ def test_memory_is_for_the_largest_batch(reqs, captured, expected) -> None:
 
 
 def test_slots_share_one_memory_whose_tail_is_zero() -> None:
-    setting = Captured(GraphKey(8, 8, 1), GraphKey(2, 2, 1), GraphKey(4, 24))
+    setting = Captured(GraphShape(8, 8, 1), GraphShape(2, 2, 1), GraphShape(4, 24))
     large = setting.schedule(0, [1] * 8, [100] * 8)
     memory, place = whole(large), large.data_ptr()
     assert memory.shape[0] == longest_schedule(LIMITS)
@@ -118,10 +118,10 @@ def test_slots_share_one_memory_whose_tail_is_zero() -> None:
 
 
 def test_the_memory_goes_with_the_slots() -> None:
-    setting = Captured(GraphKey(4, 4, 1))
+    setting = Captured(GraphShape(4, 4, 1))
     assert len(setting.builder._schedules._memories) == 1
     setting.slots.clear()
-    setting.state.release_slots()
+    setting.state.release_graphs()
     setting.backend.kernels.noted.clear()
 
     assert not setting.builder._schedules._memories

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.contract import GraphKey
+from attnplug.contract import GraphShape
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import Setting
 
@@ -14,7 +14,7 @@ MIXED = ([[1, 7], [9, 20]], [[16], [16]], [[1, 1, 1, 9], [40, 2, 17, 16]])
 
 
 @pytest.mark.parametrize("kind", ["pages", "cumulative", "padded", "scheduled"])
-@pytest.mark.parametrize(("key", "steps"), [(GraphKey(4, 4, 1), DECODES), (GraphKey(4, 16), MIXED)])
+@pytest.mark.parametrize(("key", "steps"), [(GraphShape(4, 4, 1), DECODES), (GraphShape(4, 16), MIXED)])
 def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
     setting = Setting(load, variant=kind, cudagraph="always")
     with setting.state.graph_capture(4):
@@ -48,7 +48,7 @@ def eager(setting: Setting, query_lens: list[int], seq_lens: list[int], rows: in
 def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
     setting = Setting(load, variant=kind, cudagraph="always")
     with setting.state.graph_capture(4):
-        slot = setting.state.slot(GraphKey(4, 16))
+        slot = setting.state.slot(GraphShape(4, 16))
         plan = setting.impls[0].plan(setting.builder.build(slot.dummy_batch(setting.builder), slot=slot))
 
     assert plan.decode is None

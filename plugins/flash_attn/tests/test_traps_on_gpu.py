@@ -12,7 +12,7 @@ import torch
 from attrs import evolve
 
 from attnplug import Requirements
-from attnplug.contract import GraphKey, Limits
+from attnplug.contract import GraphShape, Limits
 from attnplug.errors import NoBackendError
 from attnplug_kit.oracle import Case, check, realise
 from plugins.flash_attn.tests.real import (
@@ -263,7 +263,7 @@ def test_groups_with_different_windows_share_a_state(load_real, variant) -> None
 def test_warm_up_runs(load_real, variant, asked) -> None:
     setting = Setting(load_real, variant=variant, head_size=128, block_size=block_of(variant), **asked)
 
-    setting.backend.warmup([GraphKey(4, 4, 1)])
+    setting.backend.warmup([GraphShape(4, 4, 1)])
 
 
 # -- what does not depend on the batch -----------------------------------------------------------------------------
@@ -295,17 +295,17 @@ def _bits_that_differ(setting: Setting) -> int:
     size = setting.backend.agreement.block_size
     cache = setting.backend.make_cache(1 + len(LENGTHS) * max(LENGTHS) // size)
     cache.normal_()
-    together = _forward(setting, cache, setting.batch([1] * 8, LENGTHS), rows)
+    together = run(setting, cache, setting.batch([1] * 8, LENGTHS), rows)
     first, differing = 1, 0
     for request, length in enumerate(LENGTHS):
         alone = setting.batch([1], [length], first_block=first)
-        found = _forward(setting, cache, alone, [row[request : request + 1] for row in rows])
+        found = run(setting, cache, alone, [row[request : request + 1] for row in rows])
         differing += not torch.equal(found[0], together[request])
         first += -(-length // size)
     return differing
 
 
-def _forward(setting, cache, batch, rows):
+def run(setting, cache, batch, rows):
     impl = setting.impls[0]
     output = rows[0].new_empty(batch.num_actual_tokens, impl.output_width)
     impl.forward(*rows, cache, setting.builder.build(batch), output)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from attnplug import Requirements
-from attnplug.contract import GraphKey
+from attnplug.contract import GraphShape
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import MODEL
 
-SHAPES = [GraphKey(4, 4, 1)]
+SHAPES = [GraphShape(4, 4, 1)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attnplug.contract import GraphKey, Limits
+from attnplug.contract import GraphShape, Limits
 from attnplug_flash_attn.kernels.interface import Terms
 from attnplug_kit.oracle import Case, check, realise
 from plugins.flash_attn.tests.requests_of import HEADS, kernels, requests
@@ -116,7 +116,7 @@ def test_all_steps_share_the_zeros_of_a_builder(load_doubled, variant) -> None:
 def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_doubled) -> None:
     setting = Setting(load_doubled, variant="fa3", block_size=64, cudagraph="always")
     with setting.state.graph_capture(4):
-        slot = setting.state.slot(GraphKey(4, 4, 1))
+        slot = setting.state.slot(GraphShape(4, 4, 1))
         plan = setting.impls[0].plan(setting.builder.build(slot.dummy_batch(setting.builder), slot=slot))
     (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(setting.builder._leftpad)
     assert zeros.data_ptr() == zeros_of_builder().data_ptr()

@@ -28,9 +28,9 @@ def test_another_group_is_refused_with_the_way_out(group: int) -> None:
     with pytest.raises(SettingsError) as caught:
         check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=8 * group))
 
-    assert caught.value.given == "decode_kernel='cuda_cores' was given to 'flashinfer/fa2'"
-    assert f"{8 * group} query heads over 8 KV heads are groups of {group}" in caught.value.allowed
-    assert caught.value.remedy == "set it to 'auto' or 'tensor_cores'"
+    assert caught.value.problem == "decode_kernel='cuda_cores' was given to 'flashinfer/fa2'"
+    assert f"{8 * group} query heads over 8 KV heads are groups of {group}" in caught.value.expected
+    assert caught.value.fix == "set it to 'auto' or 'tensor_cores'"
 
 
 def test_with_sinks_there_are_none_either() -> None:

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 import attnplug_flashinfer
-from attnplug.contract import GraphKey
+from attnplug.contract import GraphShape
 from attnplug.manifest.reader import read_manifest
 from attnplug_kit.oracle import Case, check, check_replays, padded_for, realise
 
@@ -96,7 +96,7 @@ def run_all_features(load: Callable[..., Any]) -> None:
             backend = load(case.requirements(cudagraph="uniform_batch", return_lse=True), options=options)
             check_replays(backend, scenes, num_reqs=3, max_seq_len=64)
     check(load(MIXED.requirements(), "fa3"), realise(MIXED))
-    load(MIXED.with_shared_prefix(2).requirements()).warmup([GraphKey(1, 1, 1, 64)])
+    load(MIXED.with_shared_prefix(2).requirements()).warmup([GraphShape(1, 1, 1, 64)])
 
 
 def test_the_list_is_what_the_plugin_calls(journal, load_doubled):

@@ -41,8 +41,8 @@ def test_without_the_library_it_is_listed_as_lacking_it(site: Site) -> None:
 
     assert found["distribution"] == "attnplug-flashinfer 0.1.0"
     assert [(v["id"], v["standing"]) for v in found["variants"]] == [
-        ("flashinfer/fa3", "lacks_dependency"),
-        ("flashinfer/fa2", "lacks_dependency"),
+        ("flashinfer/fa3", "missing_dependency"),
+        ("flashinfer/fa2", "missing_dependency"),
     ]
 
 
@@ -51,11 +51,11 @@ def test_without_the_library_the_remedy_is_to_install_it(site: Site) -> None:
     explanation = site.explanation("cuda:9.0", "--backend", "flashinfer", status=1)
 
     (verdict,) = [v for v in explanation["verdicts"] if v["id"] == "flashinfer/fa3"]
-    assert verdict["status"] == "lacks_dependency"
+    assert verdict["status"] == "missing_dependency"
     assert [(r["code"], r["supported"]) for r in verdict["reasons"]] == [
         ("missing", f"{REQUIRED} is required and not installed")
     ]
-    assert verdict["remedy"]["install"] == [REQUIRED]
+    assert verdict["fix"]["install"] == [REQUIRED]
 
 
 @pytest.mark.parametrize("version", ["0.5.0", "0.7.3", "0.8.0"])
@@ -65,11 +65,11 @@ def test_another_version_of_the_library_is_told_as_such(site: Site, tmp_path: Pa
     explanation = site.explanation("cuda:8.0", "--backend", "flashinfer", libraries=libraries, status=1)
 
     (verdict,) = [v for v in explanation["verdicts"] if v["id"] == "flashinfer/fa2"]
-    assert verdict["status"] == "lacks_dependency"
+    assert verdict["status"] == "missing_dependency"
     assert [(r["code"], r["supported"]) for r in verdict["reasons"]] == [
         ("version", f"{REQUIRED} is required and {version} is installed")
     ]
-    assert verdict["remedy"]["install"] == [REQUIRED]
+    assert verdict["fix"]["install"] == [REQUIRED]
 
 
 @pytest.mark.parametrize("version", ["0.6.8", "0.6.12", "0.7.2", "0.6.12.post1"])

@@ -161,8 +161,8 @@ def test_a_combination_that_no_kernel_has_is_refused_with_its_reason(
         ("block_sparse", {"local_blocks": 16}),
         ("dcp_size", 2),
         ("batch_invariant", True),
-        ("host_lengths", "upper_bound"),
-        ("host_lengths", "absent"),
+        ("seq_lens_cpu_kind", "upper_bound"),
+        ("seq_lens_cpu_kind", "absent"),
         ("output_quant", "fp8_e4m3"),
         ("features", ("acme.rope_fused",)),
     ],
@@ -206,7 +206,7 @@ def test_a_device_is_refused_by_its_field(device: Device, told: str) -> None:
 def test_an_8_bit_cache_has_another_way_out_on_hopper() -> None:
     verdict = ask(FP8, HOPPER)["fa3"]
 
-    assert str(verdict.remedy) == "ask for kv_cache_dtype='bfloat16'"
+    assert str(verdict.fix) == "ask for kv_cache_dtype='bfloat16'"
 
 
 def test_what_is_left_open_is_agreed_on() -> None:

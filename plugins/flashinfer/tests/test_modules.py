@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from attnplug import Agreement, Device
-from attnplug.contract import Batch, GraphKey, Layer
+from attnplug.contract import Batch, GraphShape, Layer
 from attnplug_flashinfer.prebuilt import needed_modules
 from plugins.flashinfer.tests.agreements import agreed
 from tests.backends.setting import BLOCK, Setting
@@ -151,7 +151,7 @@ def test_they_are_what_steps_and_a_profiling_run_load_and_warm_up_has_loaded_all
     setting = prepared(load_doubled, *ask)
     asked = setting.backend.agreement.requirements
     journal.clear()
-    setting.backend.warmup([GraphKey(4, 4, 1)])
+    setting.backend.warmup([GraphShape(4, 4, 1)])
     warmed = loaded(journal)
     for batch in steps(setting):
         run(setting, batch)

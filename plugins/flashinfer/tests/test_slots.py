@@ -7,7 +7,7 @@ import gc
 import pytest
 import torch
 
-from attnplug.contract import GraphKey, Layer
+from attnplug.contract import GraphShape, Layer
 from tests.backends.setting import BLOCK, Setting
 from tests.backends.steps import check_replays_of_advanced_steps
 
@@ -143,7 +143,7 @@ def test_slots_share_the_memory_of_the_pages(load_doubled) -> None:
     setting = graphs(load_doubled)
     large = setting.slot(4)
     with setting.state.graph_capture(4):
-        small = setting.state.slot(GraphKey(2, 2, 1, 64))
+        small = setting.state.slot(GraphShape(2, 2, 1, 64))
         setting.builder.build(small.dummy_batch(setting.builder), slot=small)
     first, second = (setting.builder.once(slot, "buffers", lambda: None)[0] for slot in (large, small))
 
@@ -156,7 +156,7 @@ def test_released_slots_free_it(load_doubled) -> None:
     setting.slot(4)
     assert setting.builder._indices() is not None
 
-    setting.state.release_slots()
+    setting.state.release_graphs()
     gc.collect()
 
     assert setting.builder._indices() is None
@@ -165,7 +165,7 @@ def test_released_slots_free_it(load_doubled) -> None:
 def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
     setting = graphs(load_doubled)
     with setting.state.graph_capture(4):
-        made = [setting.state.slot(GraphKey(size, size, 1, 64)) for size in (2, 4)]
+        made = [setting.state.slot(GraphShape(size, size, 1, 64)) for size in (2, 4)]
         for slot in made:
             setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
     first, second = (setting.builder.once(slot, "buffers", lambda: None)[0] for slot in made)
@@ -177,7 +177,7 @@ def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
 def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_doubled, max_seq_len) -> None:
     setting = graphs(load_doubled)
     with setting.state.graph_capture(3):
-        slot = setting.state.slot(GraphKey(3, 3, 1, max_seq_len))
+        slot = setting.state.slot(GraphShape(3, 3, 1, max_seq_len))
         setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
     buffers, _ = setting.builder.once(slot, "buffers", lambda: None)
     setting.forward(setting.builder.build(setting.batch([1] * 3, [max_seq_len] * 3), slot=slot))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import GraphKey
+from attnplug.contract import GraphShape
 from attnplug_kit.oracle import Case, check_replays, padded_for, realise
 from plugins.flashinfer.tests.real import VARIANTS
 from tests.backends import steps
@@ -47,7 +47,7 @@ def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> 
         torch.manual_seed(1)
         setting = Graphs(load_real, "fa2", num_q_heads=16)
         with setting.state.graph_capture(4):
-            captured = Captured(setting, GraphKey(4, 4, 1, 128))
+            captured = Captured(setting, GraphShape(4, 4, 1, 128))
         for lens in ([30, 9, 100], [128, 1, 77, 5]):
             setting.builder.build(setting.batch([1] * len(lens), lens), slot=captured.slot)
             for tensor in captured.rows:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug.contract import GraphKey, Layer
+from attnplug.contract import GraphShape, Layer
 from attnplug_flashinfer.prebuilt import needed_modules
 from attnplug_kit.oracle import Case, check, realise
 from plugins.flashinfer.tests.real import VARIANTS
@@ -140,7 +140,7 @@ def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, varian
 
     setting = Setting(load_real, [_layer(asked)], variant, **{"head_size": 128, "num_q_heads": 8, **asked})
     backend, known = setting.backend, set(jit_spec_registry.get_all_specs())
-    backend.warmup([GraphKey(4, 4, 1)])
+    backend.warmup([GraphShape(4, 4, 1)])
     rows = [torch.zeros(50, n, setting.impls[0].head_size, device=backend.device).bfloat16() for n in (8, 2, 2)]
     setting.impls[0].forward(*rows, None, None, rows[0].flatten(1).clone())
     now, needed = (

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.contract import GraphKey, Layer
+from attnplug.contract import GraphShape, Layer
 from tests.backends.setting import Setting
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 RAGGED, SINK = "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper"
-SHAPE = GraphKey(4, 4, 1)
+SHAPE = GraphShape(4, 4, 1)
 
 
 @pytest.mark.parametrize(

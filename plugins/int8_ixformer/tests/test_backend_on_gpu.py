@@ -8,7 +8,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.contract import GraphKey, Layer
+from attnplug.contract import GraphShape, Layer
 from attnplug.errors import CacheError, LayerError
 from attnplug_int8_ixformer import prompts, triton_provider
 from attnplug_int8_ixformer.pages import of_planes
@@ -278,20 +278,20 @@ def test_a_layer_that_shares_a_cache_needs_no_scales_of_its_own(scales):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_warm_up_runs_every_kernel(level, merged, calls):
-    backend_of(level).warmup([GraphKey(1, 1, 1)])
+    backend_of(level).warmup([GraphShape(1, 1, 1)])
 
     assert {"decode", "merge", "write", "prefill"} <= set(calls)
     assert len(set(merged)) == 2
 
 
 def test_a_warm_up_needs_no_scales_of_its_own_in_the_calibration_s_file(scales, calls):
-    load(Requirements(**ask(1, block_size=16, phases=("decode",))), value_scales=scales).warmup([GraphKey(1, 1, 1)])
+    load(Requirements(**ask(1, block_size=16, phases=("decode",))), value_scales=scales).warmup([GraphShape(1, 1, 1)])
 
     assert set(calls) == {"decode", "merge"}
 
 
 def test_a_warm_up_of_a_layer_that_shares_a_cache_writes_nothing(calls):
-    backend_of(2, kv_sharing=True, alibi="linear").warmup([GraphKey(1, 1, 1)])
+    backend_of(2, kv_sharing=True, alibi="linear").warmup([GraphShape(1, 1, 1)])
     backend_of(2).warmup([])
 
     assert "write" not in calls

@@ -11,7 +11,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device
-from attnplug.contract import GraphKey, Layer, Limits
+from attnplug.contract import GraphShape, Layer, Limits
 from attnplug.errors import CacheError, LimitsError, PluginLoadError
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.probe import IXFORMER_MODULES
@@ -220,7 +220,7 @@ def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journa
     slot = None
     if graphs:
         with builder.state.graph_capture(3):
-            slot = builder.state.slot(GraphKey(3, 3, 1, 64))
+            slot = builder.state.slot(GraphShape(3, 3, 1, 64))
             builder.build(slot.dummy_batch(), slot=slot)
 
     impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch, slot=slot), call.output)
@@ -280,7 +280,7 @@ def test_the_planes_of_the_vendor_s_engine_are_a_cache_of_level_2(journal):
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
 def test_a_warm_up_makes_every_call(journal, dtype, suffix):
-    load(scene_of(dtype, **MIXED)).warmup([GraphKey(1, 1, 1)])
+    load(scene_of(dtype, **MIXED)).warmup([GraphShape(1, 1, 1)])
 
     assert {name for name, _ in journal.journal} == {
         "scaled_int8_quant_for_attn",

@@ -85,7 +85,7 @@ def test_it_serves(level, changed) -> None:
         ({"custom_mask": True}, "custom_mask"),
         ({"block_sparse": {"block_size": 64}}, "block_sparse"),
         ({"batch_invariant": True}, "batch_invariant"),
-        ({"host_lengths": "upper_bound"}, "host_lengths"),
+        ({"seq_lens_cpu_kind": "upper_bound"}, "seq_lens_cpu_kind"),
         ({"cudagraph": "always"}, "cudagraph"),
     ],
     ids=str,
@@ -136,8 +136,8 @@ def test_ixformer_comes_from_its_vendor() -> None:
     explained = attnplug.explain(LEVELS[1], HOPPER)
     (told,) = (one for one in explained.verdicts if one.id == "int8_ixformer/ixformer")
 
-    assert told.status == "lacks_dependency"
-    assert told.remedy is not None
-    assert told.remedy.install == ()
-    assert str(told.remedy).startswith("install ixformer: it comes with CoreX, the software of Iluvatar's devices")
+    assert told.status == "missing_dependency"
+    assert told.fix is not None
+    assert told.fix.install == ()
+    assert str(told.fix).startswith("install ixformer: it comes with CoreX, the software of Iluvatar's devices")
     assert "pip install ixformer" not in str(explained)

@@ -8,7 +8,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device
-from attnplug.contract import GraphKey, Limits
+from attnplug.contract import GraphShape, Limits
 from attnplug.errors import LayerError, PluginLoadError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
@@ -54,7 +54,7 @@ def test_results_are_those_of_the_inner_backend(changed):
     assert backend.inner.id == "torch/sdpa"
     assert torch.equal(ran.output, inner.output)
     assert backend.bytes_per_block == backend.inner.bytes_per_block
-    backend.warmup([GraphKey(1, 1, 1)])
+    backend.warmup([GraphShape(1, 1, 1)])
 
 
 def test_blocks_that_are_left_to_the_backends_are_the_same_for_both():
@@ -108,7 +108,7 @@ def test_the_largest_values_of_all_steps_are_what_is_saved_and_loaded(tmp_path):
 def test_a_bound_of_splits_is_the_inner_backend_s():
     backend = load()
 
-    assert backend.keeps_max_num_splits is backend.inner.keeps_max_num_splits is True
+    assert backend.supports_max_num_splits is backend.inner.supports_max_num_splits is True
 
 
 def test_what_stands_in_for_a_step_is_not_noted():
@@ -117,7 +117,7 @@ def test_what_stands_in_for_a_step_is_not_noted():
     builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=1, max_num_tokens=2, max_seq_len=64)))
     query, key, value = (torch.full((2, heads, 32), 5.0, dtype=torch.bfloat16) for heads in (4, 2, 2))
 
-    metadata = builder.build(backend.dummy_batch(GraphKey(1, 2, 2)))
+    metadata = builder.build(backend.dummy_batch(GraphShape(1, 2, 2)))
     impl.forward(query, key, value, backend.make_cache(3), metadata, torch.empty(2, 128, dtype=torch.bfloat16))
 
     assert not impl.largest.any()

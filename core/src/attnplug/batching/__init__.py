@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from attnplug.batching.assembler import BatchDraft
+from attnplug.batching.assembler import BatchAssembler
 from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
 from attnplug.batching.local_chunks import (
     LocalChunks,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NULL_BLOCK",
-    "BatchDraft",
+    "BatchAssembler",
     "Hyperparameters",
     "LocalChunks",
     "Pages",

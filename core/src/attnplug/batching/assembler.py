@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _FEW: Final = 32
 
 
-class BatchDraft:
+class BatchAssembler:
     """
     A batch in the making: a host adds the requests of a step one by one, and `finish` derives everything else.
 
@@ -36,7 +36,7 @@ class BatchDraft:
     host's token ids, positions and samplers follow the order in which it adds requests, and a batch in another order
     than those would be wrong without an error. `reorder_batch_to_split_decodes_and_prefills` gives the order first.
 
-        draft = BatchDraft(block_size=16)
+        draft = BatchAssembler(block_size=16)
         draft.add(1, 40, blocks=[3, 4, 7])     # a decode: 40 tokens are cached, 1 is new
         draft.add(20, 32, blocks=[3, 4, 8, 9]) # a prefill that found 32 tokens in the prefix cache
         batch = draft.finish()
@@ -90,7 +90,7 @@ class BatchDraft:
         agreement: Agreement,
         device: torch.device | str = "cpu",
         upload: Callable[[str, Tensor], Tensor] | None = None,
-    ) -> BatchDraft:
+    ) -> BatchAssembler:
         """
         Return a draft for what was agreed on: its block size, decodes and window.
 
@@ -328,7 +328,7 @@ def _refused_numbers(query_len: int, num_computed_tokens: int, write_from: int) 
 def _check_agreement(agreement: object) -> None:
     if not isinstance(agreement, Agreement):
         raise BatchError(
-            f"a {type(agreement).__name__} was given to BatchDraft.of",
+            f"a {type(agreement).__name__} was given to BatchAssembler.of",
             "it takes an Agreement: what the layers of the group were selected with",
             "pass backend.agreement",
         )

@@ -32,7 +32,7 @@ def shared_prefix_len(batch: Batch, block_size: int) -> int:
         raise BatchError(
             "a batch without block_table_cpu, seq_lens_cpu or query_start_loc_cpu was given",
             "a shared prefix is found on the host, so that nothing waits for the device",
-            "give the three, as BatchDraft and Batch.from_lengths do",
+            "give the three, as BatchAssembler and Batch.from_lengths do",
         )
     query_lens = starts.diff()
     running = query_lens > 0
@@ -62,7 +62,7 @@ def shared_prefix_blocks(batch: Batch, block_size: int) -> Tensor:
         raise BatchError(
             "a batch without block_table or query_start_loc_cpu was given",
             "the blocks of a shared prefix are those of the first request that has a query, which the host knows",
-            "give both, as BatchDraft and Batch.from_lengths do",
+            "give both, as BatchAssembler and Batch.from_lengths do",
         )
     first = 0 if int(starts[1]) else int(starts.diff().ne(0).int().argmax())
     return table[first : first + 1, : batch.common_prefix_len // block_size]

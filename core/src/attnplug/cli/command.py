@@ -81,7 +81,7 @@ class Command:
         try:
             return str(self.load().SUMMARY)
         except PluginLoadError as error:
-            return f"broken: {error.given}"
+            return f"broken: {error.problem}"
 
 
 def installed_commands() -> dict[str, Command]:

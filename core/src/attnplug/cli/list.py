@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _EPILOG: Final = """\
 standings:
   ready             everything that it requires is installed
-  lacks dependency  the plugin is here, and something that it requires is not
+  missing dependency  the plugin is here, and something that it requires is not
   absent            a plugin that is known by name and not installed
   refused           the settings keep it out, or it speaks another version of the contract
   broken            it cannot be used: its manifest is malformed, or two distributions claim its name
@@ -90,7 +90,7 @@ def _variant(candidate: Candidate, registry: Registry) -> dict[str, Any]:
         "verified_on": [device.to_dict() for device in verified_on(candidate, registry)],
         "reasons": [reason.to_dict() for reason in candidate.obstacles],
         "install": list(candidate.install),
-        "action": candidate.remedy,
+        "action": candidate.fix,
     }
 
 
@@ -122,7 +122,7 @@ def _row(candidate: Candidate, registry: Registry) -> Row:
 
 
 def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
-    from attnplug.negotiation.verdict import Remedy  # noqa: PLC0415 - as above
+    from attnplug.negotiation.verdict import Fix  # noqa: PLC0415 - as above
 
     variant, manifest = candidate.variant, candidate.manifest
     if variant is not None and manifest is not None:
@@ -135,4 +135,4 @@ def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
         yield f"- {reason}"
     if candidate.standing != "ready":
         nowhere = candidate.standing == "absent" and not candidate.install
-        yield ("" if nowhere else "way out: ") + str(Remedy(install=candidate.install, action=candidate.remedy))
+        yield ("" if nowhere else "fix: ") + str(Fix(install=candidate.install, action=candidate.fix))

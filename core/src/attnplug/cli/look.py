@@ -29,13 +29,13 @@ class Sight:
         device: The device that a selection is for unless told otherwise.
         how: How it was found.
         overlooked: What may have been missed; empty where nothing was.
-        remedy: How to see it.
+        fix: How to see it.
     """
 
     device: Device
     how: str
     overlooked: str = ""
-    remedy: str = ""
+    fix: str = ""
 
 
 def look() -> Sight:

@@ -15,12 +15,12 @@ from attnplug._lazy import lazy
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend as Backend
     from attnplug.contract.builder import MetadataBuilder as MetadataBuilder
-    from attnplug.contract.calls.advance import StepTokens as StepTokens
+    from attnplug.contract.calls.advance import DecodeInputs as DecodeInputs
     from attnplug.contract.calls.check import check_backend_class as check_backend_class
     from attnplug.contract.calls.op import forward_context as forward_context
-    from attnplug.contract.graphs.buffers import GraphSlot as GraphSlot
+    from attnplug.contract.graphs.buffers import GraphBuffers as GraphBuffers
     from attnplug.contract.graphs.capture import capture as capture
-    from attnplug.contract.graphs.shape import GraphKey as GraphKey
+    from attnplug.contract.graphs.shape import GraphShape as GraphShape
     from attnplug.contract.guards.cache import by_phase as by_phase
     from attnplug.contract.hooks import hookimpl as hookimpl
     from attnplug.contract.impl import AttentionImpl as AttentionImpl
@@ -43,12 +43,12 @@ if TYPE_CHECKING:
 _MODULES: Final = {
     "attnplug.contract.backend": "Backend",
     "attnplug.contract.builder": "MetadataBuilder",
-    "attnplug.contract.calls.advance": "StepTokens",
+    "attnplug.contract.calls.advance": "DecodeInputs",
     "attnplug.contract.calls.check": "check_backend_class",
     "attnplug.contract.calls.op": "forward_context",
-    "attnplug.contract.graphs.buffers": "GraphSlot",
+    "attnplug.contract.graphs.buffers": "GraphBuffers",
     "attnplug.contract.graphs.capture": "capture",
-    "attnplug.contract.graphs.shape": "GraphKey",
+    "attnplug.contract.graphs.shape": "GraphShape",
     "attnplug.contract.guards.cache": "by_phase",
     "attnplug.contract.hooks": "hookimpl",
     "attnplug.contract.impl": "AttentionImpl",

@@ -12,7 +12,7 @@ from attnplug.contract.calls.block_copy import check_blocks, copy_between, to_pa
 from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
 from attnplug.contract.guards.call import ForwardGuard
-from attnplug.contract.guards.classes import check_constructed, check_takes_slots
+from attnplug.contract.guards.classes import check_constructed, check_supports_graphs
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.limits import check_limits
 from attnplug.contract.impl import AttentionImpl
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.inputs.limits import Limits
@@ -80,7 +80,7 @@ class Backend(ABC):
         return self.agreement.id
 
     @property
-    def keeps_max_num_splits(self) -> bool:
+    def supports_max_num_splits(self) -> bool:
         """Whether `Limits.max_num_splits` is kept. Where it is not, limits that name one are refused."""
         return False
 
@@ -157,7 +157,7 @@ class Backend(ABC):
             impl.init_cache(cache)
         return cache
 
-    def dummy_batch(self, key: GraphKey) -> Batch:
+    def dummy_batch(self, key: GraphShape) -> Batch:
         """
         Return a valid batch of this shape that touches nothing but the null block: for warm-up, captures, and ranks
         that have to run the model without having requests.
@@ -199,7 +199,7 @@ class Backend(ABC):
             LimitsError: The limits contradict the agreement, or name a bound of splits that the backend does not keep.
         """
         ranks = Parallel() if parallel is None else parallel
-        check_limits(limits, ranks, self.agreement, keeps_splits=self.keeps_max_num_splits)
+        check_limits(limits, ranks, self.agreement, supports_splits=self.supports_max_num_splits)
         state = self.state_class(self, limits, self.device, ranks)
         check_constructed(state, State, "_is_capturing")
         return state
@@ -236,7 +236,7 @@ class Backend(ABC):
         self._check_state(state)
         builder = self.builder_class(self, impls, state)
         check_constructed(builder, MetadataBuilder, "_guard")
-        check_takes_slots(builder)
+        check_supports_graphs(builder)
         return builder
 
     def swap_blocks(self, src: Cache, dst: Cache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
@@ -278,7 +278,7 @@ class Backend(ABC):
         for cache in layers:
             self._move(cache, cache, pairs)
 
-    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile and load what the first use of these batch shapes would. The default has nothing to prepare."""
         del shapes
 
@@ -313,7 +313,7 @@ class Backend(ABC):
                 "a state belongs to one backend, variant and device",
                 "pass the state that this backend's make_state returned",
             )
-        check_limits(state.limits, state.parallel, self.agreement, keeps_splits=self.keeps_max_num_splits)
+        check_limits(state.limits, state.parallel, self.agreement, supports_splits=self.supports_max_num_splits)
         needed, given = self.workspace_bytes(state.limits), state.backend.workspace_bytes(state.limits)
         if needed > given:
             raise LimitsError(

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
 import torch
 from attrs import evolve
 
-from attnplug.contract.calls.advance import StepTokens, advanced_batch
+from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
 from attnplug.contract.calls.cascade import cascade_pays
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
-from attnplug.contract.guards.batch import BatchGuard, Facts
+from attnplug.contract.guards.batch import BatchGuard, BatchSplit
 from attnplug.contract.guards.building import check_batch, check_covered, check_fields, check_own, check_slot, complete
 from attnplug.errors import BatchError, PluginContractError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.metadata import Metadata
@@ -36,15 +36,15 @@ class MetadataBuilder:
     """
     Builds metadata for the layers that share a block table and an agreement. `Backend.make_builder` constructs it.
 
-    A plugin overrides `_build` where its kernels plan, and returns ``self.describe(batch, plans=..., more=...)``; the
+    A plugin overrides `plan_batch` where its kernels plan, and returns ``self.describe(batch, plans=..., more=...)``; the
     default has no plans. `build` runs while the previous step may still be executing, and no more than that one:
     persistent buffers change in stream order only, and nothing in it waits for the device. One builder serves one
     thread, and one microbatch.
 
     Attributes:
-        takes_slots: Whether `_build` keeps everything that a replay reads in the slot (`once`, `keep`), at one address.
+        supports_graphs: Whether `plan_batch` keeps everything that a replay reads in the slot (`once`, `keep`), at one address.
             False refuses slots.
-        uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single one: the
+        requires_uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single one: the
             requests at the front that are as long as the first one are decodes then, and all others are prefills.
         backend: The backend.
         agreement: What was negotiated.
@@ -53,8 +53,8 @@ class MetadataBuilder:
         plan_groups: The implementations by `plan_key`: one plan each.
     """
 
-    takes_slots: ClassVar[bool] = False
-    uniform_decodes: ClassVar[bool] = False
+    supports_graphs: ClassVar[bool] = False
+    requires_uniform_decodes: ClassVar[bool] = False
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         self.backend = backend
@@ -67,7 +67,9 @@ class MetadataBuilder:
         for impl in self.impls:
             groups[impl.plan_key] = (*groups.get(impl.plan_key, ()), impl)
         self.plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]] = MappingProxyType(groups)
-        self._guard = BatchGuard(self.agreement, self.limits, backend.device, uniform_decodes=self.uniform_decodes)
+        self._guard = BatchGuard(
+            self.agreement, self.limits, backend.device, requires_uniform_decodes=self.requires_uniform_decodes
+        )
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({layers_text(self.impls)}, of {self.agreement.id})"
@@ -75,7 +77,7 @@ class MetadataBuilder:
     @property
     def graph_level(self) -> str:
         """The highest kind of batch that can be replayed from a graph."""
-        return graph_level(self.agreement, self.limits) if self.takes_slots else "never"
+        return graph_level(self.agreement, self.limits) if self.supports_graphs else "never"
 
     @property
     def batch_invariant(self) -> bool:
@@ -86,7 +88,7 @@ class MetadataBuilder:
     @property
     def graph_lengths(self) -> tuple[int, ...]:
         """
-        The longest sequences for which a host should capture slots of their own (`GraphKey.max_seq_len`), rising.
+        The longest sequences for which a host should capture slots of their own (`GraphShape.max_seq_len`), rising.
 
         The default is the limits' alone: right for kernels whose work follows from the lengths on the device. Override
         it where a captured forward takes as long as its longest sequence would. Longer sequences than the last run
@@ -95,7 +97,7 @@ class MetadataBuilder:
         return (self.limits.max_seq_len,)
 
     @final
-    def build(self, batch: Batch, *, fast: bool = False, slot: GraphSlot | None = None) -> Metadata:
+    def build(self, batch: Batch, *, fast: bool = False, slot: GraphBuffers | None = None) -> Metadata:
         """
         Check the batch against the agreement and the limits, then plan.
 
@@ -117,13 +119,13 @@ class MetadataBuilder:
         check_batch(batch, "build")
         if slot is None:
             batch.derived[self] = self._guard.check(batch)
-            return complete(self, self._build(batch, fast=fast, slot=None))
+            return complete(self, self.plan_batch(batch, fast=fast, slot=None))
         check_slot(self, slot)
         facts = self._guard.check(batch)
         check_covered(self, slot, batch)
         seen = slot.take(batch, self)
         seen.derived[self] = facts.in_slot(slot, self.agreement.requirements)
-        return slot.seal(complete(self, self._build(seen, fast=fast, slot=slot)), self, batch)
+        return slot.seal(complete(self, self.plan_batch(seen, fast=fast, slot=slot)), self, batch)
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
@@ -131,7 +133,7 @@ class MetadataBuilder:
         return (
             runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len)
             and not batch.common_prefix_len
-            and self._can_run_in_cudagraph(batch)
+            and self.can_capture(batch)
         )
 
     @final
@@ -173,14 +175,14 @@ class MetadataBuilder:
             fields[f"{name}_cpu"] = tensor if host is None and tensor.device.type == "cpu" else host
         batch: Batch = evolve(metadata.batch, **fields)
         batch.derived[self] = self._guard.check(batch)
-        return complete(self, self._update_block_table(metadata, batch))
+        return complete(self, self.replan_block_table(metadata, batch))
 
     @final
     def advance_step(
         self,
         metadata: Metadata,
         *,
-        tokens: StepTokens | None = None,
+        tokens: DecodeInputs | None = None,
         num_queries: int | None = None,
         prefills_to_decodes: bool = False,
     ) -> Metadata:
@@ -210,7 +212,7 @@ class MetadataBuilder:
                 "advance those, and build(batch, slot=slot)",
             )
         before = metadata.batch if slot is None else slot.given(self)
-        batch = advanced_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
+        batch = next_decode_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
         count = batch.num_actual_tokens
         if tokens is not None:
             tokens.check(count)
@@ -218,7 +220,7 @@ class MetadataBuilder:
             advanced = self.build(batch, fast=True, slot=slot)
         else:
             batch.derived[self] = self._guard.check(batch)
-            advanced = complete(self, self._advance_step(metadata, batch))
+            advanced = complete(self, self.plan_next_step(metadata, batch))
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced
@@ -247,9 +249,9 @@ class MetadataBuilder:
             dcp_world_size=asked.dcp_size,
         )
 
-    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
         """
-        Return the metadata of a checked batch. `slot` is None unless `takes_slots`.
+        Return the metadata of a checked batch. `slot` is None unless `supports_graphs`.
 
         Where plans need the split, ``metadata = self.describe(batch)`` comes first, and
         ``attrs.evolve(metadata, plans=...)`` is returned.
@@ -260,16 +262,16 @@ class MetadataBuilder:
         del fast, slot
         return self.describe(batch)
 
-    def once(self, slot: GraphSlot, key: Hashable, make: Callable[[], _T]) -> _T:
+    def once(self, slot: GraphBuffers, key: Hashable, make: Callable[[], _T]) -> _T:
         """
         Return `make()`, called once in the life of a slot, for this builder alone.
 
         Buffers and wrappers that graphs read are kept so. What all builders of a state share is kept by
-        `GraphSlot.once`.
+        `GraphBuffers.once`.
         """
         return slot.once((self, key), make)
 
-    def keep(self, slot: GraphSlot | None, key: Hashable, tensor: Tensor) -> Tensor:
+    def keep(self, slot: GraphBuffers | None, key: Hashable, tensor: Tensor) -> Tensor:
         """
         Return a tensor of this step as a graph may read it: without a slot itself, with one its values in memory that
         the slot keeps.
@@ -281,39 +283,39 @@ class MetadataBuilder:
         """
         return tensor if slot is None else self.once(slot, key, lambda: torch.empty_like(tensor)).copy_(tensor)
 
-    def _can_run_in_cudagraph(self, batch: Batch) -> bool:
+    def can_capture(self, batch: Batch) -> bool:
         """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
         del batch
         return True
 
-    def _update_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
+    def replan_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
         """Return the metadata of a checked batch with other pages. The default plans anew; override it to reuse."""
         del metadata
-        return self._build(batch, fast=False, slot=None)
+        return self.plan_batch(batch, fast=False, slot=None)
 
-    def _advance_step(self, metadata: Metadata, batch: Batch) -> Metadata:
+    def plan_next_step(self, metadata: Metadata, batch: Batch) -> Metadata:
         """Return the metadata of the checked next step. The default plans anew; override it to advance a plan."""
         del metadata
-        return self._build(batch, fast=True, slot=None)
+        return self.plan_batch(batch, fast=True, slot=None)
 
     def describe(self, batch: Batch, *, plans: Mapping[Hashable, Any] | None = None, **more: Any) -> Metadata:
         """
         Return the backend's metadata for the batch that `build` was given.
 
         Args:
-            batch: The batch, as `_build` got it.
+            batch: The batch, as `plan_batch` got it.
             plans: A plan per plan key.
             more: Fields of the plugin's own Metadata class.
 
         Raises:
             PluginContractError: The batch is another one, or the class has other fields.
         """
-        facts: Facts | None = batch.derived.get(self)
+        facts: BatchSplit | None = batch.derived.get(self)
         if facts is None:
             raise PluginContractError(
                 f"{type(self).__name__}.describe was given a batch that was not built",
                 "metadata describes the batch that build has checked",
-                "pass the batch of _build; keep what is derived from it in fields of a Metadata subclass",
+                "pass the batch of plan_batch; keep what is derived from it in fields of a Metadata subclass",
             )
         try:
             return self.backend.metadata_class(

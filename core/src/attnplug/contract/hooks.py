@@ -63,5 +63,5 @@ def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason
 
     Returns:
         None, or a Reason of the code ``"probe"`` or ``"broken"``: its `supported` says what was found, its `because` is
-        the way out.
+        the fix.
     """

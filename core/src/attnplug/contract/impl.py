@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias, f
 import torch
 
 from attnplug.contract.calls.op import enlist, tensors_of
-from attnplug.contract.guards.cache import settle_writers
+from attnplug.contract.guards.cache import cache_writers
 from attnplug.contract.guards.scales import UNQUANTIZED
 from attnplug.contract.inputs.kv_cache import torch_dtype
 from attnplug.errors import LayerError, PluginContractError
@@ -31,7 +31,7 @@ class AttentionImpl(ABC):
     """
     One layer. `Backend.make_impl` constructs it from a layer that it has completed and checked.
 
-    A plugin sets `cache_write` and overrides `_forward`, and `_write_kv` where a host may write the cache. Whoever
+    A plugin sets `cache_write` and overrides `run`, and `update_kv_cache` where a host may write the cache. Whoever
     overrides `__init__` calls this one first.
 
     Attributes:
@@ -58,7 +58,7 @@ class AttentionImpl(ABC):
         logits_soft_cap: The soft cap; None for none.
         causal: Whether a token attends no later token.
         is_paged: Whether K/V live in a paged cache; otherwise they come whole with each call.
-        forward_writes: The phases in which `_forward` writes the given K/V into the cache; empty where the host does,
+        forward_writes: The phases in which `run` writes the given K/V into the cache; empty where the host does,
             or the layer has no cache of its own.
         host_writes: The phases in which the host does, through `write_kv`.
         cache_roles: The roles of its cache, in order.
@@ -91,7 +91,7 @@ class AttentionImpl(ABC):
         self.logits_soft_cap = layer.logits_soft_cap
         self.causal = bool(asked.causal)
         self.is_paged = bool(asked.paged)
-        self.forward_writes, self.host_writes = settle_writers(self.cache_write, layer, agreement)
+        self.forward_writes, self.host_writes = cache_writers(self.cache_write, layer, agreement)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.layer.name!r}, of {self.agreement.id})"
@@ -167,9 +167,9 @@ class AttentionImpl(ABC):
         """
         guard = self._guard or self._refuse_unbound()
         if guard.check_call(query, key, value, kv_cache, metadata, output, lse):
-            self._profile(query, key, value, output, lse)
+            self.run_profile(query, key, value, output, lse)
         else:
-            self._forward(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
+            self.run(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
 
     @final
     def attend(
@@ -228,7 +228,7 @@ class AttentionImpl(ABC):
         """
         guard = self._guard or self._refuse_unbound()
         if guard.check_write(key, value, kv_cache, slot_mapping):
-            self._write_kv(key, value, kv_cache, slot_mapping)
+            self.update_kv_cache(key, value, kv_cache, slot_mapping)
 
     @final
     def bind(self, guard: ForwardGuard, cache_roles: tuple[str, ...]) -> None:
@@ -264,7 +264,7 @@ class AttentionImpl(ABC):
             ) from None
 
     @abstractmethod
-    def _forward(
+    def run(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -276,19 +276,19 @@ class AttentionImpl(ABC):
     ) -> None:
         """Attend. Everything is checked; `metadata` is never None, `kv_cache` is None for dense calls only."""
 
-    def _profile(
+    def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
         """Run what a profiling run measures. The default leaves the output untouched."""
         del query, key, value, output, lse
 
-    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
         del key, value, kv_cache, slot_mapping
         raise PluginContractError(
-            f"{type(self).__name__} has no _write_kv",
+            f"{type(self).__name__} has no update_kv_cache",
             f"cache_write={self.cache_write!r} lets the host write the cache",
-            "override _write_kv, or declare cache_write='forward'",
+            "override update_kv_cache, or declare cache_write='forward'",
         )
 
     def _refuse_unbound(self) -> NoReturn:

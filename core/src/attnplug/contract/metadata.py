@@ -12,7 +12,7 @@ from attnplug.contract.inputs.phase import Phase, phase_of
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.state import State
     from attnplug.negotiation.agreement import Agreement
@@ -31,7 +31,7 @@ class Metadata:
         agreement: What was negotiated; a layer of another agreement refuses the metadata.
         batch: The batch.
         num_decodes: Requests at the front whose query is at most the agreed decode query length; with
-            `MetadataBuilder.uniform_decodes`, those of them that are as long as the first.
+            `MetadataBuilder.requires_uniform_decodes`, those of them that are as long as the first.
         num_prefills: The other requests, padding included.
         num_decode_tokens: Query tokens of the decodes: the first rows.
         num_prefill_tokens: Query tokens of the prefills: the rows after them.
@@ -51,7 +51,7 @@ class Metadata:
     num_key_rows: int
     highest_block: int = -1
     plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}), repr=lambda plans: f"<{len(plans)}>")
-    slot: GraphSlot | None = None
+    slot: GraphBuffers | None = None
     state: State | None = None
 
     @property

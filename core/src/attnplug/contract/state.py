@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import frozen
 
-from attnplug.contract.graphs.buffers import GraphSlot
+from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
 from attnplug.contract.graphs.shape import check_key, graph_level
 from attnplug.contract.guards.building import check_batches
-from attnplug.contract.inputs.kv_cache import lasting
+from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LimitsError, NotNegotiatedError
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract.backend import Backend
     from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.contract.metadata import Metadata
@@ -41,7 +41,7 @@ class Step:
         metadata: What each builder built.
     """
 
-    slot: GraphSlot | None
+    slot: GraphBuffers | None
     metadata: Mapping[MetadataBuilder, Metadata]
 
     def __repr__(self) -> str:
@@ -70,7 +70,7 @@ class State:
         self.device = device
         self.parallel = Parallel() if parallel is None else parallel
         self._workspace: Tensor | None = None
-        self._slots: dict[GraphKey, GraphSlot] = {}
+        self._slots: dict[GraphShape, GraphBuffers] = {}
         self._inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs] = WeakKeyDictionary()
         self._max_batch_size = 0
         self._is_capturing = False
@@ -84,19 +84,19 @@ class State:
         """``(workspace_bytes,)`` uint8, zero at first use, then shared by builders and forwards in stream order."""
         if self._workspace is None:
             size = self.backend.workspace_bytes(self.limits)
-            with lasting():
+            with outside_inference_mode():
                 self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._workspace
 
     @property
-    def slots(self) -> Mapping[GraphKey, GraphSlot]:
+    def slots(self) -> Mapping[GraphShape, GraphBuffers]:
         """The slots that have been captured, by their shape."""
         return MappingProxyType(self._slots)
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
         """
-        Make slots inside this context, and capture with them. They live on afterwards, until `release_slots`.
+        Make slots inside this context, and capture with them. They live on afterwards, until `release_graphs`.
 
         If the body raises, the slots that it made are dropped.
 
@@ -122,7 +122,7 @@ class State:
         finally:
             self._is_capturing = False
 
-    def slot(self, key: GraphKey, *, host_owned_inputs: bool | None = None) -> GraphSlot:
+    def slot(self, key: GraphShape, *, host_owned_inputs: bool | None = None) -> GraphBuffers:
         """
         Return the slot of a shape; inside `graph_capture` it is made if need be.
 
@@ -144,15 +144,15 @@ class State:
                 "enter state.graph_capture(max_batch_size) first, and ask for each shape in one way",
             )
         check_key(key, self.backend.agreement, self.limits, self._max_batch_size)
-        self._slots[key] = GraphSlot(self, key, host_owned_inputs=bool(host_owned_inputs))
+        self._slots[key] = GraphBuffers(self, key, host_owned_inputs=bool(host_owned_inputs))
         return self._slots[key]
 
-    def release_slots(self) -> None:
+    def release_graphs(self) -> None:
         """Drop all slots and what they hold. No graph that was captured with them may be replayed any more."""
         self._slots.clear()
         self._inputs.clear()
 
-    def find_slot(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphSlot | None:
+    def find_graph(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphBuffers | None:
         """
         Return the smallest slot that all these builders have captured and all their batches fit, or None.
 
@@ -162,7 +162,7 @@ class State:
         found = [slot for slot in self._slots.values() if _serves(slot, batches)]
         return min(found, key=lambda slot: (slot.key.num_tokens, slot.key.num_reqs, slot.max_seq_len), default=None)
 
-    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphKey | None = None) -> Step:
+    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphShape | None = None) -> Step:
         """
         Pick a slot, or none, and build the step.
 
@@ -176,13 +176,13 @@ class State:
             LimitsError: There is no slot for the key.
         """
         check_batches(batches)
-        slot = self.slot(key) if key is not None else self.find_slot(batches) if self._slots else None
+        slot = self.slot(key) if key is not None else self.find_graph(batches) if self._slots else None
         return Step(slot, {builder: builder.build(batch, slot=slot) for builder, batch in batches.items()})
 
     def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
         """Return the tensors that the graphs of a builder read."""
         if builder not in self._inputs:  # agreements that share a state may differ in their block size
-            with lasting():
+            with outside_inference_mode():
                 made = PersistentInputs(builder.agreement, self.limits, self._max_batch_size, self.device)
             self._inputs[builder] = made
         return self._inputs[builder]
@@ -202,15 +202,15 @@ class State:
         if self._slots and max_batch_size != self._max_batch_size:
             self._refuse(max_batch_size, f"its slots were made for {self._max_batch_size}, and live")
 
-    def _refuse(self, max_batch_size: int, allowed: str) -> None:
+    def _refuse(self, max_batch_size: int, expected: str) -> None:
         raise LimitsError(
             f"graph_capture({max_batch_size!r}) was entered",
-            allowed,
-            "capture all shapes at once, largest batch named; release_slots() frees those there are",
+            expected,
+            "capture all shapes at once, largest batch named; release_graphs() frees those there are",
         )
 
 
-def _serves(slot: GraphSlot, batches: Mapping[MetadataBuilder, Batch]) -> bool:
+def _serves(slot: GraphBuffers, batches: Mapping[MetadataBuilder, Batch]) -> bool:
     return all(
         slot.is_captured(builder) and slot.fits(batch) and builder.can_run_in_cudagraph(batch)
         for builder, batch in batches.items()

@@ -42,7 +42,7 @@ class Contest:
         return DuplicateBackendError(
             f"the backend {self.name!r} is offered by {self.who}",
             "a name belongs to one distribution, and none of them wins silently",
-            self.remedy,
+            self.fix,
         )
 
     @property
@@ -51,7 +51,7 @@ class Contest:
         return " and by ".join(plugin.label for plugin in self.claimants)
 
     @property
-    def remedy(self) -> str:
+    def fix(self) -> str:
         """Say how to choose."""
         names = dict.fromkeys(plugin.distribution for plugin in self.claimants if not plugin.is_by_hand)
         by_hand = [plugin.module for plugin in self.claimants if plugin.is_by_hand]
@@ -184,7 +184,7 @@ def _of_plugin(
                 candidate,
                 standing="refused",
                 obstacles=(denial.reason, *candidate.obstacles),
-                remedy="; ".join(filter(None, (denial.remedy, candidate.remedy))),
+                fix="; ".join(filter(None, (denial.fix, candidate.fix))),
             )
         yield candidate
 
@@ -199,7 +199,7 @@ def _unread(plugin: Plugin, settings: Settings) -> Candidate:
         backend=plugin.name,
         standing="refused" if refused else "broken",
         obstacles=obstacles,
-        remedy="; ".join(text for text in (denial.remedy if denial else "", plugin.remedy) if text),
+        fix="; ".join(text for text in (denial.fix if denial else "", plugin.fix) if text),
         embedded=plugin.embedded,
         distribution=plugin.label,
     )
@@ -212,8 +212,8 @@ def _duplicate(contest: Contest) -> Candidate:
         backend=contest.name,
         aliases=tuple(dict.fromkeys(alias for p in contest.claimants if p.manifest for alias in p.manifest.aliases)),
         standing="broken",
-        obstacles=(Reason("broken", contest.name, None, error.given, error.allowed),),
-        remedy=contest.remedy,
+        obstacles=(Reason("broken", contest.name, None, error.problem, error.expected),),
+        fix=contest.fix,
         distribution=", ".join(plugin.label for plugin in contest.claimants),
     )
 
@@ -228,7 +228,5 @@ def _absent(plugin: KnownPlugin, settings: Settings) -> Candidate:
         standing="absent",
         obstacles=(missing, denial.reason) if denial else (missing,),
         install=(plugin.install,) if plugin.published else (),
-        remedy="; ".join(
-            text for text in ("" if plugin.published else UNPUBLISHED, denial.remedy if denial else "") if text
-        ),
+        fix="; ".join(text for text in ("" if plugin.published else UNPUBLISHED, denial.fix if denial else "") if text),
     )

@@ -27,7 +27,7 @@ class KnownPlugin:
         aliases: What hosts call it.
         summary: One line about it.
         install: The distribution, as pip takes it.
-        published: Whether the package index has it. What is not there is no way out.
+        published: Whether the package index has it. What is not there is no fix.
     """
 
     name: str
@@ -74,5 +74,5 @@ def parse_known(text: str) -> Known:
     return Known(plugins, orders)
 
 
-def _fail(_: object, given: str, allowed: str, remedy: str) -> ManifestError:
-    return ManifestError(given, allowed, remedy, str(_FILE))
+def _fail(_: object, given: str, expected: str, fix: str) -> ManifestError:
+    return ManifestError(given, expected, fix, str(_FILE))

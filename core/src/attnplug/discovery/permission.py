@@ -79,7 +79,7 @@ class Denial:
     """Why the settings keep something out, and what to change in them."""
 
     reason: Reason
-    remedy: str
+    fix: str
 
 
 def deny(settings: Settings, who: Identity, variant: str | None = None) -> Denial | None:
@@ -92,8 +92,8 @@ def deny(settings: Settings, who: Identity, variant: str | None = None) -> Denia
     if not faults:
         return None
     subject = who.name if variant is None else f"{who.name}/{variant}"
-    because, remedy = ("; ".join(texts) for texts in zip(*faults, strict=True))
-    return Denial(Reason("blocked", subject, None, f"the settings keep {subject!r} out", because), remedy)
+    because, fix = ("; ".join(texts) for texts in zip(*faults, strict=True))
+    return Denial(Reason("blocked", subject, None, f"the settings keep {subject!r} out", because), fix)
 
 
 def unknown_names(settings: Settings, known: Iterable[Identity]) -> Iterator[tuple[str, str]]:
@@ -106,7 +106,7 @@ def unknown_names(settings: Settings, known: Iterable[Identity]) -> Iterator[tup
 
 
 def _blocked(settings: Settings, who: Identity, variant: str | None) -> tuple[str, str] | None:
-    """Return what is wrong with the block list, and the way out."""
+    """Return what is wrong with the block list, and the fix."""
     blocking = sorted(name for name in settings.block if who.is_called(name, variant))
     if not blocking:
         return None
@@ -115,7 +115,7 @@ def _blocked(settings: Settings, who: Identity, variant: str | None) -> tuple[st
 
 
 def _unlisted(settings: Settings, who: Identity, variant: str | None) -> tuple[str, str] | None:
-    """Return what is wrong with the allow list, and the way out."""
+    """Return what is wrong with the allow list, and the fix."""
     if settings.allow is None or any(_admits(name, who, variant) for name in settings.allow):
         return None
     listed, source = ", ".join(map(repr, sorted(settings.allow))), _source(settings, "allow")

@@ -43,7 +43,7 @@ class Plugin:
         manifest: What it declares; None where there is a problem.
         problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or not there) or ``api`` (another
             major version of the contract).
-        remedy: The way out of the problem.
+        fix: The fix of the problem.
         embedded: Whether it is part of the core.
         error: The problem as an exception, for the strict setting.
     """
@@ -54,7 +54,7 @@ class Plugin:
     version: str
     manifest: Manifest | None = None
     problem: Reason | None = None
-    remedy: str = ""
+    fix: str = ""
     embedded: bool = False
     error: ManifestError | None = field(default=None, eq=False, repr=False)
 
@@ -87,7 +87,7 @@ def read_plugin(entry: Entry) -> Plugin:
             entry.version,
             None,
             _problem(entry, error),
-            error.remedy,
+            error.fix,
             embedded,
             error,
         )
@@ -178,13 +178,13 @@ def _beside(root: Path, parts: list[str]) -> Path:
 
 def _problem(entry: Entry, error: ManifestError) -> Reason:
     where = f"{error.path}:{error.line}" if error.line is not None else error.path
-    told = f"{where}: {error.given}" if where else error.given
+    told = f"{where}: {error.problem}" if where else error.problem
     if isinstance(error, ApiVersionError):
-        return Reason("api", entry.name, None, error.allowed, told)
+        return Reason("api", entry.name, None, error.expected, told)
     return Reason(
         "broken",
         entry.name,
         None,
         f"{entry.distribution} {entry.version} has no valid manifest",
-        f"{told}; {error.allowed}",
+        f"{told}; {error.expected}",
     )

@@ -42,12 +42,12 @@ class Refusal:
 
     @property
     def told(self) -> Reason:
-        """The reason without the way out, which stands beside it wherever it is read."""
+        """The reason without the fix, which stands beside it wherever it is read."""
         return evolve(self.reason, because="")
 
     @property
-    def remedy(self) -> str:
-        """The probe's own way out."""
+    def fix(self) -> str:
+        """The probe's own fix."""
         return self.reason.because or "choose another backend"
 
     def beside(self, known: Refusals | None) -> Refusals:

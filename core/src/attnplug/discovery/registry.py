@@ -201,18 +201,18 @@ class Registry:
         """What probes have refused of single requests or devices, by candidate."""
         return self._refusals
 
-    def mark_broken(self, candidate_id: str, reason: Reason, remedy: str = "") -> None:
+    def mark_broken(self, candidate_id: str, reason: Reason, fix: str = "") -> None:
         """
         Record that a candidate has failed. From now on it stands as broken in this process.
 
         Args:
             candidate_id: ``backend/variant``.
             reason: What happened.
-            remedy: What to repair; its distribution, where nothing better is known.
+            fix: What to repair; its distribution, where nothing better is known.
         """
         with _lock:
-            if self._failures.get(candidate_id) != (reason, remedy):
-                self._failures = {**self._failures, candidate_id: (reason, remedy)}
+            if self._failures.get(candidate_id) != (reason, fix):
+                self._failures = {**self._failures, candidate_id: (reason, fix)}
                 self._renew()
 
     def mark_refused(self, candidate_id: str, refusal: Refusal) -> None:
@@ -225,7 +225,7 @@ class Registry:
             refusal: The probe's answer, and what it holds for.
         """
         if refusal.is_total:
-            self.mark_broken(candidate_id, refusal.told, refusal.remedy)
+            self.mark_broken(candidate_id, refusal.told, refusal.fix)
             return
         with _lock:
             known = self._refusals.get(candidate_id)
@@ -294,13 +294,13 @@ class Registry:
         failure = self._failures.get(candidate.id)
         if failure is None or candidate.standing in ("refused", "absent"):
             return candidate
-        reason, remedy = failure
+        reason, fix = failure
         offers = (p.part for p in self._plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
         return attrs.evolve(
             candidate,
             standing="broken",
             obstacles=(reason, *candidate.obstacles),
-            remedy=f"{remedy or f'repair {next(offers, candidate.distribution)}'}, then attnplug.refresh()",
+            fix=f"{fix or f'repair {next(offers, candidate.distribution)}'}, then attnplug.refresh()",
         )
 
     def _warn_of_unknown_names(self, settings: Settings) -> None:

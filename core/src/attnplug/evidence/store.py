@@ -225,7 +225,7 @@ def _device(data: Mapping[str, Any]) -> Device:
     try:
         return Device.from_dict(data)
     except AttnplugError as error:
-        raise ValueError(f"device: {error.given}; {error.allowed}") from error
+        raise ValueError(f"device: {error.problem}; {error.expected}") from error
 
 
 def _pair(item: Any, name: str) -> tuple[str, Any]:

@@ -37,14 +37,14 @@ class Checks:
     text: str
     path: str
 
-    def fail(self, where: tuple[str | int, ...], given: str, allowed: str, remedy: str) -> ManifestError:
+    def fail(self, where: tuple[str | int, ...], given: str, expected: str, fix: str) -> ManifestError:
         """Return the error about a place."""
-        return ManifestError(given, allowed, remedy, self.path, locate(self.text, where))
+        return ManifestError(given, expected, fix, self.path, locate(self.text, where))
 
-    def check(self, holds: object, where: tuple[str | int, ...], given: str, allowed: str, remedy: str) -> None:
+    def check(self, holds: object, where: tuple[str | int, ...], given: str, expected: str, fix: str) -> None:
         """Complain about a place unless something holds."""
         if not holds:
-            raise self.fail(where, given, allowed, remedy)
+            raise self.fail(where, given, expected, fix)
 
     def keys(self, data: Mapping[str, Any], where: tuple[str | int, ...], known: tuple[str, ...]) -> None:
         """Complain about keys that a table does not have."""

@@ -96,19 +96,19 @@ def model_layers(
     paged: bool = False,
     partial: bool = False,
     assume: str | None = None,
-    remedy: str = _PARTIAL,
+    fix: str = _PARTIAL,
     **engine: Any,
 ) -> tuple[ModelLayer, ...]:
     """
     Return what `requirements` describes, as records.
 
     Args:
-        hf_config: As for `requirements`, as are all but `remedy`.
+        hf_config: As for `requirements`, as are all but `fix`.
         dtype: Dtype of query, key and value.
         paged: Whether keys and values live in a paged cache.
         partial: Accept models of which only some layers are attention.
         assume: Read an unknown model type as this one.
-        remedy: The way out for a model of which only some layers are attention, where `partial` is none.
+        fix: The fix for a model of which only some layers are attention, where `partial` is none.
         engine: Further fields of `Requirements`.
 
     Raises:
@@ -121,7 +121,7 @@ def model_layers(
     wanted = {**engine, "paged": paged, "dtype": _dtype(fields, dtype)}
     layers = tuple(_layers(fields, architecture, wanted))
     if not partial:
-        _refuse_gaps(fields, architecture, layers, remedy)
+        _refuse_gaps(fields, architecture, layers, fix)
     if not layers:
         raise _refused(fields, "none of its layers is attention over keys", "run it on its own implementation")
     return layers
@@ -177,12 +177,12 @@ def _refuse_by_name(fields: Fields) -> None:
 
 
 def _refused(
-    fields: Fields, why: str, remedy: str = "keep transformers' own attention for this model"
+    fields: Fields, why: str, fix: str = "keep transformers' own attention for this model"
 ) -> RequirementsError:
     return RequirementsError(
         f"{fields.origin} is of model type {fields.model_type!r}",
         f"no requirements describe its attention: {why}",
-        remedy,
+        fix,
     )
 
 
@@ -301,7 +301,7 @@ def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:
     return Requirements(**asked)
 
 
-def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...], remedy: str) -> None:
+def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...], fix: str) -> None:
     """Refuse a model of which some layers are something else, unless the caller said that the rest will do."""
     if architecture.family == "encoder_decoder":
         return
@@ -313,5 +313,5 @@ def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[Model
         raise RequirementsError(
             f"{fields.origin}: {count - len(described)} of {count} layers are {', '.join(sorted(others))}",
             "those are not attention over keys, and no backend here serves them",
-            remedy,
+            fix,
         )

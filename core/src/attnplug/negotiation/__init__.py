@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from attnplug.negotiation.evaluation import negotiate as negotiate
     from attnplug.negotiation.ranking import AUTO as AUTO
     from attnplug.negotiation.unverified import Unverified as Unverified
+    from attnplug.negotiation.verdict import Fix as Fix
     from attnplug.negotiation.verdict import Reason as Reason
-    from attnplug.negotiation.verdict import Remedy as Remedy
     from attnplug.negotiation.verdict import Verdict as Verdict
 
 _MODULES: Final = {
@@ -23,7 +23,7 @@ _MODULES: Final = {
     "attnplug.negotiation.evaluation": "negotiate Question",
     "attnplug.negotiation.ranking": "AUTO",
     "attnplug.negotiation.unverified": "Unverified",
-    "attnplug.negotiation.verdict": "Reason Remedy Verdict",
+    "attnplug.negotiation.verdict": "Reason Fix Verdict",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from attnplug.manifest.constraint import Constraint
 
-Standing = Literal["ready", "absent", "lacks_dependency", "refused", "broken"]
+Standing = Literal["ready", "absent", "missing_dependency", "refused", "broken"]
 
 _SERVES: Final = Reason(
     "unsupported", "", None, ""
@@ -39,7 +39,7 @@ class Candidate:
         standing: ``ready``, or what stands in the way before anything is asked.
         obstacles: The reasons for that.
         install: What to install to make it ready, as pip takes it.
-        remedy: The way out in words, where ``pip install`` is not it, or not all of it.
+        fix: The fix in words, where ``pip install`` is not it, or not all of it.
         embedded: Whether it is part of the core.
         installed: The truth of every ``installed`` condition of its rules.
         distribution: The distribution that it comes from, with version, for reports.
@@ -53,7 +53,7 @@ class Candidate:
     standing: Standing = "ready"
     obstacles: tuple[Reason, ...] = ()
     install: tuple[str, ...] = ()
-    remedy: str = ""
+    fix: str = ""
     embedded: bool = False
     installed: frozenset[IsInstalled] = frozenset()
     distribution: str = ""
@@ -197,10 +197,10 @@ def examine(
         aliases=manifest.aliases,
         manifest=manifest,
         variant=variant,
-        standing="lacks_dependency" if unmet else "ready",
+        standing="missing_dependency" if unmet else "ready",
         obstacles=unmet,
         install=tuple(reason.field for reason in unmet if _way_to(reason.field, variant) is None),
-        remedy="; ".join(way for reason in unmet if (way := _way_to(reason.field, variant)) is not None),
+        fix="; ".join(way for reason in unmet if (way := _way_to(reason.field, variant)) is not None),
         embedded=embedded,
         installed=frozenset(true),
         distribution=distribution,

@@ -15,7 +15,7 @@ from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
 from attnplug.negotiation.evaluation import Question, negotiate
-from attnplug.negotiation.verdict import Remedy
+from attnplug.negotiation.verdict import Fix
 from attnplug.request.device import HARDWARE, ComputeCapability, Device, default_vendor
 from attnplug.request.fields import FIELDS, Flag, Integer, Level, Name, Names, fields_of
 from attnplug.request.requirements import neutral
@@ -158,9 +158,9 @@ def _bounds(constraint: Constraint) -> Iterator[int]:
                 yield from (bound - 1, bound, bound + 1)
 
 
-def find_remedy(candidate: Candidate, question: Question, relaxed: Callable[[Candidate], Candidate]) -> Remedy:
+def find_fix(candidate: Candidate, question: Question, relaxed: Callable[[Candidate], Candidate]) -> Fix:
     """
-    Find the way out for a candidate that cannot serve.
+    Find the fix for a candidate that cannot serve.
 
     Args:
         candidate: The candidate as it stands.
@@ -168,16 +168,16 @@ def find_remedy(candidate: Candidate, question: Question, relaxed: Callable[[Can
         relaxed: Returns the candidate as if everything that it requires were installed.
     """
     if candidate.variant is None or candidate.standing == "broken":
-        return Remedy(install=candidate.install, action=candidate.remedy)
+        return Fix(install=candidate.install, action=candidate.fix)
     outcome = negotiate(candidate, question)
     versions = any(isinstance(c, IsInstalled) for rule in candidate.variant.rules for c in (*rule.when, *rule.need))
     for subject, action in (
-        (candidate, candidate.remedy),
+        (candidate, candidate.fix),
         *(((relaxed(candidate), _other_version(candidate, outcome.objections)),) if versions else ()),
     ):
         found = _smallest(subject, question)
         if found is not None:
-            return Remedy(candidate.install, *found, action)
+            return Fix(candidate.install, *found, action)
     return _none(outcome.objections, question)
 
 
@@ -257,10 +257,10 @@ def _capabilities(candidate: Candidate, question: Question) -> tuple[Any, ...]:
 def _other_version(candidate: Candidate, objections: tuple[Reason, ...]) -> str:
     texts = [str(reason.because) for reason in objections if reason.code == "rule" and "installed" in reason.field]
     action = f"install another version ({'; '.join(texts)})" if texts else "install another version"
-    return "; ".join(filter(None, (candidate.remedy, action)))
+    return "; ".join(filter(None, (candidate.fix, action)))
 
 
-def _none(objections: tuple[Reason, ...], question: Question) -> Remedy:
+def _none(objections: tuple[Reason, ...], question: Question) -> Fix:
     """Say what of the model stands in the way; where nothing of it does, what no change of the rest gets around."""
     told = [reason for reason in objections if _is_about_model(reason)] or objections
     lacks, needs = {}, {}
@@ -270,7 +270,7 @@ def _none(objections: tuple[Reason, ...], question: Question) -> Remedy:
             needs[reason.supported] = f"{reason.supported}{because}"
         else:
             lacks[reason.asked] = f"{reason.asked}{because}"
-    return Remedy(lacks=tuple(lacks.values()), needs=tuple(needs.values()))
+    return Fix(lacks=tuple(lacks.values()), needs=tuple(needs.values()))
 
 
 def _is_about_model(reason: Reason) -> bool:

@@ -38,7 +38,7 @@ class Reason:
         field: The field that it is about, or the requirement, or the plugin.
         wanted: The value asked for, as a plain value.
         supported: What is supported, in words.
-        because: The explanation of the manifest or of the failure, of a probe its way out, or an empty text.
+        because: The explanation of the manifest or of the failure, of a probe its fix, or an empty text.
     """
 
     code: Code
@@ -80,9 +80,9 @@ class Reason:
 
 
 @frozen
-class Remedy:
+class Fix:
     """
-    One way out. Applying all of its parts makes the candidate serve; where `lacks` or `needs` are not empty there is
+    One fix. Applying all of its parts makes the candidate serve; where `lacks` or `needs` are not empty there is
     none.
 
     Attributes:
@@ -103,15 +103,15 @@ class Remedy:
 
     @property
     def possible(self) -> bool:
-        """Whether there is a way out at all."""
+        """Whether there is a fix at all."""
         return not (self.lacks or self.needs)
 
     def apply(self, requirements: Requirements, device: Device) -> tuple[Requirements, Device]:
-        """Return the question as the remedy would ask it."""
+        """Return the question as the fix would ask it."""
         return (requirements.evolve(**self.engine) if self.engine else requirements), self.device or device
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values; ``text`` is the remedy in words."""
+        """Return plain JSON values; ``text`` is the fix in words."""
         return {
             "install": list(self.install),
             "engine": {
@@ -126,7 +126,7 @@ class Remedy:
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Remedy:
+    def from_dict(cls, data: Mapping[str, Any]) -> Fix:
         """Read what `to_dict` wrote."""
         engine = {
             name: FIELDS[name].domain.canonical(value) if value is not None else None
@@ -156,7 +156,7 @@ class Remedy:
         return "; ".join(parts)
 
 
-Status = Literal["chosen", "eligible", "refused", "absent", "lacks_dependency", "broken"]
+Status = Literal["chosen", "eligible", "refused", "absent", "missing_dependency", "broken"]
 
 
 def _nothing() -> None:
@@ -175,13 +175,13 @@ class Verdict:
     Attributes:
         id: ``backend/variant``.
         status: ``chosen``, ``eligible`` (it could serve too), ``refused`` (it cannot serve this),
-            ``absent`` (not installed), ``lacks_dependency`` (it could serve, and something that it requires is
+            ``absent`` (not installed), ``missing_dependency`` (it could serve, and something that it requires is
             missing) or ``broken``.
         reasons: Everything that stands against it, not only the first.
         emulated: Asked-for features that it emulates, and at what cost.
         distribution: The distribution that offers it, with its version.
 
-    The agreement, the remedy and what is unverified are worked out when they are first read, since most never are.
+    The agreement, the fix and what is unverified are worked out when they are first read, since most never are.
     """
 
     id: str
@@ -190,7 +190,7 @@ class Verdict:
     emulated: Mapping[str, str] = field(factory=dict, hash=False)
     distribution: str = ""
     _agree: Callable[[], Agreement | None] = field(default=_nothing, repr=False, eq=False, alias="agree")
-    _find_remedy: Callable[[], Remedy | None] = field(default=_nothing, repr=False, eq=False, alias="find_remedy")
+    _find_fix: Callable[[], Fix | None] = field(default=_nothing, repr=False, eq=False, alias="find_fix")
     _find_unverified: Callable[[Agreement], tuple[Unverified, ...]] = field(
         default=_nothing_unverified, repr=False, eq=False, alias="find_unverified"
     )
@@ -204,11 +204,11 @@ class Verdict:
         return cast("Agreement | None", self._found["agreement"])
 
     @property
-    def remedy(self) -> Remedy | None:
+    def fix(self) -> Fix | None:
         """The smallest change that makes the candidate serve; None where it already does."""
-        if "remedy" not in self._found:
-            self._found["remedy"] = self._find_remedy()
-        return cast("Remedy | None", self._found["remedy"])
+        if "fix" not in self._found:
+            self._found["fix"] = self._find_fix()
+        return cast("Fix | None", self._found["fix"])
 
     @property
     def unverified(self) -> tuple[Unverified, ...]:
@@ -221,7 +221,7 @@ class Verdict:
         return cast("tuple[Unverified, ...]", self._found["unverified"])
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, the remedy and what is unverified included."""
+        """Return plain JSON values, the fix and what is unverified included."""
         return {
             "id": self.id,
             "status": self.status,
@@ -229,7 +229,7 @@ class Verdict:
             "emulated": dict(self.emulated),
             "agreement": self.agreement.to_dict() if self.agreement else None,
             "distribution": self.distribution,
-            "remedy": self.remedy.to_dict() if self.remedy else None,
+            "fix": self.fix.to_dict() if self.fix else None,
             "unverified": [item.to_dict() for item in self.unverified],
         }
 
@@ -237,7 +237,7 @@ class Verdict:
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
         """Read what `to_dict` wrote."""
         unverified = tuple(Unverified.from_dict(item) for item in data["unverified"])
-        remedy = Remedy.from_dict(data["remedy"]) if data["remedy"] else None
+        fix = Fix.from_dict(data["fix"]) if data["fix"] else None
         agreement = Agreement.from_dict(data["agreement"]) if data["agreement"] else None
         return cls(
             id=data["id"],
@@ -246,7 +246,7 @@ class Verdict:
             emulated=data["emulated"],
             distribution=data["distribution"],
             agree=lambda: agreement,
-            find_remedy=lambda: remedy,
+            find_fix=lambda: fix,
             find_unverified=lambda _: unverified,
         )
 

@@ -408,7 +408,7 @@ _ALL: Final = (
     Field("dcp_size", "engine", Integer(), "ranks of decode context parallelism", neutral=1),
     Field("batch_invariant", "engine", Flag(), "results do not depend on what else is in the batch", neutral=False),
     Field(
-        "host_lengths",
+        "seq_lens_cpu_kind",
         "engine",
         Name(values=("exact", "upper_bound", "absent")),
         "sequence lengths known on the host",

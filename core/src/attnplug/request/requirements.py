@@ -80,7 +80,7 @@ class Requirements:
     One attention layer's needs. Frozen, hashable, free of tensors; values are canonical after construction
     (``"fp8"`` reads ``"fp8_e4m3"``).
 
-    The meaning of each field is in `attnplug.request.fields`. The first group belongs to the *model*: no remedy
+    The meaning of each field is in `attnplug.request.fields`. The first group belongs to the *model*: no fix
     ever changes it. The second group belongs to
     the *engine*. `block_size` and `kv_layout` may be left None: the negotiation settles them.
 
@@ -115,7 +115,7 @@ class Requirements:
     decode_query_len: int = 1
     dcp_size: int = 1
     batch_invariant: bool = False
-    host_lengths: str = "exact"
+    seq_lens_cpu_kind: str = "exact"
     per_head_scales: bool = False
     output_quant: str | None = None
     features: tuple[str, ...] = ()
@@ -247,9 +247,9 @@ def _is_asked(requirements: Requirements, item: Field, value: Any) -> bool:
 
 
 def _refuse_contradictions(r: Requirements) -> None:
-    for holds, given, allowed, remedy in _CONTRADICTIONS:
+    for holds, given, allowed, fix in _CONTRADICTIONS:
         if holds(r):
-            raise RequirementsError(given(r), allowed, remedy)
+            raise RequirementsError(given(r), allowed, fix)
 
 
 def _is_encoder(r: Requirements) -> bool:

@@ -92,7 +92,7 @@ class Explanation:
             yield "not installed, so not asked:"
             longest = max(len(verdict.id) for verdict in absent)
             for verdict in absent:
-                yield f"{_INDENT}{verdict.id:<{longest}}  {verdict.remedy}"
+                yield f"{_INDENT}{verdict.id:<{longest}}  {verdict.fix}"
         if self.tie:
             yield ""
             yield from _wrapped(self.tie, width, "")
@@ -115,7 +115,7 @@ def describe(selection: Selection, width: int) -> Iterator[str]:
 
 
 def detail(verdict: Verdict) -> Iterator[str]:
-    """Yield a verdict's terms, emulations, what is unverified, reasons and remedy, a line each."""
+    """Yield a verdict's terms, emulations, what is unverified, reasons and fix, a line each."""
     if verdict.agreement is not None:
         terms = verdict.agreement
         if terms.block_size is not None:
@@ -127,8 +127,8 @@ def detail(verdict: Verdict) -> Iterator[str]:
         yield f"unverified on this device: {item}"
     for reason in verdict.reasons:
         yield f"- {reason}"
-    if verdict.remedy is not None:
-        yield f"way out: {verdict.remedy}"
+    if verdict.fix is not None:
+        yield f"fix: {verdict.fix}"
 
 
 def _asked(values: Mapping[str, Any]) -> str:

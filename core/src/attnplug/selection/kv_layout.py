@@ -18,7 +18,7 @@ from attnplug.selection.scope import current_scope
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from attnplug.negotiation.verdict import Reason, Remedy
+    from attnplug.negotiation.verdict import Fix, Reason
     from attnplug.request.device import Device
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import Settings
@@ -73,11 +73,11 @@ def name_origin(reasons: Iterable[Reason], question: Question) -> tuple[Reason, 
     )
 
 
-def name_way_out(remedy: Remedy, question: Question) -> Remedy:
-    """Return a remedy, one that asks for another layout than a setting does with where to change it."""
+def name_way_out(fix: Fix, question: Question) -> Fix:
+    """Return a fix, one that asks for another layout than a setting does with where to change it."""
     origin = question.origins.get(FIELD)
-    if origin is None or FIELD not in remedy.engine:
-        return remedy
+    if origin is None or FIELD not in fix.engine:
+        return fix
     asked = question.requirements.kv_layout
     action = f"{FIELD}={asked!r} is set by {origin}: change that, or override it"
-    return evolve(remedy, action="; ".join(filter(None, (remedy.action, action))))
+    return evolve(fix, action="; ".join(filter(None, (fix.action, action))))

@@ -88,7 +88,7 @@ def refused(selection: Selection, refusal: Refusal) -> PluginLoadError:
     return PluginLoadError(
         f"{selection.id!r} was probed{where}{f' for {given}' if given else ''}",
         f"it refuses {'this machine' if refusal.agreement is None else 'this request'}: {refusal.told}",
-        refusal.remedy,
+        refusal.fix,
     )
 
 
@@ -175,7 +175,7 @@ def load_selection(selection: Selection) -> Backend:
     except PluginError as error:
         process.registry().mark_broken(
             selection.id,
-            Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.given, error.allowed),
+            Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.problem, error.expected),
         )
         raise
     process.registry().mark_refused(selection.id, refusal)
@@ -215,7 +215,7 @@ def _same_plugin(selection: Selection) -> Plugin:
     except AttnplugError as error:
         raise PluginLoadError(
             f"{selection.id!r} was selected",
-            f"it is not installed here: {error.given}",
+            f"it is not installed here: {error.problem}",
             "call attnplug.register in this process too"
             if selection.distribution == BY_HAND
             else f"install {selection.distribution or 'it'}",
@@ -232,7 +232,7 @@ def _same_plugin(selection: Selection) -> Plugin:
     if candidate.standing in ("refused", "broken"):
         why = "; ".join(map(str, candidate.obstacles))
         raise PluginLoadError(
-            f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.remedy or "select again"
+            f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.fix or "select again"
         )
     refusals = process.registry().refusals.get(selection.id)
     refusal = None if refusals is None else refusals.find(selection.agreement, selection.device)
@@ -262,7 +262,7 @@ def _check_terms(selection: Selection, candidate: Candidate, question: Question)
     try:
         options = candidate.manifest.read_options(agreed.options, origins) if candidate.manifest else {}
     except SettingsError as error:
-        raise PluginLoadError(f"{selection.id!r} was selected: {error.given}", error.allowed, error.remedy) from error
+        raise PluginLoadError(f"{selection.id!r} was selected: {error.problem}", error.expected, error.fix) from error
     here = {
         "block_size and kv_layout": bool(asked.paged),
         "kv_cache_dtype": asked.kv_cache_dtype,

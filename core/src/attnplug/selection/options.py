@@ -121,10 +121,10 @@ def _table(path: str, table: Any) -> Table:
         raise _malformed(path, f"microseconds = {times!r}")
     try:
         return parse_conditions(
-            lambda _, given, allowed, remedy: ManifestError(given, allowed, remedy, path), table.get("when", {}), ()
+            lambda _, given, allowed, fix: ManifestError(given, allowed, fix, path), table.get("when", {}), ()
         ), times
     except ManifestError as error:
-        raise SettingsError(f"the profile {path!r} is set: {error.given}", error.allowed, error.remedy) from error
+        raise SettingsError(f"the profile {path!r} is set: {error.problem}", error.expected, error.fix) from error
 
 
 def _malformed(path: str, found: str) -> SettingsError:

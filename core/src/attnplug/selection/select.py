@@ -15,9 +15,9 @@ from attnplug.errors import NoBackendError, RequirementsError
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.common_cache import as_facts
 from attnplug.negotiation.evaluation import Question, graph_level, negotiate
-from attnplug.negotiation.fix import find_remedy
+from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.ranking import Policy, Ranked, emulated, rank
-from attnplug.negotiation.verdict import Remedy, Verdict
+from attnplug.negotiation.verdict import Fix, Verdict
 from attnplug.request.requirements import Requirements
 from attnplug.selection import process
 from attnplug.selection.explanation import Explanation
@@ -217,7 +217,7 @@ def _probed(candidate: Candidate, refusal: Refusal) -> Verdict:
         "refused",
         reasons=(refusal.told,),
         distribution=candidate.distribution,
-        find_remedy=lambda: Remedy(action=refusal.remedy),
+        find_fix=lambda: Fix(action=refusal.fix),
     )
 
 
@@ -250,7 +250,7 @@ def _unable(
         return next((c for c in registry.candidates(settings, assume_installed=True) if c.id == stands.id), stands)
 
     standing = candidate.standing
-    status: Any = "refused" if objections and standing in ("ready", "lacks_dependency") else standing
+    status: Any = "refused" if objections and standing in ("ready", "missing_dependency") else standing
     reasons = (*name_origin(objections, question), *candidate.obstacles)
     if candidate.id in registry.refusals:
         refusal = find_refusal(registry, candidate, question, None, settings)
@@ -260,24 +260,20 @@ def _unable(
         status,
         reasons=reasons,
         distribution=candidate.distribution,
-        find_remedy=lambda: _past_the_probe(
-            registry, candidate, question, settings, name_way_out(find_remedy(candidate, question, relaxed), question)
+        find_fix=lambda: _past_the_probe(
+            registry, candidate, question, settings, name_way_out(find_fix(candidate, question, relaxed), question)
         ),
     )
 
 
-def _past_the_probe(
-    registry: Registry, candidate: Candidate, question: Question, settings: Settings, remedy: Remedy
-) -> Remedy:
-    """Return a remedy, and where it leads to what the candidate's probe has refused, with the way out of that too."""
-    if candidate.id not in registry.refusals or candidate.standing == "broken" or not remedy.possible:
-        return remedy
-    changed = Question(*remedy.apply(question.requirements, question.device))
+def _past_the_probe(registry: Registry, candidate: Candidate, question: Question, settings: Settings, fix: Fix) -> Fix:
+    """Return a fix, and where it leads to what the candidate's probe has refused, with the fix of that too."""
+    if candidate.id not in registry.refusals or candidate.standing == "broken" or not fix.possible:
+        return fix
+    changed = Question(*fix.apply(question.requirements, question.device))
     terms = negotiate(candidate, changed).terms or None
     refusal = find_refusal(registry, candidate, changed, terms, settings)
-    return (
-        remedy if refusal is None else evolve(remedy, action="; ".join(filter(None, (remedy.action, refusal.remedy))))
-    )
+    return fix if refusal is None else evolve(fix, action="; ".join(filter(None, (fix.action, refusal.fix))))
 
 
 _log = logging.getLogger("attnplug")
@@ -368,10 +364,10 @@ def no_backend(explanation: Explanation, settings: Settings, layer: str = "") ->
         if settings.backend
         else ""
     )
-    offered = [v for v in explanation.verdicts if v.remedy is not None and v.remedy.possible]
+    offered = [v for v in explanation.verdicts if v.fix is not None and v.fix.possible]
     permitted = [v for v in offered if {v.id, v.id.partition("/")[0]} & set(settings.backend)]
-    here = [v for v in offered if v.status != "absent"] or [v for v in offered if v.remedy and v.remedy.install]
-    ways = [f"{verdict.id}: {verdict.remedy}" for verdict in permitted or here]
+    here = [v for v in offered if v.status != "absent"] or [v for v in offered if v.fix and v.fix.install]
+    ways = [f"{verdict.id}: {verdict.fix}" for verdict in permitted or here]
     ways += (
         ["permit others with 'auto' in the list"]
         if settings.backend and any(v.status == "eligible" for v in explanation.verdicts)

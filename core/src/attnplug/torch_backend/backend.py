@@ -13,7 +13,7 @@ from attnplug.torch_backend.warmup import run_zeros
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.limits import Limits
 
 
@@ -22,7 +22,7 @@ class TorchBackend(Backend):
 
     impl_class = TorchImpl
     builder_class = TorchBuilder
-    keeps_max_num_splits = True  # any bound: no request's keys are cut
+    supports_max_num_splits = True  # any bound: no request's keys are cut
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the buffers that pages are gathered into: K/V of one group, shared by all layers."""
@@ -38,9 +38,9 @@ class FlexBackend(TorchBackend):
     """The same on compiled FlexAttention. The variant `flex`."""
 
     builder_class = FlexBuilder
-    keeps_max_num_splits = False
+    supports_max_num_splits = False
 
-    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile what batches of these shapes run. Lengths are dynamic: one short and one long query is enough."""
         for shape in shapes:
             run_zeros(self, shape)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.metadata import Metadata
@@ -29,7 +29,7 @@ _CAPTURED_KEYS: Final = 2**22  # the slot numbers of so many keys take 32 MiB, i
 class TorchBuilder(MetadataBuilder):
     """Makes one `Plan` per plan key: the kernel calls of a step, with every index and mask that they need."""
 
-    takes_slots = True
+    supports_graphs = True
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
@@ -46,12 +46,12 @@ class TorchBuilder(MetadataBuilder):
         lengths = takewhile(lambda length: length < most, (_SHORTEST << power for power in count()))
         return (*lengths, most)
 
-    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
         del fast
         plans = {key: self._plan(key, shape, batch, slot) for key, shape in self._shapes.items()}
         return self.describe(batch, plans=plans)
 
-    def _plan(self, key: Hashable, shape: Shape, batch: Batch, slot: GraphSlot | None) -> Plan:
+    def _plan(self, key: Hashable, shape: Shape, batch: Batch, slot: GraphBuffers | None) -> Plan:
         device = batch.query_start_loc.device
         if slot is None:
             return make_plan(shape, batch, device)
@@ -61,4 +61,4 @@ class TorchBuilder(MetadataBuilder):
 class FlexBuilder(TorchBuilder):
     """Block masks are made anew at each step, elsewhere in memory: no graph could read them."""
 
-    takes_slots = False
+    supports_graphs = False

@@ -15,7 +15,7 @@ from attnplug.torch_backend.shape import aligned
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.inputs.batch import Batch
     from attnplug.torch_backend.shape import Shape
 
@@ -33,7 +33,7 @@ class CapturedPlan:
         device: Where the tensors live.
     """
 
-    def __init__(self, shape: Shape, slot: GraphSlot, device: torch.device) -> None:
+    def __init__(self, shape: Shape, slot: GraphBuffers, device: torch.device) -> None:
         keys = aligned(slot.max_seq_len)
         most = max(1, shape.budget.keys // keys)
         self._parts = tuple(

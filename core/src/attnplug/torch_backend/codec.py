@@ -1,4 +1,4 @@
-"""What an 8-bit cache does to keys and values on their way in, and what has to be made up for on their way out."""
+"""What an 8-bit cache does to keys and values on their way in, and what has to be made up for on their fix."""
 
 from __future__ import annotations
 

@@ -57,14 +57,14 @@ class TorchImpl(AttentionImpl):
         """Scale, cap and slopes enter at the kernel call: layers that see the same keys share a plan."""
         return self.window
 
-    def _write_kv(
+    def update_kv_cache(
         self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor, *, padded: bool = True
     ) -> None:
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
         write_kv(key, value, *key_and_value_pages(kv_cache), slot_mapping, padded=padded)
 
-    def _forward(
+    def run(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -78,14 +78,14 @@ class TorchImpl(AttentionImpl):
         if self._codec is not None and key is not None and value is not None:
             key, value = self._codec.encode(key, value)
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
-            self._write_kv(key, value, kv_cache, slots, padded=_may_be_padded(metadata))
+            self.update_kv_cache(key, value, kv_cache, slots, padded=_may_be_padded(metadata))
         # Without K/V everything is cached, and the plan reads nothing else.
         source = Source(
             cast("Tensor", key), cast("Tensor", value), kv_cache, cast("State", metadata.state).workspace, self._codec
         )
         self._run(plan, query, source, self._results(output, lse))
 
-    def _profile(
+    def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
         """Attend the given K/V, dense, as one sequence."""

@@ -13,11 +13,11 @@ from attnplug.contract.inputs.limits import Limits
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
-    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.request.requirements import Requirements
 
 
-def run_zeros(backend: Backend, shape: GraphKey) -> None:
+def run_zeros(backend: Backend, shape: GraphShape) -> None:
     """Build and run one step of this shape, on a cache of its own that is dropped again."""
     asked = backend.agreement.requirements
     batch = dummy_batch(backend.agreement, shape, backend.device)

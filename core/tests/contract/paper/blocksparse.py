@@ -72,9 +72,9 @@ class BlockSparseMetadata(Metadata):
 class BlockSparseImpl(AttentionImpl):
     cache_write = "either"
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         if self.forward_writes and key is not None:
-            self._write_kv(key, value, kv_cache, metadata.batch.slot_mapping)
+            self.update_kv_cache(key, value, kv_cache, metadata.batch.slot_mapping)
         rows, plan = output.unflatten(1, (self.num_q_heads, self.head_size)), self.plan(metadata)
         decodes, prefills = metadata.decodes, metadata.prefills
         if decodes is not None:
@@ -89,19 +89,19 @@ class BlockSparseImpl(AttentionImpl):
                 query_start_loc=prefills.query_start_loc, max_query_len=prefills.max_query_len, out=rows[prefills.rows],
             )  # fmt: skip
 
-    def _write_kv(self, key, value, kv_cache, slot_mapping):
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping):
         for rows, pages in zip((key, value), kv_cache, strict=True):
             write_cache(rows, pages, slot_mapping)
 
 
 class BlockSparseBuilder(MetadataBuilder):
-    takes_slots = True
+    supports_graphs = True
 
     def __init__(self, backend, impls, state):
         super().__init__(backend, impls, state)
         self._patterns = {key: Pattern.of(group[0], self.parallel) for key, group in self.plan_groups.items()}
 
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         described = self.describe(batch)
         prefills, context = described.prefills, None
         if prefills is not None:  # a prefix hit or a chunk: queries start behind what is cached
@@ -120,7 +120,7 @@ class BlockSparseBuilder(MetadataBuilder):
         found = pattern.visited(decodes.seq_lens, asked.num_q_heads, asked.num_kv_heads, blocks)
         return self.keep(slot, key, found)
 
-    def _can_run_in_cudagraph(self, batch):
+    def can_capture(self, batch):
         return batch.max_query_len == 1
 
 

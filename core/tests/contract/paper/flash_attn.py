@@ -78,10 +78,10 @@ class FlashAttentionImpl(AttentionImpl):
     static_scales = frozenset({"q", "k", "v"})
     query_quantization = "host"
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch, rows = metadata.batch, output.unflatten(1, (self.num_q_heads, self.head_size))
         if kv_cache is not None and self.forward_writes and key is not None:
-            self._write_kv(key, value, kv_cache, batch.slot_mapping)
+            self.update_kv_cache(key, value, kv_cache, batch.slot_mapping)
         pages = (key, value) if kv_cache is None else kv_cache.unbind(0)
         passes, dcp = self.plan(metadata), metadata.state.parallel
         if not (batch.common_prefix_len or dcp.dcp_size > 1):  # phases: rows of their own, written in place
@@ -127,15 +127,15 @@ class FlashAttentionImpl(AttentionImpl):
         )  # fmt: skip
         return lse.T
 
-    def _write_kv(self, key, value, kv_cache, slot_mapping):
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping):
         write_cache(key, kv_cache[0], slot_mapping, self.layer.k_scale_tensor)
         write_cache(value, kv_cache[1], slot_mapping, self.layer.v_scale_tensor)
 
 
 class FlashAttentionBuilder(MetadataBuilder):
-    takes_slots = True
+    supports_graphs = True
 
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         metadata = self.describe(batch, num_splits=self._num_splits(batch.num_actual_tokens))
         plans = {}
         for key, (impl, *_) in self.plan_groups.items():
@@ -145,7 +145,7 @@ class FlashAttentionBuilder(MetadataBuilder):
             plans[key] = passes
         return attrs.evolve(metadata, plans=plans)
 
-    def _update_block_table(self, metadata, batch):
+    def replan_block_table(self, metadata, batch):
         """Schedules follow from lengths alone, and are kept."""
         fresh = self.describe(batch, num_splits=metadata.num_splits)
         plans = {
@@ -236,7 +236,7 @@ class FlashAttentionBuilder(MetadataBuilder):
 
 
 class FlashAttentionBackend(Backend):
-    keeps_max_num_splits = True
+    supports_max_num_splits = True
     impl_class = FlashAttentionImpl
     builder_class = FlashAttentionBuilder
     metadata_class = FlashAttentionMetadata

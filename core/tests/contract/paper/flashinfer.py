@@ -98,9 +98,9 @@ class FlashInferImpl(AttentionImpl):
     lse_includes_sink = True
     static_scales = frozenset({"k", "v"})
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         if self.forward_writes and key is not None:
-            self._write_kv(key, value, kv_cache, metadata.batch.slot_mapping)
+            self.update_kv_cache(key, value, kv_cache, metadata.batch.slot_mapping)
         plan, rows = self.plan(metadata), output.unflatten(1, (self.num_q_heads, self.head_size))
         extra = () if self.layer.sinks is None else (self.layer.sinks, self.scale)
         if plan.cascade is not None:
@@ -116,25 +116,25 @@ class FlashInferImpl(AttentionImpl):
                 if part is not None:
                     part.mul_(LN2)  # the library's LSE has base 2
 
-    def _write_kv(self, key, value, kv_cache, slot_mapping):
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping):
         write_cache(key, kv_cache[:, 0], slot_mapping, self.layer.k_scale_tensor)
         write_cache(value, kv_cache[:, 1], slot_mapping, self.layer.v_scale_tensor)
 
 
 class FlashInferBuilder(MetadataBuilder):
-    takes_slots = True
-    uniform_decodes = True
+    supports_graphs = True
+    requires_uniform_decodes = True
 
     def __init__(self, backend, impls, state):
         super().__init__(backend, impls, state)
         self._wrappers = {}
 
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         metadata = self.describe(batch)
         plans = {key: self._plan(key, group[0], metadata, slot) for key, group in self.plan_groups.items()}
         return attrs.evolve(metadata, plans=plans)
 
-    def _can_run_in_cudagraph(self, batch):
+    def can_capture(self, batch):
         return batch.max_query_len <= self.agreement.requirements.decode_query_len
 
     def _plan(self, key, impl, metadata, slot):

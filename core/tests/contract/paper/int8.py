@@ -93,14 +93,14 @@ class Int8Impl(AttentionImpl):
         if "v_scale" in self.cache_roles:
             kv_cache["v_scale"].copy_(torch.load(self.agreement.options["value_scales"])[self.layer.name])
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch, rows = metadata.batch, output.unflatten(1, (self.num_q_heads, self.head_size))
         keys, values = self._pages(kv_cache)
         decodes, prefills = metadata.decodes, metadata.prefills
         if prefills is not None:
             part = prefills.rows
             if "prefill" in self.forward_writes and key is not None:
-                self._write_kv(key[part], value[part], kv_cache, batch.slot_mapping[part])
+                self.update_kv_cache(key[part], value[part], kv_cache, batch.slot_mapping[part])
             q, scale = ixformer.scaled_int8_quant_for_attn(query[part], 2, transpose_scale=True)
             ixformer.flash_attn_varlen_int8_func(
                 q, keys, values, q_scale=scale, k_scale=kv_cache["k_scale"], v_scale=kv_cache.get("v_scale"),
@@ -120,7 +120,7 @@ class Int8Impl(AttentionImpl):
                 use_cuda_graph=metadata.slot is not None, **saved,
             )  # fmt: skip
 
-    def _write_kv(self, key, value, kv_cache, slot_mapping):
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping):
         saved = self._saved(key, value, kv_cache, slice(None))
         keys, values = self._pages(kv_cache)
         ixformer.reshape_and_cache_flash(*saved.values(), keys, values, kv_cache["k_scale"], slot_mapping)
@@ -137,9 +137,9 @@ class Int8Impl(AttentionImpl):
 
 
 class Int8Builder(MetadataBuilder):
-    takes_slots = True
+    supports_graphs = True
 
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         described = self.describe(batch)
         prefills, decodes, found = described.prefills, described.decodes, {}
         if prefills is not None:
@@ -149,7 +149,7 @@ class Int8Builder(MetadataBuilder):
             found["context_lens"] = self.keep(slot, "lens", lens)
         return self.describe(batch, **found)
 
-    def _can_run_in_cudagraph(self, batch):
+    def can_capture(self, batch):
         return batch.max_query_len <= self.agreement.requirements.decode_query_len
 
 
@@ -185,7 +185,7 @@ class ObserverImpl(AttentionImpl):
         self.inner = backend.inner.make_impl(layer)
         self.largest = torch.zeros(self.num_kv_heads, self.head_size_v, device=self.device)
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         count = metadata.batch.num_actual_tokens
         torch.maximum(self.largest, value[:count].float().abs().amax(0), out=self.largest)
         self.inner.forward(query, key, value, kv_cache, metadata.inner, output, lse=lse)
@@ -197,7 +197,7 @@ class ObserverBuilder(MetadataBuilder):
         inner = backend.inner
         self.inner = inner.make_builder([impl.inner for impl in impls], inner.make_state(state.limits, state.parallel))
 
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         return self.describe(batch, inner=self.inner.build(batch, fast=fast))
 
 

@@ -9,7 +9,7 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from attnplug.contract import Batch, GraphKey, capture, forward_context
+from attnplug.contract import Batch, GraphShape, capture, forward_context
 
 
 @frozen(eq=False, kw_only=True)
@@ -68,7 +68,7 @@ class Runner:
 
     groups: list[KVCacheGroup]
     model: Any
-    replays: dict[GraphKey, Any] = field(factory=dict)
+    replays: dict[GraphShape, Any] = field(factory=dict)
 
     @property
     def state(self):

@@ -51,7 +51,7 @@ REFUSED: Final[dict[str, tuple[str, str]]] = {
     "seq_idx": ("sequences packed into one row are another attention than the negotiated one", _ONE_PER_ROW),
     "deterministic": ("the order of summation of a backward pass is not this contract's", "leave it out"),
 }
-"""Name -> why it is refused where it is set, and the way out."""
+"""Name -> why it is refused where it is set, and the fix."""
 
 
 def check_arguments(dropout: float, rest: Mapping[str, Any], layer: str) -> None:
@@ -75,8 +75,8 @@ def check_arguments(dropout: float, rest: Mapping[str, Any], layer: str) -> None
     for name, value in rest.items():
         if name in HARMLESS or value is None or value is False:
             continue
-        because, remedy = REFUSED.get(name, ("nothing here knows what it asks for", "drop it, or " + _EAGER))
-        raise NotNegotiatedError(f"{layer}: {name}={_shown(value)} was given", because, remedy)
+        because, fix = REFUSED.get(name, ("nothing here knows what it asks for", "drop it, or " + _EAGER))
+        raise NotNegotiatedError(f"{layer}: {name}={_shown(value)} was given", because, fix)
 
 
 def _shown(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What is no model, no choice, no prompt and no request is refused with a way out, and nothing has happened."""
+"""What is no model, no choice, no prompt and no request is refused with a fix, and nothing has happened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def engine(host):
 def refusal(call, kind=AttnplugError):
     with pytest.raises(kind) as refused:
         call()
-    assert all((refused.value.given, refused.value.allowed, refused.value.remedy))
+    assert all((refused.value.problem, refused.value.expected, refused.value.fix))
     return str(refused.value)
 
 
@@ -41,7 +41,7 @@ def test_a_compiled_model_and_one_without_numbers(host):
 
 
 def test_the_kind_comes_before_the_length(host):
-    """A way out that leads to the next refusal is none."""
+    """A fix that leads to the next refusal is none."""
     states = transformers.AutoModelForCausalLM.from_config(
         transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     )

@@ -1,4 +1,4 @@
-"""Models that the engine would run into wrong tokens are refused, with the reason and the way out."""
+"""Models that the engine would run into wrong tokens are refused, with the reason and the fix."""
 
 from __future__ import annotations
 

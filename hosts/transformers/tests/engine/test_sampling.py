@@ -177,8 +177,8 @@ def test_parameters_out_of_range_are_refused(name: str, value: object) -> None:
     with pytest.raises(LimitsError) as caught:
         Sampling(**{name: value})
 
-    assert caught.value.given == f"{name}={value!r} was given"
-    assert caught.value.allowed.startswith(f"{name} is ")
+    assert caught.value.problem == f"{name}={value!r} was given"
+    assert caught.value.expected.startswith(f"{name} is ")
 
 
 @pytest.mark.parametrize("shape", [(2, 8), (8,), (1, 1, 8)])

@@ -264,10 +264,10 @@ def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
     host = fake.Host(5, 4, max_seq_len=18)
     with pytest.raises(LimitsError, match=r"17 tokens of prompt and max_new_tokens=2[\s\S]*max_seq_len=18") as caught:
         add(host, 17, max_new_tokens=2)
-    assert "raise max_seq_len" in caught.value.remedy
+    assert "raise max_seq_len" in caught.value.fix
     with pytest.raises(CacheError, match=r"take 5 blocks of 4 tokens[\s\S]*4 of the cache's 5 blocks") as caught:
         add(host, 16, max_new_tokens=2)
-    assert "more blocks" in caught.value.remedy
+    assert "more blocks" in caught.value.fix
 
     assert not host.scheduler.has_work
     add(host, 16, max_new_tokens=1)

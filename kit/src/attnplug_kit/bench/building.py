@@ -104,9 +104,9 @@ def _contenders(plans: Plans) -> dict[str, Contender]:
 
 def _eager(planner: Planner) -> dict[str, Contender]:
     """Return what an engine does for a step, and the check alone. A batch is new at each step, and so it is here."""
-    from attnplug.batching import BatchDraft  # noqa: PLC0415 - imports torch
+    from attnplug.batching import BatchAssembler  # noqa: PLC0415 - imports torch
 
-    batch, draft = planner.batch(), BatchDraft.of(planner.backend.agreement, planner.backend.device)
+    batch, draft = planner.batch(), BatchAssembler.of(planner.backend.agreement, planner.backend.device)
     checking = _without_plan(planner.builder)
     return {
         "build": Contender(planner.builder.build, lambda: evolve(batch)),
@@ -119,7 +119,7 @@ def _without_plan(builder: MetadataBuilder) -> MetadataBuilder:
     """Return a builder of the same layers that checks and describes a batch, and plans nothing."""
     from attnplug.contract import MetadataBuilder  # noqa: PLC0415 - imports torch
 
-    own = {"uniform_decodes": builder.uniform_decodes}
+    own = {"requires_uniform_decodes": builder.requires_uniform_decodes}
     kind: type[MetadataBuilder] = type("Unplanned", (MetadataBuilder,), own)
     return kind(builder.backend, builder.impls, builder.state)
 
@@ -137,7 +137,7 @@ def _told(planner: Planner, samples: Samples, clock: Clock, baseline: Baseline) 
     yield Measurement(
         NAME, f"{what}: of that, the check: `build` of a builder that plans nothing", seconds["check"], "us"
     )
-    yield Measurement(NAME, f"{what}: before that, the batch is assembled: `BatchDraft`", seconds["draft"], "us")
+    yield Measurement(NAME, f"{what}: before that, the batch is assembled: `BatchAssembler`", seconds["draft"], "us")
 
 
 def _told_plans(what: str, samples: Samples, plans: Plans, step: Step) -> Iterator[Measurement]:
@@ -163,7 +163,7 @@ def measured_in_slot(step: Step, choice: Choice, clock: Clock, repeats: int) -> 
     try:
         planner = make_planner(step, choice, cudagraph="single_token_decode")
     except NoBackendError as error:
-        return Finding((), {}, (f"{NAME}, {what}: not measured, since nothing serves it: {error.allowed}",))
+        return Finding((), {}, (f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
     batch, (slot, _) = planner.batch(), capture_slot(planner)
     baseline, note = baseline_of(planner.backend.name)
     plans = baseline.plans(planner, captured=True)

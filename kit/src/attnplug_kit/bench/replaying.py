@@ -41,7 +41,7 @@ def measured(step: Step, choice: Choice, repeats: int) -> Finding:
     try:
         rig = make_rig(step, choice, cudagraph="single_token_decode")
     except NoBackendError as error:
-        return Finding((), {}, (f"{NAME}, {what}: not measured, since nothing serves it: {error.allowed}",))
+        return Finding((), {}, (f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
     baseline, note = baseline_of(rig.planner.backend.name)
     ours, raw = replay_of(rig), record(rig, baseline.captured(rig))
     clock = work_clock(rig.planner.backend.device.type)

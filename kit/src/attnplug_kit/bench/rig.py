@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Backend, Batch, Cache, GraphSlot, Layer, Metadata, MetadataBuilder
+    from attnplug.contract import AttentionImpl, Backend, Batch, Cache, GraphBuffers, Layer, Metadata, MetadataBuilder
     from attnplug_kit.bench.choice import Choice
     from attnplug_kit.bench.step import Step
 
@@ -55,9 +55,9 @@ class Planner:
 
     def batch(self, step: Step | None = None, blocks: tuple[list[int], ...] | None = None) -> Batch:
         """Return the batch of the step, or of another one in the same blocks."""
-        from attnplug.batching import BatchDraft  # noqa: PLC0415 - imports torch
+        from attnplug.batching import BatchAssembler  # noqa: PLC0415 - imports torch
 
-        return self.drafted(BatchDraft.of(self.backend.agreement, self.backend.device), step, blocks)
+        return self.drafted(BatchAssembler.of(self.backend.agreement, self.backend.device), step, blocks)
 
     def drafted(self, draft: Any, step: Step | None = None, blocks: tuple[list[int], ...] | None = None) -> Batch:
         """Return the same, assembled in a draft that is used again."""
@@ -220,14 +220,14 @@ def make_rig(step: Step, choice: Choice, **engine: Any) -> Rig:
     return rig
 
 
-def capture_slot(planner: Planner) -> tuple[GraphSlot, Metadata]:
+def capture_slot(planner: Planner) -> tuple[GraphBuffers, Metadata]:
     """Return a slot as a capture uses it, of the shortest length that holds the step, and the metadata in it."""
-    from attnplug.contract import GraphKey  # noqa: PLC0415 - imports torch
+    from attnplug.contract import GraphShape  # noqa: PLC0415 - imports torch
 
     step, builder, state = planner.step, planner.builder, planner.builder.state
     length = next(length for length in builder.graph_lengths if length >= max(step.seq_lens))
     with state.graph_capture(step.num_reqs):
-        slot = state.slot(GraphKey(step.num_reqs, step.num_tokens, 1, length))
+        slot = state.slot(GraphShape(step.num_reqs, step.num_tokens, 1, length))
         return slot, builder.build(slot.dummy_batch(), slot=slot)
 
 

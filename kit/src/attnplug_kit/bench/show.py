@@ -27,7 +27,7 @@ def show(result: Result) -> None:
 
 def _style(measurement: Measurement) -> str:
     """Return the status that a verdict looks like; what fails no run is no alarm."""
-    return "ready" if measurement.within else "broken" if measurement.decides else "lacks_dependency"
+    return "ready" if measurement.within else "broken" if measurement.decides else "missing_dependency"
 
 
 def _show(measurement: Measurement) -> None:

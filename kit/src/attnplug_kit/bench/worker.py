@@ -45,4 +45,4 @@ def answer(section: str, arguments: dict[str, Any]) -> None:
 
 def _error(told: dict[str, Any]) -> AttnplugError:
     kind: type[AttnplugError] = getattr(errors, told["type"])
-    return kind(told["given"], told["allowed"], told["remedy"])
+    return kind(told["problem"], told["expected"], told["fix"])

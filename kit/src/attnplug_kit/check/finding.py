@@ -17,17 +17,17 @@ class Finding:
     One finding, in the three sentences of an error.
 
     Attributes:
-        given: What stands there.
-        allowed: What is true, or what is allowed.
-        remedy: The way out.
+        problem: What is there.
+        expected: What is true, or what is allowed.
+        fix: The fix.
         path: The file.
         line: The line, counted from 1; None where the finding is about the file.
         kind: A ``problem``, which keeps something from working, or a ``note``.
     """
 
-    given: str
-    allowed: str
-    remedy: str
+    problem: str
+    expected: str
+    fix: str
     path: str
     line: int | None = None
     kind: Literal["problem", "note"] = "problem"
@@ -35,7 +35,7 @@ class Finding:
     @classmethod
     def of(cls, error: ManifestError) -> Finding:
         """Return an error of the manifest as a finding."""
-        return cls(error.given, error.allowed, error.remedy, error.path, error.line)
+        return cls(error.problem, error.expected, error.fix, error.path, error.line)
 
     def note(self) -> Finding:
         """Return it as a note."""

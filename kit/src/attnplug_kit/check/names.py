@@ -80,8 +80,8 @@ def check_names(manifest: Manifest, text: str, distribution: str | None, others:
             for alias in manifest.aliases:
                 if alias == other.name or alias in other.aliases:
                     kind = "the name" if alias == other.name else "an alias"
-                    allowed = f"that is {kind} of {other}, and would select neither by that name"
-                    yield _finding(manifest, f"aliases contains {alias!r}", allowed, aliases)
+                    expected = f"that is {kind} of {other}, and would select neither by that name"
+                    yield _finding(manifest, f"aliases contains {alias!r}", expected, aliases)
 
 
 def _installed(plugin: Plugin) -> Taken:
@@ -111,5 +111,5 @@ def _same_name(manifest: Manifest, other: Taken, line: int | None, *, sure: bool
     return found if sure else found.note()
 
 
-def _finding(manifest: Manifest, given: str, allowed: str, line: int | None) -> Finding:
-    return Finding(given, allowed, "choose another name", manifest.path, line)
+def _finding(manifest: Manifest, given: str, expected: str, line: int | None) -> Finding:
+    return Finding(given, expected, "choose another name", manifest.path, line)

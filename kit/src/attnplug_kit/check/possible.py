@@ -33,7 +33,7 @@ def contradiction(when: Sequence[Condition]) -> str:
         try:
             Requirements(**{**_PLAIN, **_beside(fields), **dict(zip(fields, values, strict=True))})
         except RequirementsError as error:
-            why = f"{error.given.removesuffix(' were given')} contradict each other: {error.allowed}"
+            why = f"{error.problem.removesuffix(' were given')} contradict each other: {error.expected}"
         else:
             return ""
         if number == _MOST:

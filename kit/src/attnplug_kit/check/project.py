@@ -199,5 +199,5 @@ def _check_dependencies(project: Project) -> Iterator[Finding]:
         yield found.note()
 
 
-def _finding(project: Project, given: str, allowed: str, remedy: str, *keys: str) -> Finding:
-    return Finding(given, allowed, remedy, project.path, project.line(*keys))
+def _finding(project: Project, given: str, expected: str, fix: str, *keys: str) -> Finding:
+    return Finding(given, expected, fix, project.path, project.line(*keys))

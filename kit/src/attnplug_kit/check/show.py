@@ -27,9 +27,9 @@ def show(report: Report) -> None:
 
 
 def _lines(finding: Finding) -> Iterator[str]:
-    yield f"{finding.place}: {'note: ' if finding.kind == 'note' else ''}{finding.given}"
-    yield from wrapped(f"allowed: {finding.allowed}", _INDENT)
-    yield from wrapped(f"way out: {finding.remedy}", _INDENT)
+    yield f"{finding.place}: {'note: ' if finding.kind == 'note' else ''}{finding.problem}"
+    yield from wrapped(f"expected: {finding.expected}", _INDENT)
+    yield from wrapped(f"fix: {finding.fix}", _INDENT)
 
 
 def _counted(report: Report) -> Iterator[str]:

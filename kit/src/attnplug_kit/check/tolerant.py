@@ -50,10 +50,10 @@ class TolerantReader(Reader):
         if found not in self.findings:
             self.findings.append(found)
 
-    def check(self, holds: object, where: _Path, given: str, allowed: str, remedy: str) -> None:
+    def check(self, holds: object, where: _Path, given: str, expected: str, fix: str) -> None:
         """Complain about a place unless something holds, and go on."""
         if not holds and where not in self.formless:
-            self.keep(self.fail(where, given, allowed, remedy))
+            self.keep(self.fail(where, given, expected, fix))
 
     def keys(self, data: Mapping[str, Any], where: _Path, known: tuple[str, ...]) -> None:
         """Complain about every unknown key."""
@@ -165,9 +165,9 @@ class _Recording(Reader):
 
     places: list[_Path] = field(factory=list)
 
-    def fail(self, where: _Path, given: str, allowed: str, remedy: str) -> ManifestError:
+    def fail(self, where: _Path, given: str, expected: str, fix: str) -> ManifestError:
         self.places.append(where)
-        return super().fail(where, given, allowed, remedy)
+        return super().fail(where, given, expected, fix)
 
 
 def _without(table: Any, inside: _Path) -> tuple[str, Any]:

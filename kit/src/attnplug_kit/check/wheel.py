@@ -34,21 +34,21 @@ def check_wheel(project: Project, manifest: Path, package: str) -> Iterator[Find
     backend = str(system.get("build-backend", "setuptools.build_meta"))
     kind = re.split(r"[.:]", backend)[0]
     if kind == "hatchling":
-        why, remedy = _hatch(project, manifest, package)
+        why, fix = _hatch(project, manifest, package)
     elif kind == "setuptools":
-        why, remedy = _setuptools(project, manifest)
+        why, fix = _setuptools(project, manifest)
     elif kind in _WHOLE:
         return
     else:
-        allowed = f"whether {backend!r} puts data beside modules into a wheel is not known here"
-        yield _finding(project, manifest, allowed, "build a wheel, and look inside", "build-system").note()
+        expected = f"whether {backend!r} puts data beside modules into a wheel is not known here"
+        yield _finding(project, manifest, expected, "build a wheel, and look inside", "build-system").note()
         return
     if why:
-        yield _finding(project, manifest, why, remedy, "tool", "hatch" if kind == "hatchling" else "setuptools")
+        yield _finding(project, manifest, why, fix, "tool", "hatch" if kind == "hatchling" else "setuptools")
 
 
 def _hatch(project: Project, manifest: Path, package: str) -> tuple[str, str]:
-    """Say why hatchling leaves the manifest out, and the way out."""
+    """Say why hatchling leaves the manifest out, and the fix."""
     build, wheel = ("tool", "hatch", "build"), ("tool", "hatch", "build", "targets", "wheel")
     file = manifest.relative_to(project.folder).as_posix()
 
@@ -76,7 +76,7 @@ def _hatch(project: Project, manifest: Path, package: str) -> tuple[str, str]:
 
 
 def _setuptools(project: Project, manifest: Path) -> tuple[str, str]:
-    """Say why setuptools leaves the manifest out, and the way out."""
+    """Say why setuptools leaves the manifest out, and the fix."""
     own = ("tool", "setuptools")
     excluded = _globs(project, manifest, "exclude-package-data")
     if excluded:
@@ -148,9 +148,9 @@ def _matches(file: str, patterns: Iterable[str]) -> bool:
     return False
 
 
-def _finding(project: Project, manifest: Path, allowed: str, remedy: str, *keys: str) -> Finding:
+def _finding(project: Project, manifest: Path, expected: str, fix: str, *keys: str) -> Finding:
     line = project.line(*keys) or project.line("build-system")
     given = (
         f"{manifest.relative_to(project.folder).as_posix()} {'may be' if keys == ('build-system',) else 'is'} missing"
     )
-    return Finding(f"{given} from the wheel", allowed, remedy, project.path, line)
+    return Finding(f"{given} from the wheel", expected, fix, project.path, line)

@@ -91,7 +91,7 @@ def _is_without_a_batch(fields: Mapping[str, Any]) -> bool:
     narrow = fields.get("kv_cache_dtype", "auto") in NARROW
     cross = fields.get("attn_type") == "encoder_decoder"
     dense = not fields.get("paged", True)
-    inexact = fields.get("host_lengths", "exact") != "exact"
+    inexact = fields.get("seq_lens_cpu_kind", "exact") != "exact"
     return (
         (bool(fields.get("per_head_scales")) and not narrow)
         or (dense and fields.get("phases") == ("decode",))

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 def _lengths_known(subject: Subject) -> Mapping[str, Ask]:
     asks = menu_of(subject).asks.items()
-    return {str(item): ask for item, ask in asks if item.field == "host_lengths"}
+    return {str(item): ask for item, ask in asks if item.field == "seq_lens_cpu_kind"}
 
 
 def _own_inputs(subject: Subject) -> Mapping[str, Ask]:
@@ -141,7 +141,7 @@ class Building(Tier):
         scene = realise(point.case(65))
         rig = Rig(load_for(subject, point, scene.case), scene)
         call = rig.call(scene)
-        absent = point.fields["host_lengths"] == "absent"
+        absent = point.fields["seq_lens_cpu_kind"] == "absent"
         known = None if absent or call.batch.seq_lens_cpu is None else call.batch.seq_lens_cpu + 3
         batch = evolve(call.batch, seq_lens_cpu=known, max_seq_len=call.batch.max_seq_len + 3)
         rig.forward(call, rig.builder.build(batch))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.record import Record
     from attnplug_kit.conformance.subject import Subject
 
-_ELSEWHERE: Final = ("cudagraph", "host_lengths")
+_ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
 _AT_LENGTH: Final = (
     "sliding_window",
     "attention_chunk",
@@ -108,7 +108,7 @@ class Capabilities(Tier):
         ask = plain(subject)
         scene = realise(ask.case(26, **_many_keys(ask)))
         backend = load_for(subject, ask, scene.case)
-        if not backend.keeps_max_num_splits:
+        if not backend.supports_max_num_splits:
             pytest.skip(f"{subject}: limits with a bound of splits are refused")
         for bound in (1, 3):
             rig = Rig(backend, scene, limits=evolve(limits_of(scene), max_num_splits=bound))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from attnplug_kit.conformance.subject import Subject
 
 _SEED: Final = 20
-_APART: Final = ("cudagraph", "host_lengths")  # these have tests of their own, which replay, or hide the lengths
+_APART: Final = ("cudagraph", "seq_lens_cpu_kind")  # these have tests of their own, which replay, or hide the lengths
 _BASE: Final = ("dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged")  # every ask has these
 _Pair = frozenset[tuple[str, Any]]
 

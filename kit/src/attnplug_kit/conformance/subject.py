@@ -9,7 +9,7 @@ from attrs import field, frozen
 from attnplug import load, registry
 from attnplug.errors import RequirementsError, UnknownBackendError
 from attnplug.manifest import IsAsked
-from attnplug.negotiation import Candidate, Question, Remedy, negotiate
+from attnplug.negotiation import Candidate, Fix, Question, negotiate
 from attnplug.request import FIELDS, Device, near
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
         raise UnknownBackendError(
             f"the backend {name!r} was to be tested",
             f"it is installed, and {broken[0].standing}: {'; '.join(map(str, broken[0].obstacles))}",
-            broken[0].remedy or "attnplug check PATH says more of its project",
+            broken[0].fix or "attnplug check PATH says more of its project",
         )
     if not named:
         names = list(installed())
@@ -160,8 +160,8 @@ def _candidates() -> list[Candidate]:
 def _ways(candidates: Iterable[Candidate]) -> Iterator[str]:
     """Say of each candidate that lacks something how to get it."""
     for item in candidates:
-        if item.install or item.remedy:
-            yield f"{item.id}: {Remedy(install=item.install, action=item.remedy)}"
+        if item.install or item.fix:
+            yield f"{item.id}: {Fix(install=item.install, action=item.fix)}"
 
 
 def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from attnplug.contract import GraphKey, Limits, capture
+from attnplug.contract import GraphShape, Limits, capture
 from attnplug_kit.oracle.byte_rounding import paged_tensors
 from attnplug_kit.oracle.running import Ran, compare
 from attnplug_kit.oracle.scene import CANARY, Paged
@@ -48,7 +48,7 @@ def check_replays(
     """
     first, device = scenes[0], backend.device
     query_len = first.case.query_lens[0] if num_tokens is None else None
-    key = GraphKey(num_reqs, num_tokens or num_reqs * first.case.query_lens[0], query_len, max_seq_len)
+    key = GraphShape(num_reqs, num_tokens or num_reqs * first.case.query_lens[0], query_len, max_seq_len)
     impl = backend.make_impl(first.layer(device=device, scales=backend.impl_class.static_scales))
     limits = Limits(max_num_reqs=num_reqs, max_num_tokens=key.num_tokens, max_seq_len=max_seq_len)
     builder = backend.make_builder([impl], backend.make_state(limits))

@@ -9,8 +9,8 @@ from attnplug.contract.hooks import hookimpl
 
 
 class WrongImpl(LeastImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
+        super().run(query, key, value, kv_cache, metadata, output, lse)
         if self.agreement.requirements.features:
             output.mul_(2)
 

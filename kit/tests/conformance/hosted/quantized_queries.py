@@ -11,10 +11,10 @@ class QuantizedImpl(TorchImpl):
     query_quantization = "host"
     static_scales = frozenset("qkv")
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         if self._codec is not None:
             query = (query.float() * self._of_queries()).to(output.dtype)
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        super().run(query, key, value, kv_cache, metadata, output, lse)
 
     def _of_queries(self):
         scale = self.layer.q_scale_tensor

@@ -11,7 +11,7 @@ from attnplug.contract.hooks import hookimpl
 class LeastImpl(AttentionImpl):
     cache_write = "forward"
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch = metadata.batch
         starts = batch.query_start_loc.tolist()
         if kv_cache is not None:

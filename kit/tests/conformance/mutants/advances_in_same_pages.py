@@ -10,7 +10,7 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _advance_step(self, metadata, batch):
+    def plan_next_step(self, metadata, batch):
         size, table = self.agreement.block_size, batch.block_table.clone()
         for row, length in enumerate(batch.seq_lens.tolist()):
             table[row, (length - 1) // size] = table[row, (length - 2) // size]

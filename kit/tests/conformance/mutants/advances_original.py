@@ -8,9 +8,9 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _advance_step(self, metadata, batch):
+    def plan_next_step(self, metadata, batch):
         metadata.batch.slot_mapping.copy_(batch.slot_mapping)
-        return super()._advance_step(metadata, batch)
+        return super().plan_next_step(metadata, batch)
 
 
 class MutantBackend(TorchBackend):

@@ -9,12 +9,12 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         if self.layer.kv_sharing_target is not None:
             slots = metadata.batch.slot_mapping
             for pages in key_and_value_pages(kv_cache):
                 pages.view(-1, *pages.shape[2:])[slots[slots >= 0]] = 0
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        super().run(query, key, value, kv_cache, metadata, output, lse)
 
 
 class MutantBackend(TorchBackend):

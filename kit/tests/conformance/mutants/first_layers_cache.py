@@ -8,10 +8,10 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         if kv_cache is not None and metadata.slot is None:
             kv_cache = metadata.batch.once("pages", lambda: kv_cache)
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        super().run(query, key, value, kv_cache, metadata, output, lse)
 
 
 class MutantBackend(TorchBackend):

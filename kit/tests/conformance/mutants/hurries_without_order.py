@@ -10,9 +10,9 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         if not fast or slot is not None:
-            return super()._build(batch, fast=fast, slot=slot)
+            return super().plan_batch(batch, fast=fast, slot=slot)
         shapes = {key: evolve(shape, causal=False) for key, shape in self._shapes.items()}
         return self.describe(batch, plans={key: self._plan(key, shape, batch, slot) for key, shape in shapes.items()})
 

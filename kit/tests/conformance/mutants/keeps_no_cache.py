@@ -8,7 +8,7 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _write_kv(self, key, value, kv_cache, slot_mapping, **more):
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping, **more):
         pass
 
 

@@ -8,9 +8,9 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         before = None if lse is None else lse[: metadata.num_decode_tokens].clone()
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        super().run(query, key, value, kv_cache, metadata, output, lse)
         if lse is not None:
             lse[: metadata.num_decode_tokens] = before
 

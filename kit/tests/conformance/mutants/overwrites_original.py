@@ -8,9 +8,9 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _update_block_table(self, metadata, batch):
+    def replan_block_table(self, metadata, batch):
         metadata.batch.block_table.copy_(batch.block_table)
-        return super()._update_block_table(metadata, batch)
+        return super().replan_block_table(metadata, batch)
 
 
 class MutantBackend(TorchBackend):

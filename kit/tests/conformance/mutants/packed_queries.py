@@ -8,9 +8,9 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         query = query.as_strided(query.shape, (query.shape[1] * query.shape[2], query.shape[2], 1))
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        super().run(query, key, value, kv_cache, metadata, output, lse)
 
 
 class MutantBackend(TorchBackend):

@@ -8,8 +8,8 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _profile(self, query, key, value, output, lse):
-        self._forward(query, key, value, None, None, output, lse)
+    def run_profile(self, query, key, value, output, lse):
+        self.run(query, key, value, None, None, output, lse)
 
 
 class MutantBackend(TorchBackend):

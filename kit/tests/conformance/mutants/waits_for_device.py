@@ -8,10 +8,10 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         if batch.seq_lens.max().item() < 0:
             raise ValueError
-        return super()._build(batch, fast=fast, slot=slot)
+        return super().plan_batch(batch, fast=fast, slot=slot)
 
 
 class MutantBackend(TorchBackend):

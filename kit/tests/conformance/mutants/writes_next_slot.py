@@ -8,9 +8,9 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _write_kv(self, key, value, kv_cache, slot_mapping, **more):
-        super()._write_kv(key, value, kv_cache, slot_mapping + (slot_mapping >= 0), **more)
-        super()._write_kv(key, value, kv_cache, slot_mapping, **more)
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping, **more):
+        super().update_kv_cache(key, value, kv_cache, slot_mapping + (slot_mapping >= 0), **more)
+        super().update_kv_cache(key, value, kv_cache, slot_mapping, **more)
 
 
 class MutantBackend(TorchBackend):

@@ -8,8 +8,8 @@ from attnplug.torch_backend.impl import TorchImpl
 
 
 class MutantImpl(TorchImpl):
-    def _write_kv(self, key, value, kv_cache, slot_mapping, **more):
-        super()._write_kv(key, value, kv_cache, slot_mapping.clamp(min=0), **more)
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping, **more):
+        super().update_kv_cache(key, value, kv_cache, slot_mapping.clamp(min=0), **more)
 
 
 class MutantBackend(TorchBackend):

@@ -11,7 +11,7 @@ from attnplug.contract.hooks import hookimpl
 class PatternedImpl(AttentionImpl):
     cache_write = "forward"
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch, size = metadata.batch, 16
         starts = batch.query_start_loc.tolist()
         if kv_cache is not None:

@@ -23,10 +23,10 @@ class Plan:
 
 
 class PlannedBuilder(MetadataBuilder):
-    takes_slots = True
-    uniform_decodes = True
+    supports_graphs = True
+    requires_uniform_decodes = True
 
-    def _build(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, slot):
         size = self.agreement.block_size
         pages = pages_of(batch, size)
         if slot is not None:
@@ -46,7 +46,7 @@ class PlannedImpl(AttentionImpl):
     lse_includes_sink = False
     static_scales = frozenset("kv")
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         plan, halves = self.plan(metadata), key_and_value_pages(kv_cache)
         narrow = is_narrow_float(halves[0].dtype)
         scales = (self.layer.k_scale_tensor, self.layer.v_scale_tensor) if narrow else (None, None)

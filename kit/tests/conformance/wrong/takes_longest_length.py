@@ -11,12 +11,12 @@ from attnplug.contract.hooks import hookimpl
 
 
 class MutantImpl(LeastImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch = metadata.batch
         if batch.seq_lens_cpu is None:
             lengths = torch.full_like(batch.seq_lens, batch.max_seq_len)
             metadata = evolve(metadata, batch=evolve(batch, seq_lens=lengths))
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        super().run(query, key, value, kv_cache, metadata, output, lse)
 
 
 class MutantBackend(Backend):

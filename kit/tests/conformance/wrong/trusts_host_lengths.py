@@ -10,11 +10,11 @@ from attnplug.contract.hooks import hookimpl
 
 
 class MutantImpl(LeastImpl):
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         lengths = metadata.batch.seq_lens_cpu
         if lengths is not None:
             metadata = evolve(metadata, batch=evolve(metadata.batch, seq_lens=lengths))
-        super()._forward(query, key, value, kv_cache, metadata, output, lse)
+        super().run(query, key, value, kv_cache, metadata, output, lse)
 
 
 class MutantBackend(Backend):

@@ -18,7 +18,7 @@ from attnplug_blocksparse.warmup import run_each_kernel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import GraphKey, Limits
+    from attnplug.contract import GraphShape, Limits
 
 _HOPPER: Final = (9, 0)
 """The compute capability that has warpgroups' products, which later ones have not."""
@@ -42,7 +42,7 @@ class BlocksparseBackend(Backend):
     impl_class = BlocksparseImpl
     builder_class = BlocksparseBuilder
     state_class = BlocksparseState
-    keeps_max_num_splits = True
+    supports_max_num_splits = True
 
     @cached_property
     def row_tiles(self) -> PrefillTiles:
@@ -93,7 +93,7 @@ class BlocksparseBackend(Backend):
         parts = self.decode_tiles.most_parts(limits.max_num_reqs, asked.num_kv_heads, self.multiprocessors)
         return scratch_bytes(parts, asked.num_q_heads, asked.head_size)
 
-    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile the kernels: a tiny step of each kind is run."""
         if shapes:
             run_each_kernel(self)

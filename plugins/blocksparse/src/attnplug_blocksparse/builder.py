@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Batch, GraphSlot, Metadata, Phase, State
+    from attnplug.contract import AttentionImpl, Batch, GraphBuffers, Metadata, Phase, State
     from attnplug_blocksparse.backend import BlocksparseBackend
 
 
@@ -29,7 +29,7 @@ class BlocksparseBuilder(MetadataBuilder):
     device: a replayed graph needs nothing new but those.
     """
 
-    takes_slots = True
+    supports_graphs = True
     worth_a_launch: ClassVar[int] = 1024
     """Tokens per prompt, on average, from which on each is a launch of its own."""
 
@@ -43,7 +43,7 @@ class BlocksparseBuilder(MetadataBuilder):
         # What an 8-bit cache makes of keys is attended in every step, the first one included.
         self._uses_rows = asked.dtype == self.agreement.kv_cache_dtype
 
-    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
         del fast, slot
         metadata = self.describe(batch)
         plan = self._paged(metadata) if self._is_paged else self._dense(batch)

@@ -43,7 +43,7 @@ class BlocksparseImpl(AttentionImpl):
         """Nothing that a layer brings: scale and scales are told with each call."""
         return _KEY
 
-    def _forward(
+    def run(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -57,7 +57,7 @@ class BlocksparseImpl(AttentionImpl):
         out = output.view(-1, self.num_q_heads, self.head_size)
         pages = None if kv_cache is None else key_and_value_pages(kv_cache)
         if pages is not None and self.forward_writes:
-            self._write_kv(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.batch.slot_mapping)
+            self.update_kv_cache(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.batch.slot_mapping)
         if plan.tokens is not None:
             rows = plan.decode_rows
             decode.attend(
@@ -89,7 +89,7 @@ class BlocksparseImpl(AttentionImpl):
             return key, value
         return (key[rows], value[rows]) if plan.reads_rows else pages
 
-    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Any) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Any) -> None:
         write_kv(
             key,
             value,

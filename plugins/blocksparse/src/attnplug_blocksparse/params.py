@@ -168,5 +168,5 @@ def check_pattern(pattern: Mapping[str, Any], *, num_heads: int, num_kv_heads: i
             raise _refused(pattern, f"{name} is True or False", f"pass {name}=True, or leave it out")
 
 
-def _refused(pattern: Mapping[str, Any], allowed: str, remedy: str) -> LayerError:
-    return LayerError(f"block_sparse={dict(pattern)} was given", allowed, remedy)
+def _refused(pattern: Mapping[str, Any], expected: str, fix: str) -> LayerError:
+    return LayerError(f"block_sparse={dict(pattern)} was given", expected, fix)

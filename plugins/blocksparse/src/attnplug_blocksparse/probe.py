@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def probe(device: Device) -> Reason | None:
-    """Return what is missing, with what was found and the way out; None where nothing is."""
+    """Return what is missing, with what was found and the fix; None where nothing is."""
     if device.type != "cuda":
         return None  # the manifest has refused it, unless somebody declares another device: the interpreter has any
     torch = sys.modules.get("torch")  # loaded anyway once the contract is; asking it creates no CUDA context

@@ -17,7 +17,7 @@ from attnplug_flash_attn.warmup import run_each_pass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import GraphKey, Limits
+    from attnplug.contract import GraphShape, Limits
     from attnplug_flash_attn.kernels.interface import Kernels
 
 _WITH_LAYERS = {"NHD": (2, 0, 1, 3, 4, 5), "HND": (2, 4, 0, 1, 3, 5)}
@@ -28,7 +28,7 @@ class FlashAttentionBackend(Backend):
 
     impl_class = FlashAttentionImpl
     builder_class = FlashAttentionBuilder
-    keeps_max_num_splits = True
+    supports_max_num_splits = True
 
     @cached_property
     def kernels(self) -> Kernels:
@@ -52,7 +52,7 @@ class FlashAttentionBackend(Backend):
             else 0
         )
 
-    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Run one tiny step of each kind: what is compiled at first use is compiled then."""
         if shapes:
             run_each_pass(self)

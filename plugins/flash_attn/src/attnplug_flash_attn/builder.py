@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Batch, GraphSlot, Metadata, Phase, State
+    from attnplug.contract import AttentionImpl, Batch, GraphBuffers, Metadata, Phase, State
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.impl import FlashAttentionImpl
 
@@ -34,7 +34,7 @@ class FlashAttentionBuilder(MetadataBuilder):
     Decodes and prefills are calls of their own: their rows are tiled in other ways.
     """
 
-    takes_slots = True
+    supports_graphs = True
     backend: FlashAttentionBackend
 
     def __init__(self, backend: FlashAttentionBackend, impls: Sequence[AttentionImpl], state: State) -> None:
@@ -50,7 +50,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         # Chunks of a prompt read pages, and pages and rows are tiled in other ways: never where results may not differ.
         self._uses_rows = (
             asked.dtype == self.agreement.kv_cache_dtype
-            and asked.host_lengths == "exact"
+            and asked.seq_lens_cpu_kind == "exact"
             and not (self._is_cross or self.batch_invariant)
             and all(impl.layer.kv_sharing_target is None for impl in impls)
         )
@@ -58,14 +58,14 @@ class FlashAttentionBuilder(MetadataBuilder):
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
         self._terms = {key: group[0].terms for key, group in groups.items()}
 
-    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
         plan = self._plan(self.describe(batch))
         if not self._kernels.schedules or (fast and slot is None):  # a graph keeps reading what it was captured with
             return self.describe(batch, plans=dict.fromkeys(self._terms, plan))
         add = self._schedules.add
         return self.describe(batch, plans={key: add(plan, key, terms, slot) for key, terms in self._terms.items()})
 
-    def _update_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
+    def replan_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
         """Schedules follow from lengths, and are kept; those of other builders may be for other layers."""
         plan = self._plan(self.describe(batch))
         plans = {
@@ -133,13 +133,13 @@ class FlashAttentionBuilder(MetadataBuilder):
         )
         return Pass(call, phase.first_token, phase.first_token + phase.num_tokens, is_first=True)
 
-    def _paged(self, rows: Rows, splits: int, slot: GraphSlot | None, name: str) -> Pass:
+    def _paged(self, rows: Rows, splits: int, slot: GraphBuffers | None, name: str) -> Pass:
         call = self._bounded(call_of(rows, splits), name)
         if not self._kernels.paged:
             return packed(rows, call, self.state.workspace, self.agreement)
         return Pass(self._taken(call, slot, name), rows.first, rows.last)
 
-    def _taken(self, call: Call, slot: GraphSlot | None, name: str) -> Call:
+    def _taken(self, call: Call, slot: GraphBuffers | None, name: str) -> Call:
         return as_taken(call, self._kernels, self._leftpad, lambda kind, tensor: self.keep(slot, (name, kind), tensor))
 
     def _bounded(self, call: Call, name: str) -> Call:

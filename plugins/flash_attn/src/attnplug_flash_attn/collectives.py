@@ -115,9 +115,9 @@ def _backend_of(group: dist.ProcessGroup, device_type: str) -> str:
     return backend
 
 
-def _refuse(given: str, allowed: str) -> NoReturn:
+def _refuse(given: str, expected: str) -> NoReturn:
     raise LimitsError(
         given,
-        allowed,
+        expected,
         "pass the result of torch.distributed.new_group(ranks), of NCCL on NVIDIA GPUs, as dcp_group of Parallel",
     )

@@ -26,7 +26,7 @@ from attnplug_flash_attn.shares import check_share, local_lens
 if TYPE_CHECKING:
     from typing import Protocol
 
-    from attnplug.contract import AttentionImpl, Batch, GraphSlot, MetadataBuilder
+    from attnplug.contract import AttentionImpl, Batch, GraphBuffers, MetadataBuilder
     from attnplug_flash_attn.collectives import Ranks
 
     class Run(Protocol):
@@ -68,7 +68,9 @@ class Sharded:
         return value[: self.num_tokens].masked_fill(self.beyond.view(-1, 1, 1), 0.0)
 
 
-def passes(builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, slot: GraphSlot | None) -> Sharded:
+def passes(
+    builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, slot: GraphBuffers | None
+) -> Sharded:
     """
     Return the passes of a batch, without schedules. Nothing waits for the device.
 
@@ -113,7 +115,7 @@ def _beyond(batch: Batch) -> Tensor:
 def _counted(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None]:
     """Return the most cached tokens of a request, and what this rank holds of each request's; None if not known."""
     lens, starts = batch.seq_lens_cpu, batch.query_start_loc_cpu
-    if builder.agreement.requirements.host_lengths != "exact" or lens is None or starts is None:
+    if builder.agreement.requirements.seq_lens_cpu_kind != "exact" or lens is None or starts is None:
         return 0, None
     check_share(batch, builder.parallel, builder.agreement.block_size or 1)
     cached = (lens - starts.diff()).clamp_(min=0)
@@ -128,7 +130,7 @@ def _bound(builder: MetadataBuilder, batch: Batch) -> int:
     return min(bound, table.shape[1] * (builder.agreement.block_size or 1))
 
 
-def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, slot: GraphSlot | None) -> Call:
+def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, slot: GraphBuffers | None) -> Call:
     cached = (batch.seq_lens - batch.query_start_loc.diff()).clamp_(min=0)
     return evolve(
         new,

@@ -75,7 +75,7 @@ class FlashAttentionImpl(AttentionImpl):
             v_descale=_flat(layer.v_scale_tensor),
         )
 
-    def _forward(
+    def run(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -108,7 +108,7 @@ class FlashAttentionImpl(AttentionImpl):
             given = self._given(part, key, value) if part.is_first else (keys, values)
             self._attend(part, query, *given, out, lse, self.terms)
 
-    def _profile(
+    def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
         """Take as much memory as a step of so many rows, and let go of it. The output is left alone."""
@@ -206,7 +206,7 @@ class FlashAttentionImpl(AttentionImpl):
     def _pages(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         return self._caches.of(kv_cache) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
 
-    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         write_kv(key, value, *self._pages(kv_cache), slot_mapping, *self._scale_tensors)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Return the first thing that is missing, with what was found and the way out; None where nothing is."""
+    """Return the first thing that is missing, with what was found and the fix; None where nothing is."""
     if device.type != "cuda":
         return None  # the manifest has refused it, unless somebody declares another device in order to test without one
     return _torch() or _device() or _library(variant, agreement)

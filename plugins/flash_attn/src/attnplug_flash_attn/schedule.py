@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import GraphSlot, Limits, MetadataBuilder
+    from attnplug.contract import GraphBuffers, Limits, MetadataBuilder
     from attnplug_flash_attn.kernels.interface import Call, Kernels, Terms
     from attnplug_flash_attn.passes import Pass, Plan
 
@@ -42,7 +42,7 @@ class Schedules:
         self._kernels = kernels
         self._memories: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
-    def add(self, plan: Plan, key: Hashable, terms: Terms, slot: GraphSlot | None) -> Plan:
+    def add(self, plan: Plan, key: Hashable, terms: Terms, slot: GraphBuffers | None) -> Plan:
         """
         Return the plan with a schedule in each pass that the library has one for.
 
@@ -62,7 +62,7 @@ class Schedules:
 
         return _mapped(plan, scheduled, heads * self._builder.parallel.dcp_size)
 
-    def _kept(self, schedule: Tensor, slot: GraphSlot, name: Hashable) -> Tensor:
+    def _kept(self, schedule: Tensor, slot: GraphBuffers, name: Hashable) -> Tensor:
         """Kernels take what a longer schedule has left behind theirs for work, and overwrite the output: it is 0."""
         count = schedule.shape[0]
         memory = self._builder.once(slot, ("schedule", name), lambda: self._memory(name, count))

@@ -13,7 +13,7 @@ from attnplug_flashinfer.workspace import workspace_bytes
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug.contract import GraphKey, Limits
+    from attnplug.contract import GraphShape, Limits
 
 
 class FlashInferBackend(Backend):
@@ -32,7 +32,7 @@ class FlashInferBackend(Backend):
         """Return the size of the library's float workspace."""
         return workspace_bytes(self.agreement, self.selection.device, limits)
 
-    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile every kernel that the agreement can need. None of them depends on a batch's shape."""
         if shapes:
             run_each_kind(self)

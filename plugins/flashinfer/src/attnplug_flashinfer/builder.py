@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Backend, Batch, GraphSlot, Metadata, State
+    from attnplug.contract import AttentionImpl, Backend, Batch, GraphBuffers, Metadata, State
     from attnplug_flashinfer.plan import Plan
 
 
@@ -30,7 +30,7 @@ class FlashInferBuilder(MetadataBuilder):
     prefills to it, whatever phase they count to.
     """
 
-    takes_slots = True
+    supports_graphs = True
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
@@ -41,7 +41,7 @@ class FlashInferBuilder(MetadataBuilder):
         self._planners = {key: Planner(group[0], state) for key, group in self.plan_groups.items()}
         self._indices: weakref.ref[Tensor] | None = None
 
-    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
         del fast
         plans = self._plans(batch) if slot is None else self._slot_plans(batch, slot)
         return self.describe(batch, plans=plans)
@@ -50,7 +50,7 @@ class FlashInferBuilder(MetadataBuilder):
         step = rows_of_step(batch, self._block_size, self._cuts) if self._is_paged else rows_of_dense(batch)
         return {key: planner.plan(step) for key, planner in self._planners.items()}
 
-    def _slot_plans(self, batch: Batch, slot: GraphSlot) -> Mapping[Hashable, Plan]:
+    def _slot_plans(self, batch: Batch, slot: GraphBuffers) -> Mapping[Hashable, Plan]:
         buffers, starts = self.once(slot, "buffers", lambda: self._buffers(slot))
         kind = next(cut.kind for cut in self._cuts if cut.takes(batch.max_query_len))
         rows = rows_of_slot(batch, self._block_size, kind, starts)
@@ -59,7 +59,7 @@ class FlashInferBuilder(MetadataBuilder):
             plans[key] = self.once(slot, key, partial(planner.captured, rows, buffers)).write(rows)
         return plans
 
-    def _buffers(self, slot: GraphSlot) -> tuple[Buffers, Tensor]:
+    def _buffers(self, slot: GraphBuffers) -> tuple[Buffers, Tensor]:
         """Return the buffers of a slot, which all plan keys share, and where the rows of its requests start."""
         reqs, device = slot.key.num_reqs, self.state.device
         query_len = slot.key.num_tokens // reqs

@@ -54,7 +54,7 @@ class FlashInferImpl(AttentionImpl):
         """The contract's own, made once."""
         return self._key
 
-    def _forward(
+    def run(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -139,11 +139,11 @@ class FlashInferImpl(AttentionImpl):
         if lse is not None and sums is not None:
             lse[:tokens] = sums
 
-    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         halves, _ = self._caches.of(kv_cache)
         write_kv(key, value, *halves, slot_mapping, *self._scale_tensors)
 
-    def _profile(
+    def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
         del lse

@@ -25,7 +25,7 @@ FA3_CUDA: Final = (12, 3)
 
 
 def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Return the first thing that is missing, with what was found and the way out; None where nothing is."""
+    """Return the first thing that is missing, with what was found and the fix; None where nothing is."""
     if device.type != "cuda":
         return None  # the manifest has refused it, unless somebody declares another device in order to test without one
     return _torch(variant) or _device() or _companions() or _compiled(agreement, device)

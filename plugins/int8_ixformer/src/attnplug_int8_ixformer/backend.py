@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnplug import Selection
-    from attnplug.contract import GraphKey, Limits
+    from attnplug.contract import GraphShape, Limits
 
 
 class Int8Backend(Backend):
@@ -38,9 +38,9 @@ class Int8Backend(Backend):
         self.provider = provider_of(self)
 
     @property
-    def keeps_max_num_splits(self) -> bool:
+    def supports_max_num_splits(self) -> bool:
         """What the provider says."""
-        return self.provider.keeps_max_num_splits
+        return self.provider.supports_max_num_splits
 
     @property
     def level(self) -> int:
@@ -70,7 +70,7 @@ class Int8Backend(Backend):
         """Return what the kernels need."""
         return self.provider.workspace_bytes(limits)
 
-    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile the kernels: a tiny step of each kind is run."""
         if shapes:
             run_each_kernel(self)

@@ -10,17 +10,17 @@ from attnplug.contract import PAD_SLOT_ID, MetadataBuilder
 from attnplug_int8_ixformer.metadata import Int8Metadata
 
 if TYPE_CHECKING:
-    from attnplug.contract import Batch, GraphSlot, Metadata
+    from attnplug.contract import Batch, GraphBuffers, Metadata
     from attnplug_int8_ixformer.backend import Int8Backend
 
 
 class Int8Builder(MetadataBuilder):
     """Asks the provider for its plans, once per step: they depend on no layer. Graphs hold decodes alone."""
 
-    takes_slots = True
+    supports_graphs = True
     backend: Int8Backend
 
-    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
         del fast
         described = self.describe(batch)
         decodes, prefills, provider = described.decodes, described.prefills, self.backend.provider
@@ -32,7 +32,7 @@ class Int8Builder(MetadataBuilder):
             found["prefill_plan"] = provider.plan_prefills(prefills, self)
         return evolve(described, **found) if isinstance(described, Int8Metadata) else described
 
-    def _can_run_in_cudagraph(self, batch: Batch) -> bool:
+    def can_capture(self, batch: Batch) -> bool:
         fits = batch.max_query_len <= self.agreement.requirements.decode_query_len
         return fits and not self._skips(batch, batch.num_actual_tokens)
 

@@ -63,7 +63,7 @@ class Int8Impl(AttentionImpl):
             )
         kv_cache["v_scale"].copy_(self._value_scales)
 
-    def _forward(
+    def run(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -98,5 +98,5 @@ class Int8Impl(AttentionImpl):
         if first < last and slots is not None:
             self._provider.write(key[first:last], value[first:last], pages, slots[first:last])
 
-    def _write_kv(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
         self._provider.write(key, value, Pages.of(kv_cache), slot_mapping)

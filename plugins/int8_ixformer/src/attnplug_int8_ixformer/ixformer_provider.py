@@ -18,7 +18,7 @@ from attnplug_int8_ixformer.probe import IXFORMER_MODULES
 from attnplug_int8_ixformer.provider import Provider
 
 if TYPE_CHECKING:
-    from attnplug.contract import GraphSlot, MetadataBuilder, Phase
+    from attnplug.contract import GraphBuffers, MetadataBuilder, Phase
     from attnplug_int8_ixformer.backend import Int8Backend
     from attnplug_int8_ixformer.pages import Pages
     from attnplug_int8_ixformer.terms import Terms
@@ -94,7 +94,9 @@ class IxformerProvider(Provider):
             _module_with(name, calls) for name, calls in zip(IXFORMER_MODULES, _CALLS, strict=True)
         )
 
-    def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphSlot | None, *, mixed: bool) -> Decodes:
+    def plan_decodes(
+        self, decodes: Phase, builder: MetadataBuilder, slot: GraphBuffers | None, *, mixed: bool
+    ) -> Decodes:
         """Give padding the null block, whatever its row of the table still names, and keep that where graphs read."""
         is_padding, table = decodes.query_start_loc.diff() == 0, cast("Tensor", decodes.block_table)
         return Decodes(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Batch, GraphKey, GraphSlot, Layer, Limits, State
+    from attnplug.contract import Batch, GraphBuffers, GraphShape, Layer, Limits, State
 
 
 @frozen(eq=False, kw_only=True)
@@ -57,7 +57,7 @@ class ObserverImpl(AttentionImpl):
         """Let the inner layer write what is its own."""
         self.inner.init_cache(kv_cache)
 
-    def _forward(
+    def run(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -85,7 +85,7 @@ class ObserverBuilder(MetadataBuilder):
         own = backend.inner.make_state(state.limits, state.parallel)
         self._inner = backend.inner.make_builder([impl.inner for impl in impls], own)
 
-    def _build(self, batch: Batch, *, fast: bool, slot: GraphSlot | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
         del slot
         return evolve(cast("ObservedMetadata", self.describe(batch)), inner=self._inner.build(batch, fast=fast))
 
@@ -103,9 +103,9 @@ class ObserverBackend(Backend):
         return inner.load(self.agreement, self.selection.device)
 
     @property
-    def keeps_max_num_splits(self) -> bool:
+    def supports_max_num_splits(self) -> bool:
         """What the inner backend says."""
-        return self.inner.keeps_max_num_splits
+        return self.inner.supports_max_num_splits
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """Return those of the inner backend."""
@@ -115,6 +115,6 @@ class ObserverBackend(Backend):
         """Return what the inner backend needs: a host that counts its memory counts that too."""
         return self.inner.workspace_bytes(limits)
 
-    def warmup(self, shapes: Sequence[GraphKey]) -> None:
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Warm the inner backend up."""
         self.inner.warmup(shapes)

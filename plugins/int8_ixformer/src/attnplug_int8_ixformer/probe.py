@@ -19,7 +19,7 @@ IXFORMER_MODULES: Final = ("ixformer.inference.functions", "ixformer.contrib.vll
 
 
 def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Return what is missing, with what was found and the way out; None where nothing is."""
+    """Return what is missing, with what was found and the fix; None where nothing is."""
     if variant == "calibration":
         return _lacks_inner(agreement, device)
     if variant == "ixformer":

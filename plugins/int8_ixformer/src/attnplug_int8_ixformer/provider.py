@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract import GraphSlot, Limits, MetadataBuilder, Phase
+    from attnplug.contract import GraphBuffers, Limits, MetadataBuilder, Phase
     from attnplug_int8_ixformer.backend import Int8Backend
     from attnplug_int8_ixformer.pages import Pages
     from attnplug_int8_ixformer.terms import Terms
@@ -20,13 +20,13 @@ class Provider(ABC):
 
     Attributes:
         fuses_in_mixed: Whether decodes write their rows in a batch with prefills too, and not in one of decodes alone.
-        keeps_max_num_splits: Whether `Limits.max_num_splits` is kept.
+        supports_max_num_splits: Whether `Limits.max_num_splits` is kept.
         prompt_lens: Rows of prompts for a warm-up, one for each of the kernels of prompts.
         backend: The backend.
     """
 
     fuses_in_mixed: ClassVar[bool]
-    keeps_max_num_splits: ClassVar[bool] = False
+    supports_max_num_splits: ClassVar[bool] = False
     prompt_lens: tuple[int, ...] = (1,)
 
     def __init__(self, backend: Int8Backend) -> None:
@@ -38,7 +38,7 @@ class Provider(ABC):
         return 0
 
     @abstractmethod
-    def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphSlot | None, *, mixed: bool) -> Any:
+    def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphBuffers | None, *, mixed: bool) -> Any:
         """
         Return what `decode` needs to know of a step.
 

@@ -23,7 +23,7 @@ from attnplug_int8_ixformer.triton_decode import _decode, _merge
 from attnplug_int8_ixformer.triton_prefill import _write
 
 if TYPE_CHECKING:
-    from attnplug.contract import GraphSlot, Limits, MetadataBuilder, Phase
+    from attnplug.contract import GraphBuffers, Limits, MetadataBuilder, Phase
     from attnplug_int8_ixformer.backend import Int8Backend
     from attnplug_int8_ixformer.pages import Pages
     from attnplug_int8_ixformer.terms import Terms
@@ -81,7 +81,7 @@ class TritonProvider(Provider):
     """Triton kernels on NVIDIA GPUs, and by Triton's interpreter anywhere."""
 
     fuses_in_mixed = True
-    keeps_max_num_splits = True
+    supports_max_num_splits = True
 
     def __init__(self, backend: Int8Backend) -> None:
         super().__init__(backend)
@@ -112,7 +112,9 @@ class TritonProvider(Provider):
         """Tokens that are gathered at once: those of a step of whole prompts, or one sequence at least."""
         return in_units(max(limits.max_num_tokens + _SPARE * UNIT, limits.max_seq_len))
 
-    def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphSlot | None, *, mixed: bool) -> Tokens:
+    def plan_decodes(
+        self, decodes: Phase, builder: MetadataBuilder, slot: GraphBuffers | None, *, mixed: bool
+    ) -> Tokens:
         """Split sequences until the device is full. A slot's numbers are those of its capture."""
         del slot, mixed
         asked = self.backend.agreement.requirements

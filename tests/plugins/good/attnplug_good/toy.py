@@ -10,10 +10,10 @@ from attnplug.contract import AttentionImpl, Backend
 class ToyImpl(AttentionImpl):
     cache_write = "either"
 
-    def _forward(self, query, key, value, kv_cache, metadata, output, lse):
+    def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch = metadata.batch
         if kv_cache is not None and self.forward_writes:
-            self._write_kv(key, value, kv_cache, batch.slot_mapping)
+            self.update_kv_cache(key, value, kv_cache, batch.slot_mapping)
         starts = batch.query_start_loc.tolist()
         for i, length in enumerate(batch.seq_lens.tolist()):
             rows = slice(starts[i], starts[i + 1])
@@ -33,7 +33,7 @@ class ToyImpl(AttentionImpl):
             k, v = kv_cache[:, used].flatten(1, 2)[:, :length]
         return (x.repeat_interleave(self.num_queries_per_kv, 1) for x in (k, v))
 
-    def _write_kv(self, key, value, kv_cache, slot_mapping):
+    def update_kv_cache(self, key, value, kv_cache, slot_mapping):
         written, size = slot_mapping >= 0, kv_cache.shape[2]
         slots = slot_mapping[written]
         for half, new in zip(kv_cache, (key, value), strict=True):

@@ -1,4 +1,4 @@
-"""``attnplug doctor``: what is wrong with this environment, and the way out of each problem."""
+"""``attnplug doctor``: what is wrong with this environment, and the fix of each problem."""
 
 from __future__ import annotations
 

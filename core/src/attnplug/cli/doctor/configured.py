@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from attnplug.cli.doctor.problem import Problem
 from attnplug.errors import AttnplugError, SettingsError
 from attnplug.negotiation.ranking import AUTO, Policy
-from attnplug.negotiation.verdict import Remedy
+from attnplug.negotiation.verdict import Fix
 from attnplug.selection.options import check_owner
 
 if TYPE_CHECKING:
@@ -69,8 +69,8 @@ def _nobodys_layout(candidates: Sequence[Candidate], settings: Settings) -> Iter
 
 
 def _way_in(permitted: Iterable[Candidate], settings: Settings) -> str:
-    able = sorted((c for c in permitted if c.install or c.remedy), key=lambda c: bool(c.remedy))
-    ways = [f"{c.id}: {Remedy(install=c.install, action=c.remedy)}" for c in able]
+    able = sorted((c for c in permitted if c.install or c.fix), key=lambda c: bool(c.fix))
+    ways = [f"{c.id}: {Fix(install=c.install, action=c.fix)}" for c in able]
     return "; or ".join([*ways, f"permit others: {','.join((*settings.backend, AUTO))}"])
 
 

@@ -1,4 +1,4 @@
-"""What is broken in an environment, with the way out of each."""
+"""What is broken in an environment, with the fix of each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
-from attnplug.negotiation.verdict import Remedy
+from attnplug.negotiation.verdict import Fix
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -24,17 +24,17 @@ class Problem:
     Attributes:
         subject: What it is about: the settings, the device, a backend.
         what: What is wrong.
-        remedy: The way out.
+        fix: The fix.
     """
 
     subject: str
     what: str
-    remedy: str
+    fix: str
 
     @classmethod
     def of(cls, subject: str, error: AttnplugError) -> Problem:
         """Return an error as a problem."""
-        return cls(subject, f"{error.given}; {error.allowed}", error.remedy)
+        return cls(subject, f"{error.problem}; {error.expected}", error.fix)
 
     def to_dict(self) -> dict[str, str]:
         """Return plain JSON values."""
@@ -52,15 +52,15 @@ def problems_of(candidates: Iterable[Candidate]) -> Iterator[Problem]:
     for candidate in listed:
         codes = {reason.code for reason in candidate.obstacles}
         if (candidate.standing == "broken" or "api" in codes) and "blocked" not in codes:
-            yield Problem(candidate.id, "; ".join(map(str, candidate.obstacles)), candidate.remedy)
+            yield Problem(candidate.id, "; ".join(map(str, candidate.obstacles)), candidate.fix)
     if not any(candidate.standing == "ready" for candidate in listed):
         yield Problem("selection", "no backend is ready, so that nothing can be selected", _ready_one(listed))
 
 
 def _ready_one(candidates: Iterable[Candidate]) -> str:
     """Return how to make a backend ready: the one that is part of the core, where an installation is all it takes."""
-    lacking = [c for c in candidates if c.standing == "lacks_dependency"]
+    lacking = [c for c in candidates if c.standing == "missing_dependency"]
     first = next(iter(sorted(lacking, key=lambda c: not c.embedded)), None)
     if first is None:
         return "install a backend, or allow one: see `attnplug list`"
-    return f"{first.id}: {Remedy(install=first.install, action=first.remedy)}"
+    return f"{first.id}: {Fix(install=first.install, action=first.fix)}"

@@ -99,7 +99,7 @@ def examine(*, load: bool) -> Report:
         problems += problems_of(candidates)
         problems += problems_of_settings(registry, candidates, settings)
         trials = tuple(try_all(candidates, sight.device)) if load else ()
-    problems += [Problem(trial.id, trial.text, trial.remedy) for trial in trials if trial.status == "failed"]
+    problems += [Problem(trial.id, trial.text, trial.fix) for trial in trials if trial.status == "failed"]
     return Report(
         environment=environment(),
         sight=sight,
@@ -128,7 +128,7 @@ def _sight(problems: list[Problem]) -> Sight:
         problems.append(Problem.of("device", error))
         return Sight(Device.cpu(), "the device could not be read")
     if seen.overlooked:
-        problems.append(Problem("device", seen.overlooked, seen.remedy))
+        problems.append(Problem("device", seen.overlooked, seen.fix))
     return seen
 
 

@@ -34,7 +34,7 @@ def sections(report: Report) -> Iterator[tuple[str, list[str]]]:
     yield "loading", [f"{trial.id}  {readable(trial.status)}  {trial.text}" for trial in report.trials]
     yield "notes", [str(note) for note in report.notes]
     yield "warnings", list(report.warnings)
-    yield "problems", [text for p in report.problems for text in (f"{p.subject}: {p.what}", f"  way out: {p.remedy}")]
+    yield "problems", [text for p in report.problems for text in (f"{p.subject}: {p.what}", f"  fix: {p.fix}")]
 
 
 def _environment(facts: Mapping[str, Any]) -> list[str]:
@@ -45,7 +45,7 @@ def _environment(facts: Mapping[str, Any]) -> list[str]:
 def _standing(candidate: Candidate) -> str:
     origin = f"  ({candidate.distribution})" if candidate.distribution else ""
     # What is broken is told among the problems, and an absent plugin by its name.
-    told = candidate.standing in ("lacks_dependency", "refused")
+    told = candidate.standing in ("missing_dependency", "refused")
     why = f": {'; '.join(map(str, candidate.obstacles))}" if told else ""
     return f"{candidate.id}  {readable(candidate.standing)}{origin}{why}"
 

@@ -34,13 +34,13 @@ class Trial:
         id: ``backend/variant``.
         status: ``loaded``, ``failed``, or ``not_asked``: it cannot serve anything simple on this device.
         text: How long it took, what failed, or why it was not asked.
-        remedy: The way out of a failure.
+        fix: The fix of a failure.
     """
 
     id: str
     status: Literal["loaded", "failed", "not_asked"]
     text: str
-    remedy: str = ""
+    fix: str = ""
 
     def to_dict(self) -> dict[str, str]:
         """Return plain JSON values."""
@@ -59,14 +59,14 @@ def _try(candidate: Candidate, device: Device) -> Trial:
     try:
         verdict, selection = _ask(candidate, simple_requirements(candidate), device)
     except AttnplugError as error:
-        return Trial(candidate.id, "not_asked", f"{error.given}; {error.allowed}")
+        return Trial(candidate.id, "not_asked", f"{error.problem}; {error.expected}")
     if selection is None:
         return Trial(candidate.id, "not_asked", "; ".join(map(str, verdict.reasons)))
     start = time.perf_counter()
     try:
         selection.load()
     except AttnplugError as error:
-        return Trial(candidate.id, "failed", f"{error.given}; {error.allowed}", error.remedy)
+        return Trial(candidate.id, "failed", f"{error.problem}; {error.expected}", error.fix)
     except ImportError as error:  # what loading itself needs, whatever the plugin
         return Trial(candidate.id, "failed", str(error), "pip install 'attnplug[torch]'")
     return Trial(candidate.id, "loaded", f"in {time.perf_counter() - start:.1f} s")
@@ -88,10 +88,10 @@ def simple_requirements(candidate: Candidate) -> Requirements:
 
 
 def _ask(candidate: Candidate, asked: Requirements, device: Device) -> tuple[Verdict, Selection | None]:
-    """Select the candidate, for what its remedy asks of the engine where it wants that."""
+    """Select the candidate, for what its fix asks of the engine where it wants that."""
     explanation = explain(asked, device, backend=candidate.id)
     verdict = next(verdict for verdict in explanation.verdicts if verdict.id == candidate.id)
-    remedy = verdict.remedy
-    if explanation.chosen is None and remedy is not None and remedy.engine and remedy.device is None:
-        explanation = explain(remedy.apply(asked, device)[0], device, backend=candidate.id)
+    fix = verdict.fix
+    if explanation.chosen is None and fix is not None and fix.engine and fix.device is None:
+        explanation = explain(fix.apply(asked, device)[0], device, backend=candidate.id)
     return verdict, explanation.chosen

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _this_device() -> Device:
     seen = look()
     if seen.overlooked:
-        complain(f"attnplug explain: the device is {seen.device}, though {seen.overlooked}: {seen.remedy}")
+        complain(f"attnplug explain: the device is {seen.device}, though {seen.overlooked}: {seen.fix}")
     return seen.device
 
 

@@ -1,4 +1,4 @@
-"""Answers as a person reads them: devices side by side, then each candidate with its reasons and its way out."""
+"""Answers as a person reads them: devices side by side, then each candidate with its reasons and its fix."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def _show_part(part: Part) -> None:
     console().print(heading)
     installed = [verdict for verdict in explanation.verdicts if verdict.status != "absent"]
     absent = [verdict for verdict in explanation.verdicts if verdict.status == "absent"]
-    console().print(table([_row(verdict) for verdict in installed], "terms, reasons, and the way out"))
+    console().print(table([_row(verdict) for verdict in installed], "terms, reasons, and the fix"))
     if absent:
         longest = max(len(verdict.id) for verdict in absent)
-        listed = [f"{verdict.id:{longest}}  {verdict.remedy}" for verdict in absent]
+        listed = [f"{verdict.id:{longest}}  {verdict.fix}" for verdict in absent]
         console().print("\n".join(["", "not installed, so not asked", *map(escape, listed)]), style="dim")
     if explanation.tie:
         say("\n".join(["", *wrapped(explanation.tie)]))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @frozen(eq=False)
-class StepTokens:
+class DecodeInputs:
     """
     The inputs of a model that decodes several steps in a row, on the device.
 
@@ -56,7 +56,9 @@ class StepTokens:
         self.positions[:count].copy_(positions)
 
 
-def advanced_batch(before: Batch, agreement: Agreement, num_queries: int | None, *, prefills_to_decodes: bool) -> Batch:
+def next_decode_batch(
+    before: Batch, agreement: Agreement, num_queries: int | None, *, prefills_to_decodes: bool
+) -> Batch:
     """
     Return the batch of the next step; `before` is left alone.
 

@@ -33,16 +33,16 @@ _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
         Backend,
         ("__init__", "cache_tensors", "workspace_bytes", "dummy_batch", "swap_blocks", "copy_blocks", "warmup"),
     ),
-    ("impl_class", AttentionImpl, ("__init__", "_forward", "_profile", "_write_kv", "init_cache")),
+    ("impl_class", AttentionImpl, ("__init__", "run", "run_profile", "update_kv_cache", "init_cache")),
     (
         "builder_class",
         MetadataBuilder,
         (
             "__init__",
-            "_build",
-            "_can_run_in_cudagraph",
-            "_update_block_table",
-            "_advance_step",
+            "plan_batch",
+            "can_capture",
+            "replan_block_table",
+            "plan_next_step",
             "use_cascade_attention",
         ),
     ),
@@ -128,8 +128,8 @@ def _cache_write(impl: type[AttentionImpl]) -> Iterator[str]:
     if set(phases) != {"prefill", "decode"} or not set(phases.values()) <= set(CHOICES):
         known = f"{', '.join(map(repr, CHOICES))}, or a mapping of 'prefill' and 'decode' to these"
         yield f"cache_write is {dict(declared) if isinstance(declared, Mapping) else declared!r}, not {known}"
-    elif set(phases.values()) != {"forward"} and impl._write_kv is AttentionImpl._write_kv:  # noqa: SLF001 - the contract looks at its own class
-        yield "cache_write lets the host write the cache, and _write_kv is not overridden"
+    elif set(phases.values()) != {"forward"} and impl.update_kv_cache is AttentionImpl.update_kv_cache:
+        yield "cache_write lets the host write the cache, and update_kv_cache is not overridden"
 
 
 def _abstract(what: str, cls: type) -> Iterator[str]:

@@ -9,13 +9,13 @@ from attrs import evolve
 from attnplug.contract.graphs.invariants import check_frozen, snapshots
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
 from attnplug.contract.graphs.shape import check_fits, fits
-from attnplug.contract.inputs.kv_cache import lasting
+from attnplug.contract.inputs.kv_cache import outside_inference_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
-class GraphSlot:
+class GraphBuffers:
     """
     One captured shape. `State.slot` makes it.
 
@@ -39,7 +39,7 @@ class GraphSlot:
             Otherwise batches are copied into the state's tensors.
     """
 
-    def __init__(self, state: State, key: GraphKey, *, host_owned_inputs: bool) -> None:
+    def __init__(self, state: State, key: GraphShape, *, host_owned_inputs: bool) -> None:
         self.state = state
         self.key = key
         self.max_seq_len = key.max_seq_len or state.limits.max_seq_len
@@ -47,7 +47,7 @@ class GraphSlot:
         self._kept: dict[Hashable, Any] = {}
 
     def __repr__(self) -> str:
-        return f"GraphSlot({self.key}, of {self.state.backend.id})"
+        return f"GraphBuffers({self.key}, of {self.state.backend.id})"
 
     def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """
@@ -56,7 +56,7 @@ class GraphSlot:
         All builders of the state share what is kept here; what is a builder's own is kept by `MetadataBuilder.once`.
         """
         if key not in self._kept:
-            with lasting():
+            with outside_inference_mode():
                 self._kept[key] = make()
         return cast("_T", self._kept[key])
 

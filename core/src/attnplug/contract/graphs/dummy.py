@@ -9,11 +9,11 @@ import torch
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
 
 if TYPE_CHECKING:
-    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.negotiation.agreement import Agreement
 
 
-def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Batch:
+def dummy_batch(agreement: Agreement, key: GraphShape, device: torch.device) -> Batch:
     """
     Return a valid batch of this shape, full, that writes nothing into a cache.
 
@@ -49,7 +49,7 @@ def dummy_batch(agreement: Agreement, key: GraphKey, device: torch.device) -> Ba
     )
 
 
-def query_lens_of(key: GraphKey) -> list[int]:
+def query_lens_of(key: GraphShape) -> list[int]:
     """Return query lengths of this shape, short ones first: they differ by a token at most."""
     even, longer = divmod(key.num_tokens, key.num_reqs)
     return [even] * (key.num_reqs - longer) + [even + 1] * longer

@@ -13,7 +13,7 @@ from attnplug.errors import BatchError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.graphs.shape import GraphKey
+    from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
@@ -49,7 +49,7 @@ class PersistentInputs:
         self._slot_mapping = torch.full((limits.max_num_tokens,), PAD_SLOT_ID, dtype=torch.int64, device=device)
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
 
-    def write(self, batch: Batch, key: GraphKey, max_seq_len: int) -> Batch:
+    def write(self, batch: Batch, key: GraphShape, max_seq_len: int) -> Batch:
         """
         Take a batch over, and return it as the graph sees it: tensors that stay where they are, and frozen numbers.
 
@@ -90,7 +90,7 @@ class PersistentInputs:
         return found
 
 
-def as_captured(batch: Batch, key: GraphKey, max_seq_len: int, **fields: Any) -> Batch:
+def as_captured(batch: Batch, key: GraphShape, max_seq_len: int, **fields: Any) -> Batch:
     """Return the batch, its tensors replaced by these, with the numbers that a graph of this shape is captured with."""
     return evolve(
         batch,

@@ -13,14 +13,14 @@ from attnplug.request.fields import GRAPH_LEVELS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
 
 
 @frozen
-class GraphKey:
+class GraphShape:
     """
     The shape of a batch that is prepared ahead, for warm-up and capture.
 
@@ -59,8 +59,8 @@ class GraphKey:
             return "always"
         return "single_token_decode" if self.query_len == 1 else "uniform_batch"
 
-    def _refuse(self, allowed: str) -> None:
-        raise LimitsError(f"{self} was given", allowed, "describe the shape of a batch, its padding included")
+    def _refuse(self, expected: str) -> None:
+        raise LimitsError(f"{self} was given", expected, "describe the shape of a batch, its padding included")
 
 
 def graph_level(agreement: Agreement, limits: Limits) -> str:
@@ -77,27 +77,27 @@ def runs_at(level: str, batch: Batch, decode_query_len: int) -> bool:
     return shortest == longest <= most
 
 
-def fits(slot: GraphSlot, batch: Batch) -> bool:
+def fits(slot: GraphBuffers, batch: Batch) -> bool:
     """Whether a batch can be padded to the shape of a slot."""
     return next(_misfits(slot, batch), None) is None
 
 
-def check_fits(slot: GraphSlot, batch: Batch) -> None:
+def check_fits(slot: GraphBuffers, batch: Batch) -> None:
     """
     Check a batch against the shape of a slot.
 
     Raises:
         BatchError: It cannot be padded to it.
     """
-    for given, allowed in _misfits(slot, batch):
+    for given, expected in _misfits(slot, batch):
         raise BatchError(
             f"a batch with {given} was given for the slot {slot.key}",
-            allowed,
-            "pass a batch that the slot fits (State.find_slot finds one), or build with slot=None",
+            expected,
+            "pass a batch that the slot fits (State.find_graph finds one), or build with slot=None",
         )
 
 
-def check_key(key: GraphKey, agreement: Agreement, limits: Limits, max_batch_size: int) -> None:
+def check_key(key: GraphShape, agreement: Agreement, limits: Limits, max_batch_size: int) -> None:
     """
     Check a shape that is to be captured.
 
@@ -119,13 +119,13 @@ def check_key(key: GraphKey, agreement: Agreement, limits: Limits, max_batch_siz
             _refuse(key, f"{name}={most}")
 
 
-def _refuse(key: GraphKey, allowed: str) -> None:
+def _refuse(key: GraphShape, expected: str) -> None:
     raise LimitsError(
-        f"a slot for {key} was asked for", allowed, "ask for a smaller shape, or select and limit for larger ones"
+        f"a slot for {key} was asked for", expected, "ask for a smaller shape, or select and limit for larger ones"
     )
 
 
-def _misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
+def _misfits(slot: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
     """Yield what the batch has, and what the slot takes in its place."""
     key = slot.key
     for name, most in (
@@ -152,7 +152,7 @@ def _misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
         yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
 
 
-def _encoder_misfits(slot: GraphSlot, batch: Batch) -> Iterator[tuple[str, str]]:
+def _encoder_misfits(slot: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
     """Cross attention reads what the encoder wrote at the first step of a request, which is not in the graph."""
     host = batch.slot_mapping_cpu
     written = _num_slots(batch) if host is None else int((host >= 0).sum())

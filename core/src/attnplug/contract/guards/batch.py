@@ -16,7 +16,7 @@ from attnplug.errors import BatchError, NotNegotiatedError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.graphs.buffers import GraphSlot
+    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
@@ -26,7 +26,7 @@ _COUNTS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "com
 
 
 @frozen
-class Facts:
+class BatchSplit:
     """
     What checking a batch finds out about it.
 
@@ -46,13 +46,13 @@ class Facts:
     num_prefill_tokens: int
     num_key_rows: int
     highest_block: int
-    slot: GraphSlot | None = None
+    slot: GraphBuffers | None = None
 
-    def in_slot(self, slot: GraphSlot, asked: Requirements) -> Facts:
+    def in_slot(self, slot: GraphBuffers, asked: Requirements) -> BatchSplit:
         """Return the facts of the slot's shape: in a graph they are the same for every batch."""
         key, has_slots = slot.key, asked.attn_type != "encoder_decoder"
         decodes = key.query_len is not None and key.query_len <= asked.decode_query_len
-        return Facts(
+        return BatchSplit(
             num_decodes=key.num_reqs if decodes else 0,
             num_prefills=0 if decodes else key.num_reqs,
             num_decode_tokens=key.num_tokens if decodes else 0,
@@ -67,12 +67,12 @@ class BatchGuard:
     """Checks the batches of one builder."""
 
     def __init__(
-        self, agreement: Agreement, limits: Limits, device: torch.device, *, uniform_decodes: bool = False
+        self, agreement: Agreement, limits: Limits, device: torch.device, *, requires_uniform_decodes: bool = False
     ) -> None:
         asked = agreement.requirements
         self._agreement = agreement
         self._asked = asked
-        self._uniform = uniform_decodes
+        self._uniform = requires_uniform_decodes
         self._limits = limits
         self._device_type = device.type
         self._pages = PageGuard(agreement, limits.num_blocks, device.type) if asked.paged else None
@@ -81,7 +81,7 @@ class BatchGuard:
         self._few = FewDecodes(agreement, limits, device.type) if FewDecodes.suits(agreement, limits) else None
         self._orders_keys = asked.attn_type != "encoder_decoder" and (bool(asked.paged) or bool(asked.causal))
 
-    def check(self, batch: Batch) -> Facts:
+    def check(self, batch: Batch) -> BatchSplit:
         """
         Return the batch's facts.
 
@@ -91,7 +91,7 @@ class BatchGuard:
         highest = None if self._few is None else self._few.highest_block(batch)
         if highest is not None:
             count = batch.num_reqs
-            return Facts(count, 0, count, 0, count, highest)
+            return BatchSplit(count, 0, count, 0, count, highest)
         self._check_counts(batch)
         query_lens = self._check_queries(batch)
         seq_lens, contexts = self._check_lengths(batch, query_lens)
@@ -104,7 +104,9 @@ class BatchGuard:
         else:
             rows, highest = check_dense(batch, seq_lens, self._device_type), -1
         tokens = _tokens_of(batch, num_decodes)
-        return Facts(num_decodes, batch.num_reqs - num_decodes, tokens, batch.num_actual_tokens - tokens, rows, highest)
+        return BatchSplit(
+            num_decodes, batch.num_reqs - num_decodes, tokens, batch.num_actual_tokens - tokens, rows, highest
+        )
 
     def _check_counts(self, batch: Batch) -> None:
         for name in _COUNTS:
@@ -173,7 +175,7 @@ class BatchGuard:
         """Return the exact lengths on the host, and what of them is cached; None where the host does not know."""
         shape = (batch.num_reqs,)
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
-        exact = self._asked.host_lengths == "exact"
+        exact = self._asked.seq_lens_cpu_kind == "exact"
         if batch.seq_lens_cpu is None and not exact:
             _check_longest(batch, batch.max_query_len if self._orders_keys else 0, exact=False)
             if batch.num_computed_tokens_cpu is not None:
@@ -248,7 +250,7 @@ def _check_longest(batch: Batch, longest: int, *, exact: bool) -> None:
         f"max_seq_len={batch.max_seq_len} was given",
         f"the longest sequence has {longest} tokens" + ("" if exact else ", and max_seq_len is at least that"),
         f"pass max_seq_len={longest}"
-        + ("; an upper bound needs host_lengths='upper_bound' in the requirements" if exact else " or more"),
+        + ("; an upper bound needs seq_lens_cpu_kind='upper_bound' in the requirements" if exact else " or more"),
     )
 
 

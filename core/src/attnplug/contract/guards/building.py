@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import attrs
 
-from attnplug.contract.graphs.buffers import GraphSlot
+from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.inputs.batch import Batch
 from attnplug.contract.metadata import Metadata
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
@@ -53,7 +53,7 @@ def check_batch(batch: object, where: str) -> None:
         raise BatchError(
             f"{reprlib.repr(batch)} was given to {where}",
             "it takes a Batch: this step's requests",
-            "pass what BatchDraft.finish, or Batch.from_lengths, returns",
+            "pass what BatchAssembler.finish, or Batch.from_lengths, returns",
         )
 
 
@@ -113,7 +113,7 @@ def _refuse_plans(builder: MetadataBuilder, plans: object) -> NoReturn:
     )
 
 
-def check_slot(builder: MetadataBuilder, slot: GraphSlot) -> None:
+def check_slot(builder: MetadataBuilder, slot: GraphBuffers) -> None:
     """
     Check that a builder may build into a slot.
 
@@ -128,7 +128,7 @@ def check_slot(builder: MetadataBuilder, slot: GraphSlot) -> None:
             f"{agreement.id} builds eagerly here: its builder takes no slots in this agreement",
             "build with slot=None, or select again with the cudagraph level that the batch needs",
         )
-    if not isinstance(slot, GraphSlot) or builder.state.slots.get(slot.key) is not slot:
+    if not isinstance(slot, GraphBuffers) or builder.state.slots.get(slot.key) is not slot:
         raise BatchError(
             f"the slot {slot!r} was given to a builder of {agreement.id}",
             "a slot belongs to the state that the builder was made with, until it is released",
@@ -136,7 +136,7 @@ def check_slot(builder: MetadataBuilder, slot: GraphSlot) -> None:
         )
 
 
-def check_covered(builder: MetadataBuilder, slot: GraphSlot, batch: Batch) -> None:
+def check_covered(builder: MetadataBuilder, slot: GraphBuffers, batch: Batch) -> None:
     """
     Check that a builder may build a batch into a slot of its own. The plugin is asked: the batch has been checked.
 

@@ -117,10 +117,10 @@ class CacheGuard:
         named = ", ".join(map(repr, self._specs))
         return f"the cache tensors {named}" if self._specs else "no cache in this agreement"
 
-    def _refuse(self, role: str, tensor: Tensor, allowed: str) -> None:
+    def _refuse(self, role: str, tensor: Tensor, expected: str) -> None:
         raise CacheError(
             f"a cache tensor {role!r} of {describe(tensor)} was given",
-            f"for {self._agreement.id} it is {allowed}",
+            f"for {self._agreement.id} it is {expected}",
             "pass what Backend.make_cache returned",
         )
 
@@ -133,7 +133,7 @@ def by_phase(cache_write: str | Mapping[str, str]) -> Mapping[str, str]:
     return cache_write if isinstance(cache_write, Mapping) else {"prefill": cache_write, "decode": cache_write}
 
 
-def settle_writers(
+def cache_writers(
     cache_write: str | Mapping[str, str], layer: Layer, agreement: Agreement
 ) -> tuple[frozenset[str], frozenset[str]]:
     """

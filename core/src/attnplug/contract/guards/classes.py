@@ -35,7 +35,7 @@ def check_constructed(made: object, base: type, last: str) -> None:
         )
 
 
-def check_takes_slots(builder: MetadataBuilder) -> None:
+def check_supports_graphs(builder: MetadataBuilder) -> None:
     """
     Check that a builder takes slots where graphs were negotiated.
 
@@ -44,11 +44,11 @@ def check_takes_slots(builder: MetadataBuilder) -> None:
     """
     agreement, name = builder.agreement, type(builder).__name__
     level = agreement.requirements.cudagraph
-    if level != "never" and not builder.takes_slots:
+    if level != "never" and not builder.supports_graphs:
         raise PluginContractError(
             f"cudagraph={level!r} was negotiated with {agreement.id}, and {name} takes no slots",
             "a manifest declares cudagraph for what its builder builds into graph slots",
-            f"set {name}.takes_slots = True, and keep what a replay reads in the slot; or declare no cudagraph",
+            f"set {name}.supports_graphs = True, and keep what a replay reads in the slot; or declare no cudagraph",
         )
 
 

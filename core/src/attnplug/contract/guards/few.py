@@ -48,7 +48,7 @@ class FewDecodes:
             bool(asked.paged)
             and asked.attn_type == "decoder"
             and asked.dcp_size == 1
-            and asked.host_lengths == "exact"
+            and asked.seq_lens_cpu_kind == "exact"
             and not asked.custom_mask
             and "decode" in asked.phases
             and limits.num_blocks is not None

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
 
 
-def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement, *, keeps_splits: bool) -> None:
+def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement, *, supports_splits: bool) -> None:
     """
     Check that limits and ranks fit the agreement.
 
@@ -20,7 +20,7 @@ def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement, *, ke
         LimitsError: They do not.
     """
     _check_graphs(limits, agreement)
-    if limits.max_num_splits is not None and not keeps_splits:
+    if limits.max_num_splits is not None and not supports_splits:
         raise LimitsError(
             f"max_num_splits={limits.max_num_splits} was given in the limits",
             f"{agreement.id} takes no such bound: its kernels decide how many pieces a request's keys are cut into",

@@ -67,9 +67,9 @@ def check_extra(what: str, extra: Mapping[str, object], agreement: Agreement) ->
             )
 
 
-def _refuse(given: str, allowed: str, wanted: str) -> NoReturn:
+def _refuse(given: str, expected: str, wanted: str) -> NoReturn:
     raise NotNegotiatedError(
-        f"{given} was given", allowed, f"select again with {wanted} in the requirements, or leave it out of the batch"
+        f"{given} was given", expected, f"select again with {wanted} in the requirements, or leave it out of the batch"
     )
 
 
@@ -133,12 +133,15 @@ def _check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None
             "attn_type='encoder_decoder' and paged=True",
         )
     check_index("encoder_seq_lens", batch.encoder_seq_lens, (batch.num_reqs,), torch.int32, device_type)
-    if asked.host_lengths == "exact" or batch.encoder_seq_lens_cpu is not None:
+    if asked.seq_lens_cpu_kind == "exact" or batch.encoder_seq_lens_cpu is not None:
         host = check_mirror(
-            "encoder_seq_lens", batch.encoder_seq_lens, batch.encoder_seq_lens_cpu, exact=asked.host_lengths == "exact"
+            "encoder_seq_lens",
+            batch.encoder_seq_lens,
+            batch.encoder_seq_lens_cpu,
+            exact=asked.seq_lens_cpu_kind == "exact",
         )
         _check_positive("encoder_seq_lens", int(host.amin()))
-        _check_longest_encoder(batch, int(host.amax()), exact=asked.host_lengths == "exact")
+        _check_longest_encoder(batch, int(host.amax()), exact=asked.seq_lens_cpu_kind == "exact")
     elif batch.max_encoder_seq_len is None:
         raise BatchError(
             "no max_encoder_seq_len was given, and no encoder_seq_lens_cpu",
@@ -176,10 +179,14 @@ def _check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
         "dcp_local_seq_lens",
         batch.dcp_local_seq_lens,
         batch.dcp_local_seq_lens_cpu,
-        exact=asked.host_lengths == "exact",
+        exact=asked.seq_lens_cpu_kind == "exact",
     )
     _check_positive("dcp_local_seq_lens", int(host.amin()))
-    if asked.host_lengths == "exact" and batch.seq_lens_cpu is not None and bool((host > batch.seq_lens_cpu).any()):
+    if (
+        asked.seq_lens_cpu_kind == "exact"
+        and batch.seq_lens_cpu is not None
+        and bool((host > batch.seq_lens_cpu).any())
+    ):
         raise BatchError(
             "dcp_local_seq_lens with a value beyond seq_lens was given",
             "a rank holds a part of each sequence",
@@ -204,6 +211,6 @@ def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_t
             "no custom_mask was given", "custom_mask was negotiated: each batch brings its mask", "pass custom_mask=..."
         )
     size = batch.custom_mask.numel()
-    if batch.seq_lens_cpu is not None and agreement.requirements.host_lengths == "exact":
+    if batch.seq_lens_cpu is not None and agreement.requirements.seq_lens_cpu_kind == "exact":
         size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
     check_index("custom_mask", batch.custom_mask, (size,), torch.bool, device_type)

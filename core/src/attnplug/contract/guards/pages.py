@@ -8,7 +8,7 @@ import torch
 
 from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.inputs.batch import PAD_SLOT_ID
-from attnplug.contract.inputs.kv_cache import lasting
+from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool 
             f"no {name}_cpu was given, and {name} is on {tensor.device}",
             "build reads host copies alone, so that it never waits for the device",
             f"pass {name}_cpu=..., the values that the host computed {name} from"
-            + ("; or select with host_lengths='absent'" if name == "seq_lens" else ""),
+            + ("; or select with seq_lens_cpu_kind='absent'" if name == "seq_lens" else ""),
         )
     if host is tensor:
         return host
@@ -338,7 +338,7 @@ class PageGuard:
     def _twice_in_cache(self, slots: Tensor, num_blocks: int) -> int | None:
         """The same without sorting: each slot remembers the last token that names it, so all find themselves or not."""
         if not self._owner.shape[0]:
-            with lasting():
+            with outside_inference_mode():
                 self._owner = torch.empty(num_blocks * self._size, dtype=torch.int32, device="cpu")
         tokens = self._token_numbers(slots.shape[0])
         owners = self._owner.index_copy_(0, slots, tokens).index_select(0, slots)

@@ -54,11 +54,11 @@ def _refuse_effect(layer: Layer, name: str, agreement: Agreement) -> tuple[float
     given = f"{name}={host!r}" if tensor is None else f"{name}_tensor of {describe(tensor)}"
     if agreement.kv_cache_dtype in UNQUANTIZED:
         allowed = f"a {agreement.kv_cache_dtype} cache was negotiated, which takes no scales"
-        remedy = f"select again with a quantized kv_cache_dtype such as 'fp8_e4m3', or leave {name} out of the layer"
+        fix = f"select again with a quantized kv_cache_dtype such as 'fp8_e4m3', or leave {name} out of the layer"
     else:
         allowed = f"{agreement.id} applies no static {name} to a {agreement.kv_cache_dtype} cache"
-        remedy = f"leave {name} out of the layer, or choose a backend that applies it"
-    raise NotNegotiatedError(f"layer {layer.name!r} has {given}", allowed, remedy)
+        fix = f"leave {name} out of the layer, or choose a backend that applies it"
+    raise NotNegotiatedError(f"layer {layer.name!r} has {given}", allowed, fix)
 
 
 def _complete(layer: Layer, name: str, agreement: Agreement, device: torch.device) -> tuple[float | None, Tensor]:

@@ -83,7 +83,7 @@ class Batch:
             advanced, they stand last.
         num_actual_tokens: Query tokens; rows beyond are padding and never touched.
         max_query_len: The longest query.
-        max_seq_len: The longest sequence; an upper bound where the requirements say so (`host_lengths`).
+        max_seq_len: The longest sequence; an upper bound where the requirements say so (`seq_lens_cpu_kind`).
         block_table: ``(num_reqs, max_blocks)`` int32, physical block of each logical block; None for dense calls.
             Entries beyond a request's length are not read.
         slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is
@@ -91,7 +91,7 @@ class Batch:
         causal: Whether a token attends no later token. It is the agreement's: a host that needs both has two.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
         query_start_loc_cpu: Host copy, always needed.
-        seq_lens_cpu: Host copy; exact, an upper bound or absent, as the requirements' `host_lengths` says.
+        seq_lens_cpu: Host copy; exact, an upper bound or absent, as the requirements' `seq_lens_cpu_kind` says.
         num_computed_tokens_cpu: ``(num_reqs,)`` keys cached before this step; None derives it from the lengths.
         block_table_cpu: Host copy, optional on a device: with it block numbers are checked.
         slot_mapping_cpu: Host copy, optional on a device: with it slots are checked.

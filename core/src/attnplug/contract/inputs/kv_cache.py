@@ -49,7 +49,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 @contextmanager
-def lasting() -> Iterator[None]:
+def outside_inference_mode() -> Iterator[None]:
     """
     Make plain tensors inside this context, whatever mode the caller is in.
 
@@ -250,12 +250,12 @@ class CacheViews(Generic[_V]):
         Return the views of a cache.
 
         Args:
-            kv_cache: A tensor of `Backend.make_cache`, checked, as `AttentionImpl._forward` gets it.
+            kv_cache: A tensor of `Backend.make_cache`, checked, as `AttentionImpl.run` gets it.
         """
         form, kept = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride()), self._kept
         if kept is not None and kept[0]() is kv_cache and form == kept[1]:
             return kept[2]
-        with lasting():
+        with outside_inference_mode():
             views = self._make(kv_cache.detach())
         self._kept = ref(kv_cache, self._forget), form, views
         return views

@@ -14,8 +14,8 @@ def _to_sizes(sizes: Any) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _refuse(name: str, value: object, allowed: str) -> None:
-    raise LimitsError(f"{name}={value!r} was given", f"{name} is {allowed}", f"pass another {name}")
+def _refuse(name: str, value: object, expected: str) -> None:
+    raise LimitsError(f"{name}={value!r} was given", f"{name} is {expected}", f"pass another {name}")
 
 
 def _check_counts(owner: object, *names: str) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from attnplug_transformers.demo.models import Outcome, Traffic
     from attnplug_transformers.demo.models.outcome import Tokens
 
-_NOT_HERE: Final = ("absent", "lacks_dependency")
+_NOT_HERE: Final = ("absent", "missing_dependency")
 _SHAPE: Final = frozenset({"head_size", "num_q_heads", "num_kv_heads", "dtype", "paged"})
 _SHOWN: Final = 12
 
@@ -59,7 +59,7 @@ def conclude(outcomes: Sequence[Outcome]) -> None:
     if verdicts:
         say("\nnot installed here:")
         for verdict in {verdict.id: verdict for verdict in verdicts}.values():
-            _say(f"{verdict.id}: {verdict.remedy}", "  ")
+            _say(f"{verdict.id}: {verdict.fix}", "  ")
     good = [outcome for outcome in outcomes if outcome.agrees]
     tokens = sum(outcome.num_equal for outcome in outcomes)
     total = sum(outcome.num_tokens for outcome in outcomes)

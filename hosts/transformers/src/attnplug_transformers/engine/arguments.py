@@ -101,5 +101,5 @@ def _is_prompt(prompt: object) -> bool:
     return isinstance(prompt, Iterable) and not isinstance(prompt, str) and getattr(prompt, "ndim", 1) > 0
 
 
-def _refuse_choice(name: str, value: object, allowed: str, remedy: str) -> None:
-    raise RequirementsError(f"{name}={value!r} was given to the engine", f"it is {allowed}", remedy)
+def _refuse_choice(name: str, value: object, expected: str, fix: str) -> None:
+    raise RequirementsError(f"{name}={value!r} was given to the engine", f"it is {expected}", fix)

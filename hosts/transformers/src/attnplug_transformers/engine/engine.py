@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from attnplug.contract import GraphKey, Limits
+from attnplug.contract import GraphShape, Limits
 from attnplug.errors import LimitsError
 from attnplug.models import model_layers
 from attnplug_transformers.engine.arguments import (
@@ -125,7 +125,7 @@ class Engine:
             kv_cache_dtype=kv_cache_dtype,
             features=features,
             cudagraph="single_token_decode" if graphs else "never",
-            remedy="keep transformers' own attention for this model",
+            fix="keep transformers' own attention for this model",
         )
         check_model(model, layers)
         limits = Limits(
@@ -354,7 +354,7 @@ class Engine:
             limits = attrs.evolve(limits, num_blocks=count_blocks(groups, limits, runner.device, free))
         runner.equip(groups.make_builders(limits), make_caches(groups, limits.num_blocks or 0, runner.device))
         if runner.device.type == "cuda":
-            shapes = [GraphKey(limits.max_num_reqs, limits.max_num_reqs, 1), GraphKey(1, limits.max_num_tokens)]
+            shapes = [GraphShape(limits.max_num_reqs, limits.max_num_reqs, 1), GraphShape(1, limits.max_num_tokens)]
             for backend in groups.backends:
                 backend.warmup(shapes)
         return limits

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug.contract import GraphKey, GraphSlot, capture
+from attnplug.contract import GraphBuffers, GraphShape, capture
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class Recorded:
         replay: Runs the step again.
     """
 
-    slots: tuple[GraphSlot, ...]
+    slots: tuple[GraphBuffers, ...]
     logits: Tensor
     replay: Callable[[], object]
 
@@ -115,9 +115,9 @@ class DecodeGraphs:
         pool: Any = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         for length in reversed(self._lengths):
             for size in reversed(self._sizes):
-                self._recorded[size, length] = self._record(GraphKey(size, size, 1, length), pool)
+                self._recorded[size, length] = self._record(GraphShape(size, size, 1, length), pool)
 
-    def _record(self, key: GraphKey, pool: Any) -> Recorded:
+    def _record(self, key: GraphShape, pool: Any) -> Recorded:
         slots, metadata = [], []
         for builder in self._builders:
             with builder.state.graph_capture(builder.limits.max_num_reqs):

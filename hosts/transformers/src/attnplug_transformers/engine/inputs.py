@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug.batching import BatchDraft, positions_of
+from attnplug.batching import BatchAssembler, positions_of
 from attnplug.contract import Batch, upload
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class InputMaker:
     """
 
     def __init__(self, block_size: int, device: torch.device) -> None:
-        self._draft = BatchDraft(block_size, device=device)
+        self._draft = BatchAssembler(block_size, device=device)
         self._device = device
 
     def make(self, step: Step) -> Inputs:

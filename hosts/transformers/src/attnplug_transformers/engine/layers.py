@@ -59,10 +59,10 @@ class Learned:
         if brought != learned:
             self._refuse(f"{what} {brought}", f"the layer was made for {learned}")
 
-    def _refuse(self, brought: str, allowed: str) -> None:
+    def _refuse(self, brought: str, expected: str) -> None:
         raise NotNegotiatedError(
             f"{self.name}: the call brings {brought}",
-            f"{allowed}, when the engine was made",
+            f"{expected}, when the engine was made",
             "make a new engine after changing the model",
         )
 

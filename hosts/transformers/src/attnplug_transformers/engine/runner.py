@@ -59,7 +59,7 @@ class Runner:
     def _release(self) -> None:
         """Drop the slots, which hold their state, workspace included."""
         for builder in self._builders:
-            builder.state.release_slots()
+            builder.state.release_graphs()
 
     @property
     def num_graphs(self) -> int:

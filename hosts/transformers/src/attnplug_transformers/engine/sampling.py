@@ -24,8 +24,8 @@ NO_TOKEN: Final = -1
 _FEW: Final = 1024
 
 
-def _refuse(name: str, value: object, allowed: str, remedy: str) -> None:
-    raise LimitsError(f"{name}={value!r} was given", f"{name} is {allowed}", remedy)
+def _refuse(name: str, value: object, expected: str, fix: str) -> None:
+    raise LimitsError(f"{name}={value!r} was given", f"{name} is {expected}", fix)
 
 
 def _is_number(value: object) -> bool:

@@ -103,8 +103,8 @@ def end_of_text(model: Any) -> tuple[int, ...]:
 
 
 def _refuse_first(model: Any, obstacles: Iterable[tuple[str, str, str]]) -> None:
-    for given, because, remedy in obstacles:
-        raise RequirementsError(f"{type(model).__name__} was given to the engine: {given}", because, remedy)
+    for given, because, fix in obstacles:
+        raise RequirementsError(f"{type(model).__name__} was given to the engine: {given}", because, fix)
 
 
 def _of_what_is_no_model(model: Any) -> Iterator[tuple[str, str, str]]:

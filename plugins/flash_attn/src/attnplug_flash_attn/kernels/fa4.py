@@ -41,14 +41,14 @@ class Fa4(Kernels):
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
         self._splits = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)
-        self._forward = _forward()
-        self.fills_output = self._forward is not _copied
+        self.run = run()
+        self.fills_output = self.run is not _copied
 
     def attend(  # noqa: D102
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
     ) -> None:
         left, right = terms.window
-        forward: Callable[..., Any] = self._forward if _is_in_steps(out) else _copied
+        forward: Callable[..., Any] = self.run if _is_in_steps(out) else _copied
         _, by_heads, *_ = forward(
             query,
             key,
@@ -73,7 +73,7 @@ class Fa4(Kernels):
             keep_lse(lse, by_heads)
 
 
-def _forward() -> Callable[..., Any]:
+def run() -> Callable[..., Any]:
     """Return the library's forward that writes where it is told, or what does the same where there is none."""
     found: Callable[..., Any] | None = getattr(interface, "_flash_attn_fwd", None)
     if found is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from attnplug_flash_attn.kernels.interface import Call, Terms
 
-_forward: Final = getattr(torch.ops.aten, "_flash_attention_forward").default  # noqa: B009 - public as an op
+run: Final = getattr(torch.ops.aten, "_flash_attention_forward").default  # noqa: B009 - public as an op
 
 
 class TorchFlash(Kernels):
@@ -26,7 +26,7 @@ class TorchFlash(Kernels):
     def attend(  # noqa: D102
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
     ) -> None:
-        found, by_heads, *_ = _forward(
+        found, by_heads, *_ = run(
             query,
             key,
             value,

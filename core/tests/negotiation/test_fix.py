@@ -1,4 +1,4 @@
-"""Ways out, one by one, and in words. That they work, and that none is smaller, `test_brute_force` shows."""
+"""fixes, one by one, and in words. That they work, and that none is smaller, `test_brute_force` shows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 import pytest
 
 from attnplug.negotiation.evaluation import Question, negotiate
-from attnplug.negotiation.fix import find_remedy
-from attnplug.negotiation.verdict import Reason, Remedy
+from attnplug.negotiation.fix import find_fix
+from attnplug.negotiation.verdict import Fix, Reason
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from core.tests.negotiation.test_brute_force import candidate, unrelated
@@ -32,13 +32,13 @@ def refuses(because="a reason", **when):
 
 
 def way_out(offered, asked=ASKED, device=Device.cpu()):  # noqa: B008 - frozen
-    """Return the remedy, having tried it."""
+    """Return the fix, having tried it."""
     question = Question(asked, device)
     assert negotiate(offered, question).objections
-    remedy = find_remedy(offered, question, unrelated)
-    assert remedy.possible == (not negotiate(offered, Question(*remedy.apply(asked, device))).objections)
-    assert Remedy.from_dict(json.loads(json.dumps(remedy.to_dict()))) == remedy
-    return remedy
+    fix = find_fix(offered, question, unrelated)
+    assert fix.possible == (not negotiate(offered, Question(*fix.apply(asked, device))).objections)
+    assert Fix.from_dict(json.loads(json.dumps(fix.to_dict()))) == fix
+    return fix
 
 
 class TestFields:
@@ -59,7 +59,7 @@ class TestFields:
 
     @pytest.mark.parametrize(
         ("name", "value", "nothing"),
-        [("output_quant", "fp8_e4m3", None), ("dcp_size", 2, 1), ("host_lengths", "absent", "exact")],
+        [("output_quant", "fp8_e4m3", None), ("dcp_size", 2, 1), ("seq_lens_cpu_kind", "absent", "exact")],
     )
     def test_what_is_not_served_is_left_out(self, name, value, nothing):
         assert dict(way_out(of(), ASKED.evolve(**{name: value})).engine) == {name: nothing}
@@ -120,21 +120,21 @@ class TestSmallest:
             by_device, ["paged", "cascade", "return_lse"], device_type="cuda", compute_capability=["8.0", "12.0"]
         )
 
-        remedy = way_out(offered, ASKED.evolve(cascade=True, return_lse=True), HOPPER)
+        fix = way_out(offered, ASKED.evolve(cascade=True, return_lse=True), HOPPER)
 
-        assert str(remedy) == "ask for return_lse=False; run on cuda:12.0"
+        assert str(fix) == "ask for return_lse=False; run on cuda:12.0"
 
 
 class TestNone:
-    """Where there is no way out, what stands in the way is said once, and not as a reason is."""
+    """Where there is no fix, what stands in the way is said once, and not as a reason is."""
 
     def test_what_the_model_asks_for_is_lacking(self):
         offered = of([needs("a mask is dense", sliding_window=False, when={"custom_mask": True})], ["paged"])
 
-        remedy = way_out(offered, ASKED.evolve(sinks=True, alibi="linear", cudagraph="always"))
+        fix = way_out(offered, ASKED.evolve(sinks=True, alibi="linear", cudagraph="always"))
 
-        assert (remedy.lacks, remedy.needs) == (("alibi=linear", "sinks=True"), ())
-        assert str(remedy) == "none: this variant lacks alibi=linear, sinks=True"
+        assert (fix.lacks, fix.needs) == (("alibi=linear", "sinks=True"), ())
+        assert str(fix) == "none: this variant lacks alibi=linear, sinks=True"
 
     def test_a_rule_says_why_and_takes_the_place_of_the_plain_refusal(self):
         offered = of([refuses("they have no tiles", head_size=64)], head_size=[128])
@@ -144,9 +144,9 @@ class TestNone:
         together = refuses("wrong values", head_size=64, sinks=True)
         offered = of([together], ["paged", "sinks"])
 
-        remedy = way_out(offered, ASKED.evolve(sinks=True))
+        fix = way_out(offered, ASKED.evolve(sinks=True))
 
-        assert str(remedy) == "none: this variant lacks head_size=64 with sinks=True (wrong values)"
+        assert str(fix) == "none: this variant lacks head_size=64 with sinks=True (wrong values)"
 
     def test_what_the_variant_serves_nothing_without_is_needed(self):
         wanted = needs("it is for patterns", block_sparse=True)
