@@ -7,14 +7,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from tools import capabilities, vocabulary
+from tools import capabilities, compatibility, vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 ROOT: Final = Path(__file__).parents[1]
 PAGES: Final[Mapping[str, Callable[[Path], str]]] = MappingProxyType(
-    {"docs/reference/capabilities.md": capabilities.page, "docs/reference/requirements.md": vocabulary.page}
+    {
+        "docs/reference/capabilities.md": capabilities.page,
+        "docs/reference/compatibility.md": compatibility.page,
+        "docs/reference/requirements.md": vocabulary.page,
+    }
 )
 
 
