@@ -153,7 +153,7 @@ def _steps(choice: Choice, repeats: int) -> Iterator[tuple[str, Callable[[], Fin
     for step in forwarding.SMALL:
         yield f"host, {step.what}", lambda s=step: forwarding.measured(s, choice, host, repeats, is_small=True)
     for step in building.IN_SLOT:
-        yield f"slot, {step.what}", lambda s=step: building.measured_in_slot(s, choice, host, repeats)
+        yield f"slot, {step.what}", lambda s=step: building.measured_in_graph(s, choice, host, repeats)
     for step in building.STEPS:
         yield f"build, {step.what}", lambda s=step: building.measured(s, choice, host, repeats)
     for step in replaying.STEPS:

@@ -45,7 +45,7 @@ class Captured:
         key: The shape.
     """
 
-    slot: GraphBuffers
+    graph: GraphBuffers
     rows: tuple[Tensor, ...]
     outputs: list[Tensor]
     replay: Callable[[], object]
@@ -54,8 +54,8 @@ class Captured:
         asked = setting.backend.agreement.requirements
         heads = (asked.num_q_heads, asked.num_kv_heads, asked.num_kv_heads)
         self.rows = tuple(setting.rows(key.num_tokens, number).zero_() for number in heads)
-        self.slot = setting.state.slot(key)
-        metadata = setting.builder.build(self.slot.dummy_batch(setting.builder), slot=self.slot)
+        self.graph = setting.state.graph(key)
+        metadata = setting.builder.build(self.graph.dummy_batch(setting.builder), graph=self.graph)
         self.outputs = [self.rows[0].new_zeros(key.num_tokens, impl.output_width) for impl in setting.impls]
 
         def forward() -> None:

@@ -81,10 +81,10 @@ class Setting:
         layer.forward(query, key, value, cache, metadata, output, lse=lse)
         return output
 
-    def slot(self, num_reqs: int = 4, query_len: int = 1) -> GraphBuffers:
+    def graph(self, num_reqs: int = 4, query_len: int = 1) -> GraphBuffers:
         """Return a slot that was built into, as for a capture."""
         key = GraphShape(num_reqs, num_reqs * query_len, query_len, 64)
         with self.state.graph_capture(num_reqs):
-            slot = self.state.slot(key)
-            self.builder.build(slot.dummy_batch(self.builder), slot=slot)
-        return slot
+            graph = self.state.graph(key)
+            self.builder.build(graph.dummy_batch(self.builder), graph=graph)
+        return graph

@@ -34,7 +34,7 @@ def check_graphs_of_several_sizes(load: Load, variant: str, *, decode_query_len:
     for number, lens in enumerate(steps):
         batch = setting.batch([decode_query_len] * len(lens), lens, first_block=1 + 5 * number)
         step = setting.state.begin_forward({setting.builder: batch})
-        one = next(found for found in captured if found.slot is step.slot)
+        one = next(found for found in captured if found.graph is step.graph)
         for tensor in one.rows:
             tensor.normal_()
         one.replay()
@@ -52,7 +52,7 @@ def check_that_no_build_waits(load: Load, variant: str, *, decode_query_len: int
     """
     setting = Graphs(load, variant, decode_query_len=decode_query_len, **asked)
     mixed, decodes = setting.batch([1, 1, 20], [9, 100, 33]), setting.batch([decode_query_len] * 2, [100, 33])
-    slot = None if asked.get("cudagraph") == "never" else _used_slot(setting, decode_query_len)
+    graph = None if asked.get("cudagraph") == "never" else _used_slot(setting, decode_query_len)
     kept = [setting.builder.build(again(mixed)) for _ in range(3)]  # compiles, and makes what is kept
     kept.append(setting.builder.build(again(decodes)))
     torch.cuda._sleep(LONG)
@@ -61,18 +61,18 @@ def check_that_no_build_waits(load: Load, variant: str, *, decode_query_len: int
             metadata = setting.builder.build(again(batch))
             setting.builder.update_block_table(metadata, batch.block_table, batch.slot_mapping)
             setting.builder.advance_step(metadata, prefills_to_decodes=True)
-        if slot is None:
+        if graph is None:
             return
-        setting.builder.build(again(decodes), slot=slot)
+        setting.builder.build(again(decodes), graph=graph)
         if decode_query_len == 1:
-            setting.builder.advance_step(setting.builder.build(again(decodes), slot=slot))
+            setting.builder.advance_step(setting.builder.build(again(decodes), graph=graph))
 
 
 def _used_slot(setting: Graphs, query_len: int) -> GraphBuffers:
     with setting.state.graph_capture(4):
-        slot = setting.state.slot(GraphShape(4, 4 * query_len, query_len, 128))
-        setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
-    return slot
+        graph = setting.state.graph(GraphShape(4, 4 * query_len, query_len, 128))
+        setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
+    return graph
 
 
 def check_that_no_forward_waits(load: Load, variant: str, **asked: Any) -> None:
@@ -134,7 +134,7 @@ def check_replays_built_while_others_run(load: Load, variant: str, **asked: Any)
         found = []
         for batch in batches:
             torch.cuda._sleep(cycles)
-            setting.builder.build(again(batch), slot=captured.slot)
+            setting.builder.build(again(batch), graph=captured.graph)
             captured.replay()
             found += [output[: batch.num_actual_tokens].clone() for output in captured.outputs]
             if not cycles:
@@ -155,7 +155,7 @@ def check_replays_of_advanced_steps(load: Load, variant: str, **asked: Any) -> N
     table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
     slots = torch.stack([table[0, 1] * BLOCK + 13, table[1, 0] * BLOCK + 14]).long()  # of the last of 30 and 15 tokens
     batch = Batch.from_lengths([1, 1], [30, 15], block_table=table, slot_mapping=slots, device=setting.backend.device)
-    replayed, eager = setting.builder.build(batch, slot=captured.slot), setting.builder.build(again(batch))
+    replayed, eager = setting.builder.build(batch, graph=captured.graph), setting.builder.build(again(batch))
     for _ in range(40):
         replayed, eager = setting.builder.advance_step(replayed), setting.builder.advance_step(eager)
         for rows in captured.rows:

@@ -9,7 +9,7 @@ import pytest
 import attnplug
 from attnplug.cli.doctor import report
 from attnplug.cli.look import Sight
-from core.tests.cli.conftest import FROM_A_VENDOR
+from tests.command import FROM_A_VENDOR
 
 if TYPE_CHECKING:
     from pathlib import Path

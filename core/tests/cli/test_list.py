@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from core.tests.cli.conftest import FROM_A_VENDOR
+from tests.command import FROM_A_VENDOR
 
 if TYPE_CHECKING:
     import pytest

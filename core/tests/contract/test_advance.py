@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnplug.contract import DecodeInputs, GraphShape
 from attnplug.errors import BatchError, NotNegotiatedError, TensorError
-from core.tests.contract.test_slots import capture, world
+from core.tests.contract.test_graphs import capture, world
 from core.tests.contract.world import BLOCK_SIZE, make_backend, make_batch, make_builder, make_layer, make_qkv, refused
 
 WIDTH = 16
@@ -42,8 +42,8 @@ def test_steps_follow_each_other(lens, padding, steps, dropped, slotted):
     batch.slot_mapping.copy_(torch.tensor(place))
     if len(set(place)) < len(place):
         return
-    slot = capture(builder, GraphShape(rows, rows, 1))[0][0] if slotted else None
-    metadata = builder.build(batch, slot=slot)
+    graph = capture(builder, GraphShape(rows, rows, 1))[0][0] if slotted else None
+    metadata = builder.build(batch, graph=graph)
     for step in range(1, steps + 1):
         inputs = tokens(rows, [1000 * step + row for row in range(rows)])
         expected = [n + step for n in lens[:going]]
@@ -194,8 +194,8 @@ def test_other_pages_are_checked():
     with refused(BatchError, given="metadata"):
         other = make_builder(make_backend(sliding_window=3))
         other.update_block_table(metadata, metadata.batch.block_table, metadata.batch.slot_mapping)
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
-    slotted = builder.build(metadata.batch, slot=slot)
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
+    slotted = builder.build(metadata.batch, graph=graph)
     with refused(BatchError, given="GraphBuffers", fix="slot=slot"):
         builder.update_block_table(slotted, metadata.batch.block_table, metadata.batch.slot_mapping)
 
@@ -203,8 +203,8 @@ def test_other_pages_are_checked():
 def test_a_host_advances_its_own_inputs():
     _, _, builder = world()
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphShape(2, 2, 1), host_owned_inputs=True)
-        metadata = builder.build(make_batch([1, 1], [5, 3], width=WIDTH), slot=slot)
+        graph = builder.state.graph(GraphShape(2, 2, 1), host_owned_inputs=True)
+        metadata = builder.build(make_batch([1, 1], [5, 3], width=WIDTH), graph=graph)
     with refused(BatchError, given="GraphBuffers", allowed="the host's own", fix="slot=slot"):
         builder.advance_step(metadata)
 
@@ -213,9 +213,9 @@ def test_a_host_advances_its_own_inputs():
 def test_a_batch_that_stands_in_goes_on_standing_in(slotted):
     """A rank without requests runs as many steps as the others; its pages and lengths never grow."""
     backend, _, builder = world("single_token_decode")
-    slot = capture(builder, GraphShape(2, 2, 1))[0][0] if slotted else None
+    graph = capture(builder, GraphShape(2, 2, 1))[0][0] if slotted else None
     batch = backend.dummy_batch(GraphShape(2, 2, 1))
-    metadata = builder.build(batch, slot=slot)
+    metadata = builder.build(batch, graph=graph)
     for _ in range(2 * BLOCK_SIZE):
         inputs = tokens(2, [5, 6])
         metadata = builder.advance_step(metadata, tokens=inputs)

@@ -88,8 +88,8 @@ def test_a_builder_groups_its_layers_by_plan():
 
 
 class Planning(MetadataBuilder):
-    def plan_batch(self, batch, *, fast, slot):
-        return self.describe(batch, plans={key: (len(group), fast, slot) for key, group in self.plan_groups.items()})
+    def plan_batch(self, batch, *, fast, graph):
+        return self.describe(batch, plans={key: (len(group), fast, graph) for key, group in self.plan_groups.items()})
 
 
 def test_a_plan_reaches_its_layers():
@@ -99,16 +99,16 @@ def test_a_plan_reaches_its_layers():
 
     metadata = builder.build(make_batch([1], [3]), fast=True)
 
-    assert impl.plan(metadata) == (1, True, None)
+    assert impl.plan_of(metadata) == (1, True, None)
     with refused(LayerError, "no plan for layer 'layers.1'", "has plans (1)", "make_builder"):
-        stranger.plan(metadata)
+        stranger.plan_of(metadata)
     with refused(LayerError, "no plan for layer 'layers.1'", "made no plans"):
-        stranger.plan(evolve(metadata, plans={}))
+        stranger.plan_of(evolve(metadata, plans={}))
 
 
 def test_metadata_describes_the_batch_that_was_checked():
     class Lying(MetadataBuilder):
-        def plan_batch(self, batch, *, fast, slot):
+        def plan_batch(self, batch, *, fast, graph):
             return self.describe(make_batch([1], [3]))
 
     builder = make_builder(make_backend(type("B", (ToyBackend,), {"builder_class": Lying})))
@@ -190,7 +190,7 @@ def test_batch_invariance_is_as_agreed_or_less(asked, limit, is_invariant):
 
 def test_every_plan_key_has_a_plan():
     class Forgetful(MetadataBuilder):
-        def plan_batch(self, batch, *, fast, slot):
+        def plan_batch(self, batch, *, fast, graph):
             return self.describe(batch, plans={next(iter(self.plan_groups)): object()})
 
     backend = make_backend(type("B", (ToyBackend,), {"builder_class": Forgetful}))

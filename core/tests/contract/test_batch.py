@@ -77,10 +77,10 @@ def test_what_is_derived_once_is_shared_and_not_copied_to_another_batch():
     batch = make_batch([1], [3])
     calls = []
 
-    values = [batch.once("pages", lambda: calls.append(1) or len(calls)) for _ in range(2)]
+    values = [batch.cached("pages", lambda: calls.append(1) or len(calls)) for _ in range(2)]
 
     assert values == [1, 1]
-    assert evolve(batch, causal=True).once("pages", lambda: 7) == 7
+    assert evolve(batch, causal=True).cached("pages", lambda: 7) == 7
 
 
 def test_a_batch_pickles():

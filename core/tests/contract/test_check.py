@@ -80,7 +80,7 @@ def test_only_a_backend_class_is_one(value):
         ),
         (
             with_builder(plan_batch=lambda self, batch: None),
-            "B.plan_batch(self, batch) is called with (batch, fast=..., slot=...",
+            "B.plan_batch(self, batch) is called with (batch, fast=..., graph=...",
         ),
         (with_builder(plan_batch=None), "B.plan_batch is None, no method"),
         (with_builder(__init__=lambda self: None), "B.__init__(self) is called with (backend, impls, state)"),
@@ -92,7 +92,10 @@ def test_only_a_backend_class_is_one(value):
         ),
         (with_state(__init__=lambda self, backend: None), "is called with (backend, limits, device, parallel)"),
         (with_impl(run=lambda self, query, key, value: None), "Impl.run(self, query, key, value) is called"),
-        (with_impl(_write_kv=lambda self, key, value: None), "is called with (key, value, kv_cache, slot_mapping)"),
+        (
+            with_impl(update_kv_cache=lambda self, key, value: None),
+            "is called with (key, value, kv_cache, slot_mapping)",
+        ),
         (with_impl(__init__=lambda self, layer: None), "Impl.__init__(self, layer) is called with (layer, backend)"),
         (type("Bad", (ToyBackend,), {"cache_tensors": lambda self: {}}), "is called with (num_blocks)"),
     ],
@@ -111,7 +114,7 @@ def test_a_fault_is_found(cls, finding):
     "body",
     [
         {"plan_batch": lambda self, batch, **rest: None},
-        {"plan_batch": lambda self, batch, fast=False, slot=None, more=1: None},
+        {"plan_batch": lambda self, batch, fast=False, graph=None, more=1: None},
         {"plan_batch": lambda *given, **named: None},
         {"can_capture": staticmethod(lambda batch: True)},
         {"describe": lambda self, batch, mine: None},

@@ -81,7 +81,7 @@ def test_what_the_short_cut_takes_the_guard_takes(batch, asked):
     facts = make_guard(short_cut=False, **asked).check(batch)
     assert (facts.num_decodes, facts.num_prefills) == (batch.num_reqs, 0)
     assert (facts.num_decode_tokens, facts.num_prefill_tokens) == (batch.num_reqs, 0)
-    assert (facts.num_key_rows, facts.slot) == (batch.num_reqs, None)
+    assert (facts.num_key_rows, facts.graph) == (batch.num_reqs, None)
     assert found <= facts.highest_block
 
 

@@ -28,7 +28,7 @@ class Model(nn.Module):
     def forward(self, query, key, value):
         output = torch.zeros(query.shape[0], self.impl.output_width)
         lse = torch.zeros(query.shape[0], query.shape[1]) if self.lse else None
-        self.impl.attend(query * 2, key, value, self.pages, output, lse=lse)
+        self.impl.forward_op(query * 2, key, value, self.pages, output, lse=lse)
         return output + 1 if lse is None else (output + 1, lse)
 
 
@@ -77,7 +77,7 @@ def test_the_schema_names_what_is_written():
     metadata = make_builder(backend, impl).build(make_batch([2], [2]))
     with forward_context({"layers.0": metadata}):
         torch.library.opcheck(
-            torch.ops.attnplug.attend,
+            torch.ops.attnplug.forward,
             (query, key, value, [pages], output, None, impl._handle),
             test_utils=("test_schema", "test_faketensor"),
         )
@@ -103,13 +103,13 @@ def test_caches_of_several_roles_and_none():
     expected = output.clone()
     impl.forward(query, key, value, cache, metadata, expected)
     with forward_context({"layers.0": metadata}):
-        impl.attend(query, key, value, dict(reversed(cache.items())), output)
+        impl.forward_op(query, key, value, dict(reversed(cache.items())), output)
     assert torch.equal(output, expected)
 
     dense = make_backend(paged=False)
     layer = make_layer(dense)
     with forward_context({"layers.0": None}):
-        layer.attend(query, key, value, None, output)  # a profiling run
+        layer.forward_op(query, key, value, None, output)  # a profiling run
 
 
 def test_no_metadata_is_an_error_that_says_so():
@@ -118,13 +118,13 @@ def test_no_metadata_is_an_error_that_says_so():
     query, key, value, output = make_qkv(backend, 1)
     call = (query, key, value, backend.make_cache(4), output)
     with refused(BatchError, given="'layers.0'", allowed="no forward_context", fix="forward_context("):
-        impl.attend(*call)
+        impl.forward_op(*call)
     with forward_context({"layers.7": None}), refused(BatchError, allowed="'layers.7'"):
-        impl.attend(*call)
+        impl.forward_op(*call)
     with forward_context({"layers.0": None}):
-        impl.attend(*call)
+        impl.forward_op(*call)
         with ThreadPoolExecutor() as pool, refused(BatchError, allowed="no forward_context"):
-            pool.submit(impl.attend, *call).result()
+            pool.submit(impl.forward_op, *call).result()
 
 
 def test_refusals_pass_through():
@@ -133,7 +133,7 @@ def test_refusals_pass_through():
     query, key, value, output = make_qkv(backend, 1)
     metadata = make_builder(backend, impl).build(make_batch([1], [5]))
     with forward_context({"layers.0": metadata}), refused(CacheError, given="no cache"):
-        impl.attend(query, key, value, None, output)
+        impl.forward_op(query, key, value, None, output)
 
 
 def test_a_layer_that_is_gone_is_named():
@@ -143,11 +143,11 @@ def test_a_layer_that_is_gone_is_named():
     query, key, value, output = make_qkv(backend, 1)
     unbound = ToyImpl(impl.layer, backend)
     with refused(LayerError, given="constructed by itself"):
-        unbound.attend(query, key, value, None, output)
+        unbound.forward_op(query, key, value, None, output)
     del impl
     gc.collect()
     with refused(LayerError, given=f"layer number {handle}", allowed="gone"):
-        torch.ops.attnplug.attend(query, key, value, [], output, None, handle)
+        torch.ops.attnplug.forward(query, key, value, [], output, None, handle)
     assert isinstance(backend.make_impl(Layer(name="new")), ToyImpl)
 
 
@@ -180,8 +180,8 @@ def test_the_write_is_an_op_too(phases):
     plain.forward(query, key, value, written, reference, expected)
 
     def call(query, key, value):
-        impl.write(key, value, pages)
-        impl.attend(query, key, value, pages, output)
+        impl.write_kv_op(key, value, pages)
+        impl.forward_op(query, key, value, pages, output)
         return output + 1
 
     torch.compiler.reset()
@@ -191,5 +191,5 @@ def test_the_write_is_an_op_too(phases):
     torch.testing.assert_close(found, expected + 1)
     assert torch.equal(pages, written)
     with forward_context({"layers.0": None}):
-        impl.write(key, value, pages)  # a profiling run
+        impl.write_kv_op(key, value, pages)  # a profiling run
     assert torch.equal(pages, written)

@@ -36,7 +36,7 @@ def test_a_compiled_model_runs_whole():
 
     def model(query, key, value):
         output = torch.zeros_like(call.output)
-        impl.attend(query + 0, key, value, call.cache, output)
+        impl.forward_op(query + 0, key, value, call.cache, output)
         return output * 2
 
     with forward_context({"layer": metadata}), torch.no_grad():
@@ -55,11 +55,11 @@ def test_a_step_is_built_while_the_one_before_runs(slotted):
     limits = Limits(max_num_reqs=3, max_num_tokens=3, max_seq_len=112)
     builder = backend.make_builder([impl], backend.make_state(limits))
     calls = [scene.paged(backend, "cuda") for scene in scenes]
-    replays, slot = [], None
+    replays, graph = [], None
     if slotted:
         with builder.state.graph_capture(3):
-            slot = builder.state.slot(GraphShape(3, 3, 1))
-            captured = builder.build(slot.dummy_batch(builder), slot=slot)
+            graph = builder.state.graph(GraphShape(3, 3, 1))
+            captured = builder.build(graph.dummy_batch(builder), graph=graph)
         for call in calls:
             forward = lambda c=call: impl.forward(c.query, c.key, c.value, c.cache, captured, c.output)  # noqa: E731
             replays.append(capture(forward, torch.device("cuda"))[1])
@@ -67,7 +67,7 @@ def test_a_step_is_built_while_the_one_before_runs(slotted):
 
     torch.cuda._sleep(200_000_000)
     for index, call in enumerate(calls):
-        metadata = builder.build(call.batch, slot=slot)
+        metadata = builder.build(call.batch, graph=graph)
         if slotted:
             replays[index]()
         else:

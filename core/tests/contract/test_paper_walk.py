@@ -70,8 +70,8 @@ class World:
 
     def capture(self, *keys, **how):
         with self.state.graph_capture(self.state.limits.max_num_reqs):
-            slots = [self.state.slot(key, **how) for key in keys]
-            return [(slot, self.builder.build(slot.dummy_batch(self.builder), slot=slot)) for slot in slots]
+            slots = [self.state.graph(key, **how) for key in keys]
+            return [(graph, self.builder.build(graph.dummy_batch(self.builder), graph=graph)) for graph in slots]
 
 
 # --- all -----------------------------------------------------------------------------------------------------------
@@ -111,14 +111,14 @@ def test_flashinfer_plans_each_phase_once_per_plan_key_and_step():
     for index, scale in enumerate((0.5, 0.5, 0.25)):
         output = world.run(metadata, index=index)
         assert not output.eq(7).any()
-        plan = world.impls[index].plan(metadata)
+        plan = world.impls[index].plan_of(metadata)
         for wrapper, rows in ((plan.decode, 2), (plan.prefill, 5)):
             assert wrapper.runs[-1]["q"].shape[0] == rows
             assert wrapper.runs[-1]["cache"] is world.caches[index]
             assert {name: wrapper.plans[0][name] for name in ("sm_scale", "logits_soft_cap", "window_left")} == {
                 "sm_scale": scale, "logits_soft_cap": 30.0, "window_left": -1,
             }  # fmt: skip
-    assert world.impls[0].plan(metadata) is world.impls[1].plan(metadata)
+    assert world.impls[0].plan_of(metadata) is world.impls[1].plan_of(metadata)
 
     world.builder.build(make_batch([1], [3]))
     assert sorted(len(wrapper.plans) for wrapper in flashinfer.Wrapper.made) == [1, 1, 2, 2]
@@ -127,7 +127,7 @@ def test_flashinfer_plans_each_phase_once_per_plan_key_and_step():
 def test_flashinfer_gets_pages_in_compressed_rows_from_the_host():
     world = flash_infer()
     metadata = world.builder.build(make_batch([1, 1, 5], [9, 4, 8]))  # blocks of 4: 1-3, 4, 5-6
-    plan = world.impls[0].plan(metadata)
+    plan = world.impls[0].plan_of(metadata)
 
     indptr, indices, last = plan.decode.plans[0]["arrays"]
     assert (indptr.tolist(), indices.tolist(), last.tolist()) == ([0, 3, 4], [1, 2, 3, 4], [1, 4])
@@ -140,7 +140,7 @@ def test_flashinfer_gets_pages_in_compressed_rows_from_the_host():
 def test_flashinfer_decodes_of_another_length_are_prefills():
     world = flash_infer(decode_query_len=3)
     metadata = world.builder.build(make_batch([3, 3, 2, 1], [9, 8, 7, 6]))
-    plan = world.impls[0].plan(metadata)
+    plan = world.impls[0].plan_of(metadata)
 
     assert (metadata.num_decodes, metadata.num_prefills, plan.decode.plans[0]["q_len_per_req"]) == (2, 2, 3)
     assert plan.prefill.plans[0]["arrays"][0].tolist() == [0, 2, 3]
@@ -152,7 +152,7 @@ def test_flashinfer_scales_are_floats_and_its_lse_has_base_two():
     lse = torch.full((7, 4), 7.0)
     metadata = world.builder.build(make_batch([1, 5], [9, 8]))
     world.run(metadata, tokens=7, lse=lse)
-    run = world.impls[0].plan(metadata).decode.runs[0]
+    run = world.impls[0].plan_of(metadata).decode.runs[0]
 
     assert (run["k_scale"], run["v_scale"]) == (0.5, 2.0)
     assert (run["cache"].shape, run["cache"].dtype) == ((NUM_BLOCKS, 2, 4, 2, 8), torch.float8_e4m3fn)
@@ -167,22 +167,22 @@ def test_flashinfer_sinks_take_the_wrapper_that_knows_them():
     metadata = world.builder.build(make_batch([1], [9]))
     world.run(metadata)
 
-    (run,) = world.impls[0].plan(metadata).decode.runs
+    (run,) = world.impls[0].plan_of(metadata).decode.runs
     assert run["extra"][0] is sinks
     assert run["extra"][1] == world.impls[0].scale
 
 
 def test_flashinfer_graph_wrappers_keep_their_buffers_and_are_planned_again():
     world = flash_infer()
-    ((slot, captured), (_, other)) = world.capture(GraphShape(3, 3, 1), GraphShape(8, 8, 1))
-    wrapper = world.impls[0].plan(captured).decode
+    ((graph, captured), (_, other)) = world.capture(GraphShape(3, 3, 1), GraphShape(8, 8, 1))
+    wrapper = world.impls[0].plan_of(captured).decode
     places = [buffer.data_ptr() for buffer in wrapper.buffers]
-    assert world.impls[0].plan(other).decode is not wrapper
+    assert world.impls[0].plan_of(other).decode is not wrapper
     assert [buffer.shape[0] for buffer in wrapper.buffers] == [4, 3 * 16, 3]
 
     for lens, indptr in (([9, 4], [0, 3, 4, 4]), ([1, 5, 8], [0, 1, 3, 5])):
-        seen = world.builder.build(make_batch([1] * len(lens), lens), slot=slot)
-        assert world.impls[0].plan(seen).decode is wrapper
+        seen = world.builder.build(make_batch([1] * len(lens), lens), graph=graph)
+        assert world.impls[0].plan_of(seen).decode is wrapper
         assert wrapper.buffers[0].tolist() == indptr
         assert wrapper.buffers[1][: indptr[-1]].tolist() == list(range(1, indptr[-1] + 1))
         assert wrapper.buffers[2].tolist() == [*[(n - 1) % 4 + 1 for n in lens], 1][:3]
@@ -191,35 +191,35 @@ def test_flashinfer_graph_wrappers_keep_their_buffers_and_are_planned_again():
     assert len(wrapper.plans) == 3
     assert not world.builder.can_run_in_cudagraph(make_batch([5], [9]))
     with pytest.raises(BatchError):  # not even where the shape would fit
-        world.builder.build(make_batch([3], [9]), slot=slot)
+        world.builder.build(make_batch([3], [9]), graph=graph)
 
 
 def test_flashinfer_groups_of_one_state_have_wrappers_of_their_own():
     world = flash_infer()
     second = world.backend.make_builder(world.impls, world.state)
     with world.state.graph_capture(2):
-        slot = world.state.slot(GraphShape(2, 2, 1))
-        mine, theirs = (each.build(slot.dummy_batch(), slot=slot) for each in (world.builder, second))
+        graph = world.state.graph(GraphShape(2, 2, 1))
+        mine, theirs = (each.build(graph.dummy_batch(), graph=graph) for each in (world.builder, second))
     impl = world.impls[0]
 
-    assert impl.plan(mine).decode is not impl.plan(theirs).decode
+    assert impl.plan_of(mine).decode is not impl.plan_of(theirs).decode
 
 
 def test_flashinfer_multi_token_graphs_satisfy_the_librarys_shortest_sequence():
     world = flash_infer(decode_query_len=2)
-    ((slot, captured),) = world.capture(GraphShape(3, 6, 2))
-    world.builder.build(make_batch([2], [9]), slot=slot)
+    ((graph, captured),) = world.capture(GraphShape(3, 6, 2))
+    world.builder.build(make_batch([2], [9]), graph=graph)
 
-    wrapper = world.impls[0].plan(captured).decode
+    wrapper = world.impls[0].plan_of(captured).decode
     assert wrapper.plans[-1]["q_len_per_req"] == 2
     assert wrapper.buffers[2].tolist() == [1, 2, 2]
 
 
-@pytest.mark.parametrize("in_slot", [False, True])
-def test_flashinfer_advances_by_planning_again_on_the_host(in_slot):
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_flashinfer_advances_by_planning_again_on_the_host(in_graph):
     world = flash_infer()
-    ((slot, _),) = world.capture(GraphShape(3, 3, 1))
-    metadata = world.builder.build(make_batch([1, 1, 1], [9, 4, 7], width=4), slot=slot if in_slot else None)
+    ((graph, _),) = world.capture(GraphShape(3, 3, 1))
+    metadata = world.builder.build(make_batch([1, 1, 1], [9, 4, 7], width=4), graph=graph if in_graph else None)
     tokens = DecodeInputs(
         sampled=torch.tensor([5, 6, 7]), input_ids=torch.zeros(3, dtype=torch.long), positions=torch.tensor([8, 3, 6])
     )
@@ -227,15 +227,17 @@ def test_flashinfer_advances_by_planning_again_on_the_host(in_slot):
         world.builder.advance_step(metadata, prefills_to_decodes=False, num_queries=4)
     table = metadata.batch.block_table.clone()
     table[1, 1] = 20
-    metadata = world.builder.build(make_batch([1, 1, 1], [9, 4, 7], block_table=table), slot=slot if in_slot else None)
+    metadata = world.builder.build(
+        make_batch([1, 1, 1], [9, 4, 7], block_table=table), graph=graph if in_graph else None
+    )
     advanced = world.builder.advance_step(metadata, tokens=tokens, num_queries=2)
 
-    wrapper = world.impls[0].plan(advanced).decode
+    wrapper = world.impls[0].plan_of(advanced).decode
     indptr, indices, last = wrapper.plans[-1]["arrays"]
     assert (indptr.tolist()[:3], indices.tolist()[:5]) == ([0, 3, 5], [1, 2, 3, 4, 20])
-    assert set(indptr.tolist()[3:]) == ({5} if in_slot else set())  # in a slot the request that is done is padding
-    assert last.tolist() == ([2, 1, 1] if in_slot else [2, 1])
-    assert advanced.batch.slot_mapping.tolist() == [3 * 4 + 1, 20 * 4] + [-1] * in_slot
+    assert set(indptr.tolist()[3:]) == ({5} if in_graph else set())  # in a slot the request that is done is padding
+    assert last.tolist() == ([2, 1, 1] if in_graph else [2, 1])
+    assert advanced.batch.slot_mapping.tolist() == [3 * 4 + 1, 20 * 4] + [-1] * in_graph
     assert (tokens.input_ids.tolist(), tokens.positions.tolist()) == ([5, 6, 0], [9, 4, 6])
 
 
@@ -250,7 +252,7 @@ def test_flashinfer_cascades_in_two_levels():
     metadata = world.builder.build(batch)
     output = world.run(metadata)
     (shared, own), (shared_pages, own_pages), (shared_indices, own_indices), (full, last) = (
-        world.impls[0].plan(metadata).cascade.plans[0]["levels"]
+        world.impls[0].plan_of(metadata).cascade.plans[0]["levels"]
     )
 
     assert (shared.tolist(), own.tolist()) == ([0, 3], [0, 1, 3])
@@ -297,13 +299,13 @@ def test_flash_attention_builds_fast_without_schedules():
 def test_flash_attention_schedules_stay_in_place_and_their_tail_is_zero():
     world = flash_attention(limited={"capture_sizes": (4, 8), "max_num_splits": 16})
     ((small, captured), _) = world.capture(GraphShape(4, 4, 1), GraphShape(8, 8, 1))
-    (call,) = world.impls[0].plan(captured)
+    (call,) = world.impls[0].plan_of(captured)
     place = call.scheduler_metadata.data_ptr()
     whole = torch.as_strided(call.scheduler_metadata, (1 + 16,), (1,))
     whole.fill_(9)  # what an earlier step left
 
-    seen = world.builder.build(make_batch([1, 1], [9, 4]), slot=small, fast=True)
-    (call,) = world.impls[0].plan(seen)
+    seen = world.builder.build(make_batch([1, 1], [9, 4]), graph=small, fast=True)
+    (call,) = world.impls[0].plan_of(seen)
     assert call.scheduler_metadata.data_ptr() == place
     assert whole[:4].eq(len(flash_attn.fa3.scheduled)).all()
     assert not whole[4:].any()
@@ -328,7 +330,7 @@ def test_flash_attention_takes_other_pages_without_a_new_schedule():
 
     assert len(flash_attn.fa3.scheduled) == 2
     for new, old, rows in zip(
-        world.impls[0].plan(updated), world.impls[0].plan(metadata), (slice(1), slice(1, 2)), strict=True
+        world.impls[0].plan_of(updated), world.impls[0].plan_of(metadata), (slice(1), slice(1, 2)), strict=True
     ):
         assert new.scheduler_metadata is old.scheduler_metadata
         assert torch.equal(new.block_table, table[rows])
@@ -387,15 +389,15 @@ def test_flash_attention_keeps_the_lengths_of_a_shard_in_place():
     backend, key = world.backend, GraphShape(3, 3, 1)
     local = torch.ones(3, dtype=torch.int32)
     with world.state.graph_capture(3):
-        slot = world.state.slot(key)
-        captured = world.builder.build(evolve(backend.dummy_batch(key), dcp_local_seq_lens=local), slot=slot)
+        graph = world.state.graph(key)
+        captured = world.builder.build(evolve(backend.dummy_batch(key), dcp_local_seq_lens=local), graph=graph)
     table, _ = page_out([1, 1], [9, 6])
     batch = Batch.from_lengths(
         [1, 1], [9, 6], block_table=table, slot_mapping=torch.full((2,), -1), dcp_local_seq_lens=local[:2]
     )
-    world.builder.build(batch, slot=slot)
+    world.builder.build(batch, graph=graph)
 
-    context, new = world.impls[0].plan(captured)
+    context, new = world.impls[0].plan_of(captured)
     assert (context.seqused_k.tolist(), new.seqused_k.tolist()) == ([4, 2, 0], [1, 1, 0])
     assert context.scheduler_metadata.data_ptr() != new.scheduler_metadata.data_ptr()
 
@@ -523,8 +525,8 @@ def test_int8_hosts_may_write_prefills_as_an_op_of_their_own():
     query, key, value, output = make_qkv(world.backend, 6)
 
     with forward_context({"layers.0": metadata}), torch.inference_mode():
-        impl.write(key, value, world.caches[0])
-        impl.attend(query, key, value, world.caches[0], output)
+        impl.write_kv_op(key, value, world.caches[0])
+        impl.forward_op(query, key, value, world.caches[0], output)
 
     assert (impl.forward_writes, impl.host_writes) == ({"decode"}, {"prefill"})
     assert [slots.tolist() for slots in int8.ixformer.written] == [batch.slot_mapping[1:].tolist()]
@@ -533,12 +535,12 @@ def test_int8_hosts_may_write_prefills_as_an_op_of_their_own():
 
 def test_int8_graphs_write_padding_into_the_null_block():
     world = World(int8.Int8Backend, kv_cache_dtype="int8_k", dtype="bfloat16")
-    ((slot, captured),) = world.capture(GraphShape(4, 4, 1))
+    ((graph, captured),) = world.capture(GraphShape(4, 4, 1))
     world.run(captured, tokens=4)
     assert not world.caches[0]["k_scale"][1:].any()  # the capture touches no block of a request
 
     batch = make_batch([1, 1], [9, 4])
-    seen = world.builder.build(batch, slot=slot)
+    seen = world.builder.build(batch, graph=graph)
     world.run(captured, tokens=4)
 
     assert seen.context_lens.data_ptr() == captured.context_lens.data_ptr()
@@ -590,7 +592,7 @@ def test_block_sparse_heads_are_counted_over_all_ranks(rank, size):
     world = block_sparse(rank, size)
     lens = [33, 7]
     metadata = world.builder.build(make_batch([1, 1], lens, block_size=4))
-    visited = world.impls[0].plan(metadata)["visited"]
+    visited = world.impls[0].plan_of(metadata)["visited"]
     step = max(1, 8 // (4 * size))
 
     for request, length in enumerate(lens):
@@ -614,12 +616,12 @@ def test_block_sparse_prefix_hits_start_behind_what_is_cached():
 
 def test_block_sparse_decode_graphs_update_what_is_visited_in_place():
     world = block_sparse()
-    ((slot, captured),) = world.capture(GraphShape(3, 3, 1))
-    kept = world.impls[0].plan(captured)["visited"]
+    ((graph, captured),) = world.capture(GraphShape(3, 3, 1))
+    kept = world.impls[0].plan_of(captured)["visited"]
 
-    world.builder.build(make_batch([1, 1], [33, 7]), slot=slot)
+    world.builder.build(make_batch([1, 1], [33, 7]), graph=graph)
 
-    eager = world.impls[0].plan(world.builder.build(make_batch([1, 1], [33, 7])))["visited"]
+    eager = world.impls[0].plan_of(world.builder.build(make_batch([1, 1], [33, 7])))["visited"]
     assert kept.shape == (3, 2, 16)
     assert torch.equal(kept[:2, :, :9], eager)
     assert not kept[:2, :, 9:].any()
@@ -661,8 +663,8 @@ class Model:
                 cache = group.caches[impl.layer.kv_sharing_target or impl.layer.name]
                 key, value = (None, None) if impl.layer.kv_sharing_target else (self.key, self.value)
                 if impl.host_writes:
-                    impl.write(key, value, cache)
-                impl.attend(self.query, key, value, cache, self.outputs[impl.layer.name])
+                    impl.write_kv_op(key, value, cache)
+                impl.forward_op(self.query, key, value, cache, self.outputs[impl.layer.name])
 
 
 def runner(rows, *groups, level="uniform_batch", **asked):
@@ -708,7 +710,7 @@ def test_a_host_of_kv_cache_groups_replays_what_it_would_compute():
             for name, cache in group.caches.items():
                 cache.copy_(kept[name])
         step = host.execute_model(common(query_lens, lens), pages)
-        assert step.slot.key.num_reqs == (4 if len(lens) == 3 else 2)
+        assert step.graph.key.num_reqs == (4 if len(lens) == 3 else 2)
         replayed = {name: output.clone() for name, output in host.model.outputs.items()}
         written = {name: cache.clone() for group in host.groups for name, cache in group.caches.items()}
 
@@ -732,7 +734,7 @@ def test_a_host_runs_mixed_batches_eagerly_and_leaves_padded_rows_alone():
     host.capture_model([GraphShape(4, 4, 1)])
     step = host.execute_model(common([1, 5], [9, 8]), tables([1, 5], [9, 8], 1))
 
-    assert step.slot is None
+    assert step.graph is None
     assert not host.model.outputs["layers.0"][:6].eq(7).any()
     assert host.model.outputs["layers.0"][6:].eq(7).all()
 
@@ -744,14 +746,14 @@ def test_a_host_may_own_what_its_graphs_read():
     mine = evolve(common([1, 1], [9, 4]), block_table_tensor=table, slot_mapping=slots).to_batch()
     key = GraphShape(2, 2, 1)
     with host.state.graph_capture(2):
-        slot = host.state.slot(key, host_owned_inputs=True)
-        captured = group.builder.build(mine, slot=slot)
+        graph = host.state.graph(key, host_owned_inputs=True)
+        captured = group.builder.build(mine, graph=graph)
     mine.seq_lens.copy_(torch.tensor([8, 3], dtype=torch.int32))
     mine.slot_mapping.copy_(torch.tensor([int(table[0, 1]) * 4 + 3, int(table[1, 0]) * 4 + 2]))
 
     step = host.state.begin_forward({group.builder: evolve(mine, max_seq_len=8)}, key=key)
 
-    assert step.slot is slot
+    assert step.graph is graph
     assert captured.batch.seq_lens is mine.seq_lens
     assert step.metadata[group.builder].batch.block_table.data_ptr() == table.data_ptr()
 
@@ -809,7 +811,7 @@ def test_levels_of_graphs_are_those_of_the_engine(key, level):
             host.capture_model([key])
     else:
         host.capture_model([key])
-        assert host.state.slots[key].is_captured(host.groups[0].builder)
+        assert host.state.graphs[key].is_captured(host.groups[0].builder)
 
 
 def test_agreements_that_share_a_state_have_pages_of_their_own_size():
@@ -819,9 +821,9 @@ def test_agreements_that_share_a_state_have_pages_of_their_own_size():
     state = full.make_state(limits(num_blocks=None))
     builders = [each.make_builder([each.make_impl(Layer(name="layers.0"))], state) for each in (full, windowed)]
     with state.graph_capture(2):
-        slot = state.slot(GraphShape(2, 2, 1))
+        graph = state.graph(GraphShape(2, 2, 1))
         for builder in builders:
-            builder.build(slot.dummy_batch(builder), slot=slot)
+            builder.build(graph.dummy_batch(builder), graph=graph)
     sizes = (4, 2)
 
     step = state.begin_forward(
@@ -868,7 +870,7 @@ def test_layers_on_two_states_replay_one_shape():
         host.state.begin_forward(each, key=GraphShape(8, 8, 1)) for host, each in zip((one, two), batches, strict=True)
     ]
 
-    assert [step.slot.key for step in steps] == [GraphShape(8, 8, 1)] * 2
+    assert [step.graph.key for step in steps] == [GraphShape(8, 8, 1)] * 2
 
 
 def test_other_ranks_plan_from_the_same_plain_data():
@@ -878,8 +880,8 @@ def test_other_ranks_plan_from_the_same_plain_data():
     theirs = other.builder.build(Batch(**mine.batch.to_dict()))
 
     for one, two in zip(
-        world.impls[0].plan(mine).decode.plans[0]["arrays"],
-        other.impls[0].plan(theirs).decode.plans[0]["arrays"],
+        world.impls[0].plan_of(mine).decode.plans[0]["arrays"],
+        other.impls[0].plan_of(theirs).decode.plans[0]["arrays"],
         strict=True,
     ):
         assert torch.equal(one, two)

@@ -39,16 +39,16 @@ def test_builds_do_not_wait(cls: type[Backend], asked: dict[str, object]) -> Non
         shared = {"block_table": table, "slot_mapping": slots, "common_prefix_len": 8}
         batches.append(make_batch([1, 1], [9, 9], device="cuda", **shared))
     with builder.state.graph_capture(4):
-        slot = builder.state.slot(GraphShape(4, 4, 1))
-        builder.build(slot.dummy_batch(), slot=slot)
+        graph = builder.state.graph(GraphShape(4, 4, 1))
+        builder.build(graph.dummy_batch(), graph=graph)
     for batch in batches:
         builder.build(batch)  # makes wrappers, whose workspace is looked at
     torch.cuda.set_sync_debug_mode("error")
     try:
         for batch in batches:
             builder.build(_again(batch))
-        builder.build(batches[1], slot=slot)
-        builder.advance_step(builder.build(batches[1], slot=slot), num_queries=1)
+        builder.build(batches[1], graph=graph)
+        builder.advance_step(builder.build(batches[1], graph=graph), num_queries=1)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

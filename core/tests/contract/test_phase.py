@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.contract import Batch, GraphShape, MetadataBuilder
-from core.tests.contract.test_slots import capture, world
+from core.tests.contract.test_graphs import capture, world
 from core.tests.contract.toy import ToyBackend
 from core.tests.contract.world import make_backend, make_batch, make_builder
 
@@ -59,9 +59,9 @@ def test_bounds_stay_bounds():
 
 def test_a_slot_is_one_phase_at_one_place():
     _, _, builder = world("uniform_batch")
-    (slot,), (captured,) = capture(builder, GraphShape(4, 4, 1))
+    (graph,), (captured,) = capture(builder, GraphShape(4, 4, 1))
     decodes = captured.decodes
-    later = builder.build(make_batch([1, 1], [5, 9]), slot=slot).decodes
+    later = builder.build(make_batch([1, 1], [5, 9]), graph=graph).decodes
     assert captured.prefills is None
     assert (later.num_reqs, later.max_seq_len) == (decodes.num_reqs, decodes.max_seq_len) == (4, 64)
     for name in ("query_start_loc", "seq_lens", "block_table"):
@@ -70,7 +70,7 @@ def test_a_slot_is_one_phase_at_one_place():
 
 def test_a_batch_travels_as_a_dict():
     batch = make_batch([1, 4], [3, 7])
-    batch.once("derived", lambda: 1)
+    batch.cached("derived", lambda: 1)
     data = batch.to_dict()
     copy = Batch(**data)
     assert "derived" not in data

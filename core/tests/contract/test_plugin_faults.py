@@ -76,7 +76,7 @@ def test_a_build_returns_metadata(result, named):
 
 
 def test_a_build_returns_metadata_of_the_backends_class():
-    builder = building(lambda self, batch: MetadataBuilder.plan_batch(self, batch, fast=False, slot=None))
+    builder = building(lambda self, batch: MetadataBuilder.plan_batch(self, batch, fast=False, graph=None))
     builder.backend.metadata_class = OwnMetadata
 
     with refused(PluginContractError, "was given no field", allowed="needs mine", fix="metadata_class"):

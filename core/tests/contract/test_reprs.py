@@ -47,7 +47,7 @@ def test_metadata_shows_no_tensor():
 
     assert shown == (
         "OwnMetadata(agreement='toy/plain', batch=<2 requests, 3 tokens>, num_decodes=1, num_prefills=1, "
-        "num_decode_tokens=1, num_prefill_tokens=2, num_key_rows=3, highest_block=3, plans=<0>, slot=None, "
+        "num_decode_tokens=1, num_prefill_tokens=2, num_key_rows=3, highest_block=3, plans=<0>, graph=None, "
         f"state={state!r}, mine=3)"
     )
 
@@ -57,4 +57,4 @@ def test_a_step_names_its_builders():
 
     step = state.begin_forward({builder: make_batch([1], [3])})
 
-    assert repr(step) == "Step(slot=None, built by MetadataBuilder(layer 'layers.0', of toy/plain))"
+    assert repr(step) == "Step(graph=None, built by MetadataBuilder(layer 'layers.0', of toy/plain))"

@@ -143,7 +143,7 @@ def test_a_profiling_run_writes_nothing():
     _, key, value, _ = make_qkv(backend, 1)
     impl.write_kv(key, value, torch.empty(0), torch.tensor([4]))
     with forward_context({"layers.0": make_builder(backend, impl).build(make_batch([1], [3]))}):
-        impl.write(key, value, torch.empty(0))
+        impl.write_kv_op(key, value, torch.empty(0))
 
 
 def test_a_layer_chooses_where_a_phase_leaves_the_choice():

@@ -544,7 +544,9 @@ def test_what_is_registered_by_hand_has_no_name_to_block(plugin: Any, registry: 
 
     assert broken.fix == f"repair the module {of.plugin('mine').module!r}, then attnplug.refresh()"
     assert caught.value.fix == "give it another name in its manifest"
-    assert caught.value.expected == f"the module {of.plugin('mine').module!r}, registered by hand, offers 'mine' already"
+    assert (
+        caught.value.expected == f"the module {of.plugin('mine').module!r}, registered by hand, offers 'mine' already"
+    )
 
 
 def test_a_distribution_that_takes_a_registered_name_is_told_apart(plugin: Any, registry: Any) -> None:

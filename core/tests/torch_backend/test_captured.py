@@ -129,7 +129,7 @@ def test_mixed_batches_run_eagerly():
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=8, max_seq_len=16)))
     with builder.state.graph_capture(4):
-        slot = builder.state.slot(GraphShape(4, 4, 1))
-        builder.build(slot.dummy_batch(), slot=slot)
+        graph = builder.state.graph(GraphShape(4, 4, 1))
+        builder.build(graph.dummy_batch(), graph=graph)
     assert builder.state.find_graph({builder: scene.paged(backend).batch}) is None
-    assert torch.equal(slot.dummy_batch().seq_lens, torch.full((4,), 2, dtype=torch.int32))
+    assert torch.equal(graph.dummy_batch().seq_lens, torch.full((4,), 2, dtype=torch.int32))

@@ -57,13 +57,13 @@ def test_builds_into_a_slot_do_not_wait_for_the_device():
     limits = Limits(max_num_reqs=8, max_num_tokens=8, max_seq_len=512)
     builder = backend.make_builder([impl], backend.make_state(limits))
     with builder.state.graph_capture(8):
-        slot = builder.state.slot(GraphShape(8, 8, 1))
-        builder.build(slot.dummy_batch(), slot=slot)
+        graph = builder.state.graph(GraphShape(8, 8, 1))
+        builder.build(graph.dummy_batch(), graph=graph)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        builder.build(call.batch, slot=slot)
+        builder.build(call.batch, graph=graph)
         metadata = builder.build(call.batch)
-        builder.advance_step(builder.build(call.batch, slot=slot))
+        builder.advance_step(builder.build(call.batch, graph=graph))
         impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output)
     finally:
         torch.cuda.set_sync_debug_mode("default")

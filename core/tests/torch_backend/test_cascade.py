@@ -68,7 +68,7 @@ def test_the_prefix_is_read_once() -> None:
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
 
-    plan: Plan = impl.plan(builder.build(scene.paged(backend).batch))
+    plan: Plan = impl.plan_of(builder.build(scene.paged(backend).batch))
 
     assert plan.prefix is not None
     assert (plan.prefix.members, plan.prefix.rows, plan.prefix.keys) == (1, 8, 64)
@@ -90,8 +90,8 @@ def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.Monk
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     batch = scene.paged(backend).batch
 
-    flat: Plan = impl.plan(builder.build(evolve(batch, common_prefix_len=0)))
-    cascade: Plan = impl.plan(builder.build(batch))
+    flat: Plan = impl.plan_of(builder.build(evolve(batch, common_prefix_len=0)))
+    cascade: Plan = impl.plan_of(builder.build(batch))
 
     assert flat.kernel is kernels.FUSED
     assert cascade.kernel is kernels.WRITTEN_OUT

@@ -34,7 +34,7 @@ def plan_of(case: Case) -> Plan:
     backend, scene = load(case), realise(case)
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
-    return impl.plan(builder.build(scene.paged(backend).batch))  # type: ignore[no-any-return]
+    return impl.plan_of(builder.build(scene.paged(backend).batch))  # type: ignore[no-any-return]
 
 
 @given(
@@ -71,7 +71,7 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dic
         patch.setattr(backend, "workspace_bytes", lambda _: 3 * 48 * 2 * 2 * 16 * 4, raising=True)
         impl = backend.make_impl(scene.layer())
         builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
-        plan: Plan = impl.plan(builder.build(scene.paged(backend).batch))
+        plan: Plan = impl.plan_of(builder.build(scene.paged(backend).batch))
         (group,) = plan.groups
         check(backend, scene)
 
@@ -98,7 +98,7 @@ def test_blocks_that_follow_each_other_are_read_where_they_are(
     runs = [
         group.source.run
         for shown in (in_a_row, evolve(scene, block_table=in_a_row.block_table.flip(1)))
-        for group in impl.plan(builder.build(shown.paged(backend).batch)).groups
+        for group in impl.plan_of(builder.build(shown.paged(backend).batch)).groups
         if isinstance(group.source, Blocks)
     ]
 

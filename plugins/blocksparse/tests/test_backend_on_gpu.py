@@ -96,7 +96,7 @@ def test_prompts_in_one_piece_read_the_rows_that_come_with_the_call(monkeypatch,
     step = Step(Requests(PATTERN, [1, 40, 7], [60, 40, 7]))
     metadata = step.builder.build(step.batch())
 
-    assert step.impl.plan(metadata).reads_rows
+    assert step.impl.plan_of(metadata).reads_rows
     check(*step.run(metadata), step.case.expected())
     assert "_prompt" not in calls
 
@@ -143,14 +143,14 @@ def test_long_chunks_are_computed_by_roles_where_pages_are_tiles(monkeypatch, ca
 def test_an_8_bit_cache_is_read_in_the_first_step_too(calls):
     step = Step(Requests(PATTERN, [40, 7], [40, 7]), kv_cache_dtype="fp8_e4m3")
 
-    assert not step.impl.plan(step.builder.build(step.batch())).reads_rows
+    assert not step.impl.plan_of(step.builder.build(step.batch())).reads_rows
 
 
 def test_a_sequence_is_split_where_there_are_few(calls):
     step = Step(Requests(PATTERN, [1], [400]))
     metadata = step.builder.build(step.batch())
 
-    assert step.impl.plan(metadata).tokens.num_splits > 2
+    assert step.impl.plan_of(metadata).tokens.num_splits > 2
     check(*step.run(metadata), step.case.expected())
     assert calls == ["_decode", "_merge"]
 
@@ -160,7 +160,7 @@ def test_a_sequence_is_split_into_no_more_parts_than_the_host_allows(calls, most
     step = Step(Requests(PATTERN, [1], [400]), max_num_splits=most)
     metadata = step.builder.build(step.batch())
 
-    assert step.impl.plan(metadata).tokens.num_splits == most
+    assert step.impl.plan_of(metadata).tokens.num_splits == most
     check(*step.run(metadata), step.case.expected())
     assert calls == ["_decode", "_merge"][:most]
 

@@ -234,7 +234,7 @@ def run_on(backend: Backend, rank: int, group: Any, spread: Spread, *, replayed:
         replay = _captured(builder, spread, forward)
         output.fill_(CANARY)
         lse.fill_(CANARY)
-    metadata = builder.build(batch, slot=next(iter(state.slots.values())) if replayed else None)
+    metadata = builder.build(batch, graph=next(iter(state.graphs.values())) if replayed else None)
     if impl.host_writes:
         impl.write_kv(*new, cache, batch.slot_mapping)
     if replayed:
@@ -249,8 +249,8 @@ def _captured(builder: MetadataBuilder, spread: Spread, forward: Callable[[Metad
     state = builder.state
     key = GraphShape(len(spread.new) + 1, sum(spread.new) + spread.padding, None, max(spread.lens) + SPARE)
     with state.graph_capture(key.num_reqs):
-        slot = state.slot(key)
-        metadata = builder.build(slot.dummy_batch(builder), slot=slot)
+        graph = state.graph(key)
+        metadata = builder.build(slot.dummy_batch(builder), graph=graph)
         return capture(lambda: forward(metadata), state.device)[1]
 
 

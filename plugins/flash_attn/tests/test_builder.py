@@ -14,7 +14,7 @@ KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 
 
 def plan_of(setting: Setting, batch: Batch, **keywords):
-    return setting.impls[0].plan(setting.builder.build(batch, **keywords))
+    return setting.impls[0].plan_of(setting.builder.build(batch, **keywords))
 
 
 def test_decodes_and_prefills_are_calls_of_their_own() -> None:
@@ -61,7 +61,7 @@ def test_padded_requests_may_stand_anywhere(kind, query_lens) -> None:
     seq_lens = [length and length + 9 for length in query_lens]
     metadata = setting.builder.build(setting.batch(query_lens, seq_lens))
 
-    rows = [row for part in setting.impls[0].plan(metadata).parts for row in range(part.first, part.last)]
+    rows = [row for part in setting.impls[0].plan_of(metadata).parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(query_lens)))
     setting.forward(metadata)  # the kernels check every number
 
@@ -183,7 +183,7 @@ def test_layers_of_equal_windows_share_a_plan() -> None:
     setting = Setting(load, layers, variant="scheduled")
     metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
 
-    assert setting.impls[0].plan(metadata) is setting.impls[1].plan(metadata)
+    assert setting.impls[0].plan_of(metadata) is setting.impls[1].plan_of(metadata)
     assert len(setting.backend.kernels.scheduled) == 2
     for impl in setting.impls:
         setting.forward(metadata, impl)
@@ -206,7 +206,7 @@ def test_a_host_may_do_without_the_invariance_that_was_agreed_on() -> None:
     limits = Limits(max_num_reqs=4, max_num_tokens=16, max_seq_len=64, batch_invariant=False)
     builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
 
-    (part,) = setting.impls[0].plan(builder.build(setting.batch([1]))).parts
+    (part,) = setting.impls[0].plan_of(builder.build(setting.batch([1]))).parts
     assert (part.call.num_splits, part.call.max_seqlen_k) == (0, 1)
 
 
@@ -218,7 +218,7 @@ def test_another_block_table_is_followed_by_every_pass(kind) -> None:
     made = len(setting.backend.kernels.scheduled)
     after = setting.builder.update_block_table(before, other.block_table, other.slot_mapping)
 
-    old, new = (setting.impls[0].plan(metadata) for metadata in (before, after))
+    old, new = (setting.impls[0].plan_of(metadata) for metadata in (before, after))
     assert len(setting.backend.kernels.scheduled) == made  # schedules follow from lengths, which are the same
     for name, rows in (("decode", slice(0, 2)), ("prefill", slice(2, 3))):
         earlier, later = getattr(old, name), getattr(new, name)
@@ -237,7 +237,7 @@ def test_metadata_of_other_layers_is_scheduled_for_those_of_the_builder() -> Non
     before = setting.builder.build(batch)
     strange = evolve(before, plans={})
 
-    plan = setting.impls[0].plan(setting.builder.update_block_table(strange, batch.block_table, batch.slot_mapping))
+    plan = setting.impls[0].plan_of(setting.builder.update_block_table(strange, batch.block_table, batch.slot_mapping))
     assert all(part.call.scheduler_metadata is not None for part in plan.parts)
 
 
@@ -250,7 +250,7 @@ def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
     rows = setting.builder.update_block_table(pages, batch.block_table, batch.slot_mapping)
     again = other.update_block_table(setting.builder.build(batch), batch.block_table, batch.slot_mapping)
 
-    first, second, third = (other.impls[0].plan(metadata).prefill for metadata in (pages, rows, again))
+    first, second, third = (other.impls[0].plan_of(metadata).prefill for metadata in (pages, rows, again))
     assert [part.is_first for part in (first, second, third)] == [False, True, False]
     assert first.call.scheduler_metadata is not None
     assert second.call.scheduler_metadata is third.call.scheduler_metadata is None
@@ -262,6 +262,6 @@ def test_advanced_steps_are_decodes() -> None:
     table = torch.nn.functional.pad(metadata.batch.block_table, (0, 1), value=9)
     metadata = setting.builder.update_block_table(metadata, table, metadata.batch.slot_mapping)
 
-    (part,) = setting.impls[0].plan(setting.builder.advance_step(metadata)).parts
+    (part,) = setting.impls[0].plan_of(setting.builder.advance_step(metadata)).parts
     assert part.call.seqused_k.tolist() == [10, 17]
     assert part.call.scheduler_metadata is None  # the next step is near, and a schedule is a launch

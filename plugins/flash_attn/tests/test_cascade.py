@@ -75,7 +75,7 @@ def test_it_is_what_flat_attention_is(query_lens, prompts, padding, own, blocks,
 def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> None:
     setting = Setting(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **ASKED, sinks=True)
     batch = shared_batch(setting, [1, 1, 5], [3, 0, 20], 2)
-    plan = setting.impls[0].plan(setting.builder.build(batch))
+    plan = setting.impls[0].plan_of(setting.builder.build(batch))
 
     call = plan.prefix.call
     assert (plan.prefix.first, plan.prefix.last, call.causal) == (0, 7, False)
@@ -99,7 +99,7 @@ def test_the_sink_enters_the_prefix_alone() -> None:
 
 def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
     setting = Setting(load, **ASKED)
-    plan = setting.impls[0].plan(setting.builder.build(shared_batch(setting, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
+    plan = setting.impls[0].plan_of(setting.builder.build(shared_batch(setting, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
 
     assert plan.prefix.call.block_table.tolist() == [[1, 2]]
 
@@ -112,7 +112,7 @@ def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
     table = torch.where(batch.block_table > 0, batch.block_table + 7, 0)
     after = setting.builder.update_block_table(before, table, batch.slot_mapping + 7 * BLOCK)
 
-    prefix, earlier = (setting.impls[0].plan(metadata).prefix for metadata in (after, before))
+    prefix, earlier = (setting.impls[0].plan_of(metadata).prefix for metadata in (after, before))
     if kind == "packed":
         assert torch.equal(prefix.slots, earlier.slots + 7 * BLOCK)
     else:

@@ -85,7 +85,7 @@ def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, asked) -> 
 
     assert torch.equal(parted.forward(metadata, lse=lse[1]), expected)
     assert torch.equal(*lse)
-    parts = parted.impls[0].plan(metadata).parts
+    parts = parted.impls[0].plan_of(metadata).parts
     rows = [row for part in parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(step[0])))
     if step is LENS:
@@ -103,7 +103,7 @@ def test_requests_of_unknown_length_have_room_for_the_longest(keys_at_once, seq_
     inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
     metadata = setting.builder.build(inexact)
 
-    ends = [part.last for part in setting.impls[0].plan(metadata).parts]
+    ends = [part.last for part in setting.impls[0].plan_of(metadata).parts]
     assert ends == ([2, 4, 5] if seq_lens_cpu_kind == "absent" else [3, 5])
     sure = Small(load, variant="packed")
     assert torch.equal(setting.forward(metadata), sure.forward(sure.builder.build(exact)))
@@ -116,7 +116,7 @@ def test_other_blocks_are_followed_by_every_call(keys_at_once) -> None:
     other = setting.batch(*LENS, first_block=25)
     after = setting.builder.update_block_table(before, other.block_table, other.slot_mapping)
 
-    old, new = (setting.impls[0].plan(metadata).parts for metadata in (before, after))
+    old, new = (setting.impls[0].plan_of(metadata).parts for metadata in (before, after))
     packed = [(a, b) for a, b in zip(old, new, strict=True) if a.slots is not None]
     assert len(packed) > 2
     assert all(torch.equal(a.slots + 24 * 16, b.slots) for a, b in packed)
@@ -144,7 +144,7 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
         world.impls[0].forward(query, key, value, cache.clone(), metadata, output, lse=lse)
         found.append((output, lse))
 
-    assert len(setting.impls[0].plan(setting.builder.build(batch)).parts) == 4
+    assert len(setting.impls[0].plan_of(setting.builder.build(batch)).parts) == 4
     torch.testing.assert_close(found[0][0], found[1][0], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-3)
 

@@ -26,13 +26,13 @@ class Captured(Setting):
     def __init__(self, *keys: GraphShape, **asked: Any) -> None:
         super().__init__(load, variant="scheduled", **{"cudagraph": "always", **asked})
         with self.state.graph_capture(8):
-            self.slots = [self.state.slot(key) for key in keys]
-            for slot in self.slots:
-                self.builder.build(slot.dummy_batch(self.builder), slot=slot)
+            self.graphs = [self.state.graph(key) for key in keys]
+            for graph in self.graphs:
+                self.builder.build(graph.dummy_batch(self.builder), graph=graph)
 
     def schedule(self, number: int, *lens: Any) -> torch.Tensor:
-        metadata = self.builder.build(self.batch(*lens), slot=self.slots[number])
-        (part,) = self.impls[0].plan(metadata).parts
+        metadata = self.builder.build(self.batch(*lens), graph=self.graphs[number])
+        (part,) = self.impls[0].plan_of(metadata).parts
         self.forward(metadata)  # the kernels compare the schedule with what they make themselves
         return part.call.scheduler_metadata
 
@@ -45,7 +45,7 @@ def whole(schedule: torch.Tensor) -> torch.Tensor:
 
 def test_each_pass_has_a_schedule_of_its_own() -> None:
     setting = Setting(load, variant="scheduled", cascade=True)
-    plan = setting.impls[0].plan(setting.builder.build(setting.batch([1, 5], [9, 20])))
+    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 5], [9, 20])))
 
     made = [part.call.scheduler_metadata for part in plan.parts]
     assert all(schedule is not None for schedule in made)
@@ -75,7 +75,7 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
 
 def test_a_build_in_a_hurry_makes_none() -> None:
     setting = Setting(load, variant="scheduled")
-    plan = setting.impls[0].plan(setting.builder.build(setting.batch([1, 5], [9, 20]), fast=True))
+    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 5], [9, 20]), fast=True))
 
     assert all(part.call.scheduler_metadata is None for part in plan.parts)
     assert not setting.backend.kernels.scheduled
@@ -84,9 +84,9 @@ def test_a_build_in_a_hurry_makes_none() -> None:
 def test_a_graph_has_its_schedule_however_fast_it_is_built() -> None:
     setting = Captured(GraphShape(4, 4, 1))
     before = setting.schedule(0, [1, 1], [9, 20])
-    metadata = setting.builder.build(setting.batch([1, 1, 1], [4, 5, 6]), fast=True, slot=setting.slots[0])
+    metadata = setting.builder.build(setting.batch([1, 1, 1], [4, 5, 6]), fast=True, graph=setting.graphs[0])
 
-    (part,) = setting.impls[0].plan(metadata).parts
+    (part,) = setting.impls[0].plan_of(metadata).parts
     assert part.call.scheduler_metadata.data_ptr() == before.data_ptr()
     setting.forward(metadata)
 
@@ -120,7 +120,7 @@ def test_slots_share_one_memory_whose_tail_is_zero() -> None:
 def test_the_memory_goes_with_the_slots() -> None:
     setting = Captured(GraphShape(4, 4, 1))
     assert len(setting.builder._schedules._memories) == 1
-    setting.slots.clear()
+    setting.graphs.clear()
     setting.state.release_graphs()
     setting.backend.kernels.noted.clear()
 
@@ -133,5 +133,5 @@ def test_the_bound_of_captured_sizes_holds_for_eager_steps_of_that_size_too() ->
     builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
     small, large = (builder.build(setting.batch([1] * count)) for count in (4, 5))
 
-    assert [setting.impls[0].plan(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
+    assert [setting.impls[0].plan_of(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
     assert [call.num_splits for call in setting.backend.kernels.scheduled] == [6, 0]

@@ -103,7 +103,7 @@ def test_all_steps_share_the_zeros_of_a_builder(load_doubled, variant) -> None:
 
     setting = Large(load_doubled, variant=variant, block_size=128)
     plans = [
-        setting.impls[0].plan(setting.builder.build(setting.batch([1] * count + [5], [20] * (count + 1))))
+        setting.impls[0].plan_of(setting.builder.build(setting.batch([1] * count + [5], [20] * (count + 1))))
         for count in (2, 7)
     ]
     found = [part.call.leftpad_k for plan in plans for part in plan.parts]
@@ -116,8 +116,8 @@ def test_all_steps_share_the_zeros_of_a_builder(load_doubled, variant) -> None:
 def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_doubled) -> None:
     setting = Setting(load_doubled, variant="fa3", block_size=64, cudagraph="always")
     with setting.state.graph_capture(4):
-        slot = setting.state.slot(GraphShape(4, 4, 1))
-        plan = setting.impls[0].plan(setting.builder.build(slot.dummy_batch(setting.builder), slot=slot))
+        graph = setting.state.graph(GraphShape(4, 4, 1))
+        plan = setting.impls[0].plan_of(setting.builder.build(graph.dummy_batch(setting.builder), graph=graph))
     (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(setting.builder._leftpad)
     assert zeros.data_ptr() == zeros_of_builder().data_ptr()
 

@@ -21,7 +21,7 @@ def owners(calls) -> list[str]:
 
 def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_doubled, journal) -> None:
     setting = Setting(load_doubled)
-    plan = setting.impls[0].plan(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
+    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
 
     assert owners(journal.plans) == [DECODE, PREFILL]
     assert [(part.first, part.last) for part in plan.parts] == [(0, 2), (2, 7)]
@@ -50,7 +50,7 @@ def test_one_row_ahead_of_longer_decodes_is_planned_as_one(load_doubled, journal
 def test_padded_requests_may_stand_anywhere(load_doubled, query_lens) -> None:
     setting = Setting(load_doubled)
     seq_lens = [length and length + 9 for length in query_lens]
-    plan = setting.impls[0].plan(setting.builder.build(setting.batch(query_lens, seq_lens)))
+    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch(query_lens, seq_lens)))
 
     rows = [row for part in plan.parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(query_lens)))
@@ -62,7 +62,7 @@ def test_layers_with_equal_values_share_a_plan_and_others_have_their_own(load_do
     setting = Setting(load_doubled, layers)
     metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
 
-    first, second, third = (impl.plan(metadata) for impl in setting.impls)
+    first, second, third = (impl.plan_of(metadata) for impl in setting.impls)
     assert first is third
     assert second is not first
     assert [call.arguments["sm_scale"] for call in journal.plans] == [0.1, 0.1, 0.2, 0.2]
@@ -206,7 +206,7 @@ def test_layers_with_other_sinks_share_a_plan(load_doubled) -> None:
     setting = Setting(load_doubled, layers, sinks=True)
     metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
 
-    assert setting.impls[0].plan(metadata) is setting.impls[1].plan(metadata)
+    assert setting.impls[0].plan_of(metadata) is setting.impls[1].plan_of(metadata)
     assert not torch.equal(*(setting.forward(metadata, impl) for impl in setting.impls))
 
 
@@ -241,7 +241,7 @@ def test_a_shared_prefix_is_a_pass_of_all_rows_and_the_rest_as_ever(load_doubled
     setting = Setting(load_doubled, cascade=True)
     batch = setting.batch([1, 1, 3], [40, 36, 43])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
-    plan = setting.impls[0].plan(setting.builder.build(_sharing(batch, 32)))
+    plan = setting.impls[0].plan_of(setting.builder.build(_sharing(batch, 32)))
 
     assert owners(journal.plans) == [DECODE, PREFILL, PREFILL]
     assert [call.arguments.get("causal") for call in journal.plans] == [None, True, False]
@@ -316,7 +316,7 @@ def test_other_pages_are_planned_in_another_wrapper(load_doubled) -> None:
     metadata = setting.builder.build(batch)
     moved = setting.builder.update_block_table(metadata, batch.block_table + 2, batch.slot_mapping + 32)
 
-    assert setting.impls[0].plan(moved).parts[0].run is not setting.impls[0].plan(metadata).parts[0].run
+    assert setting.impls[0].plan_of(moved).parts[0].run is not setting.impls[0].plan_of(metadata).parts[0].run
     assert torch.equal(setting.forward(moved), setting.forward(metadata))  # the same numbers, in other blocks
 
 

@@ -157,7 +157,7 @@ def test_they_are_what_steps_and_a_profiling_run_load_and_warm_up_has_loaded_all
         run(setting, batch)
     stepped = loaded(journal)
     for query_len in {1, asked.decode_query_len} if asked.cudagraph != "never" else ():
-        setting.slot(2, query_len)
+        setting.graph(2, query_len)
     captured = loaded(journal)
     query, rows = (
         torch.zeros(4, heads, asked.head_size, dtype=getattr(torch, asked.dtype))

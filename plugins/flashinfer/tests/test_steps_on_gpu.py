@@ -49,7 +49,7 @@ def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> 
         with setting.state.graph_capture(4):
             captured = Captured(setting, GraphShape(4, 4, 1, 128))
         for lens in ([30, 9, 100], [128, 1, 77, 5]):
-            setting.builder.build(setting.batch([1] * len(lens), lens), slot=captured.slot)
+            setting.builder.build(setting.batch([1] * len(lens), lens), graph=captured.graph)
             for tensor in captured.rows:
                 tensor.fill_(0.5)
             captured.replay()

@@ -205,7 +205,7 @@ def test_graphs_pad_lengths_to_one_key(journal, dtype, suffix):
     assert given[-1]["context_lens"].tolist() == [8, 1, 1]
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "slot"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
 def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journal, dtype, suffix, graphs):
     """The rows of their table may still name blocks of other requests."""
@@ -217,13 +217,13 @@ def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journa
     builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=3, max_num_tokens=3, max_seq_len=64)))
     call = scene.paged(backend)
     call.batch.block_table[2] = call.batch.block_table[0]
-    slot = None
+    graph = None
     if graphs:
         with builder.state.graph_capture(3):
-            slot = builder.state.slot(GraphShape(3, 3, 1, 64))
-            builder.build(slot.dummy_batch(), slot=slot)
+            graph = builder.state.graph(GraphShape(3, 3, 1, 64))
+            builder.build(graph.dummy_batch(), graph=graph)
 
-    impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch, slot=slot), call.output)
+    impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch, graph=graph), call.output)
 
     (given,) = journal.named(f"vllm_paged_attention_{suffix}")
     assert given["block_tables"][2].tolist() == [0] * given["block_tables"].shape[1]

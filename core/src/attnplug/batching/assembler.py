@@ -232,7 +232,7 @@ class BatchAssembler:
             **fields,
         )
         placed = self._upload(POSITIONS, positions)
-        batch.once(POSITIONS, lambda: placed)
+        batch.cached(POSITIONS, lambda: placed)
         self.clear()
         return batch
 

@@ -62,7 +62,7 @@ def pages_of(batch: Batch, block_size: int) -> Pages:
     Raises:
         BatchError: The batch has no pages, no host lengths, or a block table with too few columns.
     """
-    return batch.once(("pages", block_size), lambda: _pages_of(batch, block_size))
+    return batch.cached(("pages", block_size), lambda: _pages_of(batch, block_size))
 
 
 def pad_pages(pages: Pages, num_reqs: int, num_indices: int | None = None) -> Pages:

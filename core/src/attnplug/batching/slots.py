@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 POSITIONS = "positions"
-"""The key under which `Batch.once` keeps them."""
+"""The key under which `Batch.cached` keeps them."""
 
 
 def positions_of(batch: Batch) -> Tensor:
@@ -27,7 +27,7 @@ def positions_of(batch: Batch) -> Tensor:
     tokens and, where the slot mapping is padded, as many padded rows with position 0. Meaningful for self-attention:
     the keys of cross attention are another sequence than its queries.
     """
-    return batch.once(POSITIONS, lambda: _positions_of(batch))
+    return batch.cached(POSITIONS, lambda: _positions_of(batch))
 
 
 def _positions_of(batch: Batch) -> Tensor:

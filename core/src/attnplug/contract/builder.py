@@ -42,7 +42,7 @@ class MetadataBuilder:
     thread, and one microbatch.
 
     Attributes:
-        supports_graphs: Whether `plan_batch` keeps everything that a replay reads in the slot (`once`, `keep`), at one address.
+        supports_graphs: Whether `plan_batch` keeps everything that a replay reads in the slot (`per_graph`, `persist`), at one address.
             False refuses slots.
         requires_uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single one: the
             requests at the front that are as long as the first one are decodes then, and all others are prefills.
@@ -97,7 +97,7 @@ class MetadataBuilder:
         return (self.limits.max_seq_len,)
 
     @final
-    def build(self, batch: Batch, *, fast: bool = False, slot: GraphBuffers | None = None) -> Metadata:
+    def build(self, batch: Batch, *, fast: bool = False, graph: GraphBuffers | None = None) -> Metadata:
         """
         Check the batch against the agreement and the limits, then plan.
 
@@ -117,15 +117,15 @@ class MetadataBuilder:
             PluginContractError: The plugin's metadata for a slot differs from that of the capture.
         """
         check_batch(batch, "build")
-        if slot is None:
+        if graph is None:
             batch.derived[self] = self._guard.check(batch)
-            return complete(self, self.plan_batch(batch, fast=fast, slot=None))
-        check_slot(self, slot)
+            return complete(self, self.plan_batch(batch, fast=fast, graph=None))
+        check_slot(self, graph)
         facts = self._guard.check(batch)
-        check_covered(self, slot, batch)
-        seen = slot.take(batch, self)
-        seen.derived[self] = facts.in_slot(slot, self.agreement.requirements)
-        return slot.seal(complete(self, self.plan_batch(seen, fast=fast, slot=slot)), self, batch)
+        check_covered(self, graph, batch)
+        seen = graph.take(batch, self)
+        seen.derived[self] = facts.in_graph(graph, self.agreement.requirements)
+        return graph.seal(complete(self, self.plan_batch(seen, fast=fast, graph=graph)), self, batch)
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
@@ -162,9 +162,9 @@ class MetadataBuilder:
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
         """
         check_own(self, metadata)
-        if metadata.slot is not None:
+        if metadata.graph is not None:
             raise BatchError(
-                f"metadata of {metadata.slot} was given to update_block_table",
+                f"metadata of {metadata.graph} was given to update_block_table",
                 "a graph reads the slot's own tensors, and each builder has some of its own",
                 "build(batch, slot=slot) with the other group's block table",
             )
@@ -204,20 +204,20 @@ class MetadataBuilder:
             NotNegotiatedError: The batch has a custom mask, extras, or a cache that is spread over ranks.
         """
         check_own(self, metadata)
-        slot = metadata.slot
-        if slot is not None and slot.host_owned_inputs:
+        graph = metadata.graph
+        if graph is not None and graph.host_owned_inputs:
             raise BatchError(
-                f"advance_step was called for {slot}",
+                f"advance_step was called for {graph}",
                 "its graph reads the host's own tensors, which nobody else writes",
                 "advance those, and build(batch, slot=slot)",
             )
-        before = metadata.batch if slot is None else slot.given(self)
+        before = metadata.batch if graph is None else graph.given(self)
         batch = next_decode_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
         count = batch.num_actual_tokens
         if tokens is not None:
             tokens.check(count)
-        if slot is not None:
-            advanced = self.build(batch, fast=True, slot=slot)
+        if graph is not None:
+            advanced = self.build(batch, fast=True, graph=graph)
         else:
             batch.derived[self] = self._guard.check(batch)
             advanced = complete(self, self.plan_next_step(metadata, batch))
@@ -249,7 +249,7 @@ class MetadataBuilder:
             dcp_world_size=asked.dcp_size,
         )
 
-    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
         """
         Return the metadata of a checked batch. `slot` is None unless `supports_graphs`.
 
@@ -259,19 +259,19 @@ class MetadataBuilder:
         With a slot, the batch's device tensors are those that a graph reads, its numbers those of the captured shape
         (``max_seq_len`` a bound, ``num_actual_tokens`` padding included), and its host copies those of this step.
         """
-        del fast, slot
+        del fast, graph
         return self.describe(batch)
 
-    def once(self, slot: GraphBuffers, key: Hashable, make: Callable[[], _T]) -> _T:
+    def per_graph(self, graph: GraphBuffers, key: Hashable, make: Callable[[], _T]) -> _T:
         """
         Return `make()`, called once in the life of a slot, for this builder alone.
 
         Buffers and wrappers that graphs read are kept so. What all builders of a state share is kept by
-        `GraphBuffers.once`.
+        `GraphBuffers.share`.
         """
-        return slot.once((self, key), make)
+        return graph.share((self, key), make)
 
-    def keep(self, slot: GraphBuffers | None, key: Hashable, tensor: Tensor) -> Tensor:
+    def persist(self, graph: GraphBuffers | None, key: Hashable, tensor: Tensor) -> Tensor:
         """
         Return a tensor of this step as a graph may read it: without a slot itself, with one its values in memory that
         the slot keeps.
@@ -281,7 +281,7 @@ class MetadataBuilder:
             key: What the tensor is, among those of this builder.
             tensor: Of one shape and dtype in all builds of a slot.
         """
-        return tensor if slot is None else self.once(slot, key, lambda: torch.empty_like(tensor)).copy_(tensor)
+        return tensor if graph is None else self.per_graph(graph, key, lambda: torch.empty_like(tensor)).copy_(tensor)
 
     def can_capture(self, batch: Batch) -> bool:
         """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
@@ -291,12 +291,12 @@ class MetadataBuilder:
     def replan_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
         """Return the metadata of a checked batch with other pages. The default plans anew; override it to reuse."""
         del metadata
-        return self.plan_batch(batch, fast=False, slot=None)
+        return self.plan_batch(batch, fast=False, graph=None)
 
     def plan_next_step(self, metadata: Metadata, batch: Batch) -> Metadata:
         """Return the metadata of the checked next step. The default plans anew; override it to advance a plan."""
         del metadata
-        return self.plan_batch(batch, fast=True, slot=None)
+        return self.plan_batch(batch, fast=True, graph=None)
 
     def describe(self, batch: Batch, *, plans: Mapping[Hashable, Any] | None = None, **more: Any) -> Metadata:
         """
@@ -328,7 +328,7 @@ class MetadataBuilder:
                 num_key_rows=facts.num_key_rows,
                 highest_block=facts.highest_block,
                 plans=_NO_PLANS if plans is None else plans,
-                slot=facts.slot,
+                graph=facts.graph,
                 state=self.state,
                 **more,
             )

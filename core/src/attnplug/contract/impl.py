@@ -172,7 +172,7 @@ class AttentionImpl(ABC):
             self.run(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
 
     @final
-    def attend(
+    def forward_op(
         self,
         query: Tensor,
         key: Tensor | None,
@@ -191,10 +191,10 @@ class AttentionImpl(ABC):
         if not self._handle:
             self._refuse_unbound()
         tensors = tensors_of(kv_cache, self.cache_roles)
-        torch.ops.attnplug.attend(query, key, value, tensors, output, lse, self._handle)
+        torch.ops.attnplug.forward(query, key, value, tensors, output, lse, self._handle)
 
     @final
-    def write(self, key: Tensor, value: Tensor, kv_cache: Cache) -> None:
+    def write_kv_op(self, key: Tensor, value: Tensor, kv_cache: Cache) -> None:
         """
         Do what `write_kv` does, as one opaque op, in the phases that `host_writes` names.
 
@@ -245,7 +245,7 @@ class AttentionImpl(ABC):
         """
         del kv_cache
 
-    def plan(self, metadata: Metadata) -> Any:
+    def plan_of(self, metadata: Metadata) -> Any:
         """
         Return the plan that the builder made for this layer.
 

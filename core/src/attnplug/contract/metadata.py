@@ -51,7 +51,7 @@ class Metadata:
     num_key_rows: int
     highest_block: int = -1
     plans: Mapping[Hashable, Any] = field(factory=lambda: MappingProxyType({}), repr=lambda plans: f"<{len(plans)}>")
-    slot: GraphBuffers | None = None
+    graph: GraphBuffers | None = None
     state: State | None = None
 
     @property

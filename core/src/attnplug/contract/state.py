@@ -41,11 +41,11 @@ class Step:
         metadata: What each builder built.
     """
 
-    slot: GraphBuffers | None
+    graph: GraphBuffers | None
     metadata: Mapping[MetadataBuilder, Metadata]
 
     def __repr__(self) -> str:
-        return f"Step(slot={self.slot}, built by {', '.join(map(repr, self.metadata))})"
+        return f"Step(graph={self.graph}, built by {', '.join(map(repr, self.metadata))})"
 
 
 class State:
@@ -70,14 +70,14 @@ class State:
         self.device = device
         self.parallel = Parallel() if parallel is None else parallel
         self._workspace: Tensor | None = None
-        self._slots: dict[GraphShape, GraphBuffers] = {}
+        self._graphs: dict[GraphShape, GraphBuffers] = {}
         self._inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs] = WeakKeyDictionary()
         self._max_batch_size = 0
         self._is_capturing = False
 
     def __repr__(self) -> str:
         most = f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens"
-        return f"{type(self).__name__}(of {self.backend.id} on {self.device}, for {most}, {len(self._slots)} slots)"
+        return f"{type(self).__name__}(of {self.backend.id} on {self.device}, for {most}, {len(self._graphs)} slots)"
 
     @property
     def workspace(self) -> Tensor:
@@ -89,9 +89,9 @@ class State:
         return self._workspace
 
     @property
-    def slots(self) -> Mapping[GraphShape, GraphBuffers]:
+    def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
         """The slots that have been captured, by their shape."""
-        return MappingProxyType(self._slots)
+        return MappingProxyType(self._graphs)
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
@@ -109,20 +109,20 @@ class State:
                 capture is under way.
         """
         self._check_capture(max_batch_size)
-        before = set(self._slots)
+        before = set(self._graphs)
         self._max_batch_size, self._is_capturing = max_batch_size, True
         _ = self.workspace  # allocated ahead: memory that a capture allocates belongs to its graph
         try:
             yield
         except BaseException:
-            self._slots = {key: slot for key, slot in self._slots.items() if key in before}
-            if not self._slots:
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key in before}
+            if not self._graphs:
                 self._inputs.clear()  # the next capture may be of larger batches
             raise
         finally:
             self._is_capturing = False
 
-    def slot(self, key: GraphShape, *, host_owned_inputs: bool | None = None) -> GraphBuffers:
+    def graph(self, key: GraphShape, *, host_owned_inputs: bool | None = None) -> GraphBuffers:
         """
         Return the slot of a shape; inside `graph_capture` it is made if need be.
 
@@ -134,7 +134,7 @@ class State:
         Raises:
             LimitsError: There is none outside a capture, or the agreed level or the limits do not allow the shape.
         """
-        found = self._slots.get(key)
+        found = self._graphs.get(key)
         if found is not None and host_owned_inputs in (None, found.host_owned_inputs):
             return found
         if found is not None or not self._is_capturing:
@@ -144,12 +144,12 @@ class State:
                 "enter state.graph_capture(max_batch_size) first, and ask for each shape in one way",
             )
         check_key(key, self.backend.agreement, self.limits, self._max_batch_size)
-        self._slots[key] = GraphBuffers(self, key, host_owned_inputs=bool(host_owned_inputs))
-        return self._slots[key]
+        self._graphs[key] = GraphBuffers(self, key, host_owned_inputs=bool(host_owned_inputs))
+        return self._graphs[key]
 
     def release_graphs(self) -> None:
         """Drop all slots and what they hold. No graph that was captured with them may be replayed any more."""
-        self._slots.clear()
+        self._graphs.clear()
         self._inputs.clear()
 
     def find_graph(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphBuffers | None:
@@ -159,8 +159,8 @@ class State:
         Args:
             batches: One step's batch of each builder.
         """
-        found = [slot for slot in self._slots.values() if _serves(slot, batches)]
-        return min(found, key=lambda slot: (slot.key.num_tokens, slot.key.num_reqs, slot.max_seq_len), default=None)
+        found = [graph for graph in self._graphs.values() if _serves(graph, batches)]
+        return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
 
     def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphShape | None = None) -> Step:
         """
@@ -176,8 +176,8 @@ class State:
             LimitsError: There is no slot for the key.
         """
         check_batches(batches)
-        slot = self.slot(key) if key is not None else self.find_graph(batches) if self._slots else None
-        return Step(slot, {builder: builder.build(batch, slot=slot) for builder, batch in batches.items()})
+        graph = self.graph(key) if key is not None else self.find_graph(batches) if self._graphs else None
+        return Step(graph, {builder: builder.build(batch, graph=graph) for builder, batch in batches.items()})
 
     def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
         """Return the tensors that the graphs of a builder read."""
@@ -199,7 +199,7 @@ class State:
             self._refuse(max_batch_size, f"the state was made for max_num_reqs={self.limits.max_num_reqs}")
         if self._is_capturing:
             self._refuse(max_batch_size, "another capture of this state is under way")
-        if self._slots and max_batch_size != self._max_batch_size:
+        if self._graphs and max_batch_size != self._max_batch_size:
             self._refuse(max_batch_size, f"its slots were made for {self._max_batch_size}, and live")
 
     def _refuse(self, max_batch_size: int, expected: str) -> None:
@@ -210,8 +210,8 @@ class State:
         )
 
 
-def _serves(slot: GraphBuffers, batches: Mapping[MetadataBuilder, Batch]) -> bool:
+def _serves(graph: GraphBuffers, batches: Mapping[MetadataBuilder, Batch]) -> bool:
     return all(
-        slot.is_captured(builder) and slot.fits(batch) and builder.can_run_in_cudagraph(batch)
+        graph.is_captured(builder) and graph.fits(batch) and builder.can_run_in_cudagraph(batch)
         for builder, batch in batches.items()
     )

@@ -46,16 +46,16 @@ class TorchBuilder(MetadataBuilder):
         lengths = takewhile(lambda length: length < most, (_SHORTEST << power for power in count()))
         return (*lengths, most)
 
-    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
         del fast
-        plans = {key: self._plan(key, shape, batch, slot) for key, shape in self._shapes.items()}
+        plans = {key: self._plan(key, shape, batch, graph) for key, shape in self._shapes.items()}
         return self.describe(batch, plans=plans)
 
-    def _plan(self, key: Hashable, shape: Shape, batch: Batch, slot: GraphBuffers | None) -> Plan:
+    def _plan(self, key: Hashable, shape: Shape, batch: Batch, graph: GraphBuffers | None) -> Plan:
         device = batch.query_start_loc.device
-        if slot is None:
+        if graph is None:
             return make_plan(shape, batch, device)
-        return self.once(slot, key, lambda: CapturedPlan(shape, slot, device)).write(batch)
+        return self.per_graph(graph, key, lambda: CapturedPlan(shape, graph, device)).write(batch)
 
 
 class FlexBuilder(TorchBuilder):

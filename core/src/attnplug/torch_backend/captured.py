@@ -33,12 +33,12 @@ class CapturedPlan:
         device: Where the tensors live.
     """
 
-    def __init__(self, shape: Shape, slot: GraphBuffers, device: torch.device) -> None:
-        keys = aligned(slot.max_seq_len)
+    def __init__(self, shape: Shape, graph: GraphBuffers, device: torch.device) -> None:
+        keys = aligned(graph.max_seq_len)
         most = max(1, shape.budget.keys // keys)
         self._parts = tuple(
-            _Part(shape, first, min(slot.key.num_reqs, first + most), cast("int", slot.key.query_len), keys, device)
-            for first in range(0, slot.key.num_reqs, most)
+            _Part(shape, first, min(graph.key.num_reqs, first + most), cast("int", graph.key.query_len), keys, device)
+            for first in range(0, graph.key.num_reqs, most)
         )
         self._plan = Plan(shape.kernel, tuple(part.group for part in self._parts), ())
 

@@ -74,7 +74,7 @@ class TorchImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        plan, slots = self.plan(metadata), metadata.batch.slot_mapping
+        plan, slots = self.plan_of(metadata), metadata.batch.slot_mapping
         if self._codec is not None and key is not None and value is not None:
             key, value = self._codec.encode(key, value)
         if self.forward_writes and key is not None and value is not None and kv_cache is not None and slots is not None:
@@ -169,9 +169,9 @@ def _may_be_padded(metadata: Metadata) -> bool:
     """Whether a row may have no slot. The host's copy tells, once a step; a graph has to be ready for padding."""
     batch = metadata.batch
     host = batch.slot_mapping_cpu
-    if metadata.slot is not None or host is None:
+    if metadata.graph is not None or host is None:
         return True
-    return batch.once("torch: padded", lambda: bool(host.numel()) and int(host.amin()) < 0)
+    return batch.cached("torch: padded", lambda: bool(host.numel()) and int(host.amin()) < 0)
 
 
 def _without(blind: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:

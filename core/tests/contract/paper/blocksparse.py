@@ -75,7 +75,7 @@ class BlockSparseImpl(AttentionImpl):
     def run(self, query, key, value, kv_cache, metadata, output, lse):
         if self.forward_writes and key is not None:
             self.update_kv_cache(key, value, kv_cache, metadata.batch.slot_mapping)
-        rows, plan = output.unflatten(1, (self.num_q_heads, self.head_size)), self.plan(metadata)
+        rows, plan = output.unflatten(1, (self.num_q_heads, self.head_size)), self.plan_of(metadata)
         decodes, prefills = metadata.decodes, metadata.prefills
         if decodes is not None:
             kernels.sparse_decode(
@@ -101,24 +101,24 @@ class BlockSparseBuilder(MetadataBuilder):
         super().__init__(backend, impls, state)
         self._patterns = {key: Pattern.of(group[0], self.parallel) for key, group in self.plan_groups.items()}
 
-    def plan_batch(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, graph):
         described = self.describe(batch)
         prefills, context = described.prefills, None
         if prefills is not None:  # a prefix hit or a chunk: queries start behind what is cached
             context = prefills.seq_lens - prefills.query_start_loc.diff()
         plans = {
-            key: {"pattern": pattern, "visited": self._visited(key, pattern, described.decodes, slot)}
+            key: {"pattern": pattern, "visited": self._visited(key, pattern, described.decodes, graph)}
             for key, pattern in self._patterns.items()
         }
         return self.describe(batch, plans=plans, context_lens=context)
 
-    def _visited(self, key, pattern, decodes, slot):
+    def _visited(self, key, pattern, decodes, graph):
         if decodes is None:
             return None
         asked = self.agreement.requirements
         blocks = -(-decodes.max_seq_len // pattern.block_size)
         found = pattern.visited(decodes.seq_lens, asked.num_q_heads, asked.num_kv_heads, blocks)
-        return self.keep(slot, key, found)
+        return self.persist(graph, key, found)
 
     def can_capture(self, batch):
         return batch.max_query_len == 1

@@ -83,7 +83,7 @@ class FlashAttentionImpl(AttentionImpl):
         if kv_cache is not None and self.forward_writes and key is not None:
             self.update_kv_cache(key, value, kv_cache, batch.slot_mapping)
         pages = (key, value) if kv_cache is None else kv_cache.unbind(0)
-        passes, dcp = self.plan(metadata), metadata.state.parallel
+        passes, dcp = self.plan_of(metadata), metadata.state.parallel
         if not (batch.common_prefix_len or dcp.dcp_size > 1):  # phases: rows of their own, written in place
             for each in passes:
                 found = self._attend(each, query, pages, rows[each.rows], metadata, self.layer.sinks)
@@ -135,13 +135,13 @@ class FlashAttentionImpl(AttentionImpl):
 class FlashAttentionBuilder(MetadataBuilder):
     supports_graphs = True
 
-    def plan_batch(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, graph):
         metadata = self.describe(batch, num_splits=self._num_splits(batch.num_actual_tokens))
         plans = {}
         for key, (impl, *_) in self.plan_groups.items():
             passes = self._passes(metadata)
-            if not fast or slot is not None:  # a graph was captured with schedules, and keeps reading them
-                passes = tuple(self._scheduled((key, number), impl, each, slot) for number, each in enumerate(passes))
+            if not fast or graph is not None:  # a graph was captured with schedules, and keeps reading them
+                passes = tuple(self._scheduled((key, number), impl, each, graph) for number, each in enumerate(passes))
             plans[key] = passes
         return attrs.evolve(metadata, plans=plans)
 
@@ -160,7 +160,7 @@ class FlashAttentionBuilder(MetadataBuilder):
     def _passes(self, metadata):
         batch = metadata.batch
         if self.parallel.dcp_size > 1:
-            return self._sharded(batch, metadata.slot)
+            return self._sharded(batch, metadata.graph)
         if batch.common_prefix_len:
             return self._cascade(batch)
         return tuple(self._pass(phase, batch) for phase in (metadata.decodes, metadata.prefills) if phase is not None)
@@ -190,8 +190,8 @@ class FlashAttentionBuilder(MetadataBuilder):
             ),
         )  # fmt: skip
 
-    def _sharded(self, batch, slot):
-        ranks, queries = self.parallel, self.keep(slot, "queries", batch.query_start_loc.diff())
+    def _sharded(self, batch, graph):
+        ranks, queries = self.parallel, self.persist(graph, "queries", batch.query_start_loc.diff())
         where = (ranks.dcp_size, ranks.dcp_rank, ranks.dcp_interleave)
         context = num_local_tokens_per_dcp_rank(batch.seq_lens - batch.query_start_loc.diff(), *where)
         rest = {
@@ -201,14 +201,14 @@ class FlashAttentionBuilder(MetadataBuilder):
         }
         return (
             Pass(
-                seqused_k=self.keep(slot, "context", context.clamp(min=0)),
+                seqused_k=self.persist(graph, "context", context.clamp(min=0)),
                 max_seqlen_k=max_local_tokens_per_dcp_rank(batch.max_seq_len, ranks.dcp_size, ranks.dcp_interleave),
                 block_table=batch.block_table, causal=False, is_sharded=True, **rest,
             ),
             Pass(seqused_k=queries, max_seqlen_k=batch.max_query_len, block_table=None, causal=True, **rest),
         )  # fmt: skip
 
-    def _scheduled(self, key, impl, each, slot):
+    def _scheduled(self, key, impl, each, graph):
         schedule = fa3.get_scheduler_metadata(
             batch_size=each.seqused_k.shape[0], max_seqlen_q=each.max_seqlen_q, max_seqlen_k=each.max_seqlen_k,
             num_heads_q=impl.num_q_heads * (self.parallel.dcp_size if each.is_sharded else 1),
@@ -217,11 +217,11 @@ class FlashAttentionBuilder(MetadataBuilder):
             page_size=self.agreement.block_size, causal=each.causal, window_size=impl.window,
             num_splits=self._num_splits(each.rows.stop),
         )  # fmt: skip
-        if slot is None:
+        if graph is None:
             return attrs.evolve(each, scheduler_metadata=schedule)
         count, size = schedule.shape[0], 1 + -(-self.limits.max_num_reqs // 4) * 4
-        memory = self.once(
-            slot, ("schedule", key), lambda: torch.zeros(size, dtype=torch.int32, device=self.state.device)
+        memory = self.per_graph(
+            graph, ("schedule", key), lambda: torch.zeros(size, dtype=torch.int32, device=self.state.device)
         )
         memory[:count].copy_(schedule)
         memory[count - 1 :].zero_()  # stale entries make blocks of the grid overwrite the output

@@ -101,7 +101,7 @@ class FlashInferImpl(AttentionImpl):
     def run(self, query, key, value, kv_cache, metadata, output, lse):
         if self.forward_writes and key is not None:
             self.update_kv_cache(key, value, kv_cache, metadata.batch.slot_mapping)
-        plan, rows = self.plan(metadata), output.unflatten(1, (self.num_q_heads, self.head_size))
+        plan, rows = self.plan_of(metadata), output.unflatten(1, (self.num_q_heads, self.head_size))
         extra = () if self.layer.sinks is None else (self.layer.sinks, self.scale)
         if plan.cascade is not None:
             tokens = metadata.batch.num_actual_tokens
@@ -129,15 +129,15 @@ class FlashInferBuilder(MetadataBuilder):
         super().__init__(backend, impls, state)
         self._wrappers = {}
 
-    def plan_batch(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, graph):
         metadata = self.describe(batch)
-        plans = {key: self._plan(key, group[0], metadata, slot) for key, group in self.plan_groups.items()}
+        plans = {key: self._plan(key, group[0], metadata, graph) for key, group in self.plan_groups.items()}
         return attrs.evolve(metadata, plans=plans)
 
     def can_capture(self, batch):
         return batch.max_query_len <= self.agreement.requirements.decode_query_len
 
-    def _plan(self, key, impl, metadata, slot):
+    def _plan(self, key, impl, metadata, graph):
         batch = metadata.batch
         if batch.common_prefix_len:
             return Plan(cascade=self._plan_cascade(key, impl, batch))
@@ -146,7 +146,7 @@ class FlashInferBuilder(MetadataBuilder):
         if decodes is not None:
             length, count = decodes.max_query_len, decodes.num_reqs
             indptr, last = pages.indptr_cpu[: count + 1], pages.last_page_len_cpu[:count]
-            found["decode"] = self._wrapper(key, "decode", impl, slot)
+            found["decode"] = self._wrapper(key, "decode", impl, graph)
             found["decode"].plan(
                 indptr, pages.indices[: int(indptr[-1])], last.masked_fill(last == 0, length),
                 q_len_per_req=length, **self._values(impl),
@@ -176,17 +176,17 @@ class FlashInferBuilder(MetadataBuilder):
         )  # fmt: skip
         return wrapper
 
-    def _wrapper(self, key, phase, impl, slot):
-        if slot is not None:
-            return self.once(slot, key, lambda: self._graph_wrapper(slot))
+    def _wrapper(self, key, phase, impl, graph):
+        if graph is not None:
+            return self.per_graph(graph, key, lambda: self._graph_wrapper(graph))
         if (key, phase) not in self._wrappers:
             kinds = {"decode": flashinfer.Decode, "prefill": flashinfer.Prefill, "cascade": flashinfer.Cascade}
             make = kinds[phase] if impl.layer.sinks is None else flashinfer.Sink
             self._wrappers[key, phase] = make(self.state.workspace, kv_layout=self.agreement.kv_layout)
         return self._wrappers[key, phase]
 
-    def _graph_wrapper(self, slot):
-        reqs, columns = slot.key.num_reqs, -(-slot.max_seq_len // self.agreement.block_size)
+    def _graph_wrapper(self, graph):
+        reqs, columns = graph.key.num_reqs, -(-graph.max_seq_len // self.agreement.block_size)
         buffers = (
             torch.zeros(size, dtype=torch.int32, device=self.state.device) for size in (reqs + 1, reqs * columns, reqs)
         )

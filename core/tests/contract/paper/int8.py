@@ -117,7 +117,7 @@ class Int8Impl(AttentionImpl):
                 num_kv_heads=self.num_kv_heads, scale=self.scale, block_tables=decodes.block_table,
                 context_lens=metadata.context_lens, max_context_len=decodes.max_seq_len,
                 cu_query_lens=decodes.query_start_loc, max_query_len=decodes.max_query_len,
-                use_cuda_graph=metadata.slot is not None, **saved,
+                use_cuda_graph=metadata.graph is not None, **saved,
             )  # fmt: skip
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
@@ -139,14 +139,14 @@ class Int8Impl(AttentionImpl):
 class Int8Builder(MetadataBuilder):
     supports_graphs = True
 
-    def plan_batch(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, graph):
         described = self.describe(batch)
         prefills, decodes, found = described.prefills, described.decodes, {}
         if prefills is not None:
             found["cu_seqlens_k"] = torch.nn.functional.pad(prefills.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         if decodes is not None:
             lens = decodes.seq_lens.clamp(min=1)  # a padded request writes one key: into the null block
-            found["context_lens"] = self.keep(slot, "lens", lens)
+            found["context_lens"] = self.persist(graph, "lens", lens)
         return self.describe(batch, **found)
 
     def can_capture(self, batch):
@@ -197,7 +197,7 @@ class ObserverBuilder(MetadataBuilder):
         inner = backend.inner
         self.inner = inner.make_builder([impl.inner for impl in impls], inner.make_state(state.limits, state.parallel))
 
-    def plan_batch(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, graph):
         return self.describe(batch, inner=self.inner.build(batch, fast=fast))
 
 

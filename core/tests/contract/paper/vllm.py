@@ -78,9 +78,9 @@ class Runner:
         """Make the graph of each shape, the largest first, with the metadata of the dummy batch."""
         with self.state.graph_capture(max(key.num_reqs for key in keys)):
             for key in sorted(keys, key=lambda key: -key.num_tokens):
-                slot = self.state.slot(key, **how)
+                graph = self.state.graph(key, **how)
                 step = {
-                    group.builder: group.builder.build(slot.dummy_batch(group.builder), slot=slot)
+                    group.builder: group.builder.build(graph.dummy_batch(group.builder), graph=graph)
                     for group in self.groups
                 }
                 _, self.replays[key] = capture(lambda step=step: self._run(step), self.state.device)
@@ -94,10 +94,10 @@ class Runner:
             mine = attrs.evolve(common, block_table_tensor=table, slot_mapping=slots)
             batches[group.builder] = mine.to_batch(shared)
         step = self.state.begin_forward(batches)
-        if step.slot is None:
+        if step.graph is None:
             self._run(step.metadata)
         else:
-            self.replays[step.slot.key]()
+            self.replays[step.graph.key]()
         return step
 
     def _run(self, metadata):

@@ -62,7 +62,7 @@ def test_sequences_move_on_to_longer_graphs_and_beyond_them(graphed, monkeypatch
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
     assert engine.generate([prompts[1]], max_new_tokens=NEW) == [expected[1]]
 
-    lengths = {recorded and recorded.slots[0].max_seq_len for longest, recorded in used}
+    lengths = {recorded and recorded.graphs[0].max_seq_len for longest, recorded in used}
     assert {16, 40, None} <= lengths
     assert all(recorded is None for longest, recorded in used if longest > 40)
 
@@ -174,5 +174,5 @@ def test_a_failed_recording_leaves_no_slot(graphed, monkeypatch):
     with pytest.raises(RuntimeError, match="reads a value"):
         engine._runner.record()
     assert engine.num_graphs == 0
-    assert not any(builder.state.slots for builder in engine._runner._builders)
+    assert not any(builder.state.graphs for builder in engine._runner._builders)
     assert len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3

@@ -14,7 +14,7 @@ from attnplug_kit.bench.clock import host_clock
 from attnplug_kit.bench.finding import Finding, Gathering, setup_of
 from attnplug_kit.bench.interleaved import Contender, interleaved
 from attnplug_kit.bench.measurement import Measurement
-from attnplug_kit.bench.rig import capture_slot, make_planner
+from attnplug_kit.bench.rig import capture_graph, make_planner
 from attnplug_kit.bench.step import decodes, first_prefills, mixed, ragged_decodes
 from attnplug_kit.bench.worker import ask
 
@@ -66,13 +66,13 @@ def child(repeats: int, choice: dict[str, Any]) -> dict[str, Any]:
     return found(STEPS, IN_SLOT, Choice(**choice), repeats).to_dict()
 
 
-def found(steps: Sequence[Step], in_slot: Sequence[Step], choice: Choice, repeats: int) -> Finding:
+def found(steps: Sequence[Step], in_graph: Sequence[Step], choice: Choice, repeats: int) -> Finding:
     """
     Measure builds. A step that fails is told, and the others are measured all the same.
 
     Args:
         steps: Steps that are built eagerly, at least one.
-        in_slot: Decodes that are built into a graph slot of their size.
+        in_graph: Decodes that are built into a graph slot of their size.
         choice: Backend and device.
         repeats: As for `interleaved`.
 
@@ -82,8 +82,8 @@ def found(steps: Sequence[Step], in_slot: Sequence[Step], choice: Choice, repeat
     clock, gathering = host_clock(choice.settle().type), Gathering(NAME)
     for step in steps:
         gathering.add(step.what, partial(measured, step, choice, clock, repeats))
-    for step in in_slot:
-        gathering.add(f"{step.what}, into a graph slot", partial(measured_in_slot, step, choice, clock, repeats))
+    for step in in_graph:
+        gathering.add(f"{step.what}, into a graph slot", partial(measured_in_graph, step, choice, clock, repeats))
     return gathering.finding()
 
 
@@ -157,17 +157,17 @@ def _budget(planner: Planner, samples: Samples, baseline: Baseline) -> float | N
     return BUDGET if own and not plans_itself and planner.step.num_reqs == REQUESTS else None
 
 
-def measured_in_slot(step: Step, choice: Choice, clock: Clock, repeats: int) -> Finding:
+def measured_in_graph(step: Step, choice: Choice, clock: Clock, repeats: int) -> Finding:
     """Measure builds into a graph slot, or say why there are none."""
     what = f"{step.what}, into a graph slot"
     try:
         planner = make_planner(step, choice, cudagraph="single_token_decode")
     except NoBackendError as error:
         return Finding((), {}, (f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
-    batch, (slot, _) = planner.batch(), capture_slot(planner)
+    batch, (graph, _) = planner.batch(), capture_graph(planner)
     baseline, note = baseline_of(planner.backend.name)
     plans = baseline.plans(planner, captured=True)
-    build = Contender(lambda batch: planner.builder.build(batch, slot=slot), lambda: evolve(batch))
+    build = Contender(lambda batch: planner.builder.build(batch, graph=graph), lambda: evolve(batch))
     samples = interleaved({"build": build, **_contenders(plans)}, clock, repeats)
     on_device = planner.backend.device.type != "cpu"
     how = "`build`" if on_device else "`build`, with the work that a device would do for it"

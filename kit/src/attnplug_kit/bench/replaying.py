@@ -12,7 +12,7 @@ from attnplug_kit.bench.baseline import baseline_of
 from attnplug_kit.bench.clock import work_clock
 from attnplug_kit.bench.finding import Finding, setup_of
 from attnplug_kit.bench.interleaved import Contender, interleaved
-from attnplug_kit.bench.rig import capture_slot, make_rig
+from attnplug_kit.bench.rig import capture_graph, make_rig
 from attnplug_kit.bench.step import decodes
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def measured(step: Step, choice: Choice, repeats: int) -> Finding:
 def replay_of(rig: Rig) -> Callable[[], Tensor]:
     """Return a step's layer, captured in a slot of its size with a batch that stands in, and planned for the step."""
     planner = rig.planner
-    slot, metadata = capture_slot(planner)
+    graph, metadata = capture_graph(planner)
     replay = record(rig, evolve(rig, metadata=metadata).forward())
-    planner.builder.build(planner.batch(), slot=slot)
+    planner.builder.build(planner.batch(), graph=graph)
     return replay
 
 

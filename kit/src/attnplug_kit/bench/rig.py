@@ -151,11 +151,11 @@ class Rig:
         query, key, value = self.query, self.key, self.value
 
         def call() -> Tensor:
-            impl.attend(query, key, value, cache, output)
+            impl.forward_op(query, key, value, cache, output)
             return output
 
         def call_after_write() -> Tensor:
-            impl.write(key, value, cache)
+            impl.write_kv_op(key, value, cache)
             return call()
 
         return call_after_write if impl.host_writes else call
@@ -220,15 +220,15 @@ def make_rig(step: Step, choice: Choice, **engine: Any) -> Rig:
     return rig
 
 
-def capture_slot(planner: Planner) -> tuple[GraphBuffers, Metadata]:
+def capture_graph(planner: Planner) -> tuple[GraphBuffers, Metadata]:
     """Return a slot as a capture uses it, of the shortest length that holds the step, and the metadata in it."""
     from attnplug.contract import GraphShape  # noqa: PLC0415 - imports torch
 
     step, builder, state = planner.step, planner.builder, planner.builder.state
     length = next(length for length in builder.graph_lengths if length >= max(step.seq_lens))
     with state.graph_capture(step.num_reqs):
-        slot = state.slot(GraphShape(step.num_reqs, step.num_tokens, 1, length))
-        return slot, builder.build(slot.dummy_batch(), slot=slot)
+        graph = state.graph(GraphShape(step.num_reqs, step.num_tokens, 1, length))
+        return graph, builder.build(graph.dummy_batch(), graph=graph)
 
 
 def _fill(rig: Rig) -> None:

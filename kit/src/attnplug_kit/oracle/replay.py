@@ -57,15 +57,15 @@ def check_replays(
     lse = static.lse if backend.agreement.requirements.return_lse else None
     keys = (static.key, static.value)
     with builder.state.graph_capture(num_reqs):
-        slot = builder.state.slot(key)
-        metadata = builder.build(slot.dummy_batch(), slot=slot)
+        graph = builder.state.graph(key)
+        metadata = builder.build(graph.dummy_batch(), graph=graph)
         _, replay = capture(
             lambda: impl.forward(static.query, *keys, static.cache, metadata, static.output, lse=lse), device
         )
     results = []
     for scene, call in zip(scenes, calls, strict=True):
         _copy_inputs(call, static)
-        builder.build(call.batch, slot=slot)
+        builder.build(call.batch, graph=graph)
         replay()
         tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
         ran = Ran(call, static.output[:tokens].clone().view(tokens, heads, -1), static.lse[:tokens].clone())

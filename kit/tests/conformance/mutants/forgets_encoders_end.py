@@ -10,11 +10,11 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
+    def _plan(self, key, shape, batch, graph):
         if batch.encoder_seq_lens is not None:
             names = ("encoder_seq_lens", "encoder_seq_lens_cpu")
             batch = evolve(batch, **{name: (getattr(batch, name) - 16).clamp(min=1) for name in names})
-        return super()._plan(key, shape, batch, slot)
+        return super()._plan(key, shape, batch, graph)
 
 
 class MutantBackend(TorchBackend):

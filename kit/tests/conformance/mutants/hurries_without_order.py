@@ -10,11 +10,11 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def plan_batch(self, batch, *, fast, slot):
-        if not fast or slot is not None:
-            return super().plan_batch(batch, fast=fast, slot=slot)
+    def plan_batch(self, batch, *, fast, graph):
+        if not fast or graph is not None:
+            return super().plan_batch(batch, fast=fast, graph=graph)
         shapes = {key: evolve(shape, causal=False) for key, shape in self._shapes.items()}
-        return self.describe(batch, plans={key: self._plan(key, shape, batch, slot) for key, shape in shapes.items()})
+        return self.describe(batch, plans={key: self._plan(key, shape, batch, graph) for key, shape in shapes.items()})
 
 
 class MutantBackend(TorchBackend):

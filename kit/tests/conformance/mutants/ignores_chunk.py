@@ -10,8 +10,8 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
-        return super()._plan(key, evolve(shape, chunk=None), batch, slot)
+    def _plan(self, key, shape, batch, graph):
+        return super()._plan(key, evolve(shape, chunk=None), batch, graph)
 
 
 class MutantBackend(TorchBackend):

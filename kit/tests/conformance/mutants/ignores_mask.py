@@ -10,8 +10,8 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
-        return super()._plan(key, shape, evolve(batch, custom_mask=None), slot)
+    def _plan(self, key, shape, batch, graph):
+        return super()._plan(key, shape, evolve(batch, custom_mask=None), graph)
 
 
 class MutantBackend(TorchBackend):

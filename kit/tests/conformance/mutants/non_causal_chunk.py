@@ -10,11 +10,11 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
+    def _plan(self, key, shape, batch, graph):
         lens = batch.query_start_loc.diff()
         if bool(((lens > 1) & (batch.seq_lens > lens)).any()):
             shape = evolve(shape, causal=False, window=(-1, -1))
-        return super()._plan(key, shape, batch, slot)
+        return super()._plan(key, shape, batch, graph)
 
 
 class MutantBackend(TorchBackend):

@@ -10,10 +10,10 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
+    def _plan(self, key, shape, batch, graph):
         if 1 < batch.max_query_len <= self.agreement.requirements.decode_query_len:
             shape = evolve(shape, causal=False)
-        return super()._plan(key, shape, batch, slot)
+        return super()._plan(key, shape, batch, graph)
 
 
 class MutantBackend(TorchBackend):

@@ -14,14 +14,14 @@ class MutantBuilder(TorchBuilder):
         super().__init__(backend, impls, state)
         self._known = {}
 
-    def _plan(self, key, shape, batch, slot):
-        if slot is not None or batch.block_table is None:
-            return super()._plan(key, shape, batch, slot)
+    def _plan(self, key, shape, batch, graph):
+        if graph is not None or batch.block_table is None:
+            return super()._plan(key, shape, batch, graph)
         place = (key, batch.block_table.data_ptr(), *batch.seq_lens.tolist())
         if place not in self._known:
             table = batch.block_table.clone()
             batch = evolve(batch, block_table=table, block_table_cpu=table)
-            self._known[place] = super()._plan(key, shape, batch, slot)
+            self._known[place] = super()._plan(key, shape, batch, graph)
         return self._known[place]
 
 

@@ -10,8 +10,8 @@ from attnplug.torch_backend.builder import TorchBuilder
 class MutantBuilder(TorchBuilder):
     before = None
 
-    def _plan(self, key, shape, batch, slot):
-        plan, self.before = self.before, super()._plan(key, shape, batch, slot)
+    def _plan(self, key, shape, batch, graph):
+        plan, self.before = self.before, super()._plan(key, shape, batch, graph)
         return plan or self.before
 
 

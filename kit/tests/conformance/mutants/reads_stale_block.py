@@ -12,7 +12,7 @@ from attnplug.torch_backend.builder import TorchBuilder
 class MutantBuilder(TorchBuilder):
     before = None
 
-    def _plan(self, key, shape, batch, slot):
+    def _plan(self, key, shape, batch, graph):
         table = batch.block_table
         if table is not None and self.before is not None and self.before.shape == table.shape:
             mixed = table.clone()
@@ -21,7 +21,7 @@ class MutantBuilder(TorchBuilder):
                 mixed[row, column] = self.before[row, column]
             batch = evolve(batch, block_table=mixed)
         self.before = table
-        return super()._plan(key, shape, batch, slot)
+        return super()._plan(key, shape, batch, graph)
 
 
 class MutantBackend(TorchBackend):

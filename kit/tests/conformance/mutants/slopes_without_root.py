@@ -10,9 +10,9 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
+    def _plan(self, key, shape, batch, graph):
         shape = evolve(shape, alibi=shape.alibi and "linear")
-        return super()._plan(key, shape, batch, slot)
+        return super()._plan(key, shape, batch, graph)
 
 
 class MutantBackend(TorchBackend):

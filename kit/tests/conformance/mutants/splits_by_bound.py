@@ -10,10 +10,10 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
+    def _plan(self, key, shape, batch, graph):
         if self.limits.max_num_splits == 1:
             shape = evolve(shape, window=(255, 0))
-        return super()._plan(key, shape, batch, slot)
+        return super()._plan(key, shape, batch, graph)
 
 
 class MutantBackend(TorchBackend):

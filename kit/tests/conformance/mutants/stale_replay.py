@@ -8,10 +8,10 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def _plan(self, key, shape, batch, slot):
-        if slot is None:
-            return super()._plan(key, shape, batch, slot)
-        return self.once(slot, ("plan", key), lambda: super(MutantBuilder, self)._plan(key, shape, batch, slot))
+    def _plan(self, key, shape, batch, graph):
+        if graph is None:
+            return super()._plan(key, shape, batch, graph)
+        return self.per_graph(graph, ("plan", key), lambda: super(MutantBuilder, self)._plan(key, shape, batch, graph))
 
 
 class MutantBackend(TorchBackend):

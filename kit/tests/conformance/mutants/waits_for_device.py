@@ -8,10 +8,10 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def plan_batch(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, graph):
         if batch.seq_lens.max().item() < 0:
             raise ValueError
-        return super().plan_batch(batch, fast=fast, slot=slot)
+        return super().plan_batch(batch, fast=fast, graph=graph)
 
 
 class MutantBackend(TorchBackend):

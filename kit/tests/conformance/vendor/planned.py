@@ -26,15 +26,15 @@ class PlannedBuilder(MetadataBuilder):
     supports_graphs = True
     requires_uniform_decodes = True
 
-    def plan_batch(self, batch, *, fast, slot):
+    def plan_batch(self, batch, *, fast, graph):
         size = self.agreement.block_size
         pages = pages_of(batch, size)
-        if slot is not None:
-            pages = pad_pages(pages, slot.key.num_reqs, slot.key.num_reqs * -(-slot.max_seq_len // size))
+        if graph is not None:
+            pages = pad_pages(pages, graph.key.num_reqs, graph.key.num_reqs * -(-graph.max_seq_len // size))
         plans = {}
         for key in self.plan_groups:
             kept = {
-                name: self.keep(slot, (key, name), getattr(pages, name))
+                name: self.persist(graph, (key, name), getattr(pages, name))
                 for name in ("indptr", "indices", "last_page_len")
             }
             plans[key] = Plan(**kept, prefix=batch.common_prefix_len)
@@ -47,7 +47,7 @@ class PlannedImpl(AttentionImpl):
     static_scales = frozenset("kv")
 
     def run(self, query, key, value, kv_cache, metadata, output, lse):
-        plan, halves = self.plan(metadata), key_and_value_pages(kv_cache)
+        plan, halves = self.plan_of(metadata), key_and_value_pages(kv_cache)
         narrow = is_narrow_float(halves[0].dtype)
         scales = (self.layer.k_scale_tensor, self.layer.v_scale_tensor) if narrow else (None, None)
         for rows, pages, scale in zip((key, value), halves, scales, strict=True):

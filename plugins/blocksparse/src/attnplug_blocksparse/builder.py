@@ -43,8 +43,8 @@ class BlocksparseBuilder(MetadataBuilder):
         # What an 8-bit cache makes of keys is attended in every step, the first one included.
         self._uses_rows = asked.dtype == self.agreement.kv_cache_dtype
 
-    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
-        del fast, slot
+    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
+        del fast, graph
         metadata = self.describe(batch)
         plan = self._paged(metadata) if self._is_paged else self._dense(batch)
         return evolve(metadata, plans=dict.fromkeys(self.plan_groups, plan))

@@ -53,7 +53,7 @@ class BlocksparseImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        plan: Plan = metadata.plans.get(_KEY) or self.plan(metadata)
+        plan: Plan = metadata.plans.get(_KEY) or self.plan_of(metadata)
         out = output.view(-1, self.num_q_heads, self.head_size)
         pages = None if kv_cache is None else key_and_value_pages(kv_cache)
         if pages is not None and self.forward_writes:

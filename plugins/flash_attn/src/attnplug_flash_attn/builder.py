@@ -58,12 +58,12 @@ class FlashAttentionBuilder(MetadataBuilder):
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
         self._terms = {key: group[0].terms for key, group in groups.items()}
 
-    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
         plan = self._plan(self.describe(batch))
-        if not self._kernels.schedules or (fast and slot is None):  # a graph keeps reading what it was captured with
+        if not self._kernels.schedules or (fast and graph is None):  # a graph keeps reading what it was captured with
             return self.describe(batch, plans=dict.fromkeys(self._terms, plan))
         add = self._schedules.add
-        return self.describe(batch, plans={key: add(plan, key, terms, slot) for key, terms in self._terms.items()})
+        return self.describe(batch, plans={key: add(plan, key, terms, graph) for key, terms in self._terms.items()})
 
     def replan_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
         """Schedules follow from lengths, and are kept; those of other builders may be for other layers."""
@@ -86,7 +86,7 @@ class FlashAttentionBuilder(MetadataBuilder):
             return self._sharded(metadata, self._ranks, splits)
         prefix = None
         if batch.common_prefix_len:
-            prefix = self._paged(prefix_rows(batch, self._block_size), splits, metadata.slot, "prefix")
+            prefix = self._paged(prefix_rows(batch, self._block_size), splits, metadata.graph, "prefix")
         return Plan(
             decode=self._phase(metadata, metadata.decodes, splits, "decode"),
             prefill=self._phase(metadata, metadata.prefills, splits, "prefill"),
@@ -96,12 +96,12 @@ class FlashAttentionBuilder(MetadataBuilder):
     def _phase(self, metadata: Metadata, phase: Phase | None, splits: int, name: str) -> Pass | None:
         if phase is None:
             return None
-        if name == "prefill" and metadata.slot is None and self._uses_rows and _is_first(phase):
+        if name == "prefill" and metadata.graph is None and self._uses_rows and _is_first(phase):
             return self._first(phase, splits, causal=metadata.batch.causal)
         rows = self._rows(phase, causal=metadata.batch.causal)
         if metadata.batch.common_prefix_len:
             rows = behind_prefix(rows, metadata.batch.common_prefix_len, self._block_size)
-        return self._paged(rows, splits, metadata.slot, name)
+        return self._paged(rows, splits, metadata.graph, name)
 
     def _rows(self, phase: Phase, *, causal: bool) -> Rows:
         lens, lens_cpu, longest = phase.seq_lens, phase.seq_lens_cpu, phase.max_seq_len
@@ -133,14 +133,16 @@ class FlashAttentionBuilder(MetadataBuilder):
         )
         return Pass(call, phase.first_token, phase.first_token + phase.num_tokens, is_first=True)
 
-    def _paged(self, rows: Rows, splits: int, slot: GraphBuffers | None, name: str) -> Pass:
+    def _paged(self, rows: Rows, splits: int, graph: GraphBuffers | None, name: str) -> Pass:
         call = self._bounded(call_of(rows, splits), name)
         if not self._kernels.paged:
             return packed(rows, call, self.state.workspace, self.agreement)
-        return Pass(self._taken(call, slot, name), rows.first, rows.last)
+        return Pass(self._taken(call, graph, name), rows.first, rows.last)
 
-    def _taken(self, call: Call, slot: GraphBuffers | None, name: str) -> Call:
-        return as_taken(call, self._kernels, self._leftpad, lambda kind, tensor: self.keep(slot, (name, kind), tensor))
+    def _taken(self, call: Call, graph: GraphBuffers | None, name: str) -> Call:
+        return as_taken(
+            call, self._kernels, self._leftpad, lambda kind, tensor: self.persist(graph, (name, kind), tensor)
+        )
 
     def _bounded(self, call: Call, name: str) -> Call:
         """Libraries choose tiles by the longest query and the most keys: all batches have the same ones if need be."""
@@ -152,14 +154,14 @@ class FlashAttentionBuilder(MetadataBuilder):
 
     def _sharded(self, metadata: Metadata, ranks: Ranks, splits: int) -> Plan:
         """Shared prefixes are attended like all else here."""
-        batch, slot = metadata.batch, metadata.slot
-        found = dcp.passes(self, batch, ranks, num_splits=splits, slot=slot)
+        batch, graph = metadata.batch, metadata.graph
+        found = dcp.passes(self, batch, ranks, num_splits=splits, graph=graph)
         found = evolve(found, new=self._bounded(found.new, "new"))
         if found.context is None:
             return Plan(sharded=found)
         context = self._bounded(found.context, "context")
         if self._kernels.paged:
-            return Plan(sharded=evolve(found, context=self._taken(context, slot, "context")))
+            return Plan(sharded=evolve(found, context=self._taken(context, graph, "context")))
         shard = packed(rows_of_shard(batch, found.context), context, self.state.workspace, self.agreement)
         return Plan(sharded=evolve(found, context=context), shard=shard)
 

@@ -69,7 +69,7 @@ class Sharded:
 
 
 def passes(
-    builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, slot: GraphBuffers | None
+    builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, graph: GraphBuffers | None
 ) -> Sharded:
     """
     Return the passes of a batch, without schedules. Nothing waits for the device.
@@ -94,16 +94,16 @@ def passes(
         num_splits=num_splits,
     )
     cached, held = _counted(builder, batch)
-    is_known = held is not None and slot is None  # what a graph runs serves all lengths to come
+    is_known = held is not None and graph is None  # what a graph runs serves all lengths to come
     longest = int(held.amax()) if held is not None and is_known else _bound(builder, batch)
     return Sharded(
         num_tokens=batch.num_actual_tokens,
         new=new,
-        context=_context(builder, batch, new, longest, slot) if longest else None,
+        context=_context(builder, batch, new, longest, graph) if longest else None,
         has_context=not is_known or cached > 0,
         ranks=ranks,
         in_order=builder.batch_invariant,
-        beyond=None if slot is None else builder.keep(slot, "beyond", _beyond(batch)),
+        beyond=None if graph is None else builder.persist(graph, "beyond", _beyond(batch)),
     )
 
 
@@ -130,12 +130,12 @@ def _bound(builder: MetadataBuilder, batch: Batch) -> int:
     return min(bound, table.shape[1] * (builder.agreement.block_size or 1))
 
 
-def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, slot: GraphBuffers | None) -> Call:
+def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, graph: GraphBuffers | None) -> Call:
     cached = (batch.seq_lens - batch.query_start_loc.diff()).clamp_(min=0)
     return evolve(
         new,
         cu_seqlens_k=None,
-        seqused_k=builder.keep(slot, "context", local_lens(cached, builder.parallel)),
+        seqused_k=builder.persist(graph, "context", local_lens(cached, builder.parallel)),
         max_seqlen_k=longest,
         block_table=batch.block_table,
         causal=False,

@@ -85,7 +85,7 @@ class FlashAttentionImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        plan: Plan = metadata.plans.get(self._key) or self.plan(metadata)
+        plan: Plan = metadata.plans.get(self._key) or self.plan_of(metadata)
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
             if keys.shape[0] != rows:

@@ -42,7 +42,7 @@ class Schedules:
         self._kernels = kernels
         self._memories: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
-    def add(self, plan: Plan, key: Hashable, terms: Terms, slot: GraphBuffers | None) -> Plan:
+    def add(self, plan: Plan, key: Hashable, terms: Terms, graph: GraphBuffers | None) -> Plan:
         """
         Return the plan with a schedule in each pass that the library has one for.
 
@@ -56,16 +56,16 @@ class Schedules:
 
         def scheduled(name: str, call: Call, num_heads_q: int = heads) -> Call:
             schedule = self._kernels.schedule(call, terms, num_heads_q=num_heads_q)
-            if schedule is not None and slot is not None:
-                schedule = self._kept(schedule, slot, (key, name))
+            if schedule is not None and graph is not None:
+                schedule = self._kept(schedule, graph, (key, name))
             return call if schedule is None else evolve(call, scheduler_metadata=schedule)
 
         return _mapped(plan, scheduled, heads * self._builder.parallel.dcp_size)
 
-    def _kept(self, schedule: Tensor, slot: GraphBuffers, name: Hashable) -> Tensor:
+    def _kept(self, schedule: Tensor, graph: GraphBuffers, name: Hashable) -> Tensor:
         """Kernels take what a longer schedule has left behind theirs for work, and overwrite the output: it is 0."""
         count = schedule.shape[0]
-        memory = self._builder.once(slot, ("schedule", name), lambda: self._memory(name, count))
+        memory = self._builder.per_graph(graph, ("schedule", name), lambda: self._memory(name, count))
         memory[:count].copy_(schedule)
         memory[count:].zero_()
         return memory[:count]

@@ -41,31 +41,31 @@ class FlashInferBuilder(MetadataBuilder):
         self._planners = {key: Planner(group[0], state) for key, group in self.plan_groups.items()}
         self._indices: weakref.ref[Tensor] | None = None
 
-    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
         del fast
-        plans = self._plans(batch) if slot is None else self._slot_plans(batch, slot)
+        plans = self._plans(batch) if graph is None else self._slot_plans(batch, graph)
         return self.describe(batch, plans=plans)
 
     def _plans(self, batch: Batch) -> Mapping[Hashable, Plan]:
         step = rows_of_step(batch, self._block_size, self._cuts) if self._is_paged else rows_of_dense(batch)
         return {key: planner.plan(step) for key, planner in self._planners.items()}
 
-    def _slot_plans(self, batch: Batch, slot: GraphBuffers) -> Mapping[Hashable, Plan]:
-        buffers, starts = self.once(slot, "buffers", lambda: self._buffers(slot))
+    def _slot_plans(self, batch: Batch, graph: GraphBuffers) -> Mapping[Hashable, Plan]:
+        buffers, starts = self.per_graph(graph, "buffers", lambda: self._buffers(graph))
         kind = next(cut.kind for cut in self._cuts if cut.takes(batch.max_query_len))
         rows = rows_of_slot(batch, self._block_size, kind, starts)
         plans = {}
         for key, planner in self._planners.items():
-            plans[key] = self.once(slot, key, partial(planner.captured, rows, buffers)).write(rows)
+            plans[key] = self.per_graph(graph, key, partial(planner.captured, rows, buffers)).write(rows)
         return plans
 
-    def _buffers(self, slot: GraphBuffers) -> tuple[Buffers, Tensor]:
+    def _buffers(self, graph: GraphBuffers) -> tuple[Buffers, Tensor]:
         """Return the buffers of a slot, which all plan keys share, and where the rows of its requests start."""
-        reqs, device = slot.key.num_reqs, self.state.device
-        query_len = slot.key.num_tokens // reqs
-        starts = torch.arange(0, slot.key.num_tokens + 1, query_len, dtype=torch.int32)
+        reqs, device = graph.key.num_reqs, self.state.device
+        query_len = graph.key.num_tokens // reqs
+        starts = torch.arange(0, graph.key.num_tokens + 1, query_len, dtype=torch.int32)
         counts = torch.zeros(2 * reqs + 1, dtype=torch.int32, device=device)
-        indices = self._indices_of(reqs * -(-slot.max_seq_len // self._block_size))
+        indices = self._indices_of(reqs * -(-graph.max_seq_len // self._block_size))
         return Buffers(upload(starts, device), counts, indices), starts
 
     def _indices_of(self, size: int) -> Tensor:

@@ -20,14 +20,14 @@ class Int8Builder(MetadataBuilder):
     supports_graphs = True
     backend: Int8Backend
 
-    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
+    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
         del fast
         described = self.describe(batch)
         decodes, prefills, provider = described.decodes, described.prefills, self.backend.provider
         found: dict[str, Any] = {}
         if decodes is not None:
-            found["skips"] = slot is None and self._skips(batch, described.num_decode_tokens)
-            found["decode_plan"] = provider.plan_decodes(decodes, self, slot, mixed=prefills is not None)
+            found["skips"] = graph is None and self._skips(batch, described.num_decode_tokens)
+            found["decode_plan"] = provider.plan_decodes(decodes, self, graph, mixed=prefills is not None)
         if prefills is not None:
             found["prefill_plan"] = provider.plan_prefills(prefills, self)
         return evolve(described, **found) if isinstance(described, Int8Metadata) else described

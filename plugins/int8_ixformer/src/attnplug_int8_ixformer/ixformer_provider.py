@@ -95,17 +95,17 @@ class IxformerProvider(Provider):
         )
 
     def plan_decodes(
-        self, decodes: Phase, builder: MetadataBuilder, slot: GraphBuffers | None, *, mixed: bool
+        self, decodes: Phase, builder: MetadataBuilder, graph: GraphBuffers | None, *, mixed: bool
     ) -> Decodes:
         """Give padding the null block, whatever its row of the table still names, and keep that where graphs read."""
         is_padding, table = decodes.query_start_loc.diff() == 0, cast("Tensor", decodes.block_table)
         return Decodes(
             query_starts=decodes.query_start_loc.contiguous(),
-            context_lens=builder.keep(slot, "context_lens", decodes.seq_lens.masked_fill(is_padding, 1)),
-            table=builder.keep(slot, "table", table.masked_fill(is_padding[:, None], 0)),
+            context_lens=builder.persist(graph, "context_lens", decodes.seq_lens.masked_fill(is_padding, 1)),
+            table=builder.persist(graph, "table", table.masked_fill(is_padding[:, None], 0)),
             longest_query=decodes.max_query_len,
             longest_seq=decodes.max_seq_len,
-            in_graph=slot is not None,
+            in_graph=graph is not None,
             mixed=mixed,
         )
 

@@ -85,8 +85,8 @@ class ObserverBuilder(MetadataBuilder):
         own = backend.inner.make_state(state.limits, state.parallel)
         self._inner = backend.inner.make_builder([impl.inner for impl in impls], own)
 
-    def plan_batch(self, batch: Batch, *, fast: bool, slot: GraphBuffers | None) -> Metadata:
-        del slot
+    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
+        del graph
         return evolve(cast("ObservedMetadata", self.describe(batch)), inner=self._inner.build(batch, fast=fast))
 
 

@@ -38,7 +38,7 @@ class Provider(ABC):
         return 0
 
     @abstractmethod
-    def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, slot: GraphBuffers | None, *, mixed: bool) -> Any:
+    def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, graph: GraphBuffers | None, *, mixed: bool) -> Any:
         """
         Return what `decode` needs to know of a step.
 

@@ -113,10 +113,10 @@ class TritonProvider(Provider):
         return in_units(max(limits.max_num_tokens + _SPARE * UNIT, limits.max_seq_len))
 
     def plan_decodes(
-        self, decodes: Phase, builder: MetadataBuilder, slot: GraphBuffers | None, *, mixed: bool
+        self, decodes: Phase, builder: MetadataBuilder, graph: GraphBuffers | None, *, mixed: bool
     ) -> Tokens:
         """Split sequences until the device is full. A slot's numbers are those of its capture."""
-        del slot, mixed
+        del graph, mixed
         asked = self.backend.agreement.requirements
         return Tokens(
             query_starts=decodes.query_start_loc.contiguous(),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _PARTS = {"builder_class": MetadataBuilder, "metadata_class": Metadata, "state_class": State}
 _GUARDED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     ("", Backend, ("make_cache", "make_impl", "make_state", "make_builder")),
-    ("impl_class", AttentionImpl, ("forward", "attend", "write", "write_kv", "bind")),
+    ("impl_class", AttentionImpl, ("forward", "forward_op", "write_kv", "write_kv_op", "bind")),
     ("builder_class", MetadataBuilder, ("build", "can_run_in_cudagraph", "update_block_table", "advance_step")),
 )
 _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (

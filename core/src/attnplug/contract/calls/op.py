@@ -80,7 +80,7 @@ def tensors_of(kv_cache: Cache | None, roles: tuple[str, ...]) -> list[Tensor]:
     return [kv_cache] if isinstance(kv_cache, torch.Tensor) else [kv_cache[role] for role in roles]
 
 
-def _attend(
+def _forward_op(
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
@@ -94,7 +94,7 @@ def _attend(
     impl.forward(query, key, value, _cache_of(impl, kv_cache), metadata, output, lse=lse)
 
 
-def _write_kv(key: Tensor, value: Tensor, kv_cache: list[Tensor], layer: int) -> None:
+def _write_kv_op(key: Tensor, value: Tensor, kv_cache: list[Tensor], layer: int) -> None:
     impl = _enlisted(layer)
     metadata = metadata_in_force(impl.layer.name)
     slots = None if metadata is None else metadata.batch.slot_mapping
@@ -135,15 +135,15 @@ def _fake(*arguments: Any) -> None:
 
 _library: Final[Any] = torch.library.Library("attnplug", "DEF")  # type: ignore[no-untyped-call]
 _library.define(
-    "attend(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, Tensor(c!)? lse, "
+    "forward(Tensor query, Tensor? key, Tensor? value, Tensor(a!)[] kv_cache, Tensor(b!) output, Tensor(c!)? lse, "
     "int layer) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_library.impl("attend", _attend, "CompositeExplicitAutograd")
-torch.library.register_fake("attnplug::attend", _fake, lib=_library)
+_library.impl("forward", _forward_op, "CompositeExplicitAutograd")
+torch.library.register_fake("attnplug::forward", _fake, lib=_library)
 _library.define(
     "write_kv(Tensor key, Tensor value, Tensor(a!)[] kv_cache, int layer) -> ()",
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
-_library.impl("write_kv", _write_kv, "CompositeExplicitAutograd")
+_library.impl("write_kv", _write_kv_op, "CompositeExplicitAutograd")
 torch.library.register_fake("attnplug::write_kv", _fake, lib=_library)

@@ -49,11 +49,11 @@ class GraphBuffers:
     def __repr__(self) -> str:
         return f"GraphBuffers({self.key}, of {self.state.backend.id})"
 
-    def once(self, key: Hashable, make: Callable[[], _T]) -> _T:
+    def share(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """
         Return `make()`, called once in the life of this slot.
 
-        All builders of the state share what is kept here; what is a builder's own is kept by `MetadataBuilder.once`.
+        All builders of the state share what is kept here; what is a builder's own is kept by `MetadataBuilder.per_graph`.
         """
         if key not in self._kept:
             with outside_inference_mode():
@@ -88,7 +88,7 @@ class GraphBuffers:
         check_fits(self, batch)
         if not self.host_owned_inputs:
             return self.state.inputs(builder).write(batch, self.key, self.max_seq_len)
-        check_unmoved(self.once(("addresses", builder), lambda: addresses(batch)), batch)
+        check_unmoved(self.share(("addresses", builder), lambda: addresses(batch)), batch)
         return as_captured(batch, self.key, self.max_seq_len)
 
     def seal(self, metadata: Metadata, builder: MetadataBuilder, given: Batch) -> Metadata:

@@ -77,21 +77,21 @@ def runs_at(level: str, batch: Batch, decode_query_len: int) -> bool:
     return shortest == longest <= most
 
 
-def fits(slot: GraphBuffers, batch: Batch) -> bool:
+def fits(graph: GraphBuffers, batch: Batch) -> bool:
     """Whether a batch can be padded to the shape of a slot."""
-    return next(_misfits(slot, batch), None) is None
+    return next(_misfits(graph, batch), None) is None
 
 
-def check_fits(slot: GraphBuffers, batch: Batch) -> None:
+def check_fits(graph: GraphBuffers, batch: Batch) -> None:
     """
     Check a batch against the shape of a slot.
 
     Raises:
         BatchError: It cannot be padded to it.
     """
-    for given, expected in _misfits(slot, batch):
+    for given, expected in _misfits(graph, batch):
         raise BatchError(
-            f"a batch with {given} was given for the slot {slot.key}",
+            f"a batch with {given} was given for the slot {graph.key}",
             expected,
             "pass a batch that the slot fits (State.find_graph finds one), or build with slot=None",
         )
@@ -125,13 +125,13 @@ def _refuse(key: GraphShape, expected: str) -> None:
     )
 
 
-def _misfits(slot: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
+def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
     """Yield what the batch has, and what the slot takes in its place."""
-    key = slot.key
+    key = graph.key
     for name, most in (
         ("num_reqs", key.num_reqs),
         ("num_actual_tokens", key.num_tokens),
-        ("max_seq_len", slot.max_seq_len),
+        ("max_seq_len", graph.max_seq_len),
     ):
         if getattr(batch, name) > most:
             yield f"{name}={getattr(batch, name)}", f"it takes up to {most}"
@@ -144,23 +144,23 @@ def _misfits(slot: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
     if batch.extra:
         yield f"extra {', '.join(map(repr, batch.extra))}", "what open features bring along is not in the graph"
     if batch.encoder_seq_lens is not None:
-        yield from _encoder_misfits(slot, batch)
+        yield from _encoder_misfits(graph, batch)
     if batch.key_start_loc is not None:
         yield "a key_start_loc", "graphs read K/V from a paged cache"
     slots = key.num_tokens if batch.encoder_seq_lens is None else 0
-    if slot.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
+    if graph.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
         yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
 
 
-def _encoder_misfits(slot: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
+def _encoder_misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
     """Cross attention reads what the encoder wrote at the first step of a request, which is not in the graph."""
     host = batch.slot_mapping_cpu
     written = _num_slots(batch) if host is None else int((host >= 0).sum())
     if written:
         yield f"{written} encoder tokens to write", "the K/V of the encoder are written eagerly"
     longest = batch.max_encoder_seq_len or 0
-    if longest > slot.max_seq_len:
-        yield f"max_encoder_seq_len={longest}", f"it takes up to {slot.max_seq_len}"
+    if longest > graph.max_seq_len:
+        yield f"max_encoder_seq_len={longest}", f"it takes up to {graph.max_seq_len}"
 
 
 def _num_slots(batch: Batch) -> int:

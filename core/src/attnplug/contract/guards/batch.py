@@ -46,11 +46,11 @@ class BatchSplit:
     num_prefill_tokens: int
     num_key_rows: int
     highest_block: int
-    slot: GraphBuffers | None = None
+    graph: GraphBuffers | None = None
 
-    def in_slot(self, slot: GraphBuffers, asked: Requirements) -> BatchSplit:
+    def in_graph(self, graph: GraphBuffers, asked: Requirements) -> BatchSplit:
         """Return the facts of the slot's shape: in a graph they are the same for every batch."""
-        key, has_slots = slot.key, asked.attn_type != "encoder_decoder"
+        key, has_slots = graph.key, asked.attn_type != "encoder_decoder"
         decodes = key.query_len is not None and key.query_len <= asked.decode_query_len
         return BatchSplit(
             num_decodes=key.num_reqs if decodes else 0,
@@ -59,7 +59,7 @@ class BatchSplit:
             num_prefill_tokens=0 if decodes else key.num_tokens,
             num_key_rows=key.num_tokens if has_slots else 0,
             highest_block=self.highest_block,
-            slot=slot,
+            graph=graph,
         )
 
 

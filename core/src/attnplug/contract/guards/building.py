@@ -113,7 +113,7 @@ def _refuse_plans(builder: MetadataBuilder, plans: object) -> NoReturn:
     )
 
 
-def check_slot(builder: MetadataBuilder, slot: GraphBuffers) -> None:
+def check_slot(builder: MetadataBuilder, graph: GraphBuffers) -> None:
     """
     Check that a builder may build into a slot.
 
@@ -128,15 +128,15 @@ def check_slot(builder: MetadataBuilder, slot: GraphBuffers) -> None:
             f"{agreement.id} builds eagerly here: its builder takes no slots in this agreement",
             "build with slot=None, or select again with the cudagraph level that the batch needs",
         )
-    if not isinstance(slot, GraphBuffers) or builder.state.slots.get(slot.key) is not slot:
+    if not isinstance(graph, GraphBuffers) or builder.state.graphs.get(graph.key) is not graph:
         raise BatchError(
-            f"the slot {slot!r} was given to a builder of {agreement.id}",
+            f"the slot {graph!r} was given to a builder of {agreement.id}",
             "a slot belongs to the state that the builder was made with, until it is released",
             "pass a slot of builder.state",
         )
 
 
-def check_covered(builder: MetadataBuilder, slot: GraphBuffers, batch: Batch) -> None:
+def check_covered(builder: MetadataBuilder, graph: GraphBuffers, batch: Batch) -> None:
     """
     Check that a builder may build a batch into a slot of its own. The plugin is asked: the batch has been checked.
 
@@ -145,7 +145,7 @@ def check_covered(builder: MetadataBuilder, slot: GraphBuffers, batch: Batch) ->
     """
     if not builder.can_run_in_cudagraph(batch):
         raise BatchError(
-            f"a batch with queries of up to {batch.max_query_len} tokens was given for the slot {slot.key}",
+            f"a batch with queries of up to {batch.max_query_len} tokens was given for the slot {graph.key}",
             f"{builder.agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",
             "build with slot=None where can_run_in_cudagraph(batch) is False",
         )

@@ -233,7 +233,7 @@ class Batch:
         fields = {field.name: getattr(self, field.name) for field in attrs.fields(Batch) if field.init}
         return {name: value for name, value in fields.items() if value is not None}
 
-    def once(self, key: Hashable, compute: Callable[[], _T]) -> _T:
+    def cached(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """
         Return `compute()`, evaluated once for this batch.
 

@@ -72,7 +72,7 @@ def phase_of(batch: Batch, first_req: int, num_reqs: int, first_token: int, num_
     """
     if not num_tokens:
         return None
-    return batch.once(
+    return batch.cached(
         ("phase", first_req, num_reqs), lambda: _phase(batch, first_req, num_reqs, first_token, num_tokens)
     )
 

@@ -54,7 +54,7 @@ class Recorded:
         replay: Runs the step again.
     """
 
-    slots: tuple[GraphBuffers, ...]
+    graphs: tuple[GraphBuffers, ...]
     logits: Tensor
     replay: Callable[[], object]
 
@@ -105,8 +105,8 @@ class DecodeGraphs:
         count = inputs.batch.num_reqs
         self._ids[:, :count].copy_(inputs.input_ids)
         self._positions[:, :count].copy_(inputs.positions)
-        for builder, slot in zip(self._builders, recorded.slots, strict=True):
-            builder.build(inputs.batch, slot=slot)
+        for builder, graph in zip(self._builders, recorded.graphs, strict=True):
+            builder.build(inputs.batch, graph=graph)
         recorded.replay()
         return recorded.logits[:count]
 
@@ -118,11 +118,11 @@ class DecodeGraphs:
                 self._recorded[size, length] = self._record(GraphShape(size, size, 1, length), pool)
 
     def _record(self, key: GraphShape, pool: Any) -> Recorded:
-        slots, metadata = [], []
+        graphs, metadata = [], []
         for builder in self._builders:
             with builder.state.graph_capture(builder.limits.max_num_reqs):
-                slots.append(builder.state.slot(key))
-                metadata.append(builder.build(slots[-1].dummy_batch(builder), slot=slots[-1]))
+                graphs.append(builder.state.graph(key))
+                metadata.append(builder.build(graphs[-1].dummy_batch(builder), graph=graphs[-1]))
         call, ids, positions = self._call, self._ids[:, : key.num_reqs], self._positions[:, : key.num_reqs]
         logits, replay = capture(lambda: call(ids, positions, metadata), self._device, pool=pool)
-        return Recorded(tuple(slots), logits, replay)
+        return Recorded(tuple(graphs), logits, replay)

@@ -18,13 +18,13 @@ MIXED = ([[1, 7], [9, 20]], [[16], [16]], [[1, 1, 1, 9], [40, 2, 17, 16]])
 def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
     setting = Setting(load, variant=kind, cudagraph="always")
     with setting.state.graph_capture(4):
-        slot = setting.state.slot(key)
-        captured = setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
-    (part,) = setting.impls[0].plan(captured).parts  # a graph runs this one for ever
+        graph = setting.state.graph(key)
+        captured = setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
+    (part,) = setting.impls[0].plan_of(captured).parts  # a graph runs this one for ever
 
     for query_lens, seq_lens in steps:
         batch = setting.batch(query_lens, seq_lens)
-        setting.builder.build(batch, slot=slot)  # which compares all that a graph reads with the capture
+        setting.builder.build(batch, graph=graph)  # which compares all that a graph reads with the capture
         lens = part.call.seqused_k.tolist()
         assert lens == seq_lens + [0] * (4 - len(seq_lens))
         assert (part.first, part.last) == (0, key.num_tokens)
@@ -48,9 +48,9 @@ def eager(setting: Setting, query_lens: list[int], seq_lens: list[int], rows: in
 def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
     setting = Setting(load, variant=kind, cudagraph="always")
     with setting.state.graph_capture(4):
-        slot = setting.state.slot(GraphShape(4, 16))
-        plan = setting.impls[0].plan(setting.builder.build(slot.dummy_batch(setting.builder), slot=slot))
+        graph = setting.state.graph(GraphShape(4, 16))
+        plan = setting.impls[0].plan_of(setting.builder.build(graph.dummy_batch(setting.builder), graph=graph))
 
     assert plan.decode is None
     assert not plan.prefill.is_first  # the steps to come may be others
-    assert (plan.prefill.call.max_seqlen_q, plan.prefill.call.max_seqlen_k) == (16, slot.max_seq_len)
+    assert (plan.prefill.call.max_seqlen_q, plan.prefill.call.max_seqlen_k) == (16, graph.max_seq_len)

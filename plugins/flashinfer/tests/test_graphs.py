@@ -21,22 +21,22 @@ def graphs(load_doubled, layers=PLAIN, **asked) -> Setting:
     return Setting(load_doubled, layers, cudagraph="uniform_batch", **asked)
 
 
-def rows_of(setting: Setting, slot, monkeypatch, batch):
+def rows_of(setting: Setting, graph, monkeypatch, batch):
     """Build a batch into a slot, and return the rows that were planned."""
     from attnplug_flashinfer import kinds  # noqa: PLC0415 - the double has to be in place
 
     seen = []
     for kind in (kinds.Decode, kinds.Prefill):
         monkeypatch.setattr(kind, "replan", lambda self, wrapper, rows, buffers: seen.append(rows))
-    setting.builder.build(batch, slot=slot)
+    setting.builder.build(batch, graph=graph)
     return seen[0]
 
 
 def test_a_slot_has_one_wrapper_per_plan_key(load_doubled, journal) -> None:
     setting = graphs(load_doubled, [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)])
-    slot = setting.slot()
+    graph = setting.graph()
     for lens in ([20, 9, 40], [5], [64, 64, 64, 64]):
-        setting.builder.build(setting.batch([1] * len(lens), lens), slot=slot)
+        setting.builder.build(setting.batch([1] * len(lens), lens), graph=graph)
 
     assert [call.owner for call in journal.of("__init__")] == [DECODE, DECODE]
     assert len(journal.plans) == 8
@@ -45,9 +45,9 @@ def test_a_slot_has_one_wrapper_per_plan_key(load_doubled, journal) -> None:
 
 def test_the_plan_is_the_same_object_in_every_replay(load_doubled) -> None:
     setting = graphs(load_doubled)
-    slot = setting.slot()
+    graph = setting.graph()
     plans = [
-        setting.impls[0].plan(setting.builder.build(setting.batch([1], [length]), slot=slot)) for length in (5, 50)
+        setting.impls[0].plan_of(setting.builder.build(setting.batch([1], [length]), graph=graph)) for length in (5, 50)
     ]
 
     assert plans[0] is plans[1]
@@ -58,11 +58,11 @@ def test_padded_requests_read_as_many_keys_as_they_have_rows_in_the_null_block(
     load_doubled, monkeypatch, query_len
 ) -> None:
     setting = graphs(load_doubled, decode_query_len=query_len)
-    slot = setting.slot(4 if query_len < 20 else 3, query_len)
-    rows = rows_of(setting, slot, monkeypatch, setting.batch([query_len, query_len], [40, 33]))
-    reqs, each = slot.key.num_reqs, -(-query_len // BLOCK)
+    graph = setting.graph(4 if query_len < 20 else 3, query_len)
+    rows = rows_of(setting, graph, monkeypatch, setting.batch([query_len, query_len], [40, 33]))
+    reqs, each = graph.key.num_reqs, -(-query_len // BLOCK)
 
-    assert rows.starts.tolist() == list(range(0, slot.key.num_tokens + 1, query_len))
+    assert rows.starts.tolist() == list(range(0, graph.key.num_tokens + 1, query_len))
     assert rows.indptr.tolist() == [0, 3, 6, *(6 + each * (i + 1) for i in range(reqs - 2))]
     assert rows.indices.tolist() == [1, 2, 3, 4, 5, 6, *[0] * each * (reqs - 2)]
     assert rows.last_page_len.tolist() == [8, 1, *[(query_len - 1) % BLOCK + 1] * (reqs - 2)]
@@ -70,7 +70,7 @@ def test_padded_requests_read_as_many_keys_as_they_have_rows_in_the_null_block(
 
 def test_a_full_slot_has_no_padding(load_doubled, monkeypatch) -> None:
     setting = graphs(load_doubled)
-    rows = rows_of(setting, setting.slot(2), monkeypatch, setting.batch([1, 1], [16, 17]))
+    rows = rows_of(setting, setting.graph(2), monkeypatch, setting.batch([1, 1], [16, 17]))
 
     assert rows.indptr.tolist() == [0, 1, 3]
     assert rows.last_page_len.tolist() == [16, 1]
@@ -78,7 +78,7 @@ def test_a_full_slot_has_no_padding(load_doubled, monkeypatch) -> None:
 
 def test_lengths_that_a_padded_request_kept_are_not_read(load_doubled, monkeypatch) -> None:
     setting = graphs(load_doubled)
-    rows = rows_of(setting, setting.slot(3), monkeypatch, setting.batch([1, 0], [16, 40]))
+    rows = rows_of(setting, setting.graph(3), monkeypatch, setting.batch([1, 0], [16, 40]))
 
     assert rows.indptr.tolist() == [0, 1, 2, 3]
     assert rows.indices.tolist() == [1, 0, 0]
@@ -86,7 +86,7 @@ def test_lengths_that_a_padded_request_kept_are_not_read(load_doubled, monkeypat
 
 def test_decodes_of_several_rows_are_captured_as_prefills(load_doubled, journal) -> None:
     setting = graphs(load_doubled, decode_query_len=3)
-    setting.slot(4, 3)
+    setting.graph(4, 3)
 
     (made,) = journal.of("__init__")
     assert made.owner == PREFILL
@@ -95,22 +95,22 @@ def test_decodes_of_several_rows_are_captured_as_prefills(load_doubled, journal)
 
 
 def test_in_both_variants_they_run_the_kernels_that_split_keys(load_doubled, journal) -> None:
-    Setting(load_doubled, variant="fa3", cudagraph="uniform_batch", decode_query_len=3).slot(4, 3)
+    Setting(load_doubled, variant="fa3", cudagraph="uniform_batch", decode_query_len=3).graph(4, 3)
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == ["fa2"]
 
 
 def test_decodes_with_sinks_are_captured_in_their_wrapper(load_doubled, journal) -> None:
     setting = graphs(load_doubled, [Layer(name="layers.0", sinks=torch.zeros(4))], sinks=True)
-    setting.slot()
+    setting.graph()
 
     assert [call.owner for call in journal.plans] == ["BatchAttentionWithAttentionSinkWrapper"]
 
 
 def test_tensor_cores_are_planned_fast_after_the_first_time(load_doubled, journal) -> None:
     setting = graphs(load_doubled, num_q_heads=16)
-    slot = setting.slot()
-    setting.builder.build(setting.batch([1, 1], [20, 30]), slot=slot)
+    graph = setting.graph()
+    setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)
 
     assert [call.kind for call in journal.plans] == ["plan", "fast_decode_plan"]
 
@@ -120,32 +120,32 @@ def test_without_a_fast_plan_the_plain_one_is_repeated(load_doubled, journal, mo
     from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
 
     monkeypatch.setattr(library, "_fast_decode_plan", None)
-    slot = setting.slot()
-    setting.builder.build(setting.batch([1, 1], [20, 30]), slot=slot)
+    graph = setting.graph()
+    setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)
 
     assert [call.kind for call in journal.plans] == ["plan", "plan"]
 
 
 def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_doubled, monkeypatch) -> None:
     setting = graphs(load_doubled, num_q_heads=16)
-    slot, outputs = setting.slot(2), []
+    graph, outputs = setting.graph(2), []
     from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
 
     for _ in range(2):
-        outputs.append(setting.forward(setting.builder.build(setting.batch([1, 1], [20, 30]), slot=slot)))
+        outputs.append(setting.forward(setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)))
         monkeypatch.setattr(library, "_fast_decode_plan", None)
-        setting.builder.build(setting.batch([1], [3]), slot=slot)
+        setting.builder.build(setting.batch([1], [3]), graph=graph)
 
     assert torch.equal(*outputs)
 
 
 def test_slots_share_the_memory_of_the_pages(load_doubled) -> None:
     setting = graphs(load_doubled)
-    large = setting.slot(4)
+    large = setting.graph(4)
     with setting.state.graph_capture(4):
-        small = setting.state.slot(GraphShape(2, 2, 1, 64))
-        setting.builder.build(small.dummy_batch(setting.builder), slot=small)
-    first, second = (setting.builder.once(slot, "buffers", lambda: None)[0] for slot in (large, small))
+        small = setting.state.graph(GraphShape(2, 2, 1, 64))
+        setting.builder.build(small.dummy_batch(setting.builder), graph=small)
+    first, second = (setting.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in (large, small))
 
     assert first.indices is second.indices
     assert first.indptr is not second.indptr
@@ -153,7 +153,7 @@ def test_slots_share_the_memory_of_the_pages(load_doubled) -> None:
 
 def test_released_slots_free_it(load_doubled) -> None:
     setting = graphs(load_doubled)
-    setting.slot(4)
+    setting.graph(4)
     assert setting.builder._indices() is not None
 
     setting.state.release_graphs()
@@ -165,10 +165,10 @@ def test_released_slots_free_it(load_doubled) -> None:
 def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
     setting = graphs(load_doubled)
     with setting.state.graph_capture(4):
-        made = [setting.state.slot(GraphShape(size, size, 1, 64)) for size in (2, 4)]
-        for slot in made:
-            setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
-    first, second = (setting.builder.once(slot, "buffers", lambda: None)[0] for slot in made)
+        made = [setting.state.graph(GraphShape(size, size, 1, 64)) for size in (2, 4)]
+        for graph in made:
+            setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
+    first, second = (setting.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in made)
 
     assert first.indices.shape[0] < second.indices.shape[0]
 
@@ -177,10 +177,10 @@ def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
 def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_doubled, max_seq_len) -> None:
     setting = graphs(load_doubled)
     with setting.state.graph_capture(3):
-        slot = setting.state.slot(GraphShape(3, 3, 1, max_seq_len))
-        setting.builder.build(slot.dummy_batch(setting.builder), slot=slot)
-    buffers, _ = setting.builder.once(slot, "buffers", lambda: None)
-    setting.forward(setting.builder.build(setting.batch([1] * 3, [max_seq_len] * 3), slot=slot))
+        graph = setting.state.graph(GraphShape(3, 3, 1, max_seq_len))
+        setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
+    buffers, _ = setting.builder.per_graph(graph, "buffers", lambda: None)
+    setting.forward(setting.builder.build(setting.batch([1] * 3, [max_seq_len] * 3), graph=graph))
 
     assert buffers.indices.shape == (3 * 4,)
 
@@ -204,7 +204,7 @@ def test_every_wrapper_of_a_state_uses_its_one_workspace(load_doubled, monkeypat
         )
     layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)]
     setting = graphs(load_doubled, layers, cascade=True)
-    setting.slot()
+    setting.graph()
     setting.builder.build(setting.batch([1, 5], [9, 5]))
 
     assert len(seen) == 6  # two plan keys: a graph, decodes and prompts each
@@ -213,11 +213,11 @@ def test_every_wrapper_of_a_state_uses_its_one_workspace(load_doubled, monkeypat
 
 def test_a_slot_can_be_advanced(load_doubled) -> None:
     setting = graphs(load_doubled)
-    slot = setting.slot(2)
-    metadata = setting.builder.build(setting.batch([1, 1], [15, 9]), slot=slot)
+    graph = setting.graph(2)
+    metadata = setting.builder.build(setting.batch([1, 1], [15, 9]), graph=graph)
     advanced = setting.builder.advance_step(metadata)
 
-    assert setting.impls[0].plan(advanced) is setting.impls[0].plan(metadata)
+    assert setting.impls[0].plan_of(advanced) is setting.impls[0].plan_of(metadata)
     assert advanced.batch.seq_lens_cpu.tolist() == [16, 10]
 
 

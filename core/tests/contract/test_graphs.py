@@ -48,8 +48,8 @@ def world(level="always", cls=CapturingBackend, **asked):
 
 def capture(builder, *keys, **how):
     with builder.state.graph_capture(builder.limits.max_num_reqs):
-        slots = [builder.state.slot(key, **how) for key in keys]
-        return slots, [builder.build(slot.dummy_batch(), slot=slot) for slot in slots]
+        slots = [builder.state.graph(key, **how) for key in keys]
+        return slots, [builder.build(graph.dummy_batch(), graph=graph) for graph in slots]
 
 
 def run(impl, metadata, query, key, value, pages):
@@ -69,14 +69,14 @@ def test_a_replay_computes_its_own_batch(steps, spare):
     backend, impl, _ = world("single_token_decode")
     builder = make_builder(backend, impl, num_blocks=2 * NUM_BLOCKS)
     reqs = max(map(len, steps)) + spare
-    (slot,), (captured,) = capture(builder, GraphShape(reqs, reqs, 1))
+    (graph,), (captured,) = capture(builder, GraphShape(reqs, reqs, 1))
     pages = torch.randn(backend.make_cache(NUM_BLOCKS * 2).shape)
     for lens in steps:
         batch = make_batch([1] * len(lens), lens)
         query, key, value, _ = make_qkv(backend, reqs)
 
         expected, written = run(impl, builder.build(batch), query, key, value, pages)
-        builder.build(batch, slot=slot)
+        builder.build(batch, graph=graph)
         output, cache = run(impl, captured, query, key, value, pages)
 
         count = len(lens)
@@ -86,10 +86,10 @@ def test_a_replay_computes_its_own_batch(steps, spare):
 
 def test_padding_has_no_query_no_keys_and_no_slot():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphShape(4, 4, 1))
-    builder.build(make_batch([1] * 4, [9, 9, 9, 9]), slot=slot)
+    (graph,), _ = capture(builder, GraphShape(4, 4, 1))
+    builder.build(make_batch([1] * 4, [9, 9, 9, 9]), graph=graph)
 
-    seen = builder.build(make_batch([1, 1], [5, 3]), slot=slot).batch
+    seen = builder.build(make_batch([1, 1], [5, 3]), graph=graph).batch
 
     assert seen.query_start_loc.tolist() == seen.query_start_loc_cpu.tolist() == [0, 1, 2, 2, 2]
     assert seen.seq_lens.tolist() == seen.seq_lens_cpu.tolist() == [5, 3, 0, 0]
@@ -100,13 +100,13 @@ def test_padding_has_no_query_no_keys_and_no_slot():
 
 def test_mixed_batches_are_captured_whole():
     backend, impl, builder = world("always")
-    (slot,), (captured,) = capture(builder, GraphShape(4, 16))
+    (graph,), (captured,) = capture(builder, GraphShape(4, 16))
     batch = make_batch([1, 5, 3], [4, 9, 3])
     query, key, value, _ = make_qkv(backend, 16)
     pages = torch.randn(backend.make_cache(NUM_BLOCKS).shape)
 
     expected, _ = run(impl, builder.build(batch), query, key, value, pages)
-    builder.build(batch, slot=slot)
+    builder.build(batch, graph=graph)
     output, _ = run(impl, captured, query, key, value, pages)
 
     torch.testing.assert_close(output[:9], expected[:9])
@@ -119,17 +119,17 @@ def test_slots_of_one_builder_read_one_memory():
 
     assert first.batch.block_table.data_ptr() == second.batch.block_table.data_ptr()
     assert small is not large
-    assert dict(builder.state.slots) == {small.key: small, large.key: large}
+    assert dict(builder.state.graphs) == {small.key: small, large.key: large}
 
 
 def test_builders_have_memory_of_their_own():
     backend, impl, builder = world()
     other = backend.make_builder([impl], builder.state)
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphShape(2, 2, 1))
-        mine, theirs = (each.build(slot.dummy_batch(), slot=slot) for each in (builder, other))
+        graph = builder.state.graph(GraphShape(2, 2, 1))
+        mine, theirs = (each.build(graph.dummy_batch(), graph=graph) for each in (builder, other))
 
-    builder.build(make_batch([1, 1], [8, 9]), slot=slot)
+    builder.build(make_batch([1, 1], [8, 9]), graph=graph)
 
     assert mine.batch.seq_lens.tolist() == [8, 9]
     assert theirs.batch.seq_lens.tolist() == [2, 2]
@@ -137,15 +137,15 @@ def test_builders_have_memory_of_their_own():
 
 def test_a_bad_batch_leaves_the_slot_alone():
     _, _, builder = world()
-    (slot,), (captured,) = capture(builder, GraphShape(2, 2, 1))
-    builder.build(make_batch([1, 1], [8, 9]), slot=slot)
+    (graph,), (captured,) = capture(builder, GraphShape(2, 2, 1))
+    builder.build(make_batch([1, 1], [8, 9]), graph=graph)
     bad = make_batch([1, 1], [5, 6])
     bad.slot_mapping[0] = 3
 
     with pytest.raises(Exception, match="slot"):
-        builder.build(bad, slot=slot)
+        builder.build(bad, graph=graph)
     with pytest.raises(BatchError):
-        builder.build(make_batch([1] * 3, [2] * 3), slot=slot)
+        builder.build(make_batch([1] * 3, [2] * 3), graph=graph)
 
     assert captured.batch.seq_lens.tolist() == [8, 9]
 
@@ -158,24 +158,24 @@ def test_a_host_may_own_the_inputs():
     batch = make_batch([1, 1], [5, 3], width=16)
     table = page_out([1, 1], [5, 3])[0]
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphShape(2, 2, 1), host_owned_inputs=True)
-        metadata = builder.build(batch, slot=slot)
+        graph = builder.state.graph(GraphShape(2, 2, 1), host_owned_inputs=True)
+        metadata = builder.build(batch, graph=graph)
 
     assert metadata.batch.block_table is batch.block_table
     batch.seq_lens.copy_(torch.tensor([4, 3]))
     batch.slot_mapping.copy_(torch.tensor([7, 14]))
-    builder.build(evolve(batch, max_seq_len=4), slot=slot)
+    builder.build(evolve(batch, max_seq_len=4), graph=graph)
 
     with refused(BatchError, given="block_table", allowed="captured with", fix="host_owned_inputs=False"):
-        builder.build(evolve(batch, block_table=table, block_table_cpu=table, max_seq_len=4), slot=slot)
+        builder.build(evolve(batch, block_table=table, block_table_cpu=table, max_seq_len=4), graph=graph)
 
 
 def test_a_host_pads_the_inputs_that_it_owns():
     _, _, builder = world()
     with builder.state.graph_capture(4):
-        slot = builder.state.slot(GraphShape(4, 4, 1), host_owned_inputs=True)
+        graph = builder.state.graph(GraphShape(4, 4, 1), host_owned_inputs=True)
         with refused(BatchError, given="num_reqs=2", allowed="the host pads"):
-            builder.build(make_batch([1, 1], [5, 3]), slot=slot)
+            builder.build(make_batch([1, 1], [5, 3]), graph=graph)
 
 
 # --- which slot ---------------------------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ def test_the_smallest_slot_is_found():
 
     def found(query_lens, seq_lens):
         step = builder.state.begin_forward({builder: make_batch(query_lens, seq_lens)})
-        assert step.metadata[builder].slot is step.slot
-        return step.slot and step.slot.key
+        assert step.metadata[builder].graph is step.graph
+        return step.graph and step.graph.key
 
     assert found([1], [3]) == keys[1]
     assert found([1] * 3, [8] * 3) == keys[2]
@@ -224,7 +224,7 @@ def test_a_lower_level_of_the_host_counts():
     assert builder.graph_level == "single_token_decode"
     assert not builder.can_run_in_cudagraph(make_batch([2], [3]))
     with builder.state.graph_capture(2), refused(LimitsError, given="GraphShape", allowed="'always'"):
-        builder.state.slot(GraphShape(2, 4))
+        builder.state.graph(GraphShape(2, 4))
 
 
 def test_a_plugin_may_exclude_batches():
@@ -240,8 +240,8 @@ def test_a_host_may_name_the_slot():
     keys = [GraphShape(2, 2, 1), GraphShape(8, 8, 1)]
     capture(builder, *keys)
     batches = {builder: make_batch([1], [4])}
-    assert builder.state.begin_forward(batches).slot.key == keys[0]
-    assert builder.state.begin_forward(batches, key=keys[1]).slot.key == keys[1]
+    assert builder.state.begin_forward(batches).graph.key == keys[0]
+    assert builder.state.begin_forward(batches, key=keys[1]).graph.key == keys[1]
     with refused(LimitsError, given="GraphShape"):
         builder.state.begin_forward(batches, key=GraphShape(3, 3, 1))
 
@@ -249,13 +249,13 @@ def test_a_host_may_name_the_slot():
 def test_padding_within_runs_eagerly():
     """A captured shape has every request's rows at a place of their own, whoever has none."""
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphShape(4, 4, 1))
+    (graph,), _ = capture(builder, GraphShape(4, 4, 1))
     within, last = make_batch([1, 0, 1], [5, 0, 9]), make_batch([1, 1, 0], [5, 9, 0])
 
     assert builder.state.find_graph({builder: within}) is None
-    assert builder.state.find_graph({builder: last}) is slot
+    assert builder.state.find_graph({builder: last}) is graph
     with refused(BatchError, given="padded request before others", allowed="stand last", fix="slot=None"):
-        builder.build(within, slot=slot)
+        builder.build(within, graph=graph)
 
 
 @pytest.mark.parametrize("level", ["uniform_batch", "always"])
@@ -263,12 +263,12 @@ def test_padding_within_runs_eagerly():
 @pytest.mark.parametrize("value", [None, "2", 2.0])
 def test_counts_are_python_ints_in_a_slot(level, name, value):
     _, _, builder = world(level)
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = evolve(make_batch([1, 1], [5, 9]), **{name: value})
 
     assert builder.can_run_in_cudagraph(batch)
     with refused(BatchError, given=f"{name}={value!r}", allowed="Python int"):
-        builder.build(batch, slot=slot)
+        builder.build(batch, graph=graph)
 
 
 def test_a_plugin_is_asked_of_batches_that_were_checked():
@@ -276,50 +276,50 @@ def test_a_plugin_is_asked_of_batches_that_were_checked():
     asked = []
     picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: asked.append(batch) or True})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     asked.clear()
     true = make_batch([1, 1], [5, 9])
     for starts in (true.query_start_loc.to("meta"), true.query_start_loc[:0]):
         with refused(TensorError, given="query_start_loc"):
-            builder.build(evolve(true, query_start_loc_cpu=starts), slot=slot)
+            builder.build(evolve(true, query_start_loc_cpu=starts), graph=graph)
     with refused(BatchError, given="max_seq_len=8"):
-        builder.build(evolve(true, max_seq_len=8), slot=slot)
+        builder.build(evolve(true, max_seq_len=8), graph=graph)
 
     assert not asked
-    builder.build(true, slot=slot)
+    builder.build(true, graph=graph)
     assert asked == [true]
 
 
 @pytest.mark.parametrize("num_reqs", [0, -1])
 def test_whether_a_slot_fits_is_asked_of_batches_that_were_not_checked(num_reqs):
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = evolve(make_batch([1], [5]), num_reqs=num_reqs)
 
-    assert slot.fits(batch)
+    assert graph.fits(batch)
     with refused(BatchError, allowed="at least one request"):
-        builder.build(batch, slot=slot)
+        builder.build(batch, graph=graph)
 
 
 def test_extras_run_eagerly():
     backend = make_backend(CapturingBackend, agreed_graphs="always", features=("acme.rope",))
     builder = make_builder(backend)
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = make_batch([1], [4], extra={"acme.rope": 1})
     assert builder.state.find_graph({builder: batch}) is None
     with refused(BatchError, given="extra 'acme.rope'"):
-        builder.build(batch, slot=slot)
+        builder.build(batch, graph=graph)
 
 
 def test_what_is_kept_for_a_slot_is_the_builders_own():
     backend, impl, builder = world()
     other = backend.make_builder([impl], builder.state)
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphShape(2, 2, 1))
-    mine, theirs = (each.once(slot, "wrapper", object) for each in (builder, other))
+        graph = builder.state.graph(GraphShape(2, 2, 1))
+    mine, theirs = (each.per_graph(graph, "wrapper", object) for each in (builder, other))
     assert mine is not theirs
-    assert builder.once(slot, "wrapper", object) is mine
-    assert slot.once("shared", object) is slot.once("shared", object)
+    assert builder.per_graph(graph, "wrapper", object) is mine
+    assert graph.share("shared", object) is graph.share("shared", object)
 
 
 def test_only_what_was_captured_is_found():
@@ -336,11 +336,11 @@ def test_slots_are_made_inside_a_capture():
     _, _, builder = world()
     state, key = builder.state, GraphShape(2, 2, 1)
     with refused(LimitsError, given="GraphShape", allowed="inside State.graph_capture"):
-        state.slot(key)
-    (slot,), _ = capture(builder, key)
-    assert state.slot(key) is slot
+        state.graph(key)
+    (graph,), _ = capture(builder, key)
+    assert state.graph(key) is graph
     with refused(LimitsError, given="host_owned_inputs=True", allowed="the other value"):
-        state.slot(key, host_owned_inputs=True)
+        state.graph(key, host_owned_inputs=True)
 
 
 def test_a_failed_capture_leaves_no_slot():
@@ -349,12 +349,12 @@ def test_a_failed_capture_leaves_no_slot():
 
     def fail():
         with builder.state.graph_capture(16):
-            builder.state.slot(GraphShape(4, 4, 1))
+            builder.state.graph(GraphShape(4, 4, 1))
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         fail()
-    assert list(builder.state.slots.values()) == [before]
+    assert list(builder.state.graphs.values()) == [before]
     capture(builder, GraphShape(4, 4, 1))
 
 
@@ -363,8 +363,8 @@ def test_after_a_failed_capture_larger_batches_may_be_captured():
 
     def fail():
         with builder.state.graph_capture(2):
-            slot = builder.state.slot(GraphShape(2, 2, 1))
-            builder.build(slot.dummy_batch(), slot=slot)
+            graph = builder.state.graph(GraphShape(2, 2, 1))
+            builder.build(graph.dummy_batch(), graph=graph)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
@@ -376,11 +376,11 @@ def test_after_a_failed_capture_larger_batches_may_be_captured():
 def test_what_was_captured_in_inference_mode_is_built_into_outside_of_it():
     _, _, builder = world()
     with torch.inference_mode():
-        (slot,), (captured,) = capture(builder, GraphShape(2, 2, 1))
-        kept = builder.keep(slot, "starts", torch.arange(2))
+        (graph,), (captured,) = capture(builder, GraphShape(2, 2, 1))
+        kept = builder.persist(graph, "starts", torch.arange(2))
 
-    builder.build(make_batch([1], [5]), slot=slot)
-    builder.keep(slot, "starts", torch.arange(2) + 5)
+    builder.build(make_batch([1], [5]), graph=graph)
+    builder.persist(graph, "starts", torch.arange(2) + 5)
 
     assert captured.batch.seq_lens.tolist() == [5, 0]
     assert kept.tolist() == [5, 6]
@@ -398,21 +398,21 @@ def test_one_capture_at_a_time():
     with builder.state.graph_capture(4):
         with refused(LimitsError, given="graph_capture(4)", allowed="under way"), builder.state.graph_capture(4):
             pass
-        builder.state.slot(GraphShape(4, 4, 1))
+        builder.state.graph(GraphShape(4, 4, 1))
     with refused(LimitsError, allowed="made for 4"), builder.state.graph_capture(8):
         pass
 
 
 def test_released_slots_are_refused_and_freed():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
-    gone = weakref.ref(slot)
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
+    gone = weakref.ref(graph)
 
     builder.state.release_graphs()
 
     with refused(BatchError, given="GraphBuffers", allowed="until it is released"):
-        builder.build(make_batch([1], [2]), slot=slot)
-    del slot, _
+        builder.build(make_batch([1], [2]), graph=graph)
+    del graph, _
     gc.collect()
     assert gone() is None
     with builder.state.graph_capture(8):
@@ -427,20 +427,20 @@ def test_no_graphs_without_an_agreement():
 
 def test_a_builder_that_takes_no_slots_refuses_them():
     _, _, taking = world()
-    (slot,), _ = capture(taking, GraphShape(2, 2, 1))
+    (graph,), _ = capture(taking, GraphShape(2, 2, 1))
     builder = make_builder(make_backend(agreed_graphs="always"))
     assert builder.graph_level == "never"
     with refused(NotNegotiatedError, given="a graph slot", allowed="takes no slots", fix="slot=None"):
-        builder.build(make_batch([1], [3]), slot=slot)
+        builder.build(make_batch([1], [3]), graph=graph)
 
 
 def test_a_slot_of_another_state_is_refused():
     backend, impl, builder = world()
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     other = make_builder(backend, impl)
-    for wrong in (slot, "slot"):
+    for wrong in (graph, "slot"):
         with refused(BatchError, given="slot", allowed="belongs to the state"):
-            other.build(make_batch([1], [3]), slot=wrong)
+            other.build(make_batch([1], [3]), graph=wrong)
 
 
 @pytest.mark.parametrize(
@@ -454,13 +454,13 @@ def test_a_slot_of_another_state_is_refused():
 def test_a_shape_is_within_the_limits(key, allowed):
     _, _, builder = world()
     with builder.state.graph_capture(16), refused(LimitsError, given="GraphShape", allowed=allowed):
-        builder.state.slot(key)
+        builder.state.graph(key)
 
 
 def test_a_decode_shape_has_at_most_the_agreed_query_length():
     _, _, builder = world("uniform_batch", decode_query_len=2)
     with builder.state.graph_capture(16), refused(LimitsError, allowed="decode_query_len=2"):
-        builder.state.slot(GraphShape(2, 6, 3))
+        builder.state.graph(GraphShape(2, 6, 3))
 
 
 @pytest.mark.parametrize(
@@ -532,23 +532,23 @@ def plugin(make):
     """Return a world whose builder returns Rich metadata of ``make(batch, slot)``."""
 
     class Builder(Capturing):
-        def plan_batch(self, batch, *, fast, slot):
-            return self.describe(batch, **make(batch, slot))
+        def plan_batch(self, batch, *, fast, graph):
+            return self.describe(batch, **make(batch, graph))
 
     return world(cls=type("B", (ToyBackend,), {"builder_class": Builder, "metadata_class": Rich}))
 
 
-def steady(batch, slot):
-    buffer = slot.once("buffer", lambda: torch.zeros(8))
+def steady(batch, graph):
+    buffer = graph.share("buffer", lambda: torch.zeros(8))
     buffer[: batch.num_reqs] = batch.seq_lens.float()
-    tail = [slot.once("object", object), "text", None]
+    tail = [graph.share("object", object), "text", None]
     return {"number": batch.num_reqs, "tensor": buffer, "nested": {"part": Part(buffer[2:]), "tail": tail}}
 
 
 def test_metadata_in_the_slot_is_taken():
     _, _, builder = plugin(steady)
-    (slot,), (captured,) = capture(builder, GraphShape(2, 2, 1))
-    builder.build(make_batch([1, 1], [8, 9]), slot=slot)
+    (graph,), (captured,) = capture(builder, GraphShape(2, 2, 1))
+    builder.build(make_batch([1, 1], [8, 9]), graph=graph)
     assert captured.tensor[:2].tolist() == [8, 9]
 
 
@@ -557,7 +557,7 @@ def test_metadata_in_the_slot_is_taken():
     [
         ("number", lambda batch, _: {"number": batch.seq_lens_cpu.tolist()[0]}),
         ("tensor", lambda batch, _: {"tensor": batch.seq_lens.float()}),
-        ("tensor", lambda batch, slot: {"tensor": slot.once("buffer", object)[: int(batch.seq_lens_cpu[0])]}),
+        ("tensor", lambda batch, graph: {"tensor": graph.share("buffer", object)[: int(batch.seq_lens_cpu[0])]}),
         ("nested", lambda _, __: {"nested": object()}),
         ("nested", lambda batch, _: {"nested": [1] * int(batch.seq_lens_cpu[0])}),
         ("nested", lambda _, __: {"nested": Part(torch.zeros(3))}),
@@ -567,30 +567,30 @@ def test_metadata_that_a_graph_would_not_see_is_refused(name, change):
     """A plugin that hands a new tensor or number to a replay would compute the step of the capture, silently."""
     keep = []  # memory that is freed may be given out again, at the same address
 
-    def make(batch, slot):
-        keep.append({**steady(batch, slot), **change(batch, slot)})
+    def make(batch, graph):
+        keep.append({**steady(batch, graph), **change(batch, graph)})
         return keep[-1]
 
     _, _, builder = plugin(make)
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     with pytest.raises(PluginContractError, match=rf"whose .*{name}.* changed since the capture"):
-        builder.build(make_batch([1, 1], [4, 5]), slot=slot)
+        builder.build(make_batch([1, 1], [4, 5]), graph=graph)
 
 
 def test_slots_show_what_they_are():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
-    assert repr(slot) == f"GraphBuffers({slot.key}, of toy/plain)"
-    assert attrs.asdict(slot.key)["num_reqs"] == 2
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
+    assert repr(graph) == f"GraphBuffers({graph.key}, of toy/plain)"
+    assert attrs.asdict(graph.key)["num_reqs"] == 2
 
 
 def test_tensors_of_a_step_are_kept_for_the_slot():
     _, _, builder = world()
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     first, second = torch.arange(3), torch.arange(3) + 5
-    assert builder.keep(None, "starts", first) is first
-    kept = builder.keep(slot, "starts", first)
-    assert builder.keep(slot, "starts", second) is kept
+    assert builder.persist(None, "starts", first) is first
+    kept = builder.persist(graph, "starts", first)
+    assert builder.persist(graph, "starts", second) is kept
     assert kept.tolist() == second.tolist()
 
 
@@ -600,32 +600,32 @@ def test_a_builder_with_other_blocks_has_columns_of_its_own():
     small = make_backend(CapturingBackend, agreed_graphs="always", block_size=2)
     other = small.make_builder([make_layer(small)], builder.state)
     with builder.state.graph_capture(2):
-        slot = builder.state.slot(GraphShape(2, 2, 1))
-        metadata = other.build(slot.dummy_batch(other), slot=slot)
+        graph = builder.state.graph(GraphShape(2, 2, 1))
+        metadata = other.build(graph.dummy_batch(other), graph=graph)
     assert metadata.batch.block_table.shape == (2, 32)
     batch = make_batch([1, 1], [9, 40], block_size=2)
-    assert torch.equal(other.build(batch, slot=slot).batch.block_table[:, :20], batch.block_table)
+    assert torch.equal(other.build(batch, graph=graph).batch.block_table[:, :20], batch.block_table)
     assert backend.agreement.block_size == 4
 
 
 def test_a_batch_that_no_graph_covers_is_refused_in_a_slot():
     picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: batch.max_seq_len < 5})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     with refused(BatchError, given="GraphShape", allowed="'always'", fix="slot=None"):
-        builder.build(make_batch([1], [5]), slot=slot)
+        builder.build(make_batch([1], [5]), graph=graph)
 
 
 def test_a_plan_that_changed_is_named_by_its_layer():
     class Counting(Capturing):
         builds = 0
 
-        def plan_batch(self, batch, *, fast, slot):
+        def plan_batch(self, batch, *, fast, graph):
             self.builds += 1
             return self.describe(batch, plans={key: {"builds": self.builds} for key in self.plan_groups})
 
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": Counting}))
-    (slot,), _ = capture(builder, GraphShape(2, 2, 1))
+    (graph,), _ = capture(builder, GraphShape(2, 2, 1))
 
     with refused(PluginContractError, given="whose plan of layer 'layers.0'['builds'] changed since the capture"):
-        builder.build(make_batch([1], [3]), slot=slot)
+        builder.build(make_batch([1], [3]), graph=graph)

@@ -1,0 +1,7 @@
+"""The command line with plugins of a scratch folder: fixtures that other tests of commands share."""
+
+from __future__ import annotations
+
+from tests.command import empty, on_terminal, run, site, start
+
+__all__ = ["empty", "on_terminal", "run", "site", "start"]

@@ -1,0 +1,193 @@
+"""The command with plugins of a scratch folder beside what is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from attrs import frozen
+
+import attnplug
+from attnplug.cli.main import main
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+FLASH = """\
+api = "1.0"
+backend = { name = "flash", aliases = ["FLASH"], summary = "three libraries behind one name" }
+[supports]
+dtype = ["bfloat16", "float16"]
+head_size = { multiple_of = 8, max = 256 }
+features = ["paged", "sliding_window"]
+[variants.old]
+requires = ["flash-old >=2.7"]
+[variants.old.supports]
+device_type = "cuda"
+compute_capability = { min = "8.0", max = "9.0" }
+block_size = { multiple_of = 256 }
+cudagraph = { max = "uniform_batch" }
+[variants.new]
+requires = ["flash-new >=4"]
+[variants.new.supports]
+device_type = "cuda"
+compute_capability = ["9.0", { min = "10.0", max = "11.0" }]
+block_size = [128, { multiple_of = 16 }]
+features = ["sinks"]
+[variants.host]
+supports = { device_type = "cpu", block_size = { multiple_of = 16 } }
+[options.splits]
+type = "int"
+min = 0
+default = 0
+help = "number of splits"
+"""
+FROM_A_VENDOR = FLASH.replace(
+    'requires = ["flash-new >=4"]',
+    'requires = ["flash-new >=4", "flash-tools"]\ninstall = { flash-new = "from its vendor" }',
+)
+SOURCE = """\
+from attnplug.contract.hooks import hookimpl
+from attnplug.negotiation.verdict import Reason
+
+print("this plugin talks while it is imported")
+
+@hookimpl
+def attnplug_backend(variant, agreement):
+    from attnplug.contract.backend import Backend
+    from attnplug.contract.impl import AttentionImpl
+
+    class Impl(AttentionImpl):
+        cache_write = "forward"
+        def run(self, query, key, value, kv_cache, metadata, output, lse):
+            output.zero_()
+
+        def update_kv_cache(self, key, value, kv_cache, slot_mapping):
+            raise AssertionError
+
+    class Made(Backend):
+        impl_class = Impl
+
+    return Made
+
+@hookimpl
+def attnplug_probe(variant, agreement, device):
+    return PROBE
+"""
+
+
+class Site:
+    """A folder on ``sys.path``, of this process and of those that it starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(self, name: str, manifest: str, *, distribution: str | None = None, probe: str = "None") -> Path:
+        """Install a plugin; return its manifest's path."""
+        package = self.folder / f"scratch_{name}_{distribution or name}"
+        package.mkdir()
+        (package / "__init__.py").touch()
+        (package / "plugin.py").write_text(SOURCE.replace("PROBE", probe))
+        (package / "attnplug.toml").write_text(manifest)
+        points = f"[attnplug.backends]\n{name} = {package.name}.plugin\n"
+        self.metadata(distribution or f"attnplug-{name}", "1.0", points)
+        return package / "attnplug.toml"
+
+    def metadata(self, distribution: str, version: str, entry_points: str = "") -> None:
+        """Install the metadata of a distribution."""
+        folder = self.folder / f"{distribution.replace('-', '_')}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n")
+        if entry_points:
+            (folder / "entry_points.txt").write_text(entry_points)
+
+
+@frozen
+class Outcome:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A folder for plugins, on the path, with nothing in it yet."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    attnplug.refresh()
+    yield Site(folder)
+    attnplug.refresh()
+    for name in [name for name in sys.modules if name.startswith("scratch_")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def site(empty: Site) -> Site:
+    """The same, with the flash plugin, one of whose libraries is installed."""
+    empty.add("flash", FLASH)
+    empty.metadata("flash-old", "2.8.3")
+    return empty
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]):
+    """Run a command line in this process."""
+
+    def call(*words: str) -> Outcome:
+        capsys.readouterr()
+        attnplug.refresh()
+        code = main(words)
+        return Outcome(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def start():
+    """Run Python in a process of its own, without what makes it import more."""
+
+    def call(*arguments: str, **environment: str) -> Outcome:
+        own = {name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST"))}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env={**own, **environment})
+        return Outcome(done.returncode, done.stdout, done.stderr)
+
+    return call
+
+
+@pytest.fixture
+def on_terminal():
+    """Run the command on a terminal of 80 columns."""
+
+    def call(*words: str, **environment: str) -> Outcome:
+        ours, theirs = pty.openpty()
+        variables = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color", **environment}
+        process = subprocess.Popen([sys.executable, "-m", "attnplug", *words], stdout=theirs, stderr=-1, env=variables)
+        os.close(theirs)
+        shown = b"".join(iter(lambda: _read(ours), b""))
+        os.close(ours)
+        error = process.communicate()[1]
+        return Outcome(process.returncode, shown.decode().replace("\r\n", "\n"), error.decode())
+
+    return call
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # whoever wrote has gone
+        return b""
