@@ -28,7 +28,7 @@ from attrs import frozen
 import attnplug
 from attnplug.errors import RequirementsError
 from attnplug_flashinfer.prebuilt import needed_modules
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.pairwise import covering_asks
 from attnplug_kit.conformance.subject import find_subjects
 
@@ -154,7 +154,7 @@ def needed(variants: Sequence[str]) -> list[str]:
 def _asked(variant: str) -> Iterator[Requirements]:
     (subject,) = find_subjects(f"flashinfer/{variant}", TARGET)
     plain = [attnplug.Requirements(**layer) for layer in LAYERS]
-    asks = [ask.requirements() for ask in (*menu_of(subject).asks.values(), *covering_asks(subject))]
+    asks = [ask.requirements() for ask in (*field_values_of(subject).asks.values(), *covering_asks(subject))]
     for requirements in (*plain, *(one for one in asks if one is not None)):
         yield requirements
         for extra in _EXTRA:

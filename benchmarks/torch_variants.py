@@ -1,5 +1,5 @@
 """
-Compares the variants of the embedded backend through the public contract.
+Compares the variants of the built-in backend through the public contract.
 
     python benchmarks/torch_variants.py [--device cuda] [--dtype bfloat16] [--variants sdpa,flex] [--threads 1] [--json]
 

@@ -233,7 +233,7 @@ except attnplug.NoBackendError as error:
     *statuses, error = ask(code, "good", ATTNPLUG_ALLOW="")
 
     assert set(statuses) <= {"refused", "absent"}
-    assert "not even what is embedded" in error
+    assert "not even the built-in backend" in error
     assert "environment variable ATTNPLUG_ALLOW" in error
 
 

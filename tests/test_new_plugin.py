@@ -84,7 +84,7 @@ def test_a_new_plugin_is_listed_as_ready(installed: Installed) -> None:
 
     (found,) = [backend for backend in backends if backend["name"] == "acme_fast"]
     assert found["distribution"] == "attnplug-acme-fast 0.1.0"
-    assert [(variant["id"], variant["standing"]) for variant in found["variants"]] == [("acme_fast/plain", "ready")]
+    assert [(variant["id"], variant["availability"]) for variant in found["variants"]] == [("acme_fast/plain", "ready")]
 
 
 def test_check_finds_nothing_in_it(installed: Installed) -> None:

@@ -31,7 +31,7 @@ What every backend of this workspace declares in its `attnplug.toml`. This page 
 
 
 def manifests(root: Path) -> list[Manifest]:
-    """Return every manifest of the workspace: the embedded backend's, then the plugins' by name."""
+    """Return every manifest of the workspace: the built-in backend's, then the plugins' by name."""
     embedded = sorted(root.glob("core/src/**/attnplug.toml"))
     plugins = sorted(root.glob("plugins/*/src/**/attnplug.toml"))
     return [parse_manifest(p.read_text("utf-8"), p.relative_to(root).as_posix()) for p in [*embedded, *plugins]]

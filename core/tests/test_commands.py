@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from rich.console import Console
 
 from attnplug.commands import STYLES, Row, plain, table
-from attnplug.negotiation.candidate import Standing
+from attnplug.negotiation.candidate import Availability
 from attnplug.negotiation.verdict import Status
 
 if TYPE_CHECKING:
@@ -73,4 +73,4 @@ def test_plain_text_wraps_with_an_indent(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_status_has_a_style() -> None:
-    assert {*get_args(Standing), *get_args(Status)} <= set(STYLES)
+    assert {*get_args(Availability), *get_args(Status)} <= set(STYLES)

@@ -9,7 +9,7 @@ from attrs import evolve
 
 from attnplug.contract import Batch, GraphShape
 from attnplug_kit.conformance.rig import Rig
-from attnplug_kit.oracle import Ran, realise
+from attnplug_kit.oracle import RunResult, materialize
 from attnplug_kit.oracle.running import compare
 from tests.backends.graphs import LONG, Captured, Graphs, again, nothing_waits
 from tests.backends.setting import BLOCK, Setting
@@ -107,7 +107,7 @@ def check_steps_built_while_others_run(load: Load, variant: str, decodes: Case, 
         evolve(decodes, query_lens=(1,) * count + (11,), context_lens=(*range(7, 7 + 9 * count, 9), 5), seed=count)
         for count in range(1, 7)
     ]
-    scenes = [realise(case) for case in cases]
+    scenes = [materialize(case) for case in cases]
     backend = load(cases[0].requirements(return_lse=True, **asked), variant)
     rig = Rig(backend, scenes[0])
     calls = [rig.call(evolve(scene, scale=scenes[0].scale)) for scene in scenes]
@@ -118,7 +118,7 @@ def check_steps_built_while_others_run(load: Load, variant: str, decodes: Case, 
     torch.cuda.synchronize()
     for scene, call in zip(scenes, calls, strict=True):
         tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-        compare(Ran(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens]), backend, scene)
+        compare(RunResult(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens]), backend, scene)
 
 
 def check_replays_built_while_others_run(load: Load, variant: str, **asked: Any) -> None:

@@ -8,7 +8,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Limits
-from attnplug_kit.oracle import Ran, check, realise
+from attnplug_kit.oracle import RunResult, check, materialize
 from attnplug_kit.oracle.running import compare, run
 from tests.backends.setting import Setting
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def check_the_lse_of_a_single_key(load: Load, variant: str, layer: Case) -> None:
     """See that it is the key's score: the natural logarithm, before any rounding of a sum."""
-    scene = realise(evolve(layer, query_lens=(1, 1), context_lens=(0, 0)))
+    scene = materialize(evolve(layer, query_lens=(1, 1), context_lens=(0, 0)))
     group = layer.num_q_heads // layer.num_kv_heads
     ran = run(load(scene.case.requirements(return_lse=True), variant), scene)
     scores = torch.stack(
@@ -38,7 +38,7 @@ def check_the_lse_of_a_single_key(load: Load, variant: str, layer: Case) -> None
 
 def check_a_cascade_and_the_flat_step(load: Load, variant: str, shared: Case) -> None:
     """Run a step with a shared prefix, and the same without saying so."""
-    backend, scene = load(shared.requirements(return_lse=True), variant), realise(shared)
+    backend, scene = load(shared.requirements(return_lse=True), variant), materialize(shared)
 
     check(backend, scene)
     check(backend, evolve(scene, case=evolve(shared, common_prefix_len=0)))
@@ -46,7 +46,7 @@ def check_a_cascade_and_the_flat_step(load: Load, variant: str, shared: Case) ->
 
 def check_groups_that_share_a_state(load: Load, variant: str, layer: Case) -> None:
     """Build layers with different windows before either runs, as in models whose layers alternate."""
-    scenes = [realise(evolve(layer, sliding_window=window)) for window in (None, 9)]
+    scenes = [materialize(evolve(layer, sliding_window=window)) for window in (None, 9)]
     backends = [load(scene.case.requirements(return_lse=True), variant) for scene in scenes]
     state = backends[0].make_state(Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=512))
     calls = [scene.paged(backend, backend.device) for scene, backend in zip(scenes, backends, strict=True)]
@@ -60,7 +60,7 @@ def check_groups_that_share_a_state(load: Load, variant: str, layer: Case) -> No
             impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output, lse=call.lse)
     tokens, heads = layer.num_tokens, layer.num_q_heads
     for scene, backend, call in zip(scenes, backends, calls, strict=True):
-        compare(Ran(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens]), backend, scene)
+        compare(RunResult(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens]), backend, scene)
 
 
 def check_padded_requests_anywhere(load: Load, variant: str, layer: Case) -> None:
@@ -68,14 +68,14 @@ def check_padded_requests_anywhere(load: Load, variant: str, layer: Case) -> Non
     for query_lens in ((0, 1, 1), (1, 0, 1), (1, 0, 40), (1, 40, 0), (0, 40, 0)):
         context = tuple(17 if length else 0 for length in query_lens)
         case = evolve(layer, query_lens=query_lens, context_lens=context)
-        check(load(case.requirements(return_lse=True), variant), realise(case))
+        check(load(case.requirements(return_lse=True), variant), materialize(case))
 
 
 def check_dense_calls(load: Load, variant: str, layer: Case) -> None:
     """Attend whole keys, causally and not."""
     for attn_type, causal in (("decoder", True), ("encoder_only", False)):
         case = evolve(layer, query_lens=(40, 1, 300), context_lens=(0, 0, 0), attn_type=attn_type, causal=causal)
-        check(load(case.requirements(paged=False, return_lse=True), variant), realise(case))
+        check(load(case.requirements(paged=False, return_lse=True), variant), materialize(case))
 
 
 def check_a_profiling_run(load: Load, variant: str, *, computes: bool, **asked: Any) -> None:

@@ -139,7 +139,7 @@ class Row:
 
     Attributes:
         id: ``backend/variant``.
-        status: Its standing, or its verdict.
+        status: Its availability, or its verdict.
         lines: What is to be said about it, a sentence each.
         distribution: The distribution that offers it, with its version.
     """

@@ -15,7 +15,7 @@ from attnplug.batching import local_chunk_batch, make_local_attention_virtual_ba
 from attnplug.contract import Batch, Limits
 from attnplug.contract.guards.batch import BatchGuard
 from attnplug.errors import BatchError
-from attnplug_kit.oracle import assert_close, realise
+from attnplug_kit.oracle import assert_close, materialize
 from attnplug_kit.oracle.strategies import cases
 
 lengths = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=1, max_size=5)
@@ -132,7 +132,7 @@ def test_plain_causal_attention_over_virtual_requests_is_chunked_local_attention
     chunk = blocks * case.block_size
     plain = case.requirements(block_size=case.block_size, kv_layout=layout, phases=("prefill",))
     backend = attnplug.load(plain, "cpu", backend="torch/sdpa")
-    scene = realise(evolve(case, attention_chunk=chunk))
+    scene = materialize(evolve(case, attention_chunk=chunk))
     call = scene.paged(backend)
     virtual = local_chunk_batch(call.batch, chunk, case.block_size)
     limits = Limits(

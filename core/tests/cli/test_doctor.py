@@ -154,7 +154,7 @@ def test_options_of_a_variant_are_a_problem(run, site, tmp_path: Path, monkeypat
 
 def test_a_layout_that_no_ready_backend_has_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_KV_LAYOUT", "HND")
-    assert run("doctor", "--json").json["problems"] == [], "the embedded backend has both"
+    assert run("doctor", "--json").json["problems"] == [], "the built-in backend has both"
 
     monkeypatch.setenv("ATTNPLUG_BACKEND", "flash")
     (problem,) = run("doctor", "--json").json["problems"]

@@ -9,7 +9,7 @@ from tests.command import FROM_A_VENDOR
 if TYPE_CHECKING:
     import pytest
 
-KEYS = {"name", "aliases", "summary", "distribution", "module", "embedded", "api", "manifest", "variants"}
+KEYS = {"name", "aliases", "summary", "distribution", "module", "built_in", "api", "manifest", "variants"}
 
 
 def _backend(told, name: str):
@@ -24,8 +24,8 @@ def test_a_plugin_is_listed_with_its_variants(run, site) -> None:
     assert flash.keys() == KEYS
     assert flash["distribution"] == "attnplug-flash 1.0"
     assert flash["module"] == "scratch_flash_flash.plugin"
-    assert (flash["api"], flash["aliases"], flash["embedded"]) == ("1.0", ["FLASH"], False)
-    assert {v["id"]: v["standing"] for v in flash["variants"]} == {
+    assert (flash["api"], flash["aliases"], flash["built_in"]) == ("1.0", ["FLASH"], False)
+    assert {v["id"]: v["availability"] for v in flash["variants"]} == {
         "flash/old": "ready",
         "flash/new": "missing_dependency",
         "flash/host": "ready",
@@ -44,7 +44,7 @@ def test_what_is_missing_is_listed_with_what_to_install(run, site) -> None:
 def test_a_known_plugin_is_listed_while_it_is_absent(run, empty) -> None:
     absent = next(backend for backend in run("list", "--json").json["backends"] if not backend["manifest"])
 
-    assert absent["variants"][0]["standing"] == "absent"
+    assert absent["variants"][0]["availability"] == "absent"
     assert (absent["variants"][0]["install"], absent["variants"][0]["action"]) == ([], "known, not published yet")
     assert "\n    known, not published yet\n" in run("list").out
 
@@ -54,7 +54,7 @@ def test_what_the_settings_keep_out_stays_listed(run, site, monkeypatch: pytest.
 
     old = _backend(run("list", "--json"), "flash")["variants"][0]
 
-    assert old["standing"] == "refused"
+    assert old["availability"] == "refused"
     assert "ATTNPLUG_BLOCK" in old["action"]
 
 
@@ -63,8 +63,8 @@ def test_a_broken_plugin_does_not_hide_the_others(run, site) -> None:
 
     told = run("list", "--json")
 
-    assert _backend(told, "aaa")["variants"][0]["standing"] == "broken"
-    assert _backend(told, "flash")["variants"][0]["standing"] == "ready"
+    assert _backend(told, "aaa")["variants"][0]["availability"] == "broken"
+    assert _backend(told, "flash")["variants"][0]["availability"] == "ready"
 
 
 def test_plain_text_says_standing_origin_and_way_out(run, site) -> None:

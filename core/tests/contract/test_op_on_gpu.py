@@ -1,4 +1,4 @@
-"""The opaque op on a GPU: a compiled model on the embedded backend, and steps that follow each other in flight."""
+"""The opaque op on a GPU: a compiled model on the built-in backend, and steps that follow each other in flight."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import GraphShape, Limits, capture, forward_context
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, assert_close, realise
+from attnplug_kit.oracle import Case, assert_close, materialize
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,7 @@ def close(output, scene):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_model_runs_whole():
-    backend, scene = load(CASE), realise(CASE)
+    backend, scene = load(CASE), materialize(CASE)
     impl, call = backend.make_impl(scene.layer(device="cuda")), scene.paged(backend, "cuda")
     limits = Limits(max_num_reqs=4, max_num_tokens=16, max_seq_len=64)
     metadata = backend.make_builder([impl], backend.make_state(limits)).build(call.batch)
@@ -49,7 +49,7 @@ def test_a_step_is_built_while_the_one_before_runs(slotted):
     """The device is kept busy, so that step N has not begun when step N + 1 is built; N must not see N + 1."""
     lens = [(90, 30, 64), (17, 95, 3), (5, 6, 70), (99, 98, 97)]
     cases = [Case(query_lens=(1, 1, 1), context_lens=one, head_size=64, dtype="bfloat16", seed=9) for one in lens]
-    scenes = [realise(case) for case in cases]
+    scenes = [materialize(case) for case in cases]
     backend = load(cases[0], cudagraph="single_token_decode")
     impl = backend.make_impl(scenes[0].layer(device="cuda"))
     limits = Limits(max_num_reqs=3, max_num_tokens=3, max_seq_len=112)

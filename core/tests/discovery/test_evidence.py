@@ -277,7 +277,7 @@ def test_bad_files_hide_no_plugin_and_change_no_candidate(acme: Plugin, tmp_path
     found = registry_of(acme)
 
     assert [note.stage for note in found.notes] == ["evidence"]
-    assert [(c.id, c.standing) for c in found.candidates(Settings())] == [(c.id, c.standing) for c in before]
+    assert [(c.id, c.availability) for c in found.candidates(Settings())] == [(c.id, c.availability) for c in before]
 
 
 def test_a_folder_that_somebody_named_in_vain_is_warned_about_once(

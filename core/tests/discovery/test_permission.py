@@ -90,7 +90,8 @@ def test_an_empty_allow_list_allows_nothing_and_says_so() -> None:
 
     assert denial is not None
     assert (
-        denial.reason.because == "the setting allow (ATTNPLUG_ALLOW) allows nothing at all, not even what is embedded"
+        denial.reason.because
+        == "the setting allow (ATTNPLUG_ALLOW) allows nothing at all, not even the built-in backend"
     )
 
 

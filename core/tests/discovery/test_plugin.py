@@ -36,7 +36,7 @@ def test_a_manifest_beside_the_module_is_read_without_an_import(importable: Any,
     assert find_manifest("beside.plugin") == path
     assert plugin.manifest is not None
     assert plugin.manifest.name == "beside"
-    assert (plugin.problem, plugin.fix, plugin.embedded, plugin.label) == (None, "", False, "my-plugin 1.0")
+    assert (plugin.problem, plugin.fix, plugin.built_in, plugin.label) == (None, "", False, "my-plugin 1.0")
     assert "beside" not in sys.modules
 
 

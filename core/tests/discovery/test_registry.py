@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.discovery.plugin import BY_HAND, Plugin, read_plugin
-from attnplug.discovery.probe_refusals import Refusal
+from attnplug.discovery.probe_refusals import ProbeRefusal
 from attnplug.discovery.registry import Registry
-from attnplug.discovery.scan import Entry, Note
+from attnplug.discovery.scan import Diagnostic, Entry
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
 from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import Device
@@ -42,11 +42,11 @@ def allow(*names: str) -> Settings:
 
 
 def standings(candidates: tuple[Candidate, ...]) -> dict[str, str]:
-    return {candidate.id: candidate.standing for candidate in candidates}
+    return {candidate.id: candidate.availability for candidate in candidates}
 
 
 def told(candidate: Candidate) -> str:
-    return " | ".join(map(str, candidate.obstacles))
+    return " | ".join(map(str, candidate.reasons))
 
 
 def only(candidates: tuple[Candidate, ...], backend: str) -> Candidate:
@@ -120,8 +120,8 @@ def test_an_absent_plugin_that_is_not_published_is_no_way_out() -> None:
 def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:
     candidate = only(registry().candidates(block("attnplug-published")), "published")
 
-    assert candidate.standing == "absent"
-    assert [reason.code for reason in candidate.obstacles] == ["absent", "blocked"]
+    assert candidate.availability == "absent"
+    assert [reason.code for reason in candidate.reasons] == ["absent", "blocked"]
     assert "remove 'attnplug-published'" in candidate.fix
 
 
@@ -130,7 +130,7 @@ def test_an_installed_plugin_is_not_absent_however_it_stands(plugin: Any, regist
 
     for each in (plugin("published"), broken):
         assert "published" not in {
-            c.backend for c in registry(each).candidates(block("published")) if c.standing == "absent"
+            c.backend for c in registry(each).candidates(block("published")) if c.availability == "absent"
         }
 
 
@@ -138,7 +138,7 @@ def test_the_order_in_which_plugins_are_found_plays_no_part(plugin: Any, registr
     plugins = [plugin("good"), plugin("good", "attnplug-double"), plugin("zeta", aliases=("Z",)), plugin("alpha")]
 
     lineups = {
-        tuple((c.id, c.standing, c.distribution, told(c)) for c in registry(*order).candidates(Settings()))
+        tuple((c.id, c.availability, c.distribution, told(c)) for c in registry(*order).candidates(Settings()))
         for order in permutations(plugins)
     }
 
@@ -160,9 +160,9 @@ def test_a_blocked_backend_is_refused_with_the_way_out(plugin: Any, registry: An
     candidate = only(registry(plugin("good")).candidates(settings), "good")
 
     assert candidate.id == "good/default"
-    assert candidate.standing == "refused"
+    assert candidate.availability == "refused"
     assert candidate.variant is not None
-    assert [reason.code for reason in candidate.obstacles] == ["blocked"]
+    assert [reason.code for reason in candidate.reasons] == ["blocked"]
     assert candidate.fix == "remove 'good' from the setting block (environment variable ATTNPLUG_BLOCK)"
 
 
@@ -171,16 +171,16 @@ def test_a_blocked_variant_that_lacks_a_library_says_both(plugin: Any, registry:
 
     assert standings(found)["good/one"] == "ready"
     (two,) = (candidate for candidate in found if candidate.id == "good/two")
-    assert [reason.code for reason in two.obstacles] == ["blocked", "missing"]
+    assert [reason.code for reason in two.reasons] == ["blocked", "missing"]
     assert two.install == ("library >=2",)
 
 
 def test_an_empty_allow_list_refuses_the_embedded_backend_too(plugin: Any, registry: Any) -> None:
-    embedded = attrs.evolve(plugin("inner"), embedded=True)
-    found = registry(plugin("good"), embedded).candidates(allow())
+    built_in = attrs.evolve(plugin("inner"), built_in=True)
+    found = registry(plugin("good"), built_in).candidates(allow())
 
-    assert {candidate.standing for candidate in found} == {"refused", "absent"}
-    assert "not even what is embedded" in told(only(found, "inner"))
+    assert {candidate.availability for candidate in found} == {"refused", "absent"}
+    assert "not even the built-in backend" in told(only(found, "inner"))
 
 
 def test_a_blocked_problem_is_refused_and_tells_both(plugin: Any, registry: Any) -> None:
@@ -189,8 +189,8 @@ def test_a_blocked_problem_is_refused_and_tells_both(plugin: Any, registry: Any)
     )
     candidate = only(registry(broken).candidates(block("bad")), "bad")
 
-    assert candidate.standing == "refused"
-    assert [reason.code for reason in candidate.obstacles] == ["blocked", "broken"]
+    assert candidate.availability == "refused"
+    assert [reason.code for reason in candidate.reasons] == ["blocked", "broken"]
     assert candidate.fix == "remove 'bad' from the setting block (ATTNPLUG_BLOCK); ship it"
 
 
@@ -233,7 +233,7 @@ def test_problems_stand_as_they_are(registry: Any) -> None:
 
     assert standings(found) == {"bad": "broken", "new": "refused", "published": "absent", "shipped": "absent"}
     assert only(found, "bad").fix == "ship it"
-    assert [reason.code for reason in only(found, "new").obstacles] == ["api"]
+    assert [reason.code for reason in only(found, "new").reasons] == ["api"]
 
 
 def test_the_name_of_another_backend_is_no_alias(registry: Any, plugin: Any) -> None:
@@ -246,9 +246,9 @@ def test_the_name_of_another_backend_is_no_alias(registry: Any, plugin: Any) -> 
     assert named == {"other"}
     assert made.plugin("acme").manifest.aliases == ("ACME",)
     assert [note.subject for note in made.notes if "another backend" in note.message] == ["other", "published"]
-    assert {c.backend for c in made.candidates(Settings(block=frozenset({"other"}))) if c.standing == "refused"} == {
-        "other"
-    }
+    assert {
+        c.backend for c in made.candidates(Settings(block=frozenset({"other"}))) if c.availability == "refused"
+    } == {"other"}
     made.register(borrowing)  # the same as given: nothing changes
 
 
@@ -287,7 +287,7 @@ def test_strict_raises_duplicates_unless_the_settings_choose(plugin: Any, regist
 
 
 def test_a_newer_minor_contract_is_used_and_noted(plugin: Any, registry: Any) -> None:
-    of = registry(plugin("good", api="1.9"), notes=[Note("folder", "scan", "is odd")])
+    of = registry(plugin("good", api="1.9"), notes=[Diagnostic("folder", "scan", "is odd")])
 
     assert standings(of.candidates(Settings()))["good/default"] == "ready"
     assert [(note.subject, note.stage) for note in of.notes] == [("folder", "scan"), ("attnplug-good 1.0", "api")]
@@ -301,7 +301,7 @@ def test_of_two_distributions_with_one_name_neither_wins(plugin: Any, registry: 
     of = registry(plugin("good", aliases=("GOOD",)), plugin("good", "attnplug-double", "2.5"))
     candidate = only(of.candidates(Settings()), "good")
 
-    assert (candidate.id, candidate.standing, candidate.variant) == ("good", "broken", None)
+    assert (candidate.id, candidate.availability, candidate.variant) == ("good", "broken", None)
     assert candidate.aliases == ("GOOD",)
     assert candidate.distribution == "attnplug-double 2.5, attnplug-good 1.0"
     assert "offered by attnplug-double 2.5 and by attnplug-good 1.0" in told(candidate)
@@ -318,8 +318,8 @@ def test_blocking_or_allowing_one_distribution_chooses(settings: Settings, plugi
         (c for c in of.candidates(settings) if c.backend == "good"), key=lambda candidate: candidate.id, reverse=True
     )
 
-    assert (used.id, used.standing, used.distribution) == ("good/default", "ready", "attnplug-good 1.0")
-    assert (other.id, other.standing, other.distribution) == ("good", "refused", "attnplug-double 2.5")
+    assert (used.id, used.availability, used.distribution) == ("good/default", "ready", "attnplug-good 1.0")
+    assert (other.id, other.availability, other.distribution) == ("good", "refused", "attnplug-double 2.5")
     assert of.plugin("good").distribution == "attnplug-good"
 
 
@@ -330,14 +330,14 @@ def test_the_proposed_way_out_is_one(plugin: Any, registry: Any) -> None:
 
     assert len(proposals) == 3
     for proposal in proposals:
-        ready = [c for c in of.candidates(block(*proposal.split(","))) if c.standing == "ready"]
+        ready = [c for c in of.candidates(block(*proposal.split(","))) if c.availability == "ready"]
         assert len(ready) == 1
 
 
 def test_a_duplicate_that_is_blocked_by_its_name_is_blocked_altogether(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"), plugin("good", "attnplug-double"), settings=block("good"))
 
-    assert {c.standing for c in of.candidates(block("good")) if c.backend == "good"} == {"refused"}
+    assert {c.availability for c in of.candidates(block("good")) if c.backend == "good"} == {"refused"}
 
 
 def test_one_distribution_that_offers_a_name_twice_is_told_so(plugin: Any, registry: Any) -> None:
@@ -426,7 +426,7 @@ def test_a_failure_breaks_one_candidate_from_then_on(plugin: Any, registry: Any)
 
     assert of.generation > before
     (one,) = (c for c in of.candidates(Settings()) if c.id == "good/one")
-    assert (one.standing, one.obstacles) == ("broken", (FAILED,))
+    assert (one.availability, one.reasons) == ("broken", (FAILED,))
     assert "attnplug-good 1.0" in one.fix
     assert standings(of.candidates(Settings()))["good/two"] == "missing_dependency"
     assert standings(of.candidates(block("good")))["good/one"] == "refused"
@@ -446,7 +446,7 @@ def test_the_same_failure_changes_nothing_the_second_time(plugin: Any, registry:
 
 def test_what_a_probe_refuses_breaks_nothing(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
-    refusal = Refusal(FAILED, device=Device.cpu())
+    refusal = ProbeRefusal(FAILED, device=Device.cpu())
     generation, found = of.generation, of.candidates(Settings())
 
     of.mark_refused("good/default", refusal)
@@ -462,11 +462,11 @@ def test_what_a_probe_refuses_breaks_nothing(plugin: Any, registry: Any) -> None
 
 def test_what_refuses_everything_is_broken_with_its_own_way_out(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
-    of.mark_refused("good/default", Refusal(attrs.evolve(FAILED, because="install the other one")))
+    of.mark_refused("good/default", ProbeRefusal(attrs.evolve(FAILED, because="install the other one")))
 
     broken = only(of.candidates(Settings()), "good")
 
-    assert (broken.standing, broken.obstacles) == ("broken", (attrs.evolve(FAILED, because=""),))
+    assert (broken.availability, broken.reasons) == ("broken", (attrs.evolve(FAILED, because=""),))
     assert broken.fix == "install the other one, then attnplug.refresh()"
     assert "good/default" not in of.refusals
 
@@ -518,8 +518,8 @@ def test_a_module_that_is_registered_again_replaces_its_own_manifest(plugin: Any
     of = registry(plugin("good"))
     of.register(plugin("mine", BY_HAND, ""))
     of.mark_broken("mine/default", attrs.evolve(FAILED, field="mine/default"))
-    of.mark_refused("mine/default", Refusal(FAILED, device=Device.cpu()))
-    of.mark_refused("good/default", Refusal(FAILED, device=Device.cpu()))
+    of.mark_refused("mine/default", ProbeRefusal(FAILED, device=Device.cpu()))
+    of.mark_refused("good/default", ProbeRefusal(FAILED, device=Device.cpu()))
     assert standings(of.candidates(Settings()))["mine/default"] == "broken"
 
     of.register(plugin("mine", BY_HAND, "", rest=TWO_VARIANTS))
@@ -554,7 +554,7 @@ def test_a_distribution_that_takes_a_registered_name_is_told_apart(plugin: Any, 
 
     found = next(c for c in of.candidates(Settings()) if c.backend == "good")
 
-    assert (found.standing, found.fix) == (
+    assert (found.availability, found.fix) == (
         "broken",
         f"register {of.by_hand[0].module!r} under another name, or set ATTNPLUG_BLOCK=attnplug-good to keep it",
     )

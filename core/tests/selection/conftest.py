@@ -111,9 +111,9 @@ def world(tmp_path, monkeypatch):
             (package / "plugin.py").write_text(code or SOURCE)
             (package / "attnplug.toml").write_text(manifest)
             parsed = parse_manifest(manifest, str(package / "attnplug.toml"))
-            embedded = name == "generic"
+            built_in = name == "generic"
             plugins.append(
-                Plugin(parsed.name, f"scratch_{name}.plugin", f"dist-{name}", "1.0", parsed, embedded=embedded)
+                Plugin(parsed.name, f"scratch_{name}.plugin", f"dist-{name}", "1.0", parsed, built_in=built_in)
             )
         found = {name: version for name, version in INSTALLED.items() if name not in missing}
         registry = Registry(plugins, version_of=found.get, settings=settings)
@@ -128,7 +128,7 @@ def world(tmp_path, monkeypatch):
 
 @pytest.fixture
 def both(world):
-    """Return a process with the flash plugin and the embedded generic one, on compute capability 9.0."""
+    """Return a process with the flash plugin and the built_in generic one, on compute capability 9.0."""
     return world("flash", "generic")
 
 

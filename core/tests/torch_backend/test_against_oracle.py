@@ -1,4 +1,4 @@
-"""The embedded backend against the float64 oracle, over random batches and features."""
+"""The built-in backend against the float64 oracle, over random batches and features."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import kernels, shape
 from attnplug.torch_backend.shape import Sizes
-from attnplug_kit.oracle import Case, assert_close, check, limits_of, realise, run
+from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.strategies import cases
 
@@ -53,13 +53,13 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @given(paged_cases(), layouts, st.booleans(), st.booleans())
 @settings(max_examples=200)
 def test_paged(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
-    check(load(case, layout, return_lse=return_lse), realise(case), host_writes=host_writes)
+    check(load(case, layout, return_lse=return_lse), materialize(case), host_writes=host_writes)
 
 
 @given(cases(features=DENSE), st.booleans())
 @settings(max_examples=200)
 def test_dense(case: Case, return_lse: bool) -> None:
-    check(load_dense(case, return_lse=return_lse), realise(case))
+    check(load_dense(case, return_lse=return_lse), materialize(case))
 
 
 @pytest.mark.usefixtures("kernel")
@@ -69,7 +69,7 @@ def test_dense(case: Case, return_lse: bool) -> None:
 )
 @settings(max_examples=60)
 def test_every_kernel(case: Case, layout: str) -> None:
-    check(load(case, layout), realise(case))
+    check(load(case, layout), materialize(case))
 
 
 @given(paged_cases(), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
@@ -80,7 +80,7 @@ def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, wri
         patch.setattr(shape, "sizes_on", lambda _: sizes)
         if written_out:
             patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
-        check(load(case, layout, return_lse=True), realise(case))
+        check(load(case, layout, return_lse=True), materialize(case))
 
 
 @given(
@@ -95,7 +95,7 @@ def test_rows_that_attend_nothing_are_zero(lens: list[tuple[int, int]], case: Ca
     query_lens = tuple(queries for queries, _ in lens)
     case = evolve(case, query_lens=query_lens, context_lens=tuple(keys - queries for queries, keys in lens))
 
-    check(load_dense(case, return_lse=True), realise(case))
+    check(load_dense(case, return_lse=True), materialize(case))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -124,13 +124,13 @@ def test_prompts_longer_than_a_tile(asked: dict[str, object], dtype: str) -> Non
         **asked,
     )
 
-    check(load(case, return_lse=True), realise(case))
+    check(load(case, return_lse=True), materialize(case))
 
 
 @given(paged_cases(dtype="float32"))
 @settings(max_examples=30)
 def test_both_layouts_give_the_same(case: Case) -> None:
-    scene = realise(case)
+    scene = materialize(case)
 
     nhd, hnd = run(load(case, "NHD"), scene), run(load(case, "HND"), scene)
 
@@ -140,8 +140,8 @@ def test_both_layouts_give_the_same(case: Case) -> None:
 @given(paged_cases(dtype="float32"), st.integers(0, 1000))
 @settings(max_examples=30)
 def test_where_pages_lie_does_not_matter(case: Case, seed: int) -> None:
-    scene = realise(case)
-    moved = evolve(scene, block_table=realise(evolve(case, seed=seed)).block_table)
+    scene = materialize(case)
+    moved = evolve(scene, block_table=materialize(evolve(case, seed=seed)).block_table)
 
     assert torch.equal(run(load(case), scene).output, run(load(case), moved).output)
 
@@ -154,7 +154,7 @@ def test_where_pages_lie_does_not_matter(case: Case, seed: int) -> None:
 @settings(max_examples=40)
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[int], case: Case) -> None:
     case = evolve(case, query_lens=(length,), context_lens=(0,), num_padding_tokens=0)
-    whole, backend = realise(case), load(case)
+    whole, backend = materialize(case), load(case)
     exact = whole.expected().output
     ends = sorted({cut for cut in cuts if cut < length} | {length})
 
@@ -176,7 +176,7 @@ def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[i
 )
 @settings(max_examples=60)
 def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str) -> None:
-    scene, backend = realise(case), load(case, layout)
+    scene, backend = materialize(case), load(case, layout)
     expected = backend.make_cache(scene.num_blocks)
     scene.fill(expected, written=True)
 
@@ -189,7 +189,7 @@ def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str) -> 
 @given(cases(features=("sliding_window", "logits_soft_cap", "sinks")), layouts, st.integers(0, 2))
 @settings(max_examples=40)
 def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, layer: int) -> None:
-    scene, backend = realise(case), load(case, layout)
+    scene, backend = materialize(case), load(case, layout)
     # The layers lie inside each block: no page follows the one before it.
     heads, size = case.num_kv_heads, case.head_size
     page = (case.block_size, heads) if layout == "NHD" else (heads, case.block_size)
@@ -221,7 +221,7 @@ def test_a_dense_profiling_run_succeeds(case: Case) -> None:
 
 
 def profile(backend: Backend, case: Case, cache: torch.Tensor | None) -> None:
-    scene = realise(case)
+    scene = materialize(case)
     impl, call = backend.make_impl(scene.layer()), scene.dense()
     rows = min(call.key.shape[0], call.query.shape[0])
 
@@ -232,7 +232,7 @@ def profile(backend: Backend, case: Case, cache: torch.Tensor | None) -> None:
 
 def test_a_touched_padding_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(query_lens=(2,), context_lens=(0,), num_padding_tokens=1)
-    backend, scene = load(case), realise(case)
+    backend, scene = load(case), materialize(case)
     ran = run(backend, scene)
     ran.call.output[-1, -1] = 0
 
@@ -244,13 +244,13 @@ def test_a_touched_padding_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None
 def test_requests_that_are_padding_compute_nothing() -> None:
     case = Case(query_lens=(1, 4, 0, 0), context_lens=(5, 3, 0, 0))
 
-    check(load(case, return_lse=True), realise(case))
+    check(load(case, return_lse=True), materialize(case))
 
 
 @pytest.mark.parametrize("asked", [{"sliding_window": 8}, {"attention_chunk": 16}], ids=str)
 def test_blocks_before_what_is_seen_may_be_gone(asked: dict[str, object]) -> None:
     case = Case(query_lens=(1, 1, 5), context_lens=(60, 40, 50), block_size=4, **asked)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
     table = scene.block_table.clone()
     for pages in key_and_value_pages(call.cache):

@@ -13,7 +13,7 @@ from attrs import evolve
 import attnplug
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, check, limits_of, random_case, realise
+from attnplug_kit.oracle import Case, check, limits_of, materialize, random_case
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,7 +54,7 @@ def test_8_bit_caches(variant: str, layout: str, dtype: str, scales: tuple[float
     k_scale, v_scale, per_head = scales
     quantized = {"kv_cache_dtype": dtype, "k_scale": k_scale, "v_scale": v_scale, "per_head_scales": per_head}
     for case in some_cases(1, 15, **quantized):
-        check(load(variant, case, layout, return_lse=True), realise(case))
+        check(load(variant, case, layout, return_lse=True), materialize(case))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -63,7 +63,7 @@ def test_shared_prefixes(variant: str, layout: str, dtype: str) -> None:
     generator = random.Random(2)
     for case in some_cases(3, 20, kv_cache_dtype=dtype):
         shared = case.with_shared_prefix(generator.randint(1, 20))
-        check(load(variant, shared, layout, return_lse=generator.random() < 0.5), realise(shared))
+        check(load(variant, shared, layout, return_lse=generator.random() < 0.5), materialize(shared))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -71,7 +71,7 @@ def test_shared_prefixes(variant: str, layout: str, dtype: str) -> None:
 def test_decodes_in_whole_blocks(variant: str, layout: str, contexts: tuple[int, ...]) -> None:
     case = Case(query_lens=(1,) * len(contexts), context_lens=contexts, head_size=64, dtype="bfloat16")
 
-    check(load(variant, case, layout), realise(case))
+    check(load(variant, case, layout), materialize(case))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -81,7 +81,7 @@ def test_build_and_forward_do_not_wait_for_the_device(variant: str, shares: int,
     lengths = {"query_lens": (1, 1, 9, 40), "context_lens": (30, 3, 40, 0)}
     case = Case(**lengths, head_size=64, dtype="bfloat16", num_padding_tokens=2, **asked)
     case = case.with_shared_prefix(shares) if shares else case
-    backend, scene = load(variant, case), realise(case)
+    backend, scene = load(variant, case), materialize(case)
     impl = backend.make_impl(scene.layer(device="cuda"))
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     call = scene.paged(backend, "cuda")
@@ -99,7 +99,7 @@ def test_build_and_forward_do_not_wait_for_the_device(variant: str, shares: int,
 @pytest.mark.parametrize(("dtype", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
 def test_writes_saturate_and_keep_nan(variant: str, dtype: str, largest: float) -> None:
     case = Case(query_lens=(3,), context_lens=(0,), dtype="bfloat16", kv_cache_dtype=dtype, k_scale=0.5)
-    backend, scene = load(variant, case), realise(case)
+    backend, scene = load(variant, case), materialize(case)
     impl = backend.make_impl(scene.layer(device="cuda", cache_write="host"))
     call = scene.paged(backend, "cuda")
     call.key[0], call.key[1] = 1e6, torch.nan  # type: ignore[index]

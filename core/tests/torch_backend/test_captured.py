@@ -1,4 +1,4 @@
-"""Graph slots of the embedded backend: what a replay computes, from what a build wrote, is what the oracle says."""
+"""Graph slots of the built-in backend: what a replay computes, from what a build wrote, is what the oracle says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnplug.errors import NoBackendError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import kernels, shape
-from attnplug_kit.oracle import Case, realise
+from attnplug_kit.oracle import Case, materialize
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.scene import Scene
@@ -32,7 +32,7 @@ def load(case: Case, layout: str = "NHD", **engine: object):
 def scenes_of(case: Case, steps: list[list[int]], query_len: int, num_reqs: int):
     """Scenes of one shape and one layer, which differ in how many requests there are and how long they are."""
     scenes = [
-        realise(
+        materialize(
             padded_for(
                 evolve(
                     case,
@@ -84,7 +84,7 @@ def test_replays_in_pieces(case, lens, query_len):
 def test_replays_of_cross_attention(case, lens):
     num_reqs = len(lens) + 1
     fixed = evolve(case, query_lens=(1,) * len(lens), context_lens=(3,) * len(lens), encoder_lens=tuple(lens))
-    scene = realise(padded_for(fixed, 1))
+    scene = materialize(padded_for(fixed, 1))
     check_replays(load(fixed), [scene], num_reqs=num_reqs, max_seq_len=max(4, *lens))
 
 
@@ -103,12 +103,12 @@ def test_blocks_before_what_is_seen_may_be_gone(asked, monkeypatch):
         return evolve(call, batch=evolve(call.batch, block_table=table, block_table_cpu=table))
 
     monkeypatch.setattr(Scene, "paged", paged)
-    check_replays(load(case), [realise(case)], num_reqs=3, max_seq_len=80)
+    check_replays(load(case), [materialize(case)], num_reqs=3, max_seq_len=80)
 
 
 def test_padding_does_not_bring_nan_into_the_model():
     case = padded_for(Case(query_lens=(1,), context_lens=(5,), decode_query_len=1), 3)
-    (ran,) = check_replays(load(case), [realise(case)], num_reqs=4, max_seq_len=16)
+    (ran,) = check_replays(load(case), [materialize(case)], num_reqs=4, max_seq_len=16)
     assert not ran.output.isnan().any()
 
 
@@ -125,7 +125,7 @@ def test_mixed_batches_run_eagerly():
     case = Case(query_lens=(1, 4), context_lens=(5, 0))
     backend = load(case)
     assert backend.agreement.cudagraph == "uniform_batch"
-    scene = realise(case)
+    scene = materialize(case)
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=8, max_seq_len=16)))
     with builder.state.graph_capture(4):

@@ -1,4 +1,4 @@
-"""Graph slots of the embedded backend in real CUDA graphs: the cases of the CPU tests, and no waiting."""
+"""Graph slots of the built-in backend in real CUDA graphs: the cases of the CPU tests, and no waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import GraphShape, Limits
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, realise
+from attnplug_kit.oracle import Case, materialize
 from attnplug_kit.oracle.cases import random_case
 from attnplug_kit.oracle.replay import check_replays, padded_for
 
@@ -42,7 +42,7 @@ def test_graphs_match_the_oracle(query_len, layout, record_property):
             )
             for one in lens
         ]
-        scenes = [realise(padded_for(one, num_reqs - len(one.query_lens))) for one in shaped]
+        scenes = [materialize(padded_for(one, num_reqs - len(one.query_lens))) for one in shaped]
         scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
         backend = load(scenes[0].case, layout, return_lse=generator.random() < 0.5)
         check_replays(backend, scenes, num_reqs=num_reqs, max_seq_len=100)
@@ -52,7 +52,7 @@ def test_graphs_match_the_oracle(query_len, layout, record_property):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_builds_into_a_slot_do_not_wait_for_the_device():
     case = Case(query_lens=(1,) * 8, context_lens=(300, 20, 5, 90, 7, 8, 9, 1), dtype="bfloat16")
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl, call = backend.make_impl(scene.layer(device="cuda")), scene.paged(backend, "cuda")
     limits = Limits(max_num_reqs=8, max_num_tokens=8, max_seq_len=512)
     builder = backend.make_builder([impl], backend.make_state(limits))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.request.device import Device
 from attnplug.torch_backend import kernels, shape
-from attnplug_kit.oracle import Case, check, limits_of, realise, run
+from attnplug_kit.oracle import Case, check, limits_of, materialize, run
 from attnplug_kit.oracle.strategies import cases
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
 def test_gives_what_the_oracle_gives(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
     host_writes = host_writes and not case.kv_sharing
 
-    check(load(case, layout, return_lse=return_lse), realise(case), host_writes=host_writes)
+    check(load(case, layout, return_lse=return_lse), materialize(case), host_writes=host_writes)
 
 
 @pytest.mark.parametrize("way", ["fused without LSE", "written out"])
@@ -47,13 +47,13 @@ def test_every_kernel(way: str, case: Case, layout: str) -> None:
             patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
         else:
             patch.setattr(kernels, "fused_cpu_op", lambda: None)
-        check(load(case, layout), realise(case))
+        check(load(case, layout), materialize(case))
 
 
 @given(shared.map(lambda case: evolve(case, dtype="float32")), layouts)
 @settings(max_examples=40)
 def test_gives_what_flat_attention_gives(case: Case, layout: str) -> None:
-    scene, backend = realise(case), load(case, layout, return_lse=True)
+    scene, backend = materialize(case), load(case, layout, return_lse=True)
     flat = evolve(scene, case=evolve(case, common_prefix_len=0))
 
     one, other = run(backend, scene), run(backend, flat)
@@ -64,7 +64,7 @@ def test_gives_what_flat_attention_gives(case: Case, layout: str) -> None:
 
 def test_the_prefix_is_read_once() -> None:
     case = Case(query_lens=(1, 1, 1, 5), context_lens=(3, 9, 0, 4)).with_shared_prefix(4)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
 
@@ -79,13 +79,13 @@ def test_the_prefix_is_read_once() -> None:
 def test_requests_that_are_padding_share_nothing() -> None:
     case = Case(query_lens=(0, 1, 4, 0), context_lens=(0, 5, 3, 0), sinks=True).with_shared_prefix(2)
 
-    check(load(case, return_lse=True), realise(case))
+    check(load(case, return_lse=True), materialize(case))
 
 
 def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "fused_cpu_op", lambda: None)
     case = Case(query_lens=(1,), context_lens=(9,)).with_shared_prefix(1)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     batch = scene.paged(backend).batch

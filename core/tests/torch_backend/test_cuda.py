@@ -1,4 +1,4 @@
-"""The embedded backend on an NVIDIA GPU: the cases of the CPU tests, and what only a GPU can show."""
+"""The built-in backend on an NVIDIA GPU: the cases of the CPU tests, and what only a GPU can show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import attnplug
 from attnplug.contract import Batch
 from attnplug.errors import CacheError
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, check, realise, run
+from attnplug_kit.oracle import Case, check, materialize, run
 from attnplug_kit.oracle.cases import FEATURES, random_case
 from attnplug_kit.oracle.running import limits_of
 
@@ -61,9 +61,9 @@ def test_random_batches_match_the_oracle(load, dtype, layout, record_property):
     paged += [random_case(generator, features=SELF, attn_type="encoder_decoder", dtype=dtype) for _ in range(20)]
     dense = [random_case(generator, features=DENSE, dtype=dtype) for _ in range(60)]
     for case in paged:
-        check(load(case, layout, return_lse=True), realise(case))
+        check(load(case, layout, return_lse=True), materialize(case))
     for case in dense:
-        check(load(case, paged=False, return_lse=True), realise(case))
+        check(load(case, paged=False, return_lse=True), materialize(case))
     record_property("batches", len(paged) + len(dense))
 
 
@@ -73,7 +73,7 @@ def test_prompts_longer_than_a_tile(load, asked, dtype):
     lengths = {"query_lens": (1, 1, 300, 300, 520), "context_lens": (700, 30, 150, 150, 0)}
     case = Case(**lengths, dtype=dtype, num_padding_tokens=3, **LONG[asked])
 
-    check(load(case, return_lse=True), realise(case))
+    check(load(case, return_lse=True), materialize(case))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -90,7 +90,7 @@ def test_prompts_longer_than_a_tile(load, asked, dtype):
 def test_build_and_forward_do_not_wait_for_the_device(load, asked):
     lengths = {"query_lens": (1, 1, 40, 70), "context_lens": (100, 33, 20, 0)}
     case = Case(**lengths, dtype="bfloat16", num_padding_tokens=2, **asked)
-    backend, scene = load(case), realise(case)
+    backend, scene = load(case), materialize(case)
     run(backend, scene)  # the first call may set kernels up
     impl = backend.make_impl(scene.layer(device=backend.device))
     call = scene.paged(backend, backend.device)
@@ -106,7 +106,7 @@ def test_build_and_forward_do_not_wait_for_the_device(load, asked):
 
 def test_a_refused_batch_leaves_the_cache_alone(load):
     case = Case(query_lens=(5,), context_lens=(3,), dtype="bfloat16", block_size=4)  # two blocks, where one is allowed
-    backend, scene = load(case), realise(case)
+    backend, scene = load(case), materialize(case)
     impl = backend.make_impl(scene.layer(device=backend.device))
     call = scene.paged(backend, backend.device)
     small = backend.make_state(attnplug.Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=8, num_blocks=2))

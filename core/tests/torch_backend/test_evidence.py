@@ -1,4 +1,4 @@
-"""The evidence that the embedded backend brings along is about what it declares today."""
+"""The evidence that the built-in backend brings along is about what it declares today."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug import torch_backend
 from attnplug.evidence.coverage import hashable
 from attnplug.evidence.store import read_folder
 from attnplug.request.settings import Settings
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.subject import Subject
 
 FOLDER = Path(torch_backend.__file__).with_name("evidence")
@@ -45,7 +45,7 @@ def test_a_file_is_named_by_variant_and_device(evidence) -> None:
 def test_every_declared_value_is_accounted_for(evidence) -> None:
     candidates = attnplug.registry().candidates(Settings(), assume_installed=True)
     candidate = next(c for c in candidates if c.id == evidence.id)
-    menu = menu_of(Subject(evidence.id, evidence.device, candidate))
+    menu = field_values_of(Subject(evidence.id, evidence.device, candidate))
 
     served = {(item.field, hashable(item.value)) for item in menu.asks}
     # A device's capability is no JSON value: the kit writes it as text.

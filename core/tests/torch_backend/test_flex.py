@@ -21,7 +21,7 @@ from attnplug.request.device import Device
 from attnplug.torch_backend import flex
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
 from attnplug.torch_backend.masks import Sight
-from attnplug_kit.oracle import Case, check, random_case, realise
+from attnplug_kit.oracle import Case, check, materialize, random_case
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.strategies import cases
 
@@ -98,7 +98,7 @@ def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
 def test_random_batches(case: Case, layout: str, paged: bool) -> None:
     paged = (paged or case.kv_sharing) and case.may_be_paged
     pages = {"block_size": case.block_size, "kv_layout": layout} if paged else {}
-    check(load(case, paged=paged, return_lse=True, **pages), realise(case))
+    check(load(case, paged=paged, return_lse=True, **pages), materialize(case))
 
 
 @pytest.mark.usefixtures("_eager")
@@ -107,7 +107,7 @@ def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
     asked = {"sliding_window": 60, "logits_soft_cap": 5.0, "sinks": True, **asked}
     case = Case(query_lens=(1, 150, 200), context_lens=(300, 40, 0), **asked)
 
-    check(load(case, return_lse=True), realise(case))
+    check(load(case, return_lse=True), materialize(case))
 
 
 def test_other_caps_share_a_function_per_device() -> None:
@@ -156,7 +156,7 @@ def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeyp
     for _ in range(40):
         case = random_case(generator, features=("sliding_window", "sinks", "causal"), **fixed)
         case = evolve(case, num_q_heads=generator.choice([2, 4, 14]))
-        check(load(case, block_size=case.block_size, kv_layout=layout), realise(case))
+        check(load(case, block_size=case.block_size, kv_layout=layout), materialize(case))
 
     flex.compiled.cache_clear()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == len(kinds)

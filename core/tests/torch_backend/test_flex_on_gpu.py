@@ -13,7 +13,7 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import Batch, Limits
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, check, limits_of, random_case, realise
+from attnplug_kit.oracle import Case, check, limits_of, materialize, random_case
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,7 +48,7 @@ def test_random_batches(paged: bool, alibi: str | None) -> None:
         case = random_case(generator, features=FEATURES if paged else set(FEATURES) - {"kv_sharing"}, **fixed)
         case = evolve(case, num_q_heads=generator.choice([2, 4, 14]))
         pages = {"block_size": case.block_size} if paged else {}
-        check(load(case, paged=paged, return_lse=generator.random() < 0.5, **pages), realise(case))
+        check(load(case, paged=paged, return_lse=generator.random() < 0.5, **pages), materialize(case))
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only", "encoder_decoder"])
@@ -58,9 +58,9 @@ def test_encoders_and_cross_attention(attn_type: str) -> None:
     for _ in range(20):
         case = random_case(generator, features=("sinks",) if attn_type == "encoder_decoder" else FEATURES[:3], **fixed)
         case = evolve(case, num_q_heads=4)
-        check(load(case, paged=False, return_lse=True), realise(case))
+        check(load(case, paged=False, return_lse=True), materialize(case))
         if case.may_be_paged:
-            check(load(case, block_size=case.block_size), realise(case))
+            check(load(case, block_size=case.block_size), materialize(case))
 
 
 @pytest.mark.parametrize("sizes", [(16, None), (48, None), (80, 96), (64, 256), (128, 256), (256, None)], ids=str)
@@ -75,7 +75,7 @@ def test_other_head_sizes(sizes: tuple[int, int | None]) -> None:
         num_kv_heads=1,
     )
 
-    check(load(case, return_lse=True), realise(case))
+    check(load(case, return_lse=True), materialize(case))
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
         **asked,
     )
 
-    check(load(case, return_lse=True), realise(case))
+    check(load(case, return_lse=True), materialize(case))
 
 
 @pytest.mark.parametrize("asked", [{}, {"alibi": "linear", "attention_chunk": 16}], ids=str)
 def test_build_and_forward_do_not_wait_for_the_device(asked: dict[str, object]) -> None:
     lengths = {"query_lens": (1, 1, 9, 40), "context_lens": (30, 3, 40, 0)}
     case = Case(**lengths, head_size=64, dtype="bfloat16", num_padding_tokens=2, **asked)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl = backend.make_impl(scene.layer(device="cuda"))
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     call = scene.paged(backend, "cuda")
@@ -128,7 +128,7 @@ def test_one_compilation_serves_later_batches() -> None:
     case = Case(query_lens=(1,), context_lens=(0,), head_size=64, dtype="bfloat16", sliding_window=64)
     backend = load(case, paged=False)
     limits = Limits(max_num_reqs=8, max_num_tokens=4096, max_seq_len=4096)
-    impl = backend.make_impl(realise(case).layer(device="cuda"))
+    impl = backend.make_impl(materialize(case).layer(device="cuda"))
     builder = backend.make_builder([impl], backend.make_state(limits))
 
     def run(*lens: int) -> None:

@@ -15,7 +15,7 @@ from attnplug.request.device import Device
 from attnplug.torch_backend import kernels, shape
 from attnplug.torch_backend.plan import Blocks, Stored
 from attnplug.torch_backend.shape import Sizes
-from attnplug_kit.oracle import Case, check, limits_of, realise
+from attnplug_kit.oracle import Case, check, limits_of, materialize
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
@@ -31,7 +31,7 @@ def load(case: Case, layout: str = "NHD") -> Backend:
 
 
 def plan_of(case: Case) -> Plan:
-    backend, scene = load(case), realise(case)
+    backend, scene = load(case), materialize(case)
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     return impl.plan_of(builder.build(scene.paged(backend).batch))  # type: ignore[no-any-return]
@@ -58,7 +58,7 @@ def test_requests_of_any_lengths_share_a_call(
         patch.setattr(shape, "sizes_on", lambda _: WIDE)
         if written_out:
             patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
-        check(load(case, layout), realise(case))
+        check(load(case, layout), materialize(case))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -66,7 +66,7 @@ def test_requests_of_any_lengths_share_a_call(
 @pytest.mark.parametrize("asked", [{}, {"sliding_window": 20}, {"alibi": "linear"}, {"sinks": True}], ids=str)
 def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dict[str, object]) -> None:
     case = Case(query_lens=(1,) * 7, context_lens=(keys - 1,) * 7, **asked)
-    backend, scene = load(case, layout), realise(case)
+    backend, scene = load(case, layout), materialize(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "workspace_bytes", lambda _: 3 * 48 * 2 * 2 * 16 * 4, raising=True)
         impl = backend.make_impl(scene.layer())
@@ -89,7 +89,7 @@ def test_blocks_that_follow_each_other_are_read_where_they_are(
     rows: int, layout: str, asked: dict[str, object]
 ) -> None:
     case = Case(query_lens=(rows,), context_lens=(60,), num_spare_blocks=3, **asked)
-    scene, backend = realise(case), load(case, layout)
+    scene, backend = materialize(case), load(case, layout)
     columns = scene.block_table.shape[1]
     in_a_row = evolve(scene, block_table=torch.arange(2, 2 + columns, dtype=torch.int32).view(1, -1))
     impl = backend.make_impl(scene.layer())
@@ -126,7 +126,7 @@ def test_a_build_writes_no_number_per_key() -> None:
 )
 def test_slots_are_numbered_where_blocks_do_not_suit(case: Case, why: str) -> None:
     assert all(isinstance(group.source, Stored) for group in plan_of(case).groups), why
-    check(load(case), realise(case))
+    check(load(case), materialize(case))
 
 
 def test_nan_behind_a_last_key_stays_there() -> None:
@@ -134,7 +134,7 @@ def test_nan_behind_a_last_key_stays_there() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shape, "sizes_on", lambda _: WIDE)
         plan = plan_of(case)
-        output = check(load(case), realise(case)).output
+        output = check(load(case), materialize(case)).output
 
     (group,) = plan.groups
     assert isinstance(group.source, Blocks)

@@ -9,7 +9,7 @@ import pytest
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, check, random_case, realise
+from attnplug_kit.oracle import Case, check, materialize, random_case
 
 ASKED: dict[str, dict[str, object]] = {
     "window": {"sliding_window": 7},
@@ -45,10 +45,10 @@ def cases(*names: str, count: int = 3) -> list[Case]:
 def check_all(case: Case, **engine: object) -> None:
     if case.may_be_paged and not (case.is_cross and case.custom_mask):
         asked = case.requirements(block_size=case.block_size, return_lse=True, **engine)
-        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
     if not case.kv_sharing:
         asked = case.requirements(paged=False, return_lse=True)
-        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
 
 
 @pytest.mark.parametrize(("one", "other"), [pair for pair in PAIRS if pair not in REFUSED], ids=" and ".join)
@@ -70,7 +70,7 @@ def test_features_of_decodes_alone(feature: str) -> None:
 
     for case in (random_case(random.Random(seed), **fixed, **ASKED[feature]) for seed in range(2)):
         asked = case.requirements(block_size=case.block_size, phases=("decode",))
-        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+        check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
 
 
 @pytest.mark.parametrize(("one", "other"), REFUSED, ids=" and ".join)

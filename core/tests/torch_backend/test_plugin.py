@@ -12,7 +12,7 @@ from attnplug.contract import GraphShape, Limits
 from attnplug.request.device import Device
 from attnplug.torch_backend import flex, plugin
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
-from attnplug_kit.oracle import Case, check, realise
+from attnplug_kit.oracle import Case, check, materialize
 
 if TYPE_CHECKING:
     import torch
@@ -169,4 +169,4 @@ def test_one_phase_alone_gives_what_both_give(phase: str, lengths: dict[str, tup
     case = Case(**lengths, context_lens=(20, 3, 40))
     asked = case.requirements(block_size=case.block_size, phases=(phase,))
 
-    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))

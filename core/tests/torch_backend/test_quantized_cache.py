@@ -14,7 +14,7 @@ from attnplug.errors import NotNegotiatedError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import kernels, shape
-from attnplug_kit.oracle import Case, assert_close, check, limits_of, realise, run
+from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
 from attnplug_kit.oracle.strategies import cases
 
 FEATURES = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "head_size_v", "causal")
@@ -39,7 +39,7 @@ def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
 @given(quantized, layouts, st.booleans(), st.booleans())
 @settings(max_examples=120)
 def test_attends_what_the_cache_holds(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
-    ran = check(load(case, layout, return_lse=return_lse), scene := realise(case), host_writes=host_writes)
+    ran = check(load(case, layout, return_lse=return_lse), scene := materialize(case), host_writes=host_writes)
 
     if not case.per_head_scales:
         # A single scale is a factor of scores and outputs: nothing is rounded on its account.
@@ -55,14 +55,14 @@ def test_every_kernel(way: str, case: Case, layout: str) -> None:
             patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
         else:
             patch.setattr(kernels, "fused_cpu_op", lambda: None)
-        check(load(case, layout), realise(case))
+        check(load(case, layout), materialize(case))
 
 
 @given(st.integers(2, 60), st.lists(st.integers(1, 59), max_size=3), quantized)
 @settings(max_examples=40)
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[int], case: Case) -> None:
     case = evolve(case, query_lens=(length,), context_lens=(0,), num_padding_tokens=0, causal=True)
-    whole, backend = realise(case), load(case)
+    whole, backend = materialize(case), load(case)
     at_once = run(backend, whole).output.double()
     ends = sorted({cut for cut in cuts if cut < length} | {length})
 
@@ -83,7 +83,7 @@ def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[i
 @given(quantized, layouts, st.booleans())
 @settings(max_examples=40)
 def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str, host_writes: bool) -> None:
-    scene, backend = realise(case), load(case, layout)
+    scene, backend = materialize(case), load(case, layout)
     expected = backend.make_cache(scene.num_blocks)
     scene.fill(expected, written=True)
 
@@ -97,7 +97,7 @@ def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str, hos
 @settings(max_examples=30)
 def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, layer: int) -> None:
     case = evolve(case, head_size_v=None)
-    scene, backend = realise(case), load(case, layout)
+    scene, backend = materialize(case), load(case, layout)
     call = scene.paged(backend)
     page = (case.block_size, case.num_kv_heads) if layout == "NHD" else (case.num_kv_heads, case.block_size)
     layers = torch.zeros(2, scene.num_blocks, 3, *page, case.head_size).to(call.cache.dtype)  # type: ignore[union-attr]
@@ -117,7 +117,7 @@ def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, laye
 @pytest.mark.parametrize("who", ["forward", "host"])
 def test_what_is_too_large_is_the_largest_and_nan_stays(dtype: str, largest: float, who: str) -> None:
     case = Case(query_lens=(3,), context_lens=(0,), kv_cache_dtype=dtype, k_scale=0.5)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     call = scene.paged(backend)
     impl = backend.make_impl(Layer(name="layer", k_scale=0.5, cache_write=who))
     call.key[0], call.key[1] = 1e6, torch.nan  # type: ignore[index]
@@ -155,7 +155,7 @@ def test_scales_need_a_cache_that_has_them(asked: dict[str, object]) -> None:
 @given(quantized, layouts)
 @settings(max_examples=20)
 def test_a_profiling_run_succeeds(case: Case, layout: str) -> None:
-    backend, scene = load(case, layout), realise(case)
+    backend, scene = load(case, layout), materialize(case)
     impl, call = backend.make_impl(scene.layer()), scene.dense()
     rows = min(call.key.shape[0], call.query.shape[0])  # type: ignore[union-attr]
 
@@ -171,7 +171,7 @@ def test_blocks_that_moved_give_the_same(dtype: str, layout: str, head_size_v: i
     case = Case(
         query_lens=(1, 3), context_lens=(40, 20), kv_cache_dtype=dtype, head_size_v=head_size_v, num_spare_blocks=9
     )
-    scene, backend = realise(case), load(case, layout)
+    scene, backend = materialize(case), load(case, layout)
     impl = backend.make_impl(scene.layer(cache_write="host"))
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
     call, away = scene.paged(backend, written=True), backend.make_cache(scene.num_blocks)

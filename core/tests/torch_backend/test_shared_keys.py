@@ -15,7 +15,7 @@ from attnplug.contract import Batch, Limits
 from attnplug.errors import BatchError, CacheError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, assert_close, check, limits_of, realise, run
+from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
 from attnplug_kit.oracle.strategies import cases
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def prepare(backend: Backend, scene: Scene) -> tuple[AttentionImpl, Paged, Metad
 @given(cases(features=("attention_chunk", "sliding_window", "sinks", "decode_query_len"), kv_sharing=True))
 @settings(max_examples=40)
 def test_a_layer_that_shares_a_cache_ignores_keys_of_its_own(case: Case) -> None:
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl, call, metadata = prepare(backend, scene)
     before = [pages.clone() for pages in key_and_value_pages(call.cache)]
     shape = (call.query.shape[0], case.num_kv_heads, case.head_size)
@@ -54,7 +54,7 @@ def test_a_layer_that_shares_a_cache_ignores_keys_of_its_own(case: Case) -> None
 
 def test_nobody_writes_a_shared_cache() -> None:
     case = Case(query_lens=(1, 3), context_lens=(5, 0), kv_sharing=True)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl, call, _ = prepare(backend, scene)
     key = torch.zeros(4, case.num_kv_heads, case.head_size)
 
@@ -68,17 +68,17 @@ def test_nobody_writes_a_shared_cache() -> None:
 def test_requests_in_different_steps_of_cross_attention(contexts: tuple[int, ...], host_writes: bool) -> None:
     case = Case(query_lens=(1, 1, 6), context_lens=contexts, encoder_lens=(40, 17, 33), num_padding_tokens=2, **CROSS)
 
-    ran = check(load(case, return_lse=True), realise(case), host_writes=host_writes)
+    ran = check(load(case, return_lse=True), materialize(case), host_writes=host_writes)
 
     assert (ran.call.key is None) == all(contexts), "K/V come with first steps alone"
 
 
 def test_what_the_first_step_writes_the_later_ones_read() -> None:
     case = Case(query_lens=(4, 7), context_lens=(0, 0), encoder_lens=(30, 21), **CROSS)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     impl, first, metadata = prepare(backend, scene)
     impl.forward(first.query, first.key, first.value, first.cache, metadata, first.output)
-    later = realise(evolve(case, query_lens=(1, 1), context_lens=(4, 7), seed=9))
+    later = materialize(evolve(case, query_lens=(1, 1), context_lens=(4, 7), seed=9))
     later = evolve(later, keys=scene.keys, values=scene.values, block_table=scene.block_table)
     _, call, metadata = prepare(backend, later)
 
@@ -90,7 +90,7 @@ def test_what_the_first_step_writes_the_later_ones_read() -> None:
 
 def test_an_encoder_may_be_longer_than_what_is_decoded_but_not_than_the_limits() -> None:
     case = Case(query_lens=(1,), context_lens=(2,), encoder_lens=(1500,), **CROSS)
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     check(backend, scene)
     impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
     limits = Limits(max_num_reqs=1, max_num_tokens=1, max_seq_len=448)
@@ -103,7 +103,7 @@ def test_dense_cross_attention_takes_a_mask() -> None:
     case = Case(query_lens=(1, 6), context_lens=(3, 0), encoder_lens=(9, 20), custom_mask=True, sinks=True, **CROSS)
     asked = case.requirements(paged=False, return_lse=True)
 
-    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), realise(case))
+    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(5, 9), max_size=2), st.booleans())
@@ -112,7 +112,7 @@ def test_decodes_of_several_tokens_are_decodes(decodes: list[int], prefills: lis
     prefills = prefills if both else []
     lens = (*decodes, *prefills)
     case = Case(query_lens=lens, context_lens=(20,) * len(lens), decode_query_len=4)
-    scene, backend = realise(case), load(case, phases=("prefill", "decode") if both else ("decode",))
+    scene, backend = materialize(case), load(case, phases=("prefill", "decode") if both else ("decode",))
 
     _, _, metadata = prepare(backend, scene)
 
@@ -123,7 +123,7 @@ def test_decodes_of_several_tokens_are_decodes(decodes: list[int], prefills: lis
 
 def test_tokens_decoded_together_give_what_they_give_one_by_one() -> None:
     case = Case(query_lens=(4,), context_lens=(30,), decode_query_len=4, attention_chunk=16, alibi="linear")
-    scene, backend = realise(case), load(case)
+    scene, backend = materialize(case), load(case)
     together = run(backend, scene).output
 
     for token in range(4):
@@ -139,7 +139,7 @@ def test_tokens_decoded_together_give_what_they_give_one_by_one() -> None:
 
 def test_a_mask_without_a_row_gives_zeros_and_the_sink() -> None:
     case = Case(query_lens=(1, 3), context_lens=(20, 0), custom_mask=True, sinks=True)
-    blind = realise(case)
+    blind = materialize(case)
     blind = evolve(blind, masks=tuple(torch.zeros_like(mask) for mask in blind.masks or ()))
 
     ran = check(load(case, return_lse=True), blind)

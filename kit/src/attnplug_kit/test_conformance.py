@@ -11,7 +11,7 @@ from attnplug_kit.conformance.building import Building
 from attnplug_kit.conformance.cache_writes import CacheWrites
 from attnplug_kit.conformance.capabilities import Capabilities
 from attnplug_kit.conformance.graphs import Graphs
-from attnplug_kit.conformance.listening import Listening
+from attnplug_kit.conformance.input_sensitivity import InputSensitivity
 from attnplug_kit.conformance.log_sum_exp import LogSumExp
 from attnplug_kit.conformance.purity import Purity
 from attnplug_kit.conformance.refusals import Refusals
@@ -30,8 +30,8 @@ class TestRefusals(Refusals):
     """`Refusals`, of the backend that the command line names."""
 
 
-class TestListening(Listening):
-    """`Listening`, of the backend that the command line names."""
+class TestListening(InputSensitivity):
+    """`InputSensitivity`, of the backend that the command line names."""
 
 
 class TestCacheWrites(CacheWrites):

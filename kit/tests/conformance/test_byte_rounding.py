@@ -11,7 +11,7 @@ from attnplug.contract.inputs.kv_cache import CacheTensor
 from attnplug_kit.oracle.byte_rounding import ByteRounding, by_channel, by_row, paged_tensors, rounding_for
 from attnplug_kit.oracle.cases import Case
 from attnplug_kit.oracle.closeness import tolerance
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 
 
 def cache_of(level: int) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def test_only_int8_caches_round_to_bytes() -> None:
 @pytest.mark.parametrize(("level", "dtype"), [(1, "int8"), (2, "int8_k")])
 def test_a_scene_fills_each_role(level: int, dtype: str) -> None:
     case = Case(query_lens=(1, 4), context_lens=(19, 0), head_size=8, dtype="bfloat16", kv_cache_dtype=dtype)
-    scene, cache = realise(case), cache_of(level)
+    scene, cache = materialize(case), cache_of(level)
 
     scene.fill(cache)
 
@@ -69,7 +69,7 @@ def test_a_scene_fills_each_role(level: int, dtype: str) -> None:
 
 def test_what_a_scene_expects_is_attention_of_rounded_rows() -> None:
     case = Case(query_lens=(1,), context_lens=(0,), head_size=8, num_q_heads=2, kv_cache_dtype="int8")
-    scene = realise(case)
+    scene = materialize(case)
 
     found = scene.expected().output[0]
 

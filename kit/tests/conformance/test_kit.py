@@ -1,4 +1,4 @@
-"""The kit on the embedded backend: green, all of it."""
+"""The kit on the built-in backend: green, all of it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from attnplug.request.device import Device
 from attnplug_kit.conformance import Basic, Refusals, plugin
 from attnplug_kit.conformance import subject as subjects
 from attnplug_kit.conformance.choice import choose
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.pairwise import covering_asks, refused_pairs
 from attnplug_kit.conformance.plugin import Reporter
 from attnplug_kit.conformance.refusals import _refused, _without_features
@@ -58,7 +58,7 @@ def kit(folder: Path, *options: str, module: str = "minimal.least"):
 
 @pytest.mark.parametrize("subject", [of("bound", NEEDED), of("free", OPTIONAL), of("bound", NEEDED, OPTIONAL)], ids=str)
 def test_every_request_asks_for_the_features(subject: Subject) -> None:
-    asks = (*menu_of(subject).asks.values(), *covering_asks(subject), *refused_pairs(subject))
+    asks = (*field_values_of(subject).asks.values(), *covering_asks(subject), *refused_pairs(subject))
     refused = [requirements for _, _, requirements in _refused(subject).values()]
 
     assert asks
@@ -68,14 +68,14 @@ def test_every_request_asks_for_the_features(subject: Subject) -> None:
 
 
 def test_a_variant_without_features_to_ask_for_is_asked_as_ever() -> None:
-    assert {ask.requirements().features for ask in menu_of(of("free")).asks.values()} == {()}
-    assert menu_of(of("free")).asks == {
-        item: ask.and_(features=None) for item, ask in menu_of(of("free", OPTIONAL)).asks.items()
+    assert {ask.requirements().features for ask in field_values_of(of("free")).asks.values()} == {()}
+    assert field_values_of(of("free")).asks == {
+        item: ask.and_(features=None) for item, ask in field_values_of(of("free", OPTIONAL)).asks.items()
     }
 
 
 def test_what_a_feature_means_stays_out_of_reach() -> None:
-    because = {item.capability.value: item.because for item in menu_of(of("bound", NEEDED)).unreached}
+    because = {item.capability.value: item.because for item in field_values_of(of("bound", NEEDED)).unreached}
 
     assert because[NEEDED].startswith("every request asks for it, and attention stays what it is; beside that, ")
     assert because[NEEDED].endswith(because[OPTIONAL])
@@ -252,7 +252,9 @@ def test_a_run_tests_what_serves_requests_with_these_features(features: tuple[st
     choice = choose("featured", "cpu", features)
 
     assert {each.id for each in choice.subjects} == {
-        subject.id for subject in find_subjects("featured", "cpu", features) if menu_of(subject).ask() is not None
+        subject.id
+        for subject in find_subjects("featured", "cpu", features)
+        if field_values_of(subject).ask() is not None
     }
     assert [left.subject.id for left in choice.left_out] == ([] if features else ["featured/bound"])
 

@@ -14,10 +14,10 @@ from attnplug.negotiation.candidate import examine
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 from attnplug_kit.conformance import Basic, Tier
-from attnplug_kit.conformance.ask import Ask
-from attnplug_kit.conformance.menu import Capability, is_served, menu_of
+from attnplug_kit.conformance.field_values import Capability, field_values_of, is_served
 from attnplug_kit.conformance.pairwise import covering_asks, kernel_of
 from attnplug_kit.conformance.plugin import Reporter
+from attnplug_kit.conformance.request_spec import RequestSpec
 from attnplug_kit.conformance.subject import Subject, find_subjects
 
 SUBJECT = find_subjects("torch/sdpa", "cpu")[0]
@@ -35,20 +35,20 @@ APART = ("cudagraph", "seq_lens_cpu_kind", "compute_capability", "device_type")
 
 
 def test_every_declared_field_is_on_the_menu() -> None:
-    menu = menu_of(SUBJECT)
+    menu = field_values_of(SUBJECT)
     listed = {item.field for item in menu.asks} | {item.capability.field for item in menu.unreached}
 
     assert set(SUBJECT.supports) <= listed
 
 
 def test_what_this_device_cannot_reach_is_listed_with_the_reason() -> None:
-    unreached = {item.capability: item.because for item in menu_of(SUBJECT).unreached}
+    unreached = {item.capability: item.because for item in field_values_of(SUBJECT).unreached}
 
     assert unreached[Capability("device_type", "cuda")] == "this is cpu"
 
 
 def test_every_ask_of_the_menu_is_served_and_contains_its_value() -> None:
-    for capability, ask in menu_of(SUBJECT).asks.items():
+    for capability, ask in field_values_of(SUBJECT).asks.items():
         assert is_served(SUBJECT, ask)
         if FIELDS[capability.field].kind != "device":
             assert ask.fields[capability.field] == capability.value
@@ -57,7 +57,7 @@ def test_every_ask_of_the_menu_is_served_and_contains_its_value() -> None:
 @pytest.mark.parametrize("subject", [SUBJECT, vendor(None), COMPILED], ids=str)
 def test_rows_cover_every_pair_that_is_served(subject: Subject) -> None:
     rows = [set(row.pairs) for row in covering_asks(subject)]
-    served = [item for item in menu_of(subject).asks if item.field not in APART]
+    served = [item for item in field_values_of(subject).asks if item.field not in APART]
     uncovered = [
         (one, other)
         for one, other in combinations(served, 2)
@@ -73,16 +73,16 @@ def one_of(capability: Capability):
 
 def are_served(subject: Subject, one: Capability, other: Capability) -> bool:
     """Whether some ask that is served has both values."""
-    asks = menu_of(subject).asks
+    asks = field_values_of(subject).asks
     merged = {**asks[one].fields, **asks[other].fields, **dict([one_of(one), one_of(other)])}
     merged["paged"] = all(asks[item].fields["paged"] for item in (one, other))
-    ask = Ask.of(merged)
+    ask = RequestSpec.of(merged)
     return {one_of(one), one_of(other)} <= set(ask.pairs) and is_served(subject, ask)
 
 
 def test_a_variant_that_compiles_is_asked_for_few_kernels() -> None:
     kernels = [
-        len({kernel_of(ask) for ask in (*menu_of(subject).asks.values(), *covering_asks(subject))})
+        len({kernel_of(ask) for ask in (*field_values_of(subject).asks.values(), *covering_asks(subject))})
         for subject in (vendor(None), COMPILED)
     ]
 
@@ -98,7 +98,7 @@ def test_rows_are_the_same_each_time() -> None:
 
 
 def test_an_ask_that_makes_no_sense_has_no_requirements() -> None:
-    plain = next(iter(menu_of(SUBJECT).asks.values()))
+    plain = next(iter(field_values_of(SUBJECT).asks.values()))
 
     assert plain.and_(per_head_scales=True).requirements() is None
     assert plain.and_(attn_type="encoder").requirements() is None

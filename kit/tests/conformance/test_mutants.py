@@ -12,7 +12,7 @@ import pytest
 
 import attnplug.torch_backend
 from attnplug.request.fields import fields_of
-from attnplug_kit.conformance.menu import _ELSEWHERE
+from attnplug_kit.conformance.field_values import _ELSEWHERE
 
 pytestmark = pytest.mark.long
 
@@ -89,7 +89,7 @@ RED: dict[str, tuple[str, str]] = {
     "splits_by_bound": ("test_bound_of_splits[*]", "limits with max_num_splits=1: output: * elements differ"),
     "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
 }
-# Of what the embedded backend does not declare: these are wrong in what the least backend does.
+# Of what the built-in backend does not declare: these are wrong in what the least backend does.
 RED_OF_LEAST: dict[str, tuple[str, str]] = {
     "sums_by_place": (
         "test_batch_invariant[*-plain]",
@@ -179,7 +179,7 @@ def run(
         (folder / f"{name}.toml").write_text(manifest.replace("{}", name, 1), "utf-8")
     tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in mutants.items()})
     path = os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH"))))
-    # Tracing would double the time, and what the kit runs is measured where it runs the embedded backend.
+    # Tracing would double the time, and what the kit runs is measured where it runs the built-in backend.
     outside = {name: value for name, value in os.environ.items() if not name.startswith("COVERAGE_")}
     environment = {**outside, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", RUN, str(folder), tests, package, *options]

@@ -17,9 +17,9 @@ from attnplug_kit.oracle import (
     assert_close,
     check,
     check_replays,
+    materialize,
     padded_for,
     random_case,
-    realise,
     tolerance,
 )
 from attnplug_kit.oracle.cases import FEATURES
@@ -52,7 +52,7 @@ def test_a_dense_call_asks_for_no_pages() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_the_recipe_of_the_package_holds_for_any_seed(seed: int) -> None:
     case = random_case(random.Random(seed), sinks=True)
-    scene = realise(case)
+    scene = materialize(case)
     backend = attnplug.load(case.requirements(), "cpu", backend="torch/sdpa")
 
     paged = scene.paged(backend)
@@ -65,7 +65,7 @@ def test_the_recipe_for_replays_holds() -> None:
     case = Case(query_lens=(1, 1), context_lens=(9, 30))
     backend = attnplug.load(case.requirements(cudagraph="uniform_batch"), "cpu", backend="torch/sdpa")
 
-    (ran,) = check_replays(backend, [realise(padded_for(case, spare=3))], num_reqs=5, max_seq_len=64)
+    (ran,) = check_replays(backend, [materialize(padded_for(case, spare=3))], num_reqs=5, max_seq_len=64)
 
     assert ran.output.shape[0] == 2
 
@@ -84,7 +84,7 @@ def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tupl
     backend = attnplug.load(other.requirements(), "cpu", backend="torch/sdpa")
 
     with pytest.raises(NotNegotiatedError) as caught:
-        realise(case).paged(backend)
+        materialize(case).paged(backend)
 
     assert f"a scene of {named[0]} was given to torch/sdpa" == caught.value.problem
     assert f"this backend agreed on {named[1]}" == caught.value.expected
@@ -93,7 +93,7 @@ def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tupl
 
 @given(cases())
 def test_every_key_lies_in_its_own_slot_and_all_others_are_poisoned(case: Case) -> None:
-    scene = realise(case)
+    scene = materialize(case)
     shape = (2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
     cache = torch.zeros(shape, dtype=scene.keys[0].dtype)
 
@@ -111,7 +111,7 @@ def test_every_key_lies_in_its_own_slot_and_all_others_are_poisoned(case: Case) 
 
 @given(cases(features=("kv_sharing", "decode_query_len"), attn_type="encoder_decoder"))
 def test_encoder_keys_are_cached_after_the_first_step(case: Case) -> None:
-    scene = realise(case)
+    scene = materialize(case)
     pages = torch.zeros(2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
 
     scene.fill(pages)
@@ -125,7 +125,7 @@ def test_encoder_keys_are_cached_after_the_first_step(case: Case) -> None:
 
 
 def test_masks_hide_some_keys_and_all_of_some_rows() -> None:
-    scene = realise(Case(query_lens=(1, 40), context_lens=(30, 10), custom_mask=True))
+    scene = materialize(Case(query_lens=(1, 40), context_lens=(30, 10), custom_mask=True))
 
     assert scene.masks is not None
     assert [mask.shape for mask in scene.masks] == [(1, 31), (40, 50)]
@@ -140,7 +140,7 @@ def test_masks_hide_some_keys_and_all_of_some_rows() -> None:
 
 @given(cases())
 def test_blocks_are_used_once_and_new_tokens_have_their_slots(case: Case) -> None:
-    scene = realise(case)
+    scene = materialize(case)
     counts = [-(-n // case.block_size) for n in case.seq_lens]
     used = [int(b) for row, n in zip(scene.block_table, counts, strict=True) for b in row[:n]]
 
@@ -157,12 +157,12 @@ def test_the_same_seed_gives_the_same_case_and_tensors() -> None:
     first, second = (random_case(random.Random(5), features=FEATURES) for _ in range(2))
 
     assert first == second
-    for a, b in zip(realise(first).keys, realise(second).keys, strict=True):
+    for a, b in zip(materialize(first).keys, materialize(second).keys, strict=True):
         assert torch.equal(a, b)
 
 
 def test_dense_calls_hold_all_keys_one_request_after_another() -> None:
-    scene = realise(Case(query_lens=(1, 3), context_lens=(4, -1), num_padding_tokens=2))
+    scene = materialize(Case(query_lens=(1, 3), context_lens=(4, -1), num_padding_tokens=2))
 
     dense = scene.dense()
 

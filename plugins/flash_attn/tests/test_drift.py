@@ -22,7 +22,7 @@ from packaging.requirements import Requirement
 import attnplug_flash_attn
 from attnplug.manifest.reader import read_manifest
 from attnplug_flash_attn.op_files import ARGUMENTS
-from attnplug_kit.oracle import Case, check, realise
+from attnplug_kit.oracle import Case, check, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -82,10 +82,10 @@ STEPS = {
 def test_the_list_is_what_the_adapters_call(monkeypatch, journal, load_doubled):
     for variant, cases in STEPS.items():
         for case in cases:
-            check(load_doubled(case.requirements(), variant), realise(case))
-        check(load_doubled(MIXED.requirements(paged=False), variant), realise(MIXED))
+            check(load_doubled(case.requirements(), variant), materialize(case))
+        check(load_doubled(MIXED.requirements(paged=False), variant), materialize(MIXED))
     monkeypatch.delattr(import_module(MODULES["fa4"]), "_flash_attn_fwd")
-    check(load_doubled(STEPS["fa4"][0].requirements(), "fa4"), realise(STEPS["fa4"][0]))
+    check(load_doubled(STEPS["fa4"][0].requirements(), "fa4"), materialize(STEPS["fa4"][0]))
     found: dict[tuple[str, str], tuple[int, set[str]]] = {}
     for call in journal.calls:
         key = call.library, call.function

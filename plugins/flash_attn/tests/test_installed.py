@@ -47,7 +47,7 @@ def standings(site: Site, libraries: Path | None = None) -> dict[str, str]:
     """Return what `attnplug list` says of each variant."""
     found = site.listed(libraries)
     assert found["distribution"] == "attnplug-flash-attn 0.1.0"
-    return {v["id"].partition("/")[2]: v["standing"] for v in found["variants"]}
+    return {v["id"].partition("/")[2]: v["availability"] for v in found["variants"]}
 
 
 def check_remedy(fix: Mapping[str, Any], variant: str) -> None:
@@ -109,7 +109,7 @@ def test_flash_attention_4_alone_is_no_flash_attention_2(site: Site, tmp_path: P
     """`import flash_attn` would succeed with either; versions are those of distributions."""
     alone = site.libraries(tmp_path, {"flash-attn-4": "4.0.0b36"})
 
-    ready = [name for name, standing in standings(site, alone).items() if standing == "ready"]
+    ready = [name for name, availability in standings(site, alone).items() if availability == "ready"]
 
     assert ready == ["fa4", "torch"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from attrs import evolve
 
-from attnplug_kit.oracle import Case, check_replays, padded_for, realise
+from attnplug_kit.oracle import Case, check_replays, materialize, padded_for
 from plugins.flash_attn.tests.real import (
     FLASH_ATTN,
     FP8,
@@ -42,7 +42,7 @@ def test_replays_of_decodes_are_the_oracles(load_real, variant, num_reqs) -> Non
     cases = decodes_of(fit(DECODES, variant), num_reqs)
     backend = load_real(cases[0].requirements(cudagraph="uniform_batch", return_lse=True), variant)
 
-    check_replays(backend, [realise(case) for case in cases], num_reqs=num_reqs, max_seq_len=1024)
+    check_replays(backend, [materialize(case) for case in cases], num_reqs=num_reqs, max_seq_len=1024)
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
@@ -56,7 +56,7 @@ def test_replays_of_decodes_of_several_rows_are_the_oracles(load_real, variant, 
     ]
     backend = load_real(cases[0].requirements(cudagraph="uniform_batch", return_lse=True), variant)
 
-    check_replays(backend, [realise(case) for case in cases], num_reqs=5, max_seq_len=1024)
+    check_replays(backend, [materialize(case) for case in cases], num_reqs=5, max_seq_len=1024)
 
 
 @pytest.mark.parametrize("variant", GRAPHS_OF_ALL_STEPS)
@@ -75,14 +75,14 @@ def test_replays_of_mixed_steps_are_the_oracles(load_real, variant, asked) -> No
     ]
     backend = load_real(cases[0].requirements(cudagraph="always", return_lse=True), variant)
 
-    check_replays(backend, [realise(case) for case in cases], num_reqs=4, num_tokens=64, max_seq_len=1024)
+    check_replays(backend, [materialize(case) for case in cases], num_reqs=4, num_tokens=64, max_seq_len=1024)
 
 
 @pytest.mark.parametrize("variant", SINKS)
 def test_replays_with_sinks_are_the_oracles(load_real, variant) -> None:
     for window in (None, 9):
         cases = decodes_of(fit(DECODES, variant, sinks=True, head_size=64, sliding_window=window), 5)
-        scenes = [realise(case) for case in cases]
+        scenes = [materialize(case) for case in cases]
         scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
         backend = load_real(cases[0].requirements(cudagraph="uniform_batch", return_lse=True), variant)
         check_replays(backend, scenes, num_reqs=5, max_seq_len=1024)
@@ -93,7 +93,7 @@ def test_replays_over_8_bit_caches_are_the_oracles(load_real, variant) -> None:
     cases = decodes_of(fit(DECODES, variant, kv_cache_dtype="fp8_e4m3", k_scale=0.25, v_scale=3.0), 5)
     backend = load_real(cases[0].requirements(cudagraph="uniform_batch", return_lse=True), variant)
 
-    check_replays(backend, [realise(case) for case in cases], num_reqs=5, max_seq_len=1024)
+    check_replays(backend, [materialize(case) for case in cases], num_reqs=5, max_seq_len=1024)
 
 
 @pytest.mark.parametrize("variant", GRAPHS)

@@ -6,7 +6,7 @@ import pytest
 
 from attnplug import Requirements
 from attnplug.errors import NoBackendError
-from attnplug_kit.oracle import Case, check, realise
+from attnplug_kit.oracle import Case, check, materialize
 from plugins.flash_attn.tests.real import (
     ALIBI,
     BATCH_INVARIANT,
@@ -61,7 +61,7 @@ def test_fa4_copies_whole_tiles_of_pages(load_doubled, head_size, size, window) 
     """Its double raises where steps do not add up to a tile."""
     case = fit(MIXED, "fa4", head_size=head_size, block_size=size, sliding_window=window)
 
-    check(load_doubled(case.requirements(return_lse=True), "fa4"), realise(case))
+    check(load_doubled(case.requirements(return_lse=True), "fa4"), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

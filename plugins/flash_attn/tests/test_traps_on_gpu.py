@@ -14,7 +14,7 @@ from attrs import evolve
 from attnplug import Requirements
 from attnplug.contract import GraphShape, Limits
 from attnplug.errors import NoBackendError
-from attnplug_kit.oracle import Case, check, realise
+from attnplug_kit.oracle import Case, check, materialize
 from plugins.flash_attn.tests.real import (
     ALIBI,
     BATCH_INVARIANT,
@@ -48,7 +48,7 @@ def test_pages_of_every_size_are_read_in_both_layouts(load_real, variant, size, 
     """Slots that nobody has written hold NaN: a kernel that reads whole pages or tiles multiplies them by 0."""
     case = fit(MIXED, variant, block_size=size)
 
-    check(load_real(case.requirements(return_lse=True, kv_layout=layout), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True, kv_layout=layout), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -57,7 +57,7 @@ def test_pages_of_every_size_are_read_in_both_layouts(load_real, variant, size, 
 def test_heads_of_other_sizes_and_groups(load_real, variant, group, head_size) -> None:
     case = fit(MIXED, variant, num_q_heads=2 * group, head_size=head_size)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("size", [16, 256])
@@ -67,7 +67,7 @@ def test_fa4_copies_whole_tiles_of_pages(load_real, head_size, size, window) -> 
     """Each of these heads is copied in other steps; without a mask, tiles of two of them would not be filled."""
     case = fit(MIXED, "fa4", head_size=head_size, block_size=size, sliding_window=window)
 
-    check(load_real(case.requirements(return_lse=True), "fa4"), realise(case))
+    check(load_real(case.requirements(return_lse=True), "fa4"), materialize(case))
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_keys_by_far_more_than_queries_are_all_read(load_real, variant, lens) ->
     """Long contexts are split; the longest keys of a prompt's chunk are its context's, not the chunk's."""
     case = fit(MIXED, variant, query_lens=lens[0], context_lens=lens[1])
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 # -- windows, soft caps, ALiBi, sinks ------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_windows(load_real, variant, step, window) -> None:
     """One library wants None where the others take -1 for no bound."""
     case = fit(step, variant, sliding_window=window)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -116,7 +116,7 @@ def test_windows_of_encoders_reach_to_both_sides(load_real, variant) -> None:
     case = fit(MIXED, variant, query_lens=(40, 1, 300), context_lens=(0,) * 3, attn_type="encoder_only", causal=False)
     case = evolve(case, sliding_window=9)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @STEPS
@@ -124,7 +124,7 @@ def test_windows_of_encoders_reach_to_both_sides(load_real, variant) -> None:
 def test_soft_caps(load_real, variant, step) -> None:
     for window in (None, 9):
         case = fit(step, variant, logits_soft_cap=2.0, gain=4.0, sliding_window=window)
-        check(load_real(case.requirements(return_lse=True), variant), realise(case))
+        check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @STEPS
@@ -132,7 +132,7 @@ def test_soft_caps(load_real, variant, step) -> None:
 def test_alibi(load_real, variant, step) -> None:
     for window in (None, 9):
         case = fit(step, variant, alibi="linear", sliding_window=window)
-        check(load_real(case.requirements(), variant), realise(case))
+        check(load_real(case.requirements(), variant), materialize(case))
 
 
 @STEPS
@@ -141,7 +141,7 @@ def test_alibi(load_real, variant, step) -> None:
 @pytest.mark.parametrize("window", [None, 9])
 def test_sinks_count(load_real, variant, step, head_size, window) -> None:
     case = fit(step, variant, sinks=True, head_size=head_size, sliding_window=window)
-    backend, scene = load_real(case.requirements(return_lse=True), variant), realise(case)
+    backend, scene = load_real(case.requirements(return_lse=True), variant), materialize(case)
     outputs = [check(backend, evolve(scene, sinks=sinks)).output for sinks in (scene.sinks, scene.sinks + 3.0)]
 
     assert not torch.equal(*outputs)
@@ -151,7 +151,7 @@ def test_sinks_count(load_real, variant, step, head_size, window) -> None:
 def test_sinks_count_for_64_heads(load_real, variant) -> None:
     case = fit(MIXED, variant, sinks=True, num_q_heads=64, num_kv_heads=8, head_size=64)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 # -- logarithms of sums --------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_each_head_and_row_has_its_own_lse(load_real, variant, num_kv_heads) -> 
     """Where heads are folded into rows a library may return them in an order that its shape does not tell."""
     case = fit(DECODES, variant, query_lens=(1,) * 5, context_lens=(300, 0, 17, 64, 200), num_kv_heads=num_kv_heads)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 # -- 8-bit caches --------------------------------------------------------------------------------------------------
@@ -183,21 +183,21 @@ def test_8_bit_caches_are_read_with_their_scales(load_real, variant, step, layou
     case = fit(step, variant, kv_cache_dtype="fp8_e4m3", **scales)
     backend = load_real(case.requirements(return_lse=True, kv_layout=layout), variant)
 
-    check(backend, realise(case))
-    check(backend, realise(case), host_writes=True)
+    check(backend, materialize(case))
+    check(backend, materialize(case), host_writes=True)
 
 
 @pytest.mark.parametrize("variant", FP8)
 def test_8_bit_caches_beside_windows_and_soft_caps(load_real, variant) -> None:
     for asked in ({"sliding_window": 9}, {"logits_soft_cap": 5.0}, {"head_size": 64, "num_q_heads": 32}):
         case = fit(MIXED, variant, kv_cache_dtype="fp8_e4m3", k_scale=0.25, v_scale=3.0, **asked)
-        check(load_real(case.requirements(return_lse=True), variant), realise(case))
+        check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 def test_8_bit_caches_beside_sinks(load_real) -> None:
     case = evolve(MIXED, kv_cache_dtype="fp8_e4m3", k_scale=0.5, v_scale=2.0, sinks=True, head_size=64)
 
-    check(load_real(case.requirements(return_lse=True), "fa3_vllm"), realise(case))
+    check(load_real(case.requirements(return_lse=True), "fa3_vllm"), materialize(case))
 
 
 # -- kinds of requests ---------------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_8_bit_caches_beside_sinks(load_real) -> None:
 def test_every_row_of_a_decode_is_written(load_real, variant, query_lens) -> None:
     case = fit(MIXED, variant, query_lens=query_lens, context_lens=(300, 0, 17), decode_query_len=4)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(evolve(case, num_padding_tokens=3)))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(evolve(case, num_padding_tokens=3)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -216,7 +216,7 @@ def test_keys_of_an_encoder_are_read_from_the_cache_after_the_first_step(load_re
     case = fit(MIXED, variant, query_lens=(1, 1, 7), context_lens=(5, 30, 0), attn_type="encoder_decoder", causal=False)
     case = evolve(case, encoder_lens=(40, 3, 90))
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -224,16 +224,16 @@ def test_float16_and_encoders(load_real, variant) -> None:
     """Requests of one dtype after those of the other: what is compiled for one is not taken for the other."""
     for dtype in ("bfloat16", "float16"):
         case = fit(MIXED, variant, dtype=dtype)
-        check(load_real(case.requirements(return_lse=True), variant), realise(case))
+        check(load_real(case.requirements(return_lse=True), variant), materialize(case))
     case = evolve(case, query_lens=(40, 1, 300), context_lens=(0, 0, 0), attn_type="encoder", causal=False)
-    check(load_real(case.requirements(paged=False, return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(paged=False, return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_keys_of_another_layer_are_read(load_real, variant) -> None:
     case = fit(MIXED, variant, kv_sharing=True)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

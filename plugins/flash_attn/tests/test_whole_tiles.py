@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attnplug.contract import GraphShape, Limits
 from attnplug_flash_attn.kernels.interface import Terms
-from attnplug_kit.oracle import Case, check, realise
+from attnplug_kit.oracle import Case, check, materialize
 from plugins.flash_attn.tests.requests_of import HEADS, kernels, requests
 from tests.backends.setting import Setting
 
@@ -53,7 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
 def test_pages_of_all_sizes_hold_their_keys_alone(load_doubled, variant, case) -> None:
     """Slots that nobody has written hold NaN."""
-    check(load_doubled(case.requirements(return_lse=True), variant), realise(case))
+    check(load_doubled(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize(
@@ -79,16 +79,16 @@ def test_it_is_the_padding_that_keeps_the_rest_of_a_page_out(
 
     if is_read:
         with pytest.raises(AssertionError, match="nan, exact"):
-            check(backend, realise(case))
+            check(backend, materialize(case))
     else:
-        check(backend, realise(case))
+        check(backend, materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("block_size", "is_told"), [(16, False), (48, False), (64, True), (256, True)])
 def test_calls_on_large_pages_have_a_padding_of_nothing(load_doubled, journal, variant, block_size, is_told) -> None:
     case = evolve(CASE, block_size=block_size)
-    check(load_doubled(case.requirements(), variant), realise(case))
+    check(load_doubled(case.requirements(), variant), materialize(case))
 
     name = "leftpad_k" if variant == "fa3_vllm" else "cache_leftpad"
     assert [call.arguments.get(name) for call in journal.calls] == [(1,) if is_told else None] * len(journal.calls)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve
 
-from attnplug_kit.oracle import Case, check, realise
+from attnplug_kit.oracle import Case, check, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,4 +69,4 @@ SERVED: Final = tuple(
 def check_attended(load: Callable[..., Any], variant: str, name: str) -> None:
     """Run a case, and compare output and LSE with the oracle's."""
     case, asked = CASES[name]
-    check(load(case.requirements(return_lse=True, **asked), variant), realise(case))
+    check(load(case.requirements(return_lse=True, **asked), variant), materialize(case))

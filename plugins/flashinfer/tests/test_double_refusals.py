@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug_kit.oracle import Case, realise
+from attnplug_kit.oracle import Case, materialize
 
 pytestmark = pytest.mark.usefixtures("doubled")
 
@@ -450,7 +450,7 @@ def test_a_wrapper_with_sinks_is_in_the_journal_once(journal):
 
 
 def test_merging_checks_its_states():
-    scene = realise(Case(query_lens=(2,), context_lens=(3,), head_size=64))
+    scene = materialize(Case(query_lens=(2,), context_lens=(3,), head_size=64))
     v, s = scene.queries[0], torch.zeros(2, 4)
     library().merge_state_in_place(v.clone(), s.clone(), v, s)
     for wrong in ((v, s.half(), v, s), (v, s, v.half(), s), (v, s[:1], v, s), (v, s, v, s.T.contiguous().T)):

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract.inputs.kv_cache import torch_dtype
-from attnplug_kit.oracle import Case, Scene, assert_close, attend, realise
+from attnplug_kit.oracle import Case, Scene, assert_close, attend, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -96,7 +96,7 @@ def compare(scene: Scene, output: torch.Tensor, lse: torch.Tensor) -> None:
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_prefill(feature, layout, as_tuple):
-    scene = realise(evolve(MIXED, **FEATURES[feature]))
+    scene = materialize(evolve(MIXED, **FEATURES[feature]))
     case = scene.case
     wrapper = library().BatchPrefillWithPagedKVCacheWrapper(workspace(), layout, backend="fa2")
     wrapper.plan(
@@ -115,7 +115,7 @@ def test_prefill(feature, layout, as_tuple):
 @pytest.mark.parametrize("use_tensor_cores", [False, True])
 @pytest.mark.parametrize("feature", [name for name in FEATURES if name != "not_causal"])
 def test_decode(feature, use_tensor_cores, layout):
-    scene = realise(evolve(DECODES, **FEATURES[feature]))
+    scene = materialize(evolve(DECODES, **FEATURES[feature]))
     case = scene.case
     wrapper = library().BatchDecodeWithPagedKVCacheWrapper(
         workspace(), layout, use_tensor_cores=use_tensor_cores, backend="fa2"
@@ -127,7 +127,7 @@ def test_decode(feature, use_tensor_cores, layout):
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
 def test_sinks(backend, window):
-    scene = realise(evolve(MIXED, sinks=True, sliding_window=window))
+    scene = materialize(evolve(MIXED, sinks=True, sliding_window=window))
     case, dtypes = scene.case, {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     left = case.window[0]
     wrapper = library().BatchAttentionWithAttentionSinkWrapper(
@@ -143,7 +143,7 @@ def test_sinks(backend, window):
 
 @pytest.mark.parametrize("case", [MIXED, DENSE, evolve(MIXED, logits_soft_cap=3.0, sliding_window=4)])
 def test_ragged(case):
-    scene = realise(case)
+    scene = materialize(case)
     wrapper = library().BatchPrefillWithRaggedKVCacheWrapper(workspace(), backend="fa3")
     wrapper.plan(
         offsets(*case.query_lens), offsets(*case.key_lens), case.num_q_heads, case.num_kv_heads, 64,
@@ -164,7 +164,7 @@ def test_rows_without_keys_are_zero():
 
 
 def test_merged_states_are_those_of_all_keys(partial_of):
-    scene = realise(evolve(MIXED, query_lens=(4,), context_lens=(30,), causal=False))
+    scene = materialize(evolve(MIXED, query_lens=(4,), context_lens=(30,), causal=False))
     (first, second), exact = partial_of(scene, 11), scene.expected()
     library().merge_state_in_place(*first, *second)
     assert_close(first[0].bfloat16(), exact.output, dtype=torch.bfloat16, scale=scene.largest_value)

@@ -21,7 +21,7 @@ from packaging.version import Version
 import attnplug_flashinfer
 from attnplug.contract import GraphShape
 from attnplug.manifest.reader import read_manifest
-from attnplug_kit.oracle import Case, check, check_replays, padded_for, realise
+from attnplug_kit.oracle import Case, check, check_replays, materialize, padded_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -88,14 +88,14 @@ def run_all_features(load: Callable[..., Any]) -> None:
     kernels = [{"flashinfer_double": {"decode_kernel": kernel}} for kernel in ("tensor_cores", "cuda_cores")]
     for case, engine in STEPS.values():
         for options in kernels[: 1 if case.sinks or not engine.get("paged", True) else 2]:
-            check(load(case.requirements(**engine), options=options), realise(case))
+            check(load(case.requirements(**engine), options=options), materialize(case))
     for case in GRAPHS.values():
         for options in kernels[: 1 if case.sinks else 2]:
-            scenes = [realise(padded_for(evolve(case, seed=seed), spare=1)) for seed in (1, 2)]
+            scenes = [materialize(padded_for(evolve(case, seed=seed), spare=1)) for seed in (1, 2)]
             scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
             backend = load(case.requirements(cudagraph="uniform_batch", return_lse=True), options=options)
             check_replays(backend, scenes, num_reqs=3, max_seq_len=64)
-    check(load(MIXED.requirements(), "fa3"), realise(MIXED))
+    check(load(MIXED.requirements(), "fa3"), materialize(MIXED))
     load(MIXED.with_shared_prefix(2).requirements()).warmup([GraphShape(1, 1, 1, 64)])
 
 

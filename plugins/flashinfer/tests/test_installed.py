@@ -40,7 +40,7 @@ def test_without_the_library_it_is_listed_as_lacking_it(site: Site) -> None:
     found = site.listed()
 
     assert found["distribution"] == "attnplug-flashinfer 0.1.0"
-    assert [(v["id"], v["standing"]) for v in found["variants"]] == [
+    assert [(v["id"], v["availability"]) for v in found["variants"]] == [
         ("flashinfer/fa3", "missing_dependency"),
         ("flashinfer/fa2", "missing_dependency"),
     ]
@@ -76,7 +76,7 @@ def test_another_version_of_the_library_is_told_as_such(site: Site, tmp_path: Pa
 def test_with_the_library_it_is_ready_and_chosen(site: Site, tmp_path: Path, version: str) -> None:
     libraries = site.libraries(tmp_path, {"flashinfer-python": version})
 
-    assert {v["standing"] for v in site.listed(libraries)["variants"]} == {"ready"}
+    assert {v["availability"] for v in site.listed(libraries)["variants"]} == {"ready"}
     assert site.explanation("cuda:9.0", libraries=libraries)["chosen"] == "flashinfer/fa3"
     assert site.explanation("cuda:8.0", libraries=libraries)["chosen"] == "flashinfer/fa2"
     assert site.explanation("cpu", libraries=libraries)["chosen"] == "torch/sdpa"

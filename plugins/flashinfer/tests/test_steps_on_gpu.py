@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import GraphShape
-from attnplug_kit.oracle import Case, check_replays, padded_for, realise
+from attnplug_kit.oracle import Case, check_replays, materialize, padded_for
 from plugins.flashinfer.tests.real import VARIANTS
 from tests.backends import steps
 from tests.backends.graphs import Captured, Graphs
@@ -35,7 +35,7 @@ def test_replays_are_the_oracles(load_real, kernel, num_reqs) -> None:
     ]
     backend = load_real(cases[0].requirements(cudagraph="uniform_batch", return_lse=True), decode_kernel=kernel)
 
-    check_replays(backend, [realise(case) for case in cases], num_reqs=num_reqs, max_seq_len=400)
+    check_replays(backend, [materialize(case) for case in cases], num_reqs=num_reqs, max_seq_len=400)
 
 
 def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> None:

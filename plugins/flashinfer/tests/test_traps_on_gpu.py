@@ -13,7 +13,7 @@ from attrs import evolve
 
 from attnplug.contract import GraphShape, Layer
 from attnplug_flashinfer.prebuilt import needed_modules
-from attnplug_kit.oracle import Case, check, realise
+from attnplug_kit.oracle import Case, check, materialize
 from plugins.flashinfer.tests.real import VARIANTS
 from tests.backends import traps
 from tests.backends.setting import Setting
@@ -32,7 +32,7 @@ def test_sinks_count_in_both_head_sizes_of_one_process(load_real, variant) -> No
         for lens in (LLAMA, DECODES):
             case = evolve(lens, head_size=head_size, sinks=True)
             backend = load_real(case.requirements(return_lse=True), variant)
-            scene = realise(case)
+            scene = materialize(case)
             outputs = [check(backend, evolve(scene, sinks=sinks)).output for sinks in (scene.sinks, scene.sinks + 3.0)]
             assert not torch.equal(*outputs)
 
@@ -42,14 +42,14 @@ def test_sinks_count_in_both_head_sizes_of_one_process(load_real, variant) -> No
 def test_sinks_count_beside_a_window(load_real, variant, lens) -> None:
     case = evolve(lens, head_size=64, sinks=True, sliding_window=9)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sinks_count_in_decodes_of_several_rows(load_real, variant) -> None:
     case = evolve(LLAMA, query_lens=(3, 3, 2), context_lens=(300, 0, 17), head_size=64, sinks=True, decode_query_len=3)
 
-    check(load_real(case.requirements(), variant), realise(case))
+    check(load_real(case.requirements(), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -58,14 +58,14 @@ def test_sinks_count_in_decodes_of_several_rows(load_real, variant) -> None:
 def test_both_kernels_decode_and_their_lse_is_natural(load_real, variant, kernel, group) -> None:
     case = evolve(DECODES, num_q_heads=2 * group)
 
-    check(load_real(case.requirements(return_lse=True), variant, decode_kernel=kernel), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant, decode_kernel=kernel), materialize(case))
 
 
 @pytest.mark.parametrize("group", [5, 16])
 def test_other_groups_decode_on_tensor_cores(load_real, group) -> None:
     case = evolve(DECODES, num_q_heads=2 * group)
 
-    check(load_real(case.requirements(return_lse=True)), realise(case))
+    check(load_real(case.requirements(return_lse=True)), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -78,7 +78,7 @@ def test_the_lse_of_a_single_key_is_its_score(load_real, variant) -> None:
 def test_every_row_of_a_decode_is_written(load_real, variant, query_lens) -> None:
     case = evolve(LLAMA, query_lens=query_lens, context_lens=(300, 0, 17), decode_query_len=4, num_padding_tokens=3)
 
-    check(load_real(case.requirements(return_lse=True), variant), realise(case))
+    check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -88,7 +88,7 @@ def test_8_bit_caches_are_read_with_their_scales(load_real, layout, kernel, dtyp
     case = evolve(LLAMA, kv_cache_dtype=dtype, k_scale=0.25, v_scale=3.0)
     backend = load_real(case.requirements(return_lse=True, kv_layout=layout), decode_kernel=kernel)
 
-    check(backend, realise(case))
+    check(backend, materialize(case))
 
 
 @pytest.mark.parametrize(("variant", "dtype"), [("fa2", "auto"), ("fa3", "auto"), ("fa2", "fp8_e4m3")])

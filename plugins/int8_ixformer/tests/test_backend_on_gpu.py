@@ -17,7 +17,7 @@ from attnplug_kit.oracle.byte_rounding import by_channel
 from attnplug_kit.oracle.cases import Case
 from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.running import check, limits_of
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 from plugins.int8_ixformer.tests.dense import ask
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
@@ -74,7 +74,7 @@ def calls(monkeypatch):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_decodes_write_by_themselves_beside_prompts_too(level, calls):
-    scene = realise(evolve(CASE, kv_cache_dtype=DTYPES[level]))
+    scene = materialize(evolve(CASE, kv_cache_dtype=DTYPES[level]))
 
     check(load(scene.case.requirements()), scene)
 
@@ -86,7 +86,7 @@ def test_decodes_write_by_themselves_beside_prompts_too(level, calls):
 )
 def test_long_prompts_are_loaded_by_descriptors(asked, calls, monkeypatch):
     monkeypatch.setattr(triton_provider, "_WORTH_DESCRIPTORS", 33)
-    scene = realise(evolve(CASE, kv_cache_dtype="int8", **asked))
+    scene = materialize(evolve(CASE, kv_cache_dtype="int8", **asked))
 
     check(load(scene.case.requirements()), scene)
 
@@ -104,7 +104,7 @@ def test_a_decode_is_one_launch_and_two_where_it_is_split(level, calls):
     for length, launches in ((20, ["decode"]), (600, ["decode", "merge"])):
         calls.clear()
         case = Case(query_lens=(1,), context_lens=(length,), head_size=64, dtype="bfloat16", block_size=32)
-        scene = realise(evolve(case, kv_cache_dtype=DTYPES[level]))
+        scene = materialize(evolve(case, kv_cache_dtype=DTYPES[level]))
 
         check(load(scene.case.requirements()), scene)
 
@@ -113,7 +113,7 @@ def test_a_decode_is_one_launch_and_two_where_it_is_split(level, calls):
 
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_host_writes_prompts(level, calls):
-    scene = realise(evolve(CASE, kv_cache_dtype=DTYPES[level]))
+    scene = materialize(evolve(CASE, kv_cache_dtype=DTYPES[level]))
     backend = load(scene.case.requirements())
     impl = backend.make_impl(scene.layer(device=DEVICE, cache_write="host"))
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
@@ -133,7 +133,9 @@ def test_a_host_writes_prompts(level, calls):
 def test_a_row_without_a_slot_is_read_from_the_cache_and_not_written(level, prefills, calls):
     """As where another request of the same prefix has written it: it is not written a second time."""
     lens = (1, 1, 20)[: 2 + prefills]
-    scene = realise(evolve(CASE, query_lens=lens, context_lens=(50, 7, 0)[: len(lens)], kv_cache_dtype=DTYPES[level]))
+    scene = materialize(
+        evolve(CASE, query_lens=lens, context_lens=(50, 7, 0)[: len(lens)], kv_cache_dtype=DTYPES[level])
+    )
     backend = load(scene.case.requirements(cudagraph="single_token_decode"))
     impl = backend.make_impl(scene.layer(device=DEVICE))
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
@@ -154,7 +156,7 @@ def test_a_row_without_a_slot_is_read_from_the_cache_and_not_written(level, pref
 
 def test_index_tensors_and_scales_need_not_lie_side_by_side():
     """A column of a host's own table, say."""
-    scene = realise(evolve(CASE, kv_cache_dtype="int8", alibi="linear"))
+    scene = materialize(evolve(CASE, kv_cache_dtype="int8", alibi="linear"))
     backend = load(scene.case.requirements())
     layer = scene.layer(device=DEVICE)
     impl = backend.make_impl(evolve(layer, alibi_slopes=spread(layer.alibi_slopes)))
@@ -181,7 +183,7 @@ def spread(tensor):
 
 def test_prompts_whose_values_do_not_fit_at_once_are_several_launches(calls, monkeypatch):
     monkeypatch.setattr(triton_provider, "_SPARE", 0)
-    scene = realise(evolve(CASE, query_lens=(150, 20, 70), context_lens=(0, 200, 60), kv_cache_dtype="int8"))
+    scene = materialize(evolve(CASE, query_lens=(150, 20, 70), context_lens=(0, 200, 60), kv_cache_dtype="int8"))
 
     check(load(scene.case.requirements()), scene)
 
@@ -198,7 +200,7 @@ def test_a_graph_of_split_sequences_serves_longer_and_shorter_ones(level, query_
              kv_cache_dtype=DTYPES[level], seed=seed, decode_query_len=query_len)
         for seed, lens in enumerate(contexts)
     ]  # fmt: skip
-    scenes = [realise(padded_for(case, 3 - len(case.query_lens))) for case in cases]
+    scenes = [materialize(padded_for(case, 3 - len(case.query_lens))) for case in cases]
     backend = load(cases[0].requirements(cudagraph="uniform_batch"))
 
     check_replays(backend, scenes, num_reqs=3, max_seq_len=1500)
@@ -233,7 +235,7 @@ def scales(tmp_path):
 
 
 def test_a_calibration_is_loaded_into_the_cache_and_no_step_changes_it(scales, calls):
-    scene = realise(evolve(CASE, kv_cache_dtype="int8"))
+    scene = materialize(evolve(CASE, kv_cache_dtype="int8"))
     backend = load(scene.case.requirements(), value_scales=scales)
     impl = backend.make_impl(scene.layer(device=DEVICE))
     call = scene.paged(backend, DEVICE)

@@ -19,7 +19,7 @@ from attnplug_kit.oracle.byte_rounding import paged_tensors
 from attnplug_kit.oracle.cases import Case
 from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.running import check, limits_of
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, NAME
 
 TERMS = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
@@ -41,7 +41,7 @@ def journal(doubled):
 
 
 def scene_of(dtype, **fields):
-    return realise(Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, num_padding_tokens=2, **fields))
+    return materialize(Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, num_padding_tokens=2, **fields))
 
 
 def load(scene, **engine):
@@ -141,7 +141,7 @@ def test_a_host_writes_prefills_and_no_decodes(journal, dtype, suffix):
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
 def test_heads_of_float16(journal, dtype, suffix):
-    scene = realise(evolve(scene_of(dtype, **MIXED).case, dtype="float16"))
+    scene = materialize(evolve(scene_of(dtype, **MIXED).case, dtype="float16"))
 
     check(load(scene), scene)
 
@@ -195,7 +195,7 @@ def test_rows_without_a_slot_are_left_to_the_call_that_knows_slots(journal, dtyp
 def test_graphs_pad_lengths_to_one_key(journal, dtype, suffix):
     cases = [Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, seed=seed, query_lens=(1,) * count,
                   context_lens=(7, 30)[:count]) for seed, count in ((0, 2), (1, 1))]  # fmt: skip
-    scenes = [realise(padded_for(case, 3 - len(case.query_lens))) for case in cases]
+    scenes = [materialize(padded_for(case, 3 - len(case.query_lens))) for case in cases]
     backend = load(scenes[0], cudagraph="single_token_decode")
 
     check_replays(backend, scenes, num_reqs=3, max_seq_len=64)
@@ -210,7 +210,7 @@ def test_graphs_pad_lengths_to_one_key(journal, dtype, suffix):
 def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journal, dtype, suffix, graphs):
     """The rows of their table may still name blocks of other requests."""
     engine = {"cudagraph": "single_token_decode"} if graphs else {}
-    scene = realise(Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, num_padding_tokens=int(graphs),
+    scene = materialize(Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, num_padding_tokens=int(graphs),
                          query_lens=(1, 1, 0), context_lens=(30, 7, 0)))  # fmt: skip
     backend = load(scene, **engine)
     impl = backend.make_impl(scene.layer())

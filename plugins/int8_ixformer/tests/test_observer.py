@@ -15,7 +15,7 @@ from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
 from attnplug_kit.oracle.cases import Case
 from attnplug_kit.oracle.replay import CANARY
 from attnplug_kit.oracle.running import check, run
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 
 pytestmark = pytest.mark.usefixtures("offered")
 
@@ -45,7 +45,7 @@ def load(case=CASE, **options):
     ids=str,
 )
 def test_results_are_those_of_the_inner_backend(changed):
-    scene = realise(evolve(CASE, **changed))
+    scene = materialize(evolve(CASE, **changed))
     backend = load(scene.case)
 
     ran = check(backend, scene)
@@ -69,7 +69,7 @@ def test_blocks_that_are_left_to_the_backends_are_the_same_for_both():
 
 def test_what_the_host_of_an_inner_backend_writes_is_written(monkeypatch):
     monkeypatch.setattr(TorchImpl, "cache_write", "host")
-    scene = realise(CASE)
+    scene = materialize(CASE)
     backend = load()
 
     check(backend, scene)
@@ -79,7 +79,7 @@ def test_what_the_host_of_an_inner_backend_writes_is_written(monkeypatch):
 
 def steps(backend, seeds=(0, 1)):
     """A layer that has seen some steps, and the values of each."""
-    scenes = [realise(evolve(CASE, seed=seed)) for seed in seeds]
+    scenes = [materialize(evolve(CASE, seed=seed)) for seed in seeds]
     impl = backend.make_impl(scenes[0].layer())
     builder = backend.make_builder(
         [impl], backend.make_state(Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64))
@@ -113,7 +113,7 @@ def test_a_bound_of_splits_is_the_inner_backend_s():
 
 def test_what_stands_in_for_a_step_is_not_noted():
     backend = load()
-    impl = backend.make_impl(realise(CASE).layer())
+    impl = backend.make_impl(materialize(CASE).layer())
     builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=1, max_num_tokens=2, max_seq_len=64)))
     query, key, value = (torch.full((2, heads, 32), 5.0, dtype=torch.bfloat16) for heads in (4, 2, 2))
 
@@ -138,14 +138,14 @@ def test_a_channel_that_is_always_zero_has_a_scale():
 
 
 def test_a_layer_that_has_seen_nothing_has_no_scales():
-    impl = load().make_impl(realise(CASE).layer())
+    impl = load().make_impl(materialize(CASE).layer())
 
     with pytest.raises(LayerError, match=r"(?s)'layer' has seen no value.*run prompts through the model first"):
         ValueScales.observed([impl])
 
 
 def test_layers_that_share_a_cache_have_no_scales():
-    scene = realise(evolve(CASE, kv_sharing=True))
+    scene = materialize(evolve(CASE, kv_sharing=True))
     sharing = load(scene.case).make_impl(scene.layer())
     seen, _ = steps(load())
 
@@ -154,7 +154,7 @@ def test_layers_that_share_a_cache_have_no_scales():
 
 
 def test_a_layer_of_another_backend_is_refused():
-    scene = realise(CASE)
+    scene = materialize(CASE)
     backend = attnplug.load(scene.case.requirements(), Device.cpu(), backend="torch")
 
     with pytest.raises(LayerError, match=r"(?s)'layer' of torch/sdpa.*calibration alone notes values.*calibrate"):
@@ -181,7 +181,7 @@ def test_without_an_inner_backend_the_reason_is_told(name, told):
 
 
 def test_it_is_no_backend_for_graphs():
-    scene = realise(CASE)
+    scene = materialize(CASE)
     explained = attnplug.explain(scene.case.requirements(features=CALIBRATE, cudagraph="single_token_decode"))
 
     assert next(one for one in explained.verdicts if one.id == "int8_ixformer/calibration").status == "refused"

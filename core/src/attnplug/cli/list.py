@@ -29,7 +29,7 @@ standings:
 
 examples:
   attnplug list
-  attnplug list --json | jq -r '.backends[].variants[] | select(.standing == "ready") | .id'
+  attnplug list --json | jq -r '.backends[].variants[] | select(.availability == "ready") | .id'
 """
 
 
@@ -75,7 +75,7 @@ def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, registry:
         "summary": manifest.summary if manifest else "",
         "distribution": first.distribution,
         "module": plugin.module if plugin else "",
-        "embedded": first.embedded,
+        "built_in": first.built_in,
         "api": ".".join(map(str, manifest.api)) if manifest else "",
         "manifest": manifest.path if manifest else "",
         "variants": [_variant(candidate, registry) for candidate in candidates],
@@ -85,10 +85,10 @@ def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, registry:
 def _variant(candidate: Candidate, registry: Registry) -> dict[str, Any]:
     return {
         "id": candidate.id,
-        "standing": candidate.standing,
+        "availability": candidate.availability,
         **(_declared(candidate.variant) if candidate.variant else {}),
         "verified_on": [device.to_dict() for device in verified_on(candidate, registry)],
-        "reasons": [reason.to_dict() for reason in candidate.obstacles],
+        "reasons": [reason.to_dict() for reason in candidate.reasons],
         "install": list(candidate.install),
         "action": candidate.fix,
     }
@@ -118,7 +118,7 @@ def _show(candidates: Iterable[Candidate], registry: Registry) -> None:
 def _row(candidate: Candidate, registry: Registry) -> Row:
     from attnplug.commands import Row  # noqa: PLC0415 - as above
 
-    return Row(candidate.id, candidate.standing, tuple(_lines(candidate, registry)), candidate.distribution)
+    return Row(candidate.id, candidate.availability, tuple(_lines(candidate, registry)), candidate.distribution)
 
 
 def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
@@ -131,8 +131,8 @@ def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
             yield f"requires {', '.join(variant.requires)}"
         devices = dict.fromkeys(map(str, verified_on(candidate, registry)))
         yield f"verified on {', '.join(devices) or 'no device'}"
-    for reason in candidate.obstacles:
+    for reason in candidate.reasons:
         yield f"- {reason}"
-    if candidate.standing != "ready":
-        nowhere = candidate.standing == "absent" and not candidate.install
+    if candidate.availability != "ready":
+        nowhere = candidate.availability == "absent" and not candidate.install
         yield ("" if nowhere else "fix: ") + str(Fix(install=candidate.install, action=candidate.fix))

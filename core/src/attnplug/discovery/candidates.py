@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Contest:
+class NameConflict:
     """
     One name that several distributions claim.
 
@@ -67,7 +67,7 @@ class Contest:
 
 
 @frozen
-class Lineup:
+class Candidates:
     """
     Every candidate under some settings.
 
@@ -77,17 +77,17 @@ class Lineup:
     """
 
     candidates: tuple[Candidate, ...]
-    aliases: Mapping[str, Contest]
+    aliases: Mapping[str, NameConflict]
 
 
-def line_up(
+def list_candidates(
     plugins: Iterable[Plugin],
     known: Iterable[KnownPlugin],
     settings: Settings,
     version_of: VersionOf,
     *,
     assume_installed: bool,
-) -> Lineup:
+) -> Candidates:
     """
     Line up the candidates.
 
@@ -112,7 +112,7 @@ def line_up(
         attrs.evolve(c, aliases=tuple(a for a in c.aliases if a not in aliases and a not in groups)) if c.aliases else c
         for c in found
     )
-    return Lineup(tuple(sorted(candidates, key=lambda c: c.backend)), aliases)
+    return Candidates(tuple(sorted(candidates, key=lambda c: c.backend)), aliases)
 
 
 def usable_of(plugins: Iterable[Plugin], settings: Settings) -> tuple[Plugin, ...]:
@@ -128,18 +128,18 @@ def _raise_first(usable: Mapping[str, tuple[Plugin, ...]]) -> None:
     errors: list[AttnplugError] = [
         plugin.error for group in usable.values() for plugin in group if plugin.error is not None
     ]
-    errors += [Contest(name, group).error() for name, group in usable.items() if len(group) > 1]
+    errors += [NameConflict(name, group).error() for name, group in usable.items() if len(group) > 1]
     if errors:
         raise errors[0]
 
 
-def _contested_aliases(plugins: Iterable[Plugin]) -> dict[str, Contest]:
+def _contested_aliases(plugins: Iterable[Plugin]) -> dict[str, NameConflict]:
     claims: dict[str, list[Plugin]] = {}
     for plugin in plugins:
         for alias in dict.fromkeys(plugin.manifest.aliases if plugin.manifest else ()):
             claims.setdefault(alias, []).append(plugin)
     return {
-        alias: Contest(alias, tuple(group))
+        alias: NameConflict(alias, tuple(group))
         for alias, group in claims.items()
         if len({plugin.name for plugin in group}) > 1
     }
@@ -154,7 +154,7 @@ def _of_name(
     assume_installed: bool,
 ) -> Iterator[Candidate]:
     if len(usable) > 1:
-        yield _duplicate(Contest(group[0].name, usable))
+        yield _duplicate(NameConflict(group[0].name, usable))
     for plugin in group:
         if len(group) == 1 or usable == (plugin,):
             yield from _of_plugin(plugin, settings, version_of, assume_installed=assume_installed)
@@ -174,7 +174,7 @@ def _of_plugin(
             plugin.manifest,
             variant,
             version_of,
-            embedded=plugin.embedded,
+            built_in=plugin.built_in,
             distribution=plugin.label,
             assume_installed=assume_installed,
         )
@@ -182,8 +182,8 @@ def _of_plugin(
         if denial is not None:
             candidate = attrs.evolve(
                 candidate,
-                standing="refused",
-                obstacles=(denial.reason, *candidate.obstacles),
+                availability="refused",
+                reasons=(denial.reason, *candidate.reasons),
                 fix="; ".join(filter(None, (denial.fix, candidate.fix))),
             )
         yield candidate
@@ -192,27 +192,27 @@ def _of_plugin(
 def _unread(plugin: Plugin, settings: Settings) -> Candidate:
     """Return the one candidate of a plugin whose variants are of no use."""
     denial = deny(settings, identity(plugin))
-    obstacles = ((denial.reason,) if denial else ()) + ((plugin.problem,) if plugin.problem else ())
+    reasons = ((denial.reason,) if denial else ()) + ((plugin.problem,) if plugin.problem else ())
     refused = denial is not None or (plugin.problem is not None and plugin.problem.code == "api")
     return Candidate(
         id=plugin.name,
         backend=plugin.name,
-        standing="refused" if refused else "broken",
-        obstacles=obstacles,
+        availability="refused" if refused else "broken",
+        reasons=reasons,
         fix="; ".join(text for text in (denial.fix if denial else "", plugin.fix) if text),
-        embedded=plugin.embedded,
+        built_in=plugin.built_in,
         distribution=plugin.label,
     )
 
 
-def _duplicate(contest: Contest) -> Candidate:
+def _duplicate(contest: NameConflict) -> Candidate:
     error = contest.error()
     return Candidate(
         id=contest.name,
         backend=contest.name,
         aliases=tuple(dict.fromkeys(alias for p in contest.claimants if p.manifest for alias in p.manifest.aliases)),
-        standing="broken",
-        obstacles=(Reason("broken", contest.name, None, error.problem, error.expected),),
+        availability="broken",
+        reasons=(Reason("broken", contest.name, None, error.problem, error.expected),),
         fix=contest.fix,
         distribution=", ".join(plugin.label for plugin in contest.claimants),
     )
@@ -225,8 +225,8 @@ def _absent(plugin: KnownPlugin, settings: Settings) -> Candidate:
         id=plugin.name,
         backend=plugin.name,
         aliases=plugin.aliases,
-        standing="absent",
-        obstacles=(missing, denial.reason) if denial else (missing,),
+        availability="absent",
+        reasons=(missing, denial.reason) if denial else (missing,),
         install=(plugin.install,) if plugin.published else (),
         fix="; ".join(text for text in ("" if plugin.published else UNPUBLISHED, denial.fix if denial else "") if text),
     )

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnplug.discovery.plugin import Plugin
 
 
-def under_own_names(plugin: Plugin, names: set[str]) -> Plugin:
+def drop_foreign_aliases(plugin: Plugin, names: set[str]) -> Plugin:
     """Take away aliases that are another backend's name: whoever asks for that name means that backend."""
     if plugin.manifest is None or names.isdisjoint(plugin.manifest.aliases):
         return plugin
@@ -25,7 +25,7 @@ def under_own_names(plugin: Plugin, names: set[str]) -> Plugin:
     return attrs.evolve(plugin, manifest=attrs.evolve(plugin.manifest, aliases=own))
 
 
-def is_former(given: Plugin, plugin: Plugin) -> bool:
+def replaces(given: Plugin, plugin: Plugin) -> bool:
     """Whether a plugin is an earlier registration of another one: of its module, by its name or its manifest's file."""
     if not (given.is_by_hand and plugin.is_by_hand and given.module == plugin.module):
         return False

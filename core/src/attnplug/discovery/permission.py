@@ -119,7 +119,10 @@ def _unlisted(settings: Settings, who: Identity, variant: str | None) -> tuple[s
     if settings.allow is None or any(_admits(name, who, variant) for name in settings.allow):
         return None
     listed, source = ", ".join(map(repr, sorted(settings.allow))), _source(settings, "allow")
-    return f"{source} allows {listed or 'nothing at all, not even what is embedded'}", f"add {who.name!r} to {source}"
+    return (
+        f"{source} allows {listed or 'nothing at all, not even the built-in backend'}",
+        f"add {who.name!r} to {source}",
+    )
 
 
 def _admits(name: str, who: Identity, variant: str | None) -> bool:

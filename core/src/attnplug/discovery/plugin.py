@@ -44,7 +44,7 @@ class Plugin:
         problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or not there) or ``api`` (another
             major version of the contract).
         fix: The fix of the problem.
-        embedded: Whether it is part of the core.
+        built_in: Whether it is part of the core.
         error: The problem as an exception, for the strict setting.
     """
 
@@ -55,7 +55,7 @@ class Plugin:
     manifest: Manifest | None = None
     problem: Reason | None = None
     fix: str = ""
-    embedded: bool = False
+    built_in: bool = False
     error: ManifestError | None = field(default=None, eq=False, repr=False)
 
     @property
@@ -76,7 +76,7 @@ class Plugin:
 
 def read_plugin(entry: Entry) -> Plugin:
     """Read the manifest of an entry; what is wrong with it becomes the plugin's problem."""
-    embedded = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
+    built_in = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
     try:
         manifest = _read(entry)
     except ManifestError as error:
@@ -88,10 +88,10 @@ def read_plugin(entry: Entry) -> Plugin:
             None,
             _problem(entry, error),
             error.fix,
-            embedded,
+            built_in,
             error,
         )
-    return Plugin(entry.name, entry.module, entry.distribution, entry.version, manifest, embedded=embedded)
+    return Plugin(entry.name, entry.module, entry.distribution, entry.version, manifest, built_in=built_in)
 
 
 def find_manifest(module: str) -> Path:

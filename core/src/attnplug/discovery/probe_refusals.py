@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from attnplug.negotiation.verdict import Reason
 
 _MOST: Final = 1024
-"""Refusals that are remembered of one candidate. The oldest goes, and its probe is asked again."""
+"""ProbeRefusals that are remembered of one candidate. The oldest goes, and its probe is asked again."""
 
 _Of = tuple[Agreement | None, Device | None]
 
 
 @frozen
-class Refusal:
+class ProbeRefusal:
     """
     The answer of a probe that refuses, and what it holds for.
 
@@ -50,21 +50,21 @@ class Refusal:
         """The probe's own fix."""
         return self.reason.because or "choose another backend"
 
-    def beside(self, known: Refusals | None) -> Refusals:
+    def beside(self, known: ProbeRefusals | None) -> ProbeRefusals:
         """Return it with what the candidate's probe has refused before, if that is anything."""
-        return (Refusals() if known is None else known).plus(self)
+        return (ProbeRefusals() if known is None else known).plus(self)
 
 
 @frozen
-class Refusals:
+class ProbeRefusals:
     """What the probe of one candidate has refused. Immutable: `plus` returns others."""
 
-    _found: Mapping[_Of, Refusal] = field(factory=dict, alias="found")
+    _found: Mapping[_Of, ProbeRefusal] = field(factory=dict, alias="found")
 
-    def __iter__(self) -> Iterator[Refusal]:
+    def __iter__(self) -> Iterator[ProbeRefusal]:
         return iter(self._found.values())
 
-    def find(self, agreement: Agreement | None, device: Device) -> Refusal | None:
+    def find(self, agreement: Agreement | None, device: Device) -> ProbeRefusal | None:
         """
         Return what stands against an agreement on a device, or None.
 
@@ -75,8 +75,8 @@ class Refusals:
         found = self._found
         return found.get((None, device)) or found.get((agreement, device)) or found.get((agreement, None))
 
-    def plus(self, refusal: Refusal) -> Refusals:
+    def plus(self, refusal: ProbeRefusal) -> ProbeRefusals:
         """Return these and one more, which takes the place of an earlier answer to the same."""
         of = refusal.agreement, refusal.device
         others = [(of_, each) for of_, each in self._found.items() if of_ != of]
-        return Refusals(dict([*others[-_MOST + 1 :], (of, refusal)]))
+        return ProbeRefusals(dict([*others[-_MOST + 1 :], (of, refusal)]))

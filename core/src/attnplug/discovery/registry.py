@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Final
 
 import attrs
 
-from attnplug.discovery.candidates import Contest, Lineup, line_up, usable_of
+from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, usable_of
 from attnplug.discovery.known import Known, KnownPlugin, read_known
-from attnplug.discovery.names import clash, is_former, under_own_names, unknown_backend
+from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
 from attnplug.discovery.plugin import Plugin, read_plugin
-from attnplug.discovery.scan import Note, scan
+from attnplug.discovery.scan import Diagnostic, scan
 from attnplug.errors import UnknownBackendError
 from attnplug.manifest.schema import CONTRACT_API, Manifest
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
@@ -25,9 +25,9 @@ from attnplug.request.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
-    from attnplug.discovery.probe_refusals import Refusal, Refusals
+    from attnplug.discovery.probe_refusals import ProbeRefusal, ProbeRefusals
     from attnplug.evidence.coverage import Evidence
-    from attnplug.evidence.store import Library
+    from attnplug.evidence.store import EvidenceStore
     from attnplug.manifest.installed import VersionOf
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.verdict import Reason
@@ -52,7 +52,7 @@ class Registry:
     def __init__(
         self,
         plugins: Iterable[Plugin],
-        notes: Iterable[Note] = (),
+        notes: Iterable[Diagnostic] = (),
         known: Known | None = None,
         version_of: VersionOf | None = None,
         settings: Settings | None = None,
@@ -63,8 +63,8 @@ class Registry:
         self._version_of = version_of
         self._settings = attrs.evolve(settings or Settings(), strict=False)
         self._failures: dict[str, tuple[Reason, str]] = {}
-        self._refusals: dict[str, Refusals] = {}
-        self._library: Library | None = None
+        self._refusals: dict[str, ProbeRefusals] = {}
+        self._library: EvidenceStore | None = None
         self._warned: set[tuple[str, str]] = set()
         self._renew()
 
@@ -98,15 +98,19 @@ class Registry:
         return tuple(plugin for plugin in self._given if plugin.is_by_hand)
 
     @property
-    def notes(self) -> tuple[Note, ...]:
+    def notes(self) -> tuple[Diagnostic, ...]:
         """What is odd and does no harm."""
-        newer = (Note(p.label, "api", _newer(p.manifest)) for p in self._plugins if p.manifest and p.manifest.is_newer)
+        newer = (
+            Diagnostic(p.label, "api", _newer(p.manifest)) for p in self._plugins if p.manifest and p.manifest.is_newer
+        )
         aliases = (
-            Note(alias, "alias", f"is claimed by {contest.who}, and selects none of them")
+            Diagnostic(alias, "alias", f"is claimed by {contest.who}, and selects none of them")
             for alias, contest in self._contested().items()
         )
         borrowed = (
-            Note(alias, "alias", f"is the name of another backend, and does not select {given.name!r} ({given.label})")
+            Diagnostic(
+                alias, "alias", f"is the name of another backend, and does not select {given.name!r} ({given.label})"
+            )
             for given, plugin in zip(self._given, self._plugins, strict=True)
             if given.manifest and plugin.manifest
             for alias in given.manifest.aliases
@@ -150,12 +154,12 @@ class Registry:
         """
         return self._evidence().about(candidate.id)
 
-    def _evidence(self) -> Library:
+    def _evidence(self) -> EvidenceStore:
         library = self._library
         if library is None:
-            from attnplug.evidence.store import Library  # noqa: PLC0415 - deciding does without, and has a budget
+            from attnplug.evidence.store import EvidenceStore  # noqa: PLC0415 - deciding does without, and has a budget
 
-            library = self._library = Library(self._plugins, self._settings.evidence)
+            library = self._library = EvidenceStore(self._plugins, self._settings.evidence)
         return library
 
     def plugin(self, name: str) -> Plugin:
@@ -171,7 +175,7 @@ class Registry:
             raise self._unknown(name)
         usable = usable_of(group, self._settings) or group
         if len(usable) > 1:
-            raise Contest(name, usable).error()
+            raise NameConflict(name, usable).error()
         return usable[0]
 
     def resolve(self, name: str) -> None:
@@ -197,7 +201,7 @@ class Registry:
             )
 
     @property
-    def refusals(self) -> Mapping[str, Refusals]:
+    def refusals(self) -> Mapping[str, ProbeRefusals]:
         """What probes have refused of single requests or devices, by candidate."""
         return self._refusals
 
@@ -215,7 +219,7 @@ class Registry:
                 self._failures = {**self._failures, candidate_id: (reason, fix)}
                 self._renew()
 
-    def mark_refused(self, candidate_id: str, refusal: Refusal) -> None:
+    def mark_refused(self, candidate_id: str, refusal: ProbeRefusal) -> None:
         """
         Record what a probe has refused. From now on the candidate cannot serve that; one whose probe refuses everything
         stands as broken.
@@ -246,7 +250,7 @@ class Registry:
         with _lock:
             if plugin in self._given:
                 return
-            former = [given for given in self._given if is_former(given, plugin)]
+            former = [given for given in self._given if replaces(given, plugin)]
             others = [given for given in self._given if given not in former]
             rivals = usable_of((given for given in others if given.name == plugin.name), self._settings)
             if rivals:
@@ -260,12 +264,12 @@ class Registry:
     def _renew(self) -> None:
         """Forget what was lined up; then, not before, change the generation, so that nothing old passes for new."""
         names = {plugin.name for plugin in self._given} | {known.name for known in self._known.plugins}
-        self._plugins = tuple(under_own_names(plugin, names) for plugin in self._given)
-        self._lineups: dict[Hashable, Lineup] = {}
+        self._plugins = tuple(drop_foreign_aliases(plugin, names) for plugin in self._given)
+        self._lineups: dict[Hashable, Candidates] = {}
         self._library = None
         self._generation = next(_generations)
 
-    def _line_up(self, settings: Settings, *, assume_installed: bool) -> Lineup:
+    def _line_up(self, settings: Settings, *, assume_installed: bool) -> Candidates:
         sources = settings.sources.get("allow"), settings.sources.get("block")
         key = settings.allow, settings.block, settings.strict, sources, assume_installed
         lined_up = self._lineups.get(key)
@@ -276,12 +280,12 @@ class Registry:
                 )
         return lined_up
 
-    def _line_up_anew(self, settings: Settings, *, assume_installed: bool) -> Lineup:
+    def _line_up_anew(self, settings: Settings, *, assume_installed: bool) -> Candidates:
         self._warn_of_unknown_names(settings)
         self._warn_of_missing_folders(settings)
         if self._version_of is None:
             self._version_of = scan().version_of
-        found = line_up(
+        found = list_candidates(
             self._plugins, self._known.plugins, settings, self._version_of, assume_installed=assume_installed
         )
         return (
@@ -292,14 +296,14 @@ class Registry:
 
     def _with_failure(self, candidate: Candidate) -> Candidate:
         failure = self._failures.get(candidate.id)
-        if failure is None or candidate.standing in ("refused", "absent"):
+        if failure is None or candidate.availability in ("refused", "absent"):
             return candidate
         reason, fix = failure
         offers = (p.part for p in self._plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
         return attrs.evolve(
             candidate,
-            standing="broken",
-            obstacles=(reason, *candidate.obstacles),
+            availability="broken",
+            reasons=(reason, *candidate.reasons),
             fix=f"{fix or f'repair {next(offers, candidate.distribution)}'}, then attnplug.refresh()",
         )
 
@@ -330,7 +334,7 @@ class Registry:
             *(identity(known) for known in self._known.plugins if known.name not in installed),
         )
 
-    def _contested(self) -> dict[str, Contest]:
+    def _contested(self) -> dict[str, NameConflict]:
         return dict(self._line_up(self._settings, assume_installed=False).aliases)
 
     def _unknown(self, name: str) -> UnknownBackendError:

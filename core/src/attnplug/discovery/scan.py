@@ -131,7 +131,7 @@ class Entry:
 
 
 @frozen
-class Note:
+class Diagnostic:
     """
     Something odd that was met on the way and did no harm.
 
@@ -160,7 +160,7 @@ class Scan:
     """
 
     entries: tuple[Entry, ...]
-    notes: tuple[Note, ...]
+    notes: tuple[Diagnostic, ...]
     _distributions: Mapping[str, Distribution] = field(factory=dict, eq=False, repr=False)
 
     def version_of(self, name: str) -> str | None:
@@ -197,7 +197,7 @@ class _Walk:
         self.group = group
         self.found: dict[str, Distribution] = {}
         self.entries: list[Entry] = []
-        self.notes: list[Note] = []
+        self.notes: list[Diagnostic] = []
         self.seen: set[str] = set()
 
     def visit(self, place: str) -> None:
@@ -292,7 +292,7 @@ class _Walk:
             )
 
     def note(self, subject: str, message: str) -> None:
-        self.notes.append(Note(subject, "scan", message))
+        self.notes.append(Diagnostic(subject, "scan", message))
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:

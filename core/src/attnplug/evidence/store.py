@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import frozen
 
 from attnplug.discovery.plugin import BY_HAND
-from attnplug.discovery.scan import Note
+from attnplug.discovery.scan import Diagnostic
 from attnplug.errors import AttnplugError
 from attnplug.evidence.coverage import Evidence, hashable
 from attnplug.request.device import Device
@@ -40,7 +40,7 @@ _KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list:
 
 
 @frozen(eq=False)
-class Shelf:
+class EvidenceFolder:
     """
     What lies in one folder.
 
@@ -50,10 +50,10 @@ class Shelf:
     """
 
     evidence: tuple[Evidence, ...] = ()
-    notes: tuple[Note, ...] = ()
+    notes: tuple[Diagnostic, ...] = ()
 
 
-class Library:
+class EvidenceStore:
     """
     All evidence that the plugins of a registry bring along and the user has. Each folder is read once, when it is first
     asked about.
@@ -66,7 +66,7 @@ class Library:
     def __init__(self, plugins: Iterable[Plugin], folders: Iterable[str]) -> None:
         self._plugins = tuple(plugin for plugin in plugins if plugin.manifest is not None)
         self._folders = tuple(map(Path, dict.fromkeys(folders)))
-        self._shelves: dict[Path, Shelf] = {}
+        self._shelves: dict[Path, EvidenceFolder] = {}
 
     def about(self, candidate_id: str) -> tuple[Evidence, ...]:
         """Return all evidence about ``backend/variant``: of any version, on any device, passed or not."""
@@ -74,7 +74,7 @@ class Library:
         shelves = [*(self._own(plugin) for plugin in self._plugins if plugin.name == backend), *self._users()]
         return tuple(evidence for shelf in shelves for evidence in shelf.evidence if evidence.id == candidate_id)
 
-    def notes(self) -> tuple[Note, ...]:
+    def notes(self) -> tuple[Diagnostic, ...]:
         """Return what is wrong with the files."""
         own, users = [self._own(plugin) for plugin in self._plugins], list(self._users())
         notes = [note for shelf in (*own, *users) for note in shelf.notes]
@@ -87,36 +87,36 @@ class Library:
         ]
         return tuple(dict.fromkeys(notes))
 
-    def _own(self, plugin: Plugin) -> Shelf:
+    def _own(self, plugin: Plugin) -> EvidenceFolder:
         """Return what a plugin brings along, which may be about itself only."""
         manifest = plugin.manifest
         if manifest is None:
-            return Shelf()
+            return EvidenceFolder()
         shelf = self._read(Path(manifest.path).parent / FOLDER)
         ids = {f"{plugin.name}/{variant.name}" for variant in manifest.variants}
         foreign = [evidence for evidence in shelf.evidence if evidence.id not in ids]
         if not foreign:
             return shelf
         notes = (_note(Path(e.origin), f"is about {e.id!r}, which is no variant of {plugin.name!r}") for e in foreign)
-        return Shelf(tuple(e for e in shelf.evidence if e.id in ids), (*shelf.notes, *notes))
+        return EvidenceFolder(tuple(e for e in shelf.evidence if e.id in ids), (*shelf.notes, *notes))
 
-    def _users(self) -> Iterator[Shelf]:
+    def _users(self) -> Iterator[EvidenceFolder]:
         yield from map(self._read, self._folders)
 
-    def _read(self, folder: Path) -> Shelf:
+    def _read(self, folder: Path) -> EvidenceFolder:
         known = self._shelves.get(folder)
         return self._shelves.setdefault(folder, read_folder(folder)) if known is None else known
 
 
-def read_folder(folder: Path) -> Shelf:
+def read_folder(folder: Path) -> EvidenceFolder:
     """Read all ``*.json`` of a folder, by name. One that is not there holds nothing."""
     evidence, notes = [], []
     try:
         files = sorted(path for path in folder.iterdir() if path.suffix == ".json")
     except (FileNotFoundError, NotADirectoryError):
-        return Shelf()
+        return EvidenceFolder()
     except (OSError, ValueError) as error:
-        return Shelf(notes=(_note(folder, f"cannot be listed: {_complaint(error)}"),))
+        return EvidenceFolder(notes=(_note(folder, f"cannot be listed: {_complaint(error)}"),))
     for path in files:
         try:
             found = read_file(path)
@@ -126,7 +126,7 @@ def read_folder(folder: Path) -> Shelf:
             evidence.append(found)
             if not found.passed:
                 notes.append(_note(path, f"tells of a run in which {found.id!r} failed, and verifies nothing"))
-    return Shelf(tuple(evidence), tuple(notes))
+    return EvidenceFolder(tuple(evidence), tuple(notes))
 
 
 def read_file(path: Path) -> Evidence:
@@ -249,6 +249,6 @@ def _complaint(error: Exception) -> str:
     return str(error.strerror if isinstance(error, OSError) else error)
 
 
-def _note(path: Path, message: str) -> Note:
+def _note(path: Path, message: str) -> Diagnostic:
     name = str(path)
-    return Note(name if name.isprintable() else ascii(name), "evidence", message)
+    return Diagnostic(name if name.isprintable() else ascii(name), "evidence", message)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from attnplug.manifest.constraint import Constraint
 
-Standing = Literal["ready", "absent", "missing_dependency", "refused", "broken"]
+Availability = Literal["ready", "absent", "missing_dependency", "refused", "broken"]
 
 _SERVES: Final = Reason(
     "unsupported", "", None, ""
@@ -36,11 +36,11 @@ class Candidate:
         aliases: Other names that select the backend.
         manifest: The manifest, or None where there is none to read.
         variant: The variant, or None likewise.
-        standing: ``ready``, or what stands in the way before anything is asked.
-        obstacles: The reasons for that.
+        availability: ``ready``, or what stands in the way before anything is asked.
+        reasons: The reasons for that.
         install: What to install to make it ready, as pip takes it.
         fix: The fix in words, where ``pip install`` is not it, or not all of it.
-        embedded: Whether it is part of the core.
+        built_in: Whether it is part of the core.
         installed: The truth of every ``installed`` condition of its rules.
         distribution: The distribution that it comes from, with version, for reports.
     """
@@ -50,11 +50,11 @@ class Candidate:
     aliases: tuple[str, ...] = ()
     manifest: Manifest | None = None
     variant: Variant | None = None
-    standing: Standing = "ready"
-    obstacles: tuple[Reason, ...] = ()
+    availability: Availability = "ready"
+    reasons: tuple[Reason, ...] = ()
     install: tuple[str, ...] = ()
     fix: str = ""
-    embedded: bool = False
+    built_in: bool = False
     installed: frozenset[IsInstalled] = frozenset()
     distribution: str = ""
     _memo: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
@@ -166,7 +166,7 @@ def examine(
     variant: Variant,
     version_of: VersionOf,
     *,
-    embedded: bool = False,
+    built_in: bool = False,
     distribution: str = "",
     assume_installed: bool = False,
 ) -> Candidate:
@@ -177,7 +177,7 @@ def examine(
         manifest: Its manifest.
         variant: One of the manifest's variants.
         version_of: The installed version of a distribution, or None.
-        embedded: Whether it is part of the core.
+        built_in: Whether it is part of the core.
         distribution: Where it comes from.
         assume_installed: Suppose that everything it requires is there, in a version that no rule is about.
     """
@@ -197,11 +197,11 @@ def examine(
         aliases=manifest.aliases,
         manifest=manifest,
         variant=variant,
-        standing="missing_dependency" if unmet else "ready",
-        obstacles=unmet,
+        availability="missing_dependency" if unmet else "ready",
+        reasons=unmet,
         install=tuple(reason.field for reason in unmet if _way_to(reason.field, variant) is None),
         fix="; ".join(way for reason in unmet if (way := _way_to(reason.field, variant)) is not None),
-        embedded=embedded,
+        built_in=built_in,
         installed=frozenset(true),
         distribution=distribution,
     )

@@ -167,7 +167,7 @@ def find_fix(candidate: Candidate, question: Question, relaxed: Callable[[Candid
         question: What was asked of it.
         relaxed: Returns the candidate as if everything that it requires were installed.
     """
-    if candidate.variant is None or candidate.standing == "broken":
+    if candidate.variant is None or candidate.availability == "broken":
         return Fix(install=candidate.install, action=candidate.fix)
     outcome = negotiate(candidate, question)
     versions = any(isinstance(c, IsInstalled) for rule in candidate.variant.rules for c in (*rule.when, *rule.need))

@@ -1,7 +1,7 @@
 """
 Which of several eligible candidates is chosen.
 
-In this order: the listed order of the host or the user; embedded last; the measured profile for this device and
+In this order: the listed order of the host or the user; built_in last; the measured profile for this device and
 shape; fewest emulated features; the default order
 for the device; the plugin's own preference among its variants; the name. A decision by name alone is a tie, and says
 so.
@@ -25,7 +25,7 @@ AUTO: Final = "auto"
 
 CRITERIA: Final = (
     "listed order",
-    "embedded last",
+    "built-in last",
     "measured profile",
     "fewest emulated features",
     "default order",
@@ -121,7 +121,7 @@ def emulated(candidate: Candidate, question: Question) -> dict[str, str]:
 def _key(candidate: Candidate, question: Question, policy: Policy, order: Sequence[str]) -> tuple[Any, ...]:
     return (
         _place(candidate, policy.listed) if policy.listed else 0,
-        candidate.embedded,
+        candidate.built_in,
         policy.profile.get(candidate.id, float("inf")),
         len(emulated(candidate, question)),
         _place(candidate, order) if order else 0,

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from attnplug.discovery.plugin import BY_HAND
-from attnplug.discovery.probe_refusals import Refusal
+from attnplug.discovery.probe_refusals import ProbeRefusal
 from attnplug.errors import (
     AttnplugError,
     NoBackendError,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from attnplug.request.settings import BackendNames, Options
 
 
-def probe(manager: Any, selection: Selection) -> Refusal | None:
+def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
     """
     Ask the plugin whether it can carry out a decision; None where it can, or has no probe.
 
@@ -75,12 +75,16 @@ def probe(manager: Any, selection: Selection) -> Refusal | None:
     return _about(refused, {name: value for name, value in asked.items() if name in taken})
 
 
-def _about(reason: Reason, taken: Mapping[str, Any]) -> Refusal:
+def _about(reason: Reason, taken: Mapping[str, Any]) -> ProbeRefusal:
     """Return a refusal of what its probe spoke of. What a probe does not take, its answer does not depend on."""
-    return Refusal(reason) if reason.code == "broken" else Refusal(reason, taken.get("agreement"), taken.get("device"))
+    return (
+        ProbeRefusal(reason)
+        if reason.code == "broken"
+        else ProbeRefusal(reason, taken.get("agreement"), taken.get("device"))
+    )
 
 
-def refused(selection: Selection, refusal: Refusal) -> PluginLoadError:
+def refused(selection: Selection, refusal: ProbeRefusal) -> PluginLoadError:
     """Return the error for a decision that the plugin's probe refuses."""
     asked = selection.requirements.to_dict() if refusal.agreement is not None else {}
     given = " ".join(f"{name}={value}" for name, value in asked.items())
@@ -229,8 +233,8 @@ def _same_plugin(selection: Selection) -> Plugin:
             f"{here or plugin.distribution!r} is what is here",
             "install the same version, or register the same module, on every rank",
         )
-    if candidate.standing in ("refused", "broken"):
-        why = "; ".join(map(str, candidate.obstacles))
+    if candidate.availability in ("refused", "broken"):
+        why = "; ".join(map(str, candidate.reasons))
         raise PluginLoadError(
             f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.fix or "select again"
         )
@@ -241,7 +245,7 @@ def _same_plugin(selection: Selection) -> Plugin:
     question = Question(selection.requirements, selection.device)
     terms = {"block_size": selection.agreement.block_size, "kv_layout": selection.agreement.kv_layout}
     objections = (
-        *candidate.obstacles,
+        *candidate.reasons,
         *negotiate(candidate, question).objections,
         *judge_terms(candidate, question, terms),
     )

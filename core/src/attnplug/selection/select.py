@@ -29,7 +29,7 @@ from attnplug.selection.selection import Selection
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
 
-    from attnplug.discovery.probe_refusals import Refusal
+    from attnplug.discovery.probe_refusals import ProbeRefusal
     from attnplug.discovery.registry import Registry
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.common_cache import Terms
@@ -76,7 +76,7 @@ def ask(registry: Registry, question: Question, settings: Settings, *, assume_in
     refusals = registry.refusals
     for candidate in registry.candidates(settings, assume_installed=assume_installed):
         outcome = negotiate(candidate, question) if candidate.variant is not None else None
-        if outcome is not None and not outcome.objections and candidate.standing == "ready":
+        if outcome is not None and not outcome.objections and candidate.availability == "ready":
             if candidate.id in refusals:
                 refusal = find_refusal(registry, candidate, question, outcome.terms, settings)
                 if refusal is not None:
@@ -185,7 +185,7 @@ def _able(
 
 def find_refusal(
     registry: Registry, candidate: Candidate, question: Question, terms: Mapping[str, Any] | None, settings: Settings
-) -> Refusal | None:
+) -> ProbeRefusal | None:
     """
     Find what the probe of a candidate has refused in this process.
 
@@ -210,7 +210,7 @@ def refused_terms(registry: Registry, candidate: Candidate, question: Question, 
     )
 
 
-def _probed(candidate: Candidate, refusal: Refusal) -> Verdict:
+def _probed(candidate: Candidate, refusal: ProbeRefusal) -> Verdict:
     """Return the verdict on a candidate that could serve, were it not for what its probe has found here."""
     return Verdict(
         candidate.id,
@@ -249,9 +249,9 @@ def _unable(
     def relaxed(stands: Candidate) -> Candidate:
         return next((c for c in registry.candidates(settings, assume_installed=True) if c.id == stands.id), stands)
 
-    standing = candidate.standing
-    status: Any = "refused" if objections and standing in ("ready", "missing_dependency") else standing
-    reasons = (*name_origin(objections, question), *candidate.obstacles)
+    availability = candidate.availability
+    status: Any = "refused" if objections and availability in ("ready", "missing_dependency") else availability
+    reasons = (*name_origin(objections, question), *candidate.reasons)
     if candidate.id in registry.refusals:
         refusal = find_refusal(registry, candidate, question, None, settings)
         reasons += (refusal.told,) if refusal is not None else ()
@@ -268,7 +268,7 @@ def _unable(
 
 def _past_the_probe(registry: Registry, candidate: Candidate, question: Question, settings: Settings, fix: Fix) -> Fix:
     """Return a fix, and where it leads to what the candidate's probe has refused, with the fix of that too."""
-    if candidate.id not in registry.refusals or candidate.standing == "broken" or not fix.possible:
+    if candidate.id not in registry.refusals or candidate.availability == "broken" or not fix.possible:
         return fix
     changed = Question(*fix.apply(question.requirements, question.device))
     terms = negotiate(candidate, changed).terms or None

@@ -1,4 +1,4 @@
-"""The embedded backend: its variants differ in the kernel that attends a tile."""
+"""The built-in backend: its variants differ in the kernel that attends a tile."""
 
 from __future__ import annotations
 

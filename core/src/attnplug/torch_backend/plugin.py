@@ -1,4 +1,4 @@
-"""The entry point of the embedded backend: the same two hooks as any plugin's. torch is imported inside them."""
+"""The entry point of the built-in backend: the same two hooks as any plugin's. torch is imported inside them."""
 
 from __future__ import annotations
 

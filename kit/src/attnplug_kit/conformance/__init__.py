@@ -19,7 +19,7 @@ from attnplug_kit.conformance.cache_writes import CacheWrites
 from attnplug_kit.conformance.capabilities import Capabilities
 from attnplug_kit.conformance.conformance import Conformance
 from attnplug_kit.conformance.graphs import Graphs
-from attnplug_kit.conformance.listening import Listening
+from attnplug_kit.conformance.input_sensitivity import InputSensitivity
 from attnplug_kit.conformance.log_sum_exp import LogSumExp
 from attnplug_kit.conformance.purity import Purity
 from attnplug_kit.conformance.refusals import Refusals
@@ -33,7 +33,7 @@ __all__ = [
     "Capabilities",
     "Conformance",
     "Graphs",
-    "Listening",
+    "InputSensitivity",
     "LogSumExp",
     "Purity",
     "Refusals",

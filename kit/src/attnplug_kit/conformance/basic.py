@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for, plain, serve
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle.running import compare
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def _values_of(*names: str) -> Any:
     def points(subject: Subject) -> Mapping[str, Any]:
-        asks = menu_of(subject).asks
+        asks = field_values_of(subject).asks
         return {str(capability): ask for capability, ask in asks.items() if capability.field in names}
 
     return points
@@ -52,7 +52,7 @@ class Basic(Tier):
 
     def test_rows_of_wider_tensors(self, subject: Subject) -> None:
         """Rows may lie apart: those of one fused projection, and a block table that is as wide as the engine's."""
-        scene = realise(plain(subject).case(seed=6))
+        scene = materialize(plain(subject).case(seed=6))
         rig = Rig(load_for(subject, plain(subject), scene.case), scene)
         call = _wider(rig.call(scene))
         rig.forward(call, rig.builder.build(call.batch))
@@ -63,7 +63,7 @@ class Basic(Tier):
 
     def test_profiling_run(self, subject: Subject) -> None:
         """A run without metadata and cache, which measures memory before there is any, succeeds."""
-        scene = realise(plain(subject).case(seed=7))
+        scene = materialize(plain(subject).case(seed=7))
         rig = Rig(load_for(subject, plain(subject), scene.case), scene)
         call = rig.call(scene)
         lse = call.lse if rig.backend.agreement.requirements.return_lse else None

@@ -10,34 +10,34 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug_kit.conformance.demand import demand
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for, plain
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle.running import compare
-from attnplug_kit.oracle.scene import Paged, realise
+from attnplug_kit.oracle.scene import Paged, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from attnplug_kit.conformance.ask import Ask
     from attnplug_kit.conformance.record import Record
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle.scene import Dense, Scene
 
 
-def _lengths_known(subject: Subject) -> Mapping[str, Ask]:
-    asks = menu_of(subject).asks.items()
+def _lengths_known(subject: Subject) -> Mapping[str, RequestSpec]:
+    asks = field_values_of(subject).asks.items()
     return {str(item): ask for item, ask in asks if item.field == "seq_lens_cpu_kind"}
 
 
-def _own_inputs(subject: Subject) -> Mapping[str, Ask]:
+def _own_inputs(subject: Subject) -> Mapping[str, RequestSpec]:
     """A plain ask, and one for each input that a layer brings along."""
     fields = ("alibi", "sinks", "kv_cache_dtype", "per_head_scales")
-    asks = {str(item): ask for item, ask in menu_of(subject).asks.items() if item.field in fields}
+    asks = {str(item): ask for item, ask in field_values_of(subject).asks.items() if item.field in fields}
     return {"plain": plain(subject), **asks}
 
 
@@ -110,7 +110,7 @@ class Building(Tier):
     @over(_own_inputs)
     def test_layers_of_one_builder(self, subject: Subject, point: Any) -> None:
         """Layers that run on the metadata of one build have a scale, sinks, slopes and a cache of their own."""
-        scenes = _layers(realise(point.case(62)))
+        scenes = _layers(materialize(point.case(62)))
         backend = load_for(subject, point, scenes[0].case)
         scales = backend.impl_class.static_scales
         layers = [each.layer(f"layer.{n}", backend.device, scales=scales) for n, each in enumerate(scenes)]
@@ -138,7 +138,7 @@ class Building(Tier):
     @over(_lengths_known)
     def test_host_lengths(self, subject: Subject, record: Record, point: Any) -> None:
         """Lengths that the host knows roughly, or not at all, are read on the device."""
-        scene = realise(point.case(65))
+        scene = materialize(point.case(65))
         rig = Rig(load_for(subject, point, scene.case), scene)
         call = rig.call(scene)
         absent = point.fields["seq_lens_cpu_kind"] == "absent"
@@ -151,7 +151,7 @@ class Building(Tier):
     def test_threads(self, subject: Subject) -> None:
         """Threads with a builder each do not disturb each other."""
         ask = plain(subject)
-        scenes = [realise(ask.case(seed)) for seed in (66, 67, 68, 69)]
+        scenes = [materialize(ask.case(seed)) for seed in (66, 67, 68, 69)]
         backend = load_for(subject, ask, scenes[0].case)
 
         def work(scene: Scene) -> None:
@@ -198,13 +198,13 @@ def _rig(subject: Subject, count: int, **fields: Any) -> tuple[Rig, list[Scene]]
     """A layer, and scenes of equal lengths with other tokens in other pages."""
     ask = plain(subject, **fields)
     case = ask.case(61)
-    scenes = [realise(evolve(case, seed=61 + step)) for step in range(count)]
+    scenes = [materialize(evolve(case, seed=61 + step)) for step in range(count)]
     return Rig(load_for(subject, ask, case), scenes[0]), scenes
 
 
 def _layers(first: Scene) -> tuple[Scene, Scene]:
     """Two layers of one step: the same requests in the same pages, and all else differs."""
-    other = realise(evolve(first.case, seed=first.case.seed + 1))
+    other = materialize(evolve(first.case, seed=first.case.seed + 1))
     slopes, rounding = first.alibi_slopes, first.rounding
     second = evolve(
         other,
@@ -233,4 +233,4 @@ def _copies(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
 def _demand_same(before: Mapping[str, Tensor], now: Mapping[str, Any], what: str) -> None:
     for name, tensor in before.items():
         same = torch.equal(tensor.nan_to_num(), now[name].nan_to_num())
-        demand(same, f"{what} {name}: what it is given belongs to the host")
+        require(same, f"{what} {name}: what it is given belongs to the host")

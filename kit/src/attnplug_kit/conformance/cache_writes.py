@@ -10,28 +10,28 @@ from attrs import evolve
 
 from attnplug.contract import by_phase, is_narrow_float, torch_dtype
 from attnplug.ops import key_and_value_pages
-from attnplug_kit.conformance.demand import demand
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for, plain
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle.byte_rounding import paged_tensors
 from attnplug_kit.oracle.closeness import assert_close
-from attnplug_kit.oracle.scene import CANARY, Paged, realise
+from attnplug_kit.oracle.scene import CANARY, Paged, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
 
-    from attnplug_kit.conformance.ask import Ask
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle.scene import Scene
 
 
-def _caches(subject: Subject) -> Mapping[str, Ask]:
+def _caches(subject: Subject) -> Mapping[str, RequestSpec]:
     fields = ("kv_layout", "kv_cache_dtype", "block_size", "head_size_v", "per_head_scales", "dtype")
-    asks = menu_of(subject).asks.items()
+    asks = field_values_of(subject).asks.items()
     return {str(item): ask for item, ask in asks if item.field in fields and ask.fields.get("paged")}
 
 
@@ -51,24 +51,26 @@ class CacheWrites(Tier):
         for name, pages in zip(("key", "value"), key_and_value_pages(cache), strict=True):
             wanted = torch_dtype(wide.get(name, "int8" if wide else agreed.kv_cache_dtype))
             what = f"{subject} with {point}: the pages of {name}s"
-            demand(pages.dtype == wanted, f"{what} are {pages.dtype}, and {wanted} was agreed on")
+            require(pages.dtype == wanted, f"{what} are {pages.dtype}, and {wanted} was agreed on")
             blocks = (3, agreed.block_size, asked.num_kv_heads)
-            demand(pages.shape[:3] == blocks, f"{what} have the shape {tuple(pages.shape)}, and {blocks} was agreed on")
+            require(
+                pages.shape[:3] == blocks, f"{what} have the shape {tuple(pages.shape)}, and {blocks} was agreed on"
+            )
             first = ("tokens", "heads") if pages.stride(1) > pages.stride(2) else ("heads", "tokens")
             found = min(pages.shape[1:3]) == 1 or first[0] == _FIRST[agreed.kv_layout or "NHD"]
-            demand(found, f"{what} were agreed to be {agreed.kv_layout}, and {' lie before '.join(first)} in memory")
+            require(found, f"{what} were agreed to be {agreed.kv_layout}, and {' lie before '.join(first)} in memory")
 
     @over(_caches)
     def test_slots(self, subject: Subject, point: Any) -> None:
         """New keys and values land exactly in their slots; all other slots stay as they were."""
-        scene = realise(point.case(41))
+        scene = materialize(point.case(41))
         rig = Rig(load_for(subject, point, scene.case), scene)
         _demand_written(rig, scene)
 
     @over(_caches)
     def test_slots_of_a_host(self, subject: Subject, point: Any) -> None:
         """The same where the host writes the cache itself, before forward."""
-        scene = realise(point.case(42))
+        scene = materialize(point.case(42))
         backend = load_for(subject, point, scene.case)
         if not {"host", "either"} & set(by_phase(backend.impl_class.cache_write).values()):
             pytest.skip(f"{subject}: forward writes the cache")
@@ -77,7 +79,7 @@ class CacheWrites(Tier):
     @over(_caches)
     def test_blocks_move(self, subject: Subject, point: Any) -> None:
         """Copied and swapped blocks take keys and values along, and leave all other blocks alone."""
-        scene = realise(point.case(46))
+        scene = materialize(point.case(46))
         backend = load_for(subject, point, scene.case)
         cache = scene.paged(backend, backend.device, written=True).cache
         other = backend.make_cache(scene.num_blocks, device=backend.device)
@@ -88,20 +90,20 @@ class CacheWrites(Tier):
             now, moved = paged_tensors(cache)[name], paged_tensors(other)[name]
             wanted = was[[0, 1, 1, 1, *range(4, len(was))]]
             same = torch.equal(_bytes(moved)[2], was[1])
-            demand(same, f"{subject}: swap_blocks did not copy the {name}s of a block")
+            require(same, f"{subject}: swap_blocks did not copy the {name}s of a block")
             same = torch.equal(_bytes(now), wanted)
-            demand(same, f"{subject}: after copy_blocks, {name}s are not where they belong")
+            require(same, f"{subject}: after copy_blocks, {name}s are not where they belong")
 
     @needs(paged=True)
     def test_others_do_not_influence(self, subject: Subject) -> None:
         """NaN in the keys and values of one request reaches no row of another one."""
         ask = plain(subject, paged=True)
-        scene = realise(ask.case(43))
+        scene = materialize(ask.case(43))
         backend = load_for(subject, ask, scene.case)
         poisoned = evolve(scene, keys=_poison(scene.keys), values=_poison(scene.values))
         clean, ran = Rig(backend, scene).run(scene), Rig(backend, poisoned).run(poisoned)
         first = scene.case.query_lens[0]
-        demand(
+        require(
             bool(ran.output[first:].isfinite().all()),
             f"{subject}: NaN in the first request's cache reached rows of other requests",
         )
@@ -111,20 +113,20 @@ class CacheWrites(Tier):
     def test_output_rows(self, subject: Subject) -> None:
         """Rows of the batch are overwritten, whatever they held; rows beyond are not touched."""
         ask = plain(subject)
-        scene = realise(ask.case(44))
+        scene = materialize(ask.case(44))
         rig = Rig(load_for(subject, ask, scene.case), scene)
         call = rig.call(scene)
         call.output[: scene.case.num_tokens] = torch.nan
         rig.forward(call, rig.builder.build(call.batch))
         rows, beyond = call.output[: scene.case.num_tokens], call.output[scene.case.num_tokens :]
-        demand(not rows.isnan().any(), f"{subject}: output rows keep what they held before: not fully overwritten")
-        demand(bool((beyond == CANARY).all()), f"{subject}: output rows beyond the batch's tokens were written")
+        require(not rows.isnan().any(), f"{subject}: output rows keep what they held before: not fully overwritten")
+        require(bool((beyond == CANARY).all()), f"{subject}: output rows beyond the batch's tokens were written")
 
     @needs(paged=True)
     def test_requests_without_tokens(self, subject: Subject) -> None:
         """A padded request has no query and no keys, and costs nobody anything."""
         ask = plain(subject, paged=True)
-        scene = realise(ask.case(45, query_lens=(1, 9, 0, 0), context_lens=(30, 4, 0, 0)))
+        scene = materialize(ask.case(45, query_lens=(1, 9, 0, 0), context_lens=(30, 4, 0, 0)))
         ran = Rig(load_for(subject, ask, scene.case), scene).run(scene)
         assert_close(ran.output, scene.expected().output, dtype=ran.output.dtype, scale=scene.largest_value)
 
@@ -151,7 +153,7 @@ def _demand_written(rig: Rig, scene: Scene) -> None:
         slots = changed.flatten(1).any(1).nonzero().flatten().cpu()
         size = scene.case.block_size
         strays = [int(slot) for slot in slots if new is None or slot not in new]
-        demand(
+        require(
             not strays,
             f"{subject}: {name}s were written into slot {strays[:1]} (block {[s // size for s in strays[:1]]}), which "
             "belongs to no token of the batch; rows with slot -1 are padding, and never written",
@@ -159,7 +161,7 @@ def _demand_written(rig: Rig, scene: Scene) -> None:
         mine, theirs = now.float().cpu(), right.float()
         flat = (_slots(mine)[new], _slots(theirs)[new])
         close = torch.isclose(*flat, rtol=_rtol(name, now.dtype), atol=1.0 if now.dtype == torch.int8 else 0.0)
-        demand(bool(close.all()), f"{subject}: {int((~close).sum())} numbers of new {name}s are not in their slots")
+        require(bool(close.all()), f"{subject}: {int((~close).sum())} numbers of new {name}s are not in their slots")
 
 
 def _rtol(name: str, dtype: torch.dtype) -> float:

@@ -8,21 +8,21 @@ import pytest
 from attrs import evolve
 
 from attnplug.request import FIELDS
-from attnplug_kit.conformance.company import demand_same_bits
-from attnplug_kit.conformance.demand import demand
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.batch_invariance import require_same_bits
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.pairwise import covering_asks
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for, plain, serve
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.oracle.running import compare, limits_of
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attnplug_kit.conformance.ask import Ask
     from attnplug_kit.conformance.record import Record
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
 
 _ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
@@ -41,23 +41,23 @@ _SPLIT: Final = ("dtype", "kv_cache_dtype", "paged", "return_lse", "sinks", "sli
 _HEADS: Final = 8
 
 
-def _capabilities(subject: Subject) -> Mapping[str, Ask]:
-    asks = menu_of(subject).asks.items()
+def _capabilities(subject: Subject) -> Mapping[str, RequestSpec]:
+    asks = field_values_of(subject).asks.items()
     return {
         str(item): ask for item, ask in asks if FIELDS[item.field].kind != "device" and item.field not in _ELSEWHERE
     }
 
 
-def _rows(subject: Subject) -> Mapping[str, Ask]:
+def _rows(subject: Subject) -> Mapping[str, RequestSpec]:
     return {f"{number:02}": ask for number, ask in enumerate(covering_asks(subject))}
 
 
-def _long(subject: Subject) -> Mapping[str, Ask]:
-    asks = menu_of(subject).asks.items()
+def _long(subject: Subject) -> Mapping[str, RequestSpec]:
+    asks = field_values_of(subject).asks.items()
     return {str(item): ask for item, ask in asks if item.field in _AT_LENGTH and "attn_type" not in ask.fields}
 
 
-def _many_keys(ask: Ask) -> dict[str, Any]:
+def _many_keys(ask: RequestSpec) -> dict[str, Any]:
     """The lengths of some requests that have many keys, in the phases that are asked for."""
     lens = {"decode": ((1, 1), (1100, 300)), "prefill": ((140,), (600,))}
     known = [lens[phase] for phase in ("decode", "prefill") if phase in ask.fields.get("phases", lens)]
@@ -65,14 +65,14 @@ def _many_keys(ask: Ask) -> dict[str, Any]:
     return {"query_lens": query_lens, "context_lens": context_lens}
 
 
-def _of_several_tokens(subject: Subject) -> Mapping[str, Ask]:
-    return {str(item): ask for item, ask in menu_of(subject).asks.items() if item.field == "decode_query_len"}
+def _of_several_tokens(subject: Subject) -> Mapping[str, RequestSpec]:
+    return {str(item): ask for item, ask in field_values_of(subject).asks.items() if item.field == "decode_query_len"}
 
 
-def _in_company(subject: Subject) -> Mapping[str, Ask]:
+def _in_company(subject: Subject) -> Mapping[str, RequestSpec]:
     """A plain ask for batch invariance, and one with each value for which kernels may split keys in another way."""
-    menu = menu_of(subject)
-    names: dict[Ask | None, str] = {}
+    menu = field_values_of(subject)
+    names: dict[RequestSpec | None, str] = {}
     fields = {str(item): {item.field: item.value} for item in menu.asks if item.field in _SPLIT}
     for name, asked in {"plain": {}, **fields}.items():
         names.setdefault(menu.ask(batch_invariant=True, **asked), name)
@@ -84,8 +84,8 @@ class Capabilities(Tier):
 
     def test_declared_values_are_served(self, subject: Subject) -> None:
         """No declared value is refused, by the manifest's own rules, in every request that asks for it."""
-        unserved = [f"{item.capability} ({item.because})" for item in menu_of(subject).unserved]
-        demand(not unserved, f"{subject}: declared, and refused in every request: {'; '.join(unserved)}")
+        unserved = [f"{item.capability} ({item.because})" for item in field_values_of(subject).unserved]
+        require(not unserved, f"{subject}: declared, and refused in every request: {'; '.join(unserved)}")
 
     @over(_capabilities)
     def test_capability(self, subject: Subject, record: Record, point: Any) -> None:
@@ -106,7 +106,7 @@ class Capabilities(Tier):
     def test_bound_of_splits(self, subject: Subject) -> None:
         """Where a bound of splits is kept, whatever it is, every key is attended all the same."""
         ask = plain(subject)
-        scene = realise(ask.case(26, **_many_keys(ask)))
+        scene = materialize(ask.case(26, **_many_keys(ask)))
         backend = load_for(subject, ask, scene.case)
         if not backend.supports_max_num_splits:
             pytest.skip(f"{subject}: limits with a bound of splits are refused")
@@ -119,7 +119,7 @@ class Capabilities(Tier):
 
     def test_many_requests(self, subject: Subject, record: Record) -> None:
         """More requests than a warp has threads, with more KV heads than elsewhere where they may be as many."""
-        ask = menu_of(subject).ask(num_kv_heads=_HEADS) or plain(subject)
+        ask = field_values_of(subject).ask(num_kv_heads=_HEADS) or plain(subject)
         query_lens, context_lens = (*[1] * 36, *[3, 18] * 2), tuple((7 * request) % 50 for request in range(40))
         serve(subject, ask, record, ask.case(seed=24, query_lens=query_lens, context_lens=context_lens))
 
@@ -133,4 +133,4 @@ class Capabilities(Tier):
     @over(_in_company)
     def test_batch_invariant(self, subject: Subject, point: Any) -> None:
         """A request gives the same bits alone and among others, wherever it stands, where that is declared."""
-        demand_same_bits(subject, point, seed=22)
+        require_same_bits(subject, point, seed=22)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from attrs import evolve, frozen
 
 from attnplug.errors import RequirementsError, UnknownBackendError
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.subject import Subject, find_subjects, installed
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _way_out(left: LeftOut, *, alone: bool) -> str:
 @cache
 def _left_out(subject: Subject) -> LeftOut | None:
     """Return why a subject has to be left out; None where it serves some request."""
-    menu = menu_of(subject)
+    menu = field_values_of(subject)
     if menu.ask() is not None:
         return None
     others = [name for name in subject.open_features if name not in subject.features]
@@ -106,4 +106,4 @@ def _left_out(subject: Subject) -> LeftOut | None:
 
 def _serves_with(subject: Subject, names: tuple[str, ...]) -> bool:
     asking = evolve(subject, features=tuple(sorted((*subject.features, *names))))
-    return menu_of(asking).ask() is not None
+    return field_values_of(asking).ask() is not None

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve
 
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.oracle.replay import check_replays
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug_kit.conformance.ask import Ask
     from attnplug_kit.conformance.record import Record
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle.scene import Scene
 
@@ -38,9 +38,9 @@ _TOKENS: Final = 24
 _Step = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def _levels(subject: Subject) -> dict[str, tuple[str, Ask]]:
+def _levels(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
     """Each level alone, and the highest one with each feature."""
-    menu = menu_of(subject)
+    menu = field_values_of(subject)
     found = {str(item): (item.value, ask) for item, ask in menu.asks.items() if item.field == "cudagraph"}
     highest = list(found.values())[-1:]
     for level, _ in highest:
@@ -74,7 +74,7 @@ def _longest_decode(subject: Subject) -> int:
     return next((tokens for tokens in (3, 2) if declared is not None and declared.allows(tokens)), 1)
 
 
-def _check(subject: Subject, ask: Ask, steps: Sequence[_Step], rows: int, **shape: int) -> None:
+def _check(subject: Subject, ask: RequestSpec, steps: Sequence[_Step], rows: int, **shape: int) -> None:
     """Replay steps that are padded to so many rows."""
     scenes = [_scene(ask, seed, step, rows) for seed, step in enumerate(steps)]
     scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
@@ -86,7 +86,7 @@ def _check(subject: Subject, ask: Ask, steps: Sequence[_Step], rows: int, **shap
         raise AssertionError(f"{subject} with {ask}: a replay: {error}") from error
 
 
-def _scene(ask: Ask, seed: int, step: _Step, rows: int) -> Scene:
+def _scene(ask: RequestSpec, seed: int, step: _Step, rows: int) -> Scene:
     queries, contexts = step
     case = ask.case(91, query_lens=queries, context_lens=contexts, num_padding_tokens=rows - sum(queries))
-    return realise(evolve(case, seed=seed))
+    return materialize(evolve(case, seed=seed))

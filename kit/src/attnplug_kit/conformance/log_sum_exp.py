@@ -10,19 +10,19 @@ import torch
 from attrs import evolve
 
 from attnplug.ops import merge_attention_states
-from attnplug_kit.conformance.demand import demand
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for, plain
 from attnplug_kit.conformance.tier import Tier, needs
 from attnplug_kit.oracle.closeness import assert_close, tolerance
-from attnplug_kit.oracle.scene import CANARY, realise
+from attnplug_kit.oracle.scene import CANARY, materialize
 from attnplug_kit.oracle.sparsity import EVERYTHING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle.running import Ran
+    from attnplug_kit.oracle.running import RunResult
     from attnplug_kit.oracle.scene import Scene
 
 _E = 2.718281828459045
@@ -36,7 +36,7 @@ class LogSumExp(Tier):
         """The LSE is a natural logarithm."""
         ran, scene = _run(subject, return_lse=True)
         exact = scene.expected().lse
-        demand(
+        require(
             not _near(ran, exact * log2(_E)),
             f"{subject}: the LSE is a logarithm to base 2, and the contract's is natural: multiply it by ln 2",
         )
@@ -46,9 +46,9 @@ class LogSumExp(Tier):
     def test_rows(self, subject: Subject) -> None:
         """Each token of the batch has its LSE; rows beyond are not touched."""
         ran, scene = _run(subject, return_lse=True)
-        demand(bool((ran.lse != CANARY).all()), f"{subject}: rows of the LSE are not written")
+        require(bool((ran.lse != CANARY).all()), f"{subject}: rows of the LSE are not written")
         beyond = ran.call.lse[scene.case.num_tokens :]
-        demand(bool((beyond == CANARY).all()), f"{subject}: rows of the LSE beyond the batch's tokens were written")
+        require(bool((beyond == CANARY).all()), f"{subject}: rows of the LSE beyond the batch's tokens were written")
 
     @needs(return_lse=True, sinks=True)
     def test_sink_is_counted_as_declared(self, subject: Subject) -> None:
@@ -57,7 +57,7 @@ class LogSumExp(Tier):
         counts = _counts_sink(subject)
         exact = scene.expected()
         wanted, other = (exact.lse_with_sink, exact.lse) if counts else (exact.lse, exact.lse_with_sink)
-        demand(
+        require(
             not _near(ran, other),
             f"{subject}: lse_includes_sink is {counts}, and the LSE {'leaves the sink out' if counts else 'counts it'}",
         )
@@ -76,13 +76,13 @@ class LogSumExp(Tier):
         _demand_merged(subject, sinks=True)
 
 
-def _run(subject: Subject, **fields: Any) -> tuple[Ran, Scene]:
+def _run(subject: Subject, **fields: Any) -> tuple[RunResult, Scene]:
     ask = plain(subject, **fields)
-    scene = realise(ask.case(51))
+    scene = materialize(ask.case(51))
     return Rig(load_for(subject, ask, scene.case), scene).run(scene), scene
 
 
-def _near(ran: Ran, lse: Tensor) -> bool:
+def _near(ran: RunResult, lse: Tensor) -> bool:
     limit = tolerance(ran.output.dtype).lse
     return bool(torch.isclose(ran.lse.double().cpu(), lse, atol=limit, rtol=limit).all())
 
@@ -97,7 +97,7 @@ def _demand_merged(subject: Subject, **fields: Any) -> None:
     base: dict[str, Any] = {"return_lse": True}
     if plain(subject, **base).fields.get("block_sparse"):
         base["block_sparse"] = tuple(sorted(EVERYTHING.items()))
-    whole = realise(plain(subject, **base, **fields).case(52, query_lens=(1, 1), context_lens=(40, 17)))
+    whole = materialize(plain(subject, **base, **fields).case(52, query_lens=(1, 1), context_lens=(40, 17)))
     states, cut = [], 9
     for asked, part in (({}, slice(None, cut)), (fields, slice(cut, None))):
         ask = plain(subject, **base, **asked)
@@ -117,6 +117,6 @@ def _part(whole: Scene, part: slice, *, sinks: bool) -> Scene:
     """The same queries over some of the keys. Decodes see all keys up to their own, which is the last."""
     keys = tuple(rows[part] for rows in whole.keys)
     lens = tuple(len(rows) - 1 for rows in keys)
-    made = realise(evolve(whole.case, context_lens=lens, sinks=sinks))
+    made = materialize(evolve(whole.case, context_lens=lens, sinks=sinks))
     values = tuple(rows[part] for rows in whole.values)
     return evolve(made, queries=whole.queries, keys=keys, values=values, sinks=whole.sinks if sinks else None)

@@ -8,13 +8,13 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.request import FIELDS
-from attnplug_kit.conformance.ask import Ask
-from attnplug_kit.conformance.menu import Capability, is_served, menu_of
+from attnplug_kit.conformance.field_values import Capability, field_values_of, is_served
+from attnplug_kit.conformance.request_spec import RequestSpec
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attnplug_kit.conformance.menu import Menu
+    from attnplug_kit.conformance.field_values import Menu
     from attnplug_kit.conformance.subject import Subject
 
 _SEED: Final = 20
@@ -39,7 +39,7 @@ _COMPILED_IN: Final = ("sliding_window", "attention_chunk", "logits_soft_cap")
 _Kernel = tuple[Any, ...]
 
 
-def kernel_of(ask: Ask) -> _Kernel:
+def kernel_of(ask: RequestSpec) -> _Kernel:
     """Return what a variant that compiles at its first use has to compile for, as far as the requirements tell."""
     fields = ask.fields
     cached = None if fields.get("kv_cache_dtype") == "auto" else fields.get("kv_cache_dtype")
@@ -48,15 +48,15 @@ def kernel_of(ask: Ask) -> _Kernel:
 
 
 @cache
-def covering_asks(subject: Subject) -> tuple[Ask, ...]:
+def covering_asks(subject: Subject) -> tuple[RequestSpec, ...]:
     """Return asks that together contain every pair of values that the subject serves; the same ones each time."""
-    return _Cover(menu_of(subject)).rows()
+    return _Cover(field_values_of(subject)).rows()
 
 
 @cache
-def refused_pairs(subject: Subject) -> tuple[Ask, ...]:
+def refused_pairs(subject: Subject) -> tuple[RequestSpec, ...]:
     """Return asks for two values, each of which is served, that are refused together."""
-    menu, refused = menu_of(subject), []
+    menu, refused = field_values_of(subject), []
     for one, other in _pairs_of(menu.asks):
         ask = menu.asks[one].and_(**{**menu.asks[other].fields, one.field: one.value, other.field: other.value})
         if ask.requirements() is not None and not is_served(subject, ask):
@@ -64,7 +64,7 @@ def refused_pairs(subject: Subject) -> tuple[Ask, ...]:
     return tuple(dict.fromkeys(refused))
 
 
-def _pairs_of(asks: Mapping[Capability, Ask]) -> Iterator[tuple[Capability, Capability]]:
+def _pairs_of(asks: Mapping[Capability, RequestSpec]) -> Iterator[tuple[Capability, Capability]]:
     served = [item for item in asks if FIELDS[item.field].kind != "device" and item.field not in _APART]
     yield from (pair for pair in combinations(served, 2) if pair[0].field != pair[1].field)
 
@@ -83,7 +83,7 @@ class _Cover:
         possible = sorted(self._possible(), key=self._is_for_one_kernel) if self._compiles else self._possible()
         self._left = {self._pair(one, other): (one, other) for one, other in possible}
 
-    def rows(self) -> tuple[Ask, ...]:
+    def rows(self) -> tuple[RequestSpec, ...]:
         """Return the asks."""
         rows = []
         while self._left:
@@ -102,7 +102,7 @@ class _Cover:
         """False, which comes first, for pairs that ask for a kernel of their own: others are asked of these then."""
         return not all(one.field in (*_COMPILED, *_COMPILED_IN) for one in pair)
 
-    def _with_known_kernel(self, seed: Ask, pair: set[str]) -> Ask | None:
+    def _with_known_kernel(self, seed: RequestSpec, pair: set[str]) -> RequestSpec | None:
         """Return a row that runs on a kernel which is needed anyway, or None where no such one serves the pair."""
         for kernel in self._kernels:
             row = self._for_kernel(seed, kernel, pair)
@@ -110,7 +110,7 @@ class _Cover:
                 return self._row(row, {*pair, *_COMPILED, *_COMPILED_IN})
         return None
 
-    def _for_kernel(self, row: Ask, kernel: _Kernel, pair: set[str]) -> Ask:
+    def _for_kernel(self, row: RequestSpec, kernel: _Kernel, pair: set[str]) -> RequestSpec:
         """Give a row the fields that this kernel is compiled for, those of the pair excepted."""
         wanted = dict(zip((*_COMPILED, *_COMPILED_IN), kernel, strict=True))
         for name in _COMPILED:
@@ -121,7 +121,7 @@ class _Cover:
                 row = max((row.and_(**{name: value}) for value in values), key=self._gain, default=row)
         return row
 
-    def _serves(self, row: Ask) -> bool:
+    def _serves(self, row: RequestSpec) -> bool:
         return is_served(self._menu.subject, row)
 
     def _possible(self) -> Iterator[tuple[Capability, Capability]]:
@@ -130,15 +130,15 @@ class _Cover:
             if self._pair(one, other) <= set(seed.pairs) and self._serves(seed):
                 yield one, other
 
-    def _seed_of(self, one: Capability, other: Capability) -> Ask:
+    def _seed_of(self, one: Capability, other: Capability) -> RequestSpec:
         asks = self._menu.asks
         merged = {**asks[one].fields, **asks[other].fields, one.field: one.value, other.field: other.value}
         for item in (one, other):  # a plainest ask may have given up pages: both need not
             if not asks[item].fields.get("paged", True):
                 merged["paged"] = False
-        return Ask.of(merged)
+        return RequestSpec.of(merged)
 
-    def _row(self, row: Ask, pair: set[str]) -> Ask:
+    def _row(self, row: RequestSpec, pair: set[str]) -> RequestSpec:
         """Fill in the other fields, each with the value that leaves fewest pairs over."""
         names = [name for name in self._values if name not in pair and (name in _BASE or name not in row.fields)]
         self._random.shuffle(names)
@@ -146,17 +146,17 @@ class _Cover:
             row = max(self._with(row, name), key=self._gain)
         return row
 
-    def _with(self, row: Ask, name: str) -> list[Ask]:
+    def _with(self, row: RequestSpec, name: str) -> list[RequestSpec]:
         values = list(self._values[name])
         self._random.shuffle(values)
         found = [ask for value in values if self._serves(ask := row.and_(**{name: value}))]
         return [*found, row]
 
-    def _gain(self, row: Ask) -> int:
+    def _gain(self, row: RequestSpec) -> int:
         return sum(pair in self._left for pair in self._pairs_in(row))
 
     @staticmethod
-    def _pairs_in(row: Ask) -> Iterator[_Pair]:
+    def _pairs_in(row: RequestSpec) -> Iterator[_Pair]:
         yield from (frozenset(pair) for pair in combinations(row.pairs, 2))
 
     @staticmethod

@@ -13,7 +13,7 @@ import pytest
 
 from attnplug import Selection, registry, select
 from attnplug.negotiation import Agreement
-from attnplug_kit.conformance.demand import demand
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.serving import plain
 from attnplug_kit.conformance.tier import Tier
 
@@ -47,32 +47,32 @@ class Purity(Tier):
         requirements = plain(subject).requirements()
         asked = requirements.to_dict() if requirements is not None else {}
         found = _run(_SELECTS, [asked, subject.device.to_dict(), subject.id, _module(subject)])
-        demand(found == [], f"{subject}: selecting imported {found}; manifests are read without importing anything")
+        require(found == [], f"{subject}: selecting imported {found}; manifests are read without importing anything")
 
     def test_importing_leaves_no_trace(self, subject: Subject, tmp_path: Path) -> None:
         """Importing the plugin's module writes no file, starts no thread, and creates no CUDA context."""
         threads, has_context = _run(_IMPORTS, _module(subject), cwd=tmp_path)
         written = [path.name for path in tmp_path.iterdir()]
-        demand(not written, f"{subject}: importing its module wrote {written}")
-        demand(threads == 1, f"{subject}: importing its module started {threads - 1} threads")
-        demand(not has_context, f"{subject}: importing its module created a CUDA context")
+        require(not written, f"{subject}: importing its module wrote {written}")
+        require(threads == 1, f"{subject}: importing its module started {threads - 1} threads")
+        require(not has_context, f"{subject}: importing its module created a CUDA context")
 
     def test_decisions_travel(self, subject: Subject) -> None:
         """Selections and agreements survive pickle and JSON, and load the same backend."""
         selection = select(plain(subject).requirements(), subject.device, backend=subject.id)  # type: ignore[arg-type]
         for copy in (_through_pickle(selection), Selection.from_dict(_through_json(selection.to_dict()))):
-            demand(copy == selection, f"{subject}: a selection changed on its way")
-            demand(copy.load().agreement == selection.agreement, f"{subject}: a selection loads on other terms")
+            require(copy == selection, f"{subject}: a selection changed on its way")
+            require(copy.load().agreement == selection.agreement, f"{subject}: a selection loads on other terms")
         agreement = selection.agreement
         for terms in (_through_pickle(agreement), Agreement.from_dict(_through_json(agreement.to_dict()))):
-            demand(terms == agreement, f"{subject}: an agreement changed on its way")
+            require(terms == agreement, f"{subject}: an agreement changed on its way")
 
     def test_threads_select_and_load(self, subject: Subject) -> None:
         """Threads that select and load at once get the same decision."""
         requirements = plain(subject).requirements()
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: subject.load(requirements).selection, range(16)))  # type: ignore[arg-type]
-        demand(all(one == found[0] for one in found), f"{subject}: threads got different decisions")
+        require(all(one == found[0] for one in found), f"{subject}: threads got different decisions")
 
 
 def _module(subject: Subject) -> str:
@@ -86,7 +86,7 @@ def _module(subject: Subject) -> str:
 def _run(program: str, argument: object, cwd: Path | None = None) -> Any:
     command = [sys.executable, "-c", program, json.dumps(argument)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)  # noqa: S603 - our own interpreter
-    demand(done.returncode == 0, f"a fresh process failed: {done.stderr}")
+    require(done.returncode == 0, f"a fresh process failed: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import Backend
-    from attnplug_kit.oracle.running import Ran
+    from attnplug_kit.oracle.running import RunResult
     from attnplug_kit.oracle.scene import Scene
 
 EXERCISED = "attnplug exercised"
@@ -54,7 +54,7 @@ class Record:
             elif value is not None:
                 self.exercised(name, value)
 
-    def errors(self, backend: Backend, scene: Scene, ran: Ran) -> None:
+    def errors(self, backend: Backend, scene: Scene, ran: RunResult) -> None:
         """Note how far results are from the oracle's: the largest and the mean error, beside the tolerance."""
         exact, scaled = scene.expected(), scene.rounding is not None
         limit = tolerance(ran.output.dtype, scaled_keys=scaled, byte_weights=scene.has_byte_weights)

@@ -13,13 +13,13 @@ from attnplug.errors import ContractError, RequestError
 from attnplug.manifest import Range
 from attnplug.negotiation import Question
 from attnplug.request import FIELDS, Flag, Integer, Name, Number, Requirements, fields_of
-from attnplug_kit.conformance.demand import demand
-from attnplug_kit.conformance.menu import Capability, menu_of
+from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.conformance.pairwise import refused_pairs
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for, plain
 from attnplug_kit.conformance.tier import Tier, needs, over
-from attnplug_kit.oracle.scene import Paged, realise
+from attnplug_kit.oracle.scene import Paged, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -105,7 +105,7 @@ def _without_features(subject: Subject) -> dict[str, Any]:
     """For each rule that needs features, the first request of the menu that it is about, with the features left out."""
     found: dict[str, Any] = {}
     for rule in subject.rules_that_need_features if subject.features else ():
-        for ask in menu_of(subject).asks.values():
+        for ask in field_values_of(subject).asks.values():
             requirements = ask.and_(features=None).requirements()
             if requirements is not None and _is_about(rule, requirements, subject):
                 found[", ".join(map(str, rule.when))] = (requirements, rule)
@@ -127,15 +127,17 @@ class Refusals(Tier):
         """A value that the manifest does not declare is refused with a reason that names field and value."""
         name, value, requirements = point
         reasons = subject.objections(requirements)
-        demand(reasons, f"{subject}: {name}={value} is not declared, and was not refused")
+        require(reasons, f"{subject}: {name}={value} is not declared, and was not refused")
         try:
             select(requirements, subject.device, backend=subject.id)
         except NoBackendError as error:
             text = str(error)
-            demand(name in text, f"{subject}: the refusal of {name}={value} does not name the field: {text}")
+            require(name in text, f"{subject}: the refusal of {name}={value} does not name the field: {text}")
             shown = dict(value) if name == "block_sparse" else value
             named = str(shown) in text or all(str(part) in text for part in (shown if name == "features" else ()))
-            demand(named or name == "block_sparse", f"{subject}: the refusal of {name}={value} does not name the value")
+            require(
+                named or name == "block_sparse", f"{subject}: the refusal of {name}={value} does not name the value"
+            )
         else:
             raise AssertionError(f"{subject}: {name}={value} is not declared, and was selected")
 
@@ -145,11 +147,13 @@ class Refusals(Tier):
         requirements, rule = point
         without = f"{subject}: a request without features={', '.join(subject.features)}"
         told = [reason.because for reason in subject.objections(requirements)]
-        demand(rule.because in told, f"{without} was not refused by the rule that needs them: {rule.because}")
+        require(rule.because in told, f"{without} was not refused by the rule that needs them: {rule.because}")
         try:
             select(requirements, subject.device, backend=subject.id)
         except NoBackendError as error:
-            demand("features" in str(error), f"{without} was refused, and the refusal does not name the field: {error}")
+            require(
+                "features" in str(error), f"{without} was refused, and the refusal does not name the field: {error}"
+            )
         else:
             raise AssertionError(f"{without} was selected, and a rule needs them: {rule.because}")
 
@@ -158,13 +162,13 @@ class Refusals(Tier):
         for ask in refused_pairs(subject):
             reasons = subject.objections(ask.requirements())  # type: ignore[arg-type]
             silent = [reason for reason in reasons if reason.code == "rule" and not reason.because]
-            demand(reasons and not silent, f"{subject}: {ask} is refused without a reason")
+            require(reasons and not silent, f"{subject}: {ask} is refused without a reason")
 
     @over(lambda subject: {name: name for name in _BROUGHT if not _is_served_plainly(subject, name)})
     def test_layer_brings_what_was_not_negotiated(self, subject: Subject, point: Any) -> None:
         """A layer with a feature that its agreement lacks is refused, and the refusal names it."""
         ask = plain(subject)
-        scene = realise(ask.case(71))
+        scene = materialize(ask.case(71))
         backend = load_for(subject, ask, scene.case)
         heads = torch.ones(scene.case.num_q_heads, device=backend.device)
         layer = Layer(name="layer", **{point: _BROUGHT[point](heads)})
@@ -180,7 +184,7 @@ class Refusals(Tier):
     def test_batch_brings_what_was_not_negotiated(self, subject: Subject, point: Any) -> None:
         """A batch with a feature that its agreement lacks is refused, and the refusal names it."""
         ask = plain(subject)
-        scene = realise(ask.case(72))
+        scene = materialize(ask.case(72))
         rig = Rig(load_for(subject, ask, scene.case), scene)
         batch = rig.call(scene).batch
         changed = evolve(batch, **{point: _IN_A_BATCH[point](batch.seq_lens)})
@@ -189,7 +193,7 @@ class Refusals(Tier):
     def test_lse_that_was_not_negotiated(self, subject: Subject) -> None:
         """An LSE is written only where it was asked for."""
         ask = plain(subject)
-        scene = realise(ask.case(73))
+        scene = materialize(ask.case(73))
         rig = Rig(load_for(subject, ask, scene.case), scene)
         call = rig.call(scene)
         cache = call.cache if isinstance(call, Paged) else None
@@ -234,6 +238,6 @@ def _demand_refused(call: Callable[[], object], name: str, what: str) -> None:
     try:
         call()
     except ContractError as error:
-        demand(name in str(error), f"{what} was refused, and the refusal does not name {name}: {error}")
+        require(name in str(error), f"{what} was refused, and the refusal does not name {name}: {error}")
     else:
         raise AssertionError(f"{what} was not negotiated, and was taken")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 from packaging.requirements import Requirement
 
-from attnplug_kit.conformance.menu import Capability, menu_of
+from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.conformance.record import ERROR, EXERCISED, SUBJECT, text_of
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class SubjectReport:
 
     def evidence(self) -> dict[str, Any]:
         """Return plain JSON values: what is known of the subject on this device, without the single tests."""
-        unreached = menu_of(self.subject).unreached
+        unreached = field_values_of(self.subject).unreached
         return {
             "format": FORMAT,
             "backend": self.subject.id,
@@ -94,7 +94,7 @@ def report_of(subject: Subject, reports: Iterable[pytest.TestReport]) -> Subject
     """
     found = list(reports)
     noted = {text for one in found if one.passed for name, text in one.user_properties if name == EXERCISED}
-    menu = menu_of(subject)
+    menu = field_values_of(subject)
     reachable = (*menu.asks, *(item.capability for item in menu.unserved))
     served = tuple(item for item in menu.asks if text_of(item.field, item.value) in noted)
     missing = tuple(item for item in reachable if item not in served)

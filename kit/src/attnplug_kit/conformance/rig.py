@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from attnplug.contract import Limits
-from attnplug_kit.oracle.running import Ran
+from attnplug_kit.oracle.running import RunResult
 from attnplug_kit.oracle.scene import Paged
 
 if TYPE_CHECKING:
@@ -61,12 +61,12 @@ class Rig:
         lse = call.lse if self.backend.agreement.requirements.return_lse else None
         self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse)
 
-    def ran(self, call: Dense | Paged, scene: Scene) -> Ran:
+    def ran(self, call: Dense | Paged, scene: Scene) -> RunResult:
         """Return the results of a step that ran."""
         tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-        return Ran(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])
+        return RunResult(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])
 
-    def run(self, scene: Scene) -> Ran:
+    def run(self, scene: Scene) -> RunResult:
         """Build and run one step."""
         call = self.call(scene)
         self.forward(call, self.builder.build(call.batch))

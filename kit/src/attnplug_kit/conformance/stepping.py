@@ -9,21 +9,21 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Batch
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for, plain
 from attnplug_kit.conformance.tier import Tier, needs, over
 from attnplug_kit.oracle.closeness import assert_close
 from attnplug_kit.oracle.running import compare
 from attnplug_kit.oracle.scales import as_host_gives
-from attnplug_kit.oracle.scene import Paged, realise
+from attnplug_kit.oracle.scene import Paged, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from attnplug_kit.conformance.ask import Ask
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle.scene import Scene
 
@@ -37,13 +37,13 @@ _CASCADES: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def _features(subject: Subject) -> Mapping[str, Ask]:
-    asks = menu_of(subject).asks.items()
+def _features(subject: Subject) -> Mapping[str, RequestSpec]:
+    asks = field_values_of(subject).asks.items()
     return {str(item): ask for item, ask in asks if item.field in _FEATURES and ask.fields.get("paged")}
 
 
-def _cascades(subject: Subject) -> dict[str, Ask]:
-    found = {name: menu_of(subject).ask(cascade=True, **fields) for name, fields in _CASCADES.items()}
+def _cascades(subject: Subject) -> dict[str, RequestSpec]:
+    found = {name: field_values_of(subject).ask(cascade=True, **fields) for name, fields in _CASCADES.items()}
     return {name: ask for name, ask in found.items() if ask is not None}
 
 
@@ -53,7 +53,7 @@ class Stepping(Tier):
     @over(_features)
     def test_chunked_equals_one_shot(self, subject: Subject, point: Any) -> None:
         """A prompt in chunks gives what it gives in one piece."""
-        whole = realise(point.case(81, query_lens=(45,), context_lens=(0,), num_padding_tokens=0))
+        whole = materialize(point.case(81, query_lens=(45,), context_lens=(0,), num_padding_tokens=0))
         rig, cache = _paged(subject, point, whole)
         exact = whole.expected().output
         for start, end in pairwise(accumulate((0, 16, 1, 9, 19))):
@@ -71,7 +71,7 @@ class Stepping(Tier):
         ask = plain(subject, paged=True, phases=("decode",))
         last = ask.fields["block_size"] - 1  # one step fills a block, and the next one begins another
         lens: dict[str, Any] = {"query_lens": (2, 2, 2), "context_lens": (20, last, 9), "num_padding_tokens": 0}
-        whole = realise(ask.case(82, **lens))
+        whole = materialize(ask.case(82, **lens))
         rig, cache = _paged(subject, ask, whole)
         exact, contexts = whole.expected().output, whole.case.context_lens
         steps = [[(length + step, length + step + 1) for length in contexts] for step in (0, 1)]
@@ -85,7 +85,7 @@ class Stepping(Tier):
     @over(_cascades)
     def test_cascade_equals_flat(self, subject: Subject, point: Any) -> None:
         """A shared prefix that is attended once gives what it gives in each request."""
-        scene = realise(point.case(83))
+        scene = materialize(point.case(83))
         rig = Rig(load_for(subject, point, scene.case), scene)
         for length, name in ((0, "flat"), (scene.case.common_prefix_len, "cascade")):
             call = rig.call(scene)
@@ -96,7 +96,7 @@ class Stepping(Tier):
                 raise AssertionError(f"{subject} with {point}, {name}: {error}") from error
 
 
-def _paged(subject: Subject, ask: Ask, whole: Scene) -> tuple[Rig, Any]:
+def _paged(subject: Subject, ask: RequestSpec, whole: Scene) -> tuple[Rig, Any]:
     rig = Rig(load_for(subject, ask, whole.case), whole)
     call = rig.call(whole)
     if not isinstance(call, Paged):

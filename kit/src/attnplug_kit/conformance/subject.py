@@ -91,11 +91,11 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
         for item in _candidates()
         if backend in (item.backend, *item.aliases) and (not variant or item.id == f"{item.backend}/{variant}")
     ]
-    broken = [item for item in _registered() if item.backend == backend and item.variant is None and item.obstacles]
+    broken = [item for item in _registered() if item.backend == backend and item.variant is None and item.reasons]
     if broken and not named:
         raise UnknownBackendError(
             f"the backend {name!r} was to be tested",
-            f"it is installed, and {broken[0].standing}: {'; '.join(map(str, broken[0].obstacles))}",
+            f"it is installed, and {broken[0].availability}: {'; '.join(map(str, broken[0].reasons))}",
             broken[0].fix or "attnplug check PATH says more of its project",
         )
     if not named:
@@ -150,7 +150,7 @@ def installed() -> tuple[str, ...]:
 
 def _registered() -> list[Candidate]:
     found = registry().candidates()
-    return [item for item in found if item.standing != "absent"]
+    return [item for item in found if item.availability != "absent"]
 
 
 def _candidates() -> list[Candidate]:
@@ -166,4 +166,4 @@ def _ways(candidates: Iterable[Candidate]) -> Iterator[str]:
 
 def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:
     facts = [fact for fact in device.facts().items() if fact[1] is not None]
-    return [*candidate.obstacles, *candidate.objections(facts)]
+    return [*candidate.reasons, *candidate.objections(facts)]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from attnplug_kit.conformance.menu import Capability
+    from attnplug_kit.conformance.field_values import Capability
     from attnplug_kit.conformance.report import SubjectReport
 
 
@@ -25,7 +25,7 @@ def lines_of(report: SubjectReport) -> Iterator[str]:
         yield f"  {name:<18} {text}"
     for name, text in _by_field(report.missing):
         yield f"  not exercised: {name}={text}"
-    for item in menu_of(report.subject).unreached:
+    for item in field_values_of(report.subject).unreached:
         yield f"  out of reach: {item.capability}: {item.because}"
     yield f"  {'dtype':<10} {'cache':<10} {'result':<8} {'max error':>10} {'mean error':>10} {'atol':>9} {'rtol':>9}"
     for error in report.errors:

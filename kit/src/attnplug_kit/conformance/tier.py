@@ -9,7 +9,7 @@ import pytest
 
 from attnplug import AttnplugError
 from attnplug_kit.conformance.choice import Choice, LeftOut, choose
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.record import Record
 from attnplug_kit.conformance.subject import Subject
 
@@ -113,6 +113,6 @@ def _skipped(left: LeftOut, count: int) -> Any:
 
 def _lacking(test: Callable[..., Any], subject: Subject) -> str:
     fields = getattr(test, "needs", None)
-    if fields is None or menu_of(subject).ask(**fields) is not None:
+    if fields is None or field_values_of(subject).ask(**fields) is not None:
         return ""
     return f"no request with {', '.join(f'{name}={value!r}' for name, value in fields.items())} is served"

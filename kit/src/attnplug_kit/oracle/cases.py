@@ -41,7 +41,7 @@ def _as_pairs(
 @frozen(kw_only=True)
 class Case:
     """
-    A batch, decodes first, and what its layer asks for. `realise` makes its tensors.
+    A batch, decodes first, and what its layer asks for. `materialize` makes its tensors.
 
     Attributes:
         query_lens: New tokens per request.

@@ -10,7 +10,7 @@ from attrs import evolve
 
 from attnplug.contract import GraphShape, Limits, capture
 from attnplug_kit.oracle.byte_rounding import paged_tensors
-from attnplug_kit.oracle.running import Ran, compare
+from attnplug_kit.oracle.running import RunResult, compare
 from attnplug_kit.oracle.scene import CANARY, Paged
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def padded_for(case: Case, spare: int) -> Case:
 
 def check_replays(
     backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, max_seq_len: int, num_tokens: int | None = None
-) -> list[Ran]:
+) -> list[RunResult]:
     """
     Capture one shape, replay it for every scene, and assert that each result is the oracle's.
 
@@ -68,7 +68,7 @@ def check_replays(
         builder.build(call.batch, graph=graph)
         replay()
         tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-        ran = Ran(call, static.output[:tokens].clone().view(tokens, heads, -1), static.lse[:tokens].clone())
+        ran = RunResult(call, static.output[:tokens].clone().view(tokens, heads, -1), static.lse[:tokens].clone())
         compare(ran, backend, scene)
         results.append(ran)
     return results

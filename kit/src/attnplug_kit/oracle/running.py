@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @frozen(eq=False)
-class Ran:
+class RunResult:
     """
     A call and its results.
 
@@ -44,7 +44,7 @@ def limits_of(scene: Scene) -> Limits:
     )
 
 
-def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:
+def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunResult:
     """
     Build and run one step, paged or dense, as the backend's agreement says.
 
@@ -66,7 +66,7 @@ def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:
     lse = call.lse if asked.return_lse else None
     impl.forward(call.query, call.key, call.value, cache, builder.build(call.batch), call.output, lse=lse)
     tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-    return Ran(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])
+    return RunResult(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])
 
 
 def _write(impl: AttentionImpl, call: Dense | Paged, cache: Cache) -> None:
@@ -76,7 +76,7 @@ def _write(impl: AttentionImpl, call: Dense | Paged, cache: Cache) -> None:
         impl.write_kv(call.key, call.value, cache, slots)
 
 
-def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:
+def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunResult:
     """
     Run a scene and assert that output and LSE are the oracle's, and that padding is untouched. Arguments as for `run`.
 
@@ -91,7 +91,7 @@ def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> Ran:
     return ran
 
 
-def compare(ran: Ran, backend: Backend, scene: Scene) -> None:
+def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
     """
     Assert that output and LSE are the oracle's.
 

@@ -321,7 +321,7 @@ class Scene:
         return torch.cat([rows, rows.new_full((self.case.num_padding_tokens, *rows.shape[1:]), torch.nan)])
 
 
-def realise(case: Case) -> Scene:
+def materialize(case: Case) -> Scene:
     """Return the tensors of a case; the same case gives the same tensors."""
     generator = torch.Generator().manual_seed(case.seed)
     dtype = torch_dtype(case.dtype)

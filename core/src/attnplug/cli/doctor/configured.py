@@ -42,10 +42,10 @@ def _nothing_permitted(candidates: Sequence[Candidate], settings: Settings) -> I
     """Where nothing at all is ready, that is told as a problem of its own."""
     policy = Policy(settings.backend)
     permitted = [candidate for candidate in candidates if policy.admits(candidate)]
-    ready = [candidate for candidate in candidates if candidate.standing == "ready"]
+    ready = [candidate for candidate in candidates if candidate.availability == "ready"]
     if not ready or any(candidate in permitted for candidate in ready):
         return
-    why = "; ".join(f"{c.id}: {', '.join(map(str, c.obstacles)) or c.standing}" for c in permitted)
+    why = "; ".join(f"{c.id}: {', '.join(map(str, c.reasons)) or c.availability}" for c in permitted)
     listed = ", ".join(map(repr, settings.backend))
     yield Problem(
         _source(settings, "backend"), f"{listed} and nothing else is permitted; {why}", _way_in(permitted, settings)
@@ -56,7 +56,7 @@ def _nobodys_layout(candidates: Sequence[Candidate], settings: Settings) -> Iter
     """Told where some ready backend has paged caches, and none of them in this layout."""
     asked = (("paged", True),)
     policy = Policy(settings.backend)
-    paged = [c for c in candidates if c.standing == "ready" and policy.admits(c) and not c.objections(asked)]
+    paged = [c for c in candidates if c.availability == "ready" and policy.admits(c) and not c.objections(asked)]
     layout = settings.kv_layout
     if layout is None or not paged or any(not c.objections((("kv_layout", layout),)) for c in paged):
         return

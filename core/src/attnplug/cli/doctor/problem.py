@@ -50,17 +50,17 @@ def problems_of(candidates: Iterable[Candidate]) -> Iterator[Problem]:
     """
     listed = tuple(candidates)
     for candidate in listed:
-        codes = {reason.code for reason in candidate.obstacles}
-        if (candidate.standing == "broken" or "api" in codes) and "blocked" not in codes:
-            yield Problem(candidate.id, "; ".join(map(str, candidate.obstacles)), candidate.fix)
-    if not any(candidate.standing == "ready" for candidate in listed):
+        codes = {reason.code for reason in candidate.reasons}
+        if (candidate.availability == "broken" or "api" in codes) and "blocked" not in codes:
+            yield Problem(candidate.id, "; ".join(map(str, candidate.reasons)), candidate.fix)
+    if not any(candidate.availability == "ready" for candidate in listed):
         yield Problem("selection", "no backend is ready, so that nothing can be selected", _ready_one(listed))
 
 
 def _ready_one(candidates: Iterable[Candidate]) -> str:
     """Return how to make a backend ready: the one that is part of the core, where an installation is all it takes."""
-    lacking = [c for c in candidates if c.standing == "missing_dependency"]
-    first = next(iter(sorted(lacking, key=lambda c: not c.embedded)), None)
+    lacking = [c for c in candidates if c.availability == "missing_dependency"]
+    first = next(iter(sorted(lacking, key=lambda c: not c.built_in)), None)
     if first is None:
         return "install a backend, or allow one: see `attnplug list`"
     return f"{first.id}: {Fix(install=first.install, action=first.fix)}"

@@ -21,7 +21,7 @@ from attnplug.request.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from attnplug.discovery.scan import Note
+    from attnplug.discovery.scan import Diagnostic
     from attnplug.negotiation.candidate import Candidate
 
 _NAMES = ("backend", "allow", "block", "strict", "profile", "evidence", "kv_layout")
@@ -49,7 +49,7 @@ class Report:
     settings: Settings
     registry: Registry
     candidates: tuple[Candidate, ...]
-    notes: tuple[Note, ...]
+    notes: tuple[Diagnostic, ...]
     warnings: tuple[str, ...]
     trials: tuple[Trial, ...]
     problems: tuple[Problem, ...]

@@ -45,9 +45,9 @@ def _environment(facts: Mapping[str, Any]) -> list[str]:
 def _standing(candidate: Candidate) -> str:
     origin = f"  ({candidate.distribution})" if candidate.distribution else ""
     # What is broken is told among the problems, and an absent plugin by its name.
-    told = candidate.standing in ("missing_dependency", "refused")
-    why = f": {'; '.join(map(str, candidate.obstacles))}" if told else ""
-    return f"{candidate.id}  {readable(candidate.standing)}{origin}{why}"
+    told = candidate.availability in ("missing_dependency", "refused")
+    why = f": {'; '.join(map(str, candidate.reasons))}" if told else ""
+    return f"{candidate.id}  {readable(candidate.availability)}{origin}{why}"
 
 
 def _value(name: str, value: Any) -> str:

@@ -50,7 +50,7 @@ class Trial:
 def try_all(candidates: Iterable[Candidate], device: Device) -> Iterator[Trial]:
     """Load the candidates that are ready. This imports their plugins, and what those print goes to standard error."""
     for candidate in candidates:
-        if candidate.standing == "ready":
+        if candidate.availability == "ready":
             with redirect_stdout(sys.stderr):
                 yield _try(candidate, device)
 

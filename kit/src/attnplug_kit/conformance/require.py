@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def demand(condition: object, message: str) -> None:
+def require(condition: object, message: str) -> None:
     """
     Demand that a condition holds.
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import evolve
 
-from attnplug_kit.conformance.demand import demand
-from attnplug_kit.conformance.menu import menu_of
+from attnplug_kit.conformance.field_values import field_values_of
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for
 from attnplug_kit.conformance.tier import Tier, over
 from attnplug_kit.oracle.closeness import tolerance
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 from attnplug_kit.oracle.sparsity import EVERYTHING
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug_kit.conformance.ask import Ask
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle.scene import Scene
 
@@ -83,13 +83,13 @@ _INPUTS: Final[Mapping[str, tuple[dict[str, Any], Callable[[Scene], Scene]]]] = 
 
 
 def _inputs(subject: Subject) -> dict[str, Any]:
-    found = {name: (name, menu_of(subject).ask(**fields), change) for name, (fields, change) in _INPUTS.items()}
+    found = {name: (name, field_values_of(subject).ask(**fields), change) for name, (fields, change) in _INPUTS.items()}
     return {name: point for name, point in found.items() if point[1] is not None}
 
 
 def _features(subject: Subject) -> dict[str, Any]:
     """Each ask for a feature that changes what attention is, beside the same ask without it."""
-    asks = menu_of(subject).asks
+    asks = field_values_of(subject).asks
     shown = {item: ask for item, ask in asks.items() if item.field in _FEATURES}
     without = {item: ask.and_(**{item.field: _WITHOUT.get(item.field)}) for item, ask in shown.items()}
     return {str(item): (item.field, ask, without[item]) for item, ask in shown.items() if _is_visible(item.value)}
@@ -101,14 +101,14 @@ def _is_visible(value: Any) -> bool:
     return not isinstance(size, int) or size < 30
 
 
-class Listening(Tier):
+class InputSensitivity(Tier):
     """A backend that silently ignores an input fails here, whatever its results are."""
 
     @over(_inputs)
     def test_input_is_used(self, subject: Subject, point: Any) -> None:
         """Another value of an input gives another output."""
         name, ask, change = point
-        scene = realise(ask.case(31, **_LENGTHS))
+        scene = materialize(ask.case(31, **_LENGTHS))
         changed, backend = change(scene), load_for(subject, ask, scene.case)
         first, second = Rig(backend, scene), Rig(backend, changed)
         outputs = [first.run(scene).output, _run_on(second, scene, changed)]
@@ -134,9 +134,9 @@ def _run_on(rig: Rig, scene: Scene, changed: Scene) -> Tensor:
     return rig.ran(call, scene).output
 
 
-def _scene(ask: Ask, gain: float) -> Scene:
+def _scene(ask: RequestSpec, gain: float) -> Scene:
     lengths = _LENGTHS if "attn_type" not in ask.fields else {}
-    scene = realise(ask.case(32, **lengths, gain=gain))
+    scene = materialize(ask.case(32, **lengths, gain=gain))
     return evolve(scene, sinks=None if scene.sinks is None else scene.sinks + 3)
 
 
@@ -146,11 +146,11 @@ def _moves(scenes: tuple[Scene, Scene]) -> float:
     return float((first - second).abs().max())
 
 
-def _output(subject: Subject, ask: Ask, scene: Scene) -> Tensor:
+def _output(subject: Subject, ask: RequestSpec, scene: Scene) -> Tensor:
     return Rig(load_for(subject, ask, scene.case), scene).run(scene).output
 
 
 def _demand_moved(outputs: list[Tensor], message: str) -> None:
     first, second = (output.detach().cpu().double() for output in outputs)
     limit = 4 * tolerance(outputs[0].dtype).atol
-    demand(bool(torch.gt((first - second).abs().nan_to_num(0.0), limit).any()), message)
+    require(bool(torch.gt((first - second).abs().nan_to_num(0.0), limit).any()), message)

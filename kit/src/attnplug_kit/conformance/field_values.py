@@ -9,7 +9,7 @@ from attrs import frozen
 
 from attnplug.manifest import Holds, Range
 from attnplug.request import FIELDS, Flag, Integer, Level, Names, Number
-from attnplug_kit.conformance.ask import NARROW, Ask
+from attnplug_kit.conformance.request_spec import NARROW, RequestSpec
 from attnplug_kit.oracle.byte_rounding import BYTES
 from attnplug_kit.oracle.sparsity import NEEDED, is_known
 
@@ -90,7 +90,7 @@ class Menu:
     """
 
     subject: Subject
-    asks: Mapping[Capability, Ask]
+    asks: Mapping[Capability, RequestSpec]
     unreached: tuple[Unreached, ...]
     unserved: tuple[Unreached, ...] = ()
 
@@ -101,7 +101,7 @@ class Menu:
             found.setdefault(capability.field, []).append(capability.value)
         return {name: tuple(values) for name, values in found.items()}
 
-    def ask(self, **fields: Any) -> Ask | None:
+    def ask(self, **fields: Any) -> RequestSpec | None:
         """Return the plainest ask with these fields that is served, or None."""
         return next((ask for ask in _asks(self.subject, fields) if is_served(self.subject, ask)), None)
 
@@ -112,7 +112,7 @@ class Menu:
         return "; ".join(map(str, self.subject.objections(plainest)))
 
 
-def is_served(subject: Subject, ask: Ask) -> bool:
+def is_served(subject: Subject, ask: RequestSpec) -> bool:
     """Whether the subject serves an ask that makes sense: one with pages says how large they are."""
     requirements = ask.requirements()
     if requirements is not None and requirements.paged and requirements.block_size is None:
@@ -121,9 +121,9 @@ def is_served(subject: Subject, ask: Ask) -> bool:
 
 
 @cache
-def menu_of(subject: Subject) -> Menu:
+def field_values_of(subject: Subject) -> Menu:
     """Return the menu of a subject, from its manifest and the device alone."""
-    asks: dict[Capability, Ask] = {}
+    asks: dict[Capability, RequestSpec] = {}
     unreached = [
         Unreached(Capability("features", name), _ASKED if name in subject.features else _OWN)
         for name in subject.open_features
@@ -201,12 +201,12 @@ def _out_of_reach(subject: Subject, capability: Capability) -> str:
     return _ELSEWHERE.get(name, "")
 
 
-def _plainest(subject: Subject, capability: Capability) -> Ask | None:
+def _plainest(subject: Subject, capability: Capability) -> RequestSpec | None:
     fields = {} if FIELDS[capability.field].kind == "device" else {capability.field: capability.value}
     return next((ask for ask in _asks(subject, fields) if is_served(subject, ask)), None)
 
 
-def _asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
+def _asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
     """Yield plain asks with these fields, then ones with what rules need beside them, then with one more feature."""
     yield from _plain_asks(subject, fields)
     needed = _needed(subject, fields)
@@ -232,14 +232,14 @@ def _needed(subject: Subject, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain_asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[Ask]:
+def _plain_asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
     dtypes = [name for name in _FLOATS if subject.supports["dtype"].allows(name)]
     sizes = _preferred(subject, "head_size")
     for paged in (True, False):
         for dtype in dtypes:
             for size in sizes:
                 for blocks in _preferred(subject, "block_size") if paged else (None,):
-                    yield Ask.of(
+                    yield RequestSpec.of(
                         {
                             **_plain(subject),
                             "paged": paged,

@@ -22,7 +22,7 @@ NARROW: Final = ("fp8_e4m3", "fp8_e5m2")
 
 
 @frozen
-class Ask:
+class RequestSpec:
     """
     What is asked for.
 
@@ -33,7 +33,7 @@ class Ask:
     pairs: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> Ask:
+    def of(cls, fields: Mapping[str, Any]) -> RequestSpec:
         """Return what a mapping asks for; None asks for nothing, and without pages nothing is asked of them."""
         without = () if fields.get("paged", True) else _PAGED
         return cls(tuple(sorted((n, v) for n, v in fields.items() if v is not None and n not in without)))
@@ -43,9 +43,9 @@ class Ask:
         """The fields, by name."""
         return dict(self.pairs)
 
-    def and_(self, **fields: Any) -> Ask:
+    def and_(self, **fields: Any) -> RequestSpec:
         """Return an ask for these fields too; None takes one away."""
-        return Ask.of({**self.fields, **fields})
+        return RequestSpec.of({**self.fields, **fields})
 
     def requirements(self) -> Requirements | None:
         """Return the requirements, or None where the fields contradict each other or the kit has no batch for them."""

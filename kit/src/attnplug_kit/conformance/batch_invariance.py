@@ -8,17 +8,17 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Limits
-from attnplug_kit.conformance.demand import demand
+from attnplug_kit.conformance.require import require
 from attnplug_kit.conformance.rig import Rig
 from attnplug_kit.conformance.serving import load_for
-from attnplug_kit.oracle.scene import realise
+from attnplug_kit.oracle.scene import materialize
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
-    from attnplug_kit.conformance.ask import Ask
+    from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
     from attnplug_kit.oracle.scene import Scene
 
@@ -29,7 +29,7 @@ _STRANGERS: Final = tuple((1, 7 * number % 50) for number in range(37))
 _LIMITS: Final = Limits(max_num_reqs=48, max_num_tokens=1024, max_seq_len=2048)  # an engine's do not change either
 
 
-def demand_same_bits(subject: Subject, ask: Ask, seed: int) -> None:
+def require_same_bits(subject: Subject, ask: RequestSpec, seed: int) -> None:
     """
     Demand that requests have the same bits alone, among few others and many, and wherever they stand.
 
@@ -40,7 +40,7 @@ def demand_same_bits(subject: Subject, ask: Ask, seed: int) -> None:
     decodes, prefills = _DECODES * ("decode" in phases), _PREFILLS * ("prefill" in phases)
     strangers = _STRANGERS * ("decode" in phases)
     query_lens, context_lens = zip(*decodes, *prefills, *strangers, strict=True)
-    whole = realise(ask.case(seed, query_lens=query_lens, context_lens=context_lens))
+    whole = materialize(ask.case(seed, query_lens=query_lens, context_lens=context_lens))
     rig = Rig(load_for(subject, ask, whole.case), whole, limits=_LIMITS)
     watched = len(decodes) + len(prefills)
     alone = {member: _bits(rig, _batch(whole, [member]))[0] for member in range(watched)}
@@ -48,7 +48,7 @@ def demand_same_bits(subject: Subject, ask: Ask, seed: int) -> None:
         for member, bits in zip(members, _bits(rig, _batch(whole, members)), strict=True):
             same = member not in alone or torch.equal(bits, alone[member])
             which = f"request {member} ({query_lens[member]} new tokens, {context_lens[member]} before)"
-            demand(
+            require(
                 same,
                 f"{subject} with {ask}: batch_invariant is declared, and {which} has other bits {where} than alone",
             )
@@ -72,7 +72,7 @@ def _batch(whole: Scene, members: Sequence[int]) -> Scene:
     lens: dict[str, Any] = {
         name: tuple(getattr(case, name)[member] for member in members) for name in ("query_lens", "context_lens")
     }
-    made = realise(evolve(case, **lens))
+    made = materialize(evolve(case, **lens))
     rows: dict[str, Any] = {
         name: tuple(getattr(whole, name)[member] for member in members) for name in ("queries", "keys", "values")
     }
