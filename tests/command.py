@@ -53,7 +53,7 @@ FROM_A_VENDOR = FLASH.replace(
     'requires = ["flash-new >=4", "flash-tools"]\ninstall = { flash-new = "from its vendor" }',
 )
 SOURCE = """\
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 from attnplug.negotiation.verdict import Reason
 
 print("this plugin talks while it is imported")

@@ -10,9 +10,8 @@ import sys
 import pytest
 
 from attnplug.errors import RequirementsError
-from attnplug.models import requirements
+from attnplug.models import requirements, requirements_from_json
 from attnplug.models.architectures import ARCHITECTURES, REFUSED
-from attnplug_transformers import requirements_from_json
 
 LLAMA = {
     "model_type": "llama",
@@ -325,7 +324,7 @@ def test_json_files_and_folders(tmp_path):
 def test_neither_transformers_nor_torch_is_imported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA2))
     code = (
-        "import sys; from attnplug_transformers import requirements_from_json;"
+        "import sys; from attnplug.models import requirements_from_json;"
         f"print(len(requirements_from_json({str(tmp_path)!r})));"
         "print({'torch', 'transformers', 'numpy', 'cattrs'} & set(sys.modules))"
     )

@@ -67,7 +67,7 @@ features = ["paged", "sliding_window", "logits_soft_cap", "sinks"]
 emulates = { paged = "gathers" }
 """
 SOURCE = """\
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 @hookimpl
 def attnplug_backend(variant, agreement):

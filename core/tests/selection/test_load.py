@@ -49,17 +49,17 @@ FAILURES = {
     "no hook": ("x = 1", PluginContractError, "implements no hook attnplug_backend"),
     "unknown hook": ("{source}\n@hookimpl\ndef attnplug_other(variant): ...", PluginContractError, "attnplug_other"),
     "argument": (
-        "from attnplug.contract.hooks import hookimpl\n@hookimpl\ndef attnplug_backend(variant, colour): ...",
+        "from attnplug.contract import hookimpl\n@hookimpl\ndef attnplug_backend(variant, colour): ...",
         PluginContractError,
         "colour",
     ),
     "no backend": (
-        "from attnplug.contract.hooks import hookimpl\n@hookimpl\ndef attnplug_backend(variant): return int",
+        "from attnplug.contract import hookimpl\n@hookimpl\ndef attnplug_backend(variant): return int",
         PluginContractError,
         "int",
     ),
     "hook raises": (
-        "from attnplug.contract.hooks import hookimpl\n@hookimpl\ndef attnplug_backend(variant): raise KeyError('x')",
+        "from attnplug.contract import hookimpl\n@hookimpl\ndef attnplug_backend(variant): raise KeyError('x')",
         PluginLoadError,
         "attnplug_backend raised KeyError",
     ),

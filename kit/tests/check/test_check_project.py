@@ -28,7 +28,7 @@ supports = { device_type = "cpu", dtype = "float32", head_size = 64 }
 """
 PLUGIN = """\
 raise RuntimeError("this module is not to be imported")
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 @hookimpl
 def attnplug_backend(variant, agreement):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hosted.quantized_queries import QuantizedImpl
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.builder import TorchBuilder
 

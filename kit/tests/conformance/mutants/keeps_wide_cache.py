@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attrs import evolve
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 from attnplug.contract.inputs.kv_cache import torch_dtype
 from attnplug.torch_backend.backend import TorchBackend
 

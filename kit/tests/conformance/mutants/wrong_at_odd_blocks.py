@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
 from attnplug.torch_backend.impl import TorchImpl
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from attnplug.contract import AttentionImpl, Backend
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 
 class PatternedImpl(AttentionImpl):

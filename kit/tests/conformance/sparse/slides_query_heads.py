@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sparse.patterned import PatternedBackend, PatternedImpl
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 
 class MutantImpl(PatternedImpl):

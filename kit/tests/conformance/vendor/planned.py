@@ -9,7 +9,7 @@ import torch
 
 from attnplug.batching.pages import pad_pages, pages_of
 from attnplug.contract import AttentionImpl, Backend, MetadataBuilder
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 from attnplug.contract.inputs.kv_cache import CacheTensor, is_narrow_float
 from attnplug.ops import key_and_value_pages, merge_attention_states, write_cache
 

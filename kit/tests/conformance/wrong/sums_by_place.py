@@ -5,7 +5,7 @@ from __future__ import annotations
 from minimal.least import LeastImpl
 
 from attnplug.contract import Backend
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 
 class MutantImpl(LeastImpl):

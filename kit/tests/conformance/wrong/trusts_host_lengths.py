@@ -6,7 +6,7 @@ from attrs import evolve
 from minimal.least import LeastImpl
 
 from attnplug.contract import Backend
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 
 class MutantImpl(LeastImpl):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 
 @hookimpl

@@ -9,7 +9,7 @@ import os
 import time
 from pathlib import Path
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 
 @hookimpl

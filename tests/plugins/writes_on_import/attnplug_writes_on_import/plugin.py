@@ -6,7 +6,7 @@ from pathlib import Path
 with Path(os.environ["WRITES_ON_IMPORT"]).open("a", encoding="utf-8") as trace:
     trace.write(f"{__name__}\n")
 
-from attnplug.contract.hooks import hookimpl
+from attnplug.contract import hookimpl
 
 
 @hookimpl

@@ -81,7 +81,7 @@ def asked_options(texts: list[str] | None) -> dict[str, dict[str, str]] | None:
 
 
 def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[str, Requirements]:
-    from attnplug_transformers import requirements_from_json  # noqa: PLC0415 - only models need it
+    from attnplug.models import requirements_from_json  # noqa: PLC0415 - only models need it
 
     if arguments.requirements:
         raise RequestError(
