@@ -127,7 +127,9 @@ def _decode(
         scores = scores_of(q, k, interpreted)
         of_block = tokens // block
         is_local = (last - of_block) < local
-        seen = there[None, :] & (is_local[None, :] | ((of_block % stride)[None, :] == residue[:, None]))
+        of_heads = residue if by_kv_head else residue[:, None]  # one for the group, or one each
+        is_vertical = (of_block % stride)[None, :] == of_heads
+        seen = there[None, :] & (is_local[None, :] | is_vertical)
         scores = tl.where(seen, scores, float("-inf"))
         v = tl.load(values_at + (found * v_page + places * v_token)[:, None] + columns[None, :], mask=wanted, other=0.0)
         total, highest, sums = take_in(scores, v.to(q.dtype), total, highest, sums, factor, interpreted)
