@@ -240,8 +240,9 @@ def _half(
         offset = head * of_head + column * of_element
     else:
         offset = head.to(tl.int64) * of_head + column.to(tl.int64) * of_element
-    # A negative slot makes an address that nothing is written to.
-    tl.store(page + offset, data, mask=inside & (slot >= 0))
+    # A negative slot makes an address that nothing is written to. One condition broadcast to all places is no mask to
+    # the interpreter of Triton 3.9.
+    tl.store(page + offset, data, mask=inside & (slot >= tl.zeros_like(place)))
 
 
 @triton.jit(
