@@ -265,7 +265,7 @@ class _Function:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         (programs,) = grid
 
-        def launch(*given: Any, num_warps: int) -> None:
+        def launch(*given: Any, num_warps: int, enable_fp_fusion: bool = True) -> None:
             _need(num_warps == 4, "products are computed by warpgroups of four warps")
             arguments = [_Pointer(one) if isinstance(one, Tensor) else one for one in given]
             for number in range(programs):

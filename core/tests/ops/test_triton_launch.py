@@ -49,7 +49,7 @@ def triton_of(version: str, target) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    caches = (triton_works, triton_launch._is_stable, write._in_one_launch, pages._in_one_launch)
+    caches = (triton_works, triton_launch._is_stable, triton_launch._fusion, write._in_one_launch, pages._in_one_launch)
     for each in caches:
         each.cache_clear()
     yield
@@ -80,6 +80,18 @@ def test_an_older_triton_looks_at_every_launch(monkeypatch: pytest.MonkeyPatch) 
     launch.first((1, 1, 1))
 
     assert not launch.is_compiled
+
+
+@pytest.mark.parametrize(("version", "said"), [("3.8.0", {}), ("3.9.0", {"enable_fp_fusion": True})])
+def test_where_triton_asks_whether_products_and_sums_are_fused_it_is_told(
+    monkeypatch: pytest.MonkeyPatch, version: str, said: dict[str, bool]
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", triton_of(version, object))
+    kernel = Kernel()
+
+    Launch(kernel, (), num_warps=2).first((1, 1, 1))
+
+    assert kernel.calls == [((1, 1, 1), (), {"num_warps": 2, **said})]
 
 
 def test_without_a_driver_everything_runs_on_torch(

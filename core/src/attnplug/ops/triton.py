@@ -25,6 +25,9 @@ _log: Final = logging.getLogger("attnplug")
 _STABLE: Final = (3, 6)
 """The Triton since which a compiled kernel takes the arguments of its source, constants included."""
 
+_ASKS: Final = (3, 9)
+"""The Triton since which a kernel should say whether products are fused with sums: it warns, and 3.10 fuses none."""
+
 
 @cache
 def triton_works() -> bool:
@@ -61,7 +64,7 @@ class Launch:
 
     def first(self, grid: tuple[int, ...], *arguments: Any) -> None:
         """Compile and run. The arguments are tensors and numbers."""
-        compiled = self._kernel[grid](*arguments, *self._constants, **self._options)
+        compiled = self._kernel[grid](*arguments, *self._constants, **self._options, **_fusion())
         if _is_stable():
             self._compiled = compiled
 
@@ -141,5 +144,14 @@ class Kernel:
 
 @cache
 def _is_stable() -> bool:
+    return _release() >= _STABLE
+
+
+@cache
+def _fusion() -> dict[str, bool]:
+    return {"enable_fp_fusion": True} if _release() >= _ASKS else {}
+
+
+def _release() -> tuple[int, ...]:
     version = str(import_module("triton").__version__)
-    return tuple(int(part) for part in version.split(".")[:2]) >= _STABLE
+    return tuple(int(part) for part in version.split(".")[:2])
