@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from attnplug.batching import pad_batch, pad_pages, pages_of
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
+from tests.backends.compiling import NEEDS_TRITON
 from tests.backends.interpreting import check
 
 # Few requests and many are counted by different means.
@@ -101,7 +101,7 @@ def test_the_kernel_by_the_interpreter() -> None:
     check(Path(__file__).with_name("test_pages_on_gpu.py"))
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+@NEEDS_TRITON
 def test_the_kernel_compiles_where_there_is_no_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import triton  # noqa: PLC0415 - not on every platform
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
@@ -113,4 +113,4 @@ def test_the_kernel_compiles_where_there_is_no_gpu(tmp_path: Path, monkeypatch: 
     kinds = ["*i32", "*i32", "*i32", "i64", "i64", "i32", "i32", "constexpr", "constexpr", "constexpr"]
     source = ASTSource(_kernel, dict(zip(_kernel.arg_names, kinds, strict=True)), {(7,): 16, (8,): 1024, (9,): 512}, {})
 
-    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True}).asm["cubin"]

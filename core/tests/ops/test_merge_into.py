@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 
 from attnplug.errors import TensorError
 from attnplug.ops import merge_attention_states, merge_into
+from tests.backends.compiling import NEEDS_TRITON
 from tests.backends.interpreting import check
-
-needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 
 def test_the_first_result_is_overwritten() -> None:
@@ -39,7 +37,7 @@ def test_the_kernel_by_the_interpreter() -> None:
     check(Path(__file__).with_name("test_merge_into_on_gpu.py"))
 
 
-@needs_triton
+@NEEDS_TRITON
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_the_kernel_compiles_where_there_is_no_gpu(
@@ -58,7 +56,9 @@ def test_the_kernel_compiles_where_there_is_no_gpu(
     aligned = {(place,): [["tt.divisibility", 16]] for place in range(4)}
     source = ASTSource(_kernel, signature, constants, aligned)
 
-    code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4}).asm["ptx"]
+    code = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4, "enable_fp_fusion": True}
+    ).asm["ptx"]
 
     assert "ld.global.v4" in code  # 16 bytes at a time
     assert "st.global.v4" in code

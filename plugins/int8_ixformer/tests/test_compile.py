@@ -45,7 +45,9 @@ def compiled(kernel: Any, given: dict[str, Any], level: int, warps: int, more: d
     }
     values = {(names.index(name),): value for name, value in given.items() if name in names}
     source = ASTSource(kernel, signature, values, aligned)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "enable_fp_fusion": True}
+    )
 
 
 @pytest.fixture(autouse=True)
