@@ -12,18 +12,22 @@ import torch
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.nn.attention.flex_attention import AuxOutput
 
 import attnplug
 from attnplug.contract import Limits
 from attnplug.errors import LimitsError
 from attnplug.request.device import Device
-from attnplug.torch_backend import flex
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
 from attnplug.torch_backend.masks import Sight
 from attnplug_kit.oracle import Case, check, materialize, random_case
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.strategies import cases
+
+pytest.importorskip("torch", minversion="2.11", reason="the variant flex needs torch 2.11, as its manifest says")
+
+from torch.nn.attention.flex_attention import AuxOutput
+
+from attnplug.torch_backend import flex
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -110,7 +110,7 @@ def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, laye
 
     got = call.output[: case.num_tokens].view(case.num_tokens, case.num_q_heads, -1)
     assert_close(got, scene.expected().output, dtype=got.dtype, scale=scene.largest_value, scaled_keys=True)
-    assert not layers[[other for other in range(3) if other != layer]].float().any()
+    assert not layers.float()[[other for other in range(3) if other != layer]].any()
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
