@@ -314,4 +314,4 @@ def test_this_environment_is_walked_by_default() -> None:
         in result.entries
     )
     assert result.version_of("attrs") == importlib.metadata.version("attrs")
-    assert result.version_of("typing_extensions") == importlib.metadata.version("typing_extensions")
+    assert result.version_of("pytest_randomly") == importlib.metadata.version("pytest-randomly")

@@ -6,7 +6,6 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 from attnplug.errors import DeviceError
 from attnplug.request import device as module
@@ -224,6 +223,7 @@ def test_multiprocessors_follow_from_lanes(cores, capability, count):
 
 @pytest.mark.parametrize("make", [Device, Device.parse])
 def test_a_device_of_torch_is_told_as_text(make):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
     for device, written in (
         ("cpu", "or write 'cpu'"),
         ("cuda:1", "or write 'cuda:9.0', with its own compute capability"),

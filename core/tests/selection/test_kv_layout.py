@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 
 import attnplug
-from attnplug import batching
 from attnplug.errors import NoBackendError, SettingsError
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
@@ -159,6 +158,7 @@ def test_layers_that_ask_alike_under_the_setting_are_one_group(hnd, request_of):
 
 
 def test_a_decision_travels(hnd, request_of):
+    pytest.importorskip("torch", reason="torch is not installed")
     decision = attnplug.select(request_of())
 
     again = attnplug.Selection.from_dict(json.loads(json.dumps(decision.to_dict())))
@@ -170,6 +170,8 @@ def test_a_decision_travels(hnd, request_of):
 
 
 def test_it_is_a_batch_utility_too():
+    batching = pytest.importorskip("attnplug.batching", reason="torch is not installed")
+
     assert batching.kv_cache_layout is attnplug.kv_cache_layout
     with pytest.raises(AttributeError, match="kv_cache_lay0ut"):
         _ = batching.kv_cache_lay0ut

@@ -8,7 +8,6 @@ import sys
 import pytest
 
 import attnplug
-from attnplug.contract.backend import Backend
 from attnplug.discovery.registry import Registry
 from attnplug.errors import (
     DecisionError,
@@ -23,6 +22,10 @@ from attnplug.request.settings import Settings
 from attnplug.selection import process
 from attnplug.selection.plan import Plan
 from attnplug.selection.selection import Selection
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from attnplug.contract.backend import Backend
 
 REFUSING_PROBE = """{source}
 from attnplug import Reason

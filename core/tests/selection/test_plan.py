@@ -124,6 +124,7 @@ def test_scopes_apply(both, request_of):
 
 
 def test_a_plan_travels(both, request_of):
+    pytest.importorskip("torch", reason="torch is not installed")
     plan = attnplug.plan({"a": request_of(), "b": request_of(sinks=True)})
 
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))

@@ -19,6 +19,9 @@ from attnplug.errors import NoBackendError, PluginLoadError
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process
+
+pytest.importorskip("torch", reason="torch is not installed")
+
 from core.tests.selection.test_load import rescanned
 
 ASKED = []
