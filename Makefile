@@ -28,7 +28,7 @@ WORKSPACE := -e 'core[torch]' -e kit -e hosts/transformers $(patsubst %/pyprojec
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint docs bench test-gpu clean tables
+.PHONY: help demo test test-all test-oldest lint docs bench test-gpu clean tables
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -46,17 +46,26 @@ $(READY): Makefile constraints.txt $(wildcard */pyproject.toml */*/pyproject.tom
 demo: $(READY) ## real model architectures, served through the chosen backend
 	@$(BIN)/attnplug demo
 
-# The one command that guards everything, and the one that CI runs on a clean clone: style, types, documentation, tests, coverage.
-# The plugins are not installed into .venv, where the documentation shows them as absent; pytest finds them by path (pyproject.toml).
-# coverage starts pytest, and not the other way round: attnplug's own pytest plugin is imported before any plugin could measure it.
-# Files are dealt out to a process per core, long ones first, each with one thread of torch's: more would wait for each other.
+# The command of README and the first half of CI: what tells within minutes that something broke. No coverage, and none of
+# the tests marked slow (Triton's interpreter, compilers, the full kit, deliberately wrong backends, fresh environments).
+# Files go to one process per core, long ones first, each with one thread of torch's: more would wait for each other.
 # Hundreds of processes are started: they keep what they compile of this project, wherever the environment says otherwise.
-test: lint docs ## lint, docs, and every test of core and plugins with branch coverage
+test: lint docs ## lint, docs, and the tests that are not marked slow: a few minutes
+	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m 'not slow' -n $(WORKERS) --dist loadfile \
+	  --no-loadscope-reorder $(PYTEST_ARGS)
+
+# coverage starts pytest, and not the other way round: the kit's pytest plugin is imported before any plugin could measure it.
+test-all: $(READY) ## every test with branch coverage, then the parts without torch on other versions of Python
 	@$(BIN)/python -m coverage erase
 	@OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  $(PYTEST_ARGS)
 	@$(BIN)/python -m coverage combine --quiet
 	@$(BIN)/python -m coverage report
+	@PIP_ARGS='$(PIP_ARGS)' tools/test-pure.sh
+
+# Several GB: torch 2.6 is on the index as a CUDA build only. Run it before a release.
+test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit
+	@PIP_ARGS='$(PIP_ARGS)' tools/test-oldest.sh
 
 lint: $(READY) ## ruff, ruff format, mypy strict
 	@$(BIN)/ruff check .
