@@ -251,7 +251,7 @@ def test_the_kit_sees_through_a_plugin_that_drops_what_it_claims(workshop: Works
 @pytest.mark.usefixtures("unmeasured")
 def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, tmp_path: Path) -> None:
     site = workshop.install(tmp_path / "site", "writes_on_import")
-    options = ("-q", "--pyargs", "attnplug_kit.oracle", "--attn-backend=writes_on_import", "-k", "TestPurity")
+    options = ("-q", "--pyargs", "attnplug_kit", "--attn-backend=writes_on_import", "-k", "TestPurity")
     done = _python(site, tmp_path, "pytest", *options, WRITES_ON_IMPORT="trace.txt")
 
     assert done.returncode == 1
@@ -261,7 +261,7 @@ def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, 
 
 def test_the_kit_says_why_a_plugin_that_is_there_cannot_be_tested(workshop: Workshop, tmp_path: Path) -> None:
     site = workshop.install(tmp_path / "site", "malformed")
-    done = _python(site, tmp_path, "pytest", "--pyargs", "attnplug_kit.oracle", "--attn-backend=malformed")
+    done = _python(site, tmp_path, "pytest", "--pyargs", "attnplug_kit", "--attn-backend=malformed")
 
     said = " ".join(done.stderr.split())
     assert done.returncode == 4
@@ -293,7 +293,7 @@ def test_check_finds_what_can_be_read(name: str, said: str, tmp_path: Path) -> N
 
 def _conformance(site: Path, home: Path, name: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run the conformance kit as the author of a plugin does."""
-    return _python(site, home, "pytest", "-q", "--pyargs", "attnplug_kit.oracle", f"--attn-backend={name}", *words)
+    return _python(site, home, "pytest", "-q", "--pyargs", "attnplug_kit", f"--attn-backend={name}", *words)
 
 
 def _attnplug(site: Path, home: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -63,12 +63,12 @@ def test_names_that_need_torch_say_so_without_it() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
         "import attnplug\n"
-        "try: attnplug.Layer\n"
+        "try: attnplug.Batch\n"
         "except ImportError as error: print(error)\n"
         "attnplug.select, attnplug.Requirements"
     )
 
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert "attnplug.Layer needs torch" in ran.stdout
+    assert "attnplug.Batch needs torch" in ran.stdout
     assert "pip install 'attnplug[torch]'" in ran.stdout

@@ -192,7 +192,6 @@ print(json.dumps(sorted(set(sys.modules) - before)))
         "flash_attn",
         "pluggy",
         "rich",
-        "cattrs",
     }
     assert not {top for top in tops if top.startswith("attnplug_")}
     assert "importlib.metadata" not in loaded

@@ -35,7 +35,7 @@ def run(
     *options: str,
     module: str = "minimal.least",
     manifest: Path = HERE / "minimal" / "attnplug.toml",
-    tests: tuple[str, ...] = ("--pyargs", "attnplug_kit.oracle"),
+    tests: tuple[str, ...] = ("--pyargs", "attnplug_kit"),
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", RUN, module, str(manifest), "--rootdir", str(folder), *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
@@ -202,7 +202,7 @@ def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
         (["-n2"], "pass --attn-backend=NAME[/variant], or name it in the class"),
     ],
 )
-@pytest.mark.parametrize("tests", [("--pyargs", "attnplug_kit.oracle"), AS_A_FILE])
+@pytest.mark.parametrize("tests", [("--pyargs", "attnplug_kit"), AS_A_FILE])
 def test_a_backend_that_is_not_there_is_one_usage_error(options, said, tests, tmp_path: Path) -> None:
     done = run(tmp_path, *options, tests=tests)
 

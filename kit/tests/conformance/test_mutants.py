@@ -152,7 +152,7 @@ for name, test in mutants.items():
     attnplug.register(f"{sys.argv[3]}.{name}", manifest=folder / f"{name}.toml")
     options = [f"--attn-backend={name}", *sys.argv[4:], f"--attn-report={folder / name}", "-k", test]
     plain = ["-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--rootdir", str(folder)]
-    pytest.main(["--pyargs", "attnplug_kit.oracle", *plain, *options])
+    pytest.main(["--pyargs", "attnplug_kit", *plain, *options])
 """
 
 
