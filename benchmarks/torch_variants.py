@@ -110,7 +110,7 @@ def load(asked: attnplug.Requirements, device: Device, variant: str) -> Backend:
 
     flex._flex = without_lse  # noqa: SLF001 - on the CPU it returns none
     selection = attnplug.select(asked, device, backend="torch/sdpa")
-    return backend.FlexBackend(evolve(selection, agreement=evolve(selection.agreement, variant="flex")))
+    return backend.FlexBackend(evolve(selection.agreement, variant="flex"), device)
 
 
 def without_lse(query: Any, key: Any, value: Any, bend: Any, mask: Any, scale: float) -> tuple[Any, None]:

@@ -196,7 +196,7 @@ def test_other_pages_are_checked():
         other.update_block_table(metadata, metadata.batch.block_table, metadata.batch.slot_mapping)
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     slotted = builder.build(metadata.batch, graph=graph)
-    with refused(BatchError, given="GraphBuffers", fix="slot=slot"):
+    with refused(BatchError, given="GraphBuffers", fix="graph=graph"):
         builder.update_block_table(slotted, metadata.batch.block_table, metadata.batch.slot_mapping)
 
 
@@ -205,7 +205,7 @@ def test_a_host_advances_its_own_inputs():
     with builder.state.graph_capture(2):
         graph = builder.state.graph(GraphShape(2, 2, 1), host_owned_inputs=True)
         metadata = builder.build(make_batch([1, 1], [5, 3], width=WIDTH), graph=graph)
-    with refused(BatchError, given="GraphBuffers", allowed="the host's own", fix="slot=slot"):
+    with refused(BatchError, given="GraphBuffers", allowed="the host's own", fix="graph=graph"):
         builder.advance_step(metadata)
 
 

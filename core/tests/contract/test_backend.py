@@ -7,7 +7,7 @@ from attrs import evolve
 from attnplug.contract import AttentionImpl, Backend, GraphShape, Layer, MetadataBuilder, State
 from attnplug.errors import LayerError, LimitsError, PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
-from core.tests.contract.world import limits, make_backend, make_batch, make_builder, make_layer, refused
+from core.tests.contract.world import agree, limits, make_backend, make_batch, make_builder, make_layer, refused
 
 
 def with_impl(**body):
@@ -16,10 +16,11 @@ def with_impl(**body):
 
 
 def test_a_backend_is_its_agreement():
-    backend = make_backend()
+    selection = agree()
+    backend = ToyBackend(selection.agreement, selection.device)
 
     assert (backend.name, backend.variant, backend.id) == ("toy", "plain", "toy/plain")
-    assert backend.agreement is backend.selection.agreement
+    assert (backend.agreement, backend.device_properties) == (selection.agreement, selection.device)
     assert backend.device == torch.device("cpu")
 
 
@@ -88,8 +89,8 @@ def test_a_builder_groups_its_layers_by_plan():
 
 
 class Planning(MetadataBuilder):
-    def plan_batch(self, batch, *, fast, graph):
-        return self.describe(batch, plans={key: (len(group), fast, graph) for key, group in self.plan_groups.items()})
+    def plan_batch(self, batch, split, *, fast, graph):
+        return {"plans": {key: (len(group), fast, graph) for key, group in self.plan_groups.items()}}
 
 
 def test_a_plan_reaches_its_layers():
@@ -106,14 +107,32 @@ def test_a_plan_reaches_its_layers():
         stranger.plan_of(evolve(metadata, plans={}))
 
 
-def test_metadata_describes_the_batch_that_was_checked():
+def test_planning_gets_the_split_of_the_batch_that_was_checked():
+    class Planner(MetadataBuilder):
+        def plan_batch(self, batch, split, *, fast, graph):
+            assert split.batch is batch
+            return {"plans": dict.fromkeys(self.plan_groups, split)}
+
+    impl = make_layer(backend := make_backend(type("B", (ToyBackend,), {"builder_class": Planner})))
+    batch = make_batch([1, 2], [3, 5])
+
+    metadata = make_builder(backend, impl).build(batch)
+
+    split = impl.plan_of(metadata)
+    assert metadata.batch is batch
+    assert (split.num_decodes, split.num_prefills, split.num_decode_tokens, split.num_prefill_tokens) == (1, 1, 1, 2)
+    assert (split.decodes, split.prefills) == (metadata.decodes, metadata.prefills)
+    assert (split.prefills.first_req, split.prefills.num_tokens) == (1, 2)
+
+
+def test_core_chooses_the_batch_of_the_metadata():
     class Lying(MetadataBuilder):
-        def plan_batch(self, batch, *, fast, graph):
-            return self.describe(make_batch([1], [3]))
+        def plan_batch(self, batch, split, *, fast, graph):
+            return {"batch": make_batch([1], [3])}
 
     builder = make_builder(make_backend(type("B", (ToyBackend,), {"builder_class": Lying})))
 
-    with pytest.raises(PluginContractError, match="was not built"):
+    with refused(PluginContractError, "Lying returned batch", "has no field", "core fills in"):
         builder.build(make_batch([1], [3]))
 
 
@@ -190,8 +209,8 @@ def test_batch_invariance_is_as_agreed_or_less(asked, limit, is_invariant):
 
 def test_every_plan_key_has_a_plan():
     class Forgetful(MetadataBuilder):
-        def plan_batch(self, batch, *, fast, graph):
-            return self.describe(batch, plans={next(iter(self.plan_groups)): object()})
+        def plan_batch(self, batch, split, *, fast, graph):
+            return {"plans": {next(iter(self.plan_groups)): object()}}
 
     backend = make_backend(type("B", (ToyBackend,), {"builder_class": Forgetful}))
     impls = [make_layer(backend, name=f"layers.{i}", scale=float(i + 1)) for i in range(3)]

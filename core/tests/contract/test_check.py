@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import inspect
 import pickle
 
 import pytest
 from attrs import frozen
 
-from attnplug.contract import AttentionImpl, Backend, Metadata, check_backend_class
+from attnplug.contract import AttentionImpl, Backend, Metadata, MetadataBuilder, State, check_backend_class
+from attnplug.contract.calls.check import check_backend
 from attnplug.errors import PluginContractError
 from core.tests.contract.toy import ToyBackend, ToyImpl
+from core.tests.contract.world import limits, make_backend, make_builder, make_layer, refused
 
 
 def with_builder(**body):
@@ -68,24 +71,33 @@ def test_only_a_backend_class_is_one(value):
         (with_impl(query_quantization="both"), "query_quantization is 'both'"),
         (with_impl(static_scales={"p"}), "static_scales is {'p'}"),
         (with_impl(static_scales="kv"), "static_scales is 'kv'"),
-        (with_impl(forward=lambda self: None), "Impl overrides forward"),
-        (with_impl(write_kv=lambda self: None), "Impl overrides write_kv"),
-        (type("Bad", (ToyBackend,), {"make_impl": lambda self, layer: None}), "Bad overrides make_impl"),
+        (
+            with_impl(forward=lambda self: None),
+            "Impl.forward hides AttentionImpl.forward of the contract: override run",
+        ),
+        (
+            with_impl(write_kv=lambda self: None),
+            "Impl.write_kv hides AttentionImpl.write_kv of the contract: override update_kv_cache",
+        ),
+        (
+            type("Bad", (ToyBackend,), {"make_impl": lambda self, layer: None}),
+            "Bad.make_impl hides Backend.make_impl of the contract: rename it",
+        ),
         (type("Bad", (ToyBackend,), {"builder_class": dict}), "no subclass of MetadataBuilder"),
         (type("Bad", (ToyBackend,), {"metadata_class": 3}), "metadata_class is 3"),
         (type("Bad", (ToyBackend,), {"state_class": None}), "state_class is None"),
         (
             type("Bad", (ToyBackend,), {"builder_class": type("B", (ToyBackend.builder_class,), {"build": None})}),
-            "B overrides build",
+            "B.build hides MetadataBuilder.build of the contract: override plan_batch",
         ),
         (
             with_builder(plan_batch=lambda self, batch: None),
-            "B.plan_batch(self, batch) is called with (batch, fast=..., graph=...",
+            "B.plan_batch(self, batch) is called with (batch, split, fast=..., graph=...",
         ),
         (with_builder(plan_batch=None), "B.plan_batch is None, no method"),
         (with_builder(__init__=lambda self: None), "B.__init__(self) is called with (backend, impls, state)"),
         (with_builder(can_capture=lambda self: True), "B.can_capture(self) is called with (batch)"),
-        (with_builder(replan_block_table=lambda self, batch: None), "is called with (metadata, batch)"),
+        (with_builder(replan_block_table=lambda self, batch: None), "is called with (metadata, batch, split)"),
         (
             with_builder(plan_next_step=lambda self, batch: None),
             "B.plan_next_step(self, batch) is called with (metadata,",
@@ -113,8 +125,8 @@ def test_a_fault_is_found(cls, finding):
 @pytest.mark.parametrize(
     "body",
     [
-        {"plan_batch": lambda self, batch, **rest: None},
-        {"plan_batch": lambda self, batch, fast=False, graph=None, more=1: None},
+        {"plan_batch": lambda self, batch, split, **rest: None},
+        {"plan_batch": lambda self, batch, split, fast=False, graph=None, more=1: None},
         {"plan_batch": lambda *given, **named: None},
         {"can_capture": staticmethod(lambda batch: True)},
         {"describe": lambda self, batch, mine: None},
@@ -147,3 +159,130 @@ def test_metadata_is_decorated():
         check_backend_class(type("Bad", (ToyBackend,), {"metadata_class": Loose}), "toy/plain")
     good = type("Good", (ToyBackend,), {"metadata_class": Tight})
     assert check_backend_class(good, "toy/plain") is good
+
+
+# --- names that core reserves ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cls", "finding"),
+    [
+        (
+            with_impl(plan_of=lambda self, batch: None),
+            "Impl.plan_of hides AttentionImpl.plan_of of the contract",
+        ),
+        (with_impl(forward_op=None), "Impl.forward_op hides"),
+        (with_impl(scale=property(lambda self: 1.0)), "Impl.scale hides AttentionImpl.scale"),
+        (with_impl(window=lambda self: None), "Impl.window hides"),
+        (with_impl(_guard=None), "Impl._guard hides"),
+        (with_builder(limits=3), "B.limits hides MetadataBuilder.limits"),
+        (with_builder(persist=lambda self, tensor: tensor), "B.persist hides"),
+        (with_builder(advance_step=lambda self: None), "advance_step of the contract: override plan_next_step"),
+        (with_state(parallel=None), "S.parallel hides State.parallel"),
+        (with_state(_graphs={}), "S._graphs hides"),
+        (type("Bad", (ToyBackend,), {"id": "mine"}), "Bad.id hides Backend.id"),
+        (type("Bad", (ToyBackend,), {"selection": None}), "Bad.selection hides"),
+        (type("Bad", (ToyBackend,), {"_specs": None}), "Bad._specs hides"),
+    ],
+)
+def test_names_of_core_are_reserved(cls, finding):
+    with pytest.raises(PluginContractError) as caught:
+        check_backend_class(cls, "toy/plain")
+
+    assert finding in caught.value.problem
+
+
+def test_a_clash_in_a_shared_base_is_named_by_the_class_that_has_it():
+    class Mixin:
+        def plan_of(self, layer):
+            return None
+
+    cls = type("Bad", (ToyBackend,), {"impl_class": type("Impl", (Mixin, ToyImpl), {})})
+
+    with pytest.raises(PluginContractError, match=r"Mixin\.plan_of hides AttentionImpl\.plan_of"):
+        check_backend_class(cls, "toy/plain")
+
+
+def test_names_may_be_annotated_anew():
+    class Impl(ToyImpl):
+        backend: ToyBackend
+        scale: float
+
+    cls = type("Good", (ToyBackend,), {"impl_class": Impl})
+
+    assert check_backend_class(cls, "toy/plain") is cls
+
+
+def setting(base, **attributes):
+    """Return a constructor that sets attributes after the contract's own one."""
+
+    def construct(self, *args):
+        base.__init__(self, *args)
+        vars(self).update(attributes)
+
+    return construct
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("scale", 2.0),
+        ("window", None),
+        ("layer_name", 1),
+        ("plan_of", lambda layer: None),
+        ("forward", lambda *given: None),
+        ("_guard", object()),
+        ("cache_roles", ("kv",)),
+    ],
+)
+def test_attributes_of_an_implementation_are_not_replaced(name, value):
+    cls = with_impl(__init__=setting(ToyImpl, **{name: value}))
+    backend = make_backend(check_backend_class(cls, "toy/plain"))
+
+    if name == "layer_name":
+        assert make_layer(backend).layer_name == value
+        return
+    with refused(PluginContractError, f"Impl.__init__ sets {name}, which hides", "core sets", f"rename {name} in Impl"):
+        make_layer(backend)
+
+
+def test_attributes_may_be_set_to_what_they_are():
+    cls = with_impl(__init__=setting(ToyImpl, scale=8**-0.5, window=(-1, -1), run=len))
+
+    assert make_layer(make_backend(cls)).run is len
+
+
+def test_attributes_of_the_other_parts_are_not_replaced():
+    builder = with_builder(__init__=setting(ToyBackend.builder_class, plan_groups={}))
+    state = with_state(__init__=setting(State, limits=None))
+    backend = type("Own", (ToyBackend,), {"__init__": setting(ToyBackend, selection=3, agreement=4)})
+
+    with refused(PluginContractError, "B.__init__ sets plan_groups, which hides MetadataBuilder.plan_groups"):
+        make_builder(make_backend(builder))
+    with refused(PluginContractError, "S.__init__ sets limits, which hides State.limits"):
+        make_backend(state).make_state(limits())
+    with refused(PluginContractError, "Own.__init__ sets agreement, which", fix="rename agreement, selection in Own"):
+        check_backend(make_backend(backend))
+
+
+def test_a_state_may_make_its_workspace_at_once():
+    class Eager(State):
+        def __init__(self, backend, limits, device, parallel=None):
+            super().__init__(backend, limits, device, parallel)
+            assert self.workspace.numel() == 0
+
+    backend = make_backend(type("Good", (ToyBackend,), {"state_class": Eager}))
+
+    assert backend.make_state(limits()).limits == limits()
+
+
+@pytest.mark.parametrize("base", [AttentionImpl, Backend, MetadataBuilder, State])
+def test_what_core_sets_is_declared(base):
+    backend = make_backend()
+    builder = make_builder(backend)
+    made = {Backend: backend, MetadataBuilder: builder, State: builder.state, AttentionImpl: builder.impls[0]}[base]
+    declared = {name for name, text in inspect.get_annotations(base).items() if not text.startswith("ClassVar")}
+    check_backend(backend)
+
+    assert set(vars(made)) <= declared
+    assert declared - set(vars(made)) <= {"selection"}

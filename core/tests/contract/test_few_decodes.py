@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attrs import evolve
+from attrs import asdict, evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,12 +46,16 @@ def decodes(lengths, columns=6, **fields):
     )
 
 
+def numbers(split):
+    return {name: value for name, value in asdict(split, recurse=False).items() if name != "batch"}
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
 def test_ordinary_decodes_are_recognised(lengths):
     batch = decodes(lengths)
 
     assert make_guard()._few.highest_block(batch) == sum(-(-length // SIZE) for length in lengths)
-    assert make_guard().check(batch) == make_guard(short_cut=False).check(batch)
+    assert numbers(make_guard().check(batch)) == numbers(make_guard(short_cut=False).check(batch))
 
 
 @st.composite
@@ -81,7 +85,7 @@ def test_what_the_short_cut_takes_the_guard_takes(batch, asked):
     facts = make_guard(short_cut=False, **asked).check(batch)
     assert (facts.num_decodes, facts.num_prefills) == (batch.num_reqs, 0)
     assert (facts.num_decode_tokens, facts.num_prefill_tokens) == (batch.num_reqs, 0)
-    assert (facts.num_key_rows, facts.graph) == (batch.num_reqs, None)
+    assert facts.num_key_rows == batch.num_reqs
     assert found <= facts.highest_block
 
 

@@ -254,7 +254,7 @@ def test_padding_within_runs_eagerly():
 
     assert builder.state.find_graph({builder: within}) is None
     assert builder.state.find_graph({builder: last}) is graph
-    with refused(BatchError, given="padded request before others", allowed="stand last", fix="slot=None"):
+    with refused(BatchError, given="padded request before others", allowed="stand last", fix="graph=None"):
         builder.build(within, graph=graph)
 
 
@@ -410,7 +410,7 @@ def test_released_slots_are_refused_and_freed():
 
     builder.state.release_graphs()
 
-    with refused(BatchError, given="GraphBuffers", allowed="until it is released"):
+    with refused(BatchError, given="GraphBuffers", allowed="until they are released"):
         builder.build(make_batch([1], [2]), graph=graph)
     del graph, _
     gc.collect()
@@ -430,16 +430,16 @@ def test_a_builder_that_takes_no_slots_refuses_them():
     (graph,), _ = capture(taking, GraphShape(2, 2, 1))
     builder = make_builder(make_backend(agreed_graphs="always"))
     assert builder.graph_level == "never"
-    with refused(NotNegotiatedError, given="a graph slot", allowed="takes no slots", fix="slot=None"):
+    with refused(NotNegotiatedError, given="graph buffers", allowed="supports no graphs", fix="graph=None"):
         builder.build(make_batch([1], [3]), graph=graph)
 
 
-def test_a_slot_of_another_state_is_refused():
+def test_graph_buffers_of_another_state_are_refused():
     backend, impl, builder = world()
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     other = make_builder(backend, impl)
-    for wrong in (graph, "slot"):
-        with refused(BatchError, given="slot", allowed="belongs to the state"):
+    for wrong in (graph, "graph"):
+        with refused(BatchError, given="graph buffers", allowed="belong to the state"):
             other.build(make_batch([1], [3]), graph=wrong)
 
 
@@ -532,8 +532,8 @@ def plugin(make):
     """Return a world whose builder returns Rich metadata of ``make(batch, slot)``."""
 
     class Builder(Capturing):
-        def plan_batch(self, batch, *, fast, graph):
-            return self.describe(batch, **make(batch, graph))
+        def plan_batch(self, batch, split, *, fast, graph):
+            return make(batch, graph)
 
     return world(cls=type("B", (ToyBackend,), {"builder_class": Builder, "metadata_class": Rich}))
 
@@ -612,7 +612,7 @@ def test_a_batch_that_no_graph_covers_is_refused_in_a_slot():
     picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: batch.max_seq_len < 5})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
-    with refused(BatchError, given="GraphShape", allowed="'always'", fix="slot=None"):
+    with refused(BatchError, given="GraphShape", allowed="'always'", fix="graph=None"):
         builder.build(make_batch([1], [5]), graph=graph)
 
 
@@ -620,9 +620,9 @@ def test_a_plan_that_changed_is_named_by_its_layer():
     class Counting(Capturing):
         builds = 0
 
-        def plan_batch(self, batch, *, fast, graph):
+        def plan_batch(self, batch, split, *, fast, graph):
             self.builds += 1
-            return self.describe(batch, plans={key: {"builds": self.builds} for key in self.plan_groups})
+            return {"plans": {key: {"builds": self.builds} for key in self.plan_groups}}
 
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": Counting}))
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))

@@ -25,7 +25,7 @@ from attnplug.contract import (
 from attnplug.errors import BatchError, LimitsError, NotNegotiatedError
 from core.tests.contract.paper import blocksparse, flash_attn, flashinfer, int8, vllm
 from core.tests.contract.toy import ToyBackend, ToyImpl
-from core.tests.contract.world import NUM_BLOCKS, agree, limits, make_batch, make_qkv, page_out
+from core.tests.contract.world import NUM_BLOCKS, agree, limits, make_backend, make_batch, make_qkv, page_out
 
 PAPER = Path(__file__).parent / "paper"
 BACKENDS = {
@@ -49,8 +49,7 @@ class World:
 
     def __init__(self, cls, *layers, limited=None, parallel=None, options=None, level="uniform_batch", **asked):
         selection = agree(agreed_graphs=level, **asked)
-        selection = evolve(selection, agreement=evolve(selection.agreement, options=options or {}))
-        self.backend = cls(selection)
+        self.backend = cls(evolve(selection.agreement, options=options or {}), selection.device)
         self.impls = [self.backend.make_impl(layer) for layer in layers or [Layer(name="layers.0")]]
         self.state = self.backend.make_state(limits(**(limited or {})), parallel)
         self.builder = self.backend.make_builder(self.impls, self.state)
@@ -560,7 +559,7 @@ def test_int8_layers_that_share_a_cache_save_nothing():
 
 
 def test_int8_calibrates_around_a_backend_that_the_selector_chose():
-    inner = ToyBackend(agree())
+    inner = make_backend()
     world = World(type("B", (int8.ObserverBackend,), {"inner": inner}), level="never")
     other = World(ToyBackend, level="never")
     for lens in ([1, 5], [9, 8]), ([1], [3]):
@@ -669,7 +668,7 @@ class Model:
 
 def runner(rows, *groups, level="uniform_batch", **asked):
     """Return a runner over groups of layers of one backend."""
-    backend = GraphBackend(agree(agreed_graphs=level, **asked))
+    backend = make_backend(GraphBackend, agreed_graphs=level, **asked)
     state = backend.make_state(limits(num_blocks=2 * NUM_BLOCKS))
     made = []
     for layers in groups:
@@ -817,7 +816,7 @@ def test_levels_of_graphs_are_those_of_the_engine(key, level):
 def test_agreements_that_share_a_state_have_pages_of_their_own_size():
     """Windowed and full layers are two agreements of one backend, one workspace, and one graph."""
     asked = {}, {"sliding_window": 9, "block_size": 2}
-    full, windowed = (GraphBackend(agree(agreed_graphs="always", **each)) for each in asked)
+    full, windowed = (make_backend(GraphBackend, agreed_graphs="always", **each) for each in asked)
     state = full.make_state(limits(num_blocks=None))
     builders = [each.make_builder([each.make_impl(Layer(name="layers.0"))], state) for each in (full, windowed)]
     with state.graph_capture(2):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attrs import evolve
 
 from attnplug.contract import Backend, GraphShape, Layer
 from attnplug.request.device import Device
@@ -29,7 +28,7 @@ PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 6
 )
 def test_builds_do_not_wait(cls: type[Backend], asked: dict[str, object]) -> None:
     selection = agree(agreed_graphs="single_token_decode", **asked)
-    backend = cls(evolve(selection, device=Device.cuda("9.0")))
+    backend = cls(selection.agreement, Device.cuda("9.0"))
     impl = backend.make_impl(Layer(name="layers.0"))
     builder = backend.make_builder([impl], backend.make_state(limits()))
     batches = [make_batch([1, 1, 5], [9, 4, 8], device="cuda"), make_batch([1, 1], [9, 4], device="cuda")]

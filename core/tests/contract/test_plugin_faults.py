@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import MappingProxyType
 
 import pytest
-from attrs import evolve, frozen
+from attrs import frozen
 
 from attnplug.contract import Layer, Metadata, MetadataBuilder, State
 from attnplug.errors import PluginContractError
@@ -27,14 +27,14 @@ def with_builder(metadata_class=Metadata, **body):
 
 def building(result, metadata_class=Metadata):
     """Return a builder whose `plan_batch` returns what a function makes of it and the batch."""
-    cls = with_builder(metadata_class, plan_batch=lambda self, batch, **_: result(self, batch))
+    cls = with_builder(metadata_class, plan_batch=lambda self, batch, *_, **__: result(self, batch))
     return make_builder(make_backend(cls))
 
 
 def test_a_backend_without_the_contracts_constructor_is_refused():
-    cls = type("Bare", (ToyBackend,), {"__init__": lambda self, selection: None})
+    cls = type("Bare", (ToyBackend,), {"__init__": lambda self, agreement, device: None})
 
-    with refused(PluginContractError, "Bare was constructed", fix="super().__init__(selection)"):
+    with refused(PluginContractError, "Bare was constructed", fix="super().__init__(agreement, device)"):
         _construct(cls, agree())
     assert _construct(ToyBackend, agree()).id == "toy/plain"
 
@@ -67,37 +67,60 @@ def test_a_state_without_the_contracts_constructor_is_refused():
         backend.make_state(limits())
 
 
-@pytest.mark.parametrize(("result", "named"), [(None, "built None"), ({}, "built a dict"), ("x", "built a str")])
-def test_a_build_returns_metadata(result, named):
-    builder = building(lambda self, batch: result)
+@pytest.mark.parametrize(
+    ("result", "named"),
+    [(None, "returned None"), ([], "returned a list"), ("x", "returned a str"), (object(), "returned a object")],
+)
+@pytest.mark.parametrize("method", ["plan_batch", "replan_block_table", "plan_next_step"])
+def test_planning_returns_a_mapping_of_fields(method, result, named):
+    backend = make_backend(with_builder(**{method: lambda self, *_, **__: result}))
+    builder, batch = make_builder(backend), make_batch([1], [5])
+    calls = {
+        "plan_batch": lambda: builder.build(batch),
+        "replan_block_table": lambda: builder.update_block_table(
+            builder.build(batch), batch.block_table, batch.slot_mapping
+        ),
+        "plan_next_step": lambda: builder.advance_step(builder.build(batch)),
+    }
 
-    with refused(PluginContractError, f"Builder {named}", allowed="a Metadata", fix="self.describe(batch, ...)"):
-        builder.build(make_batch([1], [5]))
+    with refused(PluginContractError, f"Builder {named} from planning", "fields of Metadata", "return {'plans'"):
+        calls[method]()
 
 
-def test_a_build_returns_metadata_of_the_backends_class():
-    builder = building(lambda self, batch: MetadataBuilder.plan_batch(self, batch, fast=False, graph=None))
+def test_planning_does_not_return_metadata():
+    backend = make_backend(with_builder(plan_batch=lambda self, *_, **__: made))
+    made = make_builder(make_backend()).build(make_batch([1], [5]))
+
+    with refused(PluginContractError, "Builder returned a Metadata from planning", "a mapping"):
+        make_builder(backend).build(make_batch([1], [5]))
+
+
+def test_fields_without_a_default_are_planned():
+    builder = building(lambda self, batch: {})
     builder.backend.metadata_class = OwnMetadata
 
-    with refused(PluginContractError, "was given no field", allowed="needs mine", fix="metadata_class"):
+    with refused(PluginContractError, "returned no field", allowed="needs mine", fix="metadata_class"):
         builder.build(make_batch([1], [5]))
 
 
 @pytest.mark.parametrize("plans", [["plan"], "plan", 3])
-@pytest.mark.parametrize("through", ["describe", "evolve"])
-def test_plans_are_a_mapping(plans, through):
-    if through == "describe":
-        builder = building(lambda self, batch: self.describe(batch, plans=plans))
-    else:
-        builder = building(lambda self, batch: evolve(self.describe(batch), plans=plans))
+def test_plans_are_a_mapping(plans):
+    builder = building(lambda self, batch: {"plans": plans})
 
-    with refused(PluginContractError, "Builder built metadata with the plans", fix="for key in self.plan_groups"):
+    with refused(PluginContractError, "Builder returned the plans", fix="for key in self.plan_groups"):
+        builder.build(make_batch([1], [5]))
+
+
+def test_plans_are_a_field():
+    builder = building(lambda self, batch: dict.fromkeys(self.plan_groups, 1))
+
+    with refused(PluginContractError, "Builder returned ((-1, -1), None", "beside plans, Metadata has no field"):
         builder.build(make_batch([1], [5]))
 
 
 @pytest.mark.parametrize("kind", [dict, MappingProxyType])
 def test_any_mapping_of_plans_is_one(kind):
-    builder = building(lambda self, batch: self.describe(batch, plans=kind(dict.fromkeys(self.plan_groups, 1))))
+    builder = building(lambda self, batch: {"plans": kind(dict.fromkeys(self.plan_groups, 1))})
 
     assert list(builder.build(make_batch([1], [5])).plans.values()) == [1]
 
@@ -105,13 +128,13 @@ def test_any_mapping_of_plans_is_one(kind):
 def test_fields_are_those_of_the_metadata_class():
     batch = make_batch([1], [5])
 
-    with refused(PluginContractError, "describe was given mine", "Metadata has of its own no field", "metadata_class"):
-        building(lambda self, batch: self.describe(batch, mine=1)).build(batch)
-    with refused(PluginContractError, "describe was given yours", "OwnMetadata has of its own mine, other"):
-        building(lambda self, batch: self.describe(batch, yours=1), OwnMetadata).build(batch)
-    with refused(PluginContractError, "describe was given mine, num_decodes"):
-        building(lambda self, batch: self.describe(batch, mine=1, num_decodes=3), OwnMetadata).build(batch)
-    assert building(lambda self, batch: self.describe(batch, mine=1), OwnMetadata).build(batch).mine == 1
+    with refused(PluginContractError, "returned mine", "Metadata has no field", "metadata_class"):
+        building(lambda self, batch: {"mine": 1}).build(batch)
+    with refused(PluginContractError, "returned yours", "OwnMetadata has mine, other, and needs mine"):
+        building(lambda self, batch: {"yours": 1}, OwnMetadata).build(batch)
+    with refused(PluginContractError, "returned mine, num_decodes"):
+        building(lambda self, batch: {"mine": 1, "num_decodes": 3}, OwnMetadata).build(batch)
+    assert building(lambda self, batch: {"mine": 1}, OwnMetadata).build(batch).mine == 1
 
 
 def test_a_type_error_of_the_plugin_stays_one():
@@ -123,7 +146,7 @@ def test_a_type_error_of_the_plugin_stays_one():
             raise TypeError("picky")
 
     with pytest.raises(TypeError, match="picky"):
-        building(lambda self, batch: self.describe(batch, mine=1), Picky).build(make_batch([1], [5]))
+        building(lambda self, batch: {"mine": 1}, Picky).build(make_batch([1], [5]))
 
 
 @pytest.mark.parametrize("returned", [None, {}, {"kv": (2, 3)}, (2, 3), {"scale": "unset"}])
@@ -146,12 +169,12 @@ def test_a_dense_agreement_needs_no_cache():
     assert backend.bytes_per_block == 0
 
 
-def test_a_builder_takes_slots_where_graphs_were_negotiated():
+def test_a_builder_supports_graphs_where_graphs_were_negotiated():
     backend = make_backend(with_builder(), cudagraph="uniform_batch", agreed_graphs="uniform_batch")
 
     with refused(
         PluginContractError,
-        "cudagraph='uniform_batch' was negotiated with toy/plain, and Builder takes no slots",
+        "cudagraph='uniform_batch' was negotiated with toy/plain, and Builder supports no graphs",
         "a manifest declares cudagraph",
         "Builder.supports_graphs = True",
     ):

@@ -37,7 +37,8 @@ def agree(*, agreed_graphs="never", device="cpu", **asked):
 
 
 def make_backend(cls=ToyBackend, **asked):
-    return cls(agree(**asked))
+    selection = agree(**asked)
+    return cls(selection.agreement, selection.device)
 
 
 def make_layer(backend, **fields):

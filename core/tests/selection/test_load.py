@@ -40,7 +40,7 @@ _made = attnplug_backend
 @hookimpl
 def attnplug_backend(variant, agreement):
     class Raises(_made(variant, agreement)):
-        def __init__(self, selection):
+        def __init__(self, agreement, device):
             raise ValueError("no device")
 
     return Raises

@@ -53,7 +53,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def load(case: Case, **engine: object) -> TorchBackend:
     """The variant on the CPU, where no selection leads to it."""
     selection = attnplug.select(case.requirements(**engine), Device.cpu(), backend="torch/sdpa")
-    return TorchBackend(evolve(selection, agreement=evolve(selection.agreement, variant="flex")))
+    return TorchBackend(evolve(selection.agreement, variant="flex"), Device.cpu())
 
 
 @pytest.mark.usefixtures("_small_blocks")
@@ -203,5 +203,5 @@ def test_a_bound_of_splits_is_refused_and_not_dropped() -> None:
     limits = Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=2)
 
     with pytest.raises(LimitsError, match=r"(?s)max_num_splits=2 was given.*takes no such bound"):
-        FlexBackend(selection).make_state(limits)
-    TorchBackend(selection).make_state(limits)
+        FlexBackend(selection.agreement, selection.device).make_state(limits)
+    TorchBackend(selection.agreement, selection.device).make_state(limits)

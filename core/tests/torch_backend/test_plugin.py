@@ -126,7 +126,7 @@ def test_warming_up_runs_each_shape(
     selection = attnplug.select(wanted, Device.cpu(), backend="torch/sdpa")
     agreement = evolve(selection.agreement, variant="flex")
 
-    FlexBackend(evolve(selection, agreement=agreement)).warmup([shape])
+    FlexBackend(agreement, Device.cpu()).warmup([shape])
 
     assert sum(members * rows for members, rows in ran) >= shape.num_tokens
 

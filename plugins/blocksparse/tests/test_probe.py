@@ -52,7 +52,6 @@ def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
     pytest.importorskip("triton")
     from attnplug.negotiation.agreement import Agreement  # noqa: PLC0415 - torch and Triton are for this test alone
     from attnplug.request.requirements import Requirements  # noqa: PLC0415
-    from attnplug.selection.selection import Selection  # noqa: PLC0415
     from attnplug_blocksparse import hopper  # noqa: PLC0415
     from attnplug_blocksparse.backend import BlocksparseBackend  # noqa: PLC0415
     from attnplug_blocksparse.tiles import HopperTiles, PrefillTiles  # noqa: PLC0415
@@ -74,7 +73,7 @@ def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
         kv_cache_dtype="bfloat16",
         cudagraph="never",
     )
-    backend = BlocksparseBackend(Selection(agreement=agreement, device=Device.cuda(device)))
+    backend = BlocksparseBackend(agreement, Device.cuda(device))
 
     assert backend.row_tiles == PrefillTiles.of(128, shared_memory=kib * 1024)
     assert backend.page_tiles == PrefillTiles.of(128, paged=True, shared_memory=kib * 1024)

@@ -250,7 +250,7 @@ def _captured(builder: MetadataBuilder, spread: Spread, forward: Callable[[Metad
     key = GraphShape(len(spread.new) + 1, sum(spread.new) + spread.padding, None, max(spread.lens) + SPARE)
     with state.graph_capture(key.num_reqs):
         graph = state.graph(key)
-        metadata = builder.build(slot.dummy_batch(builder), graph=graph)
+        metadata = builder.build(graph.dummy_batch(builder), graph=graph)
         return capture(lambda: forward(metadata), state.device)[1]
 
 

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.negotiation.agreement import Agreement
 from attnplug.request.device import Device
-from attnplug.selection.selection import Selection
 from attnplug_flash_attn.backend import FlashAttentionBackend
 from plugins.flash_attn.tests.exact_kernels import (
     CumulativeKernels,
@@ -53,6 +52,6 @@ def make_backend(requirements: Requirements, reads: str = "pages", cudagraph: st
         kv_cache_dtype=requirements.kv_cache_dtype,
         cudagraph=cudagraph,
     )
-    backend = ExactBackend(Selection(agreement=agreement, device=Device.cpu()))
+    backend = ExactBackend(agreement, Device.cpu())
     backend.kernels = KERNELS[reads](agreement)
     return backend

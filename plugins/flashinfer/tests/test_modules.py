@@ -168,4 +168,4 @@ def test_they_are_what_steps_and_a_profiling_run_load_and_warm_up_has_loaded_all
 
     assert warmed == stepped
     assert captured <= warmed
-    assert warmed | profiled == set(needed_modules(setting.backend.agreement, setting.backend.selection.device))
+    assert warmed | profiled == set(needed_modules(setting.backend.agreement, setting.backend.device_properties))

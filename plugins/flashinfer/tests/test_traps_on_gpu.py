@@ -145,7 +145,7 @@ def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, varian
     setting.impls[0].forward(*rows, None, None, rows[0].flatten(1).clone())
     now, needed = (
         set(jit_spec_registry.get_all_specs()),
-        set(needed_modules(backend.agreement, backend.selection.device)),
+        set(needed_modules(backend.agreement, backend.device_properties)),
     )
 
     assert needed <= now

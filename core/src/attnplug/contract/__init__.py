@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.layer import Layer as Layer
     from attnplug.contract.inputs.limits import Limits as Limits
     from attnplug.contract.inputs.limits import Parallel as Parallel
+    from attnplug.contract.inputs.phase import BatchSplit as BatchSplit
     from attnplug.contract.inputs.phase import Phase as Phase
     from attnplug.contract.inputs.upload import upload as upload
     from attnplug.contract.metadata import Metadata as Metadata
@@ -56,7 +57,7 @@ _MODULES: Final = {
     "attnplug.contract.inputs.kv_cache": "Cache CacheTensor CacheViews is_narrow_float torch_dtype",
     "attnplug.contract.inputs.layer": "Layer",
     "attnplug.contract.inputs.limits": "Limits Parallel",
-    "attnplug.contract.inputs.phase": "Phase",
+    "attnplug.contract.inputs.phase": "BatchSplit Phase",
     "attnplug.contract.inputs.upload": "upload",
     "attnplug.contract.metadata": "Metadata",
     "attnplug.contract.state": "State Step",

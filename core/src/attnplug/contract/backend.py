@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC
-from typing import TYPE_CHECKING, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
+from attnplug.contract._final import final
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.calls.block_copy import check_blocks, copy_between, to_pairs
 from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
 from attnplug.contract.guards.call import ForwardGuard
-from attnplug.contract.guards.classes import check_constructed, check_supports_graphs
+from attnplug.contract.guards.classes import check_made, check_supports_graphs, keep_attributes
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.limits import check_limits
 from attnplug.contract.impl import AttentionImpl
@@ -32,7 +33,9 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
-    from attnplug.selection.selection import Selection
+    from attnplug.negotiation.unverified import Unverified
+    from attnplug.negotiation.verdict import Verdict
+    from attnplug.request.device import Device
 
 
 class Backend(ABC):
@@ -45,7 +48,9 @@ class Backend(ABC):
         builder_class: What turns a batch into metadata.
         metadata_class: What it returns.
         state_class: What owns workspaces.
-        selection: The decision that this backend carries out.
+        agreement: What was negotiated.
+        device_properties: The device that was selected for: vendor, compute capability, number of multiprocessors.
+        selection: The decision that this backend carries out. `attnplug.load` sets it, after the constructor.
     """
 
     impl_class: ClassVar[type[AttentionImpl]]
@@ -53,28 +58,33 @@ class Backend(ABC):
     metadata_class: ClassVar[type[Metadata]] = Metadata
     state_class: ClassVar[type[State]] = State
 
-    def __init__(self, selection: Selection) -> None:
-        self.selection = selection
+    # Core sets these; a plugin that reuses one of the names is refused.
+    agreement: Agreement
+    device_properties: Device
+    selection: Decision
+
+    def __init__(self, agreement: Agreement, device: Device) -> None:
+        self.agreement = agreement
+        self.device_properties = device
+        keep_attributes(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, on {self.device})"
 
     @property
-    def agreement(self) -> Agreement:
-        """What was negotiated."""
-        return self.selection.agreement
-
-    @property
+    @final
     def name(self) -> str:
         """The backend's name, such as ``"flash_attn"``."""
         return self.agreement.backend
 
     @property
+    @final
     def variant(self) -> str:
         """The variant's name, such as ``"fa3"``."""
         return self.agreement.variant
 
     @property
+    @final
     def id(self) -> str:
         """``"backend/variant"``, the same in every process."""
         return self.agreement.id
@@ -85,9 +95,10 @@ class Backend(ABC):
         return False
 
     @property
+    @final
     def device(self) -> torch.device:
         """The device type that was selected for."""
-        return torch.device(self.selection.device.type)
+        return torch.device(self.device_properties.type)
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """
@@ -185,7 +196,7 @@ class Backend(ABC):
                 "an implementation keeps the layer that it was given",
                 "call super().__init__(layer, backend) first, and leave self.layer alone",
             )
-        check_constructed(impl, AttentionImpl, "forward_writes")
+        check_made(impl, AttentionImpl)
         specs = self._specs(2)
         impl.bind(ForwardGuard(impl, specs, self.metadata_class, self.device), tuple(specs))
         return impl
@@ -201,7 +212,7 @@ class Backend(ABC):
         ranks = Parallel() if parallel is None else parallel
         check_limits(limits, ranks, self.agreement, supports_splits=self.supports_max_num_splits)
         state = self.state_class(self, limits, self.device, ranks)
-        check_constructed(state, State, "_is_capturing")
+        check_made(state, State)
         return state
 
     @final
@@ -211,7 +222,7 @@ class Backend(ABC):
 
         Raises:
             LayerError: There are none, or one was not made by this backend's agreement.
-            PluginContractError: The plugin's builder is not whole, or takes no slots though graphs were negotiated.
+            PluginContractError: The plugin's builder is not whole, or supports no graphs though they were negotiated.
         """
         if not impls:
             raise LayerError(
@@ -235,7 +246,7 @@ class Backend(ABC):
             )
         self._check_state(state)
         builder = self.builder_class(self, impls, state)
-        check_constructed(builder, MetadataBuilder, "_guard")
+        check_made(builder, MetadataBuilder)
         check_supports_graphs(builder)
         return builder
 
@@ -321,3 +332,38 @@ class Backend(ABC):
                 f"this agreement needs {needed}",
                 "make the state with the backend object that needs most: max(backends, key=workspace_bytes)",
             )
+
+
+class Decision(Protocol):
+    """What a loaded backend knows of its selection: the data of an `attnplug.Selection`."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What was negotiated."""
+
+    @property
+    def device(self) -> Device:
+        """The device that was selected for."""
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """The verdict of every candidate, the chosen one first."""
+
+    @property
+    def decided_by(self) -> str:
+        """The criterion that ranked the chosen one before the next."""
+
+    @property
+    def provenance(self) -> Mapping[str, str]:
+        """Where each setting came from."""
+
+    @property
+    def distribution(self) -> str:
+        """The distribution of the plugin, with its version."""
+
+    @property
+    def unverified(self) -> tuple[Unverified, ...]:
+        """What was requested and no evidence covers on this device."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, for another process that loads the same decision."""

@@ -2,59 +2,79 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, TypeVar
 
+import attrs
 import torch
-from attrs import evolve
 
+from attnplug.contract._final import final
 from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
 from attnplug.contract.calls.cascade import cascade_pays
+from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
-from attnplug.contract.guards.batch import BatchGuard, BatchSplit
-from attnplug.contract.guards.building import check_batch, check_covered, check_fields, check_own, check_slot, complete
-from attnplug.errors import BatchError, PluginContractError
+from attnplug.contract.guards.batch import BatchGuard, check_batch
+from attnplug.contract.guards.classes import keep_attributes
+from attnplug.contract.metadata import Metadata
+from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from torch import Tensor
 
     from attnplug.contract.backend import Backend
-    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.inputs.limits import Limits, Parallel
+    from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.state import State
+    from attnplug.negotiation.agreement import Agreement
 
 _T = TypeVar("_T")
-_NO_PLANS: Mapping[Hashable, Any] = MappingProxyType({})
+
+# In the order in which they are found: plans are a dict, and only now and then something else.
+_MAPPINGS: Final = (dict, MappingProxyType, Mapping)
 
 
 class MetadataBuilder:
     """
     Builds metadata for the layers that share a block table and an agreement. `Backend.make_builder` constructs it.
 
-    A plugin overrides `plan_batch` where its kernels plan, and returns ``self.describe(batch, plans=..., more=...)``; the
-    default has no plans. `build` runs while the previous step may still be executing, and no more than that one:
+    A plugin overrides `plan_batch` where its kernels plan, and returns the fields that it adds to the metadata; core
+    assembles the rest. `build` runs while the previous step may still be executing, and no more than that one:
     persistent buffers change in stream order only, and nothing in it waits for the device. One builder serves one
     thread, and one microbatch.
 
     Attributes:
-        supports_graphs: Whether `plan_batch` keeps everything that a replay reads in the slot (`per_graph`, `persist`), at one address.
-            False refuses slots.
-        requires_uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single one: the
-            requests at the front that are as long as the first one are decodes then, and all others are prefills.
+        supports_graphs: Whether `plan_batch` keeps everything that a replay reads in the graph's buffers (`per_graph`,
+            `persist`), at one address. False refuses graphs.
+        requires_uniform_decodes: Whether all decodes of a batch have one query length, for kernels that take a single
+            one: the requests at the front that are as long as the first one are decodes then, all others prefills.
         backend: The backend.
         agreement: What was negotiated.
         impls: The implementations that this builder serves.
         state: Workspace, limits and ranks.
+        limits: The state's: the most that batches need.
+        parallel: The state's: the ranks that share the model.
         plan_groups: The implementations by `plan_key`: one plan each.
     """
 
     supports_graphs: ClassVar[bool] = False
     requires_uniform_decodes: ClassVar[bool] = False
+
+    # Core sets these; a plugin that reuses one of the names is refused.
+    backend: Backend
+    agreement: Agreement
+    impls: tuple[AttentionImpl, ...]
+    state: State
+    limits: Limits
+    parallel: Parallel
+    plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]]
+    _guard: BatchGuard
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         self.backend = backend
@@ -66,13 +86,99 @@ class MetadataBuilder:
         groups: dict[Hashable, tuple[AttentionImpl, ...]] = {}
         for impl in self.impls:
             groups[impl.plan_key] = (*groups.get(impl.plan_key, ()), impl)
-        self.plan_groups: Mapping[Hashable, tuple[AttentionImpl, ...]] = MappingProxyType(groups)
+        self.plan_groups = MappingProxyType(groups)
         self._guard = BatchGuard(
             self.agreement, self.limits, backend.device, requires_uniform_decodes=self.requires_uniform_decodes
         )
+        keep_attributes(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({layers_text(self.impls)}, of {self.agreement.id})"
+
+    # --- what a plugin overrides ---
+
+    def plan_batch(
+        self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None
+    ) -> Mapping[str, Any]:
+        """
+        Return the fields that this plugin adds to the metadata of a batch: none by default.
+
+        ``{"plans": {key: ... for key in self.plan_groups}}`` has one plan per plan key, which `AttentionImpl.plan_of`
+        looks up; every other name is a field of the backend's own `metadata_class`.
+
+        With a graph, the batch's device tensors are those that the graph reads, its numbers those of the captured shape
+        (``max_seq_len`` a bound, ``num_actual_tokens`` padding included), and its CPU copies those of this step.
+
+        Args:
+            batch: This step's requests, checked.
+            split: How they divide into decodes and prefills (`BatchSplit.decodes`, `BatchSplit.prefills`).
+            fast: A hint: favor the speed of this build over the speed of the forwards.
+            graph: The buffers of the CUDA graph that is captured or replayed with the metadata; None runs eagerly, and
+                always unless `supports_graphs`.
+        """
+        del batch, split, fast, graph
+        return {}
+
+    def replan_block_table(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> Mapping[str, Any]:
+        """
+        Return the fields for the same requests with another block table, as `plan_batch` does.
+
+        The default plans anew; override it to reuse the plans of `metadata`, which may come from another builder of the
+        same agreement, for other layers.
+        """
+        del metadata
+        return self.plan_batch(batch, split, fast=False, graph=None)
+
+    def plan_next_step(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> Mapping[str, Any]:
+        """
+        Return the fields for the next decode step, as `plan_batch` does.
+
+        The default plans anew; override it to advance the plans of `metadata`, which is left as it is.
+        """
+        del metadata
+        return self.plan_batch(batch, split, fast=True, graph=None)
+
+    def can_capture(self, batch: Batch) -> bool:
+        """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
+        del batch
+        return True
+
+    @property
+    def graph_lengths(self) -> tuple[int, ...]:
+        """
+        The longest sequences for which a host should capture graphs (`GraphShape.max_seq_len`), in rising order.
+
+        The default is the limits' alone: right for kernels whose work follows from the lengths on the device. Override
+        it where a captured forward takes as long as its longest sequence would. Longer sequences than the last run
+        eagerly.
+        """
+        return (self.limits.max_seq_len,)
+
+    def use_cascade_attention(self, common_prefix_len: int, query_lens: Sequence[int]) -> bool:
+        """
+        Whether attending to a shared prefix once is expected to be faster than attending to it in every request.
+
+        A host sets `Batch.common_prefix_len` where it is, and 0 elsewhere. The default is the published heuristic, see
+        `attnplug.contract.calls.cascade`; False where cascade was not negotiated.
+
+        Args:
+            common_prefix_len: Tokens that all requests share, in the same blocks.
+            query_lens: New tokens of each request.
+        """
+        requested = self.agreement.requirements
+        return requested.cascade and cascade_pays(
+            common_prefix_len,
+            query_lens,
+            num_q_heads=requested.num_q_heads,
+            num_kv_heads=requested.num_kv_heads,
+            use_alibi=requested.alibi is not None,
+            use_sliding_window=requested.sliding_window is not None,
+            use_local_attention=requested.attention_chunk is not None,
+            num_sms=self.backend.device_properties.num_multiprocessors or 1,
+            dcp_world_size=requested.dcp_size,
+        )
+
+    # --- what a plugin uses ---
 
     @property
     def graph_level(self) -> str:
@@ -82,54 +188,67 @@ class MetadataBuilder:
     @property
     def batch_invariant(self) -> bool:
         """Whether results may not depend on what else is in the batch: as agreed, or less where the host said so."""
-        given = self.limits.batch_invariant
-        return self.agreement.requirements.batch_invariant if given is None else given
+        limit = self.limits.batch_invariant
+        return self.agreement.requirements.batch_invariant if limit is None else limit
 
-    @property
-    def graph_lengths(self) -> tuple[int, ...]:
+    @final
+    def per_graph(self, graph: GraphBuffers, key: Hashable, make: Callable[[], _T]) -> _T:
         """
-        The longest sequences for which a host should capture slots of their own (`GraphShape.max_seq_len`), rising.
+        Return `make()`, called once in the life of a graph's buffers, for this builder alone.
 
-        The default is the limits' alone: right for kernels whose work follows from the lengths on the device. Override
-        it where a captured forward takes as long as its longest sequence would. Longer sequences than the last run
-        eagerly.
+        Tensors and wrappers that a graph reads are kept so. What all builders of a state share is kept by
+        `GraphBuffers.share`.
         """
-        return (self.limits.max_seq_len,)
+        return graph.share((self, key), make)
+
+    @final
+    def persist(self, graph: GraphBuffers | None, key: Hashable, tensor: Tensor) -> Tensor:
+        """
+        Return a tensor of this step as a graph may read it: a copy at an address that never changes.
+
+        Args:
+            graph: The buffers that hold the copy; None returns the tensor itself.
+            key: What the tensor is, among those of this builder.
+            tensor: Of one shape and dtype in all builds of a graph.
+        """
+        return tensor if graph is None else self.per_graph(graph, key, lambda: torch.empty_like(tensor)).copy_(tensor)
+
+    # --- what a host calls ---
 
     @final
     def build(self, batch: Batch, *, fast: bool = False, graph: GraphBuffers | None = None) -> Metadata:
         """
         Check the batch against the agreement and the limits, then plan.
 
-        With a slot the batch is padded to its shape and written into its tensors: all that a graph reads stays where it
-        is. Capture is ``build(slot.dummy_batch(self), slot=slot)``, a replay is ``build(batch, slot=slot)``.
+        With a graph the batch is padded to its shape and copied into its buffers, whose addresses never change.
+        Capture with ``build(graph.dummy_batch(self), graph=graph)``, replay with ``build(batch, graph=graph)``.
 
         Args:
             batch: This step's requests.
-            fast: A hint: favour the speed of this build over the speed of the forwards.
-            slot: The graph slot of `State` whose tensors are written; None runs eagerly.
+            fast: A hint: favor the speed of this build over the speed of the forwards.
+            graph: The graph buffers of `State` that are written; None runs eagerly.
 
         Raises:
-            BatchError: Numbers of the batch contradict each other, the agreement, the limits or the slot's shape.
-            NotNegotiatedError: The batch, or the slot, uses what was not asked for at selection.
+            BatchError: Numbers of the batch contradict each other, the agreement, the limits or the graph's shape.
+            NotNegotiatedError: The batch, or the graph, uses what was not requested at selection.
             TensorError: A tensor of the batch has the wrong shape, dtype or device.
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
-            PluginContractError: The plugin's metadata for a slot differs from that of the capture.
+            PluginContractError: The plugin's metadata for a graph differs from that of the capture.
         """
         check_batch(batch, "build")
         if graph is None:
-            batch.derived[self] = self._guard.check(batch)
-            return complete(self, self.plan_batch(batch, fast=fast, graph=None))
-        check_slot(self, graph)
-        facts = self._guard.check(batch)
-        check_covered(self, graph, batch)
-        seen = graph.take(batch, self)
-        seen.derived[self] = facts.in_graph(graph, self.agreement.requirements)
-        return graph.seal(complete(self, self.plan_batch(seen, fast=fast, graph=graph)), self, batch)
+            split = self._guard.check(batch)
+            return self._assemble(split, self.plan_batch(batch, split, fast=fast, graph=None))
+        _check_graph(self, graph)
+        split = self._guard.check(batch)
+        _check_covered(self, graph, batch)
+        split = graph.take(split, self)
+        fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
+        return graph.seal(self._assemble(split, fields, graph), self, batch)
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
-        """Whether a batch like this one can be replayed from a graph; a slot of its shape has to exist besides."""
+        """Whether a batch like this one can be replayed from a graph; one of its shape has to be captured besides."""
         return (
             runs_at(self.graph_level, batch, self.agreement.requirements.decode_query_len)
             and not batch.common_prefix_len
@@ -153,29 +272,29 @@ class MetadataBuilder:
             metadata: Eager metadata of a builder with the same agreement.
             block_table: ``(num_reqs, max_blocks)`` int32.
             slot_mapping: ``(tokens,)`` int64.
-            block_table_cpu: Host copy, optional on a device.
-            slot_mapping_cpu: Host copy, optional on a device.
+            block_table_cpu: CPU copy, optional on a device.
+            slot_mapping_cpu: CPU copy, optional on a device.
 
         Raises:
-            BatchError: The metadata is of another agreement or made for a graph slot, or the table is too short.
+            BatchError: The metadata is of another agreement or made for a graph, or the table is too short.
             TensorError: A tensor has the wrong shape, dtype or device.
             CacheError: A slot or a block is outside the cache, given twice, or the null block.
         """
-        check_own(self, metadata)
+        _check_own(self, metadata)
         if metadata.graph is not None:
             raise BatchError(
                 f"metadata of {metadata.graph} was given to update_block_table",
-                "a graph reads the slot's own tensors, and each builder has some of its own",
-                "build(batch, slot=slot) with the other group's block table",
+                "a graph reads its own buffers, and each builder has separate ones",
+                "build(batch, graph=graph) with the other group's block table",
             )
         given = {"block_table": (block_table, block_table_cpu), "slot_mapping": (slot_mapping, slot_mapping_cpu)}
         fields: dict[str, Any] = {}
-        for name, (tensor, host) in given.items():
+        for name, (tensor, cpu) in given.items():
             fields[name] = tensor
-            fields[f"{name}_cpu"] = tensor if host is None and tensor.device.type == "cpu" else host
-        batch: Batch = evolve(metadata.batch, **fields)
-        batch.derived[self] = self._guard.check(batch)
-        return complete(self, self.replan_block_table(metadata, batch))
+            fields[f"{name}_cpu"] = tensor if cpu is None and tensor.device.type == "cpu" else cpu
+        batch: Batch = attrs.evolve(metadata.batch, **fields)
+        split = self._guard.check(batch)
+        return self._assemble(split, self.replan_block_table(metadata, batch, split))
 
     @final
     def advance_step(
@@ -189,8 +308,8 @@ class MetadataBuilder:
         """
         Return the metadata of the next step, in which each request decodes the token that was sampled for it.
 
-        All is computed on the device, and the host's copies advance by one too, so that nothing waits for the sampler.
-        Eager metadata is left alone; with a graph slot, the slot's tensors are written.
+        All is computed on the device, and the CPU copies advance by one too, so that nothing waits for the sampler.
+        Eager metadata is left alone; with a graph, its buffers are written.
 
         Args:
             metadata: What this builder returned for the step before.
@@ -203,13 +322,13 @@ class MetadataBuilder:
             BatchError: There are prefills, there is no room for another token, or the tokens do not fit.
             NotNegotiatedError: The batch has a custom mask, extras, or a cache that is spread over ranks.
         """
-        check_own(self, metadata)
+        _check_own(self, metadata)
         graph = metadata.graph
         if graph is not None and graph.host_owned_inputs:
             raise BatchError(
                 f"advance_step was called for {graph}",
                 "its graph reads the host's own tensors, which nobody else writes",
-                "advance those, and build(batch, slot=slot)",
+                "advance those, and build(batch, graph=graph)",
             )
         before = metadata.batch if graph is None else graph.given(self)
         batch = next_decode_batch(before, self.agreement, num_queries, prefills_to_decodes=prefills_to_decodes)
@@ -219,119 +338,126 @@ class MetadataBuilder:
         if graph is not None:
             advanced = self.build(batch, fast=True, graph=graph)
         else:
-            batch.derived[self] = self._guard.check(batch)
-            advanced = complete(self, self.plan_next_step(metadata, batch))
+            split = self._guard.check(batch)
+            advanced = self._assemble(split, self.plan_next_step(metadata, batch, split))
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced
 
-    def use_cascade_attention(self, common_prefix_len: int, query_lens: Sequence[int]) -> bool:
+    # --- machinery ---
+
+    def _assemble(self, split: BatchSplit, fields: Mapping[str, Any], graph: GraphBuffers | None = None) -> Metadata:
         """
-        Whether attending a shared prefix once is expected to be faster than attending it in every request.
-
-        A host sets `Batch.common_prefix_len` where it is, and 0 elsewhere. The default is the published heuristic, see
-        `attnplug.contract.calls.cascade`; False where cascade was not negotiated.
-
-        Args:
-            common_prefix_len: Tokens that all requests share, in the same blocks.
-            query_lens: New tokens of each request.
-        """
-        asked = self.agreement.requirements
-        return asked.cascade and cascade_pays(
-            common_prefix_len,
-            query_lens,
-            num_q_heads=asked.num_q_heads,
-            num_kv_heads=asked.num_kv_heads,
-            use_alibi=asked.alibi is not None,
-            use_sliding_window=asked.sliding_window is not None,
-            use_local_attention=asked.attention_chunk is not None,
-            num_sms=self.backend.selection.device.num_multiprocessors or 1,
-            dcp_world_size=asked.dcp_size,
-        )
-
-    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
-        """
-        Return the metadata of a checked batch. `slot` is None unless `supports_graphs`.
-
-        Where plans need the split, ``metadata = self.describe(batch)`` comes first, and
-        ``attrs.evolve(metadata, plans=...)`` is returned.
-
-        With a slot, the batch's device tensors are those that a graph reads, its numbers those of the captured shape
-        (``max_seq_len`` a bound, ``num_actual_tokens`` padding included), and its host copies those of this step.
-        """
-        del fast, graph
-        return self.describe(batch)
-
-    def per_graph(self, graph: GraphBuffers, key: Hashable, make: Callable[[], _T]) -> _T:
-        """
-        Return `make()`, called once in the life of a slot, for this builder alone.
-
-        Buffers and wrappers that graphs read are kept so. What all builders of a state share is kept by
-        `GraphBuffers.share`.
-        """
-        return graph.share((self, key), make)
-
-    def persist(self, graph: GraphBuffers | None, key: Hashable, tensor: Tensor) -> Tensor:
-        """
-        Return a tensor of this step as a graph may read it: without a slot itself, with one its values in memory that
-        the slot keeps.
-
-        Args:
-            slot: The slot that is built into, or None.
-            key: What the tensor is, among those of this builder.
-            tensor: Of one shape and dtype in all builds of a slot.
-        """
-        return tensor if graph is None else self.per_graph(graph, key, lambda: torch.empty_like(tensor)).copy_(tensor)
-
-    def can_capture(self, batch: Batch) -> bool:
-        """Whether the kernels' launches are the same for every batch of this shape. Override it to exclude some."""
-        del batch
-        return True
-
-    def replan_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
-        """Return the metadata of a checked batch with other pages. The default plans anew; override it to reuse."""
-        del metadata
-        return self.plan_batch(batch, fast=False, graph=None)
-
-    def plan_next_step(self, metadata: Metadata, batch: Batch) -> Metadata:
-        """Return the metadata of the checked next step. The default plans anew; override it to advance a plan."""
-        del metadata
-        return self.plan_batch(batch, fast=True, graph=None)
-
-    def describe(self, batch: Batch, *, plans: Mapping[Hashable, Any] | None = None, **more: Any) -> Metadata:
-        """
-        Return the backend's metadata for the batch that `build` was given.
-
-        Args:
-            batch: The batch, as `plan_batch` got it.
-            plans: A plan per plan key.
-            more: Fields of the plugin's own Metadata class.
+        Return the metadata of a checked batch: the split, and the fields that the plugin planned.
 
         Raises:
-            PluginContractError: The batch is another one, or the class has other fields.
+            PluginContractError: The plugin returned something else, fields that its metadata class lacks, or plans that
+                leave out a plan key.
         """
-        facts: BatchSplit | None = batch.derived.get(self)
-        if facts is None:
-            raise PluginContractError(
-                f"{type(self).__name__}.describe was given a batch that was not built",
-                "metadata describes the batch that build has checked",
-                "pass the batch of plan_batch; keep what is derived from it in fields of a Metadata subclass",
-            )
+        if not isinstance(fields, _MAPPINGS):
+            _refuse_fields(self, fields)
         try:
-            return self.backend.metadata_class(
+            metadata = self.backend.metadata_class(
                 agreement=self.agreement,
-                batch=batch,
-                num_decodes=facts.num_decodes,
-                num_prefills=facts.num_prefills,
-                num_decode_tokens=facts.num_decode_tokens,
-                num_prefill_tokens=facts.num_prefill_tokens,
-                num_key_rows=facts.num_key_rows,
-                highest_block=facts.highest_block,
-                plans=_NO_PLANS if plans is None else plans,
-                graph=facts.graph,
+                batch=split.batch,
+                num_decodes=split.num_decodes,
+                num_prefills=split.num_prefills,
+                num_decode_tokens=split.num_decode_tokens,
+                num_prefill_tokens=split.num_prefill_tokens,
+                num_key_rows=split.num_key_rows,
+                highest_block=split.highest_block,
+                graph=graph,
                 state=self.state,
-                **more,
+                **fields,
             )
         except TypeError:
-            check_fields(self, more)
+            _check_fields(self, fields)
             raise
+        if fields:
+            _check_plans(self, metadata.plans)
+        return metadata
+
+
+def _check_plans(builder: MetadataBuilder, plans: object) -> None:
+    """Check that there is a plan for every plan key, or none at all."""
+    if not isinstance(plans, _MAPPINGS):
+        raise PluginContractError(
+            f"{type(builder).__name__} returned the plans {reprlib.repr(plans)}",
+            "plans are a mapping: one of each plan key of the builder's layers",
+            "return {'plans': {key: plan for key in self.plan_groups}}",
+        )
+    if plans and not plans.keys() >= builder.plan_groups.keys():
+        lacking = [impls[0].layer.name for key, impls in builder.plan_groups.items() if key not in plans]
+        raise PluginContractError(
+            f"{type(builder).__name__} made no plan for layer {', '.join(map(repr, lacking))}",
+            "where there are plans, there is one for each plan key of the builder's layers",
+            "plan for every key of self.plan_groups",
+        )
+
+
+def _check_fields(builder: MetadataBuilder, fields: Mapping[str, Any]) -> None:
+    """Check what a plugin planned against its metadata class."""
+    metadata_class = builder.backend.metadata_class
+    general = {field.name for field in attrs.fields(Metadata)}
+    own = {field.alias: field.default for field in attrs.fields(metadata_class) if field.name not in general}
+    wrong = [name for name in fields if name not in own and name != "plans"]
+    lacking = [name for name, default in own.items() if default is attrs.NOTHING and name not in fields]
+    if wrong or lacking:
+        raise PluginContractError(
+            f"{type(builder).__name__} returned {', '.join(map(_name, fields)) or 'no field'}",
+            f"beside plans, {metadata_class.__name__} has {', '.join(own) or 'no field'}"
+            + (f", and needs {', '.join(lacking)}" if lacking else ""),
+            "declare each field in a Metadata subclass (attrs.frozen(eq=False, kw_only=True)), which the backend names "
+            "as metadata_class; core fills in the fields of Metadata itself",
+        )
+
+
+def _name(field: object) -> str:
+    return field if isinstance(field, str) else reprlib.repr(field)
+
+
+def _refuse_fields(builder: MetadataBuilder, found: object) -> NoReturn:
+    name = type(builder).__name__
+    raise PluginContractError(
+        f"{name} returned {'None' if found is None else f'a {type(found).__name__}'} from planning",
+        f"it returns a mapping: plans, and the fields of {builder.backend.metadata_class.__name__} that it adds",
+        f"return {{'plans': {{...}}}} from {name}, or {{}} where nothing is planned",
+    )
+
+
+def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:
+    """Check that a builder may build for a graph."""
+    agreement = builder.agreement
+    if builder.graph_level == "never":
+        raise NotNegotiatedError(
+            "graph buffers were given to build",
+            f"{agreement.id} builds eagerly here: its builder supports no graphs in this agreement",
+            "build with graph=None, or select again with the cudagraph level that the batch needs",
+        )
+    if not isinstance(graph, GraphBuffers) or builder.state.graphs.get(graph.key) is not graph:
+        raise BatchError(
+            f"the graph buffers {graph!r} were given to a builder of {agreement.id}",
+            "graph buffers belong to the state that the builder was made with, until they are released",
+            "pass what builder.state.graph(shape) returns",
+        )
+
+
+def _check_covered(builder: MetadataBuilder, graph: GraphBuffers, batch: Batch) -> None:
+    """Check that a checked batch may run in a graph; the plugin decides too (`can_capture`)."""
+    if not builder.can_run_in_cudagraph(batch):
+        raise BatchError(
+            f"a batch with queries of up to {batch.max_query_len} tokens was given for the graph {graph.key}",
+            f"{builder.agreement.id} replays batches of the level {builder.graph_level!r} here, and not every one",
+            "build with graph=None where can_run_in_cudagraph(batch) is False",
+        )
+
+
+def _check_own(builder: MetadataBuilder, metadata: Metadata) -> None:
+    """Check that metadata is of the builder's agreement."""
+    metadata_class = builder.backend.metadata_class
+    if not isinstance(metadata, metadata_class) or metadata.agreement != builder.agreement:
+        raise BatchError(
+            f"metadata ({type(metadata).__name__}) of another builder was given",
+            f"it is a {metadata_class.__name__} built for the same agreement, {builder.agreement.id}",
+            "pass what a builder of this backend returned",
+        )

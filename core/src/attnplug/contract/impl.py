@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import torch
 
+from attnplug.contract._final import final
 from attnplug.contract.calls.op import enlist, tensors_of
 from attnplug.contract.guards.cache import cache_writers
+from attnplug.contract.guards.classes import keep_attributes
 from attnplug.contract.guards.scales import UNQUANTIZED
 from attnplug.contract.inputs.kv_cache import torch_dtype
 from attnplug.errors import LayerError, PluginContractError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.kv_cache import Cache
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.metadata import Metadata
+    from attnplug.negotiation.agreement import Agreement
 
 CacheWrite: TypeAlias = Literal["forward", "host", "either"]
 
@@ -69,8 +72,24 @@ class AttentionImpl(ABC):
     static_scales: ClassVar[frozenset[str]] = frozenset()
     query_quantization: ClassVar[Literal["impl", "host"]] = "impl"
 
+    # Core sets these; a plugin that reuses one of the names is refused.
+    layer: Layer
+    backend: Backend
+    agreement: Agreement
+    device: torch.device
+    num_q_heads: int
+    num_kv_heads: int
+    num_queries_per_kv: int
+    head_size: int
+    head_size_v: int
+    scale: float
+    window: tuple[int, int]
+    logits_soft_cap: float | None
+    causal: bool
+    is_paged: bool
+    forward_writes: frozenset[str]
+    host_writes: frozenset[str]
     cache_roles: tuple[str, ...] = ()
-
     _guard: ForwardGuard | None = None
     _handle: int = 0
 
@@ -81,17 +100,18 @@ class AttentionImpl(ABC):
         self.backend = backend
         self.agreement = agreement
         self.device = backend.device
-        self.num_q_heads: int = asked.num_q_heads
-        self.num_kv_heads: int = asked.num_kv_heads
+        self.num_q_heads = asked.num_q_heads
+        self.num_kv_heads = asked.num_kv_heads
         self.num_queries_per_kv = self.num_q_heads // self.num_kv_heads
-        self.head_size: int = asked.head_size
-        self.head_size_v: int = asked.head_size if asked.head_size_v is None else asked.head_size_v
-        self.scale: float = self.head_size**-0.5 if layer.scale is None else layer.scale
+        self.head_size = asked.head_size
+        self.head_size_v = asked.head_size if asked.head_size_v is None else asked.head_size_v
+        self.scale = self.head_size**-0.5 if layer.scale is None else layer.scale
         self.window = layer.window
         self.logits_soft_cap = layer.logits_soft_cap
         self.causal = bool(asked.causal)
         self.is_paged = bool(asked.paged)
         self.forward_writes, self.host_writes = cache_writers(self.cache_write, layer, agreement)
+        keep_attributes(self)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.layer.name!r}, of {self.agreement.id})"
@@ -245,6 +265,7 @@ class AttentionImpl(ABC):
         """
         del kv_cache
 
+    @final
     def plan_of(self, metadata: Metadata) -> Any:
         """
         Return the plan that the builder made for this layer.

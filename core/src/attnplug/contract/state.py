@@ -13,7 +13,8 @@ from attrs import frozen
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
 from attnplug.contract.graphs.shape import check_key, graph_level
-from attnplug.contract.guards.building import check_batches
+from attnplug.contract.guards.batch import check_batches
+from attnplug.contract.guards.classes import keep_attributes
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LimitsError, NotNegotiatedError
@@ -62,6 +63,17 @@ class State:
         device: Where it lives.
     """
 
+    # Core sets these; a plugin that reuses one of the names is refused.
+    backend: Backend
+    limits: Limits
+    device: torch.device
+    parallel: Parallel
+    _workspace: Tensor | None
+    _graphs: dict[GraphShape, GraphBuffers]
+    _inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs]
+    _max_batch_size: int
+    _is_capturing: bool
+
     def __init__(
         self, backend: Backend, limits: Limits, device: torch.device, parallel: Parallel | None = None
     ) -> None:
@@ -69,11 +81,12 @@ class State:
         self.limits = limits
         self.device = device
         self.parallel = Parallel() if parallel is None else parallel
-        self._workspace: Tensor | None = None
-        self._graphs: dict[GraphShape, GraphBuffers] = {}
-        self._inputs: WeakKeyDictionary[MetadataBuilder, PersistentInputs] = WeakKeyDictionary()
+        self._workspace = None
+        self._graphs = {}
+        self._inputs = WeakKeyDictionary()
         self._max_batch_size = 0
         self._is_capturing = False
+        keep_attributes(self)
 
     def __repr__(self) -> str:
         most = f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens"

@@ -347,11 +347,13 @@ def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
     from attnplug.contract.calls.check import check_backend  # noqa: PLC0415 - the contract imports torch
 
     try:
-        backend = backend_class(selection)
+        backend = backend_class(selection.agreement, selection.device)
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
             f"{selection.id!r} was selected",
-            f"{backend_class.__name__}(selection) raised {type(error).__name__}: {error}",
+            f"{backend_class.__name__}(agreement, device) raised {type(error).__name__}: {error}",
             "repair the plugin, or block it",
         ) from error
-    return check_backend(backend)
+    check_backend(backend)
+    backend.selection = selection
+    return backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import count, takewhile
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.torch_backend.captured import CapturedPlan
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.impl import AttentionImpl
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.state import State
     from attnplug.torch_backend.plan import Plan
 
@@ -46,10 +46,10 @@ class TorchBuilder(MetadataBuilder):
         lengths = takewhile(lambda length: length < most, (_SHORTEST << power for power in count()))
         return (*lengths, most)
 
-    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
-        del fast
-        plans = {key: self._plan(key, shape, batch, graph) for key, shape in self._shapes.items()}
-        return self.describe(batch, plans=plans)
+    def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
+        """Make one plan per plan key; those of a graph are written into its buffers."""
+        del split, fast
+        return {"plans": {key: self._plan(key, shape, batch, graph) for key, shape in self._shapes.items()}}
 
     def _plan(self, key: Hashable, shape: Shape, batch: Batch, graph: GraphBuffers | None) -> Plan:
         device = batch.query_start_loc.device

@@ -60,6 +60,7 @@ class TorchImpl(AttentionImpl):
     def update_kv_cache(
         self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor, *, padded: bool = True
     ) -> None:
+        """Write the rows into their slots, encoded where the cache is narrower than the rows."""
         if self._codec is not None and key.dtype != self._codec.narrow:
             key, value = self._codec.encode(key, value)
         write_kv(key, value, *key_and_value_pages(kv_cache), slot_mapping, padded=padded)
@@ -74,6 +75,7 @@ class TorchImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
+        """Write the rows into the cache where forward does, then run the kernel calls of the plan."""
         plan, slots = self.plan_of(metadata), metadata.batch.slot_mapping
         if self._codec is not None and key is not None and value is not None:
             key, value = self._codec.encode(key, value)

@@ -101,16 +101,15 @@ class BlockSparseBuilder(MetadataBuilder):
         super().__init__(backend, impls, state)
         self._patterns = {key: Pattern.of(group[0], self.parallel) for key, group in self.plan_groups.items()}
 
-    def plan_batch(self, batch, *, fast, graph):
-        described = self.describe(batch)
-        prefills, context = described.prefills, None
+    def plan_batch(self, batch, split, *, fast, graph):
+        prefills, context = split.prefills, None
         if prefills is not None:  # a prefix hit or a chunk: queries start behind what is cached
             context = prefills.seq_lens - prefills.query_start_loc.diff()
         plans = {
-            key: {"pattern": pattern, "visited": self._visited(key, pattern, described.decodes, graph)}
+            key: {"pattern": pattern, "visited": self._visited(key, pattern, split.decodes, graph)}
             for key, pattern in self._patterns.items()
         }
-        return self.describe(batch, plans=plans, context_lens=context)
+        return {"plans": plans, "context_lens": context}
 
     def _visited(self, key, pattern, decodes, graph):
         if decodes is None:

@@ -135,35 +135,33 @@ class FlashAttentionImpl(AttentionImpl):
 class FlashAttentionBuilder(MetadataBuilder):
     supports_graphs = True
 
-    def plan_batch(self, batch, *, fast, graph):
-        metadata = self.describe(batch, num_splits=self._num_splits(batch.num_actual_tokens))
+    def plan_batch(self, batch, split, *, fast, graph):
         plans = {}
         for key, (impl, *_) in self.plan_groups.items():
-            passes = self._passes(metadata)
+            passes = self._passes(split, graph)
             if not fast or graph is not None:  # a graph was captured with schedules, and keeps reading them
                 passes = tuple(self._scheduled((key, number), impl, each, graph) for number, each in enumerate(passes))
             plans[key] = passes
-        return attrs.evolve(metadata, plans=plans)
+        return {"plans": plans, "num_splits": self._num_splits(batch.num_actual_tokens)}
 
-    def replan_block_table(self, metadata, batch):
+    def replan_block_table(self, metadata, batch, split):
         """Schedules follow from lengths alone, and are kept."""
-        fresh = self.describe(batch, num_splits=metadata.num_splits)
         plans = {
             key: tuple(
                 attrs.evolve(new, scheduler_metadata=old.scheduler_metadata)
-                for new, old in zip(self._passes(fresh), metadata.plans[key], strict=True)
+                for new, old in zip(self._passes(split, None), metadata.plans[key], strict=True)
             )
             for key in self.plan_groups
         }
-        return attrs.evolve(fresh, plans=plans)
+        return {"plans": plans, "num_splits": metadata.num_splits}
 
-    def _passes(self, metadata):
-        batch = metadata.batch
+    def _passes(self, split, graph):
+        batch = split.batch
         if self.parallel.dcp_size > 1:
-            return self._sharded(batch, metadata.graph)
+            return self._sharded(batch, graph)
         if batch.common_prefix_len:
             return self._cascade(batch)
-        return tuple(self._pass(phase, batch) for phase in (metadata.decodes, metadata.prefills) if phase is not None)
+        return tuple(self._pass(phase, batch) for phase in (split.decodes, split.prefills) if phase is not None)
 
     def _pass(self, phase, batch):
         keys = {"seqused_k": phase.seq_lens, "max_seqlen_k": phase.max_seq_len}

@@ -129,19 +129,17 @@ class FlashInferBuilder(MetadataBuilder):
         super().__init__(backend, impls, state)
         self._wrappers = {}
 
-    def plan_batch(self, batch, *, fast, graph):
-        metadata = self.describe(batch)
-        plans = {key: self._plan(key, group[0], metadata, graph) for key, group in self.plan_groups.items()}
-        return attrs.evolve(metadata, plans=plans)
+    def plan_batch(self, batch, split, *, fast, graph):
+        return {"plans": {key: self._plan(key, group[0], split, graph) for key, group in self.plan_groups.items()}}
 
     def can_capture(self, batch):
         return batch.max_query_len <= self.agreement.requirements.decode_query_len
 
-    def _plan(self, key, impl, metadata, graph):
-        batch = metadata.batch
+    def _plan(self, key, impl, split, graph):
+        batch = split.batch
         if batch.common_prefix_len:
             return Plan(cascade=self._plan_cascade(key, impl, batch))
-        pages, decodes, prefills = pages_of(batch, self.agreement.block_size), metadata.decodes, metadata.prefills
+        pages, decodes, prefills = pages_of(batch, self.agreement.block_size), split.decodes, split.prefills
         found = {}
         if decodes is not None:
             length, count = decodes.max_query_len, decodes.num_reqs

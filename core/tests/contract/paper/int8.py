@@ -139,15 +139,14 @@ class Int8Impl(AttentionImpl):
 class Int8Builder(MetadataBuilder):
     supports_graphs = True
 
-    def plan_batch(self, batch, *, fast, graph):
-        described = self.describe(batch)
-        prefills, decodes, found = described.prefills, described.decodes, {}
+    def plan_batch(self, batch, split, *, fast, graph):
+        prefills, decodes, found = split.prefills, split.decodes, {}
         if prefills is not None:
             found["cu_seqlens_k"] = torch.nn.functional.pad(prefills.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         if decodes is not None:
             lens = decodes.seq_lens.clamp(min=1)  # a padded request writes one key: into the null block
             found["context_lens"] = self.persist(graph, "lens", lens)
-        return self.describe(batch, **found)
+        return found
 
     def can_capture(self, batch):
         return batch.max_query_len <= self.agreement.requirements.decode_query_len
@@ -197,8 +196,8 @@ class ObserverBuilder(MetadataBuilder):
         inner = backend.inner
         self.inner = inner.make_builder([impl.inner for impl in impls], inner.make_state(state.limits, state.parallel))
 
-    def plan_batch(self, batch, *, fast, graph):
-        return self.describe(batch, inner=self.inner.build(batch, fast=fast))
+    def plan_batch(self, batch, split, *, fast, graph):
+        return {"inner": self.inner.build(batch, fast=fast)}
 
 
 class ObserverBackend(Backend):

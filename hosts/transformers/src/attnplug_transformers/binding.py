@@ -180,7 +180,7 @@ def _backend(requirements: Requirements, where: Device | None) -> Backend:
     backend = _made.backends.get(key)
     if backend is None:
         backend = load(requirements, where)
-        _made.backends[(backend.selection.agreement, backend.selection.device)] = backend
+        _made.backends[(backend.agreement, backend.device_properties)] = backend
     return backend
 
 

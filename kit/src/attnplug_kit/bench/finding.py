@@ -92,7 +92,7 @@ def setup_of(backend: Backend) -> dict[str, str]:
     import torch  # noqa: PLC0415 - only who measures pays for it
 
     agreement, asked = backend.agreement, backend.agreement.requirements
-    where = backend.selection.device
+    where = backend.device_properties
     device = f"{where} with CUDA {torch.version.cuda}" if where.type == "cuda" else str(where)
     libraries = _libraries(backend)
     return {

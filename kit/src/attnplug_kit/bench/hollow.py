@@ -14,7 +14,9 @@ def hollow(rig: Rig) -> Callable[[], None]:
     """Return the forward of such a layer, on the tensors of a step."""
     backend, metadata = rig.planner.backend, rig.metadata
     impl_class: Any = type("Hollow", (backend.impl_class,), {"run": _nothing})
-    hollow_backend: Any = type("HollowBackend", (type(backend),), {"impl_class": impl_class})(backend.selection)
+    hollow_backend: Any = type("HollowBackend", (type(backend),), {"impl_class": impl_class})(
+        backend.agreement, backend.device_properties
+    )
     impl = hollow_backend.make_impl(rig.planner.layer)
     query, key, value, cache, output = rig.query, rig.key, rig.value, rig.cache, rig.output
 

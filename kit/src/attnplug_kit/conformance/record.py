@@ -41,7 +41,7 @@ class Record:
         """Note everything that an agreement asks for."""
         asked, agreed = backend.agreement.requirements, backend.agreement
         facts = {**asked.facts(), "block_size": agreed.block_size, "kv_layout": agreed.kv_layout}
-        facts |= {name: value for name, value in backend.selection.device.facts().items() if value is not None}
+        facts |= {name: value for name, value in backend.device_properties.facts().items() if value is not None}
         facts.pop("cudagraph")  # noted where something is replayed
         if asked.head_size_v == asked.head_size:
             facts.pop("head_size_v")

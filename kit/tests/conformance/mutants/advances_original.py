@@ -8,9 +8,9 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def plan_next_step(self, metadata, batch):
+    def plan_next_step(self, metadata, batch, split):
         metadata.batch.slot_mapping.copy_(batch.slot_mapping)
-        return super().plan_next_step(metadata, batch)
+        return super().plan_next_step(metadata, batch, split)
 
 
 class MutantBackend(TorchBackend):

@@ -8,10 +8,10 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def plan_batch(self, batch, *, fast, graph):
+    def plan_batch(self, batch, split, *, fast, graph):
         if batch.block_table is not None:
             batch.block_table.clamp_(max=1000)
-        return super().plan_batch(batch, fast=fast, graph=graph)
+        return super().plan_batch(batch, split, fast=fast, graph=graph)
 
 
 class MutantBackend(TorchBackend):

@@ -10,11 +10,11 @@ from attnplug.torch_backend.builder import TorchBuilder
 
 
 class MutantBuilder(TorchBuilder):
-    def plan_batch(self, batch, *, fast, graph):
+    def plan_batch(self, batch, split, *, fast, graph):
         if not fast or graph is not None:
-            return super().plan_batch(batch, fast=fast, graph=graph)
+            return super().plan_batch(batch, split, fast=fast, graph=graph)
         shapes = {key: evolve(shape, causal=False) for key, shape in self._shapes.items()}
-        return self.describe(batch, plans={key: self._plan(key, shape, batch, graph) for key, shape in shapes.items()})
+        return {"plans": {key: self._plan(key, shape, batch, graph) for key, shape in shapes.items()}}
 
 
 class MutantBackend(TorchBackend):

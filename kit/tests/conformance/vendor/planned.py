@@ -26,7 +26,7 @@ class PlannedBuilder(MetadataBuilder):
     supports_graphs = True
     requires_uniform_decodes = True
 
-    def plan_batch(self, batch, *, fast, graph):
+    def plan_batch(self, batch, split, *, fast, graph):
         size = self.agreement.block_size
         pages = pages_of(batch, size)
         if graph is not None:
@@ -38,7 +38,7 @@ class PlannedBuilder(MetadataBuilder):
                 for name in ("indptr", "indices", "last_page_len")
             }
             plans[key] = Plan(**kept, prefix=batch.common_prefix_len)
-        return self.describe(batch, plans=plans)
+        return {"plans": plans}
 
 
 class PlannedImpl(AttentionImpl):

@@ -56,7 +56,7 @@ class BlocksparseBackend(Backend):
 
     @property
     def _shared_memory(self) -> int:
-        capability = self.selection.device.compute_capability
+        capability = self.device_properties.compute_capability
         if capability is None:
             return HOPPER_SHARED_MEMORY
         return _SHARED_MEMORY.get(capability.number, _LEAST_SHARED_MEMORY)
@@ -69,13 +69,13 @@ class BlocksparseBackend(Backend):
     @property
     def has_descriptors(self) -> bool:
         """Whether the device loads tiles by descriptors, or whoever interprets the kernels does."""
-        capability = self.selection.device.compute_capability
+        capability = self.device_properties.compute_capability
         return INTERPRETED if capability is None else capability.number in _WITH_DESCRIPTORS
 
     @cached_property
     def hopper_tiles(self) -> HopperTiles | None:
         """How long prompts and chunks are computed by warps with roles, where the device and Triton allow that."""
-        capability = self.selection.device.compute_capability
+        capability = self.device_properties.compute_capability
         if capability is None or capability.number != _HOPPER or not hopper.is_there():
             return None
         return HopperTiles(self.multiprocessors)
@@ -83,7 +83,7 @@ class BlocksparseBackend(Backend):
     @property
     def multiprocessors(self) -> int:
         """Of the device that was selected for."""
-        return self.selection.device.num_multiprocessors or _MULTIPROCESSORS
+        return self.device_properties.num_multiprocessors or _MULTIPROCESSORS
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the partial results of the decodes: as many as programs are wanted, and one a request."""

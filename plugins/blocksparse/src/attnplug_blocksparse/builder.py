@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
-from attrs import evolve
 
 from attnplug.contract import MetadataBuilder
 from attnplug_blocksparse.decode import Tokens
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Batch, GraphBuffers, Metadata, Phase, State
+    from attnplug.contract import AttentionImpl, Batch, BatchSplit, GraphBuffers, Phase, State
     from attnplug_blocksparse.backend import BlocksparseBackend
 
 
@@ -43,11 +42,11 @@ class BlocksparseBuilder(MetadataBuilder):
         # What an 8-bit cache makes of keys is attended in every step, the first one included.
         self._uses_rows = asked.dtype == self.agreement.kv_cache_dtype
 
-    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
+    def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
+        """Make one plan for all plan keys."""
         del fast, graph
-        metadata = self.describe(batch)
-        plan = self._paged(metadata) if self._is_paged else self._dense(batch)
-        return evolve(metadata, plans=dict.fromkeys(self.plan_groups, plan))
+        plan = self._paged(split) if self._is_paged else self._dense(batch)
+        return {"plans": dict.fromkeys(self.plan_groups, plan)}
 
     def _dense(self, batch: Batch) -> Plan:
         prompts = Prompts(
@@ -61,8 +60,8 @@ class BlocksparseBuilder(MetadataBuilder):
         rows = slice(0, batch.num_actual_tokens)
         return Plan(prompts=prompts, prompt_rows=rows, reads_rows=True)
 
-    def _paged(self, metadata: Metadata) -> Plan:
-        decodes, prefills = metadata.decodes, metadata.prefills
+    def _paged(self, split: BatchSplit) -> Plan:
+        decodes, prefills = split.decodes, split.prefills
         tokens = None if decodes is None else self._tokens(decodes)
         reads_rows = prefills is not None and self._uses_rows and _is_whole(prefills)
         return Plan(

@@ -53,6 +53,7 @@ class BlocksparseImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
+        """Write the rows into the cache where forward does, then run the kernels of decodes and of prefills."""
         plan: Plan = metadata.plans.get(_KEY) or self.plan_of(metadata)
         out = output.view(-1, self.num_q_heads, self.head_size)
         pages = None if kv_cache is None else key_and_value_pages(kv_cache)
@@ -90,6 +91,7 @@ class BlocksparseImpl(AttentionImpl):
         return (key[rows], value[rows]) if plan.reads_rows else pages
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Any) -> None:
+        """Write the rows into their slots, with the layer's scales."""
         write_kv(
             key,
             value,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from attrs import evolve
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Batch, GraphBuffers, Metadata, Phase, State
+    from attnplug.contract import AttentionImpl, Batch, BatchSplit, GraphBuffers, Metadata, Phase, State
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.impl import FlashAttentionImpl
 
@@ -58,50 +58,52 @@ class FlashAttentionBuilder(MetadataBuilder):
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
         self._terms = {key: group[0].terms for key, group in groups.items()}
 
-    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
-        plan = self._plan(self.describe(batch))
+    def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
+        """Return the passes of the step, with a schedule for each plan key unless the build is to be fast."""
+        plan = self._plan(batch, split, graph)
         if not self._kernels.schedules or (fast and graph is None):  # a graph keeps reading what it was captured with
-            return self.describe(batch, plans=dict.fromkeys(self._terms, plan))
+            return {"plans": dict.fromkeys(self._terms, plan)}
         add = self._schedules.add
-        return self.describe(batch, plans={key: add(plan, key, terms, graph) for key, terms in self._terms.items()})
+        return {"plans": {key: add(plan, key, terms, graph) for key, terms in self._terms.items()}}
 
-    def replan_block_table(self, metadata: Metadata, batch: Batch) -> Metadata:
-        """Schedules follow from lengths, and are kept; those of other builders may be for other layers."""
-        plan = self._plan(self.describe(batch))
+    def replan_block_table(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> dict[str, Any]:
+        """Keep the schedules, which follow from the lengths; those of other builders may be for other layers."""
+        plan = self._plan(batch, split, None)
         plans = {
             key: carried_over(plan, metadata.plans[key])
             if key in metadata.plans
             else self._schedules.add(plan, key, terms, None)
             for key, terms in self._terms.items()
         }
-        return self.describe(batch, plans=plans)
+        return {"plans": plans}
 
-    def _plan(self, metadata: Metadata) -> Plan:
+    def _plan(self, batch: Batch, split: BatchSplit, graph: GraphBuffers | None) -> Plan:
         """Return the passes of a step, without schedules."""
-        batch = metadata.batch
         splits = num_splits(self.limits, batch.num_actual_tokens, batch_invariant=self.batch_invariant)
         if not self._is_paged:
             return Plan(prefill=self._dense(batch, splits))
         if self._ranks is not None:
-            return self._sharded(metadata, self._ranks, splits)
+            return self._sharded(batch, self._ranks, splits, graph)
         prefix = None
         if batch.common_prefix_len:
-            prefix = self._paged(prefix_rows(batch, self._block_size), splits, metadata.graph, "prefix")
+            prefix = self._paged(prefix_rows(batch, self._block_size), splits, graph, "prefix")
         return Plan(
-            decode=self._phase(metadata, metadata.decodes, splits, "decode"),
-            prefill=self._phase(metadata, metadata.prefills, splits, "prefill"),
+            decode=self._phase(batch, split.decodes, splits, graph, "decode"),
+            prefill=self._phase(batch, split.prefills, splits, graph, "prefill"),
             prefix=prefix,
         )
 
-    def _phase(self, metadata: Metadata, phase: Phase | None, splits: int, name: str) -> Pass | None:
+    def _phase(
+        self, batch: Batch, phase: Phase | None, splits: int, graph: GraphBuffers | None, name: str
+    ) -> Pass | None:
         if phase is None:
             return None
-        if name == "prefill" and metadata.graph is None and self._uses_rows and _is_first(phase):
-            return self._first(phase, splits, causal=metadata.batch.causal)
-        rows = self._rows(phase, causal=metadata.batch.causal)
-        if metadata.batch.common_prefix_len:
-            rows = behind_prefix(rows, metadata.batch.common_prefix_len, self._block_size)
-        return self._paged(rows, splits, metadata.graph, name)
+        if name == "prefill" and graph is None and self._uses_rows and _is_first(phase):
+            return self._first(phase, splits, causal=batch.causal)
+        rows = self._rows(phase, causal=batch.causal)
+        if batch.common_prefix_len:
+            rows = behind_prefix(rows, batch.common_prefix_len, self._block_size)
+        return self._paged(rows, splits, graph, name)
 
     def _rows(self, phase: Phase, *, causal: bool) -> Rows:
         lens, lens_cpu, longest = phase.seq_lens, phase.seq_lens_cpu, phase.max_seq_len
@@ -152,9 +154,8 @@ class FlashAttentionBuilder(MetadataBuilder):
         longest = decodes if name == "decode" else self.limits.max_num_tokens
         return evolve(call, max_seqlen_q=longest, max_seqlen_k=self.limits.max_seq_len)
 
-    def _sharded(self, metadata: Metadata, ranks: Ranks, splits: int) -> Plan:
+    def _sharded(self, batch: Batch, ranks: Ranks, splits: int, graph: GraphBuffers | None) -> Plan:
         """Shared prefixes are attended like all else here."""
-        batch, graph = metadata.batch, metadata.graph
         found = dcp.passes(self, batch, ranks, num_splits=splits, graph=graph)
         found = evolve(found, new=self._bounded(found.new, "new"))
         if found.context is None:

@@ -75,11 +75,11 @@ def passes(
     Return the passes of a batch, without schedules. Nothing waits for the device.
 
     Args:
-        builder: Whose ranks, agreement and slots they are.
+        builder: Whose ranks, agreement and graphs they are.
         batch: A checked batch.
         ranks: Of the builder's `Parallel`; made once.
         num_splits: `Call.num_splits` of both passes.
-        slot: The graph slot that is built into.
+        graph: The graph buffers that are built into; None runs eagerly.
 
     Raises:
         BatchError: The host counts another share for this rank than `Parallel` says.

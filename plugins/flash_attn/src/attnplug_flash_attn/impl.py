@@ -85,6 +85,7 @@ class FlashAttentionImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
+        """Write the rows into the cache where forward does, then run the passes of the plan."""
         plan: Plan = metadata.plans.get(self._key) or self.plan_of(metadata)
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
@@ -207,6 +208,7 @@ class FlashAttentionImpl(AttentionImpl):
         return self._caches.of(kv_cache) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+        """Write the rows into their slots, with the layer's scales."""
         write_kv(key, value, *self._pages(kv_cache), slot_mapping, *self._scale_tensors)
 
 

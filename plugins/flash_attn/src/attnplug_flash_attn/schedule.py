@@ -50,7 +50,7 @@ class Schedules:
             plan: The plan of a step.
             key: Its plan key.
             terms: Of a layer of the plan key.
-            slot: The graph slot that is built into, or None.
+            graph: The graph buffers that are built into; None runs eagerly.
         """
         heads = self._builder.agreement.requirements.num_q_heads
 

@@ -30,7 +30,7 @@ class FlashInferBackend(Backend):
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the size of the library's float workspace."""
-        return workspace_bytes(self.agreement, self.selection.device, limits)
+        return workspace_bytes(self.agreement, self.device_properties, limits)
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
         """Compile every kernel that the agreement can need. None of them depends on a batch's shape."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import AttentionImpl, Backend, Batch, GraphBuffers, Metadata, State
+    from attnplug.contract import AttentionImpl, Backend, Batch, BatchSplit, GraphBuffers, State
     from attnplug_flashinfer.plan import Plan
 
 
@@ -41,10 +41,10 @@ class FlashInferBuilder(MetadataBuilder):
         self._planners = {key: Planner(group[0], state) for key, group in self.plan_groups.items()}
         self._indices: weakref.ref[Tensor] | None = None
 
-    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
-        del fast
-        plans = self._plans(batch) if graph is None else self._slot_plans(batch, graph)
-        return self.describe(batch, plans=plans)
+    def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
+        """Plan with the library for each plan key; a graph's plans are written into its buffers."""
+        del split, fast
+        return {"plans": self._plans(batch) if graph is None else self._slot_plans(batch, graph)}
 
     def _plans(self, batch: Batch) -> Mapping[Hashable, Plan]:
         step = rows_of_step(batch, self._block_size, self._cuts) if self._is_paged else rows_of_dense(batch)

@@ -64,6 +64,7 @@ class FlashInferImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
+        """Write the rows into the cache where forward does, then run the wrappers of the plan."""
         plan: Plan = metadata.plans.get(self._key) or self.plan_of(metadata)
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
@@ -140,12 +141,14 @@ class FlashInferImpl(AttentionImpl):
             lse[:tokens] = sums
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+        """Write the rows into their slots, with the layer's scales."""
         halves, _ = self._caches.of(kv_cache)
         write_kv(key, value, *halves, slot_mapping, *self._scale_tensors)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
+        """Run dense attention over the given K/V, as large as the step that it stands for."""
         del lse
         if key is not None and value is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)

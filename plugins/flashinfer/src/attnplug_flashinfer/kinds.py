@@ -154,4 +154,4 @@ def make_kind(name: str, impl: AttentionImpl, workspace: Tensor) -> Kind:
     """Return a kind by its name, as `attnplug_flashinfer.cuts` has it."""
     of_several = Prefill if impl.layer.sinks is None else SinkPrefill
     cls = {"decode": Decode, "ragged": Ragged}.get(name, of_several)
-    return cls(impl, workspace, kernels_of(name, impl.agreement, impl.backend.selection.device))
+    return cls(impl, workspace, kernels_of(name, impl.agreement, impl.backend.device_properties))

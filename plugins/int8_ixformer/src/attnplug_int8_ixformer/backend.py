@@ -17,7 +17,7 @@ from attnplug_int8_ixformer.warmup import run_each_kernel
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug import Selection
+    from attnplug import Agreement, Device
     from attnplug.contract import GraphShape, Limits
 
 
@@ -33,8 +33,8 @@ class Int8Backend(Backend):
     builder_class = Int8Builder
     metadata_class = Int8Metadata
 
-    def __init__(self, selection: Selection) -> None:
-        super().__init__(selection)
+    def __init__(self, agreement: Agreement, device: Device) -> None:
+        super().__init__(agreement, device)
         self.provider = provider_of(self)
 
     @property

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve
-
 from attnplug.contract import PAD_SLOT_ID, MetadataBuilder
-from attnplug_int8_ixformer.metadata import Int8Metadata
 
 if TYPE_CHECKING:
-    from attnplug.contract import Batch, GraphBuffers, Metadata
+    from attnplug.contract import Batch, BatchSplit, GraphBuffers
     from attnplug_int8_ixformer.backend import Int8Backend
 
 
@@ -20,19 +17,20 @@ class Int8Builder(MetadataBuilder):
     supports_graphs = True
     backend: Int8Backend
 
-    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
+    def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
+        """Return the provider's plan of each phase that the batch has."""
         del fast
-        described = self.describe(batch)
-        decodes, prefills, provider = described.decodes, described.prefills, self.backend.provider
-        found: dict[str, Any] = {}
+        decodes, prefills, provider = split.decodes, split.prefills, self.backend.provider
+        fields: dict[str, Any] = {}
         if decodes is not None:
-            found["skips"] = graph is None and self._skips(batch, described.num_decode_tokens)
-            found["decode_plan"] = provider.plan_decodes(decodes, self, graph, mixed=prefills is not None)
+            fields["skips"] = graph is None and self._skips(batch, split.num_decode_tokens)
+            fields["decode_plan"] = provider.plan_decodes(decodes, self, graph, mixed=prefills is not None)
         if prefills is not None:
-            found["prefill_plan"] = provider.plan_prefills(prefills, self)
-        return evolve(described, **found) if isinstance(described, Int8Metadata) else described
+            fields["prefill_plan"] = provider.plan_prefills(prefills, self)
+        return fields
 
     def can_capture(self, batch: Batch) -> bool:
+        """Capture batches of decodes alone, if every token has a slot where a layer writes the cache."""
         fits = batch.max_query_len <= self.agreement.requirements.decode_query_len
         return fits and not self._skips(batch, batch.num_actual_tokens)
 

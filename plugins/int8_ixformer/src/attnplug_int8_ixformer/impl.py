@@ -73,6 +73,7 @@ class Int8Impl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
+        """Write the rows that no kernel writes, then let the provider attend: decodes first, then prefills."""
         del lse  # not served
         provider, pages = self._provider, Pages.of(kv_cache)
         out = output.view(-1, self.num_q_heads, self.head_size)
@@ -99,4 +100,5 @@ class Int8Impl(AttentionImpl):
             self._provider.write(key[first:last], value[first:last], pages, slots[first:last])
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+        """Quantize the rows and write them into their slots."""
         self._provider.write(key, value, Pages.of(kv_cache), slot_mapping)

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from attrs import evolve, frozen
+from attrs import frozen
 
 from attnplug.contract import AttentionImpl, Backend, CacheTensor, Metadata, MetadataBuilder
 from attnplug_int8_ixformer import inner
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract import Batch, GraphBuffers, GraphShape, Layer, Limits, State
+    from attnplug.contract import Batch, BatchSplit, GraphBuffers, GraphShape, Layer, Limits, State
 
 
 @frozen(eq=False, kw_only=True)
@@ -67,6 +67,7 @@ class ObserverImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
+        """Record the largest values of each channel, then let the inner layer compute."""
         batch = metadata.batch
         if key is not None and value is not None:
             if not batch.dummy:
@@ -85,9 +86,10 @@ class ObserverBuilder(MetadataBuilder):
         own = backend.inner.make_state(state.limits, state.parallel)
         self._inner = backend.inner.make_builder([impl.inner for impl in impls], own)
 
-    def plan_batch(self, batch: Batch, *, fast: bool, graph: GraphBuffers | None) -> Metadata:
-        del graph
-        return evolve(cast("ObservedMetadata", self.describe(batch)), inner=self._inner.build(batch, fast=fast))
+    def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
+        """Return the inner builder's metadata."""
+        del split, graph
+        return {"inner": self._inner.build(batch, fast=fast)}
 
 
 class ObserverBackend(Backend):
@@ -100,7 +102,7 @@ class ObserverBackend(Backend):
     @cached_property
     def inner(self) -> Backend:
         """The backend that computes."""
-        return inner.load(self.agreement, self.selection.device)
+        return inner.load(self.agreement, self.device_properties)
 
     @property
     def supports_max_num_splits(self) -> bool:

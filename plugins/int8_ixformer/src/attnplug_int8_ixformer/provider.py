@@ -44,8 +44,8 @@ class Provider(ABC):
 
         Args:
             decodes: The requests.
-            builder: Whose `keep` makes tensors last that a graph reads.
-            slot: The graph slot, or None.
+            builder: Its `persist` copies tensors to where a graph reads them.
+            graph: The graph buffers that are built into; None runs eagerly.
             mixed: Whether the batch has prefills too.
         """
 

@@ -87,7 +87,7 @@ class TritonProvider(Provider):
         super().__init__(backend)
         size = backend.agreement.requirements.head_size
         self.decode_tiles, self.prefill_tiles = DecodeTiles.of(size), PrefillTiles.of(size)
-        device = backend.selection.device
+        device = backend.device_properties
         self.multiprocessors = device.num_multiprocessors or _MULTIPROCESSORS
         capability = device.compute_capability
         has_descriptors = INTERPRETED if capability is None else capability.number in _WITH_DESCRIPTORS

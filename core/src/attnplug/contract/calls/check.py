@@ -11,7 +11,7 @@ import attrs
 from attnplug.contract.backend import Backend
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.guards.cache import CHOICES, by_phase
-from attnplug.contract.guards.classes import check_constructed, misfits
+from attnplug.contract.guards.classes import check_made, clashes, misfits
 from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 
 
 _PARTS = {"builder_class": MetadataBuilder, "metadata_class": Metadata, "state_class": State}
-_GUARDED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
-    ("", Backend, ("make_cache", "make_impl", "make_state", "make_builder")),
-    ("impl_class", AttentionImpl, ("forward", "forward_op", "write_kv", "write_kv_op", "bind")),
-    ("builder_class", MetadataBuilder, ("build", "can_run_in_cudagraph", "update_block_table", "advance_step")),
-)
 _CALLED: tuple[tuple[str, type, tuple[str, ...]], ...] = (
     (
         "",
@@ -67,7 +62,7 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
             "it returns a subclass of attnplug.contract.Backend, the class itself",
             "return the class from the hook",
         )
-    findings = [*_parts(cls), *_impl(cls), *_guards(cls), *_signatures(cls)]
+    findings = [*_parts(cls), *_impl(cls), *_clashes(cls), *_signatures(cls)]
     if findings:
         raise PluginContractError(
             f"the backend class {cls.__module__}.{cls.__qualname__} of {plugin_id} has faults: {'; '.join(findings)}",
@@ -79,12 +74,12 @@ def check_backend_class(cls: object, plugin_id: str) -> type[Backend]:
 
 def check_backend(backend: Backend) -> Backend:
     """
-    Return a backend that a plugin's class has constructed, if the contract's constructor ran too.
+    Return a backend that a plugin's class has constructed, if it is whole.
 
     Raises:
-        PluginContractError: It did not.
+        PluginContractError: The contract's constructor did not run, or what it set was replaced.
     """
-    check_constructed(backend, Backend, "selection")
+    check_made(backend, Backend)
     return backend
 
 
@@ -138,13 +133,12 @@ def _abstract(what: str, cls: type) -> Iterator[str]:
         yield f"{what} does not implement {', '.join(missing)}"
 
 
-def _guards(cls: type[Backend]) -> Iterator[str]:
-    """The guarded methods hold every backend against its agreement; who replaces one has no guard."""
-    for part, base, names in _GUARDED:
-        owner = getattr(cls, part, None) if part else cls
-        for name in names:
-            if isinstance(owner, type) and issubclass(owner, base) and getattr(owner, name) is not getattr(base, name):
-                yield f"{owner.__name__} overrides {name}, which holds calls against the agreement"
+def _clashes(cls: type[Backend]) -> Iterator[str]:
+    yield from clashes(cls, Backend)
+    for part, base in (("impl_class", AttentionImpl), *_PARTS.items()):
+        owner = getattr(cls, part, None)
+        if isinstance(owner, type) and issubclass(owner, base):
+            yield from clashes(owner, base)
 
 
 def _signatures(cls: type[Backend]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from attrs import evolve
 
 from attnplug.contract.graphs.invariants import check_frozen, snapshots
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
-from attnplug.contract.graphs.shape import check_fits, fits
+from attnplug.contract.graphs.shape import check_fits, fits, split_of_shape
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
 
@@ -25,11 +26,11 @@ _T = TypeVar("_T")
 
 class GraphBuffers:
     """
-    One captured shape. `State.slot` makes it.
+    The buffers of one captured shape. `State.graph` makes them.
 
-    A host captures with the metadata of ``builder.build(slot.dummy_batch(builder), slot=slot)``, and before each replay
-    calls ``builder.build(batch, slot=slot)``: every tensor in the metadata is then where it was, and holds the step's
-    values.
+    A host captures with the metadata of ``builder.build(graph.dummy_batch(builder), graph=graph)``. Before each replay
+    it calls ``builder.build(batch, graph=graph)``: every tensor of the metadata keeps the address of the capture, and
+    holds the step's values.
 
     Attributes:
         state: Who owns it.
@@ -53,7 +54,7 @@ class GraphBuffers:
         """
         Return `make()`, called once in the life of this slot.
 
-        All builders of the state share what is kept here; what is a builder's own is kept by `MetadataBuilder.per_graph`.
+        All builders of the state share what is kept here; `MetadataBuilder.per_graph` keeps what one builder needs.
         """
         if key not in self._kept:
             with outside_inference_mode():
@@ -78,14 +79,18 @@ class GraphBuffers:
         """Whether this builder has built into the slot."""
         return ("captured", builder) in self._kept
 
-    def take(self, batch: Batch, builder: MetadataBuilder) -> Batch:
+    def take(self, split: BatchSplit, builder: MetadataBuilder) -> BatchSplit:
         """
-        Return a checked batch as the graph sees it. `MetadataBuilder.build` calls it.
+        Return a checked batch as the graph sees it, with the split of the graph's shape. `MetadataBuilder.build` calls
+        it.
 
         Raises:
             BatchError: The batch does not fit the shape, or its tensors moved though the host owns them.
         """
-        check_fits(self, batch)
+        check_fits(self, split.batch)
+        return split_of_shape(self.key, split, self._as_seen(split.batch, builder), builder.agreement.requirements)
+
+    def _as_seen(self, batch: Batch, builder: MetadataBuilder) -> Batch:
         if not self.host_owned_inputs:
             return self.state.inputs(builder).write(batch, self.key, self.max_seq_len)
         check_unmoved(self.share(("addresses", builder), lambda: addresses(batch)), batch)

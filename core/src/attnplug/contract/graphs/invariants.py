@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnplug.contract.metadata import Metadata
 
 # The batch has a guard of its own; block numbers are looked at by guards, not by kernels.
-_UNREAD: Final = ("batch", "highest_block", "slot", "agreement", "state")
+_UNREAD: Final = ("batch", "highest_block", "graph", "agreement", "state")
 _NUMBERS: Final = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, slice)
 _LEAVES: Final = (torch.Tensor, *_NUMBERS)
 _COLLECTIONS: Final = (tuple, list, Mapping)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from attrs import frozen
 
 from attnplug.contract.guards.uniform import uniform_query_lens
+from attnplug.contract.inputs.phase import BatchSplit
 from attnplug.errors import BatchError, LimitsError
 from attnplug.request.fields import GRAPH_LEVELS
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
+    from attnplug.request.requirements import Requirements
 
 
 @frozen
@@ -63,6 +65,28 @@ class GraphShape:
         raise LimitsError(f"{self} was given", expected, "describe the shape of a batch, its padding included")
 
 
+def split_of_shape(key: GraphShape, split: BatchSplit, batch: Batch, requested: Requirements) -> BatchSplit:
+    """
+    Return the split of a graph's shape, which is the same for every batch that runs in it.
+
+    Args:
+        key: The shape.
+        split: The split of the batch before it was padded.
+        batch: The batch as the graph sees it.
+        requested: The requirements of the agreement.
+    """
+    decodes = key.query_len is not None and key.query_len <= requested.decode_query_len
+    return BatchSplit(
+        batch=batch,
+        num_decodes=key.num_reqs if decodes else 0,
+        num_prefills=0 if decodes else key.num_reqs,
+        num_decode_tokens=key.num_tokens if decodes else 0,
+        num_prefill_tokens=0 if decodes else key.num_tokens,
+        num_key_rows=0 if requested.attn_type == "encoder_decoder" else key.num_tokens,
+        highest_block=split.highest_block,
+    )
+
+
 def graph_level(agreement: Agreement, limits: Limits) -> str:
     """Return the level that graphs are used at: the agreed one, or less where the host said so."""
     return agreement.cudagraph if limits.cudagraph is None else limits.cudagraph
@@ -93,7 +117,7 @@ def check_fits(graph: GraphBuffers, batch: Batch) -> None:
         raise BatchError(
             f"a batch with {given} was given for the slot {graph.key}",
             expected,
-            "pass a batch that the slot fits (State.find_graph finds one), or build with slot=None",
+            "pass a batch that the slot fits (State.find_graph finds one), or build with graph=None",
         )
 
 

@@ -2,65 +2,59 @@
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
-from attrs import frozen
 
 from attnplug.contract.guards.few import FewDecodes
 from attnplug.contract.guards.negotiated import check_negotiated
 from attnplug.contract.guards.pages import PageGuard, check_dense, check_index, check_mirror
 from attnplug.contract.guards.uniform import uniform_query_lens
+from attnplug.contract.inputs.batch import Batch
+from attnplug.contract.inputs.phase import BatchSplit
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract.graphs.buffers import GraphBuffers
-    from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
-    from attnplug.request.requirements import Requirements
 
 _COUNTS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
 
 
-@frozen
-class BatchSplit:
+def check_batch(batch: object, where: str) -> None:
     """
-    What checking a batch finds out about it.
+    Check that what should be a batch is one.
 
-    Attributes:
-        num_decodes: Requests at the front that are decodes.
-        num_prefills: The others.
-        num_decode_tokens: Query tokens of the decodes.
-        num_prefill_tokens: Query tokens of the others.
-        num_key_rows: K/V rows that a call brings.
-        highest_block: An upper bound of the blocks in use, -1 where nothing tells.
-        slot: The graph slot that the batch was written into.
+    Raises:
+        BatchError: It is something else.
     """
-
-    num_decodes: int
-    num_prefills: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    num_key_rows: int
-    highest_block: int
-    graph: GraphBuffers | None = None
-
-    def in_graph(self, graph: GraphBuffers, asked: Requirements) -> BatchSplit:
-        """Return the facts of the slot's shape: in a graph they are the same for every batch."""
-        key, has_slots = graph.key, asked.attn_type != "encoder_decoder"
-        decodes = key.query_len is not None and key.query_len <= asked.decode_query_len
-        return BatchSplit(
-            num_decodes=key.num_reqs if decodes else 0,
-            num_prefills=0 if decodes else key.num_reqs,
-            num_decode_tokens=key.num_tokens if decodes else 0,
-            num_prefill_tokens=0 if decodes else key.num_tokens,
-            num_key_rows=key.num_tokens if has_slots else 0,
-            highest_block=self.highest_block,
-            graph=graph,
+    if not isinstance(batch, Batch):
+        raise BatchError(
+            f"{reprlib.repr(batch)} was given to {where}",
+            "it takes a Batch: this step's requests",
+            "pass what BatchAssembler.finish, or Batch.from_lengths, returns",
         )
+
+
+def check_batches(batches: object) -> None:
+    """
+    Check that what should be a step's batches is a mapping of builders to them.
+
+    Raises:
+        BatchError: It is something else.
+    """
+    if not isinstance(batches, Mapping):
+        raise BatchError(
+            f"a {type(batches).__name__} was given to begin_forward",
+            "a step has a batch for each builder: layers that share a block table share a builder",
+            "pass {builder: batch}",
+        )
+    for batch in batches.values():
+        check_batch(batch, "begin_forward")
 
 
 class BatchGuard:
@@ -83,7 +77,7 @@ class BatchGuard:
 
     def check(self, batch: Batch) -> BatchSplit:
         """
-        Return the batch's facts.
+        Return the batch's split.
 
         Raises:
             ContractError: The batch contradicts itself, the agreement or the limits; see `MetadataBuilder.build`.
@@ -91,7 +85,7 @@ class BatchGuard:
         highest = None if self._few is None else self._few.highest_block(batch)
         if highest is not None:
             count = batch.num_reqs
-            return BatchSplit(count, 0, count, 0, count, highest)
+            return _split_of(batch, count, count, count, highest)
         self._check_counts(batch)
         query_lens = self._check_queries(batch)
         seq_lens, contexts = self._check_lengths(batch, query_lens)
@@ -103,10 +97,7 @@ class BatchGuard:
             rows, highest = self._pages.check(batch, query_lens, seq_lens, contexts)
         else:
             rows, highest = check_dense(batch, seq_lens, self._device_type), -1
-        tokens = _tokens_of(batch, num_decodes)
-        return BatchSplit(
-            num_decodes, batch.num_reqs - num_decodes, tokens, batch.num_actual_tokens - tokens, rows, highest
-        )
+        return _split_of(batch, num_decodes, _tokens_of(batch, num_decodes), rows, highest)
 
     def _check_counts(self, batch: Batch) -> None:
         for name in _COUNTS:
@@ -215,6 +206,18 @@ class BatchGuard:
                     "reorder with attnplug.batching.reorder_batch_to_split_decodes_and_prefills",
                 )
         return first
+
+
+def _split_of(batch: Batch, num_decodes: int, num_decode_tokens: int, num_key_rows: int, highest: int) -> BatchSplit:
+    return BatchSplit(
+        batch=batch,
+        num_decodes=num_decodes,
+        num_prefills=batch.num_reqs - num_decodes,
+        num_decode_tokens=num_decode_tokens,
+        num_prefill_tokens=batch.num_actual_tokens - num_decode_tokens,
+        num_key_rows=num_key_rows,
+        highest_block=highest,
+    )
 
 
 def _alike(lens: list[int]) -> int:

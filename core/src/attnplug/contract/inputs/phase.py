@@ -1,15 +1,52 @@
-"""The decodes or the prefills of a batch, as kernels take them that serve one phase."""
+"""The split of a batch into decodes and prefills, and each of the two as kernels take it that serve one phase."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from attrs import frozen
+from attrs import field, frozen
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.inputs.batch import Batch
+
+
+@frozen(eq=False, kw_only=True)
+class BatchSplit:
+    """
+    A checked batch, split into decodes and prefills.
+
+    Attributes:
+        batch: The batch.
+        num_decodes: Requests at the front whose query is at most the agreed decode query length; with
+            `MetadataBuilder.requires_uniform_decodes`, those of them that are as long as the first.
+        num_prefills: The other requests, padding included.
+        num_decode_tokens: Query tokens of the decodes: the first rows.
+        num_prefill_tokens: Query tokens of the prefills: the rows after them.
+        num_key_rows: K/V rows that a call of `forward` has.
+        highest_block: An upper bound of the block numbers that this step touches; -1 where no CPU copy has them.
+    """
+
+    batch: Batch = field(repr=lambda batch: f"<{batch.num_reqs} requests, {batch.num_actual_tokens} tokens>")
+    num_decodes: int
+    num_prefills: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_key_rows: int
+    highest_block: int = -1
+
+    @property
+    def decodes(self) -> Phase | None:
+        """The decodes, None where there are none. In a graph of decodes, all requests."""
+        return phase_of(self.batch, 0, self.num_decodes, 0, self.num_decode_tokens)
+
+    @property
+    def prefills(self) -> Phase | None:
+        """The prefills, with their query rows counted from 0; None where there are none."""
+        return phase_of(
+            self.batch, self.num_decodes, self.num_prefills, self.num_decode_tokens, self.num_prefill_tokens
+        )
 
 
 @frozen(eq=False, kw_only=True)
