@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug.torch_backend import kernels, shape
-from attnplug.torch_backend.shape import Sizes
+from attnplug.torch_backend import builder, sdpa
+from attnplug.torch_backend.builder import Sizes
 from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.strategies import cases
@@ -45,9 +45,9 @@ def load_dense(case: Case, **engine: object) -> Backend:
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each way that a tile may be attended, on this CPU: also the ones that only other devices or torches need."""
     if request.param == "fused without LSE":
-        monkeypatch.setattr(kernels, "fused_cpu_op", lambda: None)
+        monkeypatch.setattr(sdpa, "fused_cpu_op", lambda: None)
     if request.param == "written out":
-        monkeypatch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+        monkeypatch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
 
 
 @given(paged_cases(), layouts, st.booleans(), st.booleans())
@@ -77,9 +77,9 @@ def test_every_kernel(case: Case, layout: str) -> None:
 def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, written_out: bool) -> None:
     sizes = Sizes(gathered=2**12, mask=10 * scores, scores=scores, rows=rows, call=scores)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape, "sizes_on", lambda _: sizes)
+        patch.setattr(builder, "sizes_on", lambda _: sizes)
         if written_out:
-            patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
         check(load(case, layout, return_lse=True), materialize(case))
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.torch_backend.alibi import Distances, lower, ragged_distances
+from attnplug.torch_backend.masks import Distances, lower, ragged_distances
 
 forms = st.sampled_from(["linear", "sqrt"])
 

@@ -13,7 +13,7 @@ from attnplug.contract import GraphShape, Limits
 from attnplug.errors import NoBackendError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug.torch_backend import kernels, shape
+from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import Case, materialize
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.replay import check_replays, padded_for
@@ -71,10 +71,10 @@ def test_replays(case, steps, query_len, spare, longer, layout, return_lse):
 @given(case=cases(features=SERVED, kv_sharing=False), lens=LENGTHS, query_len=st.sampled_from([1, 3]))
 def test_replays_in_pieces(case, lens, query_len):
     """Few keys at once: the requests of a shape are several groups; few scores: their rows are several tiles."""
-    sizes = shape.Sizes(gathered=2**12, mask=2**10, scores=64, rows=2, call=1)
+    sizes = builder.Sizes(gathered=2**12, mask=2**10, scores=64, rows=2, call=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape, "sizes_on", lambda _: sizes)
-        patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+        patch.setattr(builder, "sizes_on", lambda _: sizes)
+        patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
         scenes = scenes_of(case, [lens], query_len, len(lens))
         check_replays(load(scenes[0].case), scenes, num_reqs=len(lens), max_seq_len=max(lens) + query_len)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.torch_backend import kernels, shape
+from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import Case, check, limits_of, materialize, run
 from attnplug_kit.oracle.strategies import cases
 
@@ -44,9 +44,9 @@ def test_gives_what_the_oracle_gives(case: Case, layout: str, return_lse: bool, 
 def test_every_kernel(way: str, case: Case, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if way == "written out":
-            patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
         else:
-            patch.setattr(kernels, "fused_cpu_op", lambda: None)
+            patch.setattr(sdpa, "fused_cpu_op", lambda: None)
         check(load(case, layout), materialize(case))
 
 
@@ -83,7 +83,7 @@ def test_requests_that_are_padding_share_nothing() -> None:
 
 
 def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "fused_cpu_op", lambda: None)
+    monkeypatch.setattr(sdpa, "fused_cpu_op", lambda: None)
     case = Case(query_lens=(1,), context_lens=(9,)).with_shared_prefix(1)
     scene, backend = materialize(case), load(case)
     impl = backend.make_impl(scene.layer())
@@ -93,8 +93,8 @@ def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.Monk
     flat: Plan = impl.plan_of(builder.build(evolve(batch, common_prefix_len=0)))
     cascade: Plan = impl.plan_of(builder.build(batch))
 
-    assert flat.kernel is kernels.FUSED
-    assert cascade.kernel is kernels.WRITTEN_OUT
+    assert flat.kernel is sdpa.FUSED
+    assert cascade.kernel is sdpa.WRITTEN_OUT
 
 
 @pytest.mark.parametrize(

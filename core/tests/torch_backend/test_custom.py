@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.torch_backend.custom import CustomMask
-from attnplug.torch_backend.grouping import spans_of
+from attnplug.torch_backend.masks import CustomMask
+from attnplug.torch_backend.plan import spans_of
 
 lens = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 12)), min_size=1, max_size=4)
 

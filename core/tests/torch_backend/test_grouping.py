@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.torch_backend.grouping import Budget, Span, group_spans, spans_of
+from attnplug.torch_backend.plan import Budget, Span, group_spans, spans_of
 
 lens = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=6)
 windows = st.sampled_from([(-1, -1), (0, 0), (3, 0), (2, 2), (-1, 1), (100, 0)])

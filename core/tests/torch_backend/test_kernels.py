@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import attnplug
-from attnplug.torch_backend import kernels
+from attnplug.torch_backend import sdpa
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    kernels.fused_cpu_op.cache_clear()
+    sdpa.fused_cpu_op.cache_clear()
     yield
-    kernels.fused_cpu_op.cache_clear()
+    sdpa.fused_cpu_op.cache_clear()
 
 
 def asked(**more: object) -> attnplug.Requirements:
@@ -26,19 +26,19 @@ def asked(**more: object) -> attnplug.Requirements:
 
 @pytest.mark.parametrize("more", [{}, {"sinks": True}, {"return_lse": True}, {"sliding_window": 3}], ids=str)
 def test_the_cpu_kernel_serves_lse_and_sinks_too(more: dict[str, object]) -> None:
-    assert kernels.choose_kernel(asked(**more), "cpu").fused
+    assert sdpa.choose_kernel(asked(**more), "cpu").fused
 
 
 @pytest.mark.parametrize("more", [{"sinks": True}, {"return_lse": True}], ids=str)
 def test_elsewhere_lse_and_sinks_are_written_out(more: dict[str, object]) -> None:
-    assert kernels.choose_kernel(asked(**more), "cuda") is kernels.WRITTEN_OUT
-    assert kernels.choose_kernel(asked(), "cuda") is kernels.FUSED
+    assert sdpa.choose_kernel(asked(**more), "cuda") is sdpa.WRITTEN_OUT
+    assert sdpa.choose_kernel(asked(), "cuda") is sdpa.FUSED
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("more", [{"logits_soft_cap": 5.0}, {"head_size_v": 8}], ids=str)
 def test_what_no_fused_kernel_expresses_is_written_out(more: dict[str, object], device: str) -> None:
-    assert kernels.choose_kernel(asked(**more), device) is kernels.WRITTEN_OUT
+    assert sdpa.choose_kernel(asked(**more), device) is sdpa.WRITTEN_OUT
 
 
 def other_schema(*names: str, results: int) -> SimpleNamespace:
@@ -60,6 +60,6 @@ def test_a_torch_without_the_private_kernel_takes_public_ones(op: object, monkey
     ops = SimpleNamespace(aten=SimpleNamespace(_scaled_dot_product_flash_attention_for_cpu=op))
     monkeypatch.setattr(torch, "ops", ops)
 
-    assert kernels.fused_cpu_op() is None
-    assert kernels.choose_kernel(asked(), "cpu") is kernels.FUSED
-    assert kernels.choose_kernel(asked(sinks=True), "cpu") is kernels.WRITTEN_OUT
+    assert sdpa.fused_cpu_op() is None
+    assert sdpa.choose_kernel(asked(), "cpu") is sdpa.FUSED
+    assert sdpa.choose_kernel(asked(sinks=True), "cpu") is sdpa.WRITTEN_OUT

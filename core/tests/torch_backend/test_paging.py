@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.torch_backend import kernels, shape
-from attnplug.torch_backend.plan import Blocks, Stored
-from attnplug.torch_backend.shape import Sizes
+from attnplug.torch_backend import builder, sdpa
+from attnplug.torch_backend.builder import Sizes
+from attnplug.torch_backend.sources import Blocks, Stored
 from attnplug_kit.oracle import Case, check, limits_of, materialize
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def test_requests_of_any_lengths_share_a_call(
         query_lens=(rows,) * len(contexts), context_lens=tuple(contexts), block_size=block_size, sinks=True, **asked
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape, "sizes_on", lambda _: WIDE)
+        patch.setattr(builder, "sizes_on", lambda _: WIDE)
         if written_out:
-            patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
         check(load(case, layout), materialize(case))
 
 
@@ -132,7 +132,7 @@ def test_slots_are_numbered_where_blocks_do_not_suit(case: Case, why: str) -> No
 def test_nan_behind_a_last_key_stays_there() -> None:
     case = Case(query_lens=(1, 1, 1), context_lens=(2, 20, 30), num_spare_blocks=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shape, "sizes_on", lambda _: WIDE)
+        patch.setattr(builder, "sizes_on", lambda _: WIDE)
         plan = plan_of(case)
         output = check(load(case), materialize(case)).output
 

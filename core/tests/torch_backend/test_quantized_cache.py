@@ -13,7 +13,7 @@ from attnplug.contract import PAD_SLOT_ID, Backend, Layer
 from attnplug.errors import NotNegotiatedError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug.torch_backend import kernels, shape
+from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
 from attnplug_kit.oracle.strategies import cases
 
@@ -52,9 +52,9 @@ def test_attends_what_the_cache_holds(case: Case, layout: str, return_lse: bool,
 def test_every_kernel(way: str, case: Case, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if way == "written out":
-            patch.setattr(shape, "choose_kernel", lambda *_: kernels.WRITTEN_OUT)
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
         else:
-            patch.setattr(kernels, "fused_cpu_op", lambda: None)
+            patch.setattr(sdpa, "fused_cpu_op", lambda: None)
         check(load(case, layout), materialize(case))
 
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+from attrs import evolve, field, frozen
+
 from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract.inputs.kv_cache import is_narrow_float, torch_dtype
 from attnplug.torch_backend.captured import CapturedPlan
-from attnplug.torch_backend.planner import make_plan
-from attnplug.torch_backend.shape import Shape, bytes_per_key, shape_of
+from attnplug.torch_backend.masks import Sight
+from attnplug.torch_backend.plan import Budget, make_plan
+from attnplug.torch_backend.sdpa import Kernel, choose_kernel, flex_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -19,6 +24,7 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.phase import BatchSplit
     from attnplug.contract.state import State
+    from attnplug.negotiation.agreement import Agreement
     from attnplug.torch_backend.plan import Plan
 
 
@@ -62,3 +68,166 @@ class FlexBuilder(TorchBuilder):
     """Block masks are made anew at each step, elsewhere in memory: no graph could read them."""
 
     supports_graphs = False
+
+
+@frozen
+class Sizes:
+    """
+    How large pieces become on a type of device.
+
+    Attributes:
+        gathered: Most bytes of keys and values that are gathered at once, unless one request has more.
+        mask: Most elements of the mask of one group.
+        scores: Most scores that the written-out kernel holds at once.
+        rows: Most rows of a tile, query heads folded.
+        call: What one more kernel call costs, in multiplications that would take as long.
+    """
+
+    gathered: int
+    mask: int
+    scores: int
+    rows: int
+    call: float
+
+
+# CPU: what one core's part of the caches holds, so that what was gathered or scored is still there when it is read. A
+# call costs about 50 us, in which one core multiplies 2e6 times.
+# Elsewhere: large enough to fill a GPU; a call's launches cost about as long as 1e9 multiplications.
+_SIZES: Final = {"cpu": Sizes(gathered=2**23, mask=2**22, scores=2**21, rows=256, call=2e6)}
+_SIZES_ELSEWHERE: Final = Sizes(gathered=2**30, mask=2**26, scores=2**27, rows=2048, call=1e9)
+
+
+def sizes_on(device_type: str) -> Sizes:
+    """Return the sizes for a type of device."""
+    return _SIZES.get(device_type, _SIZES_ELSEWHERE)
+
+
+def bytes_per_key(agreement: Agreement) -> int:
+    """Return what a key and its value take in all heads where they are gathered, and decoded if the cache is narrow."""
+    asked, cached = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
+    width = asked.num_kv_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
+    return width * (cached.itemsize + (torch_dtype(asked.dtype).itemsize if is_narrow_float(cached) else 0))
+
+
+def keys_at_once(agreement: Agreement, device_type: str) -> int:
+    """Return how many keys are gathered at once at most, unless one request has more."""
+    shares = torch.get_num_threads() if device_type == "cpu" else 1
+    return max(1, shares * sizes_on(device_type).gathered // bytes_per_key(agreement))
+
+
+@frozen(kw_only=True)
+class Shape:
+    """
+    What a plan has to know.
+
+    Attributes:
+        window: Positions seen to the left and to the right, -1 for all.
+        causal: Whether no later position is seen.
+        ratio: Query heads per KV head: their rows are folded into one.
+        num_kv_heads: Key and value heads.
+        chunk: Positions per chunk of chunked-local attention, or None.
+        alibi: Form of the ALiBi distances, or None.
+        reads_call: Whether keys that come with the call are read there; a layer that shares a cache reads that alone.
+        block_size: Slots per block; None for dense calls.
+        row_steps: How rows of `head_size` elements follow each other in the cache, as in `Stored.steps`; None where
+            whole tokens are gathered.
+        kernel: What attends a tile.
+        mask_dtype: Dtype of the masks.
+        tile_rows: Most query positions of a tile.
+        tile_scores: Most scores of a tile, all its heads and members counted; None where the kernel keeps none.
+        budget: Sizes of the groups.
+        cascade: The same for batches with a shared prefix, whose kernel has to return LSEs; None where none come.
+        sight: Who sees whom, from `window` and `causal`.
+    """
+
+    window: tuple[int, int]
+    causal: bool
+    ratio: int
+    num_kv_heads: int
+    chunk: int | None
+    alibi: str | None
+    reads_call: bool
+    block_size: int | None
+    row_steps: tuple[int, int, int] | None
+    kernel: Kernel
+    mask_dtype: torch.dtype
+    tile_rows: int
+    tile_scores: int | None
+    budget: Budget
+    cascade: Shape | None = None
+    sight: Sight = field(init=False)
+
+    @sight.default
+    def _sight(self) -> Sight:
+        left, right = self.window
+        return Sight(left, 0 if self.causal else right)
+
+    def members_at_once(self, members: int, keys: int) -> int:
+        """Return how many members of a group are gathered at once, each with so many keys, if they are equal."""
+        if not self.budget.divisible:
+            return members
+        size = self.block_size or 1
+        return max(1, min(members, self.budget.keys // (-(-keys // size) * size)))
+
+    def rows_per_tile(self, members: int, keys: int) -> int:
+        """Return how many query positions a tile of such a group takes."""
+        if self.tile_scores is None:
+            return self.tile_rows
+        return max(1, min(self.tile_rows, self.tile_scores // (members * self.num_kv_heads * self.ratio * keys)))
+
+
+def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None = None) -> Shape:
+    """
+    Return what a plan has to know of the layers of an agreement that share a window.
+
+    Args:
+        agreement: The agreement.
+        window: Positions seen to the left and to the right, -1 for all.
+        device_type: Where it runs.
+        keys: How many keys the workspace holds; None where there is none.
+    """
+    asked = agreement.requirements
+    shape = _shape_of(agreement, window, device_type, keys)
+    if not asked.cascade:
+        return shape
+    with_lse = evolve(agreement, requirements=evolve(asked, return_lse=True))
+    return evolve(shape, cascade=_shape_of(with_lse, window, device_type, keys))
+
+
+def _shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None) -> Shape:
+    asked, sizes = agreement.requirements, sizes_on(device_type)
+    kernel = choose_kernel(asked, device_type) if agreement.variant == "sdpa" else flex_kernel()
+    tile_rows = max(1, sizes.rows // asked.gqa_ratio)
+    per_score = asked.num_q_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
+    return Shape(
+        window=window,
+        causal=bool(asked.causal),
+        ratio=asked.gqa_ratio,
+        num_kv_heads=asked.num_kv_heads,
+        chunk=asked.attention_chunk,
+        alibi=asked.alibi,
+        reads_call=not asked.kv_sharing and asked.attn_type != "encoder_decoder",
+        block_size=agreement.block_size,
+        row_steps=_row_steps(agreement, kernel),
+        kernel=kernel,
+        mask_dtype=torch_dtype(asked.dtype) if kernel.fused else torch.float32,
+        tile_rows=tile_rows,
+        tile_scores=None if kernel.fused else sizes.scores,
+        budget=Budget(
+            keys or keys_at_once(agreement, device_type),
+            sizes.mask // asked.gqa_ratio,
+            int(sizes.call / per_score),
+            tile_rows,
+            kernel.least_keys,
+            even=not asked.custom_mask,
+            divisible=kernel.make_mask is None and not asked.custom_mask,
+        ),
+    )
+
+
+def _row_steps(agreement: Agreement, kernel: Kernel) -> tuple[int, int, int] | None:
+    """In heads-first pages rows of one head lie together, in tokens-first ones whole tokens."""
+    heads, size, heads_first = agreement.requirements.num_kv_heads, agreement.block_size, agreement.kv_layout == "HND"
+    if size is None or kernel.order == "tokens" or (kernel.order == "any" and not heads_first):
+        return None
+    return (size * heads, 1, size) if heads_first else (size * heads, heads, 1)

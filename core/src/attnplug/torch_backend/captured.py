@@ -6,18 +6,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnplug.torch_backend.alibi import Slanted, ragged_distances
-from attnplug.torch_backend.masks import additive, ragged_sight
-from attnplug.torch_backend.pages import divide, head_rows
-from attnplug.torch_backend.plan import Group, Plan, Rows, Stored, Tile
-from attnplug.torch_backend.shape import aligned
+from attnplug.torch_backend.masks import Slanted, Tile, additive, ragged_distances, ragged_sight
+from attnplug.torch_backend.plan import Group, Plan, Rows
+from attnplug.torch_backend.sources import Stored, aligned, divide, head_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.torch_backend.shape import Shape
+    from attnplug.torch_backend.builder import Shape
 
 
 class CapturedPlan:

@@ -12,8 +12,8 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from attnplug.torch_backend.kernels import Call
 from attnplug.torch_backend.masks import Sight
+from attnplug.torch_backend.sdpa import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable

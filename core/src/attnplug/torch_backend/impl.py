@@ -1,26 +1,25 @@
-"""One layer on torch's own kernels."""
+"""One layer on torch's own kernels, and where its results go."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
+from attrs import frozen
+from torch import Tensor
 
 from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.inputs.batch import Batch
+from attnplug.ops.merge import merge_attention_states
 from attnplug.ops.write import key_and_value_pages, write_kv
-from attnplug.torch_backend.cascade import merge, pass_of
+from attnplug.torch_backend.builder import shape_of
 from attnplug.torch_backend.codec import codec_of
-from attnplug.torch_backend.kernels import Call
-from attnplug.torch_backend.planner import make_plan
-from attnplug.torch_backend.results import Results, part
-from attnplug.torch_backend.shape import shape_of
-from attnplug.torch_backend.sources import Source
+from attnplug.torch_backend.plan import make_plan
+from attnplug.torch_backend.sdpa import Call
+from attnplug.torch_backend.sources import Source, part
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
-
-    from torch import Tensor
 
     from attnplug.contract.backend import Backend
     from attnplug.contract.impl import CacheWrite
@@ -28,7 +27,8 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
-    from attnplug.torch_backend.plan import Group, Plan, Tile
+    from attnplug.torch_backend.masks import Tile
+    from attnplug.torch_backend.plan import Group, Plan
 
 
 class TorchImpl(AttentionImpl):
@@ -193,3 +193,83 @@ def _as_float32(rows: Tensor, memory: list[Tensor]) -> Tensor:
     if not memory or memory[0].numel() < rows.numel():
         memory[:] = [torch.empty(rows.numel(), dtype=torch.float32, device=rows.device)]
     return memory[0][: rows.numel()].view(rows.shape).copy_(rows)
+
+
+@frozen(eq=False)
+class Results:
+    """
+    Output and LSE, their heads grouped by KV head.
+
+    Attributes:
+        output: ``(tokens, num_kv_heads, ratio, head_size_v)``, or of a group ``(members, rows, num_kv_heads, ...)``.
+        lse: The same without the last axis, float32; None where nobody asked.
+        sinks: ``(num_kv_heads, ratio)`` float32, what results are put with; None for none. With sink ``s`` the
+            denominator grows from ``exp(lse)`` to ``exp(lse) + exp(s)``: the output shrinks by ``sigmoid(lse - s)``.
+    """
+
+    output: Tensor
+    lse: Tensor | None
+    sinks: Tensor | None
+
+    def clear(self, start: int, end: int) -> None:
+        """Set rows that attend nothing: output 0, and of the LSE what the sinks leave."""
+        self.output[start:end] = 0
+        if self.lse is not None:
+            self.lse[start:end] = -torch.inf if self.sinks is None else self.sinks
+
+    @property
+    def needs_lse(self) -> bool:
+        """Whether results are put with their LSE, be it that a sink enters by it."""
+        return self.lse is not None or self.sinks is not None
+
+    def of(self, group: Group) -> Results:
+        """Return a group's results: views of these where its rows lie together, else fresh memory for `keep`."""
+        shape, where = (group.members, group.rows), group.queries.put
+        if isinstance(where, slice):
+            lse = None if self.lse is None else part(self.lse, where).view(*shape, *self.lse.shape[1:])
+            return Results(part(self.output, where).view(*shape, *self.output.shape[1:]), lse, self.sinks)
+        lse = None if self.lse is None else self.lse.new_empty(*shape, *self.lse.shape[1:])
+        return Results(self.output.new_empty(*shape, *self.output.shape[1:]), lse, self.sinks)
+
+    def part(self, members: slice) -> Results:
+        """Return those of some members of a group, as views."""
+        if members.stop - members.start == self.output.shape[0]:
+            return self
+        return Results(self.output[members], None if self.lse is None else self.lse[members], self.sinks)
+
+    def put(self, start: int, end: int, output: Tensor, lse: Tensor | None) -> None:
+        """Write the rows of a tile into a group's results, as the sinks leave them."""
+        if self.sinks is not None and lse is not None:
+            output = output * torch.sigmoid(lse - self.sinks).unsqueeze(-1)
+            lse = torch.logaddexp(lse, self.sinks)
+        rows = slice(start, end)
+        part(self.output, rows, axis=1).copy_(output)
+        if self.lse is not None and lse is not None:
+            part(self.lse, rows, axis=1).copy_(lse)
+
+    def keep(self, group: Group, results: Results) -> None:
+        """Take a group's results in, padding left out; nothing to do where they are views."""
+        kept, put = group.queries.kept, group.queries.put
+        if isinstance(put, slice):
+            return
+        for mine, theirs in ((self.output, results.output), (self.lse, results.lse)):
+            if mine is not None and theirs is not None:
+                rows = theirs.flatten(0, 1)
+                mine.index_copy_(0, put, rows if kept is None else rows.index_select(0, kept))
+
+
+def pass_of(results: Results, rows: int, sinks: Tensor | None) -> Results:
+    """Return room for one pass, in float32: what is merged is rounded once. A sink enters one of the passes alone."""
+    shape, device = (rows, *results.output.shape[1:]), results.output.device
+    output = torch.empty(shape, dtype=torch.float32, device=device)
+    return Results(output, torch.empty(shape[:-1], dtype=torch.float32, device=device), sinks)
+
+
+def merge(results: Results, prefix: Results, rest: Results) -> None:
+    """Write what two passes give together."""
+    rows = prefix.output.shape[0]
+    states = [part.flatten(1, 2) for pair in (prefix, rest) for part in (pair.output, pair.lse) if part is not None]
+    output, lse = merge_attention_states(*states, sink_in_b=rest.sinks is not None)
+    results.output[:rows].copy_(output.view(prefix.output.shape))
+    if results.lse is not None:
+        results.lse[:rows].copy_(lse.view(rows, *results.lse.shape[1:]))

@@ -1,101 +1,23 @@
-"""What one build prepares for all layers of a plan key: which rows meet which keys, in which kernel call."""
+"""Turns a batch into a plan: which rows meet which keys, in which kernel calls, for all layers of a plan key."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
-from attrs import frozen
+import torch
+from attrs import evolve, frozen
+
+from attnplug.torch_backend.masks import CustomMask, Tile, Tiler, is_even
+from attnplug.torch_backend.sources import Blocks, Given, Stored, blocks_of, divide, head_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
-    from attnplug.torch_backend.kernels import Kernel
-
-
-@frozen(eq=False)
-class Tile:
-    """
-    One kernel call: rows of a group against keys of the group.
-
-    Attributes:
-        rows: Rows of each member, as ``(start, end)``.
-        keys: Keys of each member, likewise.
-        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, with distances where ALiBi was asked for (`Slanted`),
-            or the kernel's own; None where every row sees every key.
-        causal: Whether the tile is a square in which row i sees keys up to i; it has no mask then.
-        blind: ``(members, rows)`` whether a row attends nothing, where only the device knows; such a row is computed
-            over all keys, and its result is thrown away.
-    """
-
-    rows: tuple[int, int]
-    keys: tuple[int, int]
-    mask: Any = None
-    causal: bool = False
-    blind: Tensor | None = None
-
-
-@frozen(eq=False)
-class Given:
-    """
-    Keys that come with the call.
-
-    Attributes:
-        rows: Where they are among its K/V rows: a slice, or an index of ``members * keys``.
-    """
-
-    rows: slice | Tensor
-
-
-@frozen(eq=False)
-class Stored:
-    """
-    Keys that are in the cache.
-
-    Attributes:
-        slots: ``(members * keys,)`` int64 slots.
-        rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, which bring the heads of a member
-            one after another; None where whole tokens are taken.
-        steps: Rows from one block to the next, one slot to the next, and one head to the next, as `rows` counts them.
-    """
-
-    slots: Tensor
-    rows: Tensor | None
-    steps: tuple[int, int, int]
-
-
-@frozen(eq=False)
-class Torn:
-    """
-    Gathered blocks that end behind their request's last key. What lies there, NaN included, is another's or nobody's.
-
-    Attributes:
-        members: ``(n,)`` int64, whose blocks they are.
-        columns: ``(n,)`` int64, which of them.
-        beyond: ``(n, block_size, 1, 1)`` bool, the slots that are cleared.
-    """
-
-    members: Tensor
-    columns: Tensor
-    beyond: Tensor
-
-
-@frozen(eq=False)
-class Blocks:
-    """
-    Keys that are in the cache, and fill most of the blocks that they are in: whole blocks are gathered.
-
-    Attributes:
-        blocks: ``(members, columns)`` int32.
-        offset: Where in its first block each member's first key is.
-        torn: What is cleared; None where all members end together, so that what is behind is cut off.
-        run: The first block of a single member whose blocks follow each other in a cache on the CPU: they are read
-            where they are, as copying them would take about as long as attending them. None gathers.
-    """
-
-    blocks: Tensor
-    offset: int
-    torn: Torn | None
-    run: int | None = None
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.torch_backend.builder import Shape
+    from attnplug.torch_backend.sdpa import Kernel
 
 
 @frozen(eq=False)
@@ -154,3 +76,319 @@ class Plan:
     groups: tuple[Group, ...]
     empty: tuple[tuple[int, int], ...]
     prefix: Group | None = None
+
+
+@frozen
+class Span:
+    """
+    What one request, or one chunk of it, computes: its last rows over its last keys. Rows and keys that nothing needs
+    are cut off.
+
+    Attributes:
+        request: Its index in the batch.
+        rows: Query rows that attend something.
+        keys: Keys that some row attends, up to the last one; the last row stands there.
+        first_row: The first of the rows, counted in the batch's query rows.
+        first_key: The first of the keys, counted in the request.
+        fresh: Whether all keys come with this step's call, so that they need not be fetched from the cache.
+    """
+
+    request: int
+    rows: int
+    keys: int
+    first_row: int
+    first_key: int
+    fresh: bool
+
+
+@frozen
+class Budget:
+    """
+    How large a rectangle may become, and what it may waste.
+
+    Attributes:
+        keys: Most keys of a group, padded ones included: the size of the gather buffers.
+        scores: Most elements of a mask that requests of different lengths need.
+        slack: Padded scores that cost as much as one more kernel call.
+        ragged_rows: Most rows of a request that shares a group with requests of other lengths.
+        least_keys: Keys that every group is padded to.
+        even: Whether requests of one size share a group whatever its mask takes: it needs none of its own then.
+        divisible: Whether requests of one size share a group whatever their keys take: they are gathered in parts.
+    """
+
+    keys: int
+    scores: int
+    slack: int
+    ragged_rows: int
+    least_keys: int = 1
+    even: bool = True
+    divisible: bool = False
+
+
+def spans_of(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    window: tuple[int, int],
+    *,
+    causal: bool,
+    chunk: int | None = None,
+) -> tuple[list[Span], list[tuple[int, int]]]:
+    """
+    Return the spans of a batch, and the row ranges ``(start, end)`` that attend nothing.
+
+    Rows stand at the end of their sequence. A row attends nothing where its request has no keys, or where there are
+    more queries than keys and its position lies before all of them. With chunks a request has a span per chunk that its
+    rows touch: each is a sequence of its own, whose last row stands at its last key like any other's.
+
+    Args:
+        query_lens: Query rows per request.
+        seq_lens: Keys per request.
+        window: Positions seen to the left and to the right, -1 for all.
+        causal: Whether no later position is seen.
+        chunk: Positions per chunk, beyond which nothing is seen; None for no chunks.
+    """
+    left, right = window
+    reach = 0 if causal or chunk else right
+    spans, empty = [], []
+    start = 0
+    for request, (rows, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
+        blind = 0
+        if not keys:
+            blind = rows
+        elif reach >= 0:
+            blind = min(rows, max(0, rows - keys - reach))
+        if blind:
+            empty.append((start, start + blind))
+        if rows > blind:
+            position = keys - rows + blind
+            first_key = max(0, position - left) if left >= 0 else 0
+            if chunk is None:
+                fresh = 1 < rows == keys
+                spans.append(Span(request, rows - blind, keys - first_key, start + blind, first_key, fresh))
+            else:
+                spans += _chunk_spans(request, (position, keys), start + blind - position, left, chunk)
+        start += rows
+    return spans, empty
+
+
+def _chunk_spans(request: int, positions: tuple[int, int], shift: int, left: int, chunk: int) -> list[Span]:
+    """Return a span per chunk that rows at these positions touch; row and position differ by `shift`."""
+    spans = []
+    position, end = positions
+    while position < end:
+        begin = position - position % chunk
+        last = min(end, begin + chunk)
+        first_key = max(begin, position - left) if left >= 0 else begin
+        rows, keys = last - position, last - first_key
+        spans.append(Span(request, rows, keys, shift + position, first_key, fresh=1 < rows == keys))
+        position = last
+    return spans
+
+
+def group_spans(spans: Sequence[Span], budget: Budget) -> list[list[Span]]:
+    """
+    Return groups that are computed by one call each, padded to their longest member.
+
+    A span joins the group before it while what it pads costs less than a call of its own would. Spans of the same size
+    pad nothing. The order inside a group is that of the batch.
+    """
+    groups: list[list[Span]] = []
+    most_rows = most_keys = used = 0
+    for span in sorted(spans, key=lambda s: (s.fresh, s.rows, s.keys)):
+        rows, keys = max(most_rows, span.rows), max(most_keys, span.keys)
+        if groups and _fits(groups[-1], span, rows, keys, used, budget):
+            groups[-1].append(span)
+        else:
+            groups.append([span])
+            rows, keys, used = span.rows, span.keys, 0
+        used += span.rows * span.keys
+        most_rows, most_keys = rows, keys
+    return [sorted(group, key=lambda s: s.first_row) for group in groups]
+
+
+def _fits(group: list[Span], span: Span, rows: int, keys: int, used: int, budget: Budget) -> bool:
+    size = len(group) + 1
+    last = group[-1]
+    if last.fresh != span.fresh:
+        return False
+    even = (last.rows, last.keys) == (span.rows, span.keys) and used == len(group) * span.rows * span.keys
+    if even and budget.divisible:
+        return True
+    if size * max(keys, budget.least_keys) > budget.keys:
+        return False
+    if even:
+        return budget.even or size * rows * keys <= budget.scores
+    padded = size * rows * keys
+    wasted = padded - used - span.rows * span.keys
+    return rows <= budget.ragged_rows and padded <= budget.scores and wasted <= budget.slack
+
+
+def make_plan(shape: Shape, batch: Batch, device: torch.device) -> Plan:
+    """Return the plan of a batch that was checked, its tensors on the given device."""
+    if batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs:
+        query_lens = [1] * batch.num_reqs  # the usual step, and known without a tensor
+    else:
+        query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
+    # Cross attention over pages has as many keys as the encoder had tokens.
+    key_lens = batch.seq_lens_cpu if batch.encoder_seq_lens_cpu is None else batch.encoder_seq_lens_cpu
+    seq_lens = cast("Tensor", key_lens).tolist()
+    if batch.common_prefix_len:
+        return _make_cascade(shape.cascade or shape, batch, device, (query_lens, seq_lens))
+    alike = _make_uniform(shape, batch, device, (query_lens, seq_lens))
+    if alike is not None:
+        return alike
+    spans, empty = spans_of(query_lens, seq_lens, shape.window, causal=shape.causal, chunk=shape.chunk)
+    groups = group_spans(spans, shape.budget)
+    planner = _Planner(shape, batch, device, groups, (query_lens, seq_lens))
+    return Plan(shape.kernel, tuple(planner.group(group) for group in groups), tuple(empty))
+
+
+def _make_uniform(shape: Shape, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan | None:
+    """Plan decodes that are all equally long from the first of them; None for any other batch."""
+    query_lens, seq_lens = lens
+    members = len(query_lens)
+    if query_lens.count(1) < members or seq_lens.count(seq_lens[0]) < members:
+        return None
+    spans, empty = spans_of(query_lens[:1], seq_lens[:1], shape.window, causal=shape.causal, chunk=shape.chunk)
+    if empty:
+        return None
+    group = _Planner(shape, batch, device, [spans], lens).alike(spans[0], members)
+    return None if group is None else Plan(shape.kernel, (group,), ())
+
+
+def _make_cascade(shape: Shape, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan:
+    """Plan the shared prefix as one request of all rows, and what follows it as requests of their own."""
+    length = batch.common_prefix_len
+    spans, empty = spans_of(lens[0], [keys - length for keys in lens[1]], shape.window, causal=shape.causal)
+    groups, whole = group_spans(behind(length, spans), shape.budget), prefix_span(batch, spans)
+    planner = _Planner(shape, batch, device, groups, lens)
+    prefix = _Planner(prefix_shape(shape), batch, device, [[whole]], lens).group([whole])
+    return Plan(shape.kernel, tuple(planner.group(group) for group in groups), tuple(empty), prefix)
+
+
+class _Planner:
+    """Plans the groups of one batch."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        batch: Batch,
+        device: torch.device,
+        groups: Sequence[list[Span]],
+        lens: tuple[list[int], list[int]],
+    ) -> None:
+        self._shape = shape
+        self._device = device
+        self._block_table = batch.block_table
+        # A batch without pages brings all keys with the call: dense calls, and profiling runs of paged layers.
+        self._key_starts = cast("Tensor", batch.key_start_loc_cpu).tolist() if batch.block_table is None else None
+        custom = None if batch.custom_mask is None else CustomMask(batch.custom_mask, *lens, self._index)
+        self._tiler = Tiler(shape, groups, custom, self._index, device)
+
+    def group(self, group: list[Span]) -> Group:
+        """Return the plan of one group."""
+        alone = self.alike(group[0], 1) if len(group) == 1 and group[0].rows == 1 else None
+        if alone is not None:
+            return alone
+        rows, keys = max(span.rows for span in group), max(span.keys for span in group)
+        keys, even = max(keys, self._shape.kernel.least_keys), is_even(group)
+        at_once = self._shape.members_at_once(len(group), keys) if even else len(group)
+        return Group(
+            members=len(group),
+            rows=rows,
+            keys=keys,
+            queries=self._queries(group, rows),
+            source=self._source(group, keys, at_once),
+            tiles=tuple(self._tiler.tiles(group, rows, keys)),
+            at_once=at_once,
+        )
+
+    def alike(self, span: Span, members: int) -> Group | None:
+        """Return the plan of requests of one row that are like this first one, if they are gathered in whole blocks."""
+        if self._block_table is None or not self._shape.budget.divisible:
+            return None
+        at_once = self._shape.members_at_once(members, span.keys)
+        table = self._block_table[span.request : span.request + members]
+        source = blocks_of(self._shape, table, [span], (span.keys, at_once), self._index)
+        if source is None:
+            return None
+        rows, tiles = slice(span.first_row, span.first_row + members), self._tiler.tiles([span], 1, span.keys)
+        return Group(members, 1, span.keys, Rows(rows, None, rows), source, tuple(tiles), at_once)
+
+    # -- query rows --------------------------------------------------------------------------------------------------
+
+    def _queries(self, group: list[Span], rows: int) -> Rows:
+        if all(span.rows == rows for span in group):
+            together = _together([span.first_row for span in group], rows)
+            index = together or self._index([span.first_row + row for span in group for row in range(rows)])
+            return Rows(index, None, index)
+        # Rows beyond a member's own repeat its last one: they see keys, and their results are left out.
+        taken = [span.first_row + min(row, span.rows - 1) for span in group for row in range(rows)]
+        kept = [member * rows + row for member, span in enumerate(group) for row in range(span.rows)]
+        index = self._index([*taken, *kept, *(taken[row] for row in kept)])
+        first, second = len(taken), len(taken) + len(kept)
+        return Rows(index[:first], index[first:second], index[second:])
+
+    # -- keys --------------------------------------------------------------------------------------------------------
+
+    def _source(self, group: list[Span], keys: int, at_once: int) -> Given | Stored | Blocks:
+        if self._key_starts is not None:
+            return self._given(group, keys, [self._key_starts[span.request] + span.first_key for span in group])
+        if group[0].fresh and self._shape.reads_call:
+            return self._given(group, keys, [span.first_row for span in group])
+        return self._stored(group, keys, at_once)
+
+    def _given(self, group: list[Span], keys: int, starts: list[int]) -> Given:
+        even = all(span.keys == keys for span in group)
+        together = _together(starts, keys) if even else None
+        return Given(together or self._positions(group, keys, starts).view(-1))
+
+    def _positions(self, group: list[Span], keys: int, starts: list[int]) -> Tensor:
+        """``(members, keys)`` from each start on. A member's last key is repeated as padding: finite, and masked."""
+        table = self._index([*starts, *(span.keys - 1 for span in group)]).view(2, -1, 1)
+        return table[0] + torch.minimum(torch.arange(keys, device=self._device), table[1])
+
+    def _stored(self, group: list[Span], keys: int, at_once: int) -> Stored | Blocks:
+        where = _together([span.request for span in group], 1)
+        table = cast("Tensor", self._block_table)
+        table = table[where] if where else table.index_select(0, self._index([span.request for span in group]))
+        return blocks_of(self._shape, table, group, (keys, at_once), self._index) or self._slots(table, group, keys)
+
+    def _slots(self, table: Tensor, group: list[Span], keys: int) -> Stored:
+        """A number per key: where the members' first keys lie at different places of their blocks, or few keys do."""
+        size = cast("int", self._shape.block_size)
+        positions = self._positions(group, keys, [span.first_key for span in group])
+        columns, offsets = divide(positions, size)
+        blocks, steps, rows = table.long().gather(1, columns), self._shape.row_steps, None
+        if steps is not None:
+            rows = head_rows(blocks * steps[0] + offsets * steps[1], self._shape.num_kv_heads, steps[2])
+        return Stored((blocks * size + offsets).view(-1), rows, steps or (0, 0, 0))
+
+    def _index(self, values: list[int]) -> Tensor:
+        index = torch.tensor(values, dtype=torch.int64)
+        if self._device.type == "cpu":
+            return index
+        # From pinned memory the copy is ordered with the stream, and the host goes on.
+        return index.pin_memory().to(self._device, non_blocking=True)
+
+
+def _together(starts: list[int], length: int) -> slice | None:
+    """Return the slice that runs of one length fill without a gap, in order; None where they do not."""
+    end = starts[0] + length * len(starts)
+    return slice(starts[0], end) if starts == list(range(starts[0], end, length)) else None
+
+
+def prefix_span(batch: Batch, spans: Sequence[Span]) -> Span:
+    """Return the prefix as one request of all query rows, in the blocks of the first request that has any."""
+    rows, keys = batch.num_actual_tokens, batch.common_prefix_len
+    return Span(spans[0].request, rows, keys, first_row=0, first_key=0, fresh=False)
+
+
+def prefix_shape(shape: Shape) -> Shape:
+    """Return what planning has to know of the prefix: every row sees every key."""
+    return evolve(shape, causal=False, window=(-1, -1))
+
+
+def behind(prefix: int, spans: Sequence[Span]) -> list[Span]:
+    """Return spans that were found without the prefix, where they stand in their requests."""
+    return [evolve(span, first_key=span.first_key + prefix) for span in spans]

@@ -1,4 +1,4 @@
-"""Where the keys and values of groups come from: the K/V of the call, or the pages of a cache."""
+"""Where the keys and values of groups come from: the K/V of the call, or the pages of a KV cache."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch import Tensor
 from attnplug.ops.gather import as_slots, gather_blocks, pages_as_tokens
 from attnplug.ops.quantize import dequantize
 from attnplug.ops.write import key_and_value_pages
-from attnplug.torch_backend.plan import Blocks, Given
-from attnplug.torch_backend.results import part
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.torch_backend.builder import Shape
     from attnplug.torch_backend.codec import Codec
-    from attnplug.torch_backend.plan import Group, Stored
+    from attnplug.torch_backend.plan import Group, Span
 
 
 @frozen(eq=False)
@@ -145,3 +146,184 @@ def _from_blocks(pages: Tensor, source: Blocks, keys: int, members: slice, out: 
     # A view: slots of a head follow each other, whichever of the two orders they were gathered in.
     rows = tokens.reshape(tokens.shape[0], heads, -1, pages.shape[3])
     return part(rows, slice(source.offset, source.offset + keys), axis=2)
+
+
+def blocks_of(
+    shape: Shape, table: Tensor, group: Sequence[Span], sizes: tuple[int, int], index: Callable[[list[int]], Tensor]
+) -> Blocks | None:
+    """
+    Return the blocks of a group; None where a number per key serves better.
+
+    That is so where first keys lie at different places in their blocks, where whole blocks bring many keys that nobody
+    sees, where they would not fit into the workspace, and for FlexAttention and written-out arithmetic: keys with gaps
+    between them would be copied there.
+
+    Args:
+        shape: What planning knows of the layers.
+        table: ``(members, max_blocks)`` int32, on the device.
+        group: The members.
+        sizes: Keys of the longest member, and how many members are gathered at once.
+        index: Puts integers onto the device.
+    """
+    size, (keys, at_once) = shape.block_size or 1, sizes
+    first, offset = divmod(group[0].first_key, size)
+    columns = -(-(offset + keys) // size)
+    if (
+        shape.kernel.make_mask is not None
+        or not shape.kernel.fused
+        or columns * size > keys + keys // 4 + 16
+        or at_once * columns * size > shape.budget.keys
+    ):
+        return None
+    if len(group) == 1:
+        blocks = table[:, first : first + columns]
+        return Blocks(blocks, offset, None, _run(blocks))
+    if any(span.first_key % size != offset for span in group):
+        return None
+    even = all(span.keys == keys for span in group)
+    if even and all(span.first_key == group[0].first_key for span in group):
+        return Blocks(table[:, first : first + columns], offset, None)
+    ends = [offset + span.keys for span in group]
+    return Blocks(
+        _columns(
+            table,
+            [(span.first_key // size, -(-end // size)) for span, end in zip(group, ends, strict=True)],
+            columns,
+            index,
+        ),
+        offset,
+        None if even else _torn(ends, columns, size, index),
+    )
+
+
+def _run(blocks: Tensor) -> int | None:
+    """Return the first block of a single member if each is the one behind the one before it. A device is not asked."""
+    if len(blocks) > 1 or not blocks.is_cpu:
+        return None
+    numbers: list[int] = blocks[0].tolist()
+    return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
+
+
+def _columns(
+    table: Tensor, reaches: Sequence[tuple[int, int]], columns: int, index: Callable[[list[int]], Tensor]
+) -> Tensor:
+    """``(members, columns)`` blocks from each member's first on. Columns that it lacks repeat its first block."""
+    first, count = index([value for part in zip(*reaches, strict=True) for value in part]).view(2, -1, 1)
+    column = torch.arange(columns, device=table.device)
+    return table.gather(1, torch.where(column < count, first + column, first))
+
+
+def _torn(ends: Sequence[int], columns: int, size: int, index: Callable[[list[int]], Tensor]) -> Torn | None:
+    """
+    Return what has to be cleared of gathered blocks, given where each member ends in its own.
+
+    That is the rest of its last block; and of the columns it lacks, where its first block, which they repeat, is its
+    last one too. A whole first block holds keys of its own, which are finite and masked.
+    """
+    torn = [
+        (member, column, end % size)
+        for member, end in enumerate(ends)
+        if end % size
+        for column in ((end // size,) if end > size else range(columns))
+    ]
+    if not torn:
+        return None
+    members, where, used = index([value for part in zip(*torn, strict=True) for value in part]).view(3, -1)
+    slots = torch.arange(size, device=used.device)
+    return Torn(members, where, (slots >= used.unsqueeze(1))[:, :, None, None])
+
+
+def divide(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return quotients and remainders. Integer division is most of a build, and block sizes are powers of two."""
+    shift = size.bit_length() - 1
+    if size == 1 << shift:
+        return positions >> shift, positions & (size - 1)
+    return torch.div(positions, size, rounding_mode="floor"), positions % size
+
+
+def head_rows(first_heads: Tensor, num_kv_heads: int, step: int) -> Tensor:
+    """
+    Return ``(members * heads * keys,)``, the rows of all heads.
+
+    Args:
+        first_heads: ``(members, keys)`` rows of head 0.
+        num_kv_heads: Heads.
+        step: Rows from one head to the next.
+    """
+    heads = torch.arange(num_kv_heads, device=first_heads.device) * step
+    return (first_heads.unsqueeze(1) + heads.view(-1, 1)).view(-1)
+
+
+@frozen(eq=False)
+class Given:
+    """
+    Keys that come with the call.
+
+    Attributes:
+        rows: Where they are among its K/V rows: a slice, or an index of ``members * keys``.
+    """
+
+    rows: slice | Tensor
+
+
+@frozen(eq=False)
+class Stored:
+    """
+    Keys that are in the cache.
+
+    Attributes:
+        slots: ``(members * keys,)`` int64 slots.
+        rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, which bring the heads of a member
+            one after another; None where whole tokens are taken.
+        steps: Rows from one block to the next, one slot to the next, and one head to the next, as `rows` counts them.
+    """
+
+    slots: Tensor
+    rows: Tensor | None
+    steps: tuple[int, int, int]
+
+
+@frozen(eq=False)
+class Torn:
+    """
+    Gathered blocks that end behind their request's last key. What lies there, NaN included, is another's or nobody's.
+
+    Attributes:
+        members: ``(n,)`` int64, whose blocks they are.
+        columns: ``(n,)`` int64, which of them.
+        beyond: ``(n, block_size, 1, 1)`` bool, the slots that are cleared.
+    """
+
+    members: Tensor
+    columns: Tensor
+    beyond: Tensor
+
+
+@frozen(eq=False)
+class Blocks:
+    """
+    Keys that are in the cache, and fill most of the blocks that they are in: whole blocks are gathered.
+
+    Attributes:
+        blocks: ``(members, columns)`` int32.
+        offset: Where in its first block each member's first key is.
+        torn: What is cleared; None where all members end together, so that what is behind is cut off.
+        run: The first block of a single member whose blocks follow each other in a cache on the CPU: they are read
+            where they are, as copying them would take about as long as attending them. None gathers.
+    """
+
+    blocks: Tensor
+    offset: int
+    torn: Torn | None
+    run: int | None = None
+
+
+def part(tensor: Tensor, where: slice, axis: int = 0) -> Tensor:
+    """Return `where` of an axis, a view; the tensor itself where that is all, as it is for most decodes."""
+    count = where.stop - where.start
+    return tensor if count == tensor.shape[axis] else tensor.narrow(axis, where.start, count)
+
+
+def aligned(keys: int) -> int:
+    """Return how many keys a request is padded to at most: kernels want masks whose rows start at 16 bytes."""
+    return -(-keys // 8) * 8

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
-from attnplug.torch_backend.cascade import merge, pass_of
-from attnplug.torch_backend.impl import TorchImpl
+from attnplug.torch_backend.impl import TorchImpl, merge, pass_of
 
 
 class MutantImpl(TorchImpl):

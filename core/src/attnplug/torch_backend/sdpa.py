@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from attnplug.torch_backend.alibi import Slanted, lower
+from attnplug.torch_backend.masks import Slanted, lower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
