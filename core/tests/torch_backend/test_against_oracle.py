@@ -47,7 +47,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param == "fused without LSE":
         monkeypatch.setattr(sdpa, "fused_cpu_op", lambda: None)
     if request.param == "written out":
-        monkeypatch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
+        monkeypatch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
 
 
 @given(paged_cases(), layouts, st.booleans(), st.booleans())
@@ -74,12 +74,12 @@ def test_every_kernel(case: Case, layout: str) -> None:
 
 @given(paged_cases(), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
 @settings(max_examples=100)
-def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, written_out: bool) -> None:
+def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, unfused: bool) -> None:
     sizes = Sizes(gathered=2**12, mask=10 * scores, scores=scores, rows=rows, call=scores)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "sizes_on", lambda _: sizes)
-        if written_out:
-            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
+        if unfused:
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         check(load(case, layout, return_lse=True), materialize(case))
 
 

@@ -74,7 +74,7 @@ def test_replays_in_pieces(case, lens, query_len):
     sizes = builder.Sizes(gathered=2**12, mask=2**10, scores=64, rows=2, call=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "sizes_on", lambda _: sizes)
-        patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
+        patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         scenes = scenes_of(case, [lens], query_len, len(lens))
         check_replays(load(scenes[0].case), scenes, num_reqs=len(lens), max_seq_len=max(lens) + query_len)
 

@@ -44,7 +44,7 @@ def test_gives_what_the_oracle_gives(case: Case, layout: str, return_lse: bool, 
 def test_every_kernel(way: str, case: Case, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if way == "written out":
-            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         else:
             patch.setattr(sdpa, "fused_cpu_op", lambda: None)
         check(load(case, layout), materialize(case))
@@ -94,7 +94,7 @@ def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.Monk
     cascade: Plan = impl.plan_of(builder.build(batch))
 
     assert flat.kernel is sdpa.FUSED
-    assert cascade.kernel is sdpa.WRITTEN_OUT
+    assert cascade.kernel is sdpa.UNFUSED
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from attnplug.contract import Limits
 from attnplug.errors import LimitsError
 from attnplug.request.device import Device
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
-from attnplug.torch_backend.masks import Sight
+from attnplug.torch_backend.masks import Visibility
 from attnplug_kit.oracle import Case, check, materialize, random_case
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.strategies import cases
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 BLOCK = 8
 CACHE = ("kv_cache_dtype", "per_head_scales")
-sights = st.builds(Sight, left=st.sampled_from([-1, 0, 5, 20]), right=st.sampled_from([-1, 0, 9]))
+visibilities = st.builds(Visibility, left=st.sampled_from([-1, 0, 5, 20]), right=st.sampled_from([-1, 0, 9]))
 
 
 @pytest.fixture
@@ -58,21 +58,23 @@ def load(case: Case, **engine: object) -> TorchBackend:
 
 @pytest.mark.usefixtures("_small_blocks")
 @given(
-    sights, st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=3), st.sampled_from([1, 3])
+    visibilities,
+    st.lists(st.tuples(st.integers(1, 30), st.integers(0, 40)), min_size=1, max_size=3),
+    st.sampled_from([1, 3]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
-    sight: Sight, lens: list[tuple[int, int]], ratio: int
+    visibility: Visibility, lens: list[tuple[int, int]], ratio: int
 ) -> None:
     num_rows = [rows for rows, _ in lens]
     num_keys = [rows + context for rows, context in lens]
 
-    mask = flex.make_mask(sight, torch.tensor([num_rows, num_keys]), max(num_rows), max(num_keys), ratio)
+    mask = flex.make_mask(visibility, torch.tensor([num_rows, num_keys]), max(num_rows), max(num_keys), ratio)
 
     row, key = torch.arange(max(num_rows) * ratio), torch.arange(max(num_keys))
     for member, (rows, keys) in enumerate(zip(num_rows, num_keys, strict=True)):
         position = (row // ratio).clamp(max=rows - 1) + keys - rows
-        seen = sight.of(key - position.unsqueeze(1)) & (key < keys)
+        seen = visibility.of(key - position.unsqueeze(1)) & (key < keys)
         shown = mask.blocks.mask_mod(torch.tensor(member), torch.tensor(0), row.unsqueeze(1), key)
         assert torch.equal(shown, seen)
         kinds = {

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.torch_backend.plan import Budget, Span, group_spans, spans_of
+from attnplug.torch_backend.plan import Budget, Segment, group_segments, segments_of
 
 lens = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=6)
 windows = st.sampled_from([(-1, -1), (0, 0), (3, 0), (2, 2), (-1, 1), (100, 0)])
@@ -39,9 +39,9 @@ def seen(
 def test_spans_hold_all_that_is_seen_and_nothing_before(
     lens: list[tuple[int, int]], window: tuple[int, int], causal: bool
 ) -> None:
-    spans, empty = spans_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal)
+    segments, empty = segments_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal)
 
-    by_request = {span.request: span for span in spans}
+    by_request = {segment.request: segment for segment in segments}
     blank = {row for start, end in empty for row in range(start, end)}
     start = 0
     for request, (rows, keys) in enumerate(lens):
@@ -49,11 +49,11 @@ def test_spans_hold_all_that_is_seen_and_nothing_before(
         assert {start + row for row in range(rows) if not views[row]} == blank & set(range(start, start + rows))
         assert (request in by_request) == any(views)
         if request in by_request:
-            span = by_request[request]
-            assert span.first_row + span.rows == start + rows
-            assert span.first_key == min(view[0] for view in views if view)
-            assert span.first_key + span.keys == keys
-            assert span.fresh == (rows == keys > 1)
+            segment = by_request[request]
+            assert segment.first_row + segment.rows == start + rows
+            assert segment.first_key == min(view[0] for view in views if view)
+            assert segment.first_key + segment.keys == keys
+            assert segment.from_call == (rows == keys > 1)
         start += rows
 
 
@@ -61,11 +61,11 @@ def test_spans_hold_all_that_is_seen_and_nothing_before(
 def test_each_chunk_that_rows_touch_is_a_sequence_of_its_own(
     lens: list[tuple[int, int]], window: tuple[int, int], causal: bool, chunk: int
 ) -> None:
-    spans, empty = spans_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal, chunk=chunk)
+    segments, empty = segments_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal, chunk=chunk)
 
     starts = [sum(rows for rows, _ in lens[:request]) for request in range(len(lens))]
-    owner = {span.first_row + row: (span, row) for span in spans for row in range(span.rows)}
-    assert sum(span.rows for span in spans) == len(owner), "no row is in two spans"
+    owner = {segment.first_row + row: (segment, row) for segment in segments for row in range(segment.rows)}
+    assert sum(segment.rows for segment in segments) == len(owner), "no row is in two spans"
     blank = {row for start, end in empty for row in range(start, end)}
     touched = set()
     for request, (rows, keys) in enumerate(lens):
@@ -73,44 +73,48 @@ def test_each_chunk_that_rows_touch_is_a_sequence_of_its_own(
             view = seen(row, rows, keys, window, causal=causal, chunk=chunk)
             assert (starts[request] + row in blank) == (not view)
             if view:
-                span, place = owner.pop(starts[request] + row)
-                assert span.request == request
-                assert span.first_key + span.keys - span.rows + place == keys - rows + row, "it stands where it stood"
-                assert span.first_key <= min(view)
-                assert max(view) < span.first_key + span.keys
-                assert (span.first_key + span.keys - 1) // chunk == view[0] // chunk == span.first_key // chunk
-                assert not span.fresh or span.first_key >= keys - rows
+                segment, place = owner.pop(starts[request] + row)
+                assert segment.request == request
+                assert segment.first_key + segment.keys - segment.rows + place == keys - rows + row, (
+                    "it stands where it stood"
+                )
+                assert segment.first_key <= min(view)
+                assert max(view) < segment.first_key + segment.keys
+                assert (segment.first_key + segment.keys - 1) // chunk == view[0] // chunk == segment.first_key // chunk
+                assert not segment.from_call or segment.first_key >= keys - rows
                 touched.add((request, view[0] // chunk))
     assert not owner
-    assert len(spans) == len(touched)
-    for span in spans:
+    assert len(segments) == len(touched)
+    for segment in segments:
         views = [
             view
-            for row in range(span.first_row, span.first_row + span.rows)
-            if (view := seen(row - starts[span.request], *lens[span.request], window, causal=causal, chunk=chunk))
+            for row in range(segment.first_row, segment.first_row + segment.rows)
+            if (view := seen(row - starts[segment.request], *lens[segment.request], window, causal=causal, chunk=chunk))
         ]
-        assert span.first_key == min(view[0] for view in views), "nothing before what is seen is read"
+        assert segment.first_key == min(view[0] for view in views), "nothing before what is seen is read"
 
 
 @given(lens, windows, budgets)
 def test_every_span_is_in_one_group_of_bounded_size(
     lens: list[tuple[int, int]], window: tuple[int, int], budget: Budget
 ) -> None:
-    spans, _ = spans_of([n for n, _ in lens], [m for _, m in lens], window, causal=False)
+    segments, _ = segments_of([n for n, _ in lens], [m for _, m in lens], window, causal=False)
 
-    groups = group_spans(spans, budget)
+    groups = group_segments(segments, budget)
 
     if not budget.even and not budget.divisible:
         assert all(len(group) * rows * keys <= budget.scores for group, rows, keys in _sizes(groups))
-    assert sorted(span.request for group in groups for span in group) == sorted(span.request for span in spans)
+    assert sorted(segment.request for group in groups for segment in group) == sorted(
+        segment.request for segment in segments
+    )
     for group in groups:
-        requests = [span.request for span in group]
+        requests = [segment.request for segment in group]
         assert requests == sorted(requests)
-        assert len({span.fresh for span in group}) == 1
+        assert len({segment.from_call for segment in group}) == 1
         if len(group) == 1:
             continue
-        rows, keys = max(span.rows for span in group), max(span.keys for span in group)
-        wasted = len(group) * rows * keys - sum(span.rows * span.keys for span in group)
+        rows, keys = max(segment.rows for segment in group), max(segment.keys for segment in group)
+        wasted = len(group) * rows * keys - sum(segment.rows * segment.keys for segment in group)
         assert len(group) * keys <= budget.keys or (budget.divisible and not wasted)
         assert wasted <= budget.slack
         if wasted:
@@ -118,25 +122,25 @@ def test_every_span_is_in_one_group_of_bounded_size(
             assert len(group) * rows * keys <= budget.scores
 
 
-def _sizes(groups: list[list[Span]]) -> list[tuple[list[Span], int, int]]:
+def _sizes(groups: list[list[Segment]]) -> list[tuple[list[Segment], int, int]]:
     """Groups of several, with their rows and keys."""
     return [
-        (group, max(span.rows for span in group), max(span.keys for span in group))
+        (group, max(segment.rows for segment in group), max(segment.keys for segment in group))
         for group in groups
         if len(group) > 1
     ]
 
 
 def test_requests_of_one_size_share_a_call_whatever_padding_costs() -> None:
-    spans, _ = spans_of([1] * 8, [50] * 8, (-1, -1), causal=True)
+    segments, _ = segments_of([1] * 8, [50] * 8, (-1, -1), causal=True)
 
-    assert len(group_spans(spans, Budget(keys=400, scores=0, slack=0, ragged_rows=0))) == 1
-    assert len(group_spans(spans, Budget(keys=200, scores=0, slack=0, ragged_rows=0))) == 2
+    assert len(group_segments(segments, Budget(keys=400, scores=0, slack=0, ragged_rows=0))) == 1
+    assert len(group_segments(segments, Budget(keys=200, scores=0, slack=0, ragged_rows=0))) == 2
 
 
 def test_a_long_request_does_not_pad_short_ones() -> None:
-    spans, _ = spans_of([1] * 5, [10, 12, 5000, 11, 10], (-1, -1), causal=True)
+    segments, _ = segments_of([1] * 5, [10, 12, 5000, 11, 10], (-1, -1), causal=True)
 
-    groups = group_spans(spans, Budget(keys=100_000, scores=100_000, slack=100, ragged_rows=8))
+    groups = group_segments(segments, Budget(keys=100_000, scores=100_000, slack=100, ragged_rows=8))
 
-    assert [[span.request for span in group] for group in groups] == [[0, 1, 3, 4], [2]]
+    assert [[segment.request for segment in group] for group in groups] == [[0, 1, 3, 4], [2]]

@@ -31,14 +31,14 @@ def test_the_cpu_kernel_serves_lse_and_sinks_too(more: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("more", [{"sinks": True}, {"return_lse": True}], ids=str)
 def test_elsewhere_lse_and_sinks_are_written_out(more: dict[str, object]) -> None:
-    assert sdpa.choose_kernel(asked(**more), "cuda") is sdpa.WRITTEN_OUT
+    assert sdpa.choose_kernel(asked(**more), "cuda") is sdpa.UNFUSED
     assert sdpa.choose_kernel(asked(), "cuda") is sdpa.FUSED
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("more", [{"logits_soft_cap": 5.0}, {"head_size_v": 8}], ids=str)
 def test_what_no_fused_kernel_expresses_is_written_out(more: dict[str, object], device: str) -> None:
-    assert sdpa.choose_kernel(asked(**more), device) is sdpa.WRITTEN_OUT
+    assert sdpa.choose_kernel(asked(**more), device) is sdpa.UNFUSED
 
 
 def other_schema(*names: str, results: int) -> SimpleNamespace:
@@ -62,4 +62,4 @@ def test_a_torch_without_the_private_kernel_takes_public_ones(op: object, monkey
 
     assert sdpa.fused_cpu_op() is None
     assert sdpa.choose_kernel(asked(), "cpu") is sdpa.FUSED
-    assert sdpa.choose_kernel(asked(sinks=True), "cpu") is sdpa.WRITTEN_OUT
+    assert sdpa.choose_kernel(asked(sinks=True), "cpu") is sdpa.UNFUSED

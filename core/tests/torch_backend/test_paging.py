@@ -14,7 +14,7 @@ import attnplug
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
 from attnplug.torch_backend.builder import Sizes
-from attnplug.torch_backend.sources import Blocks, Stored
+from attnplug.torch_backend.sources import BlockKeys, SlotKeys
 from attnplug_kit.oracle import Case, check, limits_of, materialize
 
 if TYPE_CHECKING:
@@ -42,22 +42,22 @@ def plan_of(case: Case) -> Plan:
     rows=st.sampled_from([1, 2, 7]),
     block_size=st.sampled_from([1, 4, 5, 16, 24]),
     layout=st.sampled_from(["NHD", "HND"]),
-    written_out=st.booleans(),
+    unfused=st.booleans(),
     asked=st.sampled_from(
         [{}, {"sliding_window": 3}, {"sliding_window": 40}, {"head_size_v": 8}, {"kv_cache_dtype": "fp8"}]
     ),
 )
 @settings(max_examples=150)
 def test_requests_of_any_lengths_share_a_call(
-    contexts: list[int], rows: int, block_size: int, layout: str, written_out: bool, asked: dict[str, object]
+    contexts: list[int], rows: int, block_size: int, layout: str, unfused: bool, asked: dict[str, object]
 ) -> None:
     case = Case(
         query_lens=(rows,) * len(contexts), context_lens=tuple(contexts), block_size=block_size, sinks=True, **asked
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "sizes_on", lambda _: WIDE)
-        if written_out:
-            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
+        if unfused:
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         check(load(case, layout), materialize(case))
 
 
@@ -76,10 +76,10 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dic
         check(backend, scene)
 
     if "alibi" not in asked and keys != 33:  # 20 keys out of 3 blocks are few
-        assert isinstance(group.source, Blocks)
+        assert isinstance(group.source, BlockKeys)
     assert group.members == 7
-    assert group.at_once is not None
-    assert 1 < group.at_once < 7
+    assert group.per_gather is not None
+    assert 1 < group.per_gather < 7
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -99,7 +99,7 @@ def test_blocks_that_follow_each_other_are_read_where_they_are(
         group.source.run
         for shown in (in_a_row, evolve(scene, block_table=in_a_row.block_table.flip(1)))
         for group in impl.plan_of(builder.build(shown.paged(backend).batch)).groups
-        if isinstance(group.source, Blocks)
+        if isinstance(group.source, BlockKeys)
     ]
 
     window_starts = max(0, 60 - 39) // 16 if "sliding_window" in asked else 0
@@ -111,9 +111,9 @@ def test_a_build_writes_no_number_per_key() -> None:
     plan = plan_of(Case(query_lens=(1,) * 9, context_lens=(199,) * 9))
 
     (group,) = plan.groups
-    assert isinstance(group.source, Blocks)
+    assert isinstance(group.source, BlockKeys)
     assert group.source.blocks.shape == (9, 13)
-    assert group.source.torn is None, "what is behind the last key is cut off"
+    assert group.source.partial is None, "what is behind the last key is cut off"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_build_writes_no_number_per_key() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_slots_are_numbered_where_blocks_do_not_suit(case: Case, why: str) -> None:
-    assert all(isinstance(group.source, Stored) for group in plan_of(case).groups), why
+    assert all(isinstance(group.source, SlotKeys) for group in plan_of(case).groups), why
     check(load(case), materialize(case))
 
 
@@ -137,10 +137,10 @@ def test_nan_behind_a_last_key_stays_there() -> None:
         output = check(load(case), materialize(case)).output
 
     (group,) = plan.groups
-    assert isinstance(group.source, Blocks)
-    assert group.source.torn is not None
+    assert isinstance(group.source, BlockKeys)
+    assert group.source.partial is not None
     # The request of one block brings it twice; its rest is cleared each time.
-    assert group.source.torn.members.tolist() == [0, 0, 1, 2]
-    assert group.source.torn.columns.tolist() == [0, 1, 1, 1]
-    assert torch.equal(group.source.torn.beyond.sum((1, 2, 3)), torch.tensor([13, 13, 11, 1]))
+    assert group.source.partial.members.tolist() == [0, 0, 1, 2]
+    assert group.source.partial.columns.tolist() == [0, 1, 1, 1]
+    assert torch.equal(group.source.partial.beyond.sum((1, 2, 3)), torch.tensor([13, 13, 11, 1]))
     assert not output.isnan().any()

@@ -52,7 +52,7 @@ def test_attends_what_the_cache_holds(case: Case, layout: str, return_lse: bool,
 def test_every_kernel(way: str, case: Case, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if way == "written out":
-            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.WRITTEN_OUT)
+            patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         else:
             patch.setattr(sdpa, "fused_cpu_op", lambda: None)
         check(load(case, layout), materialize(case))
@@ -63,7 +63,7 @@ def test_every_kernel(way: str, case: Case, layout: str) -> None:
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[int], case: Case) -> None:
     case = evolve(case, query_lens=(length,), context_lens=(0,), num_padding_tokens=0, causal=True)
     whole, backend = materialize(case), load(case)
-    at_once = run(backend, whole).output.double()
+    per_gather = run(backend, whole).output.double()
     ends = sorted({cut for cut in cuts if cut < length} | {length})
 
     for start, end in zip([0, *ends], ends, strict=False):
@@ -76,7 +76,11 @@ def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[i
         )
         output = run(backend, chunk).output
         assert_close(
-            output, at_once[start:end], dtype=output.dtype, scale=whole.largest_value, scaled_keys=case.per_head_scales
+            output,
+            per_gather[start:end],
+            dtype=output.dtype,
+            scale=whole.largest_value,
+            scaled_keys=case.per_head_scales,
         )
 
 

@@ -139,13 +139,13 @@ def test_tokens_decoded_together_give_what_they_give_one_by_one() -> None:
 
 def test_a_mask_without_a_row_gives_zeros_and_the_sink() -> None:
     case = Case(query_lens=(1, 3), context_lens=(20, 0), custom_mask=True, sinks=True)
-    blind = materialize(case)
-    blind = evolve(blind, masks=tuple(torch.zeros_like(mask) for mask in blind.masks or ()))
+    fully_masked = materialize(case)
+    fully_masked = evolve(fully_masked, masks=tuple(torch.zeros_like(mask) for mask in fully_masked.masks or ()))
 
-    ran = check(load(case, return_lse=True), blind)
+    ran = check(load(case, return_lse=True), fully_masked)
 
     assert not ran.output.any()
-    assert torch.equal(ran.lse, blind.sinks.expand(4, -1))  # type: ignore[union-attr]
+    assert torch.equal(ran.lse, fully_masked.sinks.expand(4, -1))  # type: ignore[union-attr]
 
 
 def test_a_window_of_an_encoder_looks_to_both_sides() -> None:

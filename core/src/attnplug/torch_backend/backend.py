@@ -11,9 +11,9 @@ from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.inputs.kv_cache import torch_dtype
 from attnplug.contract.inputs.layer import Layer
 from attnplug.contract.inputs.limits import Limits
-from attnplug.torch_backend.builder import FlexBuilder, TorchBuilder, bytes_per_key, keys_at_once
+from attnplug.torch_backend.builder import FlexBuilder, TorchBuilder, bytes_per_key, keys_per_gather
 from attnplug.torch_backend.impl import TorchImpl
-from attnplug.torch_backend.sources import aligned
+from attnplug.torch_backend.sources import padded_keys
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,9 +34,9 @@ class TorchBackend(Backend):
         if not self.agreement.requirements.paged:
             return 0
         size = self.agreement.block_size or 1
-        longest = -(-aligned(limits.max_seq_len) // size) * size  # whole blocks are gathered
-        at_once = min(keys_at_once(self.agreement, self.device.type), limits.max_num_reqs * longest)
-        return max(longest, at_once) * bytes_per_key(self.agreement)
+        longest = -(-padded_keys(limits.max_seq_len) // size) * size  # whole blocks are gathered
+        per_gather = min(keys_per_gather(self.agreement, self.device.type), limits.max_num_reqs * longest)
+        return max(longest, per_gather) * bytes_per_key(self.agreement)
 
 
 class FlexBackend(TorchBackend):

@@ -11,7 +11,7 @@ from attrs import evolve, field, frozen
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.inputs.kv_cache import is_narrow_float, torch_dtype
 from attnplug.torch_backend.captured import CapturedPlan
-from attnplug.torch_backend.masks import Sight
+from attnplug.torch_backend.masks import Visibility
 from attnplug.torch_backend.plan import Budget, make_plan
 from attnplug.torch_backend.sdpa import Kernel, choose_kernel, flex_kernel
 
@@ -40,8 +40,8 @@ class TorchBuilder(MetadataBuilder):
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
         keys = state.workspace.numel() // bytes_per_key(self.agreement) or None
-        self._shapes: dict[Hashable, Shape] = {
-            key: shape_of(self.agreement, group[0].window, backend.device.type, keys)
+        self._shapes: dict[Hashable, PlanParams] = {
+            key: plan_params_of(self.agreement, group[0].window, backend.device.type, keys)
             for key, group in self.plan_groups.items()
         }
 
@@ -57,7 +57,7 @@ class TorchBuilder(MetadataBuilder):
         del split, fast
         return {"plans": {key: self._plan(key, shape, batch, graph) for key, shape in self._shapes.items()}}
 
-    def _plan(self, key: Hashable, shape: Shape, batch: Batch, graph: GraphBuffers | None) -> Plan:
+    def _plan(self, key: Hashable, shape: PlanParams, batch: Batch, graph: GraphBuffers | None) -> Plan:
         device = batch.query_start_loc.device
         if graph is None:
             return make_plan(shape, batch, device)
@@ -109,14 +109,14 @@ def bytes_per_key(agreement: Agreement) -> int:
     return width * (cached.itemsize + (torch_dtype(asked.dtype).itemsize if is_narrow_float(cached) else 0))
 
 
-def keys_at_once(agreement: Agreement, device_type: str) -> int:
+def keys_per_gather(agreement: Agreement, device_type: str) -> int:
     """Return how many keys are gathered at once at most, unless one request has more."""
     shares = torch.get_num_threads() if device_type == "cpu" else 1
     return max(1, shares * sizes_on(device_type).gathered // bytes_per_key(agreement))
 
 
 @frozen(kw_only=True)
-class Shape:
+class PlanParams:
     """
     What a plan has to know.
 
@@ -154,15 +154,15 @@ class Shape:
     tile_rows: int
     tile_scores: int | None
     budget: Budget
-    cascade: Shape | None = None
-    sight: Sight = field(init=False)
+    cascade: PlanParams | None = None
+    visibility: Visibility = field(init=False)
 
-    @sight.default
-    def _sight(self) -> Sight:
+    @visibility.default
+    def _sight(self) -> Visibility:
         left, right = self.window
-        return Sight(left, 0 if self.causal else right)
+        return Visibility(left, 0 if self.causal else right)
 
-    def members_at_once(self, members: int, keys: int) -> int:
+    def members_per_gather(self, members: int, keys: int) -> int:
         """Return how many members of a group are gathered at once, each with so many keys, if they are equal."""
         if not self.budget.divisible:
             return members
@@ -176,7 +176,9 @@ class Shape:
         return max(1, min(self.tile_rows, self.tile_scores // (members * self.num_kv_heads * self.ratio * keys)))
 
 
-def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None = None) -> Shape:
+def plan_params_of(
+    agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None = None
+) -> PlanParams:
     """
     Return what a plan has to know of the layers of an agreement that share a window.
 
@@ -187,19 +189,19 @@ def shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, ke
         keys: How many keys the workspace holds; None where there is none.
     """
     asked = agreement.requirements
-    shape = _shape_of(agreement, window, device_type, keys)
+    shape = _plan_params_of(agreement, window, device_type, keys)
     if not asked.cascade:
         return shape
     with_lse = evolve(agreement, requirements=evolve(asked, return_lse=True))
-    return evolve(shape, cascade=_shape_of(with_lse, window, device_type, keys))
+    return evolve(shape, cascade=_plan_params_of(with_lse, window, device_type, keys))
 
 
-def _shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None) -> Shape:
+def _plan_params_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None) -> PlanParams:
     asked, sizes = agreement.requirements, sizes_on(device_type)
     kernel = choose_kernel(asked, device_type) if agreement.variant == "sdpa" else flex_kernel()
     tile_rows = max(1, sizes.rows // asked.gqa_ratio)
     per_score = asked.num_q_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
-    return Shape(
+    return PlanParams(
         window=window,
         causal=bool(asked.causal),
         ratio=asked.gqa_ratio,
@@ -214,7 +216,7 @@ def _shape_of(agreement: Agreement, window: tuple[int, int], device_type: str, k
         tile_rows=tile_rows,
         tile_scores=None if kernel.fused else sizes.scores,
         budget=Budget(
-            keys or keys_at_once(agreement, device_type),
+            keys or keys_per_gather(agreement, device_type),
             sizes.mask // asked.gqa_ratio,
             int(sizes.call / per_score),
             tile_rows,

@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from attnplug.torch_backend.masks import Slanted, Tile, additive, ragged_distances, ragged_sight
+from attnplug.torch_backend.masks import AlibiMask, Tile, additive, ragged_distances, ragged_visibility
 from attnplug.torch_backend.plan import Group, Plan, Rows
-from attnplug.torch_backend.sources import Stored, aligned, divide, head_rows
+from attnplug.torch_backend.sources import SlotKeys, divide, head_rows, padded_keys
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.torch_backend.builder import Shape
+    from attnplug.torch_backend.builder import PlanParams
 
 
 class CapturedPlan:
@@ -31,8 +31,8 @@ class CapturedPlan:
         device: Where the tensors live.
     """
 
-    def __init__(self, shape: Shape, graph: GraphBuffers, device: torch.device) -> None:
-        keys = aligned(graph.max_seq_len)
+    def __init__(self, shape: PlanParams, graph: GraphBuffers, device: torch.device) -> None:
+        keys = padded_keys(graph.max_seq_len)
         most = max(1, shape.budget.keys // keys)
         self._parts = tuple(
             _Part(shape, first, min(graph.key.num_reqs, first + most), cast("int", graph.key.query_len), keys, device)
@@ -51,7 +51,7 @@ class CapturedPlan:
 class _Part:
     """The requests from `first` to `last`, which are one group."""
 
-    def __init__(self, shape: Shape, first: int, last: int, rows: int, keys: int, device: torch.device) -> None:
+    def __init__(self, shape: PlanParams, first: int, last: int, rows: int, keys: int, device: torch.device) -> None:
         self._shape = shape
         self._range = slice(first, last)
         members, heads = last - first, shape.num_kv_heads
@@ -70,7 +70,7 @@ class _Part:
             rows=rows,
             keys=keys,
             queries=Rows(place, None, place),
-            source=Stored(self._slots, self._rows, shape.row_steps or (0, 0, 0)),
+            source=SlotKeys(self._slots, self._rows, shape.row_steps or (0, 0, 0)),
             tiles=tuple(self._tiles(members, rows, keys)),
         )
 
@@ -80,8 +80,8 @@ class _Part:
         for start in range(0, rows, step):
             end = min(rows, start + step)
             mask: Any = self._mask[:, :, start * ratio : end * ratio]
-            mask = mask if self._far is None else Slanted(mask, self._far[:, start:end])
-            tiles.append(Tile((start, end), (0, keys), mask, blind=self._blind[:, start:end]))
+            mask = mask if self._far is None else AlibiMask(mask, self._far[:, start:end])
+            tiles.append(Tile((start, end), (0, keys), mask, fully_masked=self._blind[:, start:end]))
         return tiles
 
     def write(self, lens: Tensor, block_table: Tensor) -> None:
@@ -90,7 +90,7 @@ class _Part:
         self._write_slots(lens, block_table[self._range].long())
         shape, group = self._shape, self.group
         num_rows = torch.full_like(lens, group.rows)
-        seen = ragged_sight(shape.sight, num_rows, lens, group.rows, group.keys)
+        seen = ragged_visibility(shape.visibility, num_rows, lens, group.rows, group.keys)
         if shape.chunk is not None:
             seen &= self._same_chunk(lens, shape.chunk)
         torch.logical_not(seen.any(-1), out=self._blind)
@@ -115,8 +115,8 @@ class _Part:
 
     def _first_seen(self, lens: Tensor) -> Tensor:
         """``(members, 1)``: the first position that a row of each member may see."""
-        first_row, sight, chunk = lens - self.group.rows, self._shape.sight, self._shape.chunk
-        first = first_row - sight.left if sight.left >= 0 else torch.zeros_like(lens)
+        first_row, visibility, chunk = lens - self.group.rows, self._shape.visibility, self._shape.chunk
+        first = first_row - visibility.left if visibility.left >= 0 else torch.zeros_like(lens)
         if chunk is not None:
             first = torch.maximum(first, first_row - first_row % chunk)
         return first.clamp_(min=0).unsqueeze(1)

@@ -39,9 +39,9 @@ class Codec:
     dtype: torch.dtype
     key_scale: Tensor | None
     value_scale: Tensor | None
-    of_scores: float
-    of_keys: Tensor | None
-    of_outputs: Tensor | None
+    score_factor: float
+    key_factor: Tensor | None
+    output_factor: Tensor | None
 
     def encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return what the cache keeps of new keys and values."""
@@ -51,7 +51,7 @@ class Codec:
         """Return what kernels read of encoded rows ``(tokens, num_kv_heads, size)``, in fresh memory."""
         rows = (key.contiguous(), value.contiguous())  # a layer's K/V may come as a view that has its heads first
         key, value = (dequantize(narrow, torch.empty_like(narrow, dtype=self.dtype)) for narrow in rows)
-        return key if self.of_keys is None else key.mul_(self.of_keys), value
+        return key if self.key_factor is None else key.mul_(self.key_factor), value
 
 
 def codec_of(layer: Layer, agreement: Agreement) -> Codec | None:
@@ -67,7 +67,7 @@ def codec_of(layer: Layer, agreement: Agreement) -> Codec | None:
         torch_dtype(agreement.requirements.dtype),
         key_scale,
         value_scale,
-        of_scores=layer.k_scale if folds and layer.k_scale is not None else 1.0,
-        of_keys=None if folds or key_scale is None else key_scale.view(-1, 1),
-        of_outputs=None if value_scale is None else value_scale.view(-1, 1, 1),
+        score_factor=layer.k_scale if folds and layer.k_scale is not None else 1.0,
+        key_factor=None if folds or key_scale is None else key_scale.view(-1, 1),
+        output_factor=None if value_scale is None else value_scale.view(-1, 1, 1),
     )

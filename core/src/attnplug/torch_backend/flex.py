@@ -12,7 +12,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from attnplug.torch_backend.masks import Sight
+from attnplug.torch_backend.masks import Visibility
 from attnplug.torch_backend.sdpa import Call
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def attend(
 
 
 @frozen(eq=False)
-class Picture:
+class FlexMask:
     """
     Who sees whom in a group, and where its members stand.
 
@@ -120,7 +120,7 @@ def compiled(
     return kernel
 
 
-def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Picture]:
+def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, FlexMask]:
     """Return arguments of a kind, no two of whose sizes are equal, except where the kind says so."""
     taken = {1, 2, _FACTS, kind.heads, kind.size, kind.size_v}
 
@@ -135,7 +135,7 @@ def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, Picture]:
     lens = torch.tensor([[rows] * members, [keys] * members], device=kind.device)
     shapes = ((kind.heads, rows, kind.size), (keys, kind.heads, kind.size), (keys, kind.heads, kind.size_v))
     query, key, value = (torch.zeros(members, *shape, dtype=kind.dtype, device=kind.device) for shape in shapes)
-    return query, key, value, make_mask(Sight(-1, 0), lens, rows, keys, 1)
+    return query, key, value, make_mask(Visibility(-1, 0), lens, rows, keys, 1)
 
 
 def _flex(
@@ -205,11 +205,11 @@ def soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
     return capped
 
 
-def make_mask(sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> Picture:
+def make_mask(visibility: Visibility, lens: Tensor, rows: int, keys: int, ratio: int) -> FlexMask:
     """Return the picture of a group, worked out from lengths on the device; see `kernels.MakeMask`."""
     num_rows, num_keys = lens.int()
-    left = _FAR if sight.left < 0 else sight.left
-    right = _FAR if sight.right < 0 else sight.right
+    left = _FAR if visibility.left < 0 else visibility.left
+    right = _FAR if visibility.right < 0 else visibility.right
     # One tensor holds all that the mask function reads: other values do not compile again.
     facts = torch.stack([num_rows, num_keys, *(torch.full_like(num_rows, n) for n in (left, right, ratio))], dim=1)
 
@@ -228,7 +228,7 @@ def make_mask(sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> P
         seq_lengths=(rows * ratio, keys),
         compute_q_blocks=False,
     )
-    return Picture(blocks, facts)
+    return FlexMask(blocks, facts)
 
 
 def _blocks(

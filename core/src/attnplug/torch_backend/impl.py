@@ -12,7 +12,7 @@ from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.inputs.batch import Batch
 from attnplug.ops.merge import merge_attention_states
 from attnplug.ops.write import key_and_value_pages, write_kv
-from attnplug.torch_backend.builder import shape_of
+from attnplug.torch_backend.builder import plan_params_of
 from attnplug.torch_backend.codec import codec_of
 from attnplug.torch_backend.plan import make_plan
 from attnplug.torch_backend.sdpa import Call
@@ -48,7 +48,7 @@ class TorchImpl(AttentionImpl):
         # A copy: the compiler looks through views at what they are views of.
         slopes = None if layer.alibi_slopes is None else layer.alibi_slopes.clone()
         self._codec = codec_of(layer, self.agreement)
-        scale = self.scale if self._codec is None else self.scale * self._codec.of_scores
+        scale = self.scale if self._codec is None else self.scale * self._codec.score_factor
         self._call = Call(scale, self.logits_soft_cap, self.agreement.requirements.alibi, slopes)
         self._sinks = None if layer.sinks is None else layer.sinks.float().view(self._heads)
 
@@ -94,7 +94,7 @@ class TorchImpl(AttentionImpl):
         if key is None or value is None or not query.shape[0]:
             return
         batch = Batch.from_lengths([query.shape[0]], [key.shape[0]])
-        shape = shape_of(self.agreement, self.window, query.device.type)
+        shape = plan_params_of(self.agreement, self.window, query.device.type)
         if self._codec is not None:
             key, value = self._codec.encode(key, value)
         source = Source(key, value, codec=self._codec)
@@ -123,7 +123,7 @@ class TorchImpl(AttentionImpl):
             taken = group.queries.taken
             rows = part(query, taken) if isinstance(taken, slice) else query.index_select(0, taken)
             rows = rows.view(group.members, group.rows, *query.shape[1:])
-            target, step = results.of(group), group.at_once or group.members
+            target, step = results.of(group), group.per_gather or group.members
             for first in range(0, group.members, step):
                 members = slice(first, min(first + step, group.members))
                 key, value = source.of(group, members)
@@ -144,10 +144,10 @@ class TorchImpl(AttentionImpl):
             lse = self._unfold(lse.unsqueeze(-1), last - first, folded=not tile.causal).squeeze(-1)
         else:
             lse = None
-        if tile.blind is not None:
-            out, lse = _without(tile.blind[:, :, None, None], out, lse)
-        if self._codec is not None and self._codec.of_outputs is not None:
-            out = out * self._codec.of_outputs
+        if tile.fully_masked is not None:
+            out, lse = _without(tile.fully_masked[:, :, None, None], out, lse)
+        if self._codec is not None and self._codec.output_factor is not None:
+            out = out * self._codec.output_factor
         results.put(first, last, out, lse)
 
     def _fold(self, rows: Tensor) -> Tensor:
@@ -176,10 +176,10 @@ def _may_be_padded(metadata: Metadata) -> bool:
     return batch.cached("torch: padded", lambda: bool(host.numel()) and int(host.amin()) < 0)
 
 
-def _without(blind: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _without(fully_masked: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Return what rows that attend nothing have: output 0 and LSE -inf. Which these are only the device knows."""
-    lse = None if lse is None else lse.masked_fill(blind, -torch.inf)
-    return out.masked_fill(blind.unsqueeze(-1), 0), lse
+    lse = None if lse is None else lse.masked_fill(fully_masked, -torch.inf)
+    return out.masked_fill(fully_masked.unsqueeze(-1), 0), lse
 
 
 def _as_float32(rows: Tensor, memory: list[Tensor]) -> Tensor:

@@ -12,12 +12,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from attnplug.torch_backend.builder import Shape
-    from attnplug.torch_backend.plan import Span
+    from attnplug.torch_backend.builder import PlanParams
+    from attnplug.torch_backend.plan import Segment
 
 
 @frozen
-class Sight:
+class Visibility:
     """
     What positions see of each other.
 
@@ -48,7 +48,7 @@ def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
 
 
-class Template:
+class MaskTemplate:
     """
     One mask from which every tile of equally long requests takes a slice.
 
@@ -65,7 +65,7 @@ class Template:
 
     def __init__(
         self,
-        sight: Sight,
+        visibility: Visibility,
         rows: int,
         distances: tuple[int, int],
         *,
@@ -76,7 +76,7 @@ class Template:
         self._low = distances[0]
         self._repeat = repeat
         distance = torch.arange(*distances, device=device) - torch.arange(rows, device=device).unsqueeze(1)
-        self._mask = additive(sight.of(distance).repeat_interleave(repeat, 0), dtype)
+        self._mask = additive(visibility.of(distance).repeat_interleave(repeat, 0), dtype)
 
     def tile(self, rows: int, start: int, end: int) -> Tensor:
         """Return ``(1, 1, rows * repeat, end - start)``, for keys at such distances from the first row."""
@@ -84,7 +84,7 @@ class Template:
 
 
 def ragged_mask(
-    sight: Sight, num_rows: Tensor, num_keys: Tensor, rows: int, keys: int, *, repeat: int, dtype: torch.dtype
+    visibility: Visibility, num_rows: Tensor, num_keys: Tensor, rows: int, keys: int, *, repeat: int, dtype: torch.dtype
 ) -> Tensor:
     """
     Return the mask of a group whose members differ in length.
@@ -103,20 +103,20 @@ def ragged_mask(
     Returns:
         ``(members, 1, rows * repeat, keys)``.
     """
-    seen = ragged_sight(sight, num_rows, num_keys, rows, keys)
+    seen = ragged_visibility(visibility, num_rows, num_keys, rows, keys)
     return additive(seen.repeat_interleave(repeat, 1), dtype).unsqueeze(1)
 
 
-def ragged_sight(sight: Sight, num_rows: Tensor, num_keys: Tensor, rows: int, keys: int) -> Tensor:
+def ragged_visibility(visibility: Visibility, num_rows: Tensor, num_keys: Tensor, rows: int, keys: int) -> Tensor:
     """Return which rows see which keys, ``(members, rows, keys)``; arguments as for `ragged_mask`."""
     row = torch.minimum(torch.arange(rows, device=num_rows.device), num_rows.unsqueeze(1) - 1)
     position = row + (num_keys - num_rows).unsqueeze(1)
     key = torch.arange(keys, device=num_rows.device)
-    return sight.of(key - position.unsqueeze(2)) & (key < num_keys.unsqueeze(1)).unsqueeze(1)
+    return visibility.of(key - position.unsqueeze(2)) & (key < num_keys.unsqueeze(1)).unsqueeze(1)
 
 
 @frozen(eq=False)
-class Slanted:
+class AlibiMask:
     """
     What the written-out kernel reads of a tile where ALiBi was asked for. The slopes are the layer's.
 
@@ -219,7 +219,7 @@ class CustomMask:
     def _find_first_rows(self) -> list[int]:
         return [0, *accumulate(self.query_lens)]
 
-    def of(self, group: list[Span], lens: Tensor, rows: int, keys: int) -> Tensor:
+    def of(self, group: list[Segment], lens: Tensor, rows: int, keys: int) -> Tensor:
         """
         Return a group's part, ``(members, rows, keys)``. Rows and keys beyond a member's own repeat its last ones.
 
@@ -229,16 +229,16 @@ class CustomMask:
             rows: The most rows.
             keys: The most keys.
         """
-        firsts = [self._first(span) for span in group]
-        first, width = self.index([*firsts, *(self.seq_lens[span.request] for span in group)]).view(2, -1, 1)
+        firsts = [self._first(segment) for segment in group]
+        first, width = self.index([*firsts, *(self.seq_lens[segment.request] for segment in group)]).view(2, -1, 1)
         row = torch.minimum(torch.arange(rows, device=lens.device), lens[0].unsqueeze(1) - 1)
         key = torch.minimum(torch.arange(keys, device=lens.device), lens[1].unsqueeze(1) - 1)
         return self.flat[(first + row * width).unsqueeze(2) + key.unsqueeze(1)]
 
-    def _first(self, span: Span) -> int:
+    def _first(self, segment: Segment) -> int:
         """Where the span's first row meets its first key."""
-        row = span.first_row - self._first_rows[span.request]
-        return self._starts[span.request] + row * self.seq_lens[span.request] + span.first_key
+        row = segment.first_row - self._first_rows[segment.request]
+        return self._starts[segment.request] + row * self.seq_lens[segment.request] + segment.first_key
 
 
 class Tiler:
@@ -257,8 +257,8 @@ class Tiler:
 
     def __init__(
         self,
-        shape: Shape,
-        groups: Sequence[list[Span]],
+        shape: PlanParams,
+        groups: Sequence[list[Segment]],
         custom: CustomMask | None,
         index: Callable[[list[int]], Tensor],
         device: torch.device,
@@ -267,49 +267,58 @@ class Tiler:
         self._custom = custom
         self._index = index
         self._device = device
-        even = [] if shape.kernel.make_mask or custom else [group for group in groups if is_even(group)]
+        even = [] if shape.kernel.make_mask or custom else [group for group in groups if is_uniform(group)]
         self._template = self._make_template(even)
         self._distances = self._make_distances(even) if shape.alibi and even else None
 
-    def tiles(self, group: list[Span], rows: int, keys: int) -> list[Tile]:
+    def tiles(self, group: list[Segment], rows: int, keys: int) -> list[Tile]:
         """Return the kernel calls of a group of so many rows and keys, padding included."""
         make_mask = self._shape.kernel.make_mask
         if make_mask is not None:
-            mask = make_mask(self._shape.sight, self._lens(group), rows, keys, self._shape.ratio)
+            mask = make_mask(self._shape.visibility, self._lens(group), rows, keys, self._shape.ratio)
             return [Tile((0, rows), (0, keys), mask)]
         if self._custom is not None:
             return self._custom_tiles(self._custom, group, rows, keys)
-        if is_even(group):
-            return self._even_tiles(self._shape.members_at_once(len(group), keys), rows, keys)
+        if is_uniform(group):
+            return self._even_tiles(self._shape.members_per_gather(len(group), keys), rows, keys)
         return self._ragged_tiles(group, rows, keys)
 
-    def _lens(self, group: list[Span]) -> Tensor:
-        return self._index([*(span.rows for span in group), *(span.keys for span in group)]).view(2, -1)
+    def _lens(self, group: list[Segment]) -> Tensor:
+        return self._index([*(segment.rows for segment in group), *(segment.keys for segment in group)]).view(2, -1)
 
     # -- groups whose members differ ---------------------------------------------------------------------------------
 
-    def _ragged_tiles(self, group: list[Span], rows: int, keys: int) -> list[Tile]:
+    def _ragged_tiles(self, group: list[Segment], rows: int, keys: int) -> list[Tile]:
         shape, lens = self._shape, self._lens(group)
-        mask = ragged_mask(shape.sight, lens[0], lens[1], rows, keys, repeat=shape.ratio, dtype=shape.mask_dtype)
+        mask = ragged_mask(shape.visibility, lens[0], lens[1], rows, keys, repeat=shape.ratio, dtype=shape.mask_dtype)
         return self._masked_tiles(len(group), lens, mask, rows, keys)
 
-    def _custom_tiles(self, custom: CustomMask, group: list[Span], rows: int, keys: int) -> list[Tile]:
+    def _custom_tiles(self, custom: CustomMask, group: list[Segment], rows: int, keys: int) -> list[Tile]:
         """A row that the mask leaves nothing to attends everything, and its result is thrown away."""
         shape, lens = self._shape, self._lens(group)
-        seen = ragged_sight(shape.sight, lens[0], lens[1], rows, keys) & custom.of(group, lens, rows, keys)
-        blind = ~seen.any(-1)
-        mask = additive((seen | blind.unsqueeze(2)).repeat_interleave(shape.ratio, 1), shape.mask_dtype).unsqueeze(1)
-        return self._masked_tiles(len(group), lens, mask, rows, keys, blind)
+        seen = ragged_visibility(shape.visibility, lens[0], lens[1], rows, keys) & custom.of(group, lens, rows, keys)
+        fully_masked = ~seen.any(-1)
+        mask = additive(
+            (seen | fully_masked.unsqueeze(2)).repeat_interleave(shape.ratio, 1), shape.mask_dtype
+        ).unsqueeze(1)
+        return self._masked_tiles(len(group), lens, mask, rows, keys, fully_masked)
 
     def _masked_tiles(
-        self, members: int, lens: Tensor, mask: Tensor, rows: int, keys: int, blind: Tensor | None = None
+        self, members: int, lens: Tensor, mask: Tensor, rows: int, keys: int, fully_masked: Tensor | None = None
     ) -> list[Tile]:
         far = ragged_distances(lens[0], lens[1], rows, keys, self._shape.alibi) if self._shape.alibi else None
         tiles = []
         for start, end in self._cuts(members, rows, keys):
             part: Any = mask[:, :, start * self._shape.ratio : end * self._shape.ratio]
-            part = part if far is None else Slanted(part, far[:, start:end])
-            tiles.append(Tile((start, end), (0, keys), part, blind=None if blind is None else blind[:, start:end]))
+            part = part if far is None else AlibiMask(part, far[:, start:end])
+            tiles.append(
+                Tile(
+                    (start, end),
+                    (0, keys),
+                    part,
+                    fully_masked=None if fully_masked is None else fully_masked[:, start:end],
+                )
+            )
         return tiles
 
     # -- groups whose members are equally long -----------------------------------------------------------------------
@@ -323,15 +332,20 @@ class Tiler:
         reach, mask = self._reach(cut, rows, keys), None
         count, first = cut[1] - cut[0], cut[0] + keys - rows
         near = (reach[0] - first, reach[1] - first)
-        if self._template is not None and count > 1 and self._shape.sight.binds(rows, keys):
+        if self._template is not None and count > 1 and self._shape.visibility.binds(rows, keys):
             mask = self._template.tile(count, *near)
         if self._distances is None:
             return Tile(cut, reach, mask)
-        return Tile(cut, reach, Slanted(mask, self._distances.tile(count, *near)))
+        return Tile(cut, reach, AlibiMask(mask, self._distances.tile(count, *near)))
 
     def _is_square(self, rows: int, keys: int) -> bool:
-        sight = self._shape.sight
-        return self._shape.kernel.fused and 1 < rows == keys and sight.right == 0 and not 0 <= sight.left < keys - 1
+        visibility = self._shape.visibility
+        return (
+            self._shape.kernel.fused
+            and 1 < rows == keys
+            and visibility.right == 0
+            and not 0 <= visibility.left < keys - 1
+        )
 
     def _cuts(self, members: int, rows: int, keys: int) -> list[tuple[int, int]]:
         step = self._shape.rows_per_tile(members, keys)
@@ -339,44 +353,47 @@ class Tiler:
 
     def _reach(self, cut: tuple[int, int], rows: int, keys: int) -> tuple[int, int]:
         """Return the keys ``(first, last + 1)`` that the rows of an even tile see."""
-        sight, shift = self._shape.sight, keys - rows
-        low = max(0, cut[0] + shift - sight.left) if sight.left >= 0 else 0
-        high = min(keys, cut[1] + shift + sight.right) if sight.right >= 0 else keys
+        visibility, shift = self._shape.visibility, keys - rows
+        low = max(0, cut[0] + shift - visibility.left) if visibility.left >= 0 else 0
+        high = min(keys, cut[1] + shift + visibility.right) if visibility.right >= 0 else keys
         return low, high
 
     # -- what they share ---------------------------------------------------------------------------------------------
 
-    def _make_template(self, groups: list[list[Span]]) -> Template | None:
+    def _make_template(self, groups: list[list[Segment]]) -> MaskTemplate | None:
         """Return a mask that every tile of every even group finds its own in, or None where none needs one."""
         shape = self._shape
         bound = [
             group
             for group in groups
-            if shape.sight.binds(group[0].rows, group[0].keys) and not self._is_square(group[0].rows, group[0].keys)
+            if shape.visibility.binds(group[0].rows, group[0].keys)
+            and not self._is_square(group[0].rows, group[0].keys)
         ]
         rows, distances = self._extent(bound)
         if rows == 1:
             return None
-        return Template(shape.sight, rows, distances, repeat=shape.ratio, dtype=shape.mask_dtype, device=self._device)
+        return MaskTemplate(
+            shape.visibility, rows, distances, repeat=shape.ratio, dtype=shape.mask_dtype, device=self._device
+        )
 
-    def _make_distances(self, groups: list[list[Span]]) -> Distances:
+    def _make_distances(self, groups: list[list[Segment]]) -> Distances:
         return Distances(self._shape.alibi, *self._extent(groups), device=self._device)
 
-    def _extent(self, groups: list[list[Span]]) -> tuple[int, tuple[int, int]]:
+    def _extent(self, groups: list[list[Segment]]) -> tuple[int, tuple[int, int]]:
         """Return the most rows of a tile, and the distances of the keys from its first row: ``(least, most + 1)``."""
         low, high, most_rows = 0, 0, 1
         for group in groups:
             rows, keys = group[0].rows, group[0].keys
-            for cut in self._cuts(self._shape.members_at_once(len(group), keys), rows, keys):
+            for cut in self._cuts(self._shape.members_per_gather(len(group), keys), rows, keys):
                 first, reach = cut[0] + keys - rows, self._reach(cut, rows, keys)
                 low, high = min(low, reach[0] - first), max(high, reach[1] - first)
                 most_rows = max(most_rows, cut[1] - cut[0])
         return most_rows, (low, high)
 
 
-def is_even(group: list[Span]) -> bool:
+def is_uniform(group: list[Segment]) -> bool:
     """Whether all members are equally long."""
-    return len(group) == 1 or all(span.rows == group[0].rows and span.keys == group[0].keys for span in group)
+    return len(group) == 1 or all(segment.rows == group[0].rows and segment.keys == group[0].keys for segment in group)
 
 
 @frozen(eq=False)
@@ -398,4 +415,4 @@ class Tile:
     keys: tuple[int, int]
     mask: Any = None
     causal: bool = False
-    blind: Tensor | None = None
+    fully_masked: Tensor | None = None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import evolve, frozen
 
-from attnplug.torch_backend.masks import CustomMask, Tile, Tiler, is_even
-from attnplug.torch_backend.sources import Blocks, Given, Stored, blocks_of, divide, head_rows
+from attnplug.torch_backend.masks import CustomMask, Tile, Tiler, is_uniform
+from attnplug.torch_backend.sources import BlockKeys, CallKeys, SlotKeys, blocks_of, divide, head_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract.inputs.batch import Batch
-    from attnplug.torch_backend.builder import Shape
+    from attnplug.torch_backend.builder import PlanParams
     from attnplug.torch_backend.sdpa import Kernel
 
 
@@ -55,9 +55,9 @@ class Group:
     rows: int
     keys: int
     queries: Rows
-    source: Given | Stored | Blocks
+    source: CallKeys | SlotKeys | BlockKeys
     tiles: tuple[Tile, ...]
-    at_once: int | None = None
+    per_gather: int | None = None
 
 
 @frozen(eq=False)
@@ -79,7 +79,7 @@ class Plan:
 
 
 @frozen
-class Span:
+class Segment:
     """
     What one request, or one chunk of it, computes: its last rows over its last keys. Rows and keys that nothing needs
     are cut off.
@@ -98,7 +98,7 @@ class Span:
     keys: int
     first_row: int
     first_key: int
-    fresh: bool
+    from_call: bool
 
 
 @frozen
@@ -125,14 +125,14 @@ class Budget:
     divisible: bool = False
 
 
-def spans_of(
+def segments_of(
     query_lens: Sequence[int],
     seq_lens: Sequence[int],
     window: tuple[int, int],
     *,
     causal: bool,
     chunk: int | None = None,
-) -> tuple[list[Span], list[tuple[int, int]]]:
+) -> tuple[list[Segment], list[tuple[int, int]]]:
     """
     Return the spans of a batch, and the row ranges ``(start, end)`` that attend nothing.
 
@@ -149,69 +149,71 @@ def spans_of(
     """
     left, right = window
     reach = 0 if causal or chunk else right
-    spans, empty = [], []
+    segments, empty = [], []
     start = 0
     for request, (rows, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        blind = 0
+        fully_masked = 0
         if not keys:
-            blind = rows
+            fully_masked = rows
         elif reach >= 0:
-            blind = min(rows, max(0, rows - keys - reach))
-        if blind:
-            empty.append((start, start + blind))
-        if rows > blind:
-            position = keys - rows + blind
+            fully_masked = min(rows, max(0, rows - keys - reach))
+        if fully_masked:
+            empty.append((start, start + fully_masked))
+        if rows > fully_masked:
+            position = keys - rows + fully_masked
             first_key = max(0, position - left) if left >= 0 else 0
             if chunk is None:
-                fresh = 1 < rows == keys
-                spans.append(Span(request, rows - blind, keys - first_key, start + blind, first_key, fresh))
+                from_call = 1 < rows == keys
+                segments.append(
+                    Segment(request, rows - fully_masked, keys - first_key, start + fully_masked, first_key, from_call)
+                )
             else:
-                spans += _chunk_spans(request, (position, keys), start + blind - position, left, chunk)
+                segments += _chunk_segments(request, (position, keys), start + fully_masked - position, left, chunk)
         start += rows
-    return spans, empty
+    return segments, empty
 
 
-def _chunk_spans(request: int, positions: tuple[int, int], shift: int, left: int, chunk: int) -> list[Span]:
+def _chunk_segments(request: int, positions: tuple[int, int], shift: int, left: int, chunk: int) -> list[Segment]:
     """Return a span per chunk that rows at these positions touch; row and position differ by `shift`."""
-    spans = []
+    segments = []
     position, end = positions
     while position < end:
         begin = position - position % chunk
         last = min(end, begin + chunk)
         first_key = max(begin, position - left) if left >= 0 else begin
         rows, keys = last - position, last - first_key
-        spans.append(Span(request, rows, keys, shift + position, first_key, fresh=1 < rows == keys))
+        segments.append(Segment(request, rows, keys, shift + position, first_key, from_call=1 < rows == keys))
         position = last
-    return spans
+    return segments
 
 
-def group_spans(spans: Sequence[Span], budget: Budget) -> list[list[Span]]:
+def group_segments(segments: Sequence[Segment], budget: Budget) -> list[list[Segment]]:
     """
     Return groups that are computed by one call each, padded to their longest member.
 
     A span joins the group before it while what it pads costs less than a call of its own would. Spans of the same size
     pad nothing. The order inside a group is that of the batch.
     """
-    groups: list[list[Span]] = []
+    groups: list[list[Segment]] = []
     most_rows = most_keys = used = 0
-    for span in sorted(spans, key=lambda s: (s.fresh, s.rows, s.keys)):
-        rows, keys = max(most_rows, span.rows), max(most_keys, span.keys)
-        if groups and _fits(groups[-1], span, rows, keys, used, budget):
-            groups[-1].append(span)
+    for segment in sorted(segments, key=lambda s: (s.from_call, s.rows, s.keys)):
+        rows, keys = max(most_rows, segment.rows), max(most_keys, segment.keys)
+        if groups and _fits(groups[-1], segment, rows, keys, used, budget):
+            groups[-1].append(segment)
         else:
-            groups.append([span])
-            rows, keys, used = span.rows, span.keys, 0
-        used += span.rows * span.keys
+            groups.append([segment])
+            rows, keys, used = segment.rows, segment.keys, 0
+        used += segment.rows * segment.keys
         most_rows, most_keys = rows, keys
     return [sorted(group, key=lambda s: s.first_row) for group in groups]
 
 
-def _fits(group: list[Span], span: Span, rows: int, keys: int, used: int, budget: Budget) -> bool:
+def _fits(group: list[Segment], segment: Segment, rows: int, keys: int, used: int, budget: Budget) -> bool:
     size = len(group) + 1
     last = group[-1]
-    if last.fresh != span.fresh:
+    if last.from_call != segment.from_call:
         return False
-    even = (last.rows, last.keys) == (span.rows, span.keys) and used == len(group) * span.rows * span.keys
+    even = (last.rows, last.keys) == (segment.rows, segment.keys) and used == len(group) * segment.rows * segment.keys
     if even and budget.divisible:
         return True
     if size * max(keys, budget.least_keys) > budget.keys:
@@ -219,11 +221,11 @@ def _fits(group: list[Span], span: Span, rows: int, keys: int, used: int, budget
     if even:
         return budget.even or size * rows * keys <= budget.scores
     padded = size * rows * keys
-    wasted = padded - used - span.rows * span.keys
+    wasted = padded - used - segment.rows * segment.keys
     return rows <= budget.ragged_rows and padded <= budget.scores and wasted <= budget.slack
 
 
-def make_plan(shape: Shape, batch: Batch, device: torch.device) -> Plan:
+def make_plan(shape: PlanParams, batch: Batch, device: torch.device) -> Plan:
     """Return the plan of a batch that was checked, its tensors on the given device."""
     if batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs:
         query_lens = [1] * batch.num_reqs  # the usual step, and known without a tensor
@@ -237,30 +239,32 @@ def make_plan(shape: Shape, batch: Batch, device: torch.device) -> Plan:
     alike = _make_uniform(shape, batch, device, (query_lens, seq_lens))
     if alike is not None:
         return alike
-    spans, empty = spans_of(query_lens, seq_lens, shape.window, causal=shape.causal, chunk=shape.chunk)
-    groups = group_spans(spans, shape.budget)
+    segments, empty = segments_of(query_lens, seq_lens, shape.window, causal=shape.causal, chunk=shape.chunk)
+    groups = group_segments(segments, shape.budget)
     planner = _Planner(shape, batch, device, groups, (query_lens, seq_lens))
     return Plan(shape.kernel, tuple(planner.group(group) for group in groups), tuple(empty))
 
 
-def _make_uniform(shape: Shape, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan | None:
+def _make_uniform(
+    shape: PlanParams, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]
+) -> Plan | None:
     """Plan decodes that are all equally long from the first of them; None for any other batch."""
     query_lens, seq_lens = lens
     members = len(query_lens)
     if query_lens.count(1) < members or seq_lens.count(seq_lens[0]) < members:
         return None
-    spans, empty = spans_of(query_lens[:1], seq_lens[:1], shape.window, causal=shape.causal, chunk=shape.chunk)
+    segments, empty = segments_of(query_lens[:1], seq_lens[:1], shape.window, causal=shape.causal, chunk=shape.chunk)
     if empty:
         return None
-    group = _Planner(shape, batch, device, [spans], lens).alike(spans[0], members)
+    group = _Planner(shape, batch, device, [segments], lens).alike(segments[0], members)
     return None if group is None else Plan(shape.kernel, (group,), ())
 
 
-def _make_cascade(shape: Shape, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan:
+def _make_cascade(shape: PlanParams, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan:
     """Plan the shared prefix as one request of all rows, and what follows it as requests of their own."""
     length = batch.common_prefix_len
-    spans, empty = spans_of(lens[0], [keys - length for keys in lens[1]], shape.window, causal=shape.causal)
-    groups, whole = group_spans(behind(length, spans), shape.budget), prefix_span(batch, spans)
+    segments, empty = segments_of(lens[0], [keys - length for keys in lens[1]], shape.window, causal=shape.causal)
+    groups, whole = group_segments(behind(length, segments), shape.budget), prefix_span(batch, segments)
     planner = _Planner(shape, batch, device, groups, lens)
     prefix = _Planner(prefix_shape(shape), batch, device, [[whole]], lens).group([whole])
     return Plan(shape.kernel, tuple(planner.group(group) for group in groups), tuple(empty), prefix)
@@ -271,10 +275,10 @@ class _Planner:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: PlanParams,
         batch: Batch,
         device: torch.device,
-        groups: Sequence[list[Span]],
+        groups: Sequence[list[Segment]],
         lens: tuple[list[int], list[int]],
     ) -> None:
         self._shape = shape
@@ -285,84 +289,89 @@ class _Planner:
         custom = None if batch.custom_mask is None else CustomMask(batch.custom_mask, *lens, self._index)
         self._tiler = Tiler(shape, groups, custom, self._index, device)
 
-    def group(self, group: list[Span]) -> Group:
+    def group(self, group: list[Segment]) -> Group:
         """Return the plan of one group."""
         alone = self.alike(group[0], 1) if len(group) == 1 and group[0].rows == 1 else None
         if alone is not None:
             return alone
-        rows, keys = max(span.rows for span in group), max(span.keys for span in group)
-        keys, even = max(keys, self._shape.kernel.least_keys), is_even(group)
-        at_once = self._shape.members_at_once(len(group), keys) if even else len(group)
+        rows, keys = max(segment.rows for segment in group), max(segment.keys for segment in group)
+        keys, even = max(keys, self._shape.kernel.least_keys), is_uniform(group)
+        per_gather = self._shape.members_per_gather(len(group), keys) if even else len(group)
         return Group(
             members=len(group),
             rows=rows,
             keys=keys,
             queries=self._queries(group, rows),
-            source=self._source(group, keys, at_once),
+            source=self._source(group, keys, per_gather),
             tiles=tuple(self._tiler.tiles(group, rows, keys)),
-            at_once=at_once,
+            per_gather=per_gather,
         )
 
-    def alike(self, span: Span, members: int) -> Group | None:
+    def alike(self, segment: Segment, members: int) -> Group | None:
         """Return the plan of requests of one row that are like this first one, if they are gathered in whole blocks."""
         if self._block_table is None or not self._shape.budget.divisible:
             return None
-        at_once = self._shape.members_at_once(members, span.keys)
-        table = self._block_table[span.request : span.request + members]
-        source = blocks_of(self._shape, table, [span], (span.keys, at_once), self._index)
+        per_gather = self._shape.members_per_gather(members, segment.keys)
+        table = self._block_table[segment.request : segment.request + members]
+        source = blocks_of(self._shape, table, [segment], (segment.keys, per_gather), self._index)
         if source is None:
             return None
-        rows, tiles = slice(span.first_row, span.first_row + members), self._tiler.tiles([span], 1, span.keys)
-        return Group(members, 1, span.keys, Rows(rows, None, rows), source, tuple(tiles), at_once)
+        rows, tiles = (
+            slice(segment.first_row, segment.first_row + members),
+            self._tiler.tiles([segment], 1, segment.keys),
+        )
+        return Group(members, 1, segment.keys, Rows(rows, None, rows), source, tuple(tiles), per_gather)
 
     # -- query rows --------------------------------------------------------------------------------------------------
 
-    def _queries(self, group: list[Span], rows: int) -> Rows:
-        if all(span.rows == rows for span in group):
-            together = _together([span.first_row for span in group], rows)
-            index = together or self._index([span.first_row + row for span in group for row in range(rows)])
+    def _queries(self, group: list[Segment], rows: int) -> Rows:
+        if all(segment.rows == rows for segment in group):
+            together = _contiguous([segment.first_row for segment in group], rows)
+            index = together or self._index([segment.first_row + row for segment in group for row in range(rows)])
             return Rows(index, None, index)
         # Rows beyond a member's own repeat its last one: they see keys, and their results are left out.
-        taken = [span.first_row + min(row, span.rows - 1) for span in group for row in range(rows)]
-        kept = [member * rows + row for member, span in enumerate(group) for row in range(span.rows)]
+        taken = [segment.first_row + min(row, segment.rows - 1) for segment in group for row in range(rows)]
+        kept = [member * rows + row for member, segment in enumerate(group) for row in range(segment.rows)]
         index = self._index([*taken, *kept, *(taken[row] for row in kept)])
         first, second = len(taken), len(taken) + len(kept)
         return Rows(index[:first], index[first:second], index[second:])
 
     # -- keys --------------------------------------------------------------------------------------------------------
 
-    def _source(self, group: list[Span], keys: int, at_once: int) -> Given | Stored | Blocks:
+    def _source(self, group: list[Segment], keys: int, per_gather: int) -> CallKeys | SlotKeys | BlockKeys:
         if self._key_starts is not None:
-            return self._given(group, keys, [self._key_starts[span.request] + span.first_key for span in group])
-        if group[0].fresh and self._shape.reads_call:
-            return self._given(group, keys, [span.first_row for span in group])
-        return self._stored(group, keys, at_once)
+            return self._given(
+                group, keys, [self._key_starts[segment.request] + segment.first_key for segment in group]
+            )
+        if group[0].from_call and self._shape.reads_call:
+            return self._given(group, keys, [segment.first_row for segment in group])
+        return self._stored(group, keys, per_gather)
 
-    def _given(self, group: list[Span], keys: int, starts: list[int]) -> Given:
-        even = all(span.keys == keys for span in group)
-        together = _together(starts, keys) if even else None
-        return Given(together or self._positions(group, keys, starts).view(-1))
+    def _given(self, group: list[Segment], keys: int, starts: list[int]) -> CallKeys:
+        even = all(segment.keys == keys for segment in group)
+        together = _contiguous(starts, keys) if even else None
+        return CallKeys(together or self._positions(group, keys, starts).view(-1))
 
-    def _positions(self, group: list[Span], keys: int, starts: list[int]) -> Tensor:
+    def _positions(self, group: list[Segment], keys: int, starts: list[int]) -> Tensor:
         """``(members, keys)`` from each start on. A member's last key is repeated as padding: finite, and masked."""
-        table = self._index([*starts, *(span.keys - 1 for span in group)]).view(2, -1, 1)
+        table = self._index([*starts, *(segment.keys - 1 for segment in group)]).view(2, -1, 1)
         return table[0] + torch.minimum(torch.arange(keys, device=self._device), table[1])
 
-    def _stored(self, group: list[Span], keys: int, at_once: int) -> Stored | Blocks:
-        where = _together([span.request for span in group], 1)
+    def _stored(self, group: list[Segment], keys: int, per_gather: int) -> SlotKeys | BlockKeys:
+        where = _contiguous([segment.request for segment in group], 1)
         table = cast("Tensor", self._block_table)
-        table = table[where] if where else table.index_select(0, self._index([span.request for span in group]))
-        return blocks_of(self._shape, table, group, (keys, at_once), self._index) or self._slots(table, group, keys)
+        table = table[where] if where else table.index_select(0, self._index([segment.request for segment in group]))
+        return blocks_of(self._shape, table, group, (keys, per_gather), self._index) or self._slots(table, group, keys)
 
-    def _slots(self, table: Tensor, group: list[Span], keys: int) -> Stored:
+    def _slots(self, table: Tensor, group: list[Segment], keys: int) -> SlotKeys:
         """A number per key: where the members' first keys lie at different places of their blocks, or few keys do."""
         size = cast("int", self._shape.block_size)
-        positions = self._positions(group, keys, [span.first_key for span in group])
+        positions = self._positions(group, keys, [segment.first_key for segment in group])
         columns, offsets = divide(positions, size)
         blocks, steps, rows = table.long().gather(1, columns), self._shape.row_steps, None
         if steps is not None:
             rows = head_rows(blocks * steps[0] + offsets * steps[1], self._shape.num_kv_heads, steps[2])
-        return Stored((blocks * size + offsets).view(-1), rows, steps or (0, 0, 0))
+        return SlotKeys((blocks * size + offsets).view(-1), rows, steps or (0, 0, 0))
 
     def _index(self, values: list[int]) -> Tensor:
         index = torch.tensor(values, dtype=torch.int64)
@@ -372,23 +381,23 @@ class _Planner:
         return index.pin_memory().to(self._device, non_blocking=True)
 
 
-def _together(starts: list[int], length: int) -> slice | None:
+def _contiguous(starts: list[int], length: int) -> slice | None:
     """Return the slice that runs of one length fill without a gap, in order; None where they do not."""
     end = starts[0] + length * len(starts)
     return slice(starts[0], end) if starts == list(range(starts[0], end, length)) else None
 
 
-def prefix_span(batch: Batch, spans: Sequence[Span]) -> Span:
+def prefix_span(batch: Batch, segments: Sequence[Segment]) -> Segment:
     """Return the prefix as one request of all query rows, in the blocks of the first request that has any."""
     rows, keys = batch.num_actual_tokens, batch.common_prefix_len
-    return Span(spans[0].request, rows, keys, first_row=0, first_key=0, fresh=False)
+    return Segment(segments[0].request, rows, keys, first_row=0, first_key=0, from_call=False)
 
 
-def prefix_shape(shape: Shape) -> Shape:
+def prefix_shape(shape: PlanParams) -> PlanParams:
     """Return what planning has to know of the prefix: every row sees every key."""
     return evolve(shape, causal=False, window=(-1, -1))
 
 
-def behind(prefix: int, spans: Sequence[Span]) -> list[Span]:
+def behind(prefix: int, segments: Sequence[Segment]) -> list[Segment]:
     """Return spans that were found without the prefix, where they stand in their requests."""
-    return [evolve(span, first_key=span.first_key + prefix) for span in spans]
+    return [evolve(segment, first_key=segment.first_key + prefix) for segment in segments]

@@ -14,13 +14,13 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from attnplug.torch_backend.masks import Slanted, lower
+from attnplug.torch_backend.masks import AlibiMask, lower
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnplug.request.requirements import Requirements
-    from attnplug.torch_backend.masks import Sight
+    from attnplug.torch_backend.masks import Visibility
 
 
 @frozen(eq=False)
@@ -64,7 +64,7 @@ class Attend(Protocol):
 class MakeMask(Protocol):
     """Makes the mask of a whole group."""
 
-    def __call__(self, sight: Sight, lens: Tensor, rows: int, keys: int, ratio: int) -> Any:
+    def __call__(self, visibility: Visibility, lens: Tensor, rows: int, keys: int, ratio: int) -> Any:
         """
         Return the mask.
 
@@ -102,12 +102,12 @@ class Kernel:
 def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
     """Return the fastest kernel that expresses what was asked for, on a type of device."""
     if asked.logits_soft_cap is not None or asked.alibi is not None or asked.head_size != asked.head_size_v:
-        return WRITTEN_OUT
+        return UNFUSED
     op = fused_cpu_op() if device_type == "cpu" else None
     if op is not None:
         return Kernel(partial(_fused_on_cpu, op), fused=True)
     # The public function returns no LSE, without which neither a caller's LSE nor a sink can be served.
-    return WRITTEN_OUT if asked.return_lse or asked.sinks else FUSED
+    return UNFUSED if asked.return_lse or asked.sinks else FUSED
 
 
 def flex_kernel() -> Kernel:
@@ -168,15 +168,15 @@ def _fused(
     return out, None
 
 
-def _written_out(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Slanted | None, call: Call, *, causal: bool
+def _unfused(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | AlibiMask | None, call: Call, *, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Attend in plain float32 arithmetic: whatever no fused kernel expresses, on any device."""
     del causal
     scores = (query.float() * call.scale) @ key.transpose(-1, -2)
     if call.soft_cap is not None:
         scores = scores.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
-    if isinstance(mask, Slanted):
+    if isinstance(mask, AlibiMask):
         scores, mask = lower(scores, cast("Tensor", call.slopes), mask.far), mask.mask
     if mask is not None:
         scores = scores.add_(mask)
@@ -187,4 +187,4 @@ def _written_out(
 
 
 FUSED: Final = Kernel(_fused, fused=True)
-WRITTEN_OUT: Final = Kernel(_written_out, fused=False, order="heads")
+UNFUSED: Final = Kernel(_unfused, fused=False, order="heads")

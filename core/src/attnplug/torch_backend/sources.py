@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from attnplug.contract.inputs.kv_cache import Cache
-    from attnplug.torch_backend.builder import Shape
+    from attnplug.torch_backend.builder import PlanParams
     from attnplug.torch_backend.codec import Codec
-    from attnplug.torch_backend.plan import Group, Span
+    from attnplug.torch_backend.plan import Group, Segment
 
 
 @frozen(eq=False)
@@ -46,7 +46,7 @@ class Source:
 
     def of(self, group: Group, members: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values of members of a group, each ``(members, num_kv_heads, keys, size)``."""
-        if isinstance(group.source, Given):
+        if isinstance(group.source, CallKeys):
             return tuple(_from_rows(rows, group.source, group, members) for rows in self._rows())  # type: ignore[return-value]
         keys, values = key_and_value_pages(cast("Cache", self.cache))
         if self.codec is None:
@@ -83,20 +83,20 @@ class Source:
             dequantize(narrow[place].view(codec.narrow), wide[place])
             offset = rows.storage_offset() - narrow[place].storage_offset()
             parts.append(wide[place][offset:].as_strided(rows.shape, rows.stride()))
-        if codec.of_keys is not None:
-            parts[0].mul_(codec.of_keys.unsqueeze(-1))
+        if codec.key_factor is not None:
+            parts[0].mul_(codec.key_factor.unsqueeze(-1))
         return parts[0], parts[1]
 
 
 def _width(group: Group, pages: Tensor) -> int:
     """Return how many slots are gathered per member."""
-    return group.source.blocks.shape[1] * pages.shape[1] if isinstance(group.source, Blocks) else group.keys
+    return group.source.blocks.shape[1] * pages.shape[1] if isinstance(group.source, BlockKeys) else group.keys
 
 
 def _in_place(pages: Tensor, group: Group) -> Tensor | None:
     """Keys of a single member that lie one after another in the cache, as a view; None where they do not."""
     source = group.source
-    if not isinstance(source, Blocks) or source.run is None:
+    if not isinstance(source, BlockKeys) or source.run is None:
         return None
     slots = as_slots(pages)
     if slots is None:
@@ -108,7 +108,7 @@ def _in_place(pages: Tensor, group: Group) -> Tensor | None:
     )
 
 
-def _from_rows(rows: Tensor, given: Given, group: Group, members: slice) -> Tensor:
+def _from_rows(rows: Tensor, given: CallKeys, group: Group, members: slice) -> Tensor:
     """Rows of the call itself: a view where those of the group lie together."""
     where = given.rows
     first, last = members.start * group.keys, members.stop * group.keys
@@ -121,7 +121,7 @@ def _from_rows(rows: Tensor, given: Given, group: Group, members: slice) -> Tens
 
 def _from_pages(pages: Tensor, group: Group, members: slice, out: Tensor) -> Tensor:
     """Rows of the cache, gathered into memory that is used again: fresh memory would cost more than the copy."""
-    if isinstance(group.source, Blocks):
+    if isinstance(group.source, BlockKeys):
         return _from_blocks(pages, group.source, group.keys, members, out)
     stored, (heads, size) = cast("Stored", group.source), pages.shape[2:]
     if stored.rows is not None and pages.stride() == (*(step * size for step in stored.steps), 1):
@@ -134,13 +134,13 @@ def _from_pages(pages: Tensor, group: Group, members: slice, out: Tensor) -> Ten
     return gathered.view(-1, group.keys, heads, size).transpose(1, 2)
 
 
-def _from_blocks(pages: Tensor, source: Blocks, keys: int, members: slice, out: Tensor) -> Tensor:
+def _from_blocks(pages: Tensor, source: BlockKeys, keys: int, members: slice, out: Tensor) -> Tensor:
     """Whole blocks. Behind a request's last key they hold what is not its own: cut off, or set to 0 where it is not."""
     gathered = gather_blocks(pages, part(source.blocks, members), out)
-    torn = source.torn
-    if torn is not None:
-        where = (torn.members, torn.columns)
-        gathered[where] = gathered[where].masked_fill(torn.beyond, 0)
+    partial = source.partial
+    if partial is not None:
+        where = (partial.members, partial.columns)
+        gathered[where] = gathered[where].masked_fill(partial.beyond, 0)
     tokens = gathered.permute(0, 3, 1, 2, 4)
     heads = tokens.shape[1]
     # A view: slots of a head follow each other, whichever of the two orders they were gathered in.
@@ -149,8 +149,12 @@ def _from_blocks(pages: Tensor, source: Blocks, keys: int, members: slice, out: 
 
 
 def blocks_of(
-    shape: Shape, table: Tensor, group: Sequence[Span], sizes: tuple[int, int], index: Callable[[list[int]], Tensor]
-) -> Blocks | None:
+    shape: PlanParams,
+    table: Tensor,
+    group: Sequence[Segment],
+    sizes: tuple[int, int],
+    index: Callable[[list[int]], Tensor],
+) -> BlockKeys | None:
     """
     Return the blocks of a group; None where a number per key serves better.
 
@@ -165,34 +169,34 @@ def blocks_of(
         sizes: Keys of the longest member, and how many members are gathered at once.
         index: Puts integers onto the device.
     """
-    size, (keys, at_once) = shape.block_size or 1, sizes
+    size, (keys, per_gather) = shape.block_size or 1, sizes
     first, offset = divmod(group[0].first_key, size)
     columns = -(-(offset + keys) // size)
     if (
         shape.kernel.make_mask is not None
         or not shape.kernel.fused
         or columns * size > keys + keys // 4 + 16
-        or at_once * columns * size > shape.budget.keys
+        or per_gather * columns * size > shape.budget.keys
     ):
         return None
     if len(group) == 1:
         blocks = table[:, first : first + columns]
-        return Blocks(blocks, offset, None, _run(blocks))
-    if any(span.first_key % size != offset for span in group):
+        return BlockKeys(blocks, offset, None, _run(blocks))
+    if any(segment.first_key % size != offset for segment in group):
         return None
-    even = all(span.keys == keys for span in group)
-    if even and all(span.first_key == group[0].first_key for span in group):
-        return Blocks(table[:, first : first + columns], offset, None)
-    ends = [offset + span.keys for span in group]
-    return Blocks(
+    even = all(segment.keys == keys for segment in group)
+    if even and all(segment.first_key == group[0].first_key for segment in group):
+        return BlockKeys(table[:, first : first + columns], offset, None)
+    ends = [offset + segment.keys for segment in group]
+    return BlockKeys(
         _columns(
             table,
-            [(span.first_key // size, -(-end // size)) for span, end in zip(group, ends, strict=True)],
+            [(segment.first_key // size, -(-end // size)) for segment, end in zip(group, ends, strict=True)],
             columns,
             index,
         ),
         offset,
-        None if even else _torn(ends, columns, size, index),
+        None if even else _partial_blocks(ends, columns, size, index),
     )
 
 
@@ -213,24 +217,26 @@ def _columns(
     return table.gather(1, torch.where(column < count, first + column, first))
 
 
-def _torn(ends: Sequence[int], columns: int, size: int, index: Callable[[list[int]], Tensor]) -> Torn | None:
+def _partial_blocks(
+    ends: Sequence[int], columns: int, size: int, index: Callable[[list[int]], Tensor]
+) -> PartialBlocks | None:
     """
     Return what has to be cleared of gathered blocks, given where each member ends in its own.
 
     That is the rest of its last block; and of the columns it lacks, where its first block, which they repeat, is its
     last one too. A whole first block holds keys of its own, which are finite and masked.
     """
-    torn = [
+    partial = [
         (member, column, end % size)
         for member, end in enumerate(ends)
         if end % size
         for column in ((end // size,) if end > size else range(columns))
     ]
-    if not torn:
+    if not partial:
         return None
-    members, where, used = index([value for part in zip(*torn, strict=True) for value in part]).view(3, -1)
+    members, where, used = index([value for part in zip(*partial, strict=True) for value in part]).view(3, -1)
     slots = torch.arange(size, device=used.device)
-    return Torn(members, where, (slots >= used.unsqueeze(1))[:, :, None, None])
+    return PartialBlocks(members, where, (slots >= used.unsqueeze(1))[:, :, None, None])
 
 
 def divide(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -255,7 +261,7 @@ def head_rows(first_heads: Tensor, num_kv_heads: int, step: int) -> Tensor:
 
 
 @frozen(eq=False)
-class Given:
+class CallKeys:
     """
     Keys that come with the call.
 
@@ -267,7 +273,7 @@ class Given:
 
 
 @frozen(eq=False)
-class Stored:
+class SlotKeys:
     """
     Keys that are in the cache.
 
@@ -284,7 +290,7 @@ class Stored:
 
 
 @frozen(eq=False)
-class Torn:
+class PartialBlocks:
     """
     Gathered blocks that end behind their request's last key. What lies there, NaN included, is another's or nobody's.
 
@@ -300,7 +306,7 @@ class Torn:
 
 
 @frozen(eq=False)
-class Blocks:
+class BlockKeys:
     """
     Keys that are in the cache, and fill most of the blocks that they are in: whole blocks are gathered.
 
@@ -314,7 +320,7 @@ class Blocks:
 
     blocks: Tensor
     offset: int
-    torn: Torn | None
+    partial: PartialBlocks | None
     run: int | None = None
 
 
@@ -324,6 +330,6 @@ def part(tensor: Tensor, where: slice, axis: int = 0) -> Tensor:
     return tensor if count == tensor.shape[axis] else tensor.narrow(axis, where.start, count)
 
 
-def aligned(keys: int) -> int:
+def padded_keys(keys: int) -> int:
     """Return how many keys a request is padded to at most: kernels want masks whose rows start at 16 bytes."""
     return -(-keys // 8) * 8

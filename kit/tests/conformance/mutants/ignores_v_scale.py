@@ -13,7 +13,7 @@ class MutantImpl(TorchImpl):
     def __init__(self, layer, backend):
         super().__init__(layer, backend)
         if self._codec is not None:
-            self._codec = evolve(self._codec, value_scale=None, of_outputs=None)
+            self._codec = evolve(self._codec, value_scale=None, output_factor=None)
 
 
 class MutantBackend(TorchBackend):

@@ -12,7 +12,7 @@ from attnplug.torch_backend.impl import TorchImpl
 class MutantImpl(TorchImpl):
     def __init__(self, layer, backend):
         super().__init__(layer, backend)
-        factor = 1.0 if self._codec is None else self._codec.of_scores
+        factor = 1.0 if self._codec is None else self._codec.score_factor
         self._call = evolve(self._call, scale=self.head_size**-0.5 * factor)
 
 
