@@ -117,8 +117,8 @@ def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
 
 
 def test_other_caps_share_a_function_per_device() -> None:
-    assert flex.soft_cap(30.0, torch.device("cpu")) is flex.soft_cap(30.0, torch.device("cpu"))
-    assert flex.soft_cap(30.0, torch.device("cpu")) is not flex.soft_cap(50.0, torch.device("cpu"))
+    assert flex.soft_cap_mod(30.0, torch.device("cpu")) is flex.soft_cap_mod(30.0, torch.device("cpu"))
+    assert flex.soft_cap_mod(30.0, torch.device("cpu")) is not flex.soft_cap_mod(50.0, torch.device("cpu"))
 
 
 @given(
@@ -193,7 +193,7 @@ def test_values_far_wider_than_keys_are_loaded_tile_by_tile(monkeypatch, device,
     is_wide = evolve(kind, device=torch.device(device)).is_wide
     monkeypatch.setattr(flex.Kind, "is_wide", is_wide)
 
-    flex.compiled.__wrapped__(kind, bent=False)
+    flex.compiled.__wrapped__(kind, soft_capped=False)
 
     assert given == [options]
 

@@ -13,7 +13,7 @@ from attnplug.contract.inputs.kv_cache import is_narrow_float, torch_dtype
 from attnplug.torch_backend.captured import CapturedPlan
 from attnplug.torch_backend.masks import Visibility
 from attnplug.torch_backend.plan import Budget, make_plan
-from attnplug.torch_backend.sdpa import Kernel, choose_kernel, flex_kernel
+from attnplug.torch_backend.sdpa import TileKernel, choose_kernel, flex_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -65,7 +65,7 @@ class TorchBuilder(MetadataBuilder):
 
 
 class FlexBuilder(TorchBuilder):
-    """Block masks are made anew at each step, elsewhere in memory: no graph could read them."""
+    """The same without graphs: block masks are new tensors at each step."""
 
     supports_graphs = False
 
@@ -73,14 +73,14 @@ class FlexBuilder(TorchBuilder):
 @frozen
 class Sizes:
     """
-    How large pieces become on a type of device.
+    How large the pieces of a step become on a type of device.
 
     Attributes:
         gathered: Most bytes of keys and values that are gathered at once, unless one request has more.
         mask: Most elements of the mask of one group.
-        scores: Most scores that the written-out kernel holds at once.
-        rows: Most rows of a tile, query heads folded.
-        call: What one more kernel call costs, in multiplications that would take as long.
+        scores: Most scores that the unfused kernel holds at once.
+        rows: Most rows of a tile, the query heads of a KV head counted as rows.
+        call: Multiplications that take as long as one more kernel call.
     """
 
     gathered: int
@@ -90,7 +90,7 @@ class Sizes:
     call: float
 
 
-# CPU: what one core's part of the caches holds, so that what was gathered or scored is still there when it is read. A
+# CPU: what one core's part of the caches holds, so that gathered keys and scores are still there when they are read. A
 # call costs about 50 us, in which one core multiplies 2e6 times.
 # Elsewhere: large enough to fill a GPU; a call's launches cost about as long as 1e9 multiplications.
 _SIZES: Final = {"cpu": Sizes(gathered=2**23, mask=2**22, scores=2**21, rows=256, call=2e6)}
@@ -103,7 +103,7 @@ def sizes_on(device_type: str) -> Sizes:
 
 
 def bytes_per_key(agreement: Agreement) -> int:
-    """Return what a key and its value take in all heads where they are gathered, and decoded if the cache is narrow."""
+    """Return the bytes of a gathered key and value of all heads, decoded copies included where the cache is FP8."""
     asked, cached = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
     width = asked.num_kv_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
     return width * (cached.itemsize + (torch_dtype(asked.dtype).itemsize if is_narrow_float(cached) else 0))
@@ -118,26 +118,26 @@ def keys_per_gather(agreement: Agreement, device_type: str) -> int:
 @frozen(kw_only=True)
 class PlanParams:
     """
-    What a plan has to know.
+    What planning needs to know of layers and their device.
 
     Attributes:
-        window: Positions seen to the left and to the right, -1 for all.
-        causal: Whether no later position is seen.
-        ratio: Query heads per KV head: their rows are folded into one.
+        window: Positions attended to on the left and on the right, -1 for all.
+        causal: Whether no later position is attended to.
+        ratio: Query heads per KV head, which are folded into rows.
         num_kv_heads: Key and value heads.
         chunk: Positions per chunk of chunked-local attention, or None.
         alibi: Form of the ALiBi distances, or None.
-        reads_call: Whether keys that come with the call are read there; a layer that shares a cache reads that alone.
+        reads_call: Whether keys that come with the call are read there; a layer that shares a KV cache reads only that.
         block_size: Slots per block; None for dense calls.
-        row_steps: How rows of `head_size` elements follow each other in the cache, as in `Stored.steps`; None where
-            whole tokens are gathered.
-        kernel: What attends a tile.
+        row_strides: The strides of rows of `head_size` elements in the cache, see `SlotKeys.strides`; None where whole
+            slots are gathered.
+        kernel: What computes a tile.
         mask_dtype: Dtype of the masks.
         tile_rows: Most query positions of a tile.
         tile_scores: Most scores of a tile, all its heads and members counted; None where the kernel keeps none.
         budget: Sizes of the groups.
-        cascade: The same for batches with a shared prefix, whose kernel has to return LSEs; None where none come.
-        sight: Who sees whom, from `window` and `causal`.
+        cascade: The same for batches with a shared prefix, whose kernel has to return LSEs; None without cascades.
+        visibility: Which positions attend to which, from `window` and `causal`.
     """
 
     window: tuple[int, int]
@@ -148,8 +148,8 @@ class PlanParams:
     alibi: str | None
     reads_call: bool
     block_size: int | None
-    row_steps: tuple[int, int, int] | None
-    kernel: Kernel
+    row_strides: tuple[int, int, int] | None
+    kernel: TileKernel
     mask_dtype: torch.dtype
     tile_rows: int
     tile_scores: int | None
@@ -158,50 +158,42 @@ class PlanParams:
     visibility: Visibility = field(init=False)
 
     @visibility.default
-    def _sight(self) -> Visibility:
+    def _visibility(self) -> Visibility:
         left, right = self.window
         return Visibility(left, 0 if self.causal else right)
 
     def members_per_gather(self, members: int, keys: int) -> int:
-        """Return how many members of a group are gathered at once, each with so many keys, if they are equal."""
+        """Return how many of these members of a uniform group are gathered at once, each with so many keys."""
         if not self.budget.divisible:
             return members
         size = self.block_size or 1
         return max(1, min(members, self.budget.keys // (-(-keys // size) * size)))
 
-    def rows_per_tile(self, members: int, keys: int) -> int:
-        """Return how many query positions a tile of such a group takes."""
-        if self.tile_scores is None:
-            return self.tile_rows
-        return max(1, min(self.tile_rows, self.tile_scores // (members * self.num_kv_heads * self.ratio * keys)))
+    def row_cuts(self, members: int, rows: int, keys: int) -> list[tuple[int, int]]:
+        """Return the rows ``(start, end)`` of each tile of a group."""
+        step = self.tile_rows
+        if self.tile_scores is not None:
+            step = max(1, min(step, self.tile_scores // (members * self.num_kv_heads * self.ratio * keys)))
+        return [(start, min(rows, start + step)) for start in range(0, rows, step)]
 
 
 def plan_params_of(
     agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None = None
 ) -> PlanParams:
     """
-    Return what a plan has to know of the layers of an agreement that share a window.
+    Return what planning needs to know of the layers of an agreement that have the same window.
 
     Args:
         agreement: The agreement.
-        window: Positions seen to the left and to the right, -1 for all.
-        device_type: Where it runs.
-        keys: How many keys the workspace holds; None where there is none.
+        window: Positions attended to on the left and on the right, -1 for all.
+        device_type: The type of device.
+        keys: How many keys the workspace holds; None without a workspace.
     """
-    asked = agreement.requirements
-    shape = _plan_params_of(agreement, window, device_type, keys)
-    if not asked.cascade:
-        return shape
-    with_lse = evolve(agreement, requirements=evolve(asked, return_lse=True))
-    return evolve(shape, cascade=_plan_params_of(with_lse, window, device_type, keys))
-
-
-def _plan_params_of(agreement: Agreement, window: tuple[int, int], device_type: str, keys: int | None) -> PlanParams:
     asked, sizes = agreement.requirements, sizes_on(device_type)
     kernel = choose_kernel(asked, device_type) if agreement.variant == "sdpa" else flex_kernel()
     tile_rows = max(1, sizes.rows // asked.gqa_ratio)
     per_score = asked.num_q_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
-    return PlanParams(
+    params = PlanParams(
         window=window,
         causal=bool(asked.causal),
         ratio=asked.gqa_ratio,
@@ -210,7 +202,7 @@ def _plan_params_of(agreement: Agreement, window: tuple[int, int], device_type: 
         alibi=asked.alibi,
         reads_call=not asked.kv_sharing and asked.attn_type != "encoder_decoder",
         block_size=agreement.block_size,
-        row_steps=_row_steps(agreement, kernel),
+        row_strides=_row_strides(agreement, kernel),
         kernel=kernel,
         mask_dtype=torch_dtype(asked.dtype) if kernel.fused else torch.float32,
         tile_rows=tile_rows,
@@ -221,14 +213,18 @@ def _plan_params_of(agreement: Agreement, window: tuple[int, int], device_type: 
             int(sizes.call / per_score),
             tile_rows,
             kernel.least_keys,
-            even=not asked.custom_mask,
+            uniform=not asked.custom_mask,
             divisible=kernel.make_mask is None and not asked.custom_mask,
         ),
     )
+    if not asked.cascade:
+        return params
+    with_lse = evolve(agreement, requirements=evolve(asked, return_lse=True, cascade=False))
+    return evolve(params, cascade=plan_params_of(with_lse, window, device_type, keys))
 
 
-def _row_steps(agreement: Agreement, kernel: Kernel) -> tuple[int, int, int] | None:
-    """In heads-first pages rows of one head lie together, in tokens-first ones whole tokens."""
+def _row_strides(agreement: Agreement, kernel: TileKernel) -> tuple[int, int, int] | None:
+    """In HND pages the rows of one head are contiguous, in NHD pages whole slots are."""
     heads, size, heads_first = agreement.requirements.num_kv_heads, agreement.block_size, agreement.kv_layout == "HND"
     if size is None or kernel.order == "tokens" or (kernel.order == "any" and not heads_first):
         return None

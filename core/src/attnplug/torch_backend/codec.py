@@ -1,4 +1,4 @@
-"""What an 8-bit cache does to keys and values on their way in, and what has to be made up for on their fix."""
+"""What an FP8 KV cache does to keys and values: how they are rounded, and where their scales are applied."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 @frozen(eq=False)
 class Codec:
     """
-    Scales of a layer whose cache holds 8-bit floats: ``x ~ scale * quantized``.
+    Scales of a layer whose KV cache is FP8: ``x ~ scale * quantized``.
 
     Kernels read the quantized numbers themselves, which every wider dtype holds exactly. A key's scale is a factor of
-    its scores, a value's one of the output, so that neither rounds anything. Only where one number does not stand for
-    the scales of all heads, or where a kernel is compiled for the factor of its scores, are keys multiplied.
+    its scores, a value's scale a factor of the output, so that neither rounds anything. Keys are multiplied only where
+    heads have different scales, and for a kernel that is compiled for the factor of its scores.
 
     Attributes:
-        narrow: Dtype of the cache.
+        narrow: Dtype of the KV cache.
         dtype: Dtype of the layer.
         key_scale: float32, one element or ``(num_kv_heads,)``; None for 1.
-        value_scale: The same of values.
-        of_scores: Factor of the scores.
-        of_keys: ``(1 or num_kv_heads, 1)`` factor of keys that were read; None for 1.
-        of_outputs: ``(1 or num_kv_heads, 1, 1)`` factor of outputs; None for 1.
+        value_scale: The same for values.
+        score_factor: Factor of the scores.
+        key_factor: ``(1 or num_kv_heads, 1)`` factor of keys after decoding; None for 1.
+        output_factor: ``(1 or num_kv_heads, 1, 1)`` factor of outputs; None for 1.
     """
 
     narrow: torch.dtype
@@ -44,30 +44,30 @@ class Codec:
     output_factor: Tensor | None
 
     def encode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the cache keeps of new keys and values."""
+        """Return new keys and values as the KV cache holds them."""
         return quantize(key, self.narrow, self.key_scale), quantize(value, self.narrow, self.value_scale)
 
     def decode(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what kernels read of encoded rows ``(tokens, num_kv_heads, size)``, in fresh memory."""
-        rows = (key.contiguous(), value.contiguous())  # a layer's K/V may come as a view that has its heads first
+        """Return encoded rows ``(tokens, num_kv_heads, size)`` as kernels read them, in fresh memory."""
+        rows = (key.contiguous(), value.contiguous())  # a layer's K/V may be a view with its heads first
         key, value = (dequantize(narrow, torch.empty_like(narrow, dtype=self.dtype)) for narrow in rows)
         return key if self.key_factor is None else key.mul_(self.key_factor), value
 
 
 def codec_of(layer: Layer, agreement: Agreement) -> Codec | None:
-    """Return the codec of a completed layer; None where its cache holds rows as they are."""
+    """Return the codec of a completed layer; None where its KV cache is not FP8."""
     narrow = torch_dtype(agreement.kv_cache_dtype)
     if not is_narrow_float(narrow):
         return None
     key_scale = None if layer.k_scale == 1.0 else layer.k_scale_tensor
     value_scale = None if layer.v_scale == 1.0 else layer.v_scale_tensor
-    folds = layer.k_scale is not None and agreement.variant != "flex"
+    scales_scores = layer.k_scale is not None and agreement.variant != "flex"
     return Codec(
         narrow,
         torch_dtype(agreement.requirements.dtype),
         key_scale,
         value_scale,
-        score_factor=layer.k_scale if folds and layer.k_scale is not None else 1.0,
-        key_factor=None if folds or key_scale is None else key_scale.view(-1, 1),
+        score_factor=layer.k_scale if scales_scores and layer.k_scale is not None else 1.0,
+        key_factor=None if scales_scores or key_scale is None else key_scale.view(-1, 1),
         output_factor=None if value_scale is None else value_scale.view(-1, 1, 1),
     )

@@ -1,4 +1,4 @@
-"""Compiled FlexAttention: soft caps, ALiBi, windows, sinks and LSE in one kernel that keeps no scores."""
+"""Compiled FlexAttention: soft caps, ALiBi, windows, sinks and LSE in one kernel that keeps no scores in memory."""
 
 from __future__ import annotations
 
@@ -13,62 +13,63 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from attnplug.torch_backend.masks import Visibility
-from attnplug.torch_backend.sdpa import Call
+from attnplug.torch_backend.sdpa import ScoreParams
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
 BLOCK: Final = 128
-"""Rows and keys of a block of the mask: the kernel skips blocks that nobody sees, and masks only those seen in part."""
+"""Rows and keys of a block of the mask: the kernel skips empty blocks, and applies the mask in partial ones only."""
 
 _FAR: Final = 2**30
-_FACTS: Final = 5
-_SLOPES: Final = 2**12 + 1  # query heads per key head that nobody has, so that no other size equals theirs
+_INPUTS: Final = 5
+_SLOPES: Final = 2**12 + 1  # query heads per KV head that no model has, so that no other size equals theirs
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Call, *, causal: bool
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, params: ScoreParams, *, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend a group with the compiled kernel. One memory order, or each would compile again."""
+    """Compute a group with the compiled kernel. One memory order, since another would compile again."""
     del causal
     query, key, value = query.contiguous(), _tokens_first(key), _tokens_first(value)
-    kernel = compiled(_kind(query, value, call), call.soft_cap is not None, call.alibi)
-    return kernel(query, key, value, bend(call, mask.facts), mask.blocks, call.scale)
+    kernel = compiled(_kind(query, value, params), params.soft_cap is not None, params.alibi)
+    return kernel(query, key, value, score_mod_of(params, mask.inputs), mask.blocks, params.scale)
 
 
 @frozen(eq=False)
 class FlexMask:
     """
-    Who sees whom in a group, and where its members stand.
+    The mask of a group.
 
     Attributes:
         blocks: The mask, block by block.
-        facts: ``(members, 5)`` int32: rows, keys, positions seen to the left and right, query heads per KV head.
+        inputs: ``(members, 5)`` int32, what mask and score functions read: rows, keys, positions attended to on the
+            left and right, query heads per KV head.
     """
 
     blocks: BlockMask
-    facts: Tensor
+    inputs: Tensor
 
 
 def _tokens_first(rows: Tensor) -> Tensor:
-    """Return ``(members, keys, heads, size)``, contiguous, as tokens are gathered."""
+    """Return ``(members, keys, heads, size)``, contiguous, as whole slots are gathered."""
     return rows.transpose(1, 2).contiguous()
 
 
 @frozen
 class Kind:
     """
-    What the compiler makes graphs of their own for, however dynamic the lengths are.
+    What the compiler makes separate graphs for, however dynamic the lengths are.
 
     Attributes:
         heads: Key and value heads.
         size: Size of a query and key head.
         size_v: Size of a value head.
         dtype: Their dtype.
-        device: Where they live.
+        device: Their device.
         alone: Whether the group has one member.
-        short: Whether it has so few rows that the kernel splits keys instead of rows; a single row is 0.
+        short: 0 for a single row, 1 for so few rows that the kernel splits keys instead of rows, 2 for more.
         scale: Factor of the scores.
     """
 
@@ -84,45 +85,45 @@ class Kind:
     @property
     def is_wide(self) -> bool:
         """
-        Whether values are wider than the compiler takes into account.
+        Whether values are wider than the compiler assumes.
 
-        It chooses tiles by the size of keys alone: three of 128 by 64 in flight leave no room for values of 256.
+        It chooses tiles by the size of keys alone: three stages of 128 by 64 leave no room for values of 256.
         """
         return self.device.type == "cuda" and self.size_v > max(self.size, 128)
 
 
-def _kind(query: Tensor, value: Tensor, call: Call) -> Kind:
+def _kind(query: Tensor, value: Tensor, params: ScoreParams) -> Kind:
     members, heads, rows, size = query.shape
     short = 0 if rows == 1 else 1 if rows < BLOCK else 2
-    return Kind(heads, size, value.shape[3], query.dtype, query.device, members == 1, short, call.scale)
+    return Kind(heads, size, value.shape[3], query.dtype, query.device, members == 1, short, params.scale)
 
 
 @cache
 def compiled(
     kind: Kind,
-    bent: bool,  # noqa: FBT001 - part of a cache key
+    soft_capped: bool,  # noqa: FBT001 - part of a cache key
     alibi: str | None = None,
 ) -> Callable[..., tuple[Tensor, Tensor | None]]:
     """
     Return the kernel for a kind of group, compiled.
 
-    Each kind has a function of its own, since the compiler gives up on one that it had to compile often. Sizes that are
-    equal the first time are taken to be equal always: so it sees unequal ones first, and makes a general graph.
+    Each kind has its own function, since the compiler gives up on one that it had to compile often. It takes sizes that
+    are equal at first to be equal always: so the first sizes are unequal, which makes a general graph.
     """
-    function = _flex_by_single_tiles if kind.is_wide else _flex
-    code = function.__code__.replace(co_name=f"flex_{abs(hash((kind, bent, alibi)))}")
+    function = _flex_in_one_stage if kind.is_wide else _flex
+    code = function.__code__.replace(co_name=f"flex_{abs(hash((kind, soft_capped, alibi)))}")
     own = FunctionType(code, function.__globals__, closure=function.__closure__)
     kernel = torch.compile(own, dynamic=True, fullgraph=True)
     query, key, value, mask = unequal_sizes(kind)
     slopes = torch.zeros(kind.heads * _SLOPES, device=kind.device) if alibi else None
-    call = Call(kind.scale, 1.0 if bent else None, alibi, slopes)
-    kernel(query, key, value, bend(call, mask.facts), mask.blocks, kind.scale)
+    params = ScoreParams(kind.scale, 1.0 if soft_capped else None, alibi, slopes)
+    kernel(query, key, value, score_mod_of(params, mask.inputs), mask.blocks, kind.scale)
     return kernel
 
 
 def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, FlexMask]:
-    """Return arguments of a kind, no two of whose sizes are equal, except where the kind says so."""
-    taken = {1, 2, _FACTS, kind.heads, kind.size, kind.size_v}
+    """Return arguments of a kind in which no two sizes are equal, except those that the kind makes equal."""
+    taken = {1, 2, _INPUTS, kind.heads, kind.size, kind.size_v}
 
     def unused(start: int) -> int:
         taken.add(size := next(n for n in count(start) if n not in taken))
@@ -141,16 +142,16 @@ def unequal_sizes(kind: Kind) -> tuple[Tensor, Tensor, Tensor, FlexMask]:
 def _flex(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    return _attended(query, key, value, score_mod, mask, scale, None)
+    return _flex_with(query, key, value, score_mod, mask, scale, None)
 
 
-def _flex_by_single_tiles(
+def _flex_in_one_stage(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor | None]:
-    return _attended(query, key, value, score_mod, mask, scale, {"num_stages": 1})
+    return _flex_with(query, key, value, score_mod, mask, scale, {"num_stages": 1})
 
 
-def _attended(
+def _flex_with(
     query: Tensor, key: Tensor, value: Tensor, score_mod: Any, mask: BlockMask, scale: float, options: Any
 ) -> tuple[Tensor, Tensor | None]:
     key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -159,43 +160,15 @@ def _attended(
     return out, aux.lse
 
 
-def bend(call: Call, facts: Tensor) -> Callable[..., Tensor] | None:
-    """Return what becomes of scores: capped, then lowered by ALiBi. None for nothing."""
-    cap = None if call.soft_cap is None else soft_cap(call.soft_cap, facts.device)
-    return cap if call.slopes is None else slanted(cap, call.slopes, facts, call.alibi)
-
-
-def slanted(
-    cap: Callable[..., Tensor] | None, slopes: Tensor, facts: Tensor, form: str | None
-) -> Callable[..., Tensor]:
-    """
-    Return what lowers scores by ``slope * distance``, after capping.
-
-    Args:
-        cap: What caps them, or None.
-        slopes: ``(num_q_heads,)`` float32. Rows of the query heads that share a key head follow each other.
-        facts: As in `Picture`.
-        form: "linear" or "sqrt".
-    """
-
-    def lower(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        score = score if cap is None else cap(score, batch, head, row, key)
-        ratio = facts[batch, 4]
-        distance = (key - _position(facts, batch, row)).abs().to(score.dtype)
-        slope = slopes[head * ratio + row % ratio]
-        return score - slope * (distance.sqrt() if form == "sqrt" else distance)
-
-    return lower
-
-
-def _position(facts: Tensor, batch: Tensor, row: Tensor) -> Tensor:
-    """Where a row stands: rows beyond a member's own repeat its last one, which stands at its last key."""
-    return torch.minimum(row // facts[batch, 4], facts[batch, 0] - 1) + facts[batch, 1] - facts[batch, 0]
+def score_mod_of(params: ScoreParams, inputs: Tensor) -> Callable[..., Tensor] | None:
+    """Return the function that caps scores and then applies ALiBi; None where there is neither."""
+    cap = None if params.soft_cap is None else soft_cap_mod(params.soft_cap, inputs.device)
+    return cap if params.slopes is None else alibi_mod(cap, params.slopes, inputs, params.alibi)
 
 
 @cache
-def soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
-    """Return what bends scores. The cap is a tensor, so that another cap does not compile again."""
+def soft_cap_mod(cap: float, device: torch.device) -> Callable[..., Tensor]:
+    """Return the function that caps scores. The cap is a tensor, so that another cap does not compile again."""
     limit = torch.tensor(cap, device=device)
 
     def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
@@ -205,38 +178,66 @@ def soft_cap(cap: float, device: torch.device) -> Callable[..., Tensor]:
     return capped
 
 
+def alibi_mod(
+    cap: Callable[..., Tensor] | None, slopes: Tensor, inputs: Tensor, form: str | None
+) -> Callable[..., Tensor]:
+    """
+    Return the function that subtracts ``slope * distance`` from scores, after capping.
+
+    Args:
+        cap: The function that caps them, or None.
+        slopes: ``(num_q_heads,)`` float32. Rows of the query heads that share a KV head are consecutive.
+        inputs: As in `FlexMask`.
+        form: "linear" or "sqrt".
+    """
+
+    def with_alibi(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        score = score if cap is None else cap(score, batch, head, row, key)
+        ratio = inputs[batch, 4]
+        distance = (key - _position(inputs, batch, row)).abs().to(score.dtype)
+        slope = slopes[head * ratio + row % ratio]
+        return score - slope * (distance.sqrt() if form == "sqrt" else distance)
+
+    return with_alibi
+
+
+def _position(inputs: Tensor, batch: Tensor, row: Tensor) -> Tensor:
+    """Return the position of a row. Rows beyond a member's own repeat its last one, at its last key."""
+    return torch.minimum(row // inputs[batch, 4], inputs[batch, 0] - 1) + inputs[batch, 1] - inputs[batch, 0]
+
+
 def make_mask(visibility: Visibility, lens: Tensor, rows: int, keys: int, ratio: int) -> FlexMask:
-    """Return the picture of a group, worked out from lengths on the device; see `kernels.MakeMask`."""
+    """Return the mask of a group, computed from lengths on the device; see `MakeMask`."""
     num_rows, num_keys = lens.int()
     left = _FAR if visibility.left < 0 else visibility.left
     right = _FAR if visibility.right < 0 else visibility.right
     # One tensor holds all that the mask function reads: other values do not compile again.
-    facts = torch.stack([num_rows, num_keys, *(torch.full_like(num_rows, n) for n in (left, right, ratio))], dim=1)
+    inputs = torch.stack([num_rows, num_keys, *(torch.full_like(num_rows, n) for n in (left, right, ratio))], dim=1)
 
-    def seen(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+    def visible(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         del head
-        position = _position(facts, batch, row)
-        near = (key >= position - facts[batch, 2]) & (key <= position + facts[batch, 3])
-        return (key < facts[batch, 1]) & near
+        position = _position(inputs, batch, row)
+        near = (key >= position - inputs[batch, 2]) & (key <= position + inputs[batch, 3])
+        return (key < inputs[batch, 1]) & near
 
     partial, full = _blocks(num_rows, num_keys, (left, right), rows, keys, ratio)
     blocks = BlockMask.from_kv_blocks(
         *_ordered(partial),
         *_ordered(full),
         BLOCK_SIZE=BLOCK,
-        mask_mod=seen,
+        mask_mod=visible,
         seq_lengths=(rows * ratio, keys),
         compute_q_blocks=False,
     )
-    return FlexMask(blocks, facts)
+    return FlexMask(blocks, inputs)
 
 
 def _blocks(
     num_rows: Tensor, num_keys: Tensor, window: tuple[int, int], rows: int, keys: int, ratio: int
 ) -> tuple[Tensor, Tensor]:
-    """Return which blocks ``(members, row blocks, key blocks)`` are seen in part, and which as a whole."""
+    """Return which blocks ``(members, row blocks, key blocks)`` are partially visible, and which fully."""
     left, right = window
-    # Two blocks at least: sizes of one would compile a graph of their own.
+    # Two blocks at least: the compiler makes separate graphs for sizes of one.
     start = torch.arange(max(2, -(-rows * ratio // BLOCK)), device=num_rows.device) * BLOCK
     last_row = num_rows.unsqueeze(1) - 1
     first = torch.minimum(torch.div(start, ratio, rounding_mode="floor"), last_row)

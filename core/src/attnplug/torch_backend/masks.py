@@ -1,4 +1,4 @@
-"""Which query sees which key: masks, ALiBi distances, and the tiles that groups are cut into."""
+"""Which query attends to which key: masks, ALiBi distances, and the tiles that groups are cut into."""
 
 from __future__ import annotations
 
@@ -6,394 +6,105 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from attrs import field, frozen
+from attrs import frozen
 from torch import Tensor
 
+from attnplug.torch_backend.sources import index_on
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from attnplug.torch_backend.builder import PlanParams
-    from attnplug.torch_backend.plan import Segment
+    from attnplug.torch_backend.plan import Rectangle
 
 
 @frozen
 class Visibility:
     """
-    What positions see of each other.
+    Which positions a position attends to.
 
     Attributes:
-        left: Positions seen to the left, -1 for all.
-        right: Positions seen to the right, -1 for all; 0 is causal.
+        left: Positions to the left, -1 for all.
+        right: Positions to the right, -1 for all; 0 is causal.
     """
 
     left: int
     right: int
 
-    def of(self, distance: Tensor) -> Tensor:
-        """Return whether a key is seen, given its position minus the query's."""
-        seen = torch.ones_like(distance, dtype=torch.bool)
+    def of(self, relative: Tensor) -> Tensor:
+        """Return whether a key is visible, for positions of keys minus those of queries."""
+        visible = torch.ones_like(relative, dtype=torch.bool)
         if self.left >= 0:
-            seen &= distance >= -self.left
+            visible &= relative >= -self.left
         if self.right >= 0:
-            seen &= distance <= self.right
-        return seen
+            visible &= relative <= self.right
+        return visible
 
-    def binds(self, rows: int, keys: int) -> bool:
-        """Whether any of the last `rows` positions out of `keys` misses a key."""
+    def in_group(self, relative: Tensor, num_keys: Tensor) -> Tensor:
+        """Return the same for `relative_positions` of a group; keys beyond a member's `num_keys` are not visible."""
+        return self.of(relative) & (_keys_of(relative) < num_keys.unsqueeze(1)).unsqueeze(1)
+
+    def hides_keys(self, rows: int, keys: int) -> bool:
+        """Whether a key is hidden from any of the last `rows` positions out of `keys`."""
         return 0 <= self.right < rows - 1 or 0 <= self.left < keys - 1
 
 
-def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return 0 where `seen`, -inf elsewhere."""
-    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
-
-
-class MaskTemplate:
+def relative_positions(num_rows: Tensor, num_keys: Tensor, rows: int, keys: int) -> Tensor:
     """
-    One mask from which every tile of equally long requests takes a slice.
+    Return the positions of keys minus those of query rows, ``(members, rows, keys)``.
 
-    What a row sees depends on distances only, so that tiles at other positions see the same picture, shifted.
+    Rows beyond a member's own repeat its last one: no padding row is left without a visible key.
 
     Args:
-        sight: Who sees whom.
-        rows: Query positions of a tile.
-        distances: The smallest distance between a key and a tile's first query, and the largest one plus 1.
-        repeat: How often each row is repeated, for query heads that share a key head.
-        dtype: Dtype of the mask.
-        device: Where it lives.
-    """
-
-    def __init__(
-        self,
-        visibility: Visibility,
-        rows: int,
-        distances: tuple[int, int],
-        *,
-        repeat: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._low = distances[0]
-        self._repeat = repeat
-        distance = torch.arange(*distances, device=device) - torch.arange(rows, device=device).unsqueeze(1)
-        self._mask = additive(visibility.of(distance).repeat_interleave(repeat, 0), dtype)
-
-    def tile(self, rows: int, start: int, end: int) -> Tensor:
-        """Return ``(1, 1, rows * repeat, end - start)``, for keys at such distances from the first row."""
-        return self._mask[None, None, : rows * self._repeat, start - self._low : end - self._low]
-
-
-def ragged_mask(
-    visibility: Visibility, num_rows: Tensor, num_keys: Tensor, rows: int, keys: int, *, repeat: int, dtype: torch.dtype
-) -> Tensor:
-    """
-    Return the mask of a group whose members differ in length.
-
-    Rows beyond a member's own repeat what its last row sees, so that no row of the group sees nothing.
-
-    Args:
-        sight: Who sees whom.
-        num_rows: ``(members,)`` rows per member.
-        num_keys: ``(members,)`` keys per member; its last row stands at its last key.
+        num_rows: ``(members,)`` int64 rows per member.
+        num_keys: ``(members,)`` int64 keys per member; its last row is at the position of its last key.
         rows: The most rows.
         keys: The most keys.
-        repeat: How often each row is repeated.
-        dtype: Dtype of the mask.
-
-    Returns:
-        ``(members, 1, rows * repeat, keys)``.
     """
-    seen = ragged_visibility(visibility, num_rows, num_keys, rows, keys)
-    return additive(seen.repeat_interleave(repeat, 1), dtype).unsqueeze(1)
-
-
-def ragged_visibility(visibility: Visibility, num_rows: Tensor, num_keys: Tensor, rows: int, keys: int) -> Tensor:
-    """Return which rows see which keys, ``(members, rows, keys)``; arguments as for `ragged_mask`."""
     row = torch.minimum(torch.arange(rows, device=num_rows.device), num_rows.unsqueeze(1) - 1)
     position = row + (num_keys - num_rows).unsqueeze(1)
-    key = torch.arange(keys, device=num_rows.device)
-    return visibility.of(key - position.unsqueeze(2)) & (key < num_keys.unsqueeze(1)).unsqueeze(1)
+    return torch.arange(keys, device=num_rows.device) - position.unsqueeze(2)
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where `visible`, -inf elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 @frozen(eq=False)
 class AlibiMask:
     """
-    What the written-out kernel reads of a tile where ALiBi was asked for. The slopes are the layer's.
+    The mask of a tile with ALiBi. It holds no slopes: plans are shared by layers, and slopes belong to one layer.
 
     Attributes:
-        mask: ``(members or 1, 1, rows * ratio, keys)`` additive; None where every row sees every key.
-        far: ``(members or 1, rows, keys)`` float32: what a slope is multiplied with.
+        mask: ``(members or 1, 1, rows * ratio, keys)`` additive; None where every key is visible.
+        distance: ``(members or 1, rows, keys)`` float32, see `alibi_distance`.
     """
 
     mask: Tensor | None
-    far: Tensor
+    distance: Tensor
 
 
-def bend(distance: Tensor, form: str | None) -> Tensor:
-    """Return what a slope is multiplied with, in float32, given distances of either sign. The form is that of ALiBi."""
-    far = distance.abs().float()
-    return far.sqrt_() if form == "sqrt" else far
+def alibi_distance(relative: Tensor, form: str | None) -> Tensor:
+    """Return what slopes are multiplied by, float32: the distance, or its square root where the form is "sqrt"."""
+    distance = relative.abs().float()
+    return distance.sqrt_() if form == "sqrt" else distance
 
 
-class Distances:
+def apply_alibi(scores: Tensor, slopes: Tensor, distance: Tensor) -> Tensor:
     """
-    One picture of distances from which every tile of equally long requests takes a slice, as from a mask's template.
-
-    Args:
-        form: "linear" or "sqrt".
-        rows: Query positions of a tile.
-        distances: The smallest distance between a key and a tile's first query, and the largest one plus 1.
-        device: Where it lives.
-    """
-
-    def __init__(self, form: str | None, rows: int, distances: tuple[int, int], *, device: torch.device) -> None:
-        self._low = distances[0]
-        distance = torch.arange(*distances, device=device) - torch.arange(rows, device=device).unsqueeze(1)
-        self._far = bend(distance, form)
-
-    def tile(self, rows: int, start: int, end: int) -> Tensor:
-        """Return ``(1, rows, end - start)``, for keys at such distances from the first row."""
-        return self._far[None, :rows, start - self._low : end - self._low]
-
-
-def ragged_distances(num_rows: Tensor, num_keys: Tensor, rows: int, keys: int, form: str | None) -> Tensor:
-    """
-    Return the distances of a group whose members differ in length. Rows beyond a member's own repeat its last one.
-
-    Args:
-        num_rows: ``(members,)`` rows per member.
-        num_keys: ``(members,)`` keys per member; its last row stands at its last key.
-        rows: The most rows.
-        keys: The most keys.
-        form: "linear" or "sqrt".
-
-    Returns:
-        ``(members, rows, keys)``.
-    """
-    row = torch.minimum(torch.arange(rows, device=num_rows.device), num_rows.unsqueeze(1) - 1)
-    position = row + (num_keys - num_rows).unsqueeze(1)
-    return bend(torch.arange(keys, device=num_rows.device) - position.unsqueeze(2), form)
-
-
-def lower(scores: Tensor, slopes: Tensor, far: Tensor) -> Tensor:
-    """
-    Take ``slope * far`` off the scores, in place.
+    Subtract ``slope * distance`` from the scores, in place.
 
     Args:
         scores: ``(members, num_kv_heads, rows * ratio, keys)``.
         slopes: ``(num_q_heads,)``.
-        far: ``(members or 1, rows, keys)``.
+        distance: ``(members or 1, rows, keys)``.
     """
     members, heads, _, keys = scores.shape
     ratio = slopes.shape[0] // heads
     per_head = scores.view(members, heads, -1, ratio, keys)
-    per_head.addcmul_(slopes.view(1, heads, 1, ratio, 1), far[:, None, :, None, :], value=-1)
+    per_head.addcmul_(slopes.view(1, heads, 1, ratio, 1), distance[:, None, :, None, :], value=-1)
     return scores
-
-
-@frozen(eq=False)
-class CustomMask:
-    """
-    A batch's mask.
-
-    Attributes:
-        flat: ``(sum(query_len * seq_len),)`` bool, the requests' masks one after another, True attends.
-        query_lens: Query rows per request.
-        seq_lens: Keys per request.
-        index: Puts integers onto the device.
-    """
-
-    flat: Tensor
-    query_lens: Sequence[int]
-    seq_lens: Sequence[int]
-    index: Callable[[list[int]], Tensor]
-    _starts: list[int] = field(init=False)
-    _first_rows: list[int] = field(init=False)
-
-    @_starts.default
-    def _find_starts(self) -> list[int]:
-        sizes = (rows * keys for rows, keys in zip(self.query_lens, self.seq_lens, strict=True))
-        return [0, *accumulate(sizes)]
-
-    @_first_rows.default
-    def _find_first_rows(self) -> list[int]:
-        return [0, *accumulate(self.query_lens)]
-
-    def of(self, group: list[Segment], lens: Tensor, rows: int, keys: int) -> Tensor:
-        """
-        Return a group's part, ``(members, rows, keys)``. Rows and keys beyond a member's own repeat its last ones.
-
-        Args:
-            group: Its members.
-            lens: ``(2, members)`` rows and keys of each.
-            rows: The most rows.
-            keys: The most keys.
-        """
-        firsts = [self._first(segment) for segment in group]
-        first, width = self.index([*firsts, *(self.seq_lens[segment.request] for segment in group)]).view(2, -1, 1)
-        row = torch.minimum(torch.arange(rows, device=lens.device), lens[0].unsqueeze(1) - 1)
-        key = torch.minimum(torch.arange(keys, device=lens.device), lens[1].unsqueeze(1) - 1)
-        return self.flat[(first + row * width).unsqueeze(2) + key.unsqueeze(1)]
-
-    def _first(self, segment: Segment) -> int:
-        """Where the span's first row meets its first key."""
-        row = segment.first_row - self._first_rows[segment.request]
-        return self._starts[segment.request] + row * self.seq_lens[segment.request] + segment.first_key
-
-
-class Tiler:
-    """
-    Cuts the groups of one batch.
-
-    Groups whose members are equally long share templates, which are made here. Others get pictures of their own.
-
-    Args:
-        shape: What planning knows of the layers.
-        groups: All groups of the batch.
-        custom: The mask that came with the batch, or None.
-        index: Puts integers onto the device.
-        device: The device.
-    """
-
-    def __init__(
-        self,
-        shape: PlanParams,
-        groups: Sequence[list[Segment]],
-        custom: CustomMask | None,
-        index: Callable[[list[int]], Tensor],
-        device: torch.device,
-    ) -> None:
-        self._shape = shape
-        self._custom = custom
-        self._index = index
-        self._device = device
-        even = [] if shape.kernel.make_mask or custom else [group for group in groups if is_uniform(group)]
-        self._template = self._make_template(even)
-        self._distances = self._make_distances(even) if shape.alibi and even else None
-
-    def tiles(self, group: list[Segment], rows: int, keys: int) -> list[Tile]:
-        """Return the kernel calls of a group of so many rows and keys, padding included."""
-        make_mask = self._shape.kernel.make_mask
-        if make_mask is not None:
-            mask = make_mask(self._shape.visibility, self._lens(group), rows, keys, self._shape.ratio)
-            return [Tile((0, rows), (0, keys), mask)]
-        if self._custom is not None:
-            return self._custom_tiles(self._custom, group, rows, keys)
-        if is_uniform(group):
-            return self._even_tiles(self._shape.members_per_gather(len(group), keys), rows, keys)
-        return self._ragged_tiles(group, rows, keys)
-
-    def _lens(self, group: list[Segment]) -> Tensor:
-        return self._index([*(segment.rows for segment in group), *(segment.keys for segment in group)]).view(2, -1)
-
-    # -- groups whose members differ ---------------------------------------------------------------------------------
-
-    def _ragged_tiles(self, group: list[Segment], rows: int, keys: int) -> list[Tile]:
-        shape, lens = self._shape, self._lens(group)
-        mask = ragged_mask(shape.visibility, lens[0], lens[1], rows, keys, repeat=shape.ratio, dtype=shape.mask_dtype)
-        return self._masked_tiles(len(group), lens, mask, rows, keys)
-
-    def _custom_tiles(self, custom: CustomMask, group: list[Segment], rows: int, keys: int) -> list[Tile]:
-        """A row that the mask leaves nothing to attends everything, and its result is thrown away."""
-        shape, lens = self._shape, self._lens(group)
-        seen = ragged_visibility(shape.visibility, lens[0], lens[1], rows, keys) & custom.of(group, lens, rows, keys)
-        fully_masked = ~seen.any(-1)
-        mask = additive(
-            (seen | fully_masked.unsqueeze(2)).repeat_interleave(shape.ratio, 1), shape.mask_dtype
-        ).unsqueeze(1)
-        return self._masked_tiles(len(group), lens, mask, rows, keys, fully_masked)
-
-    def _masked_tiles(
-        self, members: int, lens: Tensor, mask: Tensor, rows: int, keys: int, fully_masked: Tensor | None = None
-    ) -> list[Tile]:
-        far = ragged_distances(lens[0], lens[1], rows, keys, self._shape.alibi) if self._shape.alibi else None
-        tiles = []
-        for start, end in self._cuts(members, rows, keys):
-            part: Any = mask[:, :, start * self._shape.ratio : end * self._shape.ratio]
-            part = part if far is None else AlibiMask(part, far[:, start:end])
-            tiles.append(
-                Tile(
-                    (start, end),
-                    (0, keys),
-                    part,
-                    fully_masked=None if fully_masked is None else fully_masked[:, start:end],
-                )
-            )
-        return tiles
-
-    # -- groups whose members are equally long -----------------------------------------------------------------------
-
-    def _even_tiles(self, members: int, rows: int, keys: int) -> list[Tile]:
-        if self._is_square(rows, keys):
-            return [Tile((0, rows), (0, keys), causal=True)]
-        return [self._even_tile(cut, rows, keys) for cut in self._cuts(members, rows, keys)]
-
-    def _even_tile(self, cut: tuple[int, int], rows: int, keys: int) -> Tile:
-        reach, mask = self._reach(cut, rows, keys), None
-        count, first = cut[1] - cut[0], cut[0] + keys - rows
-        near = (reach[0] - first, reach[1] - first)
-        if self._template is not None and count > 1 and self._shape.visibility.binds(rows, keys):
-            mask = self._template.tile(count, *near)
-        if self._distances is None:
-            return Tile(cut, reach, mask)
-        return Tile(cut, reach, AlibiMask(mask, self._distances.tile(count, *near)))
-
-    def _is_square(self, rows: int, keys: int) -> bool:
-        visibility = self._shape.visibility
-        return (
-            self._shape.kernel.fused
-            and 1 < rows == keys
-            and visibility.right == 0
-            and not 0 <= visibility.left < keys - 1
-        )
-
-    def _cuts(self, members: int, rows: int, keys: int) -> list[tuple[int, int]]:
-        step = self._shape.rows_per_tile(members, keys)
-        return [(start, min(rows, start + step)) for start in range(0, rows, step)]
-
-    def _reach(self, cut: tuple[int, int], rows: int, keys: int) -> tuple[int, int]:
-        """Return the keys ``(first, last + 1)`` that the rows of an even tile see."""
-        visibility, shift = self._shape.visibility, keys - rows
-        low = max(0, cut[0] + shift - visibility.left) if visibility.left >= 0 else 0
-        high = min(keys, cut[1] + shift + visibility.right) if visibility.right >= 0 else keys
-        return low, high
-
-    # -- what they share ---------------------------------------------------------------------------------------------
-
-    def _make_template(self, groups: list[list[Segment]]) -> MaskTemplate | None:
-        """Return a mask that every tile of every even group finds its own in, or None where none needs one."""
-        shape = self._shape
-        bound = [
-            group
-            for group in groups
-            if shape.visibility.binds(group[0].rows, group[0].keys)
-            and not self._is_square(group[0].rows, group[0].keys)
-        ]
-        rows, distances = self._extent(bound)
-        if rows == 1:
-            return None
-        return MaskTemplate(
-            shape.visibility, rows, distances, repeat=shape.ratio, dtype=shape.mask_dtype, device=self._device
-        )
-
-    def _make_distances(self, groups: list[list[Segment]]) -> Distances:
-        return Distances(self._shape.alibi, *self._extent(groups), device=self._device)
-
-    def _extent(self, groups: list[list[Segment]]) -> tuple[int, tuple[int, int]]:
-        """Return the most rows of a tile, and the distances of the keys from its first row: ``(least, most + 1)``."""
-        low, high, most_rows = 0, 0, 1
-        for group in groups:
-            rows, keys = group[0].rows, group[0].keys
-            for cut in self._cuts(self._shape.members_per_gather(len(group), keys), rows, keys):
-                first, reach = cut[0] + keys - rows, self._reach(cut, rows, keys)
-                low, high = min(low, reach[0] - first), max(high, reach[1] - first)
-                most_rows = max(most_rows, cut[1] - cut[0])
-        return most_rows, (low, high)
-
-
-def is_uniform(group: list[Segment]) -> bool:
-    """Whether all members are equally long."""
-    return len(group) == 1 or all(segment.rows == group[0].rows and segment.keys == group[0].keys for segment in group)
 
 
 @frozen(eq=False)
@@ -404,11 +115,11 @@ class Tile:
     Attributes:
         rows: Rows of each member, as ``(start, end)``.
         keys: Keys of each member, likewise.
-        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, with distances where ALiBi was asked for (`Slanted`),
-            or the kernel's own; None where every row sees every key.
-        causal: Whether the tile is a square in which row i sees keys up to i; it has no mask then.
-        blind: ``(members, rows)`` whether a row attends nothing, where only the device knows; such a row is computed
-            over all keys, and its result is thrown away.
+        mask: ``(members or 1, 1, rows * ratio, keys)`` additive, an `AlibiMask`, or the kernel's own mask; None where
+            every key is visible.
+        causal: Whether the tile is square and row i attends to the keys up to i; it has no mask then.
+        fully_masked: ``(members, rows)`` bool, whether a row attends to no key, where only the device knows. Such a row
+            is computed over all keys, and its result is replaced. None where there is none.
     """
 
     rows: tuple[int, int]
@@ -416,3 +127,175 @@ class Tile:
     mask: Any = None
     causal: bool = False
     fully_masked: Tensor | None = None
+
+
+def masked_tiles(
+    params: PlanParams, mask: Tensor, distance: Tensor | None = None, fully_masked: Tensor | None = None
+) -> tuple[Tile, ...]:
+    """
+    Cut a group with a mask for all its rows and keys into tiles, as views.
+
+    Args:
+        params: The layers' parameters.
+        mask: ``(members, 1, rows * ratio, keys)`` additive.
+        distance: ``(members, rows, keys)`` ALiBi distances; None without ALiBi.
+        fully_masked: ``(members, rows)``, see `Tile`.
+    """
+    members, _, rows, keys = mask.shape
+    ratio, tiles = params.ratio, []
+    for start, end in params.row_cuts(members, rows // ratio, keys):
+        part: Any = mask[:, :, start * ratio : end * ratio]
+        if distance is not None:
+            part = AlibiMask(part, distance[:, start:end])
+        rest = None if fully_masked is None else fully_masked[:, start:end]
+        tiles.append(Tile((start, end), (0, keys), part, fully_masked=rest))
+    return tuple(tiles)
+
+
+class Tiler:
+    """
+    Cuts the groups of one batch into tiles.
+
+    Visibility and ALiBi follow from relative positions alone, so that all tiles of all uniform groups are slices of one
+    template, which is made here. Ragged groups, whose members differ in length, get masks of their own.
+
+    Args:
+        params: The layers' parameters.
+        groups: All groups of the batch.
+        custom: The mask of the batch, or None.
+        device: Where masks are needed.
+    """
+
+    def __init__(
+        self, params: PlanParams, groups: Sequence[Rectangle], custom: CustomMask | None, device: torch.device
+    ) -> None:
+        self._params = params
+        self._custom = custom
+        self._device = device
+        self._low = 0
+        self._mask: Tensor | None = None
+        self._distance: Tensor | None = None
+        if custom is None and params.kernel.make_mask is None:
+            self._make_template([group for group in groups if group.uniform])
+
+    def tiles(self, group: Rectangle) -> tuple[Tile, ...]:
+        """Return the kernel calls of a group."""
+        make_mask = self._params.kernel.make_mask
+        if make_mask is not None:
+            mask = make_mask(self._params.visibility, self._lens(group), group.rows, group.keys, self._params.ratio)
+            return (Tile((0, group.rows), (0, group.keys), mask),)
+        if self._custom is not None or not group.uniform:
+            return self._ragged_tiles(group)
+        if self._is_square(group):
+            return (Tile((0, group.rows), (0, group.keys), causal=True),)
+        return tuple(self._uniform_tile(group, cut) for cut in self._cuts(group))
+
+    def _lens(self, group: Rectangle) -> Tensor:
+        """Return the rows and keys of the members, ``(2, members)``."""
+        lens = [*(one.rows for one in group.segments), *(one.keys for one in group.segments)]
+        return index_on(self._device, lens).view(2, -1)
+
+    def _ragged_tiles(self, group: Rectangle) -> tuple[Tile, ...]:
+        params, lens, fully_masked = self._params, self._lens(group), None
+        relative = relative_positions(lens[0], lens[1], group.rows, group.keys)
+        visible = params.visibility.in_group(relative, lens[1])
+        if self._custom is not None:
+            visible &= self._custom.of(group, lens)
+            fully_masked = ~visible.any(-1)
+            visible |= fully_masked.unsqueeze(2)  # a softmax over nothing would be NaN
+        mask = additive_mask(visible.repeat_interleave(params.ratio, 1), params.mask_dtype).unsqueeze(1)
+        distance = alibi_distance(relative, params.alibi) if params.alibi else None
+        return masked_tiles(params, mask, distance, fully_masked)
+
+    def _uniform_tile(self, group: Rectangle, cut: tuple[int, int]) -> Tile:
+        keys, mask = self._visible_keys(group, cut), None
+        rows, first = cut[1] - cut[0], cut[0] + group.keys - group.rows
+        near = slice(keys[0] - first - self._low, keys[1] - first - self._low)
+        if self._mask is not None and rows > 1 and self._params.visibility.hides_keys(group.rows, group.keys):
+            mask = self._mask[None, None, : rows * self._params.ratio, near]
+        if self._distance is None:
+            return Tile(cut, keys, mask)
+        return Tile(cut, keys, AlibiMask(mask, self._distance[None, :rows, near]))
+
+    def _is_square(self, group: Rectangle) -> bool:
+        """Whether the kernel's own causal form serves the group: each row attends to all keys up to its own."""
+        visibility = self._params.visibility
+        square = self._params.kernel.fused and 1 < group.rows == group.keys
+        return square and visibility.right == 0 and not 0 <= visibility.left < group.keys - 1
+
+    def _cuts(self, group: Rectangle) -> list[tuple[int, int]]:
+        members = self._params.members_per_gather(len(group.segments), group.keys)
+        return self._params.row_cuts(members, group.rows, group.keys)
+
+    def _visible_keys(self, group: Rectangle, cut: tuple[int, int]) -> tuple[int, int]:
+        """Return the keys ``(first, last + 1)`` that the rows of a uniform tile attend to."""
+        visibility, shift = self._params.visibility, group.keys - group.rows
+        low = max(0, cut[0] + shift - visibility.left) if visibility.left >= 0 else 0
+        high = min(group.keys, cut[1] + shift + visibility.right) if visibility.right >= 0 else group.keys
+        return low, high
+
+    def _make_template(self, groups: list[Rectangle]) -> None:
+        """Make the mask and the distances that every tile of these uniform groups is a slice of."""
+        params, hides_keys = self._params, self._params.visibility.hides_keys
+        masked = [group for group in groups if hides_keys(group.rows, group.keys) and not self._is_square(group)]
+        shown = groups if params.alibi else masked
+        if not shown:
+            return
+        rows, low, high = self._extent(shown)
+        relative = torch.arange(low, high, device=self._device) - torch.arange(rows, device=self._device).unsqueeze(1)
+        self._low = low
+        if masked and rows > 1:
+            visible = params.visibility.of(relative).repeat_interleave(params.ratio, 0)
+            self._mask = additive_mask(visible, params.mask_dtype)
+        if params.alibi:
+            self._distance = alibi_distance(relative, params.alibi)
+
+    def _extent(self, groups: list[Rectangle]) -> tuple[int, int, int]:
+        """Return the most rows of a tile, and the least and greatest relative position (plus 1) from its first row."""
+        low, high, most_rows = 0, 0, 1
+        for group in groups:
+            for cut in self._cuts(group):
+                first, keys = cut[0] + group.keys - group.rows, self._visible_keys(group, cut)
+                low, high = min(low, keys[0] - first), max(high, keys[1] - first)
+                most_rows = max(most_rows, cut[1] - cut[0])
+        return most_rows, low, high
+
+
+class CustomMask:
+    """
+    The mask of a batch.
+
+    Args:
+        flat: ``(sum(query_len * seq_len),)`` bool, the requests' masks one after another; True attends.
+        query_lens: Query rows per request.
+        seq_lens: Keys per request.
+    """
+
+    def __init__(self, flat: Tensor, query_lens: Sequence[int], seq_lens: Sequence[int]) -> None:
+        self._flat = flat
+        self._seq_lens = seq_lens
+        self._starts = [0, *accumulate(rows * keys for rows, keys in zip(query_lens, seq_lens, strict=True))]
+        self._first_rows = [0, *accumulate(query_lens)]
+
+    def of(self, group: Rectangle, lens: Tensor) -> Tensor:
+        """
+        Return a group's part, ``(members, rows, keys)``. Rows and keys beyond a member's own repeat its last ones.
+
+        Args:
+            group: The group.
+            lens: ``(2, members)`` rows and keys of its members.
+        """
+        firsts, widths = [], []
+        for segment in group.segments:
+            keys = self._seq_lens[segment.request]
+            row = segment.first_row - self._first_rows[segment.request]
+            firsts.append(self._starts[segment.request] + row * keys + segment.first_key)
+            widths.append(keys)
+        first, width = index_on(lens.device, [*firsts, *widths]).view(2, -1, 1)
+        rows = torch.minimum(torch.arange(group.rows, device=lens.device), lens[0].unsqueeze(1) - 1)
+        columns = torch.minimum(torch.arange(group.keys, device=lens.device), lens[1].unsqueeze(1) - 1)
+        return self._flat[(first + rows * width).unsqueeze(2) + columns.unsqueeze(1)]
+
+
+def _keys_of(relative: Tensor) -> Tensor:
+    return torch.arange(relative.shape[-1], device=relative.device)

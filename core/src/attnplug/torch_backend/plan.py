@@ -1,4 +1,8 @@
-"""Turns a batch into a plan: which rows meet which keys, in which kernel calls, for all layers of a plan key."""
+"""
+Turns a batch into a plan: which rows meet which keys, in which kernel calls, for all layers of a plan key.
+
+Lengths are read from the batch's CPU tensors; only page numbers come from the device.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from attrs import evolve, frozen
 
-from attnplug.torch_backend.masks import CustomMask, Tile, Tiler, is_uniform
-from attnplug.torch_backend.sources import BlockKeys, CallKeys, SlotKeys, blocks_of, divide, head_rows
+from attnplug.torch_backend.masks import CustomMask, Tile, Tiler
+from attnplug.torch_backend.sources import CallKeys, Keys, blocks_of, index_on, slots_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -17,80 +21,21 @@ if TYPE_CHECKING:
 
     from attnplug.contract.inputs.batch import Batch
     from attnplug.torch_backend.builder import PlanParams
-    from attnplug.torch_backend.sdpa import Kernel
-
-
-@frozen(eq=False)
-class Rows:
-    """
-    The query rows of a group.
-
-    Attributes:
-        taken: Where they are among the call's query rows: a slice, or an index of ``members * rows``.
-        kept: Which of the ``members * rows`` results are no padding; None for all.
-        put: Where those go among the output rows: a slice or an index.
-    """
-
-    taken: slice | Tensor
-    kept: Tensor | None
-    put: slice | Tensor
-
-
-@frozen(eq=False)
-class Group:
-    """
-    Requests that are computed together, as a rectangle.
-
-    Attributes:
-        members: Requests in the group.
-        rows: Query rows of each, padded.
-        keys: Keys of each, padded.
-        queries: Where its query rows are.
-        source: Where its keys are.
-        tiles: The kernel calls.
-        at_once: Members that are gathered at once, of a group whose members are equal; None for all.
-    """
-
-    members: int
-    rows: int
-    keys: int
-    queries: Rows
-    source: CallKeys | SlotKeys | BlockKeys
-    tiles: tuple[Tile, ...]
-    per_gather: int | None = None
-
-
-@frozen(eq=False)
-class Plan:
-    """
-    A batch, planned.
-
-    Attributes:
-        kernel: What attends each tile.
-        groups: The rectangles; each row that attends something is in exactly one.
-        empty: Row ranges ``(start, end)`` that attend nothing.
-        prefix: All rows against the keys that all requests share, which the other groups leave out; None for none.
-    """
-
-    kernel: Kernel
-    groups: tuple[Group, ...]
-    empty: tuple[tuple[int, int], ...]
-    prefix: Group | None = None
+    from attnplug.torch_backend.sdpa import TileKernel
 
 
 @frozen
 class Segment:
     """
-    What one request, or one chunk of it, computes: its last rows over its last keys. Rows and keys that nothing needs
-    are cut off.
+    What one request, or one chunk of it, computes: its last rows over its last keys, without those that nothing needs.
 
     Attributes:
         request: Its index in the batch.
-        rows: Query rows that attend something.
-        keys: Keys that some row attends, up to the last one; the last row stands there.
+        rows: Query rows that attend to a key.
+        keys: Keys that some row attends to, up to the last one; the last row is at the position of the last key.
         first_row: The first of the rows, counted in the batch's query rows.
         first_key: The first of the keys, counted in the request.
-        fresh: Whether all keys come with this step's call, so that they need not be fetched from the cache.
+        from_call: Whether all keys come with this step's call, so that the KV cache need not be read.
     """
 
     request: int
@@ -101,19 +46,45 @@ class Segment:
     from_call: bool
 
 
+@frozen(eq=False)
+class Rectangle:
+    """
+    Segments that are computed together, padded to the longest.
+
+    Attributes:
+        segments: The members, in the order of the batch.
+        rows: Query rows of each, padded.
+        keys: Keys of each, padded.
+        uniform: Whether all members have the same rows and keys.
+    """
+
+    segments: Sequence[Segment]
+    rows: int
+    keys: int
+    uniform: bool
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], least_keys: int = 1) -> Rectangle:
+        """Return the rectangle of segments, with `least_keys` keys or more."""
+        rows, keys = max(one.rows for one in segments), max(one.keys for one in segments)
+        uniform = len(segments) == 1 or all(one.rows == rows and one.keys == keys for one in segments)
+        return cls(segments, rows, max(keys, least_keys), uniform)
+
+
 @frozen
 class Budget:
     """
-    How large a rectangle may become, and what it may waste.
+    How large a rectangle may become, and how much padding it may compute.
 
     Attributes:
-        keys: Most keys of a group, padded ones included: the size of the gather buffers.
-        scores: Most elements of a mask that requests of different lengths need.
+        keys: Most keys of a rectangle, padding included: the size of the gather buffers.
+        scores: Most elements of a mask for requests of different lengths.
         slack: Padded scores that cost as much as one more kernel call.
-        ragged_rows: Most rows of a request that shares a group with requests of other lengths.
-        least_keys: Keys that every group is padded to.
-        even: Whether requests of one size share a group whatever its mask takes: it needs none of its own then.
-        divisible: Whether requests of one size share a group whatever their keys take: they are gathered in parts.
+        ragged_rows: Most rows of a request that is computed together with requests of other lengths.
+        least_keys: Keys that every rectangle is padded to.
+        uniform: Whether requests of one size are computed together whatever the size of a mask: they need no own mask.
+        divisible: Whether requests of one size are planned together whatever their keys take: they are gathered in
+            parts.
     """
 
     keys: int
@@ -121,8 +92,73 @@ class Budget:
     slack: int
     ragged_rows: int
     least_keys: int = 1
-    even: bool = True
+    uniform: bool = True
     divisible: bool = False
+
+
+@frozen(eq=False)
+class GroupRows:
+    """
+    The query rows of a group.
+
+    Attributes:
+        source: Where they are among the call's query rows: a slice, or an index of ``members * rows``.
+        kept: Which of the ``members * rows`` results are not padding; None for all.
+        target: The output rows of those: a slice or an index.
+    """
+
+    source: slice | Tensor
+    kept: Tensor | None
+    target: slice | Tensor
+
+
+@frozen(eq=False)
+class Group:
+    """
+    Requests that are computed together.
+
+    Attributes:
+        members: Requests in the group.
+        rows: Query rows of each, padded.
+        keys: Keys of each, padded.
+        queries: Its query rows.
+        source: Where its keys are.
+        tiles: The kernel calls.
+        per_gather: Members whose keys are gathered at once; fewer than all in uniform groups only.
+    """
+
+    members: int
+    rows: int
+    keys: int
+    queries: GroupRows
+    source: Keys
+    tiles: tuple[Tile, ...]
+    per_gather: int
+
+
+@frozen(eq=False)
+class Plan:
+    """
+    What all layers of a plan key compute in a step.
+
+    Attributes:
+        kernel: What computes a tile.
+        groups: The groups; each row that attends to a key is in exactly one.
+        empty: Row ranges ``(start, end)`` that attend to no key.
+        prefix: All rows against the shared prefix of a cascade, which the other groups leave out; None without one.
+    """
+
+    kernel: TileKernel
+    groups: tuple[Group, ...]
+    empty: tuple[tuple[int, int], ...]
+    prefix: Group | None = None
+
+
+def make_plan(params: PlanParams, batch: Batch, device: torch.device) -> Plan:
+    """Return the plan of a checked batch, its tensors on the given device."""
+    prefix = batch.common_prefix_len
+    planner = _Planner(params.cascade or params if prefix else params, batch, device)
+    return planner.cascade(prefix) if prefix else planner.uniform_decodes() or planner.plan()
 
 
 def segments_of(
@@ -134,47 +170,47 @@ def segments_of(
     chunk: int | None = None,
 ) -> tuple[list[Segment], list[tuple[int, int]]]:
     """
-    Return the spans of a batch, and the row ranges ``(start, end)`` that attend nothing.
+    Return the segments of a batch, and the row ranges ``(start, end)`` that attend to no key.
 
-    Rows stand at the end of their sequence. A row attends nothing where its request has no keys, or where there are
-    more queries than keys and its position lies before all of them. With chunks a request has a span per chunk that its
-    rows touch: each is a sequence of its own, whose last row stands at its last key like any other's.
+    Rows are the end of their sequence. A row attends to no key where its request has none, or where there are more
+    queries than keys and its position is before all of them. With chunks a request has a segment per chunk that its
+    rows are in: each is a sequence by itself, whose last row is at the position of its last key like any other's.
 
     Args:
         query_lens: Query rows per request.
         seq_lens: Keys per request.
-        window: Positions seen to the left and to the right, -1 for all.
-        causal: Whether no later position is seen.
-        chunk: Positions per chunk, beyond which nothing is seen; None for no chunks.
+        window: Positions attended to on the left and on the right, -1 for all.
+        causal: Whether no later position is attended to.
+        chunk: Positions per chunk of chunked-local attention; None for no chunks.
     """
     left, right = window
-    reach = 0 if causal or chunk else right
+    ahead = 0 if causal or chunk else right
     segments, empty = [], []
     start = 0
     for request, (rows, keys) in enumerate(zip(query_lens, seq_lens, strict=True)):
-        fully_masked = 0
+        without_keys = 0
         if not keys:
-            fully_masked = rows
-        elif reach >= 0:
-            fully_masked = min(rows, max(0, rows - keys - reach))
-        if fully_masked:
-            empty.append((start, start + fully_masked))
-        if rows > fully_masked:
-            position = keys - rows + fully_masked
-            first_key = max(0, position - left) if left >= 0 else 0
+            without_keys = rows
+        elif ahead >= 0:
+            without_keys = min(rows, max(0, rows - keys - ahead))
+        if without_keys:
+            empty.append((start, start + without_keys))
+        if rows > without_keys:
+            position, first_row = keys - rows + without_keys, start + without_keys
             if chunk is None:
+                first_key = max(0, position - left) if left >= 0 else 0
                 from_call = 1 < rows == keys
                 segments.append(
-                    Segment(request, rows - fully_masked, keys - first_key, start + fully_masked, first_key, from_call)
+                    Segment(request, rows - without_keys, keys - first_key, first_row, first_key, from_call)
                 )
             else:
-                segments += _chunk_segments(request, (position, keys), start + fully_masked - position, left, chunk)
+                segments += _chunk_segments(request, (position, keys), first_row - position, left, chunk)
         start += rows
     return segments, empty
 
 
 def _chunk_segments(request: int, positions: tuple[int, int], shift: int, left: int, chunk: int) -> list[Segment]:
-    """Return a span per chunk that rows at these positions touch; row and position differ by `shift`."""
+    """Return a segment per chunk of the rows at these positions; row and position differ by `shift`."""
     segments = []
     position, end = positions
     while position < end:
@@ -187,16 +223,16 @@ def _chunk_segments(request: int, positions: tuple[int, int], shift: int, left: 
     return segments
 
 
-def group_segments(segments: Sequence[Segment], budget: Budget) -> list[list[Segment]]:
+def group_segments(segments: Sequence[Segment], budget: Budget) -> list[Rectangle]:
     """
     Return groups that are computed by one call each, padded to their longest member.
 
-    A span joins the group before it while what it pads costs less than a call of its own would. Spans of the same size
-    pad nothing. The order inside a group is that of the batch.
+    A segment joins the group before it while the padding costs less than another call. Segments of one size need no
+    padding. The order inside a group is that of the batch.
     """
     groups: list[list[Segment]] = []
     most_rows = most_keys = used = 0
-    for segment in sorted(segments, key=lambda s: (s.from_call, s.rows, s.keys)):
+    for segment in sorted(segments, key=lambda one: (one.from_call, one.rows, one.keys)):
         rows, keys = max(most_rows, segment.rows), max(most_keys, segment.keys)
         if groups and _fits(groups[-1], segment, rows, keys, used, budget):
             groups[-1].append(segment)
@@ -205,199 +241,153 @@ def group_segments(segments: Sequence[Segment], budget: Budget) -> list[list[Seg
             rows, keys, used = segment.rows, segment.keys, 0
         used += segment.rows * segment.keys
         most_rows, most_keys = rows, keys
-    return [sorted(group, key=lambda s: s.first_row) for group in groups]
+    return [Rectangle.of(sorted(group, key=lambda one: one.first_row), budget.least_keys) for group in groups]
 
 
 def _fits(group: list[Segment], segment: Segment, rows: int, keys: int, used: int, budget: Budget) -> bool:
-    size = len(group) + 1
-    last = group[-1]
+    """Whether a segment may join a group that then has these rows and keys, and computes `used` scores now."""
+    size, last, own = len(group) + 1, group[-1], segment.rows * segment.keys
     if last.from_call != segment.from_call:
         return False
-    even = (last.rows, last.keys) == (segment.rows, segment.keys) and used == len(group) * segment.rows * segment.keys
-    if even and budget.divisible:
+    uniform = (last.rows, last.keys) == (segment.rows, segment.keys) and used == len(group) * own
+    if uniform and budget.divisible:
         return True
     if size * max(keys, budget.least_keys) > budget.keys:
         return False
-    if even:
-        return budget.even or size * rows * keys <= budget.scores
     padded = size * rows * keys
-    wasted = padded - used - segment.rows * segment.keys
-    return rows <= budget.ragged_rows and padded <= budget.scores and wasted <= budget.slack
-
-
-def make_plan(shape: PlanParams, batch: Batch, device: torch.device) -> Plan:
-    """Return the plan of a batch that was checked, its tensors on the given device."""
-    if batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs:
-        query_lens = [1] * batch.num_reqs  # the usual step, and known without a tensor
-    else:
-        query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
-    # Cross attention over pages has as many keys as the encoder had tokens.
-    key_lens = batch.seq_lens_cpu if batch.encoder_seq_lens_cpu is None else batch.encoder_seq_lens_cpu
-    seq_lens = cast("Tensor", key_lens).tolist()
-    if batch.common_prefix_len:
-        return _make_cascade(shape.cascade or shape, batch, device, (query_lens, seq_lens))
-    alike = _make_uniform(shape, batch, device, (query_lens, seq_lens))
-    if alike is not None:
-        return alike
-    segments, empty = segments_of(query_lens, seq_lens, shape.window, causal=shape.causal, chunk=shape.chunk)
-    groups = group_segments(segments, shape.budget)
-    planner = _Planner(shape, batch, device, groups, (query_lens, seq_lens))
-    return Plan(shape.kernel, tuple(planner.group(group) for group in groups), tuple(empty))
-
-
-def _make_uniform(
-    shape: PlanParams, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]
-) -> Plan | None:
-    """Plan decodes that are all equally long from the first of them; None for any other batch."""
-    query_lens, seq_lens = lens
-    members = len(query_lens)
-    if query_lens.count(1) < members or seq_lens.count(seq_lens[0]) < members:
-        return None
-    segments, empty = segments_of(query_lens[:1], seq_lens[:1], shape.window, causal=shape.causal, chunk=shape.chunk)
-    if empty:
-        return None
-    group = _Planner(shape, batch, device, [segments], lens).alike(segments[0], members)
-    return None if group is None else Plan(shape.kernel, (group,), ())
-
-
-def _make_cascade(shape: PlanParams, batch: Batch, device: torch.device, lens: tuple[list[int], list[int]]) -> Plan:
-    """Plan the shared prefix as one request of all rows, and what follows it as requests of their own."""
-    length = batch.common_prefix_len
-    segments, empty = segments_of(lens[0], [keys - length for keys in lens[1]], shape.window, causal=shape.causal)
-    groups, whole = group_segments(behind(length, segments), shape.budget), prefix_span(batch, segments)
-    planner = _Planner(shape, batch, device, groups, lens)
-    prefix = _Planner(prefix_shape(shape), batch, device, [[whole]], lens).group([whole])
-    return Plan(shape.kernel, tuple(planner.group(group) for group in groups), tuple(empty), prefix)
+    if uniform:
+        return budget.uniform or padded <= budget.scores
+    return rows <= budget.ragged_rows and padded <= budget.scores and padded - used - own <= budget.slack
 
 
 class _Planner:
-    """Plans the groups of one batch."""
+    """Plans one batch. All tensors it makes are on the given device."""
 
-    def __init__(
-        self,
-        shape: PlanParams,
-        batch: Batch,
-        device: torch.device,
-        groups: Sequence[list[Segment]],
-        lens: tuple[list[int], list[int]],
-    ) -> None:
-        self._shape = shape
+    def __init__(self, params: PlanParams, batch: Batch, device: torch.device) -> None:
+        self._params = params
+        self._batch = batch
         self._device = device
         self._block_table = batch.block_table
-        # A batch without pages brings all keys with the call: dense calls, and profiling runs of paged layers.
+        # A batch without pages has all its keys in the call: dense calls, and profiling runs of paged layers.
         self._key_starts = cast("Tensor", batch.key_start_loc_cpu).tolist() if batch.block_table is None else None
-        custom = None if batch.custom_mask is None else CustomMask(batch.custom_mask, *lens, self._index)
-        self._tiler = Tiler(shape, groups, custom, self._index, device)
+        if batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs:
+            self._query_lens = [1] * batch.num_reqs  # the usual step, and known without a tensor
+        else:
+            self._query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
+        # Cross attention over pages has as many keys as the encoder had tokens.
+        key_lens = batch.seq_lens_cpu if batch.encoder_seq_lens_cpu is None else batch.encoder_seq_lens_cpu
+        self._seq_lens = cast("Tensor", key_lens).tolist()
 
-    def group(self, group: list[Segment]) -> Group:
-        """Return the plan of one group."""
-        alone = self.alike(group[0], 1) if len(group) == 1 and group[0].rows == 1 else None
-        if alone is not None:
-            return alone
-        rows, keys = max(segment.rows for segment in group), max(segment.keys for segment in group)
-        keys, even = max(keys, self._shape.kernel.least_keys), is_uniform(group)
-        per_gather = self._shape.members_per_gather(len(group), keys) if even else len(group)
-        return Group(
-            members=len(group),
-            rows=rows,
-            keys=keys,
-            queries=self._queries(group, rows),
-            source=self._source(group, keys, per_gather),
-            tiles=tuple(self._tiler.tiles(group, rows, keys)),
-            per_gather=per_gather,
-        )
+    def plan(self) -> Plan:
+        """Return the plan of any batch without a shared prefix."""
+        segments, empty = self._segments(self._query_lens, self._seq_lens)
+        return Plan(self._params.kernel, self._groups(group_segments(segments, self._params.budget)), tuple(empty))
 
-    def alike(self, segment: Segment, members: int) -> Group | None:
-        """Return the plan of requests of one row that are like this first one, if they are gathered in whole blocks."""
-        if self._block_table is None or not self._shape.budget.divisible:
+    def uniform_decodes(self) -> Plan | None:
+        """Plan decodes that all have one length, from the first of them; return None for any other batch."""
+        query_lens, seq_lens = self._query_lens, self._seq_lens
+        members = len(query_lens)
+        if query_lens.count(1) < members or seq_lens.count(seq_lens[0]) < members:
             return None
-        per_gather = self._shape.members_per_gather(members, segment.keys)
+        segments, empty = self._segments(query_lens[:1], seq_lens[:1])
+        if empty:
+            return None
+        first = Rectangle.of(segments)
+        group = self._decodes_like(first, members, self._tiler([first]))
+        return None if group is None else Plan(self._params.kernel, (group,), ())
+
+    def cascade(self, prefix: int) -> Plan:
+        """
+        Plan the shared prefix as one request of all rows, and the keys after it as requests by themselves.
+
+        The two passes are merged by LSE. That is exact: no query is positioned inside the prefix, and all attend to the
+        whole of it.
+        """
+        segments, empty = self._segments(self._query_lens, [keys - prefix for keys in self._seq_lens])
+        segments = [evolve(segment, first_key=segment.first_key + prefix) for segment in segments]
+        rows = self._batch.num_actual_tokens
+        # The blocks are those of the first request that has any.
+        whole = Segment(segments[0].request, rows, prefix, first_row=0, first_key=0, from_call=False)
+        params = self._params
+        groups = self._groups(group_segments(segments, params.budget))
+        of_prefix = _Planner(evolve(params, causal=False, window=(-1, -1)), self._batch, self._device)
+        (shared,) = of_prefix._groups([Rectangle.of([whole], params.budget.least_keys)])
+        return Plan(params.kernel, groups, tuple(empty), shared)
+
+    def _segments(self, query_lens: list[int], seq_lens: list[int]) -> tuple[list[Segment], list[tuple[int, int]]]:
+        params = self._params
+        return segments_of(query_lens, seq_lens, params.window, causal=params.causal, chunk=params.chunk)
+
+    def _tiler(self, rectangles: list[Rectangle]) -> Tiler:
+        mask = self._batch.custom_mask
+        custom = None if mask is None else CustomMask(mask, self._query_lens, self._seq_lens)
+        return Tiler(self._params, rectangles, custom, self._device)
+
+    def _groups(self, rectangles: list[Rectangle]) -> tuple[Group, ...]:
+        tiler = self._tiler(rectangles)
+        return tuple(self._group(rectangle, tiler) for rectangle in rectangles)
+
+    def _group(self, rectangle: Rectangle, tiler: Tiler) -> Group:
+        members, rows, keys = len(rectangle.segments), rectangle.rows, rectangle.keys
+        if members == rows == 1 and (alone := self._decodes_like(rectangle, 1, tiler)) is not None:
+            return alone
+        per_gather = self._params.members_per_gather(members, keys) if rectangle.uniform else members
+        source = self._source(rectangle, per_gather)
+        return Group(members, rows, keys, self._queries(rectangle), source, tiler.tiles(rectangle), per_gather)
+
+    def _decodes_like(self, first: Rectangle, members: int, tiler: Tiler) -> Group | None:
+        """Return the group of decodes that are like this first one; None if whole blocks are not gathered for it."""
+        if self._block_table is None or not self._params.budget.divisible:
+            return None
+        (segment,) = first.segments
+        per_gather = self._params.members_per_gather(members, first.keys)
         table = self._block_table[segment.request : segment.request + members]
-        source = blocks_of(self._shape, table, [segment], (segment.keys, per_gather), self._index)
+        source = blocks_of(self._params, table, first.segments, first.keys, per_gather)
         if source is None:
             return None
-        rows, tiles = (
-            slice(segment.first_row, segment.first_row + members),
-            self._tiler.tiles([segment], 1, segment.keys),
-        )
-        return Group(members, 1, segment.keys, Rows(rows, None, rows), source, tuple(tiles), per_gather)
+        rows = slice(segment.first_row, segment.first_row + members)
+        return Group(members, 1, first.keys, GroupRows(rows, None, rows), source, tiler.tiles(first), per_gather)
 
-    # -- query rows --------------------------------------------------------------------------------------------------
-
-    def _queries(self, group: list[Segment], rows: int) -> Rows:
-        if all(segment.rows == rows for segment in group):
-            together = _contiguous([segment.first_row for segment in group], rows)
-            index = together or self._index([segment.first_row + row for segment in group for row in range(rows)])
-            return Rows(index, None, index)
-        # Rows beyond a member's own repeat its last one: they see keys, and their results are left out.
-        taken = [segment.first_row + min(row, segment.rows - 1) for segment in group for row in range(rows)]
-        kept = [member * rows + row for member, segment in enumerate(group) for row in range(segment.rows)]
-        index = self._index([*taken, *kept, *(taken[row] for row in kept)])
-        first, second = len(taken), len(taken) + len(kept)
-        return Rows(index[:first], index[first:second], index[second:])
-
-    # -- keys --------------------------------------------------------------------------------------------------------
-
-    def _source(self, group: list[Segment], keys: int, per_gather: int) -> CallKeys | SlotKeys | BlockKeys:
-        if self._key_starts is not None:
-            return self._given(
-                group, keys, [self._key_starts[segment.request] + segment.first_key for segment in group]
+    def _queries(self, rectangle: Rectangle) -> GroupRows:
+        segments, rows = rectangle.segments, rectangle.rows
+        if all(segment.rows == rows for segment in segments):
+            index = _contiguous([segment.first_row for segment in segments], rows) or index_on(
+                self._device, [segment.first_row + row for segment in segments for row in range(rows)]
             )
-        if group[0].from_call and self._shape.reads_call:
-            return self._given(group, keys, [segment.first_row for segment in group])
-        return self._stored(group, keys, per_gather)
+            return GroupRows(index, None, index)
+        # Rows beyond a member's own repeat its last one: they attend to keys, and their results are left out.
+        source = [segment.first_row + min(row, segment.rows - 1) for segment in segments for row in range(rows)]
+        kept = [member * rows + row for member, segment in enumerate(segments) for row in range(segment.rows)]
+        index = index_on(self._device, [*source, *kept, *(source[row] for row in kept)])
+        first, second = len(source), len(source) + len(kept)
+        return GroupRows(index[:first], index[first:second], index[second:])
 
-    def _given(self, group: list[Segment], keys: int, starts: list[int]) -> CallKeys:
-        even = all(segment.keys == keys for segment in group)
-        together = _contiguous(starts, keys) if even else None
-        return CallKeys(together or self._positions(group, keys, starts).view(-1))
+    def _source(self, rectangle: Rectangle, per_gather: int) -> Keys:
+        segments = rectangle.segments
+        if self._key_starts is not None:
+            return self._call_keys(rectangle, [self._key_starts[one.request] + one.first_key for one in segments])
+        if segments[0].from_call and self._params.reads_call:
+            return self._call_keys(rectangle, [segment.first_row for segment in segments])
+        requests, table = [segment.request for segment in segments], cast("Tensor", self._block_table)
+        where = _contiguous(requests, 1)
+        table = table[where] if where else table.index_select(0, index_on(self._device, requests))
+        blocks = blocks_of(self._params, table, segments, rectangle.keys, per_gather)
+        return blocks or slots_at(
+            self._params, table, self._positions(rectangle, [segment.first_key for segment in segments])
+        )
 
-    def _positions(self, group: list[Segment], keys: int, starts: list[int]) -> Tensor:
-        """``(members, keys)`` from each start on. A member's last key is repeated as padding: finite, and masked."""
-        table = self._index([*starts, *(segment.keys - 1 for segment in group)]).view(2, -1, 1)
-        return table[0] + torch.minimum(torch.arange(keys, device=self._device), table[1])
+    def _call_keys(self, rectangle: Rectangle, starts: list[int]) -> CallKeys:
+        unpadded = all(segment.keys == rectangle.keys for segment in rectangle.segments)
+        together = _contiguous(starts, rectangle.keys) if unpadded else None
+        return CallKeys(together or self._positions(rectangle, starts).view(-1))
 
-    def _stored(self, group: list[Segment], keys: int, per_gather: int) -> SlotKeys | BlockKeys:
-        where = _contiguous([segment.request for segment in group], 1)
-        table = cast("Tensor", self._block_table)
-        table = table[where] if where else table.index_select(0, self._index([segment.request for segment in group]))
-        return blocks_of(self._shape, table, group, (keys, per_gather), self._index) or self._slots(table, group, keys)
-
-    def _slots(self, table: Tensor, group: list[Segment], keys: int) -> SlotKeys:
-        """A number per key: where the members' first keys lie at different places of their blocks, or few keys do."""
-        size = cast("int", self._shape.block_size)
-        positions = self._positions(group, keys, [segment.first_key for segment in group])
-        columns, offsets = divide(positions, size)
-        blocks, steps, rows = table.long().gather(1, columns), self._shape.row_steps, None
-        if steps is not None:
-            rows = head_rows(blocks * steps[0] + offsets * steps[1], self._shape.num_kv_heads, steps[2])
-        return SlotKeys((blocks * size + offsets).view(-1), rows, steps or (0, 0, 0))
-
-    def _index(self, values: list[int]) -> Tensor:
-        index = torch.tensor(values, dtype=torch.int64)
-        if self._device.type == "cpu":
-            return index
-        # From pinned memory the copy is ordered with the stream, and the host goes on.
-        return index.pin_memory().to(self._device, non_blocking=True)
+    def _positions(self, rectangle: Rectangle, starts: list[int]) -> Tensor:
+        """Return ``(members, keys)`` from each start on. Padding repeats a member's last key: finite, and masked."""
+        table = index_on(self._device, [*starts, *(segment.keys - 1 for segment in rectangle.segments)]).view(2, -1, 1)
+        return table[0] + torch.minimum(torch.arange(rectangle.keys, device=self._device), table[1])
 
 
 def _contiguous(starts: list[int], length: int) -> slice | None:
     """Return the slice that runs of one length fill without a gap, in order; None where they do not."""
     end = starts[0] + length * len(starts)
     return slice(starts[0], end) if starts == list(range(starts[0], end, length)) else None
-
-
-def prefix_span(batch: Batch, segments: Sequence[Segment]) -> Segment:
-    """Return the prefix as one request of all query rows, in the blocks of the first request that has any."""
-    rows, keys = batch.num_actual_tokens, batch.common_prefix_len
-    return Segment(segments[0].request, rows, keys, first_row=0, first_key=0, from_call=False)
-
-
-def prefix_shape(shape: PlanParams) -> PlanParams:
-    """Return what planning has to know of the prefix: every row sees every key."""
-    return evolve(shape, causal=False, window=(-1, -1))
-
-
-def behind(prefix: int, segments: Sequence[Segment]) -> list[Segment]:
-    """Return spans that were found without the prefix, where they stand in their requests."""
-    return [evolve(segment, first_key=segment.first_key + prefix) for segment in segments]

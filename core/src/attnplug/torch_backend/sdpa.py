@@ -1,7 +1,7 @@
 """
-The ways to attend one tile: torch's fused kernels, and written-out arithmetic in float32.
+The kernels that compute a tile: torch's fused ones, and an unfused one of float32 matmuls and a softmax.
 
-All of them take query heads folded onto their KV head, so that keys are read once per KV head; every row sees some key.
+Query heads are folded into rows of their KV head, so that keys are read once per KV head; every row attends to a key.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attrs import frozen
 from torch import Tensor
 from torch.nn import functional
 
-from attnplug.torch_backend.masks import AlibiMask, lower
+from attnplug.torch_backend.masks import AlibiMask, apply_alibi
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 
 @frozen(eq=False)
-class Call:
+class ScoreParams:
     """
-    What a layer adds to a tile.
+    What a layer does to scores.
 
     Attributes:
         scale: Factor of the scores.
-        soft_cap: Scores become ``cap * tanh(score / cap)``; None for none.
-        alibi: Form of the ALiBi distances; None for none.
-        slopes: ``(num_q_heads,)`` float32, where there are distances.
+        soft_cap: Scores become ``cap * tanh(score / cap)``; None for no cap.
+        alibi: Form of the ALiBi distances; None without ALiBi.
+        slopes: ``(num_q_heads,)`` float32, with ALiBi.
     """
 
     scale: float
@@ -42,10 +42,10 @@ class Call:
 
 
 class Attend(Protocol):
-    """Attends one tile."""
+    """Computes one tile."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, call: Call, *, causal: bool
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, params: ScoreParams, *, causal: bool
     ) -> tuple[Tensor, Tensor | None]:
         """
         Return the output ``(members, heads, rows, head_size_v)`` and float32 LSE ``(members, heads, rows)``, or None.
@@ -54,10 +54,11 @@ class Attend(Protocol):
             query: ``(members, heads, rows, head_size)``.
             key: ``(members, num_kv_heads, keys, head_size)``.
             value: ``(members, num_kv_heads, keys, head_size_v)``.
-            mask: ``(members or 1, 1, rows, keys)`` additive, or None; `Slanted` where ALiBi was asked for; what
-                `Kernel.make_mask` returns, if it has one.
-            call: Scale, soft cap and slopes.
-            causal: Whether row i sees keys up to i. The tile is square then, has no mask, and its heads are not folded.
+            mask: ``(members or 1, 1, rows, keys)`` additive, or None; an `AlibiMask` with ALiBi; what
+                `TileKernel.make_mask` returns, if the kernel has one.
+            params: Scale, soft cap and slopes.
+            causal: Whether row i attends to the keys up to i. The tile is square then, has no mask, and its heads are
+                not folded.
         """
 
 
@@ -69,8 +70,8 @@ class MakeMask(Protocol):
         Return the mask.
 
         Args:
-            sight: Who sees whom.
-            lens: ``(2, members)`` int64: rows and keys of each member, whose last row stands at its last key.
+            visibility: Which positions attend to which.
+            lens: ``(2, members)`` int64 rows and keys of each member; its last row is at the position of its last key.
             rows: The most rows.
             keys: The most keys.
             ratio: Query heads per KV head: each row is repeated so often.
@@ -78,18 +79,18 @@ class MakeMask(Protocol):
 
 
 @frozen
-class Kernel:
+class TileKernel:
     """
-    A way to attend, and how its tiles have to look.
+    A kernel, and the tiles that it takes.
 
     Attributes:
-        attend: Attends one tile.
+        attend: Computes one tile.
         fused: Whether it keeps no scores in memory, takes the layer's dtype and has a causal form. Otherwise tiles are
-            small, and keys and values come in float32.
-        make_mask: Makes a mask of its own for a whole group, which is one tile then; None takes additive masks.
+            small, and keys and values are float32.
+        make_mask: Makes the kernel's own mask for a whole group, which is one tile then; None takes additive masks.
         least_keys: Keys that a group is padded to.
-        order: What follows each other in gathered keys: "tokens", "heads", or "any" for what suits the cache. Matrix
-            products copy anything but heads.
+        order: The outer axis of gathered keys: "tokens", "heads", or "any" for what suits the KV cache. Matmuls copy
+            anything but "heads".
     """
 
     attend: Attend
@@ -99,23 +100,23 @@ class Kernel:
     order: Literal["tokens", "heads", "any"] = "any"
 
 
-def choose_kernel(asked: Requirements, device_type: str) -> Kernel:
-    """Return the fastest kernel that expresses what was asked for, on a type of device."""
+def choose_kernel(asked: Requirements, device_type: str) -> TileKernel:
+    """Return the fastest kernel that supports the requirements on a type of device."""
     if asked.logits_soft_cap is not None or asked.alibi is not None or asked.head_size != asked.head_size_v:
         return UNFUSED
     op = fused_cpu_op() if device_type == "cpu" else None
     if op is not None:
-        return Kernel(partial(_fused_on_cpu, op), fused=True)
-    # The public function returns no LSE, without which neither a caller's LSE nor a sink can be served.
+        return TileKernel(partial(_fused_on_cpu, op), fused=True)
+    # The public function returns no LSE, which a caller's LSE and sinks require.
     return UNFUSED if asked.return_lse or asked.sinks else FUSED
 
 
-def flex_kernel() -> Kernel:
+def flex_kernel() -> TileKernel:
     """Return FlexAttention. Its module, and the compiler behind it, load here."""
-    from attnplug.torch_backend import flex  # noqa: PLC0415 - costs a second that the other variant does not need
+    from attnplug.torch_backend import flex  # noqa: PLC0415 - takes a second that the other variant does not need
 
-    # A single key would be a size of one, and those compile graphs of their own.
-    return Kernel(flex.attend, fused=True, make_mask=flex.make_mask, least_keys=2, order="tokens")
+    # A single key would be a size of one, and the compiler makes separate graphs for those.
+    return TileKernel(flex.attend, fused=True, make_mask=flex.make_mask, least_keys=2, order="tokens")
 
 
 @cache
@@ -123,13 +124,13 @@ def fused_cpu_op() -> Callable[..., tuple[Tensor, Tensor]] | None:
     """
     Return the CPU kernel beneath `scaled_dot_product_attention`, which also returns the LSE; None where torch has none.
 
-    It is not public: hence the look at its schema. The LSE of a row that sees nothing is 0 there, not -inf; plans keep
+    It is not public, so its schema is checked. The LSE of a row that attends to no key is 0 there, not -inf: plans keep
     such rows away from it.
     """
     op = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
     if op is None:
         return None
-    schema = op.default._schema  # noqa: SLF001 - schemas have no public door
+    schema = op.default._schema  # noqa: SLF001 - schemas have no public name
     names = {argument.name for argument in schema.arguments}
     expected = {"query", "key", "value", "is_causal", "attn_mask", "scale"}
     return op.default if names >= expected and len(schema.returns) == 2 else None
@@ -141,43 +142,43 @@ def _fused_on_cpu(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    call: Call,
+    params: ScoreParams,
     *,
     causal: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend with torch's fused CPU kernel."""
+    """Compute a tile with torch's fused CPU kernel."""
     members, heads, rows, _ = query.shape
     ratio = heads // key.shape[1]
     if ratio == 1:
-        return op(query, key, value, is_causal=causal, attn_mask=mask, scale=call.scale)
+        return op(query, key, value, is_causal=causal, attn_mask=mask, scale=params.scale)
     # In torch 2.6 this kernel takes as many key heads as query heads, unchecked: so KV heads become members.
     query = query.reshape(-1, ratio, rows, query.shape[3])
     key, value = (x.reshape(-1, 1, *x.shape[2:]).expand(-1, ratio, -1, -1) for x in (key, value))
-    out, lse = op(query, key, value, is_causal=causal, attn_mask=mask, scale=call.scale)
+    out, lse = op(query, key, value, is_causal=causal, attn_mask=mask, scale=params.scale)
     return out.reshape(members, heads, rows, -1), lse.reshape(members, heads, rows)
 
 
 def _fused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, call: Call, *, causal: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Attend with torch's own choice of a fused kernel, without LSE."""
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, params: ScoreParams, *, causal: bool
+) -> tuple[Tensor, None]:
+    """Compute a tile with the fused kernel that torch chooses, without LSE."""
     shared = query.shape[1] != key.shape[1]
     out = functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=causal, scale=call.scale, enable_gqa=shared
+        query, key, value, attn_mask=mask, is_causal=causal, scale=params.scale, enable_gqa=shared
     )
     return out, None
 
 
 def _unfused(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | AlibiMask | None, call: Call, *, causal: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Attend in plain float32 arithmetic: whatever no fused kernel expresses, on any device."""
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | AlibiMask | None, params: ScoreParams, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute a tile in plain float32: whatever no fused kernel supports, on any device."""
     del causal
-    scores = (query.float() * call.scale) @ key.transpose(-1, -2)
-    if call.soft_cap is not None:
-        scores = scores.div_(call.soft_cap).tanh_().mul_(call.soft_cap)
+    scores = (query.float() * params.scale) @ key.transpose(-1, -2)
+    if params.soft_cap is not None:
+        scores = scores.div_(params.soft_cap).tanh_().mul_(params.soft_cap)
     if isinstance(mask, AlibiMask):
-        scores, mask = lower(scores, cast("Tensor", call.slopes), mask.far), mask.mask
+        scores, mask = apply_alibi(scores, cast("Tensor", params.slopes), mask.distance), mask.mask
     if mask is not None:
         scores = scores.add_(mask)
     highest = scores.amax(-1, keepdim=True)
@@ -186,5 +187,5 @@ def _unfused(
     return (weights @ value).div_(total), total.log_().add_(highest).squeeze(-1)
 
 
-FUSED: Final = Kernel(_fused, fused=True)
-UNFUSED: Final = Kernel(_unfused, fused=False, order="heads")
+FUSED: Final = TileKernel(_fused, fused=True)
+UNFUSED: Final = TileKernel(_unfused, fused=False, order="heads")

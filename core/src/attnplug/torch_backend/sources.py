@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from attnplug.contract.inputs.upload import upload
 from attnplug.ops.gather import as_slots, gather_blocks, pages_as_tokens
 from attnplug.ops.quantize import dequantize
 from attnplug.ops.write import key_and_value_pages
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from attnplug.contract.inputs.kv_cache import Cache
     from attnplug.torch_backend.builder import PlanParams
@@ -22,281 +23,68 @@ if TYPE_CHECKING:
 
 
 @frozen(eq=False)
-class Source:
-    """
-    The keys and values that one call can reach.
-
-    Where the cache holds 8-bit floats, the rows of the call are encoded like it: what a token sees does not depend on
-    whether the step that wrote it is this one.
-
-    Attributes:
-        key: ``(rows, num_kv_heads, head_size)`` that came with the call.
-        value: ``(rows, num_kv_heads, head_size_v)``.
-        cache: The cache, or None.
-        workspace: uint8 memory for gathered keys and values; used from its start by every group.
-        codec: What decodes rows; None where they are as they are.
-    """
-
-    key: Tensor
-    value: Tensor
-    cache: Cache | None = None
-    workspace: Tensor | None = None
-    codec: Codec | None = None
-    _decoded: list[tuple[Tensor, Tensor]] = field(init=False, factory=list)
-
-    def of(self, group: Group, members: slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values of members of a group, each ``(members, num_kv_heads, keys, size)``."""
-        if isinstance(group.source, CallKeys):
-            return tuple(_from_rows(rows, group.source, group, members) for rows in self._rows())  # type: ignore[return-value]
-        keys, values = key_and_value_pages(cast("Cache", self.cache))
-        if self.codec is None:
-            here, there = _in_place(keys, group), _in_place(values, group)
-            if here is not None and there is not None:
-                return here, there
-        memory = cast("Tensor", self.workspace)
-        slots = (members.stop - members.start) * _width(group, keys) * keys.shape[2]
-        middle, end = slots * keys.shape[3], slots * (keys.shape[3] + values.shape[3])
-        if self.codec is None:
-            buffer = memory[: end * keys.itemsize].view(keys.dtype)
-            parts = (buffer[:middle], buffer[middle:])
-            return _from_pages(keys, group, members, parts[0]), _from_pages(values, group, members, parts[1])
-        return self._decode(group, members, memory, middle, end)
-
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        """The rows of the call, decoded once."""
-        if self.codec is None:
-            return self.key, self.value
-        if not self._decoded:
-            self._decoded.append(self.codec.decode(self.key, self.value))
-        return self._decoded[0]
-
-    def _decode(self, group: Group, members: slice, memory: Tensor, middle: int, end: int) -> tuple[Tensor, Tensor]:
-        """Gather bytes behind the place where they are decoded: not every device gathers 8-bit floats."""
-        codec = cast("Codec", self.codec)
-        size = codec.dtype.itemsize
-        wide, narrow = memory[: end * size].view(codec.dtype), memory[end * size : end * (size + 1)]
-        parts = []
-        for pages, place in zip(
-            key_and_value_pages(cast("Cache", self.cache)), (slice(middle), slice(middle, end)), strict=True
-        ):
-            rows = _from_pages(pages.view(torch.uint8), group, members, narrow[place])
-            dequantize(narrow[place].view(codec.narrow), wide[place])
-            offset = rows.storage_offset() - narrow[place].storage_offset()
-            parts.append(wide[place][offset:].as_strided(rows.shape, rows.stride()))
-        if codec.key_factor is not None:
-            parts[0].mul_(codec.key_factor.unsqueeze(-1))
-        return parts[0], parts[1]
-
-
-def _width(group: Group, pages: Tensor) -> int:
-    """Return how many slots are gathered per member."""
-    return group.source.blocks.shape[1] * pages.shape[1] if isinstance(group.source, BlockKeys) else group.keys
-
-
-def _in_place(pages: Tensor, group: Group) -> Tensor | None:
-    """Keys of a single member that lie one after another in the cache, as a view; None where they do not."""
-    source = group.source
-    if not isinstance(source, BlockKeys) or source.run is None:
-        return None
-    slots = as_slots(pages)
-    if slots is None:
-        return None
-    (of_slot, of_head, of_element), (_, heads, size) = slots.stride(), slots.shape
-    first = source.run * pages.shape[1] + source.offset
-    return slots.as_strided(
-        (1, heads, group.keys, size), (0, of_head, of_slot, of_element), slots.storage_offset() + first * of_slot
-    )
-
-
-def _from_rows(rows: Tensor, given: CallKeys, group: Group, members: slice) -> Tensor:
-    """Rows of the call itself: a view where those of the group lie together."""
-    where = given.rows
-    first, last = members.start * group.keys, members.stop * group.keys
-    if isinstance(where, slice):
-        chosen = rows[where.start + first : where.start + last]
-    else:
-        chosen = rows.index_select(0, where[first:last])
-    return chosen.view(-1, group.keys, *rows.shape[1:]).transpose(1, 2)
-
-
-def _from_pages(pages: Tensor, group: Group, members: slice, out: Tensor) -> Tensor:
-    """Rows of the cache, gathered into memory that is used again: fresh memory would cost more than the copy."""
-    if isinstance(group.source, BlockKeys):
-        return _from_blocks(pages, group.source, group.keys, members, out)
-    stored, (heads, size) = cast("Stored", group.source), pages.shape[2:]
-    if stored.rows is not None and pages.stride() == (*(step * size for step in stored.steps), 1):
-        flat = pages.as_strided((pages.numel() // size, size), (size, 1))
-        first, last = (end * group.keys * heads for end in (members.start, members.stop))
-        torch.index_select(flat, 0, stored.rows[first:last], out=out.view(-1, size))
-        return out.view(-1, heads, group.keys, size)
-    slots = stored.slots[members.start * group.keys : members.stop * group.keys]
-    gathered = pages_as_tokens(pages, slots, out=out.view(-1, heads, size))
-    return gathered.view(-1, group.keys, heads, size).transpose(1, 2)
-
-
-def _from_blocks(pages: Tensor, source: BlockKeys, keys: int, members: slice, out: Tensor) -> Tensor:
-    """Whole blocks. Behind a request's last key they hold what is not its own: cut off, or set to 0 where it is not."""
-    gathered = gather_blocks(pages, part(source.blocks, members), out)
-    partial = source.partial
-    if partial is not None:
-        where = (partial.members, partial.columns)
-        gathered[where] = gathered[where].masked_fill(partial.beyond, 0)
-    tokens = gathered.permute(0, 3, 1, 2, 4)
-    heads = tokens.shape[1]
-    # A view: slots of a head follow each other, whichever of the two orders they were gathered in.
-    rows = tokens.reshape(tokens.shape[0], heads, -1, pages.shape[3])
-    return part(rows, slice(source.offset, source.offset + keys), axis=2)
-
-
-def blocks_of(
-    shape: PlanParams,
-    table: Tensor,
-    group: Sequence[Segment],
-    sizes: tuple[int, int],
-    index: Callable[[list[int]], Tensor],
-) -> BlockKeys | None:
-    """
-    Return the blocks of a group; None where a number per key serves better.
-
-    That is so where first keys lie at different places in their blocks, where whole blocks bring many keys that nobody
-    sees, where they would not fit into the workspace, and for FlexAttention and written-out arithmetic: keys with gaps
-    between them would be copied there.
-
-    Args:
-        shape: What planning knows of the layers.
-        table: ``(members, max_blocks)`` int32, on the device.
-        group: The members.
-        sizes: Keys of the longest member, and how many members are gathered at once.
-        index: Puts integers onto the device.
-    """
-    size, (keys, per_gather) = shape.block_size or 1, sizes
-    first, offset = divmod(group[0].first_key, size)
-    columns = -(-(offset + keys) // size)
-    if (
-        shape.kernel.make_mask is not None
-        or not shape.kernel.fused
-        or columns * size > keys + keys // 4 + 16
-        or per_gather * columns * size > shape.budget.keys
-    ):
-        return None
-    if len(group) == 1:
-        blocks = table[:, first : first + columns]
-        return BlockKeys(blocks, offset, None, _run(blocks))
-    if any(segment.first_key % size != offset for segment in group):
-        return None
-    even = all(segment.keys == keys for segment in group)
-    if even and all(segment.first_key == group[0].first_key for segment in group):
-        return BlockKeys(table[:, first : first + columns], offset, None)
-    ends = [offset + segment.keys for segment in group]
-    return BlockKeys(
-        _columns(
-            table,
-            [(segment.first_key // size, -(-end // size)) for segment, end in zip(group, ends, strict=True)],
-            columns,
-            index,
-        ),
-        offset,
-        None if even else _partial_blocks(ends, columns, size, index),
-    )
-
-
-def _run(blocks: Tensor) -> int | None:
-    """Return the first block of a single member if each is the one behind the one before it. A device is not asked."""
-    if len(blocks) > 1 or not blocks.is_cpu:
-        return None
-    numbers: list[int] = blocks[0].tolist()
-    return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
-
-
-def _columns(
-    table: Tensor, reaches: Sequence[tuple[int, int]], columns: int, index: Callable[[list[int]], Tensor]
-) -> Tensor:
-    """``(members, columns)`` blocks from each member's first on. Columns that it lacks repeat its first block."""
-    first, count = index([value for part in zip(*reaches, strict=True) for value in part]).view(2, -1, 1)
-    column = torch.arange(columns, device=table.device)
-    return table.gather(1, torch.where(column < count, first + column, first))
-
-
-def _partial_blocks(
-    ends: Sequence[int], columns: int, size: int, index: Callable[[list[int]], Tensor]
-) -> PartialBlocks | None:
-    """
-    Return what has to be cleared of gathered blocks, given where each member ends in its own.
-
-    That is the rest of its last block; and of the columns it lacks, where its first block, which they repeat, is its
-    last one too. A whole first block holds keys of its own, which are finite and masked.
-    """
-    partial = [
-        (member, column, end % size)
-        for member, end in enumerate(ends)
-        if end % size
-        for column in ((end // size,) if end > size else range(columns))
-    ]
-    if not partial:
-        return None
-    members, where, used = index([value for part in zip(*partial, strict=True) for value in part]).view(3, -1)
-    slots = torch.arange(size, device=used.device)
-    return PartialBlocks(members, where, (slots >= used.unsqueeze(1))[:, :, None, None])
-
-
-def divide(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Return quotients and remainders. Integer division is most of a build, and block sizes are powers of two."""
-    shift = size.bit_length() - 1
-    if size == 1 << shift:
-        return positions >> shift, positions & (size - 1)
-    return torch.div(positions, size, rounding_mode="floor"), positions % size
-
-
-def head_rows(first_heads: Tensor, num_kv_heads: int, step: int) -> Tensor:
-    """
-    Return ``(members * heads * keys,)``, the rows of all heads.
-
-    Args:
-        first_heads: ``(members, keys)`` rows of head 0.
-        num_kv_heads: Heads.
-        step: Rows from one head to the next.
-    """
-    heads = torch.arange(num_kv_heads, device=first_heads.device) * step
-    return (first_heads.unsqueeze(1) + heads.view(-1, 1)).view(-1)
-
-
-@frozen(eq=False)
 class CallKeys:
     """
     Keys that come with the call.
 
     Attributes:
-        rows: Where they are among its K/V rows: a slice, or an index of ``members * keys``.
+        rows: Their K/V rows: a slice, or an index of ``members * keys``.
     """
 
     rows: slice | Tensor
+
+    def take(self, rows: Tensor, keys: int, members: slice) -> Tensor:
+        """Return ``(members, num_kv_heads, keys, size)`` of K or V rows: a view where `rows` is a slice."""
+        first, last = members.start * keys, members.stop * keys
+        if isinstance(self.rows, slice):
+            chosen = rows[self.rows.start + first : self.rows.start + last]
+        else:
+            chosen = rows.index_select(0, self.rows[first:last])
+        return chosen.view(-1, keys, *rows.shape[1:]).transpose(1, 2)
 
 
 @frozen(eq=False)
 class SlotKeys:
     """
-    Keys that are in the cache.
+    Keys in the KV cache, a slot number per key.
 
     Attributes:
         slots: ``(members * keys,)`` int64 slots.
-        rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, which bring the heads of a member
-            one after another; None where whole tokens are taken.
-        steps: Rows from one block to the next, one slot to the next, and one head to the next, as `rows` counts them.
+        rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, one head of a member after
+            another, for kernels that read keys head by head; None where whole slots are gathered.
+        strides: Rows from one block to the next, one slot to the next, and one head to the next, as `rows` counts them.
     """
 
     slots: Tensor
     rows: Tensor | None
-    steps: tuple[int, int, int]
+    strides: tuple[int, int, int]
+
+    def width(self, keys: int, block_size: int) -> int:
+        """Return how many slots are gathered per member."""
+        del block_size
+        return keys
+
+    def gather(self, pages: Tensor, keys: int, members: slice, out: Tensor) -> Tensor:
+        """Return ``(members, num_kv_heads, keys, size)`` of the pages of K or V, gathered into `out`."""
+        heads, size = pages.shape[2:]
+        if self.rows is not None and pages.stride() == (*(stride * size for stride in self.strides), 1):
+            flat = pages.as_strided((pages.numel() // size, size), (size, 1))
+            first, last = members.start * keys * heads, members.stop * keys * heads
+            torch.index_select(flat, 0, self.rows[first:last], out=out.view(-1, size))
+            return out.view(-1, heads, keys, size)
+        slots = self.slots[members.start * keys : members.stop * keys]
+        gathered = pages_as_tokens(pages, slots, out=out.view(-1, heads, size))
+        return gathered.view(-1, keys, heads, size).transpose(1, 2)
 
 
 @frozen(eq=False)
 class PartialBlocks:
     """
-    Gathered blocks that end behind their request's last key. What lies there, NaN included, is another's or nobody's.
+    Gathered blocks that extend beyond their request's last key. Slots there are cleared: they may hold NaN.
 
     Attributes:
-        members: ``(n,)`` int64, whose blocks they are.
-        columns: ``(n,)`` int64, which of them.
+        members: ``(n,)`` int64 members that the blocks belong to.
+        columns: ``(n,)`` int64 columns of the blocks.
         beyond: ``(n, block_size, 1, 1)`` bool, the slots that are cleared.
     """
 
@@ -308,14 +96,14 @@ class PartialBlocks:
 @frozen(eq=False)
 class BlockKeys:
     """
-    Keys that are in the cache, and fill most of the blocks that they are in: whole blocks are gathered.
+    Keys in the KV cache that fill most of their blocks: whole blocks are gathered.
 
     Attributes:
         blocks: ``(members, columns)`` int32.
-        offset: Where in its first block each member's first key is.
-        torn: What is cleared; None where all members end together, so that what is behind is cut off.
-        run: The first block of a single member whose blocks follow each other in a cache on the CPU: they are read
-            where they are, as copying them would take about as long as attending them. None gathers.
+        offset: The slot of each member's first key in its first block.
+        partial: The blocks with slots to clear; None where all members end together, so that the rest is cut off.
+        run: The first block of a single member whose blocks are consecutive in a KV cache on the CPU. Its keys are read
+            in place, since a copy would take about as long as the attention. None gathers.
     """
 
     blocks: Tensor
@@ -323,13 +111,236 @@ class BlockKeys:
     partial: PartialBlocks | None
     run: int | None = None
 
+    def width(self, keys: int, block_size: int) -> int:
+        """Return how many slots are gathered per member."""
+        del keys
+        return self.blocks.shape[1] * block_size
 
-def part(tensor: Tensor, where: slice, axis: int = 0) -> Tensor:
-    """Return `where` of an axis, a view; the tensor itself where that is all, as it is for most decodes."""
-    count = where.stop - where.start
-    return tensor if count == tensor.shape[axis] else tensor.narrow(axis, where.start, count)
+    def view(self, pages: Tensor, keys: int) -> Tensor | None:
+        """Return ``(1, num_kv_heads, keys, size)`` in place; None where the keys are not consecutive in memory."""
+        slots = None if self.run is None else as_slots(pages)
+        if slots is None or self.run is None:
+            return None
+        (of_slot, of_head, of_element), (_, heads, size) = slots.stride(), slots.shape
+        first = slots.storage_offset() + (self.run * pages.shape[1] + self.offset) * of_slot
+        return slots.as_strided((1, heads, keys, size), (0, of_head, of_slot, of_element), first)
+
+    def gather(self, pages: Tensor, keys: int, members: slice, out: Tensor) -> Tensor:
+        """Return ``(members, num_kv_heads, keys, size)`` of the pages of K or V, gathered into `out`."""
+        gathered = gather_blocks(pages, narrow(self.blocks, members), out)
+        if self.partial is not None:
+            where = (self.partial.members, self.partial.columns)
+            gathered[where] = gathered[where].masked_fill(self.partial.beyond, 0)
+        tokens = gathered.permute(0, 3, 1, 2, 4)
+        # A view: gather_blocks leaves the slots of a head at one stride, in either of its two orders.
+        rows = tokens.reshape(*tokens.shape[:2], -1, pages.shape[3])
+        return narrow(rows, slice(self.offset, self.offset + keys), axis=2)
+
+
+Keys: TypeAlias = CallKeys | SlotKeys | BlockKeys
+"""Where the keys of a group are."""
+
+
+@frozen(eq=False)
+class Sources:
+    """
+    The keys and values that one call can read.
+
+    Where the KV cache is FP8, the call's own rows are rounded to it too: what a token attends to does not depend on
+    which step wrote it.
+
+    Attributes:
+        key: ``(rows, num_kv_heads, head_size)`` of the call.
+        value: ``(rows, num_kv_heads, head_size_v)`` of the call.
+        cache: The KV cache, or None.
+        workspace: uint8 memory for gathered keys and values; each group uses it from its start.
+        codec: What rounds and scales; None where the KV cache has the layer's dtype.
+    """
+
+    key: Tensor
+    value: Tensor
+    cache: Cache | None = None
+    workspace: Tensor | None = None
+    codec: Codec | None = None
+    _decoded: list[tuple[Tensor, Tensor]] = field(init=False, factory=list)
+
+    def of(self, group: Group, members: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values of members of a group, each ``(members, num_kv_heads, keys, size)``."""
+        keys, source = group.keys, group.source
+        if isinstance(source, CallKeys):
+            key, value = self._call_rows()
+            return source.take(key, keys, members), source.take(value, keys, members)
+        key_pages, value_pages = key_and_value_pages(cast("Cache", self.cache))
+        if self.codec is None and isinstance(source, BlockKeys):
+            here, there = source.view(key_pages, keys), source.view(value_pages, keys)
+            if here is not None and there is not None:
+                return here, there
+        _, block_size, heads, size = key_pages.shape
+        slots = (members.stop - members.start) * source.width(keys, block_size) * heads
+        middle, end = slots * size, slots * (size + value_pages.shape[3])
+        memory = cast("Tensor", self.workspace)
+        if self.codec is not None:
+            return self._decode(self.codec, group, members, (memory, middle, end))
+        buffer = memory[: end * key_pages.itemsize].view(key_pages.dtype)
+        return (
+            source.gather(key_pages, keys, members, buffer[:middle]),
+            source.gather(value_pages, keys, members, buffer[middle:]),
+        )
+
+    def _call_rows(self) -> tuple[Tensor, Tensor]:
+        """Return the rows of the call, decoded once."""
+        if self.codec is None:
+            return self.key, self.value
+        if not self._decoded:
+            self._decoded.append(self.codec.decode(self.key, self.value))
+        return self._decoded[0]
+
+    def _decode(
+        self, codec: Codec, group: Group, members: slice, place: tuple[Tensor, int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Gather bytes behind the place where they are decoded: not every device can gather FP8."""
+        (memory, middle, end), size = place, codec.dtype.itemsize
+        wide, narrow_bytes = memory[: end * size].view(codec.dtype), memory[end * size : end * (size + 1)]
+        source, found = cast("SlotKeys | BlockKeys", group.source), []
+        for pages, part in zip(
+            key_and_value_pages(cast("Cache", self.cache)), (slice(middle), slice(middle, end)), strict=True
+        ):
+            encoded, decoded = narrow_bytes[part], wide[part]
+            rows = source.gather(pages.view(torch.uint8), group.keys, members, encoded)
+            dequantize(encoded.view(codec.narrow), decoded)
+            offset = rows.storage_offset() - encoded.storage_offset()
+            found.append(decoded[offset:].as_strided(rows.shape, rows.stride()))
+        if codec.key_factor is not None:
+            found[0].mul_(codec.key_factor.unsqueeze(-1))
+        return found[0], found[1]
+
+
+def blocks_of(
+    params: PlanParams, table: Tensor, segments: Sequence[Segment], keys: int, per_gather: int
+) -> BlockKeys | None:
+    """
+    Return the blocks of a group; None where a slot number per key is better.
+
+    That is so where first keys are at different offsets in their blocks, where whole blocks hold many keys that are not
+    read, where they do not fit into the workspace, and for FlexAttention and the unfused kernel, which would copy keys
+    with gaps between them.
+
+    Args:
+        params: The layers' parameters.
+        table: ``(members, max_blocks)`` int32, on the device.
+        segments: The members.
+        keys: Keys of the longest member.
+        per_gather: Members that are gathered at once.
+    """
+    size = params.block_size or 1
+    first, offset = divmod(segments[0].first_key, size)
+    columns = -(-(offset + keys) // size)
+    if (
+        params.kernel.make_mask is not None
+        or not params.kernel.fused
+        or columns * size > keys + keys // 4 + 16
+        or per_gather * columns * size > params.budget.keys
+    ):
+        return None
+    if len(segments) == 1:
+        blocks = table[:, first : first + columns]
+        return BlockKeys(blocks, offset, None, _run(blocks))
+    if any(segment.first_key % size != offset for segment in segments):
+        return None
+    uniform = all(segment.keys == keys for segment in segments)
+    if uniform and all(segment.first_key == segments[0].first_key for segment in segments):
+        return BlockKeys(table[:, first : first + columns], offset, None)
+    ends = [offset + segment.keys for segment in segments]
+    blocks = _columns(table, [segment.first_key // size for segment in segments], [-(-end // size) for end in ends])
+    return BlockKeys(blocks, offset, None if uniform else _partial_blocks(ends, columns, size, table.device))
+
+
+def _run(blocks: Tensor) -> int | None:
+    """Return the first block of a single member whose blocks are consecutive. A device is not waited for."""
+    if len(blocks) > 1 or not blocks.is_cpu:
+        return None
+    numbers: list[int] = blocks[0].tolist()
+    return numbers[0] if numbers == list(range(numbers[0], numbers[0] + len(numbers))) else None
+
+
+def _columns(table: Tensor, firsts: list[int], counts: list[int]) -> Tensor:
+    """Return ``(members, columns)`` blocks from each member's first on. Columns beyond its own repeat its first."""
+    first, count = index_on(table.device, [*firsts, *counts]).view(2, -1, 1)
+    column = torch.arange(max(counts), device=table.device)
+    return table.gather(1, torch.where(column < count, first + column, first))
+
+
+def _partial_blocks(ends: Sequence[int], columns: int, size: int, device: torch.device) -> PartialBlocks | None:
+    """
+    Return the gathered blocks with slots to clear, for members that end at these slots of theirs.
+
+    Those are a member's last block and, where its only block is also its last, the columns that repeat it. A whole
+    first block needs nothing: it holds the member's own keys, which are finite and masked.
+    """
+    partial = [
+        (member, column, end % size)
+        for member, end in enumerate(ends)
+        if end % size
+        for column in ((end // size,) if end > size else range(columns))
+    ]
+    if not partial:
+        return None
+    members, where, used = index_on(device, [value for part in zip(*partial, strict=True) for value in part]).view(
+        3, -1
+    )
+    slots = torch.arange(size, device=device)
+    return PartialBlocks(members, where, (slots >= used.unsqueeze(1))[:, :, None, None])
+
+
+def slots_at(params: PlanParams, table: Tensor, positions: Tensor) -> SlotKeys:
+    """
+    Return a slot number per key.
+
+    Args:
+        params: The layers' parameters.
+        table: ``(members, max_blocks)`` integers, on the device.
+        positions: ``(members, keys)`` int64 positions of the keys in their requests.
+    """
+    size, strides, rows = cast("int", params.block_size), params.row_strides, None
+    columns, offsets = divide(positions, size)
+    blocks = table.long().gather(1, columns)
+    if strides is not None:
+        rows = head_rows(blocks * strides[0] + offsets * strides[1], params.num_kv_heads, strides[2])
+    return SlotKeys((blocks * size + offsets).view(-1), rows, strides or (0, 0, 0))
+
+
+def divide(positions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return quotients and remainders: by shifts for powers of two, since integer division is most of a build."""
+    shift = size.bit_length() - 1
+    if size == 1 << shift:
+        return positions >> shift, positions & (size - 1)
+    return torch.div(positions, size, rounding_mode="floor"), positions % size
+
+
+def head_rows(first_heads: Tensor, num_kv_heads: int, stride: int) -> Tensor:
+    """
+    Return ``(members * heads * keys,)``, the rows of all heads.
+
+    Args:
+        first_heads: ``(members, keys)`` rows of head 0.
+        num_kv_heads: Heads.
+        stride: Rows from one head to the next.
+    """
+    heads = torch.arange(num_kv_heads, device=first_heads.device) * stride
+    return (first_heads.unsqueeze(1) + heads.view(-1, 1)).view(-1)
 
 
 def padded_keys(keys: int) -> int:
-    """Return how many keys a request is padded to at most: kernels want masks whose rows start at 16 bytes."""
+    """Return how many keys a request is padded to at most: kernels need masks whose rows start at 16 bytes."""
     return -(-keys // 8) * 8
+
+
+def index_on(device: torch.device, values: list[int]) -> Tensor:
+    """Return numbers as an int64 tensor on the device, without waiting for it."""
+    return upload(torch.tensor(values, dtype=torch.int64), device)
+
+
+def narrow(tensor: Tensor, where: slice, axis: int = 0) -> Tensor:
+    """Return a part of an axis as a view; the tensor itself where that is all, as it is for most decodes."""
+    count = where.stop - where.start
+    return tensor if count == tensor.shape[axis] else tensor.narrow(axis, where.start, count)

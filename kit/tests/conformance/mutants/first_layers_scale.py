@@ -13,7 +13,7 @@ class MutantBuilder(TorchBuilder):
     def __init__(self, backend, impls, state):
         super().__init__(backend, impls, state)
         for impl in impls:
-            impl._call = evolve(impl._call, scale=impls[0]._call.scale)
+            impl._score_params = evolve(impl._score_params, scale=impls[0]._score_params.scale)
 
 
 class MutantBackend(TorchBackend):

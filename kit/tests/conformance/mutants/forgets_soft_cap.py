@@ -12,7 +12,7 @@ from attnplug.torch_backend.impl import TorchImpl
 class MutantImpl(TorchImpl):
     def __init__(self, layer, backend):
         super().__init__(layer, backend)
-        self._call = evolve(self._call, soft_cap=None)
+        self._score_params = evolve(self._score_params, soft_cap=None)
 
 
 class MutantBackend(TorchBackend):

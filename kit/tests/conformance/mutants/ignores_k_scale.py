@@ -15,7 +15,7 @@ class MutantImpl(TorchImpl):
         super().__init__(layer, backend)
         self._codec = codec_of(evolve(layer, k_scale=1.0, k_scale_tensor=None), self.agreement)
         if self._codec is not None:
-            self._call = evolve(self._call, scale=self.scale * self._codec.score_factor)
+            self._score_params = evolve(self._score_params, scale=self.scale * self._codec.score_factor)
 
 
 class MutantBackend(TorchBackend):

@@ -12,8 +12,8 @@ from attnplug.torch_backend.impl import TorchImpl
 class MutantImpl(TorchImpl):
     def __init__(self, layer, backend):
         super().__init__(layer, backend)
-        slopes = self._call.slopes
-        self._call = evolve(self._call, slopes=None if slopes is None else slopes * 0)
+        slopes = self._score_params.slopes
+        self._score_params = evolve(self._score_params, slopes=None if slopes is None else slopes * 0)
 
 
 class MutantBackend(TorchBackend):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
-from attnplug.torch_backend.impl import TorchImpl, merge, pass_of
+from attnplug.torch_backend.impl import TorchImpl, merge_passes, results_of_pass
 
 
 class MutantImpl(TorchImpl):
@@ -12,10 +12,10 @@ class MutantImpl(TorchImpl):
         if plan.prefix is None:
             super()._run(plan, query, source, results)
             return
-        passes = [pass_of(results, plan.prefix.rows, self._sinks) for _ in range(2)]
+        passes = [results_of_pass(results, plan.prefix.rows, self._sinks) for _ in range(2)]
         self._run_groups(plan, (plan.prefix,), query, source, passes[0])
         self._run_groups(plan, plan.groups, query, source, passes[1])
-        merge(results, *passes)
+        merge_passes(results, *passes)
 
 
 class MutantBackend(TorchBackend):

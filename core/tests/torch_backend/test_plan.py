@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.torch_backend.plan import Budget, Segment, group_segments, segments_of
+from attnplug.torch_backend.plan import Budget, Rectangle, group_segments, segments_of
 
 lens = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 20)), min_size=1, max_size=6)
 windows = st.sampled_from([(-1, -1), (0, 0), (3, 0), (2, 2), (-1, 1), (100, 0)])
@@ -13,7 +13,7 @@ budgets = st.builds(
     scores=st.integers(0, 400),
     slack=st.integers(0, 60),
     ragged_rows=st.integers(0, 8),
-    even=st.booleans(),
+    uniform=st.booleans(),
 )
 
 
@@ -102,33 +102,30 @@ def test_every_span_is_in_one_group_of_bounded_size(
 
     groups = group_segments(segments, budget)
 
-    if not budget.even and not budget.divisible:
-        assert all(len(group) * rows * keys <= budget.scores for group, rows, keys in _sizes(groups))
-    assert sorted(segment.request for group in groups for segment in group) == sorted(
+    if not budget.uniform and not budget.divisible:
+        assert all(_scores(group) <= budget.scores for group in groups if len(group.segments) > 1)
+    assert sorted(segment.request for group in groups for segment in group.segments) == sorted(
         segment.request for segment in segments
     )
     for group in groups:
-        requests = [segment.request for segment in group]
+        requests = [segment.request for segment in group.segments]
         assert requests == sorted(requests)
-        assert len({segment.from_call for segment in group}) == 1
-        if len(group) == 1:
+        assert len({segment.from_call for segment in group.segments}) == 1
+        sizes = {(segment.rows, segment.keys) for segment in group.segments}
+        assert (group.rows, group.keys) == tuple(map(max, zip(*sizes, strict=True)))
+        assert group.uniform == (len(sizes) == 1)
+        if len(requests) == 1:
             continue
-        rows, keys = max(segment.rows for segment in group), max(segment.keys for segment in group)
-        wasted = len(group) * rows * keys - sum(segment.rows * segment.keys for segment in group)
-        assert len(group) * keys <= budget.keys or (budget.divisible and not wasted)
+        wasted = _scores(group) - sum(segment.rows * segment.keys for segment in group.segments)
+        assert len(requests) * group.keys <= budget.keys or (budget.divisible and not wasted)
         assert wasted <= budget.slack
         if wasted:
-            assert rows <= budget.ragged_rows
-            assert len(group) * rows * keys <= budget.scores
+            assert group.rows <= budget.ragged_rows
+            assert _scores(group) <= budget.scores
 
 
-def _sizes(groups: list[list[Segment]]) -> list[tuple[list[Segment], int, int]]:
-    """Groups of several, with their rows and keys."""
-    return [
-        (group, max(segment.rows for segment in group), max(segment.keys for segment in group))
-        for group in groups
-        if len(group) > 1
-    ]
+def _scores(group: Rectangle) -> int:
+    return len(group.segments) * group.rows * group.keys
 
 
 def test_requests_of_one_size_share_a_call_whatever_padding_costs() -> None:
@@ -143,4 +140,4 @@ def test_a_long_request_does_not_pad_short_ones() -> None:
 
     groups = group_segments(segments, Budget(keys=100_000, scores=100_000, slack=100, ragged_rows=8))
 
-    assert [[segment.request for segment in group] for group in groups] == [[0, 1, 3, 4], [2]]
+    assert [[segment.request for segment in group.segments] for group in groups] == [[0, 1, 3, 4], [2]]
