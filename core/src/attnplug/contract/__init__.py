@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from attnplug.contract.calls.advance import DecodeInputs as DecodeInputs
     from attnplug.contract.calls.check import check_backend_class as check_backend_class
     from attnplug.contract.calls.op import forward_context as forward_context
+    from attnplug.contract.calls.warm_up import dummy_layer as dummy_layer
+    from attnplug.contract.calls.warm_up import warm_up as warm_up
     from attnplug.contract.graphs.buffers import GraphBuffers as GraphBuffers
     from attnplug.contract.graphs.capture import capture as capture
+    from attnplug.contract.graphs.dummy import dummy_batch_of as dummy_batch_of
     from attnplug.contract.graphs.shape import GraphShape as GraphShape
     from attnplug.contract.guards.cache import by_phase as by_phase
     from attnplug.contract.hooks import hookimpl as hookimpl
@@ -47,8 +50,10 @@ _MODULES: Final = {
     "attnplug.contract.calls.advance": "DecodeInputs",
     "attnplug.contract.calls.check": "check_backend_class",
     "attnplug.contract.calls.op": "forward_context",
+    "attnplug.contract.calls.warm_up": "dummy_layer warm_up",
     "attnplug.contract.graphs.buffers": "GraphBuffers",
     "attnplug.contract.graphs.capture": "capture",
+    "attnplug.contract.graphs.dummy": "dummy_batch_of",
     "attnplug.contract.graphs.shape": "GraphShape",
     "attnplug.contract.guards.cache": "by_phase",
     "attnplug.contract.hooks": "hookimpl",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from attnplug.contract.graphs.shape import GraphShape
     from attnplug.negotiation.agreement import Agreement
 
@@ -26,26 +28,49 @@ def dummy_batch(agreement: Agreement, key: GraphShape, device: torch.device) -> 
         key: The shape.
         device: Where the batch goes.
     """
-    asked, lens = agreement.requirements, query_lens_of(key)
+    lens = query_lens_of(key)
+    if not agreement.requirements.paged:
+        return dummy_batch_of(agreement, device, lens)
+    longest = max(lens) if key.max_seq_len == max(lens) else max(lens) + 1
+    return dummy_batch_of(agreement, device, lens, [min(length + 1, longest) for length in lens])
+
+
+def dummy_batch_of(
+    agreement: Agreement,
+    device: torch.device,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int] | None = None,
+    **fields: Any,
+) -> Batch:
+    """
+    Return a valid batch of these lengths that writes no slot. With pages, all keys are in the null block.
+
+    Cross attention gets encoders of one token, and DCP the largest share that any rank holds with an interleave of 1.
+
+    Args:
+        agreement: What was negotiated.
+        device: Where the batch's tensors go.
+        query_lens: Query rows per request.
+        seq_lens: Keys per request, its queries included; None is `query_lens`.
+        fields: Further fields of `Batch`, by name.
+    """
+    asked, seq_lens = agreement.requirements, query_lens if seq_lens is None else seq_lens
+    fields = {"device": device, "causal": bool(asked.causal), **fields}
     if not asked.paged:
-        return Batch.from_lengths(lens, device=device, causal=bool(asked.causal))
-    most = max(lens)
-    longest = most if key.max_seq_len == most else most + 1
-    cross = asked.attn_type == "encoder_decoder"
-    seq_lens = [min(length + 1, longest) for length in lens]
-    rest = {"encoder_seq_lens": torch.ones(len(lens), dtype=torch.int32)} if cross else {}
+        return Batch.from_lengths(query_lens, seq_lens, **fields)
+    cross, reqs = asked.attn_type == "encoder_decoder", len(query_lens)
+    rest = {"encoder_seq_lens": torch.ones(reqs, dtype=torch.int32)} if cross else {}
     if asked.dcp_size > 1:
         rest["dcp_local_seq_lens"] = torch.tensor([-(-n // asked.dcp_size) for n in seq_lens], dtype=torch.int32)
+    for name, tensor in rest.items():
+        fields |= {name: tensor.to(device), f"{name}_cpu": tensor}
     return Batch.from_lengths(
-        lens,
+        query_lens,
         seq_lens,
-        block_table=torch.zeros(len(lens), -(-longest // (agreement.block_size or 1)), dtype=torch.int32),
-        slot_mapping=torch.full((0 if cross else sum(lens),), PAD_SLOT_ID, dtype=torch.int64),
-        device=device,
-        causal=bool(asked.causal),
+        block_table=torch.zeros(reqs, -(-max(seq_lens) // (agreement.block_size or 1)), dtype=torch.int32),
+        slot_mapping=torch.full((0 if cross else sum(query_lens),), PAD_SLOT_ID, dtype=torch.int64),
         dummy=True,
-        **{name: tensor.to(device) for name, tensor in rest.items()},
-        **{f"{name}_cpu": tensor for name, tensor in rest.items()},
+        **fields,
     )
 
 

@@ -1,0 +1,80 @@
+"""Runs steps of zeros, so that what a backend compiles at its first use is compiled before the first request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attnplug.contract.inputs.kv_cache import torch_dtype
+from attnplug.contract.inputs.layer import Layer
+from attnplug.contract.inputs.limits import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor
+
+    from attnplug.contract.backend import Backend
+    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.inputs.batch import Batch
+    from attnplug.contract.inputs.kv_cache import Cache
+    from attnplug.contract.inputs.limits import Parallel
+
+
+def warm_up(
+    backend: Backend,
+    batches: Iterable[Batch],
+    *,
+    layer: Layer | None = None,
+    kv_cache: Cache | None = None,
+    parallel: Parallel | None = None,
+) -> None:
+    """
+    Build and run a step of zeros for each batch. What is made for it is discarded: layer, KV cache, states, builders.
+
+    `Backend.warmup` calls it with a batch for each kernel that compiles. An LSE is computed where it was negotiated.
+
+    Args:
+        backend: The backend.
+        batches: Batches that write no slot and read the null block only, of `Backend.dummy_batch` or `dummy_batch_of`.
+        layer: The layer; None is `dummy_layer`. With a `kv_sharing_target` it is run without K/V.
+        kv_cache: Its KV cache of 2 blocks; None is a fresh one.
+        parallel: The rank that is run; None is a single one.
+    """
+    asked = backend.agreement.requirements
+    impl = backend.make_impl(dummy_layer(backend) if layer is None else layer)
+    if kv_cache is None and asked.paged:
+        kv_cache = backend.make_cache(2, impl=impl)
+    for batch in batches:
+        tokens = batch.num_actual_tokens
+        limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
+        builder = backend.make_builder([impl], backend.make_state(limits, parallel))
+        query = torch.zeros(tokens, impl.num_q_heads, impl.head_size, dtype=impl.query_dtype, device=impl.device)
+        key, value = _rows(impl, tokens, impl.head_size), _rows(impl, tokens, impl.head_size_v)
+        output = torch.empty(tokens, impl.output_width, dtype=impl.output_dtype, device=impl.device)
+        lse = torch.empty(tokens, impl.num_q_heads, device=impl.device) if asked.return_lse else None
+        impl.forward(query, key, value, kv_cache, builder.build(batch), output, lse=lse)
+
+
+def dummy_layer(backend: Backend, name: str = "warm_up") -> Layer:
+    """Return a layer with the tensors that the requirements name: sinks and slopes of 0, scales of 1 per head."""
+    asked, device = backend.agreement.requirements, backend.device
+    scales: dict[str, Any] = {}
+    if asked.per_head_scales:
+        ones = torch.ones(asked.num_kv_heads, device=device)
+        scales = {f"{one}_scale_tensor": ones for one in backend.impl_class.static_scales}
+    return Layer(
+        name=name,
+        sinks=torch.zeros(asked.num_q_heads, device=device) if asked.sinks else None,
+        alibi_slopes=torch.zeros(asked.num_q_heads, device=device) if asked.alibi else None,
+        **scales,
+    )
+
+
+def _rows(impl: AttentionImpl, tokens: int, size: int) -> Tensor | None:
+    """Return K or V of zeros; None for a layer that reads the KV cache of another."""
+    if impl.layer.kv_sharing_target is not None:
+        return None
+    dtype = torch_dtype(impl.agreement.requirements.dtype)
+    return torch.zeros(tokens, impl.num_kv_heads, size, dtype=dtype, device=impl.device)
