@@ -3,7 +3,7 @@ Compares ways to write K and V of one layer into its cache.
 
     python benchmarks/write.py [--device cuda] [--dtype bfloat16] [--cache bfloat16] [--layout NHD] [--json]
 
-`write_kv` is the launch that backends use, `write_cache` two calls for K and V, `index_copy` torch's own call twice, on
+`write_kv` is the launch that backends use, `write_pages` two calls for K and V, `index_copy` torch's own call twice, on
 rows that are in the cache's dtype already and without padding: what it does not do is not counted against it. `host` is
 how long a call keeps the host, `device` how long a call in a captured graph takes, both in microseconds: medians of
 rounds in which the ways take turns. On the CPU there is `host` alone. `pages_of` is timed beside, by requests.
@@ -23,8 +23,8 @@ import torch
 
 from attnplug.batching import pages_of
 from attnplug.contract import Batch, is_narrow_float
-from attnplug.ops import quantize, write_cache, write_kv
-from attnplug.ops.gather import as_slots
+from attnplug.ops import quantize, write_kv, write_pages
+from attnplug.ops.gather import slots_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,12 +49,12 @@ def ways(tokens: int, options: argparse.Namespace) -> dict[str, Callable[[], Non
     scale = torch.ones(1, device=options.device) if is_narrow_float(narrow) else None
 
     def both() -> None:
-        write_cache(key, pages[0], slots, scale)
-        write_cache(value, pages[1], slots, scale)
+        write_pages(key, pages[0], slots, scale)
+        write_pages(value, pages[1], slots, scale)
 
     return {
         "write_kv": lambda: write_kv(key, value, *pages, slots, scale, scale),
-        "write_cache": both,
+        "write_pages": both,
         "index_copy": copies(key, value, narrow, slots, options),
     }
 
@@ -68,7 +68,7 @@ def copies(
     ]
     count = (2 * key.shape[0] // BLOCK + 2) * BLOCK
     flat = [each.new_zeros(count // BLOCK, BLOCK, *each.shape[1:], device=options.device) for each in rows]
-    into = [as_slots(each) for each in flat]
+    into = [slots_view(each) for each in flat]
 
     def call() -> None:
         for each, target in zip(rows, into, strict=True):

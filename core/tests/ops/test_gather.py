@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnplug.ops import gather_blocks, gather_dense, gather_packed, pages_as_tokens
-from attnplug.ops.gather import as_slots
+from attnplug.ops import gather_blocks, gather_dense, gather_packed, gather_slots
+from attnplug.ops.gather import slots_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +39,7 @@ def test_slots_are_read_in_the_order_asked(
     slots = torch.randint(0, blocks * block_size, (7,))
     out = torch.empty(7, HEADS, SIZE) if buffered else None
 
-    rows = pages_as_tokens(pages, slots, out=out)
+    rows = gather_slots(pages, slots, out=out)
 
     assert torch.equal(rows, torch.stack([pages[slot // block_size, slot % block_size] for slot in slots.tolist()]))
     assert out is None or rows is out
@@ -51,7 +51,7 @@ def test_a_flat_view_shares_memory_and_never_misplaces_a_slot(
 ) -> None:
     pages = layout(blocks, block_size)
 
-    flat = as_slots(pages)
+    flat = slots_view(pages)
 
     if flat is not None:
         assert flat.data_ptr() == pages.data_ptr()

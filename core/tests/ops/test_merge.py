@@ -72,7 +72,7 @@ def test_two_empty_sides_are_empty() -> None:
 def test_the_sink_counts_once() -> None:
     out, lse = torch.zeros(1, 1, 2), torch.zeros(1, 1)
 
-    with pytest.raises(NotNegotiatedError, match="both sides of a merge count the sink"):
+    with pytest.raises(NotNegotiatedError, match="both sides of a merge include the sink"):
         merge_attention_states(out, lse, out, lse, sink_in_a=True, sink_in_b=True)
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.ops import dequantize, quantize, write_cache
+from attnplug.ops import dequantize, quantize, write_pages
 from attnplug_kit.oracle.rounding import nearest
 
 NARROW = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -68,8 +68,8 @@ def test_a_cache_is_written_alike_by_rows_and_by_quantized_rows(
     rows = torch.randn(3, 2, 5) * 300
     slots, tensor = torch.tensor([5, -1, 11]), None if scale is None else torch.tensor([scale])
 
-    write_cache(rows, pages[0], slots, tensor)
-    write_cache(quantize(rows, dtype, tensor), pages[1], slots)
+    write_pages(rows, pages[0], slots, tensor)
+    write_pages(quantize(rows, dtype, tensor), pages[1], slots)
 
     wanted = quantize(rows, dtype, tensor).float()
     for page in pages:

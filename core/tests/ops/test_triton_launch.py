@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attnplug.batching import pages
 from attnplug.ops import triton as triton_launch
 from attnplug.ops import write
-from attnplug.ops.triton import Launch, triton_works
+from attnplug.ops.triton import Launch, triton_function, triton_works
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -49,7 +48,7 @@ def triton_of(version: str, target) -> SimpleNamespace:
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
-    caches = (triton_works, triton_launch._is_stable, triton_launch._fusion, write._in_one_launch, pages._in_one_launch)
+    caches = (triton_works, triton_function, triton_launch._is_stable, triton_launch._fusion)
     for each in caches:
         each.cache_clear()
     yield
@@ -103,8 +102,7 @@ def test_without_a_driver_everything_runs_on_torch(
     monkeypatch.setitem(sys.modules, "triton", triton_of("3.7.1", target))
 
     assert not triton_works()
-    assert write._in_one_launch() is None
-    assert pages._in_one_launch() is None
+    assert triton_function("attnplug.ops.triton_write", "write") is None
     assert len(caplog.records) == 1
     assert "0 active drivers" in caplog.text
 

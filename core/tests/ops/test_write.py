@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnplug.errors import TensorError
-from attnplug.ops import write, write_cache
+from attnplug.ops import write, write_pages
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,7 @@ def padded_pages(blocks: int, block_size: int) -> Tensor:
 
 layouts = st.sampled_from([nhd, hnd, layers_inside, padded_pages])
 # The first is what the CPU takes, the second what a device takes: both have to be right, and both run here.
-writers = st.sampled_from([write._write_selected, write._write_all])
+writers = st.sampled_from([write._write_unpadded, write._write_padded])
 
 
 @given(layouts, writers, st.sampled_from([1, 4]), st.integers(2, 4), st.data())
@@ -80,7 +80,7 @@ def test_rows_beyond_the_slots_are_not_read_and_dtypes_are_converted() -> None:
     rows = torch.full((3, HEADS, SIZE), torch.nan)
     rows[0] = 1 / 3
 
-    write_cache(rows, pages, torch.tensor([6]))
+    write_pages(rows, pages, torch.tensor([6]))
 
     assert pages.count_nonzero() == HEADS * SIZE
     assert torch.equal(pages[1, 2], rows[0].bfloat16())
@@ -91,7 +91,7 @@ def test_shapes_that_do_not_fit_leave_the_cache_alone(rows: tuple[int, ...], slo
     pages = torch.zeros(2, 4, HEADS, SIZE)
 
     with pytest.raises(TensorError, match="3 slots were given"):
-        write_cache(torch.ones(rows), pages, torch.arange(slots))
+        write_pages(torch.ones(rows), pages, torch.arange(slots))
 
     assert not pages.any()
 
@@ -100,6 +100,6 @@ def test_shapes_that_do_not_fit_leave_the_cache_alone(rows: tuple[int, ...], slo
 def test_slots_without_padding_need_no_look(layout: Callable[[int, int], Tensor], slots: list[int], count: int) -> None:
     pages, rows, mapping = layout(4, 4), torch.randn(13, HEADS, SIZE), torch.tensor(slots[:count], dtype=torch.int64)
     expected = pages.clone()
-    write_cache(rows, expected, mapping)
-    write_cache(rows, pages, mapping, padded=False)
+    write_pages(rows, expected, mapping)
+    write_pages(rows, pages, mapping, padded=False)
     assert torch.equal(pages, expected)

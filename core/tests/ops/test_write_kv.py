@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug.errors import TensorError
-from attnplug.ops import write_cache, write_kv
+from attnplug.ops import write_kv, write_pages
 from tests.backends.compiling import DIVISION, NEEDS_TRITON
 from tests.backends.interpreting import check
 
@@ -21,8 +21,8 @@ def test_is_two_calls_of_write_cache(dtype: torch.dtype, padded: bool) -> None:
 
     write_kv(key, value, *pages[:2], slots, *scales, padded=padded)
 
-    write_cache(key, pages[2], slots, scales[0])
-    write_cache(value, pages[3], slots, scales[1])
+    write_pages(key, pages[2], slots, scales[0])
+    write_pages(value, pages[3], slots, scales[1])
     for got, wanted in zip(pages[:2], pages[2:], strict=True):
         assert wanted.float().any()
         assert torch.equal(got.float(), wanted.float())

@@ -1,4 +1,4 @@
-"""K and V in one launch, against `write_cache` to the bit: on a GPU, or on a CPU by Triton's interpreter."""
+"""K and V in one launch, against `write_pages` to the bit: on a GPU, or on a CPU by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnplug.errors import TensorError
-from attnplug.ops import quantize, write_cache, write_kv
+from attnplug.ops import quantize, write_kv, write_pages
 from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def test_slots_hold_what_write_cache_writes_and_nothing_else_changes(
     slots = some_slots(generator, tokens, block_size)
     expected = [half.memory.clone() for half in halves]
     for half, memory in zip(halves, expected, strict=True):
-        write_cache(half.rows, half.pages(memory), slots, half.scale)
+        write_pages(half.rows, half.pages(memory), slots, half.scale)
 
     memories = [half.memory.to(DEVICE) for half in halves]
     # To a device goes the whole storage: what is copied alone would be contiguous there.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.contract import Layer, Limits
-from attnplug.ops import pages_as_tokens
+from attnplug.ops import gather_slots
 from attnplug_flash_attn import packing
 from plugins.flash_attn.tests.noting import load
 from tests.backends.setting import Setting
@@ -156,7 +156,7 @@ def test_packing_takes_no_memory_beside_the_workspace(layout) -> None:
     cache = setting.backend.make_cache(8).normal_()
     slots, out = torch.arange(20, 60), torch.empty(40, 2, 64).bfloat16()
     with torch.profiler.profile(profile_memory=True) as profile:
-        found = pages_as_tokens(cache[0], slots, out=out)
+        found = gather_slots(cache[0], slots, out=out)
 
     assert found is out
     assert torch.equal(out, torch.stack([cache[0, slot // 16, slot % 16] for slot in slots.tolist()]))

@@ -1,4 +1,4 @@
-"""Pages in compressed rows, the form in which several kernel libraries take a block table."""
+"""Pages in compressed rows (CSR), the form in which several kernel libraries take a block table."""
 
 from __future__ import annotations
 
@@ -13,15 +13,13 @@ from torch import Tensor
 from attnplug.batching.padding import NULL_BLOCK, pad_rows
 from attnplug.contract.inputs.upload import upload
 from attnplug.errors import BatchError
-from attnplug.ops.triton import triton_works
+from attnplug.ops.triton import triton_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from attnplug.contract.inputs.batch import Batch
 
 _FEW: Final = 32
-"""Requests up to which lists are faster than tensor operations."""
+"""Up to so many requests, lists are faster than tensor operations."""
 
 
 @frozen(eq=False)
@@ -29,13 +27,13 @@ class Pages:
     """
     The pages that each request uses, one request after another.
 
-    Libraries plan with the host's arrays. The device's copies of two of them are made when first asked for; ask before
-    a capture, not within.
+    Libraries plan with the CPU tensors. The device copies of two of them are made on first access: access them before a
+    capture.
 
     Attributes:
         indices: ``(indptr[-1],)`` int32 physical blocks.
-        indptr_cpu: Host copy of `indptr`.
-        last_page_len_cpu: Host copy of `last_page_len`.
+        indptr_cpu: CPU copy of `indptr`.
+        last_page_len_cpu: CPU copy of `last_page_len`.
     """
 
     indices: Tensor
@@ -55,21 +53,21 @@ class Pages:
 
 def pages_of(batch: Batch, block_size: int) -> Pages:
     """
-    Return the pages of a paged batch with exact host lengths. Computed once per batch and shared by whoever asks.
+    Return the pages of a paged batch with exact CPU sequence lengths. Computed once per batch.
 
-    On a GPU that Triton knows it is one launch, and nothing is uploaded. The device is never waited for.
+    Where Triton works, it is one launch on a GPU, and nothing is uploaded. The device is never waited for.
 
     Raises:
-        BatchError: The batch has no pages, no host lengths, or a block table with too few columns.
+        BatchError: The batch has no pages, no CPU sequence lengths, or a block table with too few columns.
     """
     return batch.cached(("pages", block_size), lambda: _pages_of(batch, block_size))
 
 
 def pad_pages(pages: Pages, num_reqs: int, num_indices: int | None = None) -> Pages:
     """
-    Return the pages with padded requests at their end, as a captured graph needs them.
+    Return the pages with padded requests at their end, for a captured graph.
 
-    A padded request has no pages: it starts and ends where the last one ends, and its last page has no used slots.
+    A padded request has no pages: it starts and ends where the last request ends, and its last page has no used slots.
 
     Args:
         pages: The pages; not changed.
@@ -91,8 +89,8 @@ def _pages_of(batch: Batch, block_size: int) -> Pages:
         raise BatchError(
             f"the batch has block_table={'absent' if table is None else 'present'} and "
             f"seq_lens_cpu={'absent' if lengths is None else 'present'}",
-            "pages are counted from exact host lengths and read from the block table",
-            "give both, or use the dense block table with lengths on the device",
+            "pages are counted from exact CPU sequence lengths and read from the block table",
+            "pass both, or use the dense block table with lengths on the device",
         )
     count = _count_few if lengths.shape[0] <= _FEW else _count_many
     indptr, last, num_pages, most = count(lengths, block_size)
@@ -103,7 +101,8 @@ def _pages_of(batch: Batch, block_size: int) -> Pages:
             f"the block table has {table.shape[1]} columns of {block_size} slots",
             "allocate the request's blocks before its step",
         )
-    pack, seq_lens = _in_one_launch() if table.is_cuda else None, batch.seq_lens
+    pack = triton_function("attnplug.batching.triton_pages", "pack") if table.is_cuda else None
+    seq_lens = batch.seq_lens
     if pack is not None and seq_lens.device == table.device and seq_lens.is_contiguous():
         return Pages(pack(table, seq_lens, block_size, num_pages, most), indptr, last)
     return Pages(_indices(table, upload(indptr, table.device), num_pages), indptr, last)
@@ -120,9 +119,9 @@ def _count_few(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, i
 
 
 def _count_many(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, int]:
-    """As `_count_few`, in a time that hardly depends on how many requests there are."""
+    """Return the same in a time that hardly depends on the number of requests."""
     lengths, numbers = lengths.int(), _numbers(block_size)
-    if type(numbers[0]) is not Tensor:  # in a mode that fakes tensors: no later batch is counted with those
+    if type(numbers[0]) is not Tensor:  # under FakeTensorMode: fake tensors are not kept
         _numbers.cache_clear()
     size, rest, one, zero = numbers
     counts = torch.floor_divide(lengths + rest, size)
@@ -135,7 +134,7 @@ def _count_many(lengths: Tensor, block_size: int) -> tuple[Tensor, Tensor, int, 
 
 @cache
 def _numbers(block_size: int) -> tuple[Tensor, ...]:
-    """Return a block size, one less, 1 and 0 as operations take them: a Python number is turned into one each time."""
+    """Return a block size, one less, 1 and 0 as tensors: a Python number would be converted in each operation."""
     return tuple(torch.tensor(number, dtype=torch.int32, device="cpu") for number in (block_size, block_size - 1, 1, 0))
 
 
@@ -143,12 +142,3 @@ def _indices(table: Tensor, indptr: Tensor, num_pages: int) -> Tensor:
     entries = torch.arange(num_pages, dtype=torch.int32, device=table.device)
     requests = torch.searchsorted(indptr[1:], entries, right=True)
     return table[requests, entries - indptr[requests]].to(torch.int32)
-
-
-@cache
-def _in_one_launch() -> Callable[..., Tensor] | None:
-    if not triton_works():
-        return None
-    from attnplug.batching.triton_pages import pack  # noqa: PLC0415 - Triton is imported where it works, and there alone
-
-    return pack

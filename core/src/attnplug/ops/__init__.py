@@ -1,24 +1,23 @@
-"""Tensor code that backends share: cache writes, gathered pages, merged states. Plain torch; Triton where it helps."""
+"""Tensor code that backends share: KV-cache writes, gathers, merged states, FP8. Plain torch, and Triton on GPUs."""
 
-from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, pages_as_tokens
+from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, gather_slots
 from attnplug.ops.merge import merge_attention_states, merge_into
 from attnplug.ops.quantize import dequantize, quantize, quantize_queries
-from attnplug.ops.triton import Kernel, Launch
-from attnplug.ops.write import key_and_value_pages, write_cache, write_kv
+from attnplug.ops.triton import Kernel
+from attnplug.ops.write import key_and_value_pages, write_kv, write_pages
 
 __all__ = [
     "Kernel",
-    "Launch",
     "dequantize",
     "gather_blocks",
     "gather_dense",
     "gather_packed",
+    "gather_slots",
     "key_and_value_pages",
     "merge_attention_states",
     "merge_into",
-    "pages_as_tokens",
     "quantize",
     "quantize_queries",
-    "write_cache",
     "write_kv",
+    "write_pages",
 ]

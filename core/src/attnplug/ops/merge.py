@@ -1,18 +1,12 @@
-"""Merges attention over two disjoint sets of keys into attention over both."""
+"""Merges partial outputs over two disjoint sets of keys by LSE."""
 
 from __future__ import annotations
-
-from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug.ops.triton import triton_works
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from attnplug.ops.triton import triton_function
 
 
 def merge_attention_states(
@@ -25,29 +19,29 @@ def merge_attention_states(
     sink_in_b: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """
-    Merge two partial results exactly: each output weighted by its share of the softmax denominator.
+    Merge two partial outputs exactly: each is weighted by its share of the softmax denominator.
 
-    A side that attended nothing (LSE -inf) contributes nothing, whatever its output holds; where both did, the result
-    is 0 with LSE -inf. The weights are computed in float32, or in float64 where an LSE is.
+    A side without keys (LSE -inf) contributes nothing, whatever its output holds; where both have none, the result is 0
+    with LSE -inf. Weights are computed in float32, or in float64 if an LSE is.
 
     Args:
         out_a: ``(tokens, heads, head_size_v)``.
-        lse_a: ``(tokens, heads)`` natural log.
+        lse_a: ``(tokens, heads)`` natural log-sum-exp.
         out_b: As `out_a`.
         lse_b: As `lse_a`.
-        sink_in_a: Whether `lse_a` counts the sink.
-        sink_in_b: Whether `lse_b` counts the sink.
+        sink_in_a: Whether `lse_a` includes the sink.
+        sink_in_b: Whether `lse_b` includes the sink.
 
     Returns:
-        The output in the dtype of `out_a`, and its LSE, which counts the sink if a side did.
+        The output in the dtype of `out_a`, and its LSE, which includes the sink if a side did.
 
     Raises:
-        NotNegotiatedError: Both sides count the sink, which would enter the denominator twice.
+        NotNegotiatedError: Both sides include the sink, which would enter the denominator twice.
         TensorError: The shapes do not fit together.
     """
     if sink_in_a and sink_in_b:
         raise NotNegotiatedError(
-            "both sides of a merge count the sink",
+            "both sides of a merge include the sink in their LSE",
             "the sink enters the softmax denominator once",
             "pass the sinks to one of the two attention calls only",
         )
@@ -55,7 +49,7 @@ def merge_attention_states(
     exact = torch.promote_types(torch.promote_types(lse_a.dtype, lse_b.dtype), torch.float32)
     lse_a, lse_b = lse_a.to(exact), lse_b.to(exact)
     highest = torch.maximum(lse_a, lse_b)
-    # Two empty sides would give -inf - -inf; any finite shift is right there, since both weights are 0.
+    # Two sides without keys would give -inf - -inf. Any finite shift is right there, since both weights are 0.
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
     weight_a, weight_b = (lse_a - shift).exp(), (lse_b - shift).exp()
     total = weight_a + weight_b
@@ -65,20 +59,19 @@ def merge_attention_states(
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """
-    Merge a result over other keys into a result, as `merge_attention_states` does; one launch on a GPU that Triton
-    knows.
+    Merge a partial output into another in place, as `merge_attention_states` does. One launch where Triton works.
 
     Args:
         out: ``(tokens, heads, head_size_v)``; written.
-        lse: ``(tokens, heads)`` float32, natural log; written.
-        other: As `out`, contiguous. At most one of the two counts the sink.
-        other_lse: As `lse`, contiguous.
+        lse: ``(tokens, heads)`` float32, natural log-sum-exp; written.
+        other: As `out`, contiguous.
+        other_lse: As `lse`, contiguous. At most one of the two includes the sink.
 
     Raises:
         TensorError: The shapes do not fit together.
     """
     _check_shapes(out, lse, other, other_lse)
-    merge = _in_one_launch() if out.is_cuda else None
+    merge = triton_function("attnplug.ops.triton_merge", "merge") if out.is_cuda else None
     if merge is not None and merge(out, lse, other, other_lse):
         return
     merged, total = merge_attention_states(out, lse, other, other_lse)
@@ -86,17 +79,8 @@ def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> No
     lse.copy_(total)
 
 
-@cache
-def _in_one_launch() -> Callable[..., bool] | None:
-    if not triton_works():
-        return None
-    from attnplug.ops.triton_merge import merge  # noqa: PLC0415 - Triton is imported where it works, and there alone
-
-    return merge
-
-
 def _share(out: Tensor, weight: Tensor, total: Tensor) -> Tensor:
-    """An empty side's output may be anything, NaN included, and 0 * NaN is NaN: so it is replaced, not scaled."""
+    """Return a side's weighted output. Without keys it may hold NaN, and 0 * NaN is NaN: it is replaced, not scaled."""
     share = (weight / total).unsqueeze(-1)
     return torch.where((weight > 0).unsqueeze(-1), out.to(weight.dtype) * share, 0.0)
 

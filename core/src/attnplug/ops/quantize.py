@@ -1,33 +1,29 @@
-"""Rounds rows to 8-bit floats and back: ``x ~ scale * quantized``."""
+"""Rounds rows to FP8 and back: ``x ~ scale * quantized``."""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from attnplug.ops.triton import triton_works
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from attnplug.ops.triton import triton_function
 
 _WIDE: Final = {2: torch.int32, 4: torch.int64}
 
 
 def quantize(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
     """
-    Return rows in an 8-bit float, divided by their scale.
+    Return rows in FP8, divided by their scale.
 
-    What is too large becomes the largest number of the dtype, which a plain conversion would make NaN or infinite. NaN
-    stays NaN.
+    Values saturate at the largest number of the dtype, where a plain conversion gives NaN or infinity. NaN stays NaN.
 
     Args:
         rows: ``(tokens, num_kv_heads, size)``.
         dtype: float8_e4m3fn or float8_e5m2.
-        scale: float32, one element or ``(num_kv_heads,)``; None is 1. A tensor, since devices divide by host numbers
-            inexactly.
+        scale: float32, one element or ``(num_kv_heads,)``; None is 1. It is a tensor, since devices divide inexactly by
+            Python numbers.
     """
     limit = torch.finfo(dtype).max
     rows = rows.float()
@@ -38,14 +34,14 @@ def quantize(rows: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> T
 
 def quantize_queries(queries: Tensor, scale: Tensor) -> Tensor:
     """
-    Return queries in float8_e4m3fn as `quantize` does, for kernels that read queries and keys of one dtype; one launch
-    on a GPU that Triton knows.
+    Return queries in float8_e4m3fn, as `quantize` does, for kernels that read queries and keys of one dtype. One launch
+    where Triton works.
 
     Args:
         queries: ``(tokens, num_q_heads, head_size)``, of any strides.
-        scale: float32, one element, or one per KV head: that of the query heads which read it.
+        scale: float32, one element, or one per KV head for the query heads that read it.
     """
-    launch = _in_one_launch() if queries.is_cuda else None
+    launch = triton_function("attnplug.ops.triton_quantize", "quantize") if queries.is_cuda else None
     if launch is not None:
         out = torch.empty(queries.shape, dtype=torch.float8_e4m3fn, device=queries.device)
         if launch(queries, scale, out):
@@ -55,29 +51,18 @@ def quantize_queries(queries: Tensor, scale: Tensor) -> Tensor:
     return quantize(grouped, torch.float8_e4m3fn, scale).view(queries.shape)
 
 
-@cache
-def _in_one_launch() -> Callable[..., bool] | None:
-    if not triton_works():
-        return None
-    from attnplug.ops.triton_quantize import (  # noqa: PLC0415 - Triton is imported where it works, and there alone
-        quantize as launch,
-    )
-
-    return launch
-
-
 def dequantize(narrow: Tensor, out: Tensor) -> Tensor:
     """
-    Write 8-bit floats into `out`, without a scale, and return it. Every wider float holds them exactly.
+    Write FP8 numbers into `out`, without a scale, and return it. Every wider float holds them exactly.
 
     Args:
         narrow: Contiguous, in float8_e4m3fn or float8_e5m2.
         out: Contiguous, of the same shape, in float32, bfloat16 or float16.
     """
-    places = (narrow.numel(), narrow.storage_offset(), out.storage_offset())
-    if narrow.device.type != "cpu" or any(place % 2 for place in places):
+    sizes = (narrow.numel(), narrow.storage_offset(), out.storage_offset())
+    if narrow.device.type != "cpu" or any(size % 2 for size in sizes):
         return out.copy_(narrow)
-    # Looking two up at once takes a tenth of the time that torch's conversion takes on the CPU.
+    # On the CPU, a look-up of two numbers at once takes a tenth of the time of torch's conversion.
     table = _pairs(narrow.dtype, out.dtype)
     codes = narrow.view(-1).view(torch.int16).int().bitwise_and_(0xFFFF)
     torch.index_select(table, 0, codes, out=out.view(-1).view(table.dtype))
@@ -86,6 +71,6 @@ def dequantize(narrow: Tensor, out: Tensor) -> Tensor:
 
 @cache
 def _pairs(narrow: torch.dtype, dtype: torch.dtype) -> Tensor:
-    """Return what each two bytes stand for, as ``(65536,)`` integers that hold two numbers."""
+    """Return the two numbers of each pair of codes, as ``(65536,)`` integers with the bits of both."""
     codes = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     return codes.view(torch.uint8).view(narrow).to(dtype).view(_WIDE[dtype.itemsize])

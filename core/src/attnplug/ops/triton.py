@@ -1,8 +1,8 @@
 """
-Runs Triton kernels where there is Triton, and costs the host as little as that can cost.
+Launches Triton kernels with little host time.
 
-Modules that define kernels import Triton, and are themselves imported in functions alone, once `triton_works` says so:
-on a machine without it everything runs on plain torch.
+Modules that define kernels import Triton, and are imported by `triton_function` only: without Triton, everything runs
+on plain torch.
 """
 
 from __future__ import annotations
@@ -16,39 +16,45 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
 _log: Final = logging.getLogger("attnplug")
 
 _STABLE: Final = (3, 6)
-"""The Triton since which a compiled kernel takes the arguments of its source, constants included."""
+"""From this release on, a compiled kernel takes the arguments of its source, constants included."""
 
-_ASKS: Final = (3, 9)
-"""The Triton since which a kernel should say whether products are fused with sums: it warns, and 3.10 fuses none."""
+_NAMES_FUSION: Final = (3, 9)
+"""From this release on, a kernel should name whether products are fused with sums: it warns, and 3.10 fuses none."""
 
 
 @cache
 def triton_works() -> bool:
-    """Whether kernels can be compiled for the devices of this process. Asked once; without a driver it is False."""
+    """Whether kernels can be compiled for the devices of this process: checked once, and False without a driver."""
     if find_spec("triton") is None:
         return False
     try:
         import_module("triton").runtime.driver.active.get_current_target()
-    except Exception as problem:  # noqa: BLE001 - a compiler or a driver may be missing in many ways, and none matters
-        _log.warning("Triton is installed and does not work here (%s): cache writes take several launches", problem)
+    except Exception as problem:  # noqa: BLE001 - whatever a missing compiler or driver raises, torch takes over
+        _log.warning("Triton is installed and does not work here (%s): KV-cache writes take several launches", problem)
         return False
     return True
 
 
+@cache
+def triton_function(module: str, name: str) -> Callable[..., Any] | None:
+    """Return a function of a module that defines kernels, which is imported here; None where Triton does not work."""
+    return getattr(import_module(module), name) if triton_works() else None
+
+
 class Launch:
     """
-    One kernel with its constants.
+    A kernel with its constants.
 
-    The first launch goes through Triton, which looks at every argument and compiles. What it compiled is kept, and
-    later launches go straight to the driver: whoever keeps a `Launch` sees to it that these have arguments of the same
-    types, and pointers and numbers that are as divisible.
+    The first launch goes through Triton, which inspects every argument and compiles. Later launches go straight to the
+    driver: the caller guarantees that their arguments have the same types, and pointers and numbers the same
+    divisibility.
     """
 
     __slots__ = ("_compiled", "_constants", "_kernel", "_options")
@@ -59,30 +65,30 @@ class Launch:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `again` may be called."""
+        """Whether `again` may be called: after `first`, if the release of Triton allows it."""
         return self._compiled is not None
 
     def first(self, grid: tuple[int, ...], *arguments: Any) -> None:
-        """Compile and run. The arguments are tensors and numbers."""
+        """Compile and run. Arguments are tensors and numbers."""
         compiled = self._kernel[grid](*arguments, *self._constants, **self._options, **_fusion())
         if _is_stable():
             self._compiled = compiled
 
     def again(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """
-        Run what is compiled, on the current stream of the current device.
+        Run the compiled kernel on the current stream of the current device.
 
-        Tensors are given by their addresses, descriptors as they are.
+        Tensors are passed as addresses, tensor descriptors as they are.
         """
         self._compiled[grid](*arguments, *self._constants)
 
 
 class Kernel:
     """
-    A function of `triton.jit`, compiled once for arguments that are alike; later launches go straight to the driver.
+    A function of `triton.jit`, compiled once per kind of arguments; later launches go straight to the driver.
 
     Its arguments are tensor descriptors, tensors, strides, numbers and constants, in this order. Strides and numbers
-    have annotations that say their types; numbers are not specialized.
+    are annotated with their types; numbers are not specialized.
 
     Args:
         function: The function.
@@ -104,16 +110,16 @@ class Kernel:
         **options: Any,
     ) -> None:
         """
-        Run it, on the current stream of the device of its tensors.
+        Run it on the current stream of the device of its tensors.
 
         Args:
-            programs: Programs of the grid; without any, nothing is run.
-            tensors: All on one device.
-            strides: Whole numbers that are fixed for tensors of a kind; Triton specializes on 1 and on multiples of 16.
-            numbers: Whole ones and others, of any value.
-            constants: Compiled in.
-            descriptors: Of Triton or of Gluon, each of a tensor on that device.
-            options: As `num_warps`.
+            programs: Programs of the grid; nothing is launched for 0.
+            tensors: Tensors on one device.
+            strides: Integers on which Triton specializes: 1, and multiples of 16.
+            numbers: Integers and floats of any value.
+            constants: Constants that are compiled in.
+            descriptors: Tensor descriptors of Triton or Gluon, on the same device.
+            options: Options of the launch, such as `num_warps`.
         """
         if not programs:
             return
@@ -123,7 +129,7 @@ class Kernel:
                 self.run(programs, tensors, strides, numbers, constants, descriptors=descriptors, **options)
             return
         places = [tensor.data_ptr() for tensor in tensors]
-        # Lists in tuples: with generators this would take the host a tenth longer.
+        # Tuples of lists: generators would take a tenth more host time.
         form = (
             device,
             constants,
@@ -149,7 +155,7 @@ def _is_stable() -> bool:
 
 @cache
 def _fusion() -> dict[str, bool]:
-    return {"enable_fp_fusion": True} if _release() >= _ASKS else {}
+    return {"enable_fp_fusion": True} if _release() >= _NAMES_FUSION else {}
 
 
 def _release() -> tuple[int, ...]:

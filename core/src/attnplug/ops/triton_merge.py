@@ -1,4 +1,4 @@
-"""Merges attention over two sets of keys in one launch. Imported only where Triton works."""
+"""Merges partial outputs by LSE in one launch. Imported only where Triton works."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _TILE: Final = 1024
 """Elements of a program."""
 
 _UNIT: Final = 8
-"""The stride of rows is counted in this many elements where it is a multiple, so that the compiler knows."""
+"""A token stride that is a multiple of this is passed in this unit, so that the compiler knows its divisibility."""
 
 _launches: dict[tuple[object, ...], Launch] = {}
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> bool:
     """
-    Merge the second result into the first and return True; or return False where the kernel is not made for them.
+    Merge the second result into the first and return True; return False if the kernel does not support them.
 
-    Arguments are those of `attnplug.ops.merge_into`.
+    Arguments as for `attnplug.ops.merge_into`.
     """
     tokens, heads, size = out.shape
     if not (_is_dense(out, size) and other.is_contiguous() and other_lse.is_contiguous()):
@@ -36,21 +36,21 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> bool:
         with torch.cuda.device(device):
             return merge(out, lse, other, other_lse)
     unit = 1 if out.stride(0) % _UNIT else _UNIT
-    places = (out.data_ptr(), lse.data_ptr(), other.data_ptr(), other_lse.data_ptr())
-    form = (device, out.dtype, heads, size, unit, tuple(place % 16 for place in places))
+    addresses = (out.data_ptr(), lse.data_ptr(), other.data_ptr(), other_lse.data_ptr())
+    form = (device, out.dtype, heads, size, unit, tuple(address % 16 for address in addresses))
     launch = _launches.get(form)
     if launch is None:
         width = triton.next_power_of_2(size)
         constants = (heads, size, unit, max(1, _TILE // width), width)
         launch = _launches[form] = Launch(_kernel, constants, num_warps=4)
     grid = (-(-rows // max(1, _TILE // triton.next_power_of_2(size))), 1, 1)
-    steps = (out.stride(0) // unit, *lse.stride(), rows)
+    numbers = (out.stride(0) // unit, *lse.stride(), rows)
     if not rows:
         return True
     if launch.is_compiled:
-        launch.again(grid, *places, *steps)
+        launch.again(grid, *addresses, *numbers)
     else:
-        launch.first(grid, out, lse, other, other_lse, *steps)
+        launch.first(grid, out, lse, other, other_lse, *numbers)
     return True
 
 
@@ -74,7 +74,7 @@ def _kernel(
     tile: tl.constexpr,
     width: tl.constexpr,
 ) -> None:
-    """One program merges some rows: a head of a token each."""
+    """Merge one tile of rows per program, each one head of one token."""
     row = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
     column = tl.arange(0, width)
     there = row < rows
@@ -90,7 +90,7 @@ def _kernel(
     mine = out + (token * (of_token * unit) + head * size)[:, None] + column[None, :]
     data = tl.load(mine, mask=inside, other=0.0).to(tl.float32)
     others = tl.load(other + (row * size)[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    # A side without keys may hold anything, NaN included: it is replaced, not scaled.
+    # The output of a side without keys may hold NaN: it is replaced, not scaled.
     data = tl.where((weight > 0)[:, None], data * (weight / total)[:, None], 0.0)
     others = tl.where((other_weight > 0)[:, None], others * (other_weight / total)[:, None], 0.0)
     tl.store(mine, (data + others).to(out.dtype.element_ty), mask=inside)

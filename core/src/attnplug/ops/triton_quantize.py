@@ -1,4 +1,4 @@
-"""Rounds queries to 8-bit floats in one launch. Imported only where Triton works."""
+"""Rounds queries to FP8 in one launch. Imported only where Triton works."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _TILE: Final = 1024
 """Elements of a program."""
 
 _UNIT: Final = 8
-"""The stride of rows is counted in this many elements where it is a multiple, so that the compiler knows."""
+"""A token stride that is a multiple of this is passed in this unit, so that the compiler knows its divisibility."""
 
 _launches: dict[tuple[object, ...], Launch] = {}
 
 
 def quantize(query: Tensor, scale: Tensor, out: Tensor) -> bool:
     """
-    Write queries into `out` and return True; or return False where the kernel is not made for them.
+    Write queries into `out` and return True; return False if the kernel does not support them.
 
     Args:
         query: ``(tokens, heads, size)``.
-        scale: float32, contiguous, one element or one per group of heads that follow each other.
+        scale: float32, contiguous, one element or one per group of consecutive heads.
         out: float8_e4m3fn, contiguous, of the same shape.
     """
     tokens, heads, size = query.shape
@@ -39,8 +39,8 @@ def quantize(query: Tensor, scale: Tensor, out: Tensor) -> bool:
         with torch.cuda.device(device):
             return quantize(query, scale, out)
     unit = 1 if query.stride(0) % _UNIT else _UNIT
-    places = (query.data_ptr(), scale.data_ptr(), out.data_ptr())
-    form = (device, query.dtype, width, scale.numel(), unit, tuple(place % 16 for place in places))
+    addresses = (query.data_ptr(), scale.data_ptr(), out.data_ptr())
+    form = (device, query.dtype, width, scale.numel(), unit, tuple(address % 16 for address in addresses))
     launch = _launches.get(form)
     if launch is None:
         tile = min(_TILE, triton.next_power_of_2(width))
@@ -50,7 +50,7 @@ def quantize(query: Tensor, scale: Tensor, out: Tensor) -> bool:
         return True
     grid = (tokens, -(-width // min(_TILE, triton.next_power_of_2(width))), 1)
     if launch.is_compiled:
-        launch.again(grid, *places, query.stride(0) // unit)
+        launch.again(grid, *addresses, query.stride(0) // unit)
     else:
         launch.first(grid, query, scale, out.view(torch.uint8), query.stride(0) // unit)
     return True
@@ -61,12 +61,12 @@ def _e4m3(x: tl.tensor) -> tl.tensor:
     """
     Return the codes of float32 numbers up to 448, rounded to nearest, ties to even; NaN stays NaN.
 
-    In integers: Triton's own conversion needs a device that has one, and its interpreter drops bits.
+    Computed in integers: Triton's conversion requires hardware support, and its interpreter loses bits.
     """
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     code = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - 0x3C000000) >> 20
-    # Below 2**-6 steps are of 2**-9, as those of float32 are beside 2**14.
+    # Below 2**-6 numbers are 2**-9 apart, as float32 numbers are near 2**14.
     small = (magnitude.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, small, code)
     code = tl.where(magnitude > 0x7F800000, 0x7F, code)
@@ -85,7 +85,7 @@ def _kernel(
     unit: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """One program rounds one tile of the row of one token."""
+    """Round one tile of one token per program."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = place < width
@@ -94,6 +94,6 @@ def _kernel(
         data = tl.div_rn(data, tl.load(scale + place // group, mask=inside, other=1.0))
     else:
         data = tl.div_rn(data, tl.load(scale) + tl.zeros_like(data))
-    data = tl.where(data > 448.0, 448.0, data)  # what is too large becomes the largest number; NaN stays NaN
+    data = tl.where(data > 448.0, 448.0, data)  # saturates; NaN stays NaN
     data = tl.where(data < -448.0, -448.0, data)
     tl.store(out + token * width + place, _e4m3(data), mask=inside)

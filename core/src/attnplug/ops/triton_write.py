@@ -1,4 +1,4 @@
-"""Writes K and V into a paged cache in one launch. Imported only where Triton works."""
+"""Writes K and V into a paged KV cache in one launch. Imported only where Triton works."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TILE: Final = 1024
-"""Elements of a program, at most: 16 bytes of bfloat16 for each of 128 threads."""
+"""Most elements of a program: 16 bytes of bfloat16 for each of 128 threads."""
 
 _UNIT: Final = 8
-"""Strides of rows are counted in this many elements where they are multiples of it, so that the compiler knows."""
+"""Row strides that are multiples of this are passed in this unit, so that the compiler knows their divisibility."""
 
 _COPIED: Final = -1
 _WIDE: Final = frozenset((torch.float32, torch.bfloat16, torch.float16))
@@ -31,7 +31,7 @@ _MANTISSAS: Final = {
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _launches: dict[tuple[object, ...], _Write | None] = {}
-_UNKNOWN: Final = "unknown"  # as None is a form that the kernel does not write
+_UNKNOWN: Final = "unknown"  # None is a form that the kernel does not support
 
 
 def write(
@@ -44,10 +44,10 @@ def write(
     v_scale: Tensor | None,
 ) -> bool:
     """
-    Write K and V, arguments as of `write_kv`, and return True; or return False where the kernel is not made for them.
+    Write K and V and return True; return False if the kernel does not support them. Arguments as for `write_kv`.
 
-    What decides that, and what is compiled in, is the key to a launch that is kept. Each step brings but its addresses,
-    and the strides of its rows, which may follow from the number of tokens.
+    A launch is kept per form: what decides whether the kernel supports it, and what is compiled in. Only addresses, and
+    row strides that may follow from the number of tokens, change from step to step.
     """
     count = slots.shape[0]
     if key.ndim != 3 or value.ndim != 3 or key.shape[0] < count or value.shape[0] < count:
@@ -55,11 +55,12 @@ def write(
     key, value, slots = _dense(key), _dense(value), slots.contiguous()
     (key_token, key_head, _), (value_token, value_head, _) = key.stride(), value.stride()
     unit = 1 if (key_token | key_head | value_token | value_head) % _UNIT else _UNIT
-    places = (key.data_ptr(), value.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr())
-    aligned = None if (places[0] | places[1] | places[2] | places[3]) % 16 == 0 else tuple(at % 16 for at in places)
+    addresses = (key.data_ptr(), value.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr())
+    is_aligned = (addresses[0] | addresses[1] | addresses[2] | addresses[3]) % 16 == 0
+    aligned = None if is_aligned else tuple(address % 16 for address in addresses)
     device = slots.get_device()
-    halves = (*_form(key, key_head, key_pages, k_scale), *_form(value, value_head, value_pages, v_scale))
-    form = (device, slots.dtype, unit, aligned, *halves)
+    forms = (*_form(key, key_head, key_pages, k_scale), *_form(value, value_head, value_pages, v_scale))
+    form = (device, slots.dtype, unit, aligned, *forms)
     launch = _launches.get(form, _UNKNOWN)
     if isinstance(launch, str):
         launch = _launches[form] = _launch(key, value, key_pages, value_pages, slots, k_scale, v_scale, unit)
@@ -71,27 +72,27 @@ def write(
         with torch.cuda.device(device):
             return write(key, value, key_pages, value_pages, slots, k_scale, v_scale)
     grid = (count, launch.programs, 1)
-    steps = (key_token // unit, key_head // unit, value_token // unit, value_head // unit)
+    strides = (key_token // unit, key_head // unit, value_token // unit, value_head // unit)
     scales = (slots if k_scale is None else k_scale, slots if v_scale is None else v_scale)
     if launch.is_compiled:
-        launch.again(grid, *places, slots.data_ptr(), scales[0].data_ptr(), scales[1].data_ptr(), *steps)
+        launch.again(grid, *addresses, slots.data_ptr(), scales[0].data_ptr(), scales[1].data_ptr(), *strides)
     else:
         parts = (*_operands(key, key_pages), *_operands(value, value_pages))
-        launch.first(grid, parts[0], parts[2], parts[1], parts[3], slots, *scales, *steps)
+        launch.first(grid, parts[0], parts[2], parts[1], parts[3], slots, *scales, *strides)
     return True
 
 
 def _dense(rows: Tensor) -> Tensor:
-    """Rows whose elements lie side by side, as nearly all do."""
+    """Return rows with contiguous elements: nearly always the rows themselves."""
     return rows if rows.stride()[2] == 1 else rows.contiguous()
 
 
 def _form(rows: Tensor, of_head: int, pages: Tensor, scale: Tensor | None) -> tuple[object, ...]:
-    """What the code for one of the two is compiled for."""
-    own = None if scale is None else (scale.dtype, scale.shape, scale.stride(), scale.get_device())
+    """Return what the code for K or V is compiled for."""
+    scales = None if scale is None else (scale.dtype, scale.shape, scale.stride(), scale.get_device())
     _, heads, size = rows.shape
     here = (rows.dtype, rows.get_device(), heads, size, of_head == size)
-    return (*here, pages.dtype, pages.get_device(), pages.shape[1:], pages.stride(), own)
+    return (*here, pages.dtype, pages.get_device(), pages.shape[1:], pages.stride(), scales)
 
 
 def _launch(
@@ -113,7 +114,12 @@ def _launch(
 
 
 class _Write(Launch):
-    """A launch that knows how many programs share a token."""
+    """
+    A launch.
+
+    Attributes:
+        programs: Programs per token.
+    """
 
     __slots__ = ("programs",)
 
@@ -123,7 +129,7 @@ class _Write(Launch):
 
 
 def _constants(rows: Tensor, pages: Tensor, scale: Tensor | None, slots: Tensor) -> tuple[int | bool, ...] | None:
-    """Return the constants of one half, or None where the kernel does not write it."""
+    """Return the constants for K or V, or None if the kernel does not support it."""
     if pages.ndim != 4 or rows.shape[1:] != pages.shape[2:] or not pages.numel() or slots.ndim != 1:
         return None
     if not rows.get_device() == pages.get_device() == slots.get_device():
@@ -150,7 +156,7 @@ def _is_scale(scale: Tensor, pages: Tensor) -> bool:
 
 
 def _operands(rows: Tensor, pages: Tensor) -> tuple[Tensor, Tensor]:
-    """As the kernel takes them: bits to be copied as integers, and so are 8-bit floats, which not every device has."""
+    """Return rows and pages as the kernel takes them: copied bits, and FP8 that not every device has, as integers."""
     integer = _INTEGERS[pages.itemsize]
     if rows.dtype == pages.dtype:
         return rows.view(integer), pages.view(integer)
@@ -162,9 +168,9 @@ def _rounded(
     x: tl.tensor, mantissa: tl.constexpr, bias: tl.constexpr, nan: tl.constexpr, sign: tl.constexpr
 ) -> tl.tensor:
     """
-    Return the code of float32 numbers in a narrower float, rounded to nearest, ties to even. NaN stays NaN.
+    Return the codes of float32 numbers in a narrower float, rounded to nearest, ties to even. NaN stays NaN.
 
-    In integers: 8-bit conversions exist on some devices only, and differ.
+    Computed in integers: FP8 conversions exist on some devices only, and differ.
     """
     shift: tl.constexpr = 23 - mantissa
     bits = x.to(tl.int32, bitcast=True)
@@ -172,7 +178,7 @@ def _rounded(
     half: tl.constexpr = (1 << (shift - 1)) - 1
     code = (magnitude + half + ((magnitude >> shift) & 1) - ((127 - bias) << 23)) >> shift
     if bias < 127:
-        # Below the normal numbers steps are equal. A float whose steps are these does the rounding.
+        # Subnormal numbers are equally spaced. Adding a float32 with that spacing rounds to them.
         anchor: tl.constexpr = 151 - bias - mantissa
         small = magnitude.to(tl.float32, bitcast=True) + 2.0 ** (anchor - 127)
         code = tl.where(magnitude < ((128 - bias) << 23), small.to(tl.int32, bitcast=True) - (anchor << 23), code)
@@ -184,7 +190,7 @@ def _rounded(
 def _converted(
     data: tl.tensor, scale: tl.tensor, head: tl.tensor, inside: tl.tensor, mantissa: tl.constexpr, scales: tl.constexpr
 ) -> tl.tensor:
-    """Return data in the cache's format: numbers where Triton has it, codes where it is rounded here."""
+    """Return data in the dtype of the pages: numbers where Triton has the dtype, else codes that are rounded here."""
     x = data.to(tl.float32)
     if mantissa == 23:
         return x
@@ -224,7 +230,7 @@ def _half(
     unit: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """Write one tile of the row of one token."""
+    """Write one tile of K or V of one token."""
     place = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = place < heads * size
     head, column = place // size, place % size
@@ -240,8 +246,8 @@ def _half(
         offset = head * of_head + column * of_element
     else:
         offset = head.to(tl.int64) * of_head + column.to(tl.int64) * of_element
-    # A negative slot makes an address that nothing is written to. One condition broadcast to all places is no mask to
-    # the interpreter of Triton 3.9.
+    # A negative slot gives an address that is never written. The interpreter of Triton 3.9 takes no mask that is one
+    # condition broadcast to all places.
     tl.store(page + offset, data, mask=inside & (slot >= tl.zeros_like(place)))
 
 
@@ -284,7 +290,7 @@ def _kernel(
     unit: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """One program writes one tile of the key and of the value of one token."""
+    """Write one tile of K and of V of one token per program."""
     slot = tl.load(slots + tl.program_id(0)).to(tl.int64)
     _half(
         key, key_pages, k_scale, slot, key_token, key_head, k_heads, k_size, k_packed, k_block_size, k_of_block,

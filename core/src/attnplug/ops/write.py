@@ -1,9 +1,8 @@
-"""The two halves of a layer's cache."""
+"""Writes K and V into the pages of a KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,29 +10,25 @@ from torch import Tensor
 
 from attnplug.contract.inputs.kv_cache import is_narrow_float
 from attnplug.errors import CacheError, TensorError
-from attnplug.ops.gather import as_slots
+from attnplug.ops.gather import slots_view
 from attnplug.ops.quantize import quantize
-from attnplug.ops.triton import triton_works
+from attnplug.ops.triton import triton_function
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from torch import Tensor
-
     from attnplug.contract.inputs.kv_cache import Cache
 
 
 def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
     """
-    Return the pages of keys and of values of one layer, as views: what is written into them is in the cache.
+    Return the pages of keys and of values of one layer, as views of its KV cache.
 
     Args:
         cache: What `Backend.make_cache` returned: a tensor ``(2, num_blocks, block_size, num_kv_heads, head_size)``,
             keys first, alone or as the role ``"kv"`` of a mapping; or a mapping with the roles ``"k"`` and ``"v"``,
-            each without the leading axis. The order in memory is any.
+            each without the leading axis. Strides are any.
 
     Returns:
-        Two tensors ``(num_blocks, block_size, num_kv_heads, size)``, of the cache's strides.
+        Two tensors ``(num_blocks, block_size, num_kv_heads, size)``, with the strides of the cache.
 
     Raises:
         CacheError: It has neither form.
@@ -44,9 +39,9 @@ def key_and_value_pages(cache: Cache) -> tuple[Tensor, Tensor]:
     if isinstance(cache, Mapping) and "k" in cache and "v" in cache:
         return cache["k"], cache["v"]
     raise CacheError(
-        f"keys and values were looked for in a cache {_form(cache)}",
+        f"keys and values are not found in a KV cache {_form(cache)}",
         "it is one tensor (2, num_blocks, block_size, num_kv_heads, head_size), or has the roles 'k' and 'v'",
-        "return one of these forms from Backend.cache_tensors; stride_order says how kernels want it in memory",
+        "return one of these forms from Backend.cache_tensors; stride_order sets the order in memory",
     )
 
 
@@ -68,52 +63,52 @@ def write_kv(
     padded: bool = True,
 ) -> None:
     """
-    Write each row of K and of V into its slot, as two calls of `write_cache` do and to the bit.
+    Write each row of K and of V into its slot: the same bits as two calls of `write_pages`.
 
-    On a GPU that Triton knows it is one launch: nothing is allocated for rows whose elements lie side by side, the
-    device is never waited for, and a captured graph replays it. The first call of each combination of dtypes, row
-    shapes and cache strides compiles, which a warm-up should see to.
+    Where Triton works, it is one launch on a GPU: nothing is allocated for rows with contiguous elements, the device is
+    never waited for, and a captured graph replays it. The first call of each combination of dtypes, row shapes and
+    cache strides compiles: call it in a warm-up.
 
     Args:
         key: ``(tokens, num_kv_heads, head_size)``, of any strides; rows beyond the slot mapping are not read.
         value: ``(tokens, num_kv_heads, head_size_v)``, likewise.
         key_pages: ``(num_blocks, block_size, num_kv_heads, head_size)``, of any strides; written in place.
         value_pages: ``(num_blocks, block_size, num_kv_heads, head_size_v)``, likewise.
-        slot_mapping: ``(n,)`` int64, as of `write_cache`.
-        k_scale: As the scale of `write_cache`.
-        v_scale: Likewise.
-        padded: As of `write_cache`.
+        slot_mapping: ``(n,)`` int64, see `write_pages`.
+        k_scale: The scale of keys, see `write_pages`.
+        v_scale: The scale of values, likewise.
+        padded: Whether a slot may be negative, see `write_pages`.
 
     Raises:
         TensorError: The shapes do not fit together; nothing is written.
     """
-    write = _in_one_launch() if slot_mapping.is_cuda else None
+    write = triton_function("attnplug.ops.triton_write", "write") if slot_mapping.is_cuda else None
     if write is not None and write(key, value, key_pages, value_pages, slot_mapping, k_scale, v_scale):
         return
     for rows, pages in ((key, key_pages), (value, value_pages)):
         _check_shapes(rows, pages, slot_mapping.shape[0])
-    write_cache(key, key_pages, slot_mapping, k_scale, padded=padded)
-    write_cache(value, value_pages, slot_mapping, v_scale, padded=padded)
+    write_pages(key, key_pages, slot_mapping, k_scale, padded=padded)
+    write_pages(value, value_pages, slot_mapping, v_scale, padded=padded)
 
 
-def write_cache(
+def write_pages(
     rows: Tensor, pages: Tensor, slot_mapping: Tensor, scale: Tensor | None = None, *, padded: bool = True
 ) -> None:
     """
-    Write each row into its slot; rows whose slot is PAD_SLOT_ID (any negative one) are skipped.
+    Write each row of K, of V or of any other role into its slot; rows whose slot is negative (PAD_SLOT_ID) are skipped.
 
-    Nothing but the given slots changes, block 0 included, and a device is never waited for. The order in memory is the
-    cache's own affair: an HND cache is given as its NHD view. Rows are converted to the cache's dtype; for 8-bit floats
-    they are divided by the scale, and what is too large becomes the largest number.
+    Only the given slots change, block 0 included, and the device is never waited for. The order in memory is that of
+    the pages: an HND cache is passed as its NHD view. Rows are converted to the dtype of the pages; for FP8 they are
+    divided by the scale, and saturate.
 
     Args:
-        rows: ``(tokens, num_kv_heads, head_size)``; rows beyond the slot mapping are not read. Rows that are in the
-            dtype of an 8-bit cache are quantized already.
+        rows: ``(tokens, num_kv_heads, head_size)``; rows beyond the slot mapping are not read. FP8 rows are already
+            quantized.
         pages: ``(num_blocks, block_size, num_kv_heads, head_size)``, of any strides; written in place.
-        slot_mapping: ``(n,)`` int64 with ``n <= tokens``, no slot twice. Where some are padded, no other may be
-            slot 0: the null block is never given to a request.
-        scale: Of an 8-bit float cache: float32, one element or ``(num_kv_heads,)``; None is 1.
-        padded: Whether a slot may be negative; False, where the host knows better, saves looking.
+        slot_mapping: ``(n,)`` int64 with ``n <= tokens``, no slot twice. Where some are negative, no other may be
+            slot 0, which is in the null block.
+        scale: The scale of FP8 pages: float32, one element or ``(num_kv_heads,)``; None is 1.
+        padded: Whether a slot may be negative. False saves a check.
 
     Raises:
         TensorError: The shapes do not fit together.
@@ -128,20 +123,11 @@ def write_cache(
     elif rows.dtype != pages.dtype:
         rows = rows.to(pages.dtype)
     if not padded:
-        _put(rows, pages, slot_mapping)
+        _write_rows(rows, pages, slot_mapping)
     elif pages.is_cpu:
-        _write_selected(rows, pages, slot_mapping)
+        _write_unpadded(rows, pages, slot_mapping)
     else:
-        _write_all(rows, pages, slot_mapping)
-
-
-@cache
-def _in_one_launch() -> Callable[..., bool] | None:
-    if not triton_works():
-        return None
-    from attnplug.ops.triton_write import write  # noqa: PLC0415 - Triton is imported where it works, and there alone
-
-    return write
+        _write_padded(rows, pages, slot_mapping)
 
 
 def _check_shapes(rows: Tensor, pages: Tensor, num_slots: int) -> None:
@@ -153,27 +139,27 @@ def _check_shapes(rows: Tensor, pages: Tensor, num_slots: int) -> None:
         )
 
 
-def _write_selected(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Drop the padded rows, then write. How many remain has to be known, which is free on the CPU alone."""
+def _write_unpadded(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+    """Remove padded rows, then write. Only on the CPU their number is known without waiting."""
     if slots.numel() and int(slots.min()) < 0:
         kept = (slots >= 0).nonzero().squeeze(1)
         rows, slots = rows.index_select(0, kept), slots.index_select(0, kept)
-    _put(rows, pages, slots)
+    _write_rows(rows, pages, slots)
 
 
-def _write_all(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+def _write_padded(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
     """
-    Let every padded row write what slot 0 holds into slot 0.
+    Write all rows, and for padded ones the content of slot 0 into slot 0.
 
-    The number of written rows is then known without asking the device, a captured graph replays it, and the null block
-    still keeps its bits: the many writers of slot 0 agree.
+    The number of rows does not depend on the device, so that a captured graph replays it. The null block keeps its
+    bits, since all writers of slot 0 write the same.
     """
     padded = (slots < 0).view(-1, 1, 1)
-    _put(torch.where(padded, pages[0, :1], rows), pages, slots.clamp(min=0))
+    _write_rows(torch.where(padded, pages[0, :1], rows), pages, slots.clamp(min=0))
 
 
-def _put(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
-    flat = as_slots(pages)
+def _write_rows(rows: Tensor, pages: Tensor, slots: Tensor) -> None:
+    flat = slots_view(pages)
     if flat is not None:
         flat.index_copy_(0, slots, rows)
         return

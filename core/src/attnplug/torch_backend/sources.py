@@ -9,7 +9,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug.contract.inputs.upload import upload
-from attnplug.ops.gather import as_slots, gather_blocks, pages_as_tokens
+from attnplug.ops.gather import gather_blocks, gather_slots, slots_view
 from attnplug.ops.quantize import dequantize
 from attnplug.ops.write import key_and_value_pages
 
@@ -73,7 +73,7 @@ class SlotKeys:
             torch.index_select(flat, 0, self.rows[first:last], out=out.view(-1, size))
             return out.view(-1, heads, keys, size)
         slots = self.slots[members.start * keys : members.stop * keys]
-        gathered = pages_as_tokens(pages, slots, out=out.view(-1, heads, size))
+        gathered = gather_slots(pages, slots, out=out.view(-1, heads, size))
         return gathered.view(-1, keys, heads, size).transpose(1, 2)
 
 
@@ -118,7 +118,7 @@ class BlockKeys:
 
     def view(self, pages: Tensor, keys: int) -> Tensor | None:
         """Return ``(1, num_kv_heads, keys, size)`` in place; None where the keys are not consecutive in memory."""
-        slots = None if self.run is None else as_slots(pages)
+        slots = None if self.run is None else slots_view(pages)
         if slots is None or self.run is None:
             return None
         (of_slot, of_head, of_element), (_, heads, size) = slots.stride(), slots.shape

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug.contract import AttentionImpl, Backend, Metadata, MetadataBuilder, State
 from attnplug.errors import LimitsError
-from attnplug.ops import write_cache
+from attnplug.ops import write_pages
 
 # --- the double -----------------------------------------------------------------------------------------------------
 
@@ -91,7 +91,7 @@ class BlockSparseImpl(AttentionImpl):
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
         for rows, pages in zip((key, value), kv_cache, strict=True):
-            write_cache(rows, pages, slot_mapping)
+            write_pages(rows, pages, slot_mapping)
 
 
 class BlockSparseBuilder(MetadataBuilder):

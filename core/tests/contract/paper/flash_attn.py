@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnplug.batching import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
 from attnplug.contract import AttentionImpl, Backend, Metadata, MetadataBuilder, torch_dtype, upload
-from attnplug.ops import merge_attention_states, write_cache
+from attnplug.ops import merge_attention_states, write_pages
 
 # --- the double -----------------------------------------------------------------------------------------------------
 
@@ -128,8 +128,8 @@ class FlashAttentionImpl(AttentionImpl):
         return lse.T
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        write_cache(key, kv_cache[0], slot_mapping, self.layer.k_scale_tensor)
-        write_cache(value, kv_cache[1], slot_mapping, self.layer.v_scale_tensor)
+        write_pages(key, kv_cache[0], slot_mapping, self.layer.k_scale_tensor)
+        write_pages(value, kv_cache[1], slot_mapping, self.layer.v_scale_tensor)
 
 
 class FlashAttentionBuilder(MetadataBuilder):

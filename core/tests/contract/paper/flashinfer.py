@@ -12,7 +12,7 @@ from attrs import frozen
 
 from attnplug.batching import pages_of
 from attnplug.contract import AttentionImpl, Backend, CacheTensor, MetadataBuilder, torch_dtype
-from attnplug.ops import write_cache
+from attnplug.ops import write_pages
 
 # --- the double -----------------------------------------------------------------------------------------------------
 
@@ -117,8 +117,8 @@ class FlashInferImpl(AttentionImpl):
                     part.mul_(LN2)  # the library's LSE has base 2
 
     def update_kv_cache(self, key, value, kv_cache, slot_mapping):
-        write_cache(key, kv_cache[:, 0], slot_mapping, self.layer.k_scale_tensor)
-        write_cache(value, kv_cache[:, 1], slot_mapping, self.layer.v_scale_tensor)
+        write_pages(key, kv_cache[:, 0], slot_mapping, self.layer.k_scale_tensor)
+        write_pages(value, kv_cache[:, 1], slot_mapping, self.layer.v_scale_tensor)
 
 
 class FlashInferBuilder(MetadataBuilder):

@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.contract import AttentionImpl, Backend, CacheTensor, Metadata, MetadataBuilder, torch_dtype
-from attnplug.ops import write_cache
+from attnplug.ops import write_pages
 
 # --- the double -----------------------------------------------------------------------------------------------------
 
@@ -33,7 +33,7 @@ class Library:
         self.written.append(slot_mapping)
         scales = (k_scale.unsqueeze(-1), key_scale_cache.unsqueeze(-1))
         for rows, pages in ((key, key_cache), (value, value_cache), scales):
-            write_cache(rows, pages.transpose(1, 2), slot_mapping)
+            write_pages(rows, pages.transpose(1, 2), slot_mapping)
 
     def flash_attn_varlen_int8_func(self, q, k, v, **given):
         assert given["q_scale"].shape == (q.shape[1], q.shape[0])

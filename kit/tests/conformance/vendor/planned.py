@@ -11,7 +11,7 @@ from attnplug.batching.pages import pad_pages, pages_of
 from attnplug.contract import AttentionImpl, Backend, MetadataBuilder
 from attnplug.contract import hookimpl
 from attnplug.contract.inputs.kv_cache import CacheTensor, is_narrow_float
-from attnplug.ops import key_and_value_pages, merge_attention_states, write_cache
+from attnplug.ops import key_and_value_pages, merge_attention_states, write_pages
 
 
 @attrs.frozen(eq=False)
@@ -51,7 +51,7 @@ class PlannedImpl(AttentionImpl):
         narrow = is_narrow_float(halves[0].dtype)
         scales = (self.layer.k_scale_tensor, self.layer.v_scale_tensor) if narrow else (None, None)
         for rows, pages, scale in zip((key, value), halves, scales, strict=True):
-            write_cache(rows, pages, metadata.batch.slot_mapping, scale)
+            write_pages(rows, pages, metadata.batch.slot_mapping, scale)
         indptr, last_page_len = plan.indptr.tolist(), plan.last_page_len.tolist()
         for request, rows in enumerate(self._rows_of(metadata)):
             blocks = plan.indices[indptr[request] : indptr[request + 1]].long()

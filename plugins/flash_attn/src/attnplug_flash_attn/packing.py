@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from attrs import evolve
 
 from attnplug.contract import torch_dtype
-from attnplug.ops import pages_as_tokens
+from attnplug.ops import gather_slots
 from attnplug_flash_attn.gathering import cumulative, slots_of_keys
 from attnplug_flash_attn.passes import Pass, Rows
 
@@ -82,7 +82,7 @@ def packed_rows(part: Pass, keys: Tensor, values: Tensor) -> tuple[Tensor, Tenso
     """Pack the keys and values of a call, and return them: ``(keys, kv_heads, size)`` each."""
     assert part.room is not None and part.slots is not None  # noqa: PT018, S101 - it is one that `packed` has made
     key, value = part.room
-    return pages_as_tokens(keys, part.slots, out=key), pages_as_tokens(values, part.slots, out=value)
+    return gather_slots(keys, part.slots, out=key), gather_slots(values, part.slots, out=value)
 
 
 def _ends(lens: Sequence[int], most: int) -> list[int]:
