@@ -44,11 +44,11 @@ def test_agrees_with_comparing_token_by_token(
 
 
 def test_a_draft_brings_what_is_needed() -> None:
-    draft = BatchAssembler(4)
-    draft.add(1, 9, [5, 6, 7])
-    draft.add(1, 10, [5, 6, 8])
+    assembler = BatchAssembler(4)
+    assembler.add(1, 9, [5, 6, 7])
+    assembler.add(1, 10, [5, 6, 8])
 
-    assert shared_prefix_len(draft.finish(num_reqs=3), 4) == 8
+    assert shared_prefix_len(assembler.finish(num_reqs=3), 4) == 8
 
 
 def test_without_host_copies_there_is_no_answer() -> None:

@@ -1,7 +1,7 @@
 """
-Pure functions of a batch: who decodes, who prefills, which slots and pages they use.
+Batch utilities that hosts and builders share: decodes and prefills, slots, positions and pages.
 
-Hosts and builders share them. Sizes come from host copies or from the caller, so that nothing here waits for a device.
+Sizes come from CPU tensors or from the caller, so that no function waits for a device.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.batching.assembler import BatchAssembler
 from attnplug.batching.dcp import max_local_tokens_per_dcp_rank, num_local_tokens_per_dcp_rank
-from attnplug.batching.local_chunks import (
-    LocalChunks,
-    local_chunk_batch,
-    make_local_attention_virtual_batches,
-    max_local_chunks,
-)
 from attnplug.batching.padding import NULL_BLOCK, pad_batch, pad_block_table, pad_rows, padded_size
 from attnplug.batching.pages import Pages, pad_pages, pages_of
 from attnplug.batching.prefix import shared_prefix_blocks, shared_prefix_len
 from attnplug.batching.slots import positions_of, positions_of_new_tokens, slots_of_new_tokens
 from attnplug.batching.vllm_compat import (
     Hyperparameters,
+    LocalChunks,
     Reordering,
     Split,
     infer_global_hyperparameters,
+    local_chunk_batch,
+    make_local_attention_virtual_batches,
+    max_local_chunks,
     per_layer_parameters,
     reorder_batch_to_split_decodes_and_prefills,
     split_decodes_and_prefills,
@@ -70,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Settings are read by who asks for one: batches are built without them."""
+    """Import `kv_cache_layout` on first use: it reads settings, which no other function here does."""
     if name != "kv_cache_layout":
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug.batching.block_table import BlockRows
+from attnplug.batching.block_table import BlockTable
 from attnplug.batching.slots import POSITIONS, positions_of_new_tokens, slots_of_new_tokens
 from attnplug.batching.window import num_freeable_blocks
 from attnplug.contract.inputs.batch import PAD_SLOT_ID, Batch
@@ -23,33 +23,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-# Up to here loops over tokens are faster than operations on tensors, each of which costs microseconds whatever it does.
 _FEW: Final = 32
+"""Up to so many tokens, loops are faster than tensor operations, each of which takes microseconds."""
 
 
 class BatchAssembler:
     """
-    A batch in the making: a host adds the requests of a step one by one, and `finish` derives everything else.
+    Assembles a step's batch: a host adds requests one by one, and `finish` derives all tensors.
 
-    One draft serves a cache group (layers that share a block table) and is used again step after step; batches that it
-    has finished keep their own tensors. Requests are refused, not reordered, where a decode follows a prefill: the
-    host's token ids, positions and samplers follow the order in which it adds requests, and a batch in another order
-    than those would be wrong without an error. `reorder_batch_to_split_decodes_and_prefills` gives the order first.
+    One assembler serves a cache group (layers that share a block table), step after step; finished batches keep their
+    tensors. A decode after a prefill is refused and not reordered: the host's token ids, positions and samplers follow
+    the order in which it adds requests, and a batch in another order would be wrong without an error.
+    `reorder_batch_to_split_decodes_and_prefills` returns the order to add them in.
 
-        draft = BatchAssembler(block_size=16)
-        draft.add(1, 40, blocks=[3, 4, 7])     # a decode: 40 tokens are cached, 1 is new
-        draft.add(20, 32, blocks=[3, 4, 8, 9]) # a prefill that found 32 tokens in the prefix cache
-        batch = draft.finish()
+        assembler = BatchAssembler(block_size=16)
+        assembler.add(1, 40, blocks=[3, 4, 7])     # a decode: 40 tokens are cached, 1 is new
+        assembler.add(20, 32, blocks=[3, 4, 8, 9]) # a prefill with 32 tokens in the prefix cache
+        batch = assembler.finish()
 
     Args:
-        block_size: Slots per block, the agreed one.
+        block_size: Slots per block, as agreed.
         device: Where the batch's tensors go.
-        decode_query_len: The longest query that counts as a decode; 0 where nothing does, for a backend that was
-            selected for prefills alone.
+        decode_query_len: The longest query that counts as a decode; 0 for a backend that is selected for prefills only.
         sliding_window: The group's window in tokens, a token itself included; blocks left of it may be freed.
         attention_chunk: The group's tokens per chunk; blocks before the current chunk may be freed.
-        upload: Returns the device copy of a host tensor, given the name of the batch's field (or ``"positions"``), for
-            hosts with memory of their own; the host tensor is not changed afterwards. None goes through pinned memory.
+        upload: Returns the device copy of a CPU tensor, given the name of the batch's field (or ``"positions"``), for
+            hosts that manage their memory; the CPU tensor is not changed afterwards. None uses pinned memory.
 
     Raises:
         BatchError: The block size is not positive, or another number is negative.
@@ -73,15 +72,15 @@ class BatchAssembler:
         ):
             if value is not None and value < least:
                 raise BatchError(
-                    f"{name}={value} was given", f"{name} is a whole number from {least} on", "pass the agreed one"
+                    f"{name}={value} was given", f"{name} is an integer from {least} on", "pass the agreed value"
                 )
         self._block_size = block_size
         self._device = torch.device(device)
         self._decode_query_len = decode_query_len
-        self._reach = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
+        self._window = {"sliding_window": sliding_window, "attention_chunk": attention_chunk}
         self._frees = sliding_window is not None or attention_chunk is not None
         self._upload = upload or self._pinned
-        self._rows = BlockRows()
+        self._table = BlockTable()
         self.clear()
 
     @classmethod
@@ -92,25 +91,24 @@ class BatchAssembler:
         upload: Callable[[str, Tensor], Tensor] | None = None,
     ) -> BatchAssembler:
         """
-        Return a draft for what was agreed on: its block size, decodes and window.
+        Return an assembler with the block size, decodes and window of an agreement.
 
         Args:
             agreement: The agreement of the group's layers.
-            device: As for the constructor; `Backend.device` is the usual one.
+            device: As for the constructor, usually `Backend.device`.
             upload: As for the constructor.
 
         Raises:
-            BatchError: It is no agreement, or one that has no paged cache, spreads it over ranks, or is for cross
-                attention.
+            BatchError: It is not an agreement, or has no paged KV cache, uses DCP, or is for cross attention.
         """
         _check_agreement(agreement)
         asked = agreement.requirements
         if agreement.block_size is None or asked.dcp_size > 1 or asked.attn_type == "encoder_decoder":
             raise BatchError(
-                f"a draft was asked for attn_type={asked.attn_type!r}, paged={asked.paged} and "
-                f"dcp_size={asked.dcp_size}",
-                "a draft places each query token in the paged cache of one rank",
-                "make dense batches, and those whose cache holds other tokens, with Batch.from_lengths",
+                f"an agreement with attn_type={asked.attn_type!r}, paged={asked.paged} and dcp_size={asked.dcp_size} "
+                "was given to BatchAssembler.of",
+                "each query token has a slot in the paged KV cache of one rank",
+                "make other batches with Batch.from_lengths",
             )
         return cls(
             agreement.block_size,
@@ -123,16 +121,16 @@ class BatchAssembler:
 
     @property
     def num_reqs(self) -> int:
-        """Requests so far."""
+        """Requests that were added."""
         return len(self._query_lens)
 
     @property
     def num_tokens(self) -> int:
-        """Query tokens so far."""
+        """Query tokens that were added."""
         return self._num_tokens
 
     def clear(self) -> None:
-        """Forget the requests of this step; `finish` does it by itself."""
+        """Remove the requests of this step; `finish` does so too."""
         self._query_lens: list[int] = []
         self._computed: list[int] = []
         self._write_from: list[tuple[int, int]] = []
@@ -148,37 +146,37 @@ class BatchAssembler:
 
         Args:
             query_len: Its new tokens in this step: 1 for a decode, a part of the prompt for a chunked prefill.
-            num_computed_tokens: Its tokens whose K/V are cached already, prefix-cache hits included.
+            num_computed_tokens: Its tokens with cached K/V, prefix-cache hits included.
             blocks: Its physical blocks from its first token on, with room for the new tokens; more are kept. None or 0
-                stands for a freed block, which only lies left of the window or chunk.
-            write_from: Position from which K/V are written; new tokens before it get PAD_SLOT_ID. For a prompt that was
-                found whole in the prefix cache: its last token is computed again, and its block is shared.
+                is a freed block, which may only be left of the window or chunk.
+            write_from: Position from which K/V are written; new tokens before it get PAD_SLOT_ID. For a prompt that is
+                completely in the prefix cache: its last token is computed again, and its block is shared.
 
         Returns:
             Its row in the batch.
 
         Raises:
-            BatchError: A number is negative or not whole, the query is empty, there are too few blocks, a block that is
-                attended is freed, or a decode follows a prefill. The draft is not changed.
+            BatchError: A number is negative or not an integer, the query is empty, there are too few blocks, a block
+                that is attended to is freed, or a decode follows a prefill. The assembler is not changed.
         """
         if not type(query_len) is type(num_computed_tokens) is type(write_from) is int:
             _check_whole(query_len=query_len, num_computed_tokens=num_computed_tokens, write_from=write_from)
         if query_len < 1 or num_computed_tokens < 0 or write_from < 0:
-            raise _refused_numbers(query_len, num_computed_tokens, write_from)
+            raise _invalid_numbers(query_len, num_computed_tokens, write_from)
         row = len(self._query_lens)
         is_decode = query_len <= self._decode_query_len
         if is_decode and self._first_prefill >= 0:
             self._refuse_order(row, query_len)
         seq_len = num_computed_tokens + query_len
         try:
-            count, holes = self._rows.put(row, blocks)
+            count, freed = self._table.set_row(row, blocks)
         except TypeError:
-            raise _no_list(row, blocks) from None
+            raise _invalid_blocks(row, blocks) from None
         needed = -(-seq_len // self._block_size)
         if count < needed:
             self._refuse_blocks(row, seq_len, count, needed)
-        if holes:
-            self._check_holes(row, num_computed_tokens, needed)
+        if freed:
+            self._check_freed(row, num_computed_tokens, needed)
         self._query_lens.append(query_len)
         self._computed.append(num_computed_tokens)
         self._num_tokens += query_len
@@ -193,19 +191,19 @@ class BatchAssembler:
         self, num_reqs: int | None = None, num_tokens: int | None = None, num_blocks: int | None = None, **fields: Any
     ) -> Batch:
         """
-        Return the batch of the requests that were added, and begin the next one.
+        Return the batch of the requests that were added, and start the next one.
 
-        `positions_of` returns the positions of its tokens, on its device and without computing them again.
+        `positions_of` returns the positions of its tokens, which are computed here.
 
         Args:
             num_reqs: Requests after padding, for a captured graph; padded ones have no tokens, no keys and the null
                 block.
             num_tokens: Rows of the slot mapping and of the positions after padding.
-            num_blocks: Columns of the block table; None is as many as the longest request has blocks.
+            num_blocks: Columns of the block table; None is the blocks of the longest request.
             fields: Further fields of `Batch`, by name: `causal`, `common_prefix_len`, ...
 
         Raises:
-            BatchError: Nothing was added, or more than the padded sizes hold. The draft is not changed.
+            BatchError: Nothing was added, or more than the padded sizes hold. The assembler is not changed.
         """
         reqs = self._padded("requests", self.num_reqs, num_reqs)
         tokens = self._padded("tokens", self._num_tokens, num_tokens)
@@ -213,12 +211,12 @@ class BatchAssembler:
         starts = [0, *accumulate(self._query_lens), *(self._num_tokens for _ in added)]
         host = {
             "query_start_loc": _int32(starts),
-            "block_table": self._rows.table(self.num_reqs, num_blocks, reqs),
+            "block_table": self._table.to_tensor(self.num_reqs, num_blocks, reqs),
             "seq_lens": _int32([*map(add, self._computed, self._query_lens), *added]),
         }
         computed = _int32(self._computed + added)
-        places = self._few_places if self._num_tokens <= _FEW else self._many_places
-        positions, host["slot_mapping"] = places(host, computed, tokens)
+        place = self._place_few if self._num_tokens <= _FEW else self._place_many
+        positions, host["slot_mapping"] = place(host, computed, tokens)
         self._skip_unwritten(host["slot_mapping"], starts)
         derived: dict[str, Any] = {name: self._upload(name, tensor) for name, tensor in host.items()}
         derived |= {f"{name}_cpu": tensor for name, tensor in host.items()}
@@ -231,25 +229,25 @@ class BatchAssembler:
             max_seq_len=self._longest_seq,
             **fields,
         )
-        placed = self._upload(POSITIONS, positions)
-        batch.cached(POSITIONS, lambda: placed)
+        uploaded = self._upload(POSITIONS, positions)
+        batch.cached(POSITIONS, lambda: uploaded)
         self.clear()
         return batch
 
-    def _few_places(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the positions and slots of the tokens, padding included, without a tensor on the way."""
+    def _place_few(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the positions and slots of the tokens, padding included, by loops."""
         del host, computed
         padding = [0] * (rows - self._num_tokens)
         positions: list[int] = []
         slots: list[int] = []
         for row, (start, count) in enumerate(zip(self._computed, self._query_lens, strict=True)):
-            places = range(start, start + count)
-            positions += places
-            slots += self._rows.slots(row, places, self._block_size)
+            new = range(start, start + count)
+            positions += new
+            slots += self._table.slots(row, new, self._block_size)
         return _int64(positions + padding), _int64(slots + [PAD_SLOT_ID for _ in padding])
 
-    def _many_places(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the same by a dozen operations on tensors."""
+    def _place_many(self, host: dict[str, Tensor], computed: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """Return the same by tensor operations."""
         starts, sizes = host["query_start_loc"], {"num_tokens": self._num_tokens, "num_padded_tokens": rows}
         slots = slots_of_new_tokens(host["block_table"], starts, computed, self._block_size, **sizes)
         return positions_of_new_tokens(starts, computed, **sizes), slots
@@ -266,7 +264,7 @@ class BatchAssembler:
     def _padded(self, what: str, count: int, padded: int | None) -> int:
         if not self._query_lens:
             raise BatchError(
-                "a batch of no requests was to be finished",
+                "finish was called with no requests",
                 "a batch has at least one request and one token",
                 "skip the step when nothing is scheduled",
             )
@@ -274,29 +272,29 @@ class BatchAssembler:
             raise BatchError(
                 f"{count} {what} are to be padded to {padded}",
                 f"padding adds {what}",
-                "pass a size from padded_size, which holds them all",
+                "pass a size from padded_size",
             )
         return count if padded is None else padded
 
-    def _check_holes(self, row: int, computed: int, needed: int) -> None:
-        """Blocks may be missing where no query of the step looks."""
-        freed = num_freeable_blocks(computed, self._block_size, **self._reach) if self._frees else 0
-        if not self._rows.is_freed(row, freed, needed):
+    def _check_freed(self, row: int, computed: int, needed: int) -> None:
+        """Check that no freed block is attended to by a query of the step."""
+        freed = num_freeable_blocks(computed, self._block_size, **self._window) if self._frees else 0
+        if not self._table.has_freed(row, freed, needed):
             return
         raise BatchError(
-            f"request {row} was given without a block that its step attends",
+            f"request {row} was given without a block that its step attends to",
             f"with {computed} cached tokens, its first {freed} blocks may be freed"
             if self._frees
-            else "without a sliding window or chunks, every block up to a request's length is attended",
-            "pass its blocks from num_freeable_blocks on, or make the draft with the layer's sliding_window",
+            else "without a sliding window or chunks, every block up to a request's length is attended to",
+            "pass its blocks from num_freeable_blocks on, or make the assembler with the layer's sliding_window",
         )
 
     def _refuse_order(self, row: int, query_len: int) -> None:
         raise BatchError(
-            f"request {row} has {query_len} query tokens and was added behind request {self._first_prefill}, which has "
+            f"request {row} has {query_len} query tokens and was added after request {self._first_prefill}, which has "
             f"{self._query_lens[self._first_prefill]}",
-            f"requests of at most {self._decode_query_len} query tokens (decodes) come first in every batch, the last "
-            "chunk of a prompt too if it is that short",
+            f"requests of at most {self._decode_query_len} query tokens (decodes) come first in every batch, also the "
+            "last chunk of a prompt if it is that short",
             "add requests in the order of reorder_batch_to_split_decodes_and_prefills",
         )
 
@@ -309,7 +307,7 @@ class BatchAssembler:
 
 
 def _int32(values: list[int]) -> Tensor:
-    """Return numbers, at least one, as a tensor: ten times as fast as `torch.tensor`."""
+    """Return one or more numbers as a tensor, ten times as fast as `torch.tensor`."""
     return torch.frombuffer(array("i", values), dtype=torch.int32)
 
 
@@ -317,11 +315,11 @@ def _int64(values: list[int]) -> Tensor:
     return torch.frombuffer(array("q", values), dtype=torch.int64)
 
 
-def _refused_numbers(query_len: int, num_computed_tokens: int, write_from: int) -> BatchError:
+def _invalid_numbers(query_len: int, num_computed_tokens: int, write_from: int) -> BatchError:
     return BatchError(
         f"query_len={query_len}, num_computed_tokens={num_computed_tokens} and write_from={write_from} were given",
         "a request of a step has at least one new token, and no number is negative",
-        "add only requests that are scheduled; recompute at least the last token of a prompt that is cached whole",
+        "add only scheduled requests; recompute at least the last token of a prompt that is completely cached",
     )
 
 
@@ -329,21 +327,21 @@ def _check_agreement(agreement: object) -> None:
     if not isinstance(agreement, Agreement):
         raise BatchError(
             f"a {type(agreement).__name__} was given to BatchAssembler.of",
-            "it takes an Agreement: what the layers of the group were selected with",
+            "it takes the Agreement of the group's layers",
             "pass backend.agreement",
         )
 
 
-def _no_list(row: int, blocks: object) -> BatchError:
+def _invalid_blocks(row: int, blocks: object) -> BatchError:
     return BatchError(
         f"request {row} was given with blocks={blocks!r}",
         "its blocks are a list of block numbers, from its first token on",
-        "pass the blocks that the cache was allocated with",
+        "pass block numbers of the KV cache",
     )
 
 
 def _check_whole(**numbers: object) -> None:
-    """Numbers of a library will do, where they are whole."""
+    """Check that numbers are integers, also those of numpy or torch."""
     for name, number in numbers.items():
         if not hasattr(number, "__index__"):
-            raise BatchError(f"{name}={number!r} was given", f"{name} is a whole number", "pass an int")
+            raise BatchError(f"{name}={number!r} was given", f"{name} is an integer", "pass an int")

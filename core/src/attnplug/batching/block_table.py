@@ -1,4 +1,4 @@
-"""A block table that is written row by row, and keeps its rows from step to step."""
+"""A block table that is written row by row and kept from step to step."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 _FIRST_ROWS, _FIRST_COLUMNS = 16, 16
 
 
-class BlockRows:
+class BlockTable:
     """
     Rows of physical blocks in one growing buffer.
 
-    Most requests have in a step the blocks that they had in the step before, so that a row is compared, which takes
-    a fraction of a microsecond, and written only where it differs. An array of the standard library is filled faster
-    than a tensor; `table` hands out copies, which later steps do not change.
+    Most requests have the same blocks as in the step before: a row is compared, which takes a fraction of a
+    microsecond, and written only if it differs. An `array.array` is filled faster than a tensor; `to_tensor` returns
+    copies, which later steps do not change.
     """
 
     def __init__(self) -> None:
@@ -33,19 +33,20 @@ class BlockRows:
         self._cells = array("i", bytes(4 * _FIRST_ROWS * _FIRST_COLUMNS))
         self._tensor = _view(self._cells, _FIRST_COLUMNS)
 
-    def put(self, row: int, blocks: Sequence[int | None]) -> tuple[int, int]:
+    def set_row(self, row: int, blocks: Sequence[int | None]) -> tuple[int, int]:
         """
-        Write the blocks of one request into a row, at most one behind the last one written.
+        Write the blocks of one request into a row: an existing one, or the next.
 
         Args:
             row: The row.
-            blocks: Physical blocks, None or 0 for one that is freed.
+            blocks: Physical blocks, None or 0 for a freed one.
 
         Returns:
-            The blocks without freed ones at the end, and the number of leading blocks that end with the last freed one.
+            The number of blocks without freed ones at the end, and the number of leading blocks up to the last freed
+            one.
 
         Raises:
-            BatchError: A block is negative, or no whole number. The row is not changed.
+            BatchError: A block is negative, or not an integer. The row is not changed.
         """
         if row < len(self._given) and self._given[row] == blocks:
             return self._counts[row], self._holes[row]
@@ -60,23 +61,23 @@ class BlockRows:
         self._given[row], self._counts[row], self._holes[row] = list(blocks), count, holes
         return count, holes
 
-    def is_freed(self, row: int, start: int, end: int) -> bool:
-        """Whether a column of a row, in ``[start, end)``, holds no block."""
+    def has_freed(self, row: int, start: int, end: int) -> bool:
+        """Whether a column of a row, in ``[start, end)``, has a freed block."""
         first = row * self._tensor.shape[1]
         return 0 in self._cells[first + start : first + end]
 
     def slots(self, row: int, positions: range, block_size: int) -> list[int]:
-        """Return the slots of positions that the blocks of a row hold."""
+        """Return the slots of positions in the blocks of a row."""
         cells, first = self._cells, row * self._tensor.shape[1]
-        return [cells[first + place // block_size] * block_size + place % block_size for place in positions]
+        return [cells[first + one // block_size] * block_size + one % block_size for one in positions]
 
-    def table(self, rows: int, columns: int | None = None, padded_rows: int | None = None) -> Tensor:
+    def to_tensor(self, rows: int, columns: int | None = None, padded_rows: int | None = None) -> Tensor:
         """
-        Return a copy of the first rows as an int32 tensor; unused entries and padded rows hold the null block.
+        Return a copy of the first rows as an int32 tensor, with the null block in unused entries and padded rows.
 
         Args:
             rows: Rows in use.
-            columns: Columns of the result; None is what the longest row needs.
+            columns: Columns of the result; None is the length of the longest row.
             padded_rows: Rows of the result; None is `rows`.
 
         Raises:
@@ -86,9 +87,9 @@ class BlockRows:
         columns = longest if columns is None else columns
         if columns < longest:
             raise BatchError(
-                f"a block table of {columns} columns was asked for",
+                f"a block table of {columns} columns was requested",
                 f"a request of this step has {longest} blocks",
-                f"ask for {longest} columns or more",
+                f"pass num_blocks={longest} or more",
             )
         if columns == longest and padded_rows in {None, rows}:
             return self._tensor[:rows, :longest].clone(memory_format=torch.contiguous_format)
@@ -103,7 +104,7 @@ class BlockRows:
             self._cells[start + count : start + old_count] = array("i", bytes(4 * (old_count - count)))
 
     def _reserve(self, rows: int, columns: int) -> None:
-        """Make room; what grows doubles."""
+        """Make room, doubling what has to grow."""
         had_rows, had_columns = self._tensor.shape
         if rows <= had_rows and columns <= had_columns:
             return
@@ -119,17 +120,17 @@ def _view(cells: array[int], columns: int) -> Tensor:
 
 
 def _values(row: int, blocks: Sequence[int | None]) -> tuple[array[int], int]:
-    """Return the blocks as numbers, freed ones as 0 and none of these at the end, and where the last one ends."""
+    """Return the blocks with freed ones as 0 and none of these at the end, and the blocks up to the last freed one."""
     try:
         values, least = _converted(blocks)
     except TypeError:
         if None not in blocks:
-            raise _no_blocks(row, blocks) from None
+            raise _invalid_block(row, blocks) from None
         return _values(row, [block or 0 for block in blocks])
     except OverflowError:
-        raise _no_blocks(row, blocks) from None
+        raise _invalid_block(row, blocks) from None
     if least < 0:
-        raise _no_blocks(row, blocks)
+        raise _invalid_block(row, blocks)
     if least > 0:
         return values, 0
     while values and not values[-1]:
@@ -141,13 +142,13 @@ def _converted(blocks: Sequence[Any]) -> tuple[array[int], int]:
     return array("i", blocks), min(blocks, default=1)
 
 
-def _no_blocks(row: int, blocks: Sequence[int | None]) -> BatchError:
+def _invalid_block(row: int, blocks: Sequence[int | None]) -> BatchError:
     wrong = next(
         (block for block in blocks if block is not None and not (isinstance(block, int) and 0 <= block < 2**31)),
         blocks,
     )
     return BatchError(
         f"request {row} was given with the block {wrong!r}",
-        "a block is a whole number from 0 on that fits int32; None and 0 stand for freed ones",
-        "pass the block numbers that the cache was allocated with",
+        "a block is an integer from 0 to 2**31 - 1; None and 0 are freed blocks",
+        "pass block numbers of the KV cache",
     )

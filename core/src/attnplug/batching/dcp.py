@@ -1,4 +1,4 @@
-"""How many tokens of a sequence each rank of decode context parallelism holds."""
+"""How many tokens of a sequence each rank of decode context parallelism (DCP) holds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 def num_local_tokens_per_dcp_rank(seq_lens: Tensor, world_size: int, rank: int, interleave: int = 1) -> Tensor:
     """
-    Return how many tokens of each sequence one rank holds, where runs of `interleave` tokens are dealt out in turn.
+    Return how many tokens of each sequence one rank holds, with runs of `interleave` tokens distributed round-robin.
 
     Args:
-        seq_lens: Whole lengths: integers of any shape, on any device; nothing waits for it.
+        seq_lens: Lengths of whole sequences: integers of any shape, on any device, which is not waited for.
         world_size: Ranks.
-        rank: The rank in question, below `world_size`.
+        rank: The rank, below `world_size`.
         interleave: Consecutive tokens that one rank holds.
 
     Returns:
@@ -29,7 +29,7 @@ def num_local_tokens_per_dcp_rank(seq_lens: Tensor, world_size: int, rank: int, 
     _check(world_size, interleave)
     if not 0 <= rank < world_size:
         raise BatchError(
-            f"rank={rank} was given", f"ranks go from 0 to {world_size - 1}", "pass the rank within its DCP group"
+            f"rank={rank} was given", f"ranks are 0 to {world_size - 1}", "pass the rank within its DCP group"
         )
     round_size = world_size * interleave
     base = seq_lens // round_size * interleave
@@ -39,9 +39,9 @@ def num_local_tokens_per_dcp_rank(seq_lens: Tensor, world_size: int, rank: int, 
 
 def max_local_tokens_per_dcp_rank(max_seq_len: int, world_size: int, interleave: int = 1) -> int:
     """
-    Return an upper bound of what any rank holds of any sequence, known without reading a device.
+    Return an upper bound of the tokens that any rank holds of any sequence, without reading a device.
 
-    It is ``ceil(max_seq_len / (world_size * interleave)) * interleave``: what rank 0 holds of a sequence that is
+    It is ``ceil(max_seq_len / (world_size * interleave)) * interleave``: the tokens of rank 0, with the sequence
     rounded up to whole rounds.
 
     Args:
@@ -54,7 +54,7 @@ def max_local_tokens_per_dcp_rank(max_seq_len: int, world_size: int, interleave:
     """
     _check(world_size, interleave)
     if max_seq_len < 0:
-        raise BatchError(f"max_seq_len={max_seq_len} was given", "no length is negative", "pass a number of tokens")
+        raise BatchError(f"max_seq_len={max_seq_len} was given", "lengths are not negative", "pass a number of tokens")
     return -(-max_seq_len // (world_size * interleave)) * interleave
 
 

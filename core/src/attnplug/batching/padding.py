@@ -1,4 +1,4 @@
-"""Pads a batch to one of a few sizes, as captured graphs need it."""
+"""Pads a batch to one of a few sizes, for captured graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 NULL_BLOCK: Final = 0
-"""The block that no request gets: padding may point to it."""
+"""The block that no request gets: padded entries of a block table name it."""
 
 
 def padded_size(size: int, sizes: Sequence[int]) -> int | None:
@@ -38,7 +38,7 @@ def pad_rows(tensor: Tensor, rows: int, fill: float) -> Tensor:
         raise BatchError(
             f"{tensor.shape[0]} rows are to be padded to {rows}",
             "padding adds rows",
-            "pass a size from padded_size, which holds them all",
+            "pass a size from padded_size",
         )
     added = torch.full((rows - tensor.shape[0], *tensor.shape[1:]), fill, dtype=tensor.dtype, device=tensor.device)
     return torch.cat([tensor, added])
@@ -63,7 +63,7 @@ def pad_block_table(block_table: Tensor, num_reqs: int, num_blocks: int | None =
         raise BatchError(
             f"a block table of {columns} columns is to be padded to {num_blocks}",
             "padding adds columns",
-            "pass the blocks of the longest sequence that there may be: ceil(max_seq_len / block_size)",
+            "pass the blocks of the longest sequence: ceil(max_seq_len / block_size)",
         )
     wider = block_table.new_full((rows, num_blocks), NULL_BLOCK)
     wider[:, :columns] = block_table
@@ -74,8 +74,8 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None, num_bl
     """
     Return the batch with padded requests at its end, padded rows in its slot mapping and columns in its block table.
 
-    Padded requests have no query tokens, no keys and the null block; padded rows have no slot. `num_actual_tokens`
-    stays: padding is never computed.
+    Padded requests have no query tokens, no keys and the null block; padded rows have no slot. `num_actual_tokens` does
+    not change: padding is never computed.
 
     Args:
         batch: The batch; not changed.
@@ -84,14 +84,14 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None, num_bl
         num_blocks: Columns of the block table after padding; None leaves them.
 
     Raises:
-        BatchError: The batch is larger than that, or has a custom mask, whose rows no padding can follow.
+        BatchError: The batch is larger than that, or has a custom mask or extras, whose size depends on the requests.
     """
-    for what, brought in (("a custom mask", batch.custom_mask is not None), ("extra", bool(batch.extra))):
-        if brought:
+    for what, present in (("a custom mask", batch.custom_mask is not None), ("extra", bool(batch.extra))):
+        if present:
             raise BatchError(
                 f"a batch with {what} is to be padded",
-                "its size follows from the requests in a way that padding does not",
-                "run such batches unpadded",
+                "its size depends on the requests, and padded requests have none of it",
+                "run such batches without padding",
             )
     padded: dict[str, Any] = {"num_reqs": num_reqs}
     for name in _PER_REQUEST:
@@ -101,7 +101,7 @@ def pad_batch(batch: Batch, num_reqs: int, num_tokens: int | None = None, num_bl
         if table is not None:
             padded[name] = pad_block_table(table, num_reqs, num_blocks)
     for name in _CUMULATIVE:
-        # Every row before it is used, so that its end is where the padded requests start and end.
+        # Padded requests start and end where the last request ends.
         _pad(batch, padded, name, num_reqs + 1, None)
     if num_tokens is not None:
         _pad(batch, padded, "slot_mapping", num_tokens, PAD_SLOT_ID)

@@ -1,4 +1,4 @@
-"""The start that all requests of a batch share."""
+"""The prefix that all requests of a batch share."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def shared_prefix_len(batch: Batch, block_size: int) -> int:
     """
     Return how many cached tokens at their start all requests have in the same blocks: whole blocks, 0 for none.
 
-    It is what `Batch.common_prefix_len` may be at most; whether attending it once pays off,
-    `MetadataBuilder.use_cascade_attention` says. Requests without queries, padded ones say, do not count; a single one
+    It is the most that `Batch.common_prefix_len` may be; `MetadataBuilder.use_cascade_attention` returns whether a
+    cascade is expected to be faster. Requests without queries, such as padded ones, do not count; a single request
     shares nothing.
 
     Args:
-        batch: A paged batch with host copies of its lengths and its block table.
+        batch: A paged batch with CPU copies of its lengths and its block table.
         block_size: Slots per block.
 
     Raises:
-        BatchError: A host copy is missing.
+        BatchError: A CPU copy is missing.
     """
     table, lengths, starts = batch.block_table_cpu, batch.seq_lens_cpu, batch.query_start_loc_cpu
     if table is None or lengths is None or starts is None:
         raise BatchError(
             "a batch without block_table_cpu, seq_lens_cpu or query_start_loc_cpu was given",
-            "a shared prefix is found on the host, so that nothing waits for the device",
-            "give the three, as BatchAssembler and Batch.from_lengths do",
+            "a shared prefix is found from CPU copies, so that nothing waits for the device",
+            "pass the three, as BatchAssembler and Batch.from_lengths do",
         )
     query_lens = starts.diff()
     running = query_lens > 0
@@ -46,9 +46,9 @@ def shared_prefix_len(batch: Batch, block_size: int) -> int:
 
 def shared_prefix_blocks(batch: Batch, block_size: int) -> Tensor:
     """
-    Return the blocks of `Batch.common_prefix_len`, ``(1, blocks)``: those of the first request that has a query.
+    Return the blocks of the shared prefix, ``(1, blocks)``: those of the first request that has a query.
 
-    Padded requests may stand anywhere, and their rows of the block table name the null block.
+    Padded requests may be anywhere, and have the null block in their rows of the block table.
 
     Args:
         batch: A checked batch with a shared prefix, so that some request has a query.
@@ -61,8 +61,8 @@ def shared_prefix_blocks(batch: Batch, block_size: int) -> Tensor:
     if table is None or starts is None:
         raise BatchError(
             "a batch without block_table or query_start_loc_cpu was given",
-            "the blocks of a shared prefix are those of the first request that has a query, which the host knows",
-            "give both, as BatchAssembler and Batch.from_lengths do",
+            "the blocks of a shared prefix are those of the first request that has a query, found from CPU lengths",
+            "pass both, as BatchAssembler and Batch.from_lengths do",
         )
     first = 0 if int(starts[1]) else int(starts.diff().ne(0).int().argmax())
     return table[first : first + 1, : batch.common_prefix_len // block_size]

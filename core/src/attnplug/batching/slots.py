@@ -1,4 +1,4 @@
-"""Where the query tokens of a batch stand in their requests."""
+"""Positions and slots of a batch's new tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 POSITIONS = "positions"
-"""The key under which `Batch.cached` keeps them."""
+"""The key of `Batch.cached` for the positions."""
 
 
 def positions_of(batch: Batch) -> Tensor:
     """
-    Return the position of every query token in its request, which rotary embeddings and the like need.
+    Return the position of every query token in its request, for rotary embeddings for example.
 
     ``(rows,)`` int64 on the batch's device; computed once per batch, without waiting for the device. The rows are the
-    tokens and, where the slot mapping is padded, as many padded rows with position 0. Meaningful for self-attention:
-    the keys of cross attention are another sequence than its queries.
+    tokens, then position 0 for each padded row of the slot mapping. Not for cross attention, whose keys are another
+    sequence than its queries.
     """
     return batch.cached(POSITIONS, lambda: _positions_of(batch))
 
@@ -43,7 +43,7 @@ def positions_of_new_tokens(
     query_start_loc: Tensor, num_computed_tokens: Tensor, *, num_tokens: int, num_padded_tokens: int | None = None
 ) -> Tensor:
     """
-    Return the position of every new token in its request. The tensors may live on any one device.
+    Return the position of every new token in its request. The tensors are on any one device.
 
     Args:
         query_start_loc: ``(num_reqs + 1,)`` integers.
@@ -74,7 +74,7 @@ def padded_rows(num_tokens: int, num_padded_tokens: int | None) -> int:
     raise BatchError(
         f"num_padded_tokens={num_padded_tokens} was given for {num_tokens} tokens",
         "padding adds rows",
-        "pass at least num_tokens, or leave num_padded_tokens out",
+        "pass at least num_tokens, or omit num_padded_tokens",
     )
 
 
@@ -101,7 +101,7 @@ def slots_of_new_tokens(
     """
     Return the slot of every new token: ``block_id * block_size + offset`` of its position in its request.
 
-    The tensors may live on any one device; nothing waits for it.
+    The tensors are on any one device, which is not waited for.
 
     Args:
         block_table: ``(num_reqs, max_blocks)`` integers.
@@ -131,10 +131,10 @@ def slots_of_new_tokens(
 
 
 def _check_columns(block_table: Tensor, columns: Tensor, block_size: int) -> None:
-    """On a device the check would wait for it: there the guards of the builder compare host copies."""
+    """Check tensors on the CPU. A device would be waited for: there the builder's guards check the CPU copies."""
     if block_table.device.type == "cpu" and int(columns.max()) >= block_table.shape[1]:
         raise BatchError(
-            f"a request reaches its logical block {int(columns.max())}",
+            f"a request needs its logical block {int(columns.max())}",
             f"the block table has {block_table.shape[1]} columns of {block_size} slots",
             "allocate the request's blocks before its step",
         )

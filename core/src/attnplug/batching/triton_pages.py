@@ -1,4 +1,4 @@
-"""Packs a block table into the pages in use, in one launch. Imported only where Triton works."""
+"""Packs a block table into compressed rows in one launch. Imported only where Triton works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TILE: Final = 512
 """Pages of a program."""
 
 _LANES: Final = 1024
-"""Requests whose pages a program counts at a time, to find where its own begin."""
+"""Requests whose pages a program counts at a time, to find the first page of its own request."""
 
 _launches: dict[tuple[object, ...], Launch] = {}
 
@@ -26,11 +26,11 @@ def pack(table: Tensor, seq_lens: Tensor, block_size: int, num_pages: int, most:
     """
     Return ``(num_pages,)`` int32 physical blocks, one request after another.
 
-    Where a request begins is counted on the device, so that nothing has to be uploaded first.
+    The first page of a request is counted on the device, so that nothing is uploaded.
 
     Args:
         table: ``(num_reqs, max_blocks)`` integers, of any strides.
-        seq_lens: ``(num_reqs,)`` integers on the same device, contiguous; those from which the host knows the rest.
+        seq_lens: ``(num_reqs,)`` integers on the same device, contiguous, equal to the CPU sequence lengths.
         block_size: Slots per block.
         num_pages: Pages of all requests.
         most: Pages of the longest request.
@@ -48,8 +48,8 @@ def pack(table: Tensor, seq_lens: Tensor, block_size: int, num_pages: int, most:
         launch = _launches[form] = Launch(_kernel, (block_size, _LANES, _TILE), num_warps=4)
     grid, (of_request, of_column) = (num_reqs, -(-most // _TILE), 1), table.stride()
     if launch.is_compiled:
-        places = (table.data_ptr(), seq_lens.data_ptr(), indices.data_ptr())
-        launch.again(grid, *places, of_request, of_column, columns, num_pages)
+        addresses = (table.data_ptr(), seq_lens.data_ptr(), indices.data_ptr())
+        launch.again(grid, *addresses, of_request, of_column, columns, num_pages)
     else:
         launch.first(grid, table, seq_lens, indices, of_request, of_column, columns, num_pages)
     return indices
@@ -71,7 +71,7 @@ def _kernel(
     lanes: tl.constexpr,
     tile: tl.constexpr,
 ) -> None:
-    """One program packs one tile of the pages of one request."""
+    """Pack one tile of the pages of one request per program."""
     request = tl.program_id(0)
     first, start = 0, 0
     while start < request:
@@ -81,7 +81,7 @@ def _kernel(
         start += lanes
     count = (tl.load(seq_lens + request).to(tl.int32) + (block_size - 1)) // block_size
     column = tl.program_id(1) * tile + tl.arange(0, tile)
-    # The bounds hold for lengths that are what the host was told, and keep others from touching foreign memory.
+    # The bounds hold for lengths that equal the CPU's. They keep other lengths from accessing memory out of bounds.
     used = (column < count) & (column < columns) & (first + column < num_pages)
     blocks = tl.load(table + request.to(tl.int64) * of_request + column * of_column, mask=used)
     tl.store(indices + first + column, blocks.to(tl.int32), mask=used)

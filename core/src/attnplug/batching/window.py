@@ -1,4 +1,4 @@
-"""How far back a step's queries attend: what lies before it may be freed."""
+"""The first key that a step's queries attend to: blocks before it may be freed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ def first_attended_key(
     num_computed_tokens: int, *, sliding_window: int | None = None, attention_chunk: int | None = None
 ) -> int:
     """
-    Return the first key that any query of a request's next step attends: the start index of its sliding window.
+    Return the first key that a query of a request's next step attends to.
 
     Args:
-        num_computed_tokens: Tokens of the request that are cached already; its first query stands there.
-        sliding_window: Tokens that a token attends, itself included; None for all.
+        num_computed_tokens: Tokens of the request that are cached already: the position of its first query.
+        sliding_window: Tokens that a token attends to, itself included; None for all.
         attention_chunk: Tokens per chunk of chunked-local attention; None for none.
     """
     first = 0 if sliding_window is None else max(0, num_computed_tokens - sliding_window + 1)
@@ -28,10 +28,15 @@ def num_freeable_blocks(
     attention_chunk: int | None = None,
 ) -> int:
     """
-    Return how many blocks at a request's start no later query attends, so that a host may free them.
+    Return how many blocks at a request's start no later query attends to, so that a host may free them.
 
-    They keep their columns in the block table, and may hold the null block there. Arguments as for
-    `first_attended_key`; `block_size` is the slots per block.
+    They keep their columns in the block table, with the null block in them.
+
+    Args:
+        num_computed_tokens: Tokens of the request that are cached already.
+        block_size: Slots per block.
+        sliding_window: As for `first_attended_key`.
+        attention_chunk: Likewise.
     """
     first = first_attended_key(num_computed_tokens, sliding_window=sliding_window, attention_chunk=attention_chunk)
     return first // block_size

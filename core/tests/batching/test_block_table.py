@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.batching.block_table import BlockRows
+from attnplug.batching.block_table import BlockTable
 from attnplug.errors import BatchError
 
 
 @given(st.integers(0, 10**6), st.sampled_from([3, 40]))
 def test_hosts_may_change_their_lists_in_place_between_steps(seed, most):
-    generator, rows = random.Random(seed), BlockRows()
+    generator, rows = random.Random(seed), BlockTable()
     lists = [[generator.randrange(1, 99) for _ in range(generator.randint(0, most))] for _ in range(most)]
     kept = []
     for _ in range(6):
@@ -37,9 +37,9 @@ def test_hosts_may_change_their_lists_in_place_between_steps(seed, most):
             plain = [block or 0 for block in blocks]
             last = max((column + 1 for column, block in enumerate(plain) if block), default=0)
             holes = max((column + 1 for column, block in enumerate(plain[:last]) if not block), default=0)
-            assert rows.put(row, blocks) == (last, holes)
-            assert rows.is_freed(row, 0, last) == (0 in plain[:last])
-        kept.append((rows.table(count), [[block or 0 for block in blocks] for blocks in lists[:count]]))
+            assert rows.set_row(row, blocks) == (last, holes)
+            assert rows.has_freed(row, 0, last) == (0 in plain[:last])
+        kept.append((rows.to_tensor(count), [[block or 0 for block in blocks] for blocks in lists[:count]]))
     for table, expected in kept:
         width = table.shape[1]
         assert table.dtype == torch.int32
@@ -48,16 +48,16 @@ def test_hosts_may_change_their_lists_in_place_between_steps(seed, most):
 
 
 def test_a_refused_row_is_not_changed():
-    rows = BlockRows()
-    rows.put(0, [1, 2])
+    rows = BlockTable()
+    rows.set_row(0, [1, 2])
 
     with pytest.raises(BatchError, match="the block -1"):
-        rows.put(0, [3, -1])
+        rows.set_row(0, [3, -1])
 
-    assert rows.table(1).tolist() == [[1, 2]]
+    assert rows.to_tensor(1).tolist() == [[1, 2]]
 
 
 def test_a_tuple_is_as_good_as_a_list():
-    rows = BlockRows()
+    rows = BlockTable()
 
-    assert rows.put(0, (4, None, 5)) == rows.put(0, [4, None, 5]) == (3, 2)
+    assert rows.set_row(0, (4, None, 5)) == rows.set_row(0, [4, None, 5]) == (3, 2)

@@ -32,15 +32,15 @@ def allocate(lens, block_size):
 
 @given(st.lists(requests, min_size=1, max_size=4), st.sampled_from([1, 3, 16]), st.integers(0, 3), st.integers(0, 9))
 def test_agrees_with_a_loop_over_tokens_step_after_step(steps, block_size, more_reqs, more_rows):
-    draft = BatchAssembler(block_size)
+    assembler = BatchAssembler(block_size)
     finished = []
     for lens in map(ordered, steps):
         tables = allocate(lens, block_size)
-        rows = [draft.add(q, c, blocks) for (q, c, _), blocks in zip(lens, tables, strict=True)]
+        rows = [assembler.add(q, c, blocks) for (q, c, _), blocks in zip(lens, tables, strict=True)]
         assert rows == list(range(len(lens)))
         tokens = sum(q for q, _, _ in lens)
-        assert (draft.num_reqs, draft.num_tokens) == (len(lens), tokens)
-        batch = draft.finish(len(lens) + more_reqs, tokens + more_rows)
+        assert (assembler.num_reqs, assembler.num_tokens) == (len(lens), tokens)
+        batch = assembler.finish(len(lens) + more_reqs, tokens + more_rows)
         finished.append((lens, tables, batch))
     for lens, tables, batch in finished:  # a later step has not changed an earlier one
         places = [(r, p) for r, (q, c, _) in enumerate(lens) for p in range(c, c + q)]
@@ -73,14 +73,14 @@ def test_the_guards_of_a_builder_take_what_it_makes(lens, block_size, window, fr
     lens = ordered(lens)
     tables = allocate(lens, block_size)
     agreed = agreement(block_size=block_size, sliding_window=window)
-    draft = BatchAssembler.of(agreed)
+    assembler = BatchAssembler.of(agreed)
     for (query_len, computed, _), blocks in zip(lens, tables, strict=True):
         freed = num_freeable_blocks(computed, block_size, sliding_window=window) if frees else 0
-        draft.add(query_len, computed, [None] * freed + blocks[freed:])
+        assembler.add(query_len, computed, [None] * freed + blocks[freed:])
 
     facts = BatchGuard(
         agreed, Limits(max_num_reqs=9, max_num_tokens=99, max_seq_len=99, num_blocks=10_000), torch.device("cpu")
-    ).check(draft.finish())
+    ).check(assembler.finish())
 
     assert facts.num_decodes == sum(query_len == 1 for query_len, *_ in lens)
 
@@ -94,28 +94,28 @@ def test_a_block_that_is_attended_may_not_be_freed(computed, reach, chunked, blo
     freeable = num_freeable_blocks(computed, block_size, **{kind: reach})
     assert freeable * block_size <= first < (freeable + 1) * block_size
     blocks = list(range(1, computed // block_size + 2))
-    draft = BatchAssembler(block_size, **{kind: reach})
+    assembler = BatchAssembler(block_size, **{kind: reach})
 
-    draft.add(1, computed, [0] * freeable + blocks[freeable:])
+    assembler.add(1, computed, [0] * freeable + blocks[freeable:])
     with pytest.raises(BatchError, match=f"its first {freeable} blocks may be freed"):
-        draft.add(1, computed, [0] * (freeable + 1) + [*blocks, 1][freeable + 1 :])
+        assembler.add(1, computed, [0] * (freeable + 1) + [*blocks, 1][freeable + 1 :])
 
-    assert draft.num_reqs == 1
+    assert assembler.num_reqs == 1
 
 
 def test_without_a_window_no_block_may_be_freed():
-    draft = BatchAssembler(4)
+    assembler = BatchAssembler(4)
 
-    with pytest.raises(BatchError, match="without a block that its step attends"):
-        draft.add(1, 7, [None, 3])
+    with pytest.raises(BatchError, match="without a block that its step attends to"):
+        assembler.add(1, 7, [None, 3])
 
 
 def test_freed_blocks_behind_the_length_are_nothing():
-    draft = BatchAssembler(4)
+    assembler = BatchAssembler(4)
 
-    draft.add(1, 2, [5, None, 6, 0, 0])
+    assembler.add(1, 2, [5, None, 6, 0, 0])
 
-    assert draft.finish().block_table.tolist() == [[5, 0, 6]]
+    assert assembler.finish().block_table.tolist() == [[5, 0, 6]]
 
 
 @pytest.mark.parametrize(
@@ -137,15 +137,15 @@ def test_freed_blocks_behind_the_length_are_nothing():
     ],
 )
 def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
-    draft = BatchAssembler(4)
-    draft.add(1, 5, [1, 2])
+    assembler = BatchAssembler(4)
+    assembler.add(1, 5, [1, 2])
 
     with pytest.raises(BatchError, match=said):
-        draft.add(*given_)
+        assembler.add(*given_)
 
-    assert (draft.num_reqs, draft.num_tokens) == (1, 1)
-    draft.add(2, 0, [7])
-    batch = draft.finish()
+    assert (assembler.num_reqs, assembler.num_tokens) == (1, 1)
+    assembler.add(2, 0, [7])
+    batch = assembler.finish()
     assert batch.block_table.tolist() == [[1, 2], [7, 0]]
     assert batch.slot_mapping.tolist() == [9, 28, 29]
 
@@ -159,11 +159,11 @@ def test_a_draft_is_of_an_agreement(given_):
 
 
 def test_numbers_of_a_library_are_whole_too():
-    draft = BatchAssembler(4)
+    assembler = BatchAssembler(4)
 
-    draft.add(torch.tensor(1), torch.tensor(5), [1, 2])
+    assembler.add(torch.tensor(1), torch.tensor(5), [1, 2])
 
-    assert draft.finish().seq_lens.tolist() == [6]
+    assert assembler.finish().seq_lens.tolist() == [6]
 
 
 def test_a_negative_write_from_is_refused():
@@ -179,22 +179,22 @@ def test_numbers_of_the_draft_are_positive(name):
 
 @pytest.mark.parametrize(("threshold", "length"), [(1, 1), (4, 3)])
 def test_a_decode_behind_a_prefill_is_refused(threshold, length):
-    draft = BatchAssembler(4, decode_query_len=threshold)
-    draft.add(threshold, 0, [1])
-    draft.add(threshold + 1, 0, [2, 3])
+    assembler = BatchAssembler(4, decode_query_len=threshold)
+    assembler.add(threshold, 0, [1])
+    assembler.add(threshold + 1, 0, [2, 3])
 
-    with pytest.raises(BatchError, match=f"request 2 has {length} query tokens and was added behind request 1"):
-        draft.add(length, 0, [4])
+    with pytest.raises(BatchError, match=f"request 2 has {length} query tokens and was added after request 1"):
+        assembler.add(length, 0, [4])
 
-    draft.clear()
-    assert draft.add(length, 0, [4]) == 0
+    assembler.clear()
+    assert assembler.add(length, 0, [4]) == 0
 
 
 def test_a_backend_for_prefills_alone_has_no_decodes():
-    draft = BatchAssembler.of(agreement(phases=("prefill",), block_size=4))
-    draft.add(3, 0, [1])
+    assembler = BatchAssembler.of(agreement(phases=("prefill",), block_size=4))
+    assembler.add(3, 0, [1])
 
-    assert draft.add(1, 0, [2]) == 1
+    assert assembler.add(1, 0, [2]) == 1
 
 
 def test_only_a_paged_cache_has_slots():
@@ -215,20 +215,20 @@ def test_a_cache_that_holds_other_tokens_is_refused(asked, said):
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(0, 20))
 def test_tokens_before_write_from_have_no_slot(query_len, computed, write_from):
-    draft = BatchAssembler(4)
-    draft.add(1, 2, [9])
-    draft.add(query_len, computed, [1, 2, 3, 4], write_from=write_from)
+    assembler = BatchAssembler(4)
+    assembler.add(1, 2, [9])
+    assembler.add(query_len, computed, [1, 2, 3, 4], write_from=write_from)
 
-    batch = draft.finish(num_tokens=8)
+    batch = assembler.finish(num_tokens=8)
 
     slots = [p + 4 if p >= write_from else PAD_SLOT_ID for p in range(computed, computed + query_len)]
     assert batch.slot_mapping.tolist() == [38, *slots, *[PAD_SLOT_ID] * (7 - query_len)]
 
 
 def test_sizes_that_do_not_hold_the_step_are_refused_and_the_draft_is_kept():
-    draft = BatchAssembler(4)
-    draft.add(1, 5, [1, 2])
-    draft.add(3, 0, [3])
+    assembler = BatchAssembler(4)
+    assembler.add(1, 5, [1, 2])
+    assembler.add(3, 0, [3])
 
     for sizes, said in (
         ({"num_reqs": 1}, "2 requests are to be padded to 1"),
@@ -236,11 +236,11 @@ def test_sizes_that_do_not_hold_the_step_are_refused_and_the_draft_is_kept():
         ({"num_blocks": 1}, "a block table of 1 columns"),
     ):
         with pytest.raises(BatchError, match=said):
-            draft.finish(**sizes)
+            assembler.finish(**sizes)
 
-    assert draft.finish(num_blocks=5).block_table.tolist() == [[1, 2, 0, 0, 0], [3, 0, 0, 0, 0]]
+    assert assembler.finish(num_blocks=5).block_table.tolist() == [[1, 2, 0, 0, 0], [3, 0, 0, 0, 0]]
     with pytest.raises(BatchError, match="no requests"):
-        draft.finish()
+        assembler.finish()
 
 
 def test_a_host_uploads_by_itself_and_keeps_host_copies():
@@ -250,9 +250,9 @@ def test_a_host_uploads_by_itself_and_keeps_host_copies():
         uploaded[name] = host
         return host.clone()
 
-    draft = BatchAssembler(4, upload=upload)
-    draft.add(2, 3, [5, 6])
-    batch = draft.finish(causal=False)
+    assembler = BatchAssembler(4, upload=upload)
+    assembler.add(2, 3, [5, 6])
+    batch = assembler.finish(causal=False)
 
     assert set(uploaded) == {"query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions"}
     for name in set(uploaded) - {"positions"}:
@@ -264,12 +264,12 @@ def test_a_host_uploads_by_itself_and_keeps_host_copies():
 
 @pytest.mark.gpu
 def test_on_a_gpu_many_steps_in_flight_keep_their_values():
-    draft = BatchAssembler(16, device="cuda")
+    assembler = BatchAssembler(16, device="cuda")
     batches = []
     for step in range(50):
         for row in range(64):
-            draft.add(1, 100 + step, [row * 10 + column + 1 for column in range(10)])
-        batches.append(draft.finish(num_reqs=80, num_tokens=80))
+            assembler.add(1, 100 + step, [row * 10 + column + 1 for column in range(10)])
+        batches.append(assembler.finish(num_reqs=80, num_tokens=80))
     for batch in batches:
         for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping"):
             assert getattr(batch, name).is_cuda
