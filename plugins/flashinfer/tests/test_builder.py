@@ -129,11 +129,11 @@ def test_a_shared_prefix_runs_what_the_longest_queries_run(load_doubled, journal
 
 
 def test_the_pages_of_the_published_example(doubled) -> None:
-    from attnplug_flashinfer import arrays, cuts  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import arrays, routes  # noqa: PLC0415 - the double has to be in place
 
     table = torch.tensor([[0, 5, 8], [1, 6, 7], [3, 4, 9]], dtype=torch.int32)
     batch = Batch.from_lengths([1, 1, 1], [40, 48, 17], block_table=table, slot_mapping=torch.zeros(3).long())
-    (rows,) = arrays.rows_of_step(batch, 16, (cuts.REST,)).parts
+    (rows,) = arrays.rows_of_step(batch, 16, (routes.REMAINING,)).parts
 
     assert rows.indices.tolist() == [0, 5, 8, 1, 6, 7, 3, 4]
     assert rows.indptr.tolist() == [0, 3, 6, 8]

@@ -38,7 +38,7 @@ class Library:
         """Run nothing."""
 
 
-class Fence:
+class PlanCopyEvent:
     """A fence that a test opens."""
 
     log: list
@@ -61,7 +61,7 @@ class Fence:
 def wrappers(doubled, monkeypatch):
     from attnplug_flashinfer import wrappers  # noqa: PLC0415 - the double has to be in place
 
-    monkeypatch.setattr(wrappers, "Fence", Fence)
+    monkeypatch.setattr(wrappers, "PlanCopyEvent", PlanCopyEvent)
     return wrappers
 
 
@@ -69,7 +69,7 @@ CPU = torch.device("cpu")
 
 
 def test_a_wrapper_is_taken_by_one_plan_at_a_time(wrappers) -> None:
-    pool = wrappers.Pool(Kind(), CPU)
+    pool = wrappers.WrapperPool(Kind(), CPU)
     first, second = pool.take(), pool.take()
 
     assert first.wrapper is not second.wrapper
@@ -77,7 +77,7 @@ def test_a_wrapper_is_taken_by_one_plan_at_a_time(wrappers) -> None:
 
 def test_it_goes_back_with_the_last_reference_to_the_plan(wrappers) -> None:
     kind = Kind()
-    pool = wrappers.Pool(kind, CPU)
+    pool = wrappers.WrapperPool(kind, CPU)
     lease = pool.take()
     wrapper = lease.wrapper
     del lease
@@ -88,7 +88,7 @@ def test_it_goes_back_with_the_last_reference_to_the_plan(wrappers) -> None:
 
 def test_steps_that_overlap_take_two_in_turn(wrappers) -> None:
     kind, taken = Kind(), []
-    pool, step = wrappers.Pool(kind, CPU), None
+    pool, step = wrappers.WrapperPool(kind, CPU), None
     for _ in range(6):
         step = pool.take()  # while the one before is still held
         taken.append(step.wrapper)
@@ -100,7 +100,7 @@ def test_steps_that_overlap_take_two_in_turn(wrappers) -> None:
 
 def test_rather_than_wait_for_the_only_one_a_second_is_made(wrappers) -> None:
     kind = Kind()
-    pool = wrappers.Pool(kind, CPU)
+    pool = wrappers.WrapperPool(kind, CPU)
     first = pool.take().wrapper
     first.fence.is_open = False  # its plan is not on the device yet, though nobody needs it any more
 
@@ -110,7 +110,7 @@ def test_rather_than_wait_for_the_only_one_a_second_is_made(wrappers) -> None:
 
 def test_with_two_free_the_older_is_waited_for(wrappers) -> None:
     kind = Kind()
-    pool = wrappers.Pool(kind, CPU)
+    pool = wrappers.WrapperPool(kind, CPU)
     first, second = pool.take(), pool.take()
     older, younger = first.wrapper, second.wrapper
     older.fence.is_open = younger.fence.is_open = False
@@ -150,7 +150,7 @@ def test_a_graphs_wrapper_is_planned_and_then_planned_again(wrappers) -> None:
 
 
 def test_without_events_nobody_knows_that_a_copy_is_done() -> None:
-    from attnplug_flashinfer.wrappers import Fence as Real  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the double has to be in place
 
     fence = Real(CPU)
     fence.set()
@@ -160,7 +160,7 @@ def test_without_events_nobody_knows_that_a_copy_is_done() -> None:
 
 
 def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
-    from attnplug_flashinfer.wrappers import Fence as Real  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the double has to be in place
 
     done, log = deque([False, True]), []
 

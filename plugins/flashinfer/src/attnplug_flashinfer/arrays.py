@@ -10,12 +10,12 @@ from torch import Tensor
 
 from attnplug.batching import NULL_BLOCK, pad_rows, pages_of, shared_prefix_blocks
 from attnplug.contract import upload
-from attnplug_flashinfer.cuts import prefix_kind
+from attnplug_flashinfer.routes import prefix_kind
 
 if TYPE_CHECKING:
     from attnplug.batching import Pages
     from attnplug.contract import Batch
-    from attnplug_flashinfer.cuts import Cut
+    from attnplug_flashinfer.routes import Route
 
 
 @frozen(eq=False)
@@ -93,20 +93,20 @@ class Step:
     prefix: Rows | None = None
 
 
-def rows_of_step(batch: Batch, block_size: int, cuts: tuple[Cut, ...]) -> Step:
+def rows_of_step(batch: Batch, block_size: int, routes: tuple[Route, ...]) -> Step:
     """
     Return the rows of a paged step.
 
     Args:
         batch: A checked batch.
         block_size: Slots per page.
-        cuts: The kinds of requests, in their order; the last one takes every request.
+        routes: The kinds of requests, in their order; the last one takes every request.
     """
     if not batch.common_prefix_len:
-        return Step(_split(batch, pages_of(batch, block_size), cuts))
+        return Step(_split(batch, pages_of(batch, block_size), routes))
     shared = batch.common_prefix_len // block_size
-    parts = _split(batch, _own_pages(batch, block_size, shared), cuts)
-    return Step(parts, _prefix(batch, shared, block_size, prefix_kind(parts[-1].kind, cuts)))
+    parts = _split(batch, _own_pages(batch, block_size, shared), routes)
+    return Step(parts, _prefix(batch, shared, block_size, prefix_kind(parts[-1].kind, routes)))
 
 
 def rows_of_dense(batch: Batch) -> Step:
@@ -116,7 +116,7 @@ def rows_of_dense(batch: Batch) -> Step:
     return Step((Rows("ragged", 0, tokens, batch.max_query_len, batch.causal, starts, keys, none, none),))
 
 
-def rows_of_slot(batch: Batch, block_size: int, kind: str, starts: Tensor) -> Rows:
+def rows_of_graph(batch: Batch, block_size: int, kind: str, starts: Tensor) -> Rows:
     """
     Return the rows of a batch that was padded to a captured shape.
 
@@ -142,18 +142,18 @@ def rows_of_slot(batch: Batch, block_size: int, kind: str, starts: Tensor) -> Ro
     return Rows(kind, 0, batch.num_actual_tokens, query_len, batch.causal, starts, indptr, indices, last)
 
 
-def _split(batch: Batch, pages: Pages, cuts: tuple[Cut, ...]) -> tuple[Rows, ...]:
+def _split(batch: Batch, pages: Pages, routes: tuple[Route, ...]) -> tuple[Rows, ...]:
     starts = _host(batch.query_start_loc_cpu)
     if batch.num_actual_tokens == batch.num_reqs and batch.max_query_len == 1:  # the usual step, without a loop
-        kind = next(cut.kind for cut in cuts if cut.takes(1))
+        kind = next(route.kind for route in routes if route.accepts(1))
         return (_part(kind, batch, starts, pages, 0, batch.num_reqs, 1),)
     lens: list[int] = starts.diff().tolist()
     first, parts = 0, []
-    for cut in cuts:
-        last = next((index for index in range(first, len(lens)) if not cut.takes(lens[index])), len(lens))
+    for route in routes:
+        last = next((index for index in range(first, len(lens)) if not route.accepts(lens[index])), len(lens))
         longest = max(lens[first:last], default=0)
         if longest:
-            parts.append(_part(cut.kind, batch, starts, pages, first, last, longest))
+            parts.append(_part(route.kind, batch, starts, pages, first, last, longest))
             first = last
     return tuple(parts)
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.contract import MetadataBuilder, upload
-from attnplug_flashinfer.arrays import Buffers, rows_of_dense, rows_of_slot, rows_of_step
-from attnplug_flashinfer.cuts import cuts_of
+from attnplug_flashinfer.arrays import Buffers, rows_of_dense, rows_of_graph, rows_of_step
 from attnplug_flashinfer.planner import Planner
+from attnplug_flashinfer.routes import routes_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
@@ -36,7 +36,7 @@ class FlashInferBuilder(MetadataBuilder):
         super().__init__(backend, impls, state)
         asked = self.agreement.requirements
         self._is_paged = bool(asked.paged)
-        self._cuts = cuts_of(self.agreement)
+        self._routes = routes_of(self.agreement)
         self._block_size = self.agreement.block_size or 1
         self._planners = {key: Planner(group[0], state) for key, group in self.plan_groups.items()}
         self._indices: weakref.ref[Tensor] | None = None
@@ -44,16 +44,16 @@ class FlashInferBuilder(MetadataBuilder):
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Plan with the library for each plan key; a graph's plans are written into its buffers."""
         del split, fast
-        return {"plans": self._plans(batch) if graph is None else self._slot_plans(batch, graph)}
+        return {"plans": self._plans(batch) if graph is None else self._graph_plans(batch, graph)}
 
     def _plans(self, batch: Batch) -> Mapping[Hashable, Plan]:
-        step = rows_of_step(batch, self._block_size, self._cuts) if self._is_paged else rows_of_dense(batch)
+        step = rows_of_step(batch, self._block_size, self._routes) if self._is_paged else rows_of_dense(batch)
         return {key: planner.plan(step) for key, planner in self._planners.items()}
 
-    def _slot_plans(self, batch: Batch, graph: GraphBuffers) -> Mapping[Hashable, Plan]:
+    def _graph_plans(self, batch: Batch, graph: GraphBuffers) -> Mapping[Hashable, Plan]:
         buffers, starts = self.per_graph(graph, "buffers", lambda: self._buffers(graph))
-        kind = next(cut.kind for cut in self._cuts if cut.takes(batch.max_query_len))
-        rows = rows_of_slot(batch, self._block_size, kind, starts)
+        kind = next(route.kind for route in self._routes if route.accepts(batch.max_query_len))
+        rows = rows_of_graph(batch, self._block_size, kind, starts)
         plans = {}
         for key, planner in self._planners.items():
             plans[key] = self.per_graph(graph, key, partial(planner.captured, rows, buffers)).write(rows)

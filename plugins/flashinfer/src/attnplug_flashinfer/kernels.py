@@ -45,7 +45,7 @@ def kernels_of(kind: str, agreement: Agreement, device: Device) -> str:
     Return which kernels run a kind of requests: ``"fa2"``, ``"fa3"`` or ``"cuda_cores"``.
 
     Args:
-        kind: Its name in `attnplug_flashinfer.cuts`.
+        kind: Its name in `attnplug_flashinfer.routes`.
         agreement: What was negotiated.
         device: Where they run.
     """

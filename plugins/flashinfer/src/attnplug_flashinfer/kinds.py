@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.contract import torch_dtype
 from attnplug_flashinfer import library
-from attnplug_flashinfer.cuts import kinds_of_steps
 from attnplug_flashinfer.kernels import kernels_of
+from attnplug_flashinfer.routes import kinds_of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,7 +151,7 @@ def kinds_of(impl: AttentionImpl, workspace: Tensor) -> Mapping[str, Kind]:
 
 
 def make_kind(name: str, impl: AttentionImpl, workspace: Tensor) -> Kind:
-    """Return a kind by its name, as `attnplug_flashinfer.cuts` has it."""
+    """Return a kind by its name, as `attnplug_flashinfer.routes` has it."""
     of_several = Prefill if impl.layer.sinks is None else SinkPrefill
     cls = {"decode": Decode, "ragged": Ragged}.get(name, of_several)
     return cls(impl, workspace, kernels_of(name, impl.agreement, impl.backend.device_properties))

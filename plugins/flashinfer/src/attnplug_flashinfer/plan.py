@@ -9,7 +9,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from attnplug_flashinfer.wrappers import Lease
+    from attnplug_flashinfer.wrappers import WrapperLease
 
 
 @frozen(eq=False)
@@ -27,7 +27,7 @@ class Part:
     run: Callable[..., Any]
     first: int
     last: int
-    lease: Lease | None = None
+    lease: WrapperLease | None = None
 
 
 @frozen(eq=False)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnplug_flashinfer.kinds import kinds_of
 from attnplug_flashinfer.plan import Part, Plan
-from attnplug_flashinfer.wrappers import Pool, Wrapper
+from attnplug_flashinfer.wrappers import Wrapper, WrapperPool
 
 if TYPE_CHECKING:
     from attnplug.contract import AttentionImpl, State
@@ -25,7 +25,7 @@ class Planner:
     def __init__(self, impl: AttentionImpl, state: State) -> None:
         self._device = state.device
         self._kinds = kinds_of(impl, state.workspace)
-        self._pools = {kind: Pool(kind, state.device) for kind in self._kinds.values()}
+        self._pools = {kind: WrapperPool(kind, state.device) for kind in self._kinds.values()}
 
     def plan(self, step: Step) -> Plan:
         """Plan a step."""

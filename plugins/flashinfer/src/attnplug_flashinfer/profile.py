@@ -8,8 +8,8 @@ import torch
 
 from attnplug.contract import Batch, Limits
 from attnplug_flashinfer.arrays import rows_of_dense
-from attnplug_flashinfer.cuts import kind_of_profile
 from attnplug_flashinfer.kinds import make_kind
+from attnplug_flashinfer.routes import kind_of_profile
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,7 +8,7 @@ import torch
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 from attnplug_flashinfer import library
-from attnplug_flashinfer.cuts import cuts_of
+from attnplug_flashinfer.routes import routes_of
 
 if TYPE_CHECKING:
     from attnplug import Agreement
@@ -57,7 +57,7 @@ def _query_lens(agreement: Agreement) -> list[int]:
     """One row, and behind a padded request, which decodes leave to others, a request for each other kind."""
     asked = agreement.requirements
     longest = asked.decode_query_len + ("prefill" in asked.phases)
-    return [1, 0, *(min(cut.longest, longest) for cut in cuts_of(agreement) if cut.kind != "decode")]
+    return [1, 0, *(min(route.longest, longest) for route in routes_of(agreement) if route.kind != "decode")]
 
 
 def _zeros(impl: AttentionImpl, tokens: int, heads: int) -> torch.Tensor:

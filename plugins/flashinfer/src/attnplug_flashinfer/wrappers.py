@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attnplug_flashinfer.kinds import Kind
 
 
-class Fence:
+class PlanCopyEvent:
     """Tells whether what was launched up to some point is done. Where there are no events, nobody can say."""
 
     def __init__(self, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class Wrapper:
             self._library = kind.make(buffers)
         self._is_planned = False
         self.run = self._library.run
-        self.fence = Fence(device)
+        self.fence = PlanCopyEvent(device)
 
     def plan(self, rows: Rows) -> None:
         """Plan for a step."""
@@ -71,7 +71,7 @@ class Wrapper:
         self.fence.set()
 
 
-class Lease:
+class WrapperLease:
     """
     A wrapper, as long as a plan lives in it: with the last reference to the plan it goes back.
 
@@ -91,7 +91,7 @@ class Lease:
         self._free.append(self.wrapper)
 
 
-class Pool:
+class WrapperPool:
     """
     The wrappers of one kind for eager steps: two in turn, where one step is built while another runs.
 
@@ -107,9 +107,9 @@ class Pool:
         self._device = device
         self._free: deque[Wrapper] = deque()
 
-    def take(self) -> Lease:
+    def take(self) -> WrapperLease:
         """Return the wrapper that has been free for longest, or a new one rather than wait for the only one."""
         free = self._free
         if len(free) > 1 or (free and free[0].fence.is_passed()):
-            return Lease(free.popleft(), free)
-        return Lease(Wrapper(self._kind, self._device), free)
+            return WrapperLease(free.popleft(), free)
+        return WrapperLease(Wrapper(self._kind, self._device), free)

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Cut:
+class Route:
     """
-    Which requests at the front of a step, or behind an earlier cut, are of a kind of their own.
+    Which requests at the front of a step, or behind an earlier route, are of a kind of their own.
 
     Attributes:
         kind: Their kind.
@@ -26,43 +26,43 @@ class Cut:
     shortest: int
     longest: int
 
-    def takes(self, length: int) -> bool:
+    def accepts(self, length: int) -> bool:
         """Whether a request of so many rows is of this kind."""
         return self.shortest <= length <= self.longest
 
 
-REST: Final = Cut("prefill", 0, sys.maxsize)
-"""What no other cut takes."""
+REMAINING: Final = Route("prefill", 0, sys.maxsize)
+"""What no other route accepts."""
 
 
-def cuts_of(agreement: Agreement) -> tuple[Cut, ...]:
+def routes_of(agreement: Agreement) -> tuple[Route, ...]:
     """
-    Return which requests are of which kind, in paged steps. The last cut takes every request that others leave.
+    Return which requests are of which kind, in paged steps. The last route takes every request that others leave.
 
     No decode of the library's own knows sinks, or a padded request among others. Few rows per request, ``"short"``, run
     the kernels for Ampere in both variants: those put the rows of all query heads of a group into one tile, and split
     the keys of a request. Those for Hopper read all keys once per query head.
     """
-    asked, cuts = agreement.requirements, []
+    asked, routes = agreement.requirements, []
     prefills = "prefill" in asked.phases
     if not asked.sinks:
-        cuts.append(Cut("decode", 1, 1))
+        routes.append(Route("decode", 1, 1))
     if agreement.variant != "fa2" and (asked.sinks or asked.cascade or asked.decode_query_len > 1 or not prefills):
-        cuts.append(Cut("short", 0, asked.decode_query_len))
-        return (*cuts, REST) if prefills else tuple(cuts)
-    return (*cuts, REST)
+        routes.append(Route("short", 0, asked.decode_query_len))
+        return (*routes, REMAINING) if prefills else tuple(routes)
+    return (*routes, REMAINING)
 
 
-def prefix_kind(kind: str, cuts: tuple[Cut, ...]) -> str:
+def prefix_kind(kind: str, routes: tuple[Route, ...]) -> str:
     """Return the kind that attends a shared prefix where a step's last rows are of `kind`: all rows are one request."""
-    return next(cut.kind for cut in cuts if cut.kind != "decode") if kind == "decode" else kind
+    return next(route.kind for route in routes if route.kind != "decode") if kind == "decode" else kind
 
 
 def kinds_of_steps(agreement: Agreement) -> tuple[str, ...]:
     """Return the kinds that steps under an agreement may have."""
-    return tuple(cut.kind for cut in cuts_of(agreement)) if agreement.requirements.paged else ("ragged",)
+    return tuple(route.kind for route in routes_of(agreement)) if agreement.requirements.paged else ("ragged",)
 
 
 def kind_of_profile(agreement: Agreement) -> str:
     """Return the kind that a profiling run makes. The kernels with sinks read pages only."""
-    return cuts_of(agreement)[-1].kind if agreement.requirements.sinks else "ragged"
+    return routes_of(agreement)[-1].kind if agreement.requirements.sinks else "ragged"
