@@ -39,19 +39,19 @@ class Library:
 
 
 class PlanCopyEvent:
-    """A fence that a test opens."""
+    """An event that a test completes."""
 
     log: list
 
     def __init__(self, device) -> None:
-        self.is_open = True
+        self.is_copied = True
         self.log = []
 
-    def set(self) -> None:
-        self.log.append("set")
+    def record(self) -> None:
+        self.log.append("record")
 
-    def is_passed(self) -> bool:
-        return self.is_open
+    def is_complete(self) -> bool:
+        return self.is_copied
 
     def wait(self) -> None:
         self.log.append("wait")
@@ -102,7 +102,7 @@ def test_rather_than_wait_for_the_only_one_a_second_is_made(wrappers) -> None:
     kind = Kind()
     pool = wrappers.WrapperPool(kind, CPU)
     first = pool.take().wrapper
-    first.fence.is_open = False  # its plan is not on the device yet, though nobody needs it any more
+    first.plan_copied.is_copied = False  # its plan is not on the device yet, though nobody needs it any more
 
     assert pool.take().wrapper is not first
     assert len(kind.made) == 2
@@ -113,36 +113,36 @@ def test_with_two_free_the_older_is_waited_for(wrappers) -> None:
     pool = wrappers.WrapperPool(kind, CPU)
     first, second = pool.take(), pool.take()
     older, younger = first.wrapper, second.wrapper
-    older.fence.is_open = younger.fence.is_open = False
+    older.plan_copied.is_copied = younger.plan_copied.is_copied = False
     del first, second
     lease = pool.take()
     lease.wrapper.plan("rows")
 
     assert lease.wrapper is older
-    assert older.fence.log == ["wait", "set"]
+    assert older.plan_copied.log == ["wait", "record"]
     assert len(kind.made) == 2
 
 
 def test_a_plan_waits_for_the_copy_of_the_one_before_and_marks_its_own(wrappers) -> None:
     kind = Kind()
-    wrapper = wrappers.Wrapper(kind, CPU)
+    wrapper = wrappers.PlannedWrapper(kind, CPU)
     wrapper.plan("first")
     wrapper.plan("second")
 
-    assert wrapper.fence.log == ["wait", "set"] * 2
+    assert wrapper.plan_copied.log == ["wait", "record"] * 2
     assert kind.made[0].log == [("plan", "first"), ("plan", "second")]
 
 
 def test_a_wrapper_that_is_made_under_inference_mode_can_be_planned_outside(wrappers) -> None:
     with torch.inference_mode():
-        wrapper = wrappers.Wrapper(Kind(), CPU)
+        wrapper = wrappers.PlannedWrapper(Kind(), CPU)
 
     wrapper.plan("rows")
 
 
 def test_a_graphs_wrapper_is_planned_and_then_planned_again(wrappers) -> None:
     kind = Kind()
-    wrapper = wrappers.Wrapper(kind, CPU, buffers=object())
+    wrapper = wrappers.PlannedWrapper(kind, CPU, buffers=object())
     wrapper.plan("first")
     wrapper.plan("second")
 
@@ -152,11 +152,11 @@ def test_a_graphs_wrapper_is_planned_and_then_planned_again(wrappers) -> None:
 def test_without_events_nobody_knows_that_a_copy_is_done() -> None:
     from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the double has to be in place
 
-    fence = Real(CPU)
-    fence.set()
-    fence.wait()
+    event = Real(CPU)
+    event.record()
+    event.wait()
 
-    assert not fence.is_passed()
+    assert not event.is_complete()
 
 
 def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
@@ -170,10 +170,10 @@ def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
         synchronize = staticmethod(lambda: log.append("synchronize"))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    fence = Real(torch.device("cuda"))
-    fence.set()
-    fence.wait()
-    fence.wait()
+    event = Real(torch.device("cuda"))
+    event.record()
+    event.wait()
+    event.wait()
 
     assert log == ["record", "synchronize"]
 

@@ -10,7 +10,7 @@ import torch
 
 from attnplug.contract import MetadataBuilder, upload
 from attnplug_flashinfer.arrays import Buffers, rows_of_dense, rows_of_graph, rows_of_step
-from attnplug_flashinfer.planner import Planner
+from attnplug_flashinfer.plan import Plan, Planner
 from attnplug_flashinfer.routes import routes_of
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import AttentionImpl, Backend, Batch, BatchSplit, GraphBuffers, State
-    from attnplug_flashinfer.plan import Plan
 
 
 class FlashInferBuilder(MetadataBuilder):
@@ -56,7 +55,7 @@ class FlashInferBuilder(MetadataBuilder):
         rows = rows_of_graph(batch, self._block_size, kind, starts)
         plans = {}
         for key, planner in self._planners.items():
-            plans[key] = self.per_graph(graph, key, partial(planner.captured, rows, buffers)).write(rows)
+            plans[key] = self.per_graph(graph, key, partial(planner.for_graph, rows, buffers)).update(rows)
         return plans
 
     def _buffers(self, graph: GraphBuffers) -> tuple[Buffers, Tensor]:
