@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from attnplug import Agreement, Requirements
-from attnplug_flash_attn.kernels import kernels_of
+from attnplug_flash_attn.kernels import ADAPTERS, kernels_of
 from attnplug_flash_attn.kernels.interface import Call, Kernels, Terms
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ def kernels(variant: str, **asked: Any) -> Kernels:
         kv_cache_dtype=requirements.kv_cache_dtype, cudagraph="never",
     )  # fmt: skip
     return kernels_of(variant)(agreement)
+
+
+def module_of(variant: str) -> Any:
+    """Return the module of a variant's adapter."""
+    return import_module(f"attnplug_flash_attn.kernels.{ADAPTERS[variant].partition(':')[0]}")
 
 
 @frozen(eq=False)

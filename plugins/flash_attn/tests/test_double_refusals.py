@@ -11,7 +11,7 @@ from attrs import evolve
 
 from attnplug_flash_attn.kernels import ADAPTERS
 from attnplug_flash_attn.kernels.interface import Terms
-from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, SIZE, kernels, requests
+from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, SIZE, kernels, module_of, requests
 
 pytestmark = pytest.mark.usefixtures("doubled")
 
@@ -200,7 +200,7 @@ def test_fa4_reads_the_rest_of_a_page_of_a_tile():
 @pytest.mark.parametrize(("variant", "paged"), [("fa2", True), ("fa2_vllm", False)])
 def test_folded_rows_have_an_lse_in_another_order(monkeypatch, variant, paged):
     """What `bound_of_rows` is for."""
-    monkeypatch.setattr(import_module(f"attnplug_flash_attn.kernels.{variant}"), "bound_of_rows", lambda *_, **__: 1)
+    monkeypatch.setattr(module_of(variant), "bound_of_rows", lambda *_, **__: 1)
     adapter = kernels(variant)
     out, lse = DECODES.attend(adapter, DECODES.call(adapter, paged=paged), PLAIN)
     exact, sums = DECODES.truth(PLAIN)
@@ -212,7 +212,7 @@ def test_folded_rows_have_an_lse_in_another_order(monkeypatch, variant, paged):
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm"])
 def test_the_lse_forgets_part_of_alibi(monkeypatch, variant):
     """What `window_of` is for."""
-    kept = import_module(f"attnplug_flash_attn.kernels.{variant}")
+    kept = module_of(variant)
     monkeypatch.setattr(kept, "window_of", lambda _, terms, **__: terms.window)
     terms, adapter = evolve(PLAIN, alibi_slopes=torch.full((HEADS,), 0.5)), kernels(variant)
     out, lse = MIXED.attend(adapter, MIXED.call(adapter), terms)
@@ -223,8 +223,7 @@ def test_the_lse_forgets_part_of_alibi(monkeypatch, variant):
 
 @pytest.mark.parametrize("variant", GENERATION2)
 def test_folded_rows_must_be_one_each(monkeypatch, variant):
-    module = {"torch": "torch_flash"}.get(variant, variant)
-    monkeypatch.setattr(import_module(f"attnplug_flash_attn.kernels.{module}"), "bound_of_rows", lambda *_, **__: 1)
+    monkeypatch.setattr(module_of(variant), "bound_of_rows", lambda *_, **__: 1)
     assert refuse(variant, requests((1, 0, 1), (20, 300, 7)), match="invalid for 2 rows") == "RuntimeError"
 
 

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug_flash_attn.gathering import cumulative, slots_of_keys
+from attnplug_flash_attn.packing import slots_of_keys
+from attnplug_flash_attn.passes import cumulative
 
 
 @given(

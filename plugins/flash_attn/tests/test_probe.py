@@ -16,7 +16,7 @@ import torch
 from attrs import frozen
 
 from attnplug import Agreement, Device, Reason, Requirements
-from attnplug_flash_attn import fa3_build, op_files, probe
+from attnplug_flash_attn import op_files, packages, probe
 
 SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
 DECODER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
@@ -182,7 +182,7 @@ def test_another_device_is_the_business_of_the_manifest(machine: Machine) -> Non
 @pytest.mark.parametrize("available", [True, False])
 def test_a_torch_that_is_loaded_is_asked_for_a_device(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(probe.torch_build, "read", lambda: None)
+    monkeypatch.setattr(probe, "torch_build", lambda: None)
 
     reason = probe.probe("torch", agreed("torch"), Device.cuda("9.0"))
 
@@ -359,7 +359,7 @@ def test_metadata_alone_is_no_flash_attention_3(machine: Machine) -> None:
 def test_the_features_of_an_agreement() -> None:
     asked = {"sliding_window": 4096, "logits_soft_cap": 30.0, "dtype": "float16"}
 
-    assert list(fa3_build.needed(agreed("fa3", "fp8_e4m3", **asked))) == [
+    assert list(packages.needed(agreed("fa3", "fp8_e4m3", **asked))) == [
         f"DISABLE_{name}" for name in ("VARLEN", "PAGEDKV", "LOCAL", "SOFTCAP", "FP16", "FP8")
     ]
 

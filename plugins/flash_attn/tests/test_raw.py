@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug_flash_attn import raw
-from attnplug_flash_attn.raw import SCHEDULE, RawFlashAttention
-from attnplug_flash_attn.raw_calls import CALLS
+from attnplug_flash_attn import direct
+from attnplug_flash_attn.direct import CALLS, SCHEDULE, DirectFlashAttention
 from attnplug_kit.bench import building, forwarding, replaying
 from attnplug_kit.bench.baseline import Baseline
 from attnplug_kit.bench.choice import Choice
@@ -22,12 +21,12 @@ def choice(variant: str) -> Choice:
 
 @pytest.fixture
 def library(doubled, monkeypatch):
-    hold_against(monkeypatch, RawFlashAttention, "flash_attn_double")
+    hold_against(monkeypatch, DirectFlashAttention, "flash_attn_double")
 
 
 def test_they_are_a_baseline_for_every_variant() -> None:
-    assert isinstance(RawFlashAttention(), Baseline)
-    assert RawFlashAttention().backend == "flash_attn"
+    assert isinstance(DirectFlashAttention(), Baseline)
+    assert DirectFlashAttention().backend == "flash_attn"
     assert set(CALLS) == set(VARIANTS)
 
 
@@ -43,7 +42,7 @@ def test_forwards_are_held_against_them(library, step, variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_second_call_finds_what_the_first_has_written(library, variant) -> None:
-    check_a_second_call(RawFlashAttention(), choice(variant))
+    check_a_second_call(DirectFlashAttention(), choice(variant))
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
@@ -71,7 +70,7 @@ def test_builds_are_held_against_schedules_where_there_are_any(library, monkeypa
 
 def test_rows_are_those_of_the_step(library) -> None:
     planner = make_planner(mixed(1, 40, 1, 18, **TINY), choice("fa3_vllm"))
-    decode, prompt = raw._rows(planner)
+    decode, prompt = direct._rows(planner)
 
     assert (decode.where, prompt.where) == (slice(0, 1), slice(1, 19))
     assert (decode.past, prompt.past) == (True, False)

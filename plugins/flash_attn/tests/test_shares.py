@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Parallel
 from attnplug.errors import BatchError, CacheError
-from attnplug_flash_attn.shares import check_share, local_lens
+from attnplug_flash_attn.dcp_shards import check_share, local_lens
 from plugins.flash_attn.tests.spread import Pages, Spread
 
 CPU = torch.device("cpu")

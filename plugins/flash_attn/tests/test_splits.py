@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attnplug.contract import Limits
-from attnplug_flash_attn.splits import num_splits
+from attnplug_flash_attn.passes import num_splits
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from importlib import import_module
 from weakref import ref
 
 import pytest
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from attnplug.contract import GraphShape, Limits
 from attnplug_flash_attn.kernels.interface import Terms
 from attnplug_kit.oracle import Case, check, materialize
-from plugins.flash_attn.tests.requests_of import HEADS, kernels, requests
+from plugins.flash_attn.tests.requests_of import HEADS, kernels, module_of, requests
 from tests.backends.setting import Setting
 
 pytestmark = pytest.mark.usefixtures("doubled")
@@ -30,7 +29,7 @@ CASE = Case(
 
 def blind(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     """Let an adapter take no page for one that is loaded by whole tiles."""
-    monkeypatch.setattr(import_module(f"attnplug_flash_attn.kernels.{variant}"), "may_be_whole_tiles", lambda _: False)
+    monkeypatch.setattr(module_of(variant), "may_be_whole_tiles", lambda _: False)
 
 
 @st.composite

@@ -7,7 +7,7 @@ import pytest
 import attnplug
 from attnplug import Device
 from attnplug.errors import SettingsError
-from attnplug_flashinfer.kernels import check_decode_kernel, on_tensor_cores
+from attnplug_flashinfer.routes import check_decode_kernel, on_tensor_cores
 from plugins.flashinfer.tests.agreements import agreed
 
 

@@ -29,7 +29,7 @@ def test_the_metadata_says_what_it_needs_and_offers(site: Site) -> None:
 
     assert [(e.group, e.name, e.value) for e in found.entry_points] == [
         ("attnplug.backends", "flashinfer", "attnplug_flashinfer.plugin"),
-        ("attnplug.benchmarks", "flashinfer", "attnplug_flashinfer.raw:RawFlashInfer"),
+        ("attnplug.benchmarks", "flashinfer", "attnplug_flashinfer.direct:DirectFlashInfer"),
     ]
     assert [text for text in found.requires or () if "extra" not in text] == ["attnplug[torch]<1,>=0.1"]
     assert found.metadata.get_all("Provides-Extra") == ["library", "test"]

@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 
 from attnplug import Agreement, Device, Reason
-from attnplug_flashinfer import prebuilt, probe, toolchain, torch_build
+from attnplug_flashinfer import prebuilt, probe, toolchain
 from plugins.flashinfer.tests.agreements import agreed
 
 SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
@@ -315,17 +315,17 @@ def test_an_odd_build_of_torch_is_not_judged(text: str, tmp_path: Path, monkeypa
     class Spec:
         origin = str(tmp_path / "__init__.py")
 
-    monkeypatch.setattr(torch_build, "find_spec", lambda _: Spec)
-    assert torch_build.read() is None
+    monkeypatch.setattr(probe, "find_spec", lambda _: Spec)
+    assert probe.torch_build() is None
     (tmp_path / "version.py").write_text(text, encoding="utf-8")
-    assert torch_build.read() is None
-    monkeypatch.setattr(torch_build, "find_spec", lambda _: None)
-    assert torch_build.read() is None
+    assert probe.torch_build() is None
+    monkeypatch.setattr(probe, "find_spec", lambda _: None)
+    assert probe.torch_build() is None
     assert probe._torch("fa2") is None
 
 
 def test_the_torch_of_this_environment_is_read_as_it_says_itself() -> None:
-    build = torch_build.read()
+    build = probe.torch_build()
 
     assert build is not None
     assert build.version == torch.__version__

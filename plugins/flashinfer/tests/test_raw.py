@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug_flashinfer import raw
-from attnplug_flashinfer.raw import RawFlashInfer
+from attnplug_flashinfer import direct
+from attnplug_flashinfer.direct import DirectFlashInfer
 from attnplug_kit.bench import building, forwarding, replaying
 from attnplug_kit.bench.baseline import Baseline
 from attnplug_kit.bench.choice import Choice
@@ -49,12 +49,12 @@ def library(doubled, monkeypatch):
 
     for function in (get_batch_indices_positions, append_paged_kv_cache):
         monkeypatch.setattr(flashinfer, function.__name__, function, raising=False)
-    hold_against(monkeypatch, RawFlashInfer, "flashinfer_double")
+    hold_against(monkeypatch, DirectFlashInfer, "flashinfer_double")
 
 
 def test_they_are_a_baseline() -> None:
-    assert isinstance(RawFlashInfer(), Baseline)
-    assert RawFlashInfer().backend == "flashinfer"
+    assert isinstance(DirectFlashInfer(), Baseline)
+    assert DirectFlashInfer().backend == "flashinfer"
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
@@ -67,7 +67,7 @@ def test_forwards_are_held_against_them(library, step) -> None:
 
 
 def test_a_second_call_finds_what_the_first_has_written(library) -> None:
-    check_a_second_call(RawFlashInfer(), CHOICE)
+    check_a_second_call(DirectFlashInfer(), CHOICE)
 
 
 @pytest.mark.parametrize("step", [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)], ids=lambda step: step.what)
@@ -99,12 +99,12 @@ def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_doubled, monk
     planner = make_planner(decodes(2, 5, **TINY), CHOICE)
 
     assert planner.backend.agreement.options["decode_kernel"] == kernel
-    assert raw._Wrappers.of(planner, captured=False).decode.use_tensor_cores is expected
+    assert direct._Wrappers.of(planner, captured=False).decode.use_tensor_cores is expected
 
 
 def test_pages_are_those_of_the_step(library) -> None:
     planner = make_planner(mixed(1, 40, 1, 18, **TINY), CHOICE)
-    decode, prompt = raw._Tables.of(planner).pages()
+    decode, prompt = direct._Tables.of(planner).pages()
 
     size = planner.block_size
     assert size == 16

@@ -13,9 +13,8 @@ from attnplug_flash_attn.cascade import behind_prefix, prefix_rows
 from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import Call
 from attnplug_flash_attn.packing import packed, rows_of_shard
-from attnplug_flash_attn.passes import Pass, Plan, Rows, as_taken, call_of, leftpad_of
+from attnplug_flash_attn.passes import Pass, Plan, Rows, as_taken, call_of, leftpad_of, num_splits
 from attnplug_flash_attn.schedule import Schedules, carried_over
-from attnplug_flash_attn.splits import num_splits
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence

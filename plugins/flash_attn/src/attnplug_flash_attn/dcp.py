@@ -20,8 +20,8 @@ from torch import Tensor
 from attnplug.batching import max_local_tokens_per_dcp_rank
 from attnplug.contract import torch_dtype
 from attnplug.ops import merge_attention_states, quantize
+from attnplug_flash_attn.dcp_shards import check_share, local_lens
 from attnplug_flash_attn.kernels.interface import Call, Terms
-from attnplug_flash_attn.shares import check_share, local_lens
 
 if TYPE_CHECKING:
     from typing import Protocol

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, cast
 
 import torch
 from attrs import evolve
@@ -14,17 +14,17 @@ from attnplug.ops import merge_into, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import Terms
 from attnplug_flash_attn.packing import packed_rows
-from attnplug_flash_attn.scratch import scratch_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
     from torch import Tensor
 
+    from attnplug import Agreement
     from attnplug.contract import Layer, Metadata
     from attnplug_flash_attn.backend import FlashAttentionBackend
     from attnplug_flash_attn.dcp import Sharded
-    from attnplug_flash_attn.kernels.interface import Call
+    from attnplug_flash_attn.kernels.interface import Call, Kernels
     from attnplug_flash_attn.passes import Pass, Plan
 
 
@@ -220,3 +220,39 @@ def _flat(scale: Tensor | None) -> Tensor | None:
 def _keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     keys, values = kv_cache.unbind(0)
     return keys, values
+
+
+_FLOAT32: Final = torch.float32.itemsize
+_SUMS_OF_RANKS: Final = 3
+"""Float32 results of all ranks' heads that are held at once: weighted, in the order of ranks, and exchanged."""
+
+
+def scratch_bytes(agreement: Agreement, kernels: Kernels, rows: int) -> int:
+    """
+    Return the most bytes that a step of so many query rows holds at once.
+
+    What a library takes for itself is not in it: partial results where it splits keys, of few rows as a rule.
+
+    Args:
+        agreement: What was agreed on.
+        kernels: The library.
+        rows: Query rows.
+    """
+    asked = agreement.requirements
+    width, cached = torch_dtype(asked.dtype).itemsize, torch_dtype(agreement.kv_cache_dtype).itemsize
+    of_query, of_result = (
+        asked.num_q_heads * asked.head_size,
+        asked.num_q_heads * (asked.head_size_v or asked.head_size),
+    )
+    ranks = asked.dcp_size
+    held = of_query * cached if cached != width else 0
+    result = of_result * width + asked.num_q_heads * _FLOAT32
+    if not kernels.fills_output:
+        held += ranks * result
+    if ranks > 1:
+        queries = 2 * ranks * of_query * cached  # as they come from all ranks, and by KV head
+        sums = ranks * (ranks + 2) * asked.num_q_heads * _FLOAT32
+        held += result + queries + ranks * result + sums + _SUMS_OF_RANKS * ranks * of_result * _FLOAT32
+    elif asked.cascade:
+        held += result + asked.num_q_heads * _FLOAT32
+    return rows * held

@@ -5,21 +5,21 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
+import torch
 from attrs import evolve
+from torch import Tensor
 
 from attnplug.contract import torch_dtype
 from attnplug.ops import gather_slots
-from attnplug_flash_attn.gathering import cumulative, slots_of_keys
-from attnplug_flash_attn.passes import Pass, Rows
+from attnplug_flash_attn.passes import Pass, Rows, cumulative
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor
-
     from attnplug import Agreement
     from attnplug.contract import Batch, Limits
     from attnplug_flash_attn.kernels.interface import Call
+
 
 AT_ONCE: Final = 2**30
 """Most bytes of keys and values that are packed for one call, unless one request has more: enough to fill a GPU."""
@@ -130,3 +130,24 @@ def _bytes_per_key(agreement: Agreement) -> tuple[int, int]:
     asked, width = agreement.requirements, torch_dtype(agreement.kv_cache_dtype).itemsize
     heads = asked.num_kv_heads * width
     return heads * asked.head_size, heads * (asked.head_size_v or asked.head_size)
+
+
+def slots_of_keys(table: Tensor, starts: Tensor, num_keys: int, block_size: int) -> Tensor:
+    """
+    Return the cache slot of each key, one request after another. The device is not waited for.
+
+    Args:
+        table: ``(requests, blocks)`` int32; entries beyond a request's keys may hold anything.
+        starts: ``(requests + 1,)`` int32, as `cumulative` returns it.
+        num_keys: How many keys there are, or more where the host does not know.
+        block_size: Slots per block.
+
+    Returns:
+        ``(num_keys,)`` int64; slot 0 of the null block for what is more than there are.
+    """
+    rows = torch.arange(num_keys, dtype=torch.int32, device=table.device)
+    requests = torch.searchsorted(starts[1:], rows, right=True).clamp_(max=table.shape[0] - 1)
+    places = rows - starts[requests]
+    columns = torch.div(places, block_size, rounding_mode="floor").clamp_(max=table.shape[1] - 1)
+    slots = table[requests, columns].long() * block_size + places % block_size
+    return slots.masked_fill_(rows >= starts[-1], 0)

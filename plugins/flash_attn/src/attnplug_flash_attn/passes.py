@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from attnplug_flash_attn.gathering import cumulative
 from attnplug_flash_attn.kernels.interface import Call
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from attnplug.contract import Limits
     from attnplug_flash_attn.dcp import Sharded
     from attnplug_flash_attn.kernels.interface import Kernels
 
@@ -138,3 +138,42 @@ def as_taken(call: Call, kernels: Kernels, leftpad: Tensor | None, keep: Callabl
     if call.seqused_k is None or not kernels.cumulative_keys:
         return call
     return evolve(call, cu_seqlens_k=keep("cu_seqlens_k", cumulative(call.seqused_k)))
+
+
+LIBRARYS_CHOICE: Final = 0
+UNSPLIT: Final = 1
+
+
+def num_splits(limits: Limits, tokens: int, *, batch_invariant: bool) -> int:
+    """
+    Return the most parts that a step of so many tokens may have; 0 leaves it to the library.
+
+    The partial results of parts are summed in an order that follows from their number, which the library chooses by
+    what else is in the batch: only one part is the same everywhere. A graph holds memory for partial results, so that
+    batches as small as those that are captured have the host's bound, and larger ones none: of a large batch the
+    library would make as many parts as it is told, and not fewer. A bound of one part costs nothing, and holds for all.
+
+    Args:
+        limits: With the host's bound, and the sizes that it captures.
+        tokens: Query rows of the step, padding included.
+        batch_invariant: Whether results may not depend on what else is in the batch.
+    """
+    if batch_invariant or limits.max_num_splits == UNSPLIT:
+        return UNSPLIT
+    captured = max(limits.capture_sizes, default=0)
+    return limits.max_num_splits or LIBRARYS_CHOICE if tokens <= captured else LIBRARYS_CHOICE
+
+
+def cumulative(lens: Tensor) -> Tensor:
+    """
+    Return where the keys of each request start when they are packed, computed on the device.
+
+    Args:
+        lens: ``(requests,)`` int32.
+
+    Returns:
+        ``(requests + 1,)`` int32 from 0.
+    """
+    starts = torch.zeros(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
+    torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])
+    return starts

@@ -6,12 +6,17 @@ That a distribution is absent, or there in another version, the manifest says al
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from attrs import frozen
 
 from attnplug.negotiation import Reason
-from attnplug_flash_attn import fa3_build, op_files, package, torch_build
+from attnplug_flash_attn import op_files, packages
 
 if TYPE_CHECKING:
     from attnplug.negotiation import Agreement
@@ -26,7 +31,7 @@ def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
 
 
 def _torch() -> Reason | None:
-    build = torch_build.read()
+    build = torch_build()
     if build is None or build.cuda is not None:
         return None  # without a build that reads like one: an odd torch, whoever made it knows
     because = "install a torch that is built for CUDA, from https://pytorch.org/get-started/locally"
@@ -46,10 +51,10 @@ def _library(variant: str, agreement: Agreement) -> Reason | None:
     if variant in op_files.LIBRARIES:
         return _op_library(op_files.LIBRARIES[variant])
     if variant == "fa2":
-        return package.missing_for_fa2()
+        return packages.missing_for_fa2()
     if variant == "fa3":
-        return fa3_build.missing(agreement)
-    return package.missing_for_fa4() if variant == "fa4" else None
+        return packages.missing_for_fa3(agreement)
+    return packages.missing_for_fa4() if variant == "fa4" else None
 
 
 def _op_library(name: str) -> Reason | None:
@@ -66,3 +71,32 @@ def _op_library(name: str) -> Reason | None:
         found = f"{', '.join(changed)} of {name} in vllm {installed} takes other arguments than are known here"
         return Reason("broken", "vllm", None, found, "install another release of vLLM, or one of this plugin")
     return None
+
+
+_TORCH_VERSION: Final = re.compile(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_TORCH_CUDA: Final = re.compile(r"^cuda\b[^=\n]*=\s*(?:None|['\"]([\d.]+))", re.MULTILINE)
+
+
+@frozen
+class TorchBuild:
+    """
+    A build of torch.
+
+    Attributes:
+        version: Its version, with the label of the build.
+        cuda: The CUDA version that it was built for, or None: for the CPU or another vendor.
+    """
+
+    version: str
+    cuda: str | None
+
+
+def torch_build() -> TorchBuild | None:
+    """Return the build from torch's ``version.py``; None where there is none, or none that reads like one."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    version, cuda = _TORCH_VERSION.search(text), _TORCH_CUDA.search(text)
+    return None if version is None or cuda is None else TorchBuild(version[1], cuda[1])

@@ -9,9 +9,8 @@ from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 from attnplug_flash_attn import dcp
-from attnplug_flash_attn.gathering import cumulative
 from attnplug_flash_attn.kernels.interface import Call
-from attnplug_flash_attn.passes import as_taken, leftpad_of
+from attnplug_flash_attn.passes import as_taken, cumulative, leftpad_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

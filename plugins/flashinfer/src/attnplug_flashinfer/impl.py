@@ -11,8 +11,8 @@ import torch
 from attnplug.contract import AttentionImpl, CacheViews
 from attnplug.ops import write_kv
 from attnplug_flashinfer import library
-from attnplug_flashinfer.kernels import check_decode_kernel
-from attnplug_flashinfer.profile import run_dense
+from attnplug_flashinfer.routes import check_decode_kernel
+from attnplug_flashinfer.warmup import run_dense
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.contract import torch_dtype
 from attnplug_flashinfer import library
-from attnplug_flashinfer.kernels import kernels_of
-from attnplug_flashinfer.routes import kinds_of_steps
+from attnplug_flashinfer.routes import kernels_of, kinds_of_steps
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

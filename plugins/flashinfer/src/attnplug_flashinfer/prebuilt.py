@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from attnplug_flashinfer.kernels import kernels_of
-from attnplug_flashinfer.routes import kind_of_profile, kinds_of_steps
+from attnplug_flashinfer.routes import kernels_of, kind_of_profile, kinds_of_steps
 
 if TYPE_CHECKING:
     from attnplug import Agreement, Device

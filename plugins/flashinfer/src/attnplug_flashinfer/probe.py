@@ -7,18 +7,23 @@ That the library is absent, or there in another version, its manifest says alrea
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from attrs import frozen
+
 from attnplug.negotiation import Reason
-from attnplug_flashinfer import torch_build
 from attnplug_flashinfer.prebuilt import missing_modules
 from attnplug_flashinfer.toolchain import missing_tool
 
 if TYPE_CHECKING:
     from attnplug.negotiation import Agreement
     from attnplug.request import Device
+
 
 FA3_CUDA: Final = (12, 3)
 """The least CUDA version of torch for which the library takes its kernels for Hopper (its ``is_sm90a_supported``)."""
@@ -32,7 +37,7 @@ def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
 
 
 def _torch(variant: str) -> Reason | None:
-    build = torch_build.read()
+    build = torch_build()
     if build is None:
         return None  # an odd build of torch: whoever made it knows
     named = f"torch {build.version}"
@@ -82,3 +87,34 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+_TORCH_VERSION: Final = re.compile(r"^__version__\s*=\s*['\"]([^'\"]+)['\"]", re.MULTILINE)
+_TORCH_CUDA: Final = re.compile(r"^cuda\b[^=\n]*=\s*(?:None|['\"](\d+)\.(\d+))", re.MULTILINE)
+
+
+@frozen
+class TorchBuild:
+    """
+    A build of torch.
+
+    Attributes:
+        version: Its version, with the label of the build.
+        cuda: The CUDA version that it was built for, or None: for the CPU or another vendor.
+    """
+
+    version: str
+    cuda: tuple[int, int] | None
+
+
+def torch_build() -> TorchBuild | None:
+    """Return the build from torch's ``version.py``; None where there is none, or none that reads like one."""
+    spec = find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return None
+    text = file.read_text(encoding="utf-8")
+    version, cuda = _TORCH_VERSION.search(text), _TORCH_CUDA.search(text)
+    if version is None or cuda is None:
+        return None
+    return TorchBuild(version[1], (int(cuda[1]), int(cuda[2])) if cuda[1] else None)

@@ -8,9 +8,13 @@ import torch
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 from attnplug_flashinfer import library
-from attnplug_flashinfer.routes import routes_of
+from attnplug_flashinfer.arrays import rows_of_dense
+from attnplug_flashinfer.kinds import make_kind
+from attnplug_flashinfer.routes import kind_of_profile, routes_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from attnplug import Agreement
     from attnplug.contract import AttentionImpl, Backend
 
@@ -20,7 +24,7 @@ def run_each_kind(backend: Backend) -> None:
     asked = backend.agreement.requirements
     sinks = torch.zeros(asked.num_q_heads, device=backend.device) if asked.sinks else None
     impl = backend.make_impl(Layer(name="warmup", sinks=sinks))
-    batch = _paged(backend) if asked.paged else _dense(backend)
+    batch = _paged_batch(backend) if asked.paged else _dense_batch(backend)
     tokens = batch.num_actual_tokens
     limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
     query = _zeros(impl, tokens, impl.num_q_heads)
@@ -35,7 +39,7 @@ def run_each_kind(backend: Backend) -> None:
         library.merge(query, sums, query.clone(), sums.clone())
 
 
-def _paged(backend: Backend) -> Batch:
+def _paged_batch(backend: Backend) -> Batch:
     """All pages are the null block, and no row has a slot."""
     lens = _query_lens(backend.agreement)
     size = backend.agreement.block_size or 1
@@ -49,7 +53,7 @@ def _paged(backend: Backend) -> Batch:
     )
 
 
-def _dense(backend: Backend) -> Batch:
+def _dense_batch(backend: Backend) -> Batch:
     return Batch.from_lengths([2], device=backend.device, causal=bool(backend.agreement.requirements.causal))
 
 
@@ -63,3 +67,29 @@ def _query_lens(agreement: Agreement) -> list[int]:
 def _zeros(impl: AttentionImpl, tokens: int, heads: int) -> torch.Tensor:
     dtype = torch_dtype(impl.agreement.requirements.dtype)
     return torch.zeros(tokens, heads, impl.head_size, dtype=dtype, device=impl.device)
+
+
+def run_dense(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+    """
+    Attend the given K/V as one sequence, in a workspace of the agreed size that is dropped again.
+
+    The kernels with sinks read pages only. Their wrapper is made, workspace and all, and not run.
+
+    Args:
+        impl: The layer.
+        query: ``(tokens, num_q_heads, head_size)``, a token or more.
+        key: ``(rows, num_kv_heads, head_size)``, a row or more.
+        value: As `key`.
+        output: ``(tokens, num_q_heads * head_size)``; written where it is contiguous.
+    """
+    rows = min(query.shape[0], key.shape[0])
+    limits = Limits(max_num_reqs=1, max_num_tokens=rows, max_seq_len=key.shape[0])
+    workspace = torch.zeros(impl.backend.workspace_bytes(limits), dtype=torch.uint8, device=query.device)
+    kind = make_kind(kind_of_profile(impl.agreement), impl, workspace)
+    wrapper = kind.make(None)
+    if impl.layer.sinks is not None:
+        return
+    batch = Batch.from_lengths([rows], [key.shape[0]], causal=impl.causal)
+    kind.plan(wrapper, rows_of_dense(batch).parts[0])
+    out = output[:rows].view(rows, impl.num_q_heads, impl.head_size) if output.is_contiguous() else None
+    wrapper.run(query[:rows], key, value, out=out)

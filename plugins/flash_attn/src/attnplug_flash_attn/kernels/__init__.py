@@ -10,17 +10,17 @@ if TYPE_CHECKING:
 
 ADAPTERS: Final = {
     "fa2": "fa2:Fa2",
-    "fa2_vllm": "fa2_vllm:Fa2Vllm",
+    "fa2_vllm": "fa2:Fa2Vllm",
     "fa3": "fa3:Fa3",
-    "fa3_vllm": "fa3_vllm:Fa3Vllm",
+    "fa3_vllm": "fa3:Fa3Vllm",
     "fa4": "fa4:Fa4",
-    "torch": "torch_flash:TorchFlash",
+    "torch": "fa2:TorchFlash",
 }
 """Module and class of each variant's adapter."""
 
 
 def kernels_of(variant: str) -> type[Kernels]:
-    """Return the adapter of a variant, and import its library."""
+    """Return the adapter of a variant. Its constructor imports the library."""
     module, _, name = ADAPTERS[variant].partition(":")
     adapter: type[Kernels] = getattr(import_module(f"{__name__}.{module}"), name)
     return adapter

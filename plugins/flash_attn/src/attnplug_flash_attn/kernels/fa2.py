@@ -1,19 +1,52 @@
-"""FlashAttention 2, as its own package has it."""
+"""How FlashAttention 2's kernels take calls of one row per request, and what is done where that is not wanted."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from flash_attn import flash_attn_varlen_func
+import torch
 
-from attnplug_flash_attn.kernels.folding import bound_of_rows, window_of
-from attnplug_flash_attn.kernels.interface import Kernels
-from attnplug_flash_attn.kernels.results import keep_lse
+from attnplug_flash_attn.kernels import op_library
+from attnplug_flash_attn.kernels.interface import Kernels, keep_lse
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from attnplug import Agreement
     from attnplug_flash_attn.kernels.interface import Call, Terms
+
+
+def bound_of_rows(call: Call, rows: int, *, unfolded: bool) -> int:
+    """
+    Return ``max_seqlen_q`` for a call.
+
+    Where it is 1 the query heads of a key head are folded into rows, and keys are split: as the library likes, and in
+    some releases with an LSE in another order than its shape says. Requests without a row cannot be folded: every one
+    is taken to have its row. A bound of 2 changes nothing else.
+
+    Args:
+        call: The call.
+        rows: Query rows of the call.
+        unfolded: Whether the call must not be folded.
+    """
+    if call.max_seqlen_q != 1:
+        return call.max_seqlen_q
+    return 2 if unfolded or rows != call.cu_seqlens_q.shape[0] - 1 else 1
+
+
+def window_of(call: Call, terms: Terms, *, return_lse: bool) -> tuple[int, int]:
+    """
+    Return ``window_size`` for a call.
+
+    With ALiBi and nothing but a causal mask the kernels leave out what is the same for all keys of a row: outputs do
+    not notice, an LSE does. They take a window that holds all keys for none. One that holds all but the first makes
+    them count distances, and the only row that could see that many keys sees one more, its own.
+    """
+    left, right = terms.window
+    is_causal_alone = (call.causal or right == 0) and not 0 <= left < call.max_seqlen_k
+    if return_lse and terms.alibi_slopes is not None and is_causal_alone:
+        return max(call.max_seqlen_k - 1, 0), 0
+    return left, right
 
 
 class Fa2(Kernels):
@@ -21,10 +54,16 @@ class Fa2(Kernels):
 
     cumulative_keys = True
 
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement)
+        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - the other adapters here do without it
+
+        self._varlen = flash_attn_varlen_func
+
     def attend(  # noqa: D102
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
     ) -> None:
-        found, by_heads, _ = flash_attn_varlen_func(
+        found, by_heads, _ = self._varlen(
             query,
             key,
             value,
@@ -39,6 +78,78 @@ class Fa2(Kernels):
             alibi_slopes=terms.alibi_slopes,
             return_attn_probs=True,  # the LSE, that is: probabilities come with dropout alone
             block_table=call.block_table,
+        )
+        out.copy_(found)
+        keep_lse(lse, by_heads)
+
+
+class Fa2Vllm(Kernels):
+    """``_vllm_fa2_C``: pages of multiples of 16 tokens, ALiBi; no sinks."""
+
+    fills_output = True
+
+    def __init__(self, agreement: Agreement) -> None:
+        super().__init__(agreement)
+        self._varlen_fwd = op_library.load("_vllm_fa2_C").varlen_fwd.default
+
+    def attend(  # noqa: D102
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+    ) -> None:
+        starts = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
+        left, right = window_of(call, terms, return_lse=lse is not None)
+        _, by_heads = self._varlen_fwd(
+            query,
+            key,
+            value,
+            out,
+            call.cu_seqlens_q,
+            starts,  # with pages nobody reads it, and it must be there
+            call.seqused_k,
+            None,  # leftpad_k
+            call.block_table,
+            terms.alibi_slopes,
+            bound_of_rows(call, query.shape[0], unfolded=lse is not None and call.block_table is None),
+            call.max_seqlen_k,
+            0.0,  # p_dropout
+            terms.softmax_scale,
+            False,  # noqa: FBT003 - zero_tensors
+            call.causal,
+            left,
+            right,
+            terms.softcap,
+            False,  # noqa: FBT003 - zero_tensors
+            min(call.num_splits, 1),  # of more than one it knows what calls of one row per request have, and no bound
+            None,  # gen
+        )
+        keep_lse(lse, by_heads)
+
+
+_torch_forward: Final = getattr(torch.ops.aten, "_flash_attention_forward").default  # noqa: B009 - public as an op
+
+
+class TorchFlash(Kernels):
+    """``aten::_flash_attention_forward``: packed keys alone; no ALiBi, soft cap or sinks."""
+
+    paged = False
+
+    def attend(  # noqa: D102
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+    ) -> None:
+        found, by_heads, *_ = _torch_forward(
+            query,
+            key,
+            value,
+            call.cu_seqlens_q,
+            call.cu_seqlens_k,
+            bound_of_rows(call, query.shape[0], unfolded=call.num_splits == 1),
+            call.max_seqlen_k,
+            0.0,  # dropout_p
+            call.causal,
+            False,  # noqa: FBT003 - return_debug_mask
+            scale=terms.softmax_scale,
+            window_size_left=terms.window[0],
+            window_size_right=terms.window[1],
+            seqused_k=call.seqused_k,
         )
         out.copy_(found)
         keep_lse(lse, by_heads)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from flash_attn.cute import flash_attn_varlen_func, interface
 
-from attnplug_flash_attn.kernels.interface import Kernels
-from attnplug_flash_attn.kernels.results import keep_lse
+from attnplug_flash_attn.kernels.interface import Kernels, keep_lse
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug_flashinfer.kernels import on_tensor_cores
+from attnplug_flashinfer.routes import on_tensor_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ _LAYOUT = "NHD"
 
 
 @frozen
-class RawFlashInfer:
+class DirectFlashInfer:
     """`append_paged_kv_cache`, and the wrappers for decodes and prompts, on the kernels that the plugin runs too."""
 
     backend: ClassVar[str] = "flashinfer"
