@@ -12,14 +12,21 @@ from attnplug_flash_attn.kernels.interface import Kernels
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug_flash_attn.kernels.interface import Call, Terms
+    from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
 
 class ExactKernels(Kernels):
     """Reads pages of any size."""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
         assert self.paged or call.block_table is None
         assert (call.leftpad_k is None) == (call.block_table is None or not self.wants_leftpad)
@@ -29,17 +36,17 @@ class ExactKernels(Kernels):
         assert query.dtype == key.dtype == value.dtype
         assert starts[-1] <= query.shape[0]
         assert out.shape == (*query.shape[:2], value.shape[-1])
-        assert terms.sinks is None or terms.sinks.shape == (query.shape[1],)
+        assert params.sinks is None or params.sinks.shape == (query.shape[1],)
         for request, (first, last) in enumerate(itertools.pairwise(starts)):
             assert last - first <= call.max_seqlen_q
             keys, values = (self._keys_of(request, rows, call) for rows in (key, value))
             rows = slice(first, last)
-            found, sums = _attend(query[rows], keys, values, call, terms)
+            found, sums = _attend(query[rows], keys, values, call, params)
             out[rows] = found.to(out.dtype)
             if lse is not None:
                 lse[rows] = sums.float()
 
-    def _keys_of(self, request: int, given: Tensor, call: Call) -> Tensor:
+    def _keys_of(self, request: int, given: Tensor, call: VarlenCall) -> Tensor:
         starts, table = call.cu_seqlens_k, call.block_table
         assert (starts is not None) == (table is None or self.cumulative_keys)
         if table is None:
@@ -53,24 +60,26 @@ class ExactKernels(Kernels):
         return keys.double()
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, call: Call, terms: Terms) -> tuple[Tensor, Tensor]:
+def _attend(
+    query: Tensor, keys: Tensor, values: Tensor, call: VarlenCall, params: LayerParams
+) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
     query = (
-        _descaled(query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2), terms.q_descale)
+        _descaled(query.unflatten(1, (keys.shape[1], -1)).transpose(1, 2), params.q_descale)
         .transpose(1, 2)
         .flatten(1, 2)
     )
-    keys, values = _descaled(keys, terms.k_descale), _descaled(values, terms.v_descale)
+    keys, values = _descaled(keys, params.k_descale), _descaled(values, params.v_descale)
     keys, values = (rows.repeat_interleave(heads // rows.shape[1], 1) for rows in (keys, values))
-    scores = torch.einsum("qhd,khd->qhk", query, keys) * terms.softmax_scale
-    if terms.softcap:
-        scores = terms.softcap * (scores / terms.softcap).tanh()
+    scores = torch.einsum("qhd,khd->qhk", query, keys) * params.softmax_scale
+    if params.softcap:
+        scores = params.softcap * (scores / params.softcap).tanh()
     if call.causal:
         ahead = torch.ones(tokens, keys.shape[0], dtype=torch.bool).triu(keys.shape[0] - tokens + 1)
         scores = scores.masked_fill(ahead.unsqueeze(1), -torch.inf)
     sums = scores.logsumexp(2) if keys.shape[0] else scores.new_full((tokens, heads), -torch.inf)
-    if terms.sinks is not None:
-        sums = torch.logaddexp(sums, terms.sinks.double())
+    if params.sinks is not None:
+        sums = torch.logaddexp(sums, params.sinks.double())
     weights = (scores - sums.unsqueeze(2)).exp()
     return torch.einsum("qhk,khd->qhd", weights, values), sums
 
@@ -96,9 +105,16 @@ class TiledKernels(ExactKernels):
     """Loads rows tile by tile where keys come with the call: what lies behind a request's last one has the weight 0."""
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
-        super().attend(query, key, value, out, call, terms, lse)
+        super().attend(query, key, value, out, call, params, lse)
         if call.cu_seqlens_k is None or call.block_table is not None:
             return
         rows, keys = (itertools.pairwise(starts.tolist()) for starts in (call.cu_seqlens_q, call.cu_seqlens_k))

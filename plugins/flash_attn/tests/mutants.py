@@ -35,13 +35,13 @@ def _unscaled(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, **rest: Any
     """Ranks add up what they have, as if all weights were 1."""
     _, total = _combine(out, lse, ranks, kv_heads, **rest)
     share = torch.where((lse > -torch.inf).unsqueeze(-1), out.float(), 0.0)
-    return ranks.reduce_scatter(dcp.apart(share, ranks.size, kv_heads).contiguous()), total
+    return ranks.reduce_scatter(dcp.split_heads(share, ranks.size, kv_heads).contiguous()), total
 
 
 def _own_sum(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, **rest: Any) -> tuple[Tensor, Tensor]:
     """The LSE is that of this rank's keys."""
     found, _ = _combine(out, lse, ranks, kv_heads, **rest)
-    return found, dcp.apart(lse, ranks.size, kv_heads)[ranks.rank]
+    return found, dcp.split_heads(lse, ranks.size, kv_heads)[ranks.rank]
 
 
 def _with_new_tokens(builder: Any, batch: Any, *rest: Any) -> Any:
@@ -62,7 +62,7 @@ MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "weights of 1": (dcp, "combine", _unscaled),
     "a rank's own LSE": (dcp, "combine", _own_sum),
     "no sum over ranks": (Ranks, "reduce_scatter", lambda self, parts, **_: parts[self.rank]),
-    "rank after rank": (dcp, "together", lambda heads, _: heads.movedim(0, 1).flatten(1, 2)),
+    "rank after rank": (dcp, "gather_heads", lambda heads, _: heads.movedim(0, 1).flatten(1, 2)),
     "a causal mask over places": (dcp, "_context", lambda *given: evolve(_context(*given), causal=True)),
     "all cached": (dcp, "_context", _with_new_tokens),
     "the last token of a share left out": (dcp, "local_lens", lambda *given: (_local_lens(*given) - 1).clamp(min=0)),

@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug_flash_attn.kernels.interface import Call, Kernels, Terms
+from attnplug_flash_attn.kernels.interface import Kernels, LayerParams, VarlenCall
 from attnplug_kit.oracle.attention import attend
 from plugins.flash_attn.tests.world import make_backend
 
@@ -33,8 +33,8 @@ class Noted:
 
     num_heads: int
     query_dtype: torch.dtype
-    call: Call
-    terms: Terms
+    call: VarlenCall
+    params: LayerParams
     lse: Tensor | None
     key: Tensor
 
@@ -45,34 +45,43 @@ class Pages(Kernels):
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
         self.noted: list[Noted] = []
-        self.scheduled: list[Call] = []
+        self.scheduled: list[VarlenCall] = []
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
-        self.noted.append(Noted(query.shape[1], query.dtype, call, terms, lse, key))
-        self._check(query, key, value, out, call, terms)
+        self.noted.append(Noted(query.shape[1], query.dtype, call, params, lse, key))
+        self._check(query, key, value, out, call, params)
         starts = call.cu_seqlens_q.tolist()
         for request in range(len(starts) - 1):
             rows = slice(starts[request], starts[request + 1])
             keys, values = (self._keys(given, request, call) for given in (key, value))
             found = attend(
-                _scaled(query[rows], terms.q_descale, keys.shape[1]),
-                _scaled(keys, terms.k_descale, keys.shape[1]),
-                _scaled(values, terms.v_descale, keys.shape[1]),
-                scale=terms.softmax_scale,
+                _scaled(query[rows], params.q_descale, keys.shape[1]),
+                _scaled(keys, params.k_descale, keys.shape[1]),
+                _scaled(values, params.v_descale, keys.shape[1]),
+                scale=params.softmax_scale,
                 causal=call.causal,
-                window=terms.window,
-                logits_soft_cap=terms.softcap or None,
-                alibi=None if terms.alibi_slopes is None else "linear",
-                alibi_slopes=terms.alibi_slopes,
-                sinks=terms.sinks,
+                window=params.window,
+                logits_soft_cap=params.softcap or None,
+                alibi=None if params.alibi_slopes is None else "linear",
+                alibi_slopes=params.alibi_slopes,
+                sinks=params.sinks,
             )
             out[rows] = found.output.to(out.dtype)
             if lse is not None:
                 lse[rows] = found.lse_with_sink.float()
 
-    def _check(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms) -> None:
+    def _check(
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: VarlenCall, params: LayerParams
+    ) -> None:
         asked = self.agreement.requirements
         numbers = (call.cu_seqlens_q, call.seqused_k, call.cu_seqlens_k, call.block_table, call.leftpad_k)
         assert all(tensor is None or tensor.dtype == torch.int32 for tensor in numbers)
@@ -82,8 +91,8 @@ class Pages(Kernels):
         assert query.shape[1] in {asked.num_q_heads, asked.num_q_heads * asked.dcp_size}
         assert int(call.cu_seqlens_q[-1]) <= query.shape[0]  # less where a graph is padded
         assert int(call.cu_seqlens_q.diff().amax()) <= call.max_seqlen_q
-        assert terms.sinks is None or terms.sinks.dtype == out.dtype
-        assert terms.alibi_slopes is None or terms.alibi_slopes.dtype == torch.float32
+        assert params.sinks is None or params.sinks.dtype == out.dtype
+        assert params.alibi_slopes is None or params.alibi_slopes.dtype == torch.float32
         assert self.paged or call.block_table is None
         assert (call.seqused_k is None) == (call.block_table is None)
         assert (call.cu_seqlens_k is None) == (call.block_table is not None and not self.cumulative_keys)
@@ -95,9 +104,9 @@ class Pages(Kernels):
             if call.cu_seqlens_k is not None:
                 assert torch.equal(call.cu_seqlens_k.diff(), call.seqused_k)
         if call.scheduler_metadata is not None:
-            assert torch.equal(call.scheduler_metadata, self._schedule_of(call, terms))
+            assert torch.equal(call.scheduler_metadata, self._schedule_of(call, params))
 
-    def _keys(self, given: Tensor, request: int, call: Call) -> Tensor:
+    def _keys(self, given: Tensor, request: int, call: VarlenCall) -> Tensor:
         if call.block_table is None or call.seqused_k is None:
             first, last = call.cu_seqlens_k[request : request + 2].tolist()
             assert last - first <= call.max_seqlen_k
@@ -106,10 +115,10 @@ class Pages(Kernels):
         blocks = call.block_table[request, : -(-count // given.shape[1])].long()
         return given[blocks].flatten(0, 1)[:count]
 
-    def _schedule_of(self, call: Call, terms: Terms) -> Tensor:
+    def _schedule_of(self, call: VarlenCall, params: LayerParams) -> Tensor:
         """A schedule that holds what it was made of, so that an old one is noticed."""
         lens = call.seqused_k
-        facts = [len(lens), call.max_seqlen_q, call.max_seqlen_k, call.causal, call.num_splits, *terms.window]
+        facts = [len(lens), call.max_seqlen_q, call.max_seqlen_k, call.causal, call.num_splits, *params.window]
         schedule = torch.full((1 + -(-len(lens) // 4) * 4 * 4,), len(lens), dtype=torch.int32)
         schedule[: len(facts)] = torch.tensor(facts, dtype=torch.int32)
         schedule[len(facts) : len(facts) + len(lens)] = lens
@@ -139,11 +148,11 @@ class Scheduled(Pages):
 
     schedules = True
 
-    def schedule(self, call: Call, terms: Terms, *, num_heads_q: int) -> Tensor | None:
+    def schedule(self, call: VarlenCall, params: LayerParams, *, num_heads_q: int) -> Tensor | None:
         assert call.scheduler_metadata is None
         assert num_heads_q == self.agreement.requirements.num_q_heads
         self.scheduled.append(call)
-        return None if call.seqused_k is None else self._schedule_of(call, terms)
+        return None if call.seqused_k is None else self._schedule_of(call, params)
 
 
 def _scaled(rows: Tensor, scale: Tensor | None, kv_heads: int) -> Tensor:

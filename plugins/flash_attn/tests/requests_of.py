@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnplug import Agreement, Requirements
 from attnplug_flash_attn.kernels import ADAPTERS, kernels_of
-from attnplug_flash_attn.kernels.interface import Call, Kernels, Terms
+from attnplug_flash_attn.kernels.interface import Kernels, LayerParams, VarlenCall
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,10 +64,10 @@ class Requests:
         """Two pages of each request."""
         return 1 + torch.arange(2 * len(self.keys), dtype=torch.int32).view(-1, 2)
 
-    def call(self, adapter: Kernels, *, paged: bool = True, **more: Any) -> Call:
+    def call(self, adapter: Kernels, *, paged: bool = True, **more: Any) -> VarlenCall:
         """Return the call as an adapter takes it."""
         in_pages = paged and adapter.paged
-        found = Call(
+        found = VarlenCall(
             cu_seqlens_q=starts_of(self.rows),
             max_seqlen_q=max(self.rows),
             max_seqlen_k=max(self.keys),
@@ -78,15 +78,17 @@ class Requests:
         )
         return evolve(found, **more)
 
-    def attend(self, adapter: Kernels, call: Call, terms: Terms, *, lse: bool = True) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, adapter: Kernels, call: VarlenCall, params: LayerParams, *, lse: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """Return output and LSE; NaN where nothing was written."""
         key, value = self.packed if call.block_table is None else self.pages.unbind(0)
         out = torch.full_like(self.query, torch.nan)
         sums = torch.full(self.query.shape[:2], torch.nan)
-        adapter.attend(self.query, key, value, out, call, terms, sums if lse else None)
+        adapter.attend(self.query, key, value, out, call, params, sums if lse else None)
         return out, sums
 
-    def truth(self, terms: Terms, *, causal: bool = True) -> tuple[Tensor, Tensor]:
+    def truth(self, params: LayerParams, *, causal: bool = True) -> tuple[Tensor, Tensor]:
         """Return output and LSE by plain loops in float64."""
         out = torch.zeros(self.query.shape, dtype=torch.float64)
         lse = torch.full(self.query.shape[:2], -torch.inf, dtype=torch.float64)
@@ -94,13 +96,13 @@ class Requests:
         for request, (rows, keys) in enumerate(zip(self.rows, self.keys, strict=True)):
             for row in range(rows):
                 at, last = first_rows[request] + row, keys - rows + row
-                places = [p for p in range(keys) if _sees(last, p, terms.window, causal=causal)]
+                places = [p for p in range(keys) if _sees(last, p, params.window, causal=causal)]
                 for head in range(HEADS if places else 0):
                     where = [first_keys[request] + place for place in places]
                     key, value = (each[where, head // (HEADS // KV_HEADS)].double() for each in self.packed)
-                    scores = terms.softmax_scale * key @ self.query[at, head].double()
-                    if terms.alibi_slopes is not None:
-                        scores -= terms.alibi_slopes[head].double() * (last - torch.tensor(places)).abs()
+                    scores = params.softmax_scale * key @ self.query[at, head].double()
+                    if params.alibi_slopes is not None:
+                        scores -= params.alibi_slopes[head].double() * (last - torch.tensor(places)).abs()
                     lse[at, head] = torch.logsumexp(scores, 0)
                     out[at, head] = torch.softmax(scores, 0) @ value
         return out, lse

@@ -76,7 +76,7 @@ class Spread:
     padding: int = 0
     kv_cache_dtype: str = "auto"
     return_lse: bool = True
-    room: int | None = None
+    buffers: int | None = None
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -204,8 +204,8 @@ def run(rank: int, group: Any, spread: Spread, mutant: str | None = None, *, rep
     """
     per_key = 2 * spread.kv_heads * spread.head_size * torch_dtype(spread.dtype).itemsize
     with mutants.in_force(mutant), pytest.MonkeyPatch.context() as patch:
-        if spread.room is not None:
-            patch.setattr(packing, "AT_ONCE", spread.room * per_key)
+        if spread.buffers is not None:
+            patch.setattr(packing, "AT_ONCE", spread.buffers * per_key)
         return run_on(backend_of(spread, replayed=replayed), rank, group, spread, replayed=replayed)
 
 

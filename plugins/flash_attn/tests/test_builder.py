@@ -32,7 +32,7 @@ def test_decodes_and_prefills_are_calls_of_their_own() -> None:
     assert (decode.call.max_seqlen_k, prefill.call.max_seqlen_k) == (40, 20)  # keys, not the longest query
     assert decode.call.block_table.data_ptr() == batch.block_table.data_ptr()
     assert torch.equal(prefill.call.block_table, batch.block_table[2:])
-    assert decode.slots is prefill.slots is plan.prefix is plan.sharded is None
+    assert decode.slots is prefill.slots is plan.prefix is plan.dcp is None
 
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [5, 9]])
@@ -89,10 +89,10 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
     setting.forward(setting.builder.build(setting.batch([1, 5, 3], [9, 5, 3])))
 
     call = plan.prefill.call
-    assert plan.prefill.is_first
+    assert plan.prefill.reads_new_kv
     assert call.block_table is call.seqused_k is plan.prefill.slots is call.scheduler_metadata is None
     assert (call.cu_seqlens_k.tolist(), call.max_seqlen_k, call.causal) == ([0, 5, 8], 5, True)
-    assert not plan.decode.is_first
+    assert not plan.decode.reads_new_kv
     assert setting.backend.kernels.noted[-1].key.shape == (8, 2, 64)
 
 
@@ -110,7 +110,7 @@ def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(asked, l
     setting = Setting(load, **asked)
     (part,) = plan_of(setting, setting.batch(*lens)).parts
 
-    assert not part.is_first
+    assert not part.reads_new_kv
     assert part.call.block_table is not None
 
 
@@ -119,7 +119,7 @@ def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
     setting = Setting(load, layers, kv_sharing=True)
 
     (part,) = plan_of(setting, setting.batch([5], [5])).parts
-    assert not part.is_first
+    assert not part.reads_new_kv
 
 
 @pytest.mark.parametrize("seq_lens_cpu_kind", ["upper_bound", "absent"])
@@ -153,7 +153,7 @@ def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
     setting.forward(setting.builder.build(Batch.from_lengths([9, 3], causal=False)))
 
     (noted,) = setting.backend.kernels.noted
-    assert noted.terms.window == (3, 3)
+    assert noted.params.window == (3, 3)
     assert noted.call.causal is False
 
 
@@ -187,7 +187,7 @@ def test_layers_of_equal_windows_share_a_plan() -> None:
     assert len(setting.backend.kernels.scheduled) == 2
     for impl in setting.impls:
         setting.forward(metadata, impl)
-    assert [noted.terms.softmax_scale for noted in setting.backend.kernels.noted] == [0.1, 0.1, 0.2, 0.2]
+    assert [noted.params.softmax_scale for noted in setting.backend.kernels.noted] == [0.1, 0.1, 0.2, 0.2]
 
 
 def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> None:
@@ -251,7 +251,7 @@ def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
     again = other.update_block_table(setting.builder.build(batch), batch.block_table, batch.slot_mapping)
 
     first, second, third = (other.impls[0].plan_of(metadata).prefill for metadata in (pages, rows, again))
-    assert [part.is_first for part in (first, second, third)] == [False, True, False]
+    assert [part.reads_new_kv for part in (first, second, third)] == [False, True, False]
     assert first.call.scheduler_metadata is not None
     assert second.call.scheduler_metadata is third.call.scheduler_metadata is None
 

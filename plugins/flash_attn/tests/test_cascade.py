@@ -93,8 +93,8 @@ def test_the_sink_enters_the_prefix_alone() -> None:
     results(setting, shared_batch(setting, [1, 5], [3, 20], 1), setting.backend.make_cache(64))
 
     *parts, prefix = setting.backend.kernels.noted
-    assert [noted.terms.sinks for noted in parts] == [None, None]
-    assert torch.equal(prefix.terms.sinks, SINKS)
+    assert [noted.params.sinks for noted in parts] == [None, None]
+    assert torch.equal(prefix.params.sinks, SINKS)
 
 
 def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:

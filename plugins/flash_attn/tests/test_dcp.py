@@ -90,7 +90,7 @@ def spreads(draw: st.DrawFn, ranks: int) -> Spread:
         layout=draw(st.sampled_from(["NHD", "HND"])),
         seed=draw(st.integers(0, 99)),
         padding=draw(st.sampled_from([0, 2])),
-        room=draw(st.sampled_from([None, 1, 40])),
+        buffers=draw(st.sampled_from([None, 1, 40])),
     )
 
 
@@ -103,7 +103,7 @@ class TestOnProcesses:
     @example(Spread(ranks=2, interleave=4, new=(1, 7), cached=(18, 2), return_lse=False))
     @example(Spread(ranks=2, interleave=4, new=(1, 6), cached=(9, 0), reads="packed"))
     @example(
-        Spread(ranks=2, interleave=4, new=(1, 1, 1, 6), cached=(65, 60, 64, 70), reads="packed", room=1, sinks=True)
+        Spread(ranks=2, interleave=4, new=(1, 1, 1, 6), cached=(65, 60, 64, 70), reads="packed", buffers=1, sinks=True)
     )
     def test_two_ranks_are_as_one(self, spread):
         assert_as_one_rank(spread, on_ranks(spread))

@@ -10,25 +10,25 @@ import torch
 from attrs import evolve
 
 from attnplug_flash_attn.kernels import ADAPTERS
-from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_flash_attn.kernels.interface import LayerParams
 from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, SIZE, kernels, module_of, requests
 
 pytestmark = pytest.mark.usefixtures("doubled")
 
-PLAIN = Terms(softmax_scale=0.3)
+PLAIN = LayerParams(softmax_scale=0.3)
 MIXED = requests((5, 1, 7), (20, 300, 7))
 DECODES = requests((1, 1, 1), (20, 40, 7))
 GENERATION2, GENERATION3 = ("fa2", "fa2_vllm", "torch"), ("fa3", "fa3_vllm")
 IN_PAGES = ("fa2", "fa2_vllm", *GENERATION3, "fa4")
 
 
-def refuse(variant, asked=MIXED, *, paged=True, terms=PLAIN, lse=True, match, **changed):
+def refuse(variant, asked=MIXED, *, paged=True, params=PLAIN, lse=True, match, **changed):
     """Make a call with something wrong in it; the library's own error, or the double's."""
     adapter = kernels(variant)
     call = asked.call(adapter, paged=paged)
     call = evolve(call, **{name: change(getattr(call, name)) for name, change in changed.items()})
     with pytest.raises((RuntimeError, AssertionError), match=match) as caught:
-        asked.attend(adapter, call, terms, lse=lse)
+        asked.attend(adapter, call, params, lse=lse)
     return type(caught.value).__name__
 
 
@@ -104,7 +104,7 @@ def test_heads_that_are_not_multiples_of_8(variant):
 
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm"])
 def test_slopes_of_another_dtype(variant):
-    refuse(variant, terms=evolve(PLAIN, alibi_slopes=torch.ones(HEADS).bfloat16()), match="dtype fp32")
+    refuse(variant, params=evolve(PLAIN, alibi_slopes=torch.ones(HEADS).bfloat16()), match="dtype fp32")
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm"])
@@ -113,7 +113,7 @@ def test_rows_without_keys_in_pages(variant):
 
 
 def test_sinks_of_another_dtype():
-    refuse("fa3_vllm", terms=evolve(PLAIN, sinks=torch.ones(HEADS)), match="only support bf16 dtype for S aux")
+    refuse("fa3_vllm", params=evolve(PLAIN, sinks=torch.ones(HEADS)), match="only support bf16 dtype for S aux")
 
 
 @pytest.mark.parametrize("variant", GENERATION3)
@@ -199,8 +199,8 @@ def test_fa4_reads_the_rest_of_a_page_of_a_tile():
 
 @pytest.mark.parametrize(("variant", "paged"), [("fa2", True), ("fa2_vllm", False)])
 def test_folded_rows_have_an_lse_in_another_order(monkeypatch, variant, paged):
-    """What `bound_of_rows` is for."""
-    monkeypatch.setattr(module_of(variant), "bound_of_rows", lambda *_, **__: 1)
+    """What `max_seqlen_q_of` is for."""
+    monkeypatch.setattr(module_of(variant), "max_seqlen_q_of", lambda *_, **__: 1)
     adapter = kernels(variant)
     out, lse = DECODES.attend(adapter, DECODES.call(adapter, paged=paged), PLAIN)
     exact, sums = DECODES.truth(PLAIN)
@@ -211,19 +211,19 @@ def test_folded_rows_have_an_lse_in_another_order(monkeypatch, variant, paged):
 
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm"])
 def test_the_lse_forgets_part_of_alibi(monkeypatch, variant):
-    """What `window_of` is for."""
+    """What `window_size_of` is for."""
     kept = module_of(variant)
-    monkeypatch.setattr(kept, "window_of", lambda _, terms, **__: terms.window)
-    terms, adapter = evolve(PLAIN, alibi_slopes=torch.full((HEADS,), 0.5)), kernels(variant)
-    out, lse = MIXED.attend(adapter, MIXED.call(adapter), terms)
-    exact, sums = MIXED.truth(terms)
+    monkeypatch.setattr(kept, "window_size_of", lambda _, params, **__: params.window)
+    params, adapter = evolve(PLAIN, alibi_slopes=torch.full((HEADS,), 0.5)), kernels(variant)
+    out, lse = MIXED.attend(adapter, MIXED.call(adapter), params)
+    exact, sums = MIXED.truth(params)
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
     assert (lse.double() - sums)[0].tolist() == pytest.approx([0.5 * 15] * HEADS, rel=1e-3)
 
 
 @pytest.mark.parametrize("variant", GENERATION2)
 def test_folded_rows_must_be_one_each(monkeypatch, variant):
-    monkeypatch.setattr(module_of(variant), "bound_of_rows", lambda *_, **__: 1)
+    monkeypatch.setattr(module_of(variant), "max_seqlen_q_of", lambda *_, **__: 1)
     assert refuse(variant, requests((1, 0, 1), (20, 300, 7)), match="invalid for 2 rows") == "RuntimeError"
 
 

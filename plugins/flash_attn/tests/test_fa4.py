@@ -10,7 +10,7 @@ import pytest
 import torch
 from attrs import evolve
 
-from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_flash_attn.kernels.interface import LayerParams
 from plugins.flash_attn.tests.requests_of import HEADS, SIZE, kernels, requests
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("doubled")
 
 PUBLIC, PRIVATE = "flash_attn_varlen_func", "_flash_attn_fwd"
-PLAIN = Terms(softmax_scale=0.3)
+PLAIN = LayerParams(softmax_scale=0.3)
 MIXED = requests((5, 1, 7), (20, 300, 7))
 ROWS = len(MIXED.query)
 
@@ -46,16 +46,16 @@ def given(library, monkeypatch) -> list[Tensor]:
     return found
 
 
-def attend(out: Tensor, terms: Terms = PLAIN, **call: Any) -> Tensor:
+def attend(out: Tensor, params: LayerParams = PLAIN, **call: Any) -> Tensor:
     """Run the adapter, and return the LSE."""
     adapter = kernels("fa4")
     lse = torch.full((ROWS, HEADS), torch.nan)
-    adapter.attend(MIXED.query, *MIXED.pages, out, MIXED.call(adapter, **call), terms, lse)
+    adapter.attend(MIXED.query, *MIXED.pages, out, MIXED.call(adapter, **call), params, lse)
     return lse
 
 
-def assert_right(out: Tensor, lse: Tensor, terms: Terms = PLAIN) -> None:
-    exact, sums = MIXED.truth(terms)
+def assert_right(out: Tensor, lse: Tensor, params: LayerParams = PLAIN) -> None:
+    exact, sums = MIXED.truth(params)
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(lse.double(), sums, rtol=1e-5, atol=1e-5)
 
@@ -170,18 +170,18 @@ def _demanding(q, k, v, *, workspace, **_):
 
 
 @pytest.mark.parametrize("release", [gone, other, more, unreadable])
-@pytest.mark.parametrize("terms", [PLAIN, evolve(PLAIN, window=(3, 0)), evolve(PLAIN, softcap=2.0)], ids=str)
-def test_another_release_is_called_by_its_public_function(monkeypatch, journal, library, release, terms) -> None:
+@pytest.mark.parametrize("params", [PLAIN, evolve(PLAIN, window=(3, 0)), evolve(PLAIN, softcap=2.0)], ids=str)
+def test_another_release_is_called_by_its_public_function(monkeypatch, journal, library, release, params) -> None:
     release(monkeypatch, library)
     assert not kernels("fa4").fills_output
 
     out = FILLED["its own"]()
-    lse = attend(out, terms)
+    lse = attend(out, params)
 
     assert [call.function for call in journal.calls] == [PUBLIC]
     monkeypatch.undo()
     again = FILLED["its own"]()
-    torch.testing.assert_close(lse, attend(again, terms), rtol=0, atol=0)
+    torch.testing.assert_close(lse, attend(again, params), rtol=0, atol=0)
     torch.testing.assert_close(out, again, rtol=0, atol=0)
 
 
@@ -190,7 +190,7 @@ def test_an_adapter_says_that_it_fills() -> None:
 
 
 @pytest.mark.parametrize(
-    ("terms", "passed"),
+    ("params", "passed"),
     [
         (PLAIN, {"softcap": None, "window_size_left": None, "window_size_right": None, "learnable_sink": None}),
         (evolve(PLAIN, softcap=2.0), {"softcap": 2.0}),
@@ -200,8 +200,8 @@ def test_an_adapter_says_that_it_fills() -> None:
     ],
     ids=str,
 )
-def test_what_a_layer_brings_is_passed(journal, terms, passed) -> None:
-    attend(FILLED["its own"](), terms)
+def test_what_a_layer_brings_is_passed(journal, params, passed) -> None:
+    attend(FILLED["its own"](), params)
 
     arguments = journal.calls[-1].arguments
     assert {name: arguments[name] for name in passed} == passed

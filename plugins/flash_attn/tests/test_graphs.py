@@ -52,5 +52,5 @@ def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
         plan = setting.impls[0].plan_of(setting.builder.build(graph.dummy_batch(setting.builder), graph=graph))
 
     assert plan.decode is None
-    assert not plan.prefill.is_first  # the steps to come may be others
+    assert not plan.prefill.reads_new_kv  # the steps to come may be others
     assert (plan.prefill.call.max_seqlen_q, plan.prefill.call.max_seqlen_k) == (16, graph.max_seq_len)

@@ -59,11 +59,11 @@ def test_slopes_and_sinks_come_as_the_kernels_take_them() -> None:
     layer = Layer(name="layers.0", sinks=torch.randn(4), alibi_slopes=torch.rand(8)[::2])
     impl = Setting(load, [layer], sinks=True, alibi="linear").impls[0]
 
-    assert impl.terms.sinks.dtype == torch.bfloat16
-    assert impl.terms.alibi_slopes.dtype == torch.float32
-    assert impl.terms.alibi_slopes.is_contiguous()
-    assert impl.other_terms.sinks is None
-    assert impl.other_terms.alibi_slopes is impl.terms.alibi_slopes
+    assert impl.params.sinks.dtype == torch.bfloat16
+    assert impl.params.alibi_slopes.dtype == torch.float32
+    assert impl.params.alibi_slopes.is_contiguous()
+    assert impl.params_without_sinks.sinks is None
+    assert impl.params_without_sinks.alibi_slopes is impl.params.alibi_slopes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -72,13 +72,13 @@ def test_sinks_that_are_trained_elsewhere_are_numbers_here(dtype) -> None:
     sinks = torch.nn.Parameter(torch.randn(4).to(dtype))
     impl = Setting(load, [Layer(name="layers.0", sinks=sinks)], sinks=True).impls[0]
 
-    assert not impl.terms.sinks.requires_grad
-    assert torch.equal(impl.terms.sinks, sinks.to(torch.bfloat16))
+    assert not impl.params.sinks.requires_grad
+    assert torch.equal(impl.params.sinks, sinks.to(torch.bfloat16))
 
 
 def test_no_soft_cap_is_zero() -> None:
-    assert Setting(load).impls[0].terms.softcap == 0.0
-    assert Setting(load, logits_soft_cap=30.0).impls[0].terms.softcap == 30.0
+    assert Setting(load).impls[0].params.softcap == 0.0
+    assert Setting(load, logits_soft_cap=30.0).impls[0].params.softcap == 30.0
 
 
 def test_queries_are_quantized_by_their_scale() -> None:
@@ -88,7 +88,7 @@ def test_queries_are_quantized_by_their_scale() -> None:
     _, (noted,) = run(setting, [1], [5], query=query)
 
     assert noted.query_dtype == FP8
-    assert [float(scale) for scale in (noted.terms.q_descale, noted.terms.k_descale, noted.terms.v_descale)] == [
+    assert [float(scale) for scale in (noted.params.q_descale, noted.params.k_descale, noted.params.v_descale)] == [
         0.5,
         0.25,
         2.0,
@@ -100,7 +100,9 @@ def test_scales_per_head_come_with_each_call() -> None:
     setting = Setting(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
     _, (noted,) = run(setting, [1], [5])
 
-    assert all(torch.equal(scale, torch.tensor([0.5, 4.0])) for scale in (noted.terms.q_descale, noted.terms.k_descale))
+    assert all(
+        torch.equal(scale, torch.tensor([0.5, 4.0])) for scale in (noted.params.q_descale, noted.params.k_descale)
+    )
 
 
 def test_a_scale_that_the_host_changes_is_seen() -> None:
@@ -108,7 +110,7 @@ def test_a_scale_that_the_host_changes_is_seen() -> None:
     impl = Setting(load, [Layer(name="layers.0", k_scale_tensor=scale)], kv_cache_dtype="fp8_e4m3").impls[0]
     scale.fill_(3.0)
 
-    assert float(impl.terms.k_descale) == 3.0
+    assert float(impl.params.k_descale) == 3.0
 
 
 @pytest.mark.parametrize("writer", ["forward", "host"])

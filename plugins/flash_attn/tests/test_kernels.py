@@ -9,12 +9,12 @@ import torch
 from attrs import evolve
 
 from attnplug_flash_attn.kernels import ADAPTERS
-from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_flash_attn.kernels.interface import LayerParams
 from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, kernels, requests
 
 pytestmark = pytest.mark.usefixtures("doubled")
 
-PLAIN = Terms(softmax_scale=0.3)
+PLAIN = LayerParams(softmax_scale=0.3)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])
 MIXED = requests((5, 1, 7), (20, 300, 7))
 DECODES = requests((1, 1, 1), (20, 40, 7))
@@ -25,8 +25,8 @@ same = {"rtol": 1e-2, "atol": 1e-2}
 same_lse = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def assert_right(found, asked, terms, *, causal=True):
-    out, lse = asked.truth(terms, causal=causal)
+def assert_right(found, asked, params, *, causal=True):
+    out, lse = asked.truth(params, causal=causal)
     torch.testing.assert_close(found[0].double(), out, **same)
     torch.testing.assert_close(found[1].double(), lse, **same_lse)
 
@@ -43,9 +43,9 @@ def test_output_and_lse(variant, paged, asked):
 @pytest.mark.parametrize("window", [(3, 0), (0, 0), (2, 2), (9, -1), (-1, 1)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_windows(variant, window, causal):
-    adapter, terms = kernels(variant), evolve(PLAIN, window=window)
+    adapter, params = kernels(variant), evolve(PLAIN, window=window)
     call = MIXED.call(adapter, causal=causal)
-    assert_right(MIXED.attend(adapter, call, terms), MIXED, terms, causal=causal)
+    assert_right(MIXED.attend(adapter, call, params), MIXED, params, causal=causal)
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm"])
@@ -54,10 +54,10 @@ def test_windows(variant, window, causal):
     ("window", "causal"), [((-1, -1), True), ((-1, 0), False), ((400, 0), True), ((-1, -1), False)]
 )
 def test_lse_with_alibi(variant, paged, window, causal):
-    adapter, terms = kernels(variant), evolve(PLAIN, alibi_slopes=SLOPES, window=window)
+    adapter, params = kernels(variant), evolve(PLAIN, alibi_slopes=SLOPES, window=window)
     for asked in (MIXED, DECODES):
         call = asked.call(adapter, paged=paged, causal=causal)
-        assert_right(asked.attend(adapter, call, terms), asked, terms, causal=causal)
+        assert_right(asked.attend(adapter, call, params), asked, params, causal=causal)
 
 
 @pytest.mark.parametrize("variant", ADAPTERS)
@@ -160,12 +160,12 @@ def test_who_schedules(variant):
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
 def test_schedules_are_for_their_calls(num_splits, window):
-    adapter, terms = kernels("fa3_vllm"), evolve(PLAIN, window=window, softcap=2.0)
+    adapter, params = kernels("fa3_vllm"), evolve(PLAIN, window=window, softcap=2.0)
     for asked in (MIXED, DECODES, LONG):
         call = asked.call(adapter, num_splits=num_splits)
-        schedule = adapter.schedule(call, terms, num_heads_q=HEADS)
-        found = asked.attend(adapter, evolve(call, scheduler_metadata=schedule), terms)
-        torch.testing.assert_close(found, asked.attend(adapter, call, terms))
+        schedule = adapter.schedule(call, params, num_heads_q=HEADS)
+        found = asked.attend(adapter, evolve(call, scheduler_metadata=schedule), params)
+        torch.testing.assert_close(found, asked.attend(adapter, call, params))
 
 
 @pytest.mark.parametrize(

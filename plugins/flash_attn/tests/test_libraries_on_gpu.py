@@ -12,7 +12,7 @@ from attrs import evolve
 
 import attnplug
 from attnplug.errors import NoBackendError
-from attnplug_flash_attn.kernels.interface import Call, Terms
+from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 from plugins.flash_attn.tests.real import FLASH_ATTN, VARIANTS, lacking
 
 pytestmark = pytest.mark.gpu
@@ -88,10 +88,10 @@ def test_fa4_writes_where_it_is_told(load_real, paged, heads, made) -> None:
     starts, ends, used = ints([0, 1, 280]), ints([0, 200, 600]), ints([200, 400])
     table = ints([[*range(13), *[0] * 12], [*range(13, 38)]])
     in_pages: dict[str, Any] = {"seqused_k": used, "block_table": table} if paged else {"cu_seqlens_k": ends}
-    call = Call(cu_seqlens_q=starts, max_seqlen_q=279, max_seqlen_k=400, **in_pages)
+    call = VarlenCall(cu_seqlens_q=starts, max_seqlen_q=279, max_seqlen_k=400, **in_pages)
     out, lse = made(rows), torch.full((300, 8), torch.nan, device="cuda")
 
-    kernels.attend(rows, keys, values, out, call, Terms(softmax_scale=0.1), lse)
+    kernels.attend(rows, keys, values, out, call, LayerParams(softmax_scale=0.1), lse)
 
     if "block_table" in in_pages:
         in_pages["page_table"] = in_pages.pop("block_table")

@@ -59,7 +59,7 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
     monkeypatch.setattr(building, "Ranks", lambda parallel, device: object())
     backend, asked = load(Requirements(**MODEL, dcp_size=ranks), "scheduled"), []
     monkeypatch.setattr(
-        backend.kernels, "schedule", lambda call, terms, *, num_heads_q: asked.append((call, num_heads_q))
+        backend.kernels, "schedule", lambda call, params, *, num_heads_q: asked.append((call, num_heads_q))
     )
     state = backend.make_state(evolve(LIMITS, capture_sizes=()), Parallel(dcp_size=ranks))
     builder = backend.make_builder([backend.make_impl(Layer(name="layers.0"))], state)
@@ -70,7 +70,7 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
 
     (plan,) = metadata.plans.values()
     assert [(call.causal, heads) for call, heads in asked] == [(False, ranks * MODEL["num_q_heads"])]
-    assert plan.sharded.new.scheduler_metadata is None
+    assert plan.dcp.new.scheduler_metadata is None
 
 
 def test_a_build_in_a_hurry_makes_none() -> None:

@@ -295,12 +295,12 @@ def _bits_that_differ(setting: Setting) -> int:
     size = setting.backend.agreement.block_size
     cache = setting.backend.make_cache(1 + len(LENGTHS) * max(LENGTHS) // size)
     cache.normal_()
-    together = run(setting, cache, setting.batch([1] * 8, LENGTHS), rows)
+    gather_heads = run(setting, cache, setting.batch([1] * 8, LENGTHS), rows)
     first, differing = 1, 0
     for request, length in enumerate(LENGTHS):
         alone = setting.batch([1], [length], first_block=first)
         found = run(setting, cache, alone, [row[request : request + 1] for row in rows])
-        differing += not torch.equal(found[0], together[request])
+        differing += not torch.equal(found[0], gather_heads[request])
         first += -(-length // size)
     return differing
 

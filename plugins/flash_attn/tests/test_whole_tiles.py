@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attnplug.contract import GraphShape, Limits
-from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_flash_attn.kernels.interface import LayerParams
 from attnplug_kit.oracle import Case, check, materialize
 from plugins.flash_attn.tests.requests_of import HEADS, kernels, module_of, requests
 from tests.backends.setting import Setting
@@ -20,7 +20,7 @@ from tests.backends.setting import Setting
 pytestmark = pytest.mark.usefixtures("doubled")
 
 VARIANTS = ("fa3", "fa3_vllm")
-TERMS = Terms(softmax_scale=0.3)
+TERMS = LayerParams(softmax_scale=0.3)
 CASE = Case(
     query_lens=(1, 70), context_lens=(30, 17), num_q_heads=8, num_kv_heads=2, head_size=128, dtype="bfloat16",
     block_size=128,

@@ -11,9 +11,9 @@ from attnplug.contract import MetadataBuilder
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.cascade import behind_prefix, prefix_rows
 from attnplug_flash_attn.collectives import Ranks
-from attnplug_flash_attn.kernels.interface import Call
+from attnplug_flash_attn.kernels.interface import VarlenCall
 from attnplug_flash_attn.packing import packed, rows_of_shard
-from attnplug_flash_attn.passes import Pass, Plan, Rows, as_taken, call_of, leftpad_of, num_splits
+from attnplug_flash_attn.passes import KernelPass, Plan, Rows, adapted, call_of, leftpad_of, num_splits
 from attnplug_flash_attn.schedule import Schedules, carried_over
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ class FlashAttentionBuilder(MetadataBuilder):
         )
         self._ranks = Ranks(self.parallel, state.device) if self.parallel.dcp_size > 1 else None
         groups = cast("Mapping[Hashable, tuple[FlashAttentionImpl, ...]]", self.plan_groups)
-        self._terms = {key: group[0].terms for key, group in groups.items()}
+        self._params = {key: group[0].params for key, group in groups.items()}
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Return the passes of the step, with a schedule for each plan key unless the build is to be fast."""
         plan = self._plan(batch, split, graph)
         if not self._kernels.schedules or (fast and graph is None):  # a graph keeps reading what it was captured with
-            return {"plans": dict.fromkeys(self._terms, plan)}
+            return {"plans": dict.fromkeys(self._params, plan)}
         add = self._schedules.add
-        return {"plans": {key: add(plan, key, terms, graph) for key, terms in self._terms.items()}}
+        return {"plans": {key: add(plan, key, params, graph) for key, params in self._params.items()}}
 
     def replan_block_table(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> dict[str, Any]:
         """Keep the schedules, which follow from the lengths; those of other builders may be for other layers."""
@@ -71,8 +71,8 @@ class FlashAttentionBuilder(MetadataBuilder):
         plans = {
             key: carried_over(plan, metadata.plans[key])
             if key in metadata.plans
-            else self._schedules.add(plan, key, terms, None)
-            for key, terms in self._terms.items()
+            else self._schedules.add(plan, key, params, None)
+            for key, params in self._params.items()
         }
         return {"plans": plans}
 
@@ -94,11 +94,11 @@ class FlashAttentionBuilder(MetadataBuilder):
 
     def _phase(
         self, batch: Batch, phase: Phase | None, splits: int, graph: GraphBuffers | None, name: str
-    ) -> Pass | None:
+    ) -> KernelPass | None:
         if phase is None:
             return None
-        if name == "prefill" and graph is None and self._uses_rows and _is_first(phase):
-            return self._first(phase, splits, causal=batch.causal)
+        if name == "prefill" and graph is None and self._uses_rows and _starts_sequences(phase):
+            return self._new_kv_pass(phase, splits, causal=batch.causal)
         rows = self._rows(phase, causal=batch.causal)
         if batch.common_prefix_len:
             rows = behind_prefix(rows, batch.common_prefix_len, self._block_size)
@@ -122,9 +122,9 @@ class FlashAttentionBuilder(MetadataBuilder):
             causal=causal,
         )
 
-    def _first(self, phase: Phase, splits: int, *, causal: bool) -> Pass:
+    def _new_kv_pass(self, phase: Phase, splits: int, *, causal: bool) -> KernelPass:
         """Rows are read faster than pages, and need not be packed."""
-        call = Call(
+        call = VarlenCall(
             cu_seqlens_q=phase.query_start_loc,
             max_seqlen_q=phase.max_query_len,
             max_seqlen_k=phase.max_query_len,
@@ -132,20 +132,20 @@ class FlashAttentionBuilder(MetadataBuilder):
             causal=causal,
             num_splits=splits,
         )
-        return Pass(call, phase.first_token, phase.first_token + phase.num_tokens, is_first=True)
+        return KernelPass(call, phase.first_token, phase.first_token + phase.num_tokens, reads_new_kv=True)
 
-    def _paged(self, rows: Rows, splits: int, graph: GraphBuffers | None, name: str) -> Pass:
+    def _paged(self, rows: Rows, splits: int, graph: GraphBuffers | None, name: str) -> KernelPass:
         call = self._bounded(call_of(rows, splits), name)
         if not self._kernels.paged:
             return packed(rows, call, self.state.workspace, self.agreement)
-        return Pass(self._taken(call, graph, name), rows.first, rows.last)
+        return KernelPass(self._taken(call, graph, name), rows.first, rows.last)
 
-    def _taken(self, call: Call, graph: GraphBuffers | None, name: str) -> Call:
-        return as_taken(
+    def _taken(self, call: VarlenCall, graph: GraphBuffers | None, name: str) -> VarlenCall:
+        return adapted(
             call, self._kernels, self._leftpad, lambda kind, tensor: self.persist(graph, (name, kind), tensor)
         )
 
-    def _bounded(self, call: Call, name: str) -> Call:
+    def _bounded(self, call: VarlenCall, name: str) -> VarlenCall:
         """Libraries choose tiles by the longest query and the most keys: all batches have the same ones if need be."""
         if not self.batch_invariant:
             return call
@@ -158,16 +158,16 @@ class FlashAttentionBuilder(MetadataBuilder):
         found = dcp.passes(self, batch, ranks, num_splits=splits, graph=graph)
         found = evolve(found, new=self._bounded(found.new, "new"))
         if found.context is None:
-            return Plan(sharded=found)
+            return Plan(dcp=found)
         context = self._bounded(found.context, "context")
         if self._kernels.paged:
-            return Plan(sharded=evolve(found, context=self._taken(context, graph, "context")))
-        shard = packed(rows_of_shard(batch, found.context), context, self.state.workspace, self.agreement)
-        return Plan(sharded=evolve(found, context=context), shard=shard)
+            return Plan(dcp=evolve(found, context=self._taken(context, graph, "context")))
+        packed_context = packed(rows_of_shard(batch, found.context), context, self.state.workspace, self.agreement)
+        return Plan(dcp=evolve(found, context=context), packed_context=packed_context)
 
-    def _dense(self, batch: Batch, splits: int) -> Pass:
+    def _dense(self, batch: Batch, splits: int) -> KernelPass:
         """Keys come with the call, one request behind the other."""
-        call = Call(
+        call = VarlenCall(
             cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len,
             max_seqlen_k=batch.max_seq_len,
@@ -175,10 +175,10 @@ class FlashAttentionBuilder(MetadataBuilder):
             causal=batch.causal,
             num_splits=splits,
         )
-        return Pass(self._bounded(call, "prefill"), 0, batch.num_actual_tokens)
+        return KernelPass(self._bounded(call, "prefill"), 0, batch.num_actual_tokens)
 
 
-def _is_first(phase: Phase) -> bool:
+def _starts_sequences(phase: Phase) -> bool:
     """Whether no request has keys from before this step."""
     starts, lens = phase.query_start_loc_cpu, phase.seq_lens_cpu
     return lens is not None and phase.max_query_len == phase.max_seq_len and torch.equal(starts.diff(), lens)

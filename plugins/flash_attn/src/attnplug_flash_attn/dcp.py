@@ -20,8 +20,8 @@ from torch import Tensor
 from attnplug.batching import max_local_tokens_per_dcp_rank
 from attnplug.contract import torch_dtype
 from attnplug.ops import merge_attention_states, quantize
-from attnplug_flash_attn.dcp_shards import check_share, local_lens
-from attnplug_flash_attn.kernels.interface import Call, Terms
+from attnplug_flash_attn.dcp_shards import check_local_shard, local_lens
+from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
 if TYPE_CHECKING:
     from typing import Protocol
@@ -33,12 +33,19 @@ if TYPE_CHECKING:
         """Attends the keys of a call: `Kernels.attend`, or what packs pages first."""
 
         def __call__(  # noqa: D102
-            self, query: Tensor, key: Any, value: Any, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+            self,
+            query: Tensor,
+            key: Any,
+            value: Any,
+            out: Tensor,
+            call: VarlenCall,
+            params: LayerParams,
+            lse: Tensor | None,
         ) -> None: ...
 
 
 @frozen(eq=False, kw_only=True)
-class Sharded:
+class DcpPlan:
     """
     The passes of a step whose sequences are spread over ranks.
 
@@ -54,23 +61,23 @@ class Sharded:
     """
 
     num_tokens: int
-    new: Call
-    context: Call | None
+    new: VarlenCall
+    context: VarlenCall | None
     has_context: bool
     ranks: Ranks
     in_order: bool
-    beyond: Tensor | None = None
+    is_padding: Tensor | None = None
 
     def values(self, value: Tensor) -> Tensor:
         """Return the values of the new tokens, with zeros in rows that belong to no request."""
-        if self.beyond is None:
+        if self.is_padding is None:
             return value
-        return value[: self.num_tokens].masked_fill(self.beyond.view(-1, 1, 1), 0.0)
+        return value[: self.num_tokens].masked_fill(self.is_padding.view(-1, 1, 1), 0.0)
 
 
 def passes(
     builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, graph: GraphBuffers | None
-) -> Sharded:
+) -> DcpPlan:
     """
     Return the passes of a batch, without schedules. Nothing waits for the device.
 
@@ -85,7 +92,7 @@ def passes(
         BatchError: The host counts another share for this rank than `Parallel` says.
         CacheError: A token has a slot that is not its place on this rank.
     """
-    new = Call(
+    new = VarlenCall(
         cu_seqlens_q=batch.query_start_loc,
         cu_seqlens_k=batch.query_start_loc,
         max_seqlen_q=batch.max_query_len,
@@ -96,18 +103,18 @@ def passes(
     cached, held = _counted(builder, batch)
     is_known = held is not None and graph is None  # what a graph runs serves all lengths to come
     longest = int(held.amax()) if held is not None and is_known else _bound(builder, batch)
-    return Sharded(
+    return DcpPlan(
         num_tokens=batch.num_actual_tokens,
         new=new,
         context=_context(builder, batch, new, longest, graph) if longest else None,
         has_context=not is_known or cached > 0,
         ranks=ranks,
         in_order=builder.batch_invariant,
-        beyond=None if graph is None else builder.persist(graph, "beyond", _beyond(batch)),
+        is_padding=None if graph is None else builder.persist(graph, "is_padding", _is_padding(batch)),
     )
 
 
-def _beyond(batch: Batch) -> Tensor:
+def _is_padding(batch: Batch) -> Tensor:
     starts = batch.query_start_loc
     return torch.arange(batch.num_actual_tokens, dtype=torch.int32, device=starts.device) >= starts[-1]
 
@@ -117,7 +124,7 @@ def _counted(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None
     lens, starts = batch.seq_lens_cpu, batch.query_start_loc_cpu
     if builder.agreement.requirements.seq_lens_cpu_kind != "exact" or lens is None or starts is None:
         return 0, None
-    check_share(batch, builder.parallel, builder.agreement.block_size or 1)
+    check_local_shard(batch, builder.parallel, builder.agreement.block_size or 1)
     cached = (lens - starts.diff()).clamp_(min=0)
     return int(cached.amax()), local_lens(cached, builder.parallel)
 
@@ -130,7 +137,9 @@ def _bound(builder: MetadataBuilder, batch: Batch) -> int:
     return min(bound, table.shape[1] * (builder.agreement.block_size or 1))
 
 
-def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, graph: GraphBuffers | None) -> Call:
+def _context(
+    builder: MetadataBuilder, batch: Batch, new: VarlenCall, longest: int, graph: GraphBuffers | None
+) -> VarlenCall:
     cached = (batch.seq_lens - batch.query_start_loc.diff()).clamp_(min=0)
     return evolve(
         new,
@@ -143,7 +152,7 @@ def _context(builder: MetadataBuilder, batch: Batch, new: Call, longest: int, gr
 
 
 def attend(
-    plan: Sharded,
+    plan: DcpPlan,
     query: Tensor,
     new: tuple[Tensor, Tensor],
     pages: tuple[Any, Any],
@@ -151,7 +160,7 @@ def attend(
     lse: Tensor | None,
     *,
     run: Run,
-    terms: Terms,
+    params: LayerParams,
 ) -> None:
     """
     Attend, and write the result of this rank's query heads into the first rows of `output` and `lse`.
@@ -170,27 +179,27 @@ def attend(
     query, output, lse = query[rows], output[rows], None if lse is None else lse[rows]
     key, value = (each[rows] for each in new)
     if not plan.has_context:
-        run(query, key, value, output, plan.new, terms, lse)
+        run(query, key, value, output, plan.new, params, lse)
         return
-    out, sums = torch.empty_like(output), _sums_of(query)
-    run(query, key, value, out, plan.new, terms, sums)
-    cached = _attend_context(plan, query, pages, out, key.shape[1], run, terms)
-    merged, total = merge_attention_states(*cached, out, sums, sink_in_b=terms.sinks is not None)
+    out, sums = torch.empty_like(output), _empty_lse(query)
+    run(query, key, value, out, plan.new, params, sums)
+    cached = _attend_context(plan, query, pages, out, key.shape[1], run, params)
+    merged, total = merge_attention_states(*cached, out, sums, sink_in_b=params.sinks is not None)
     output.copy_(merged)
     if lse is not None:
         lse.copy_(total)
 
 
 def _attend_context(
-    plan: Sharded, query: Tensor, pages: tuple[Any, Any], like: Tensor, kv_heads: int, run: Run, terms: Terms
+    plan: DcpPlan, query: Tensor, pages: tuple[Any, Any], like: Tensor, kv_heads: int, run: Run, params: LayerParams
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's heads over the cached tokens of all ranks: float32, and its LSE."""
-    every = together(plan.ranks.all_gather(query), kv_heads)
-    out, sums = like.new_empty((*every.shape[:2], like.shape[2])), _sums_of(every)
+    every = gather_heads(plan.ranks.all_gather(query), kv_heads)
+    out, sums = like.new_empty((*every.shape[:2], like.shape[2])), _empty_lse(every)
     if plan.context is None:
         sums.fill_(-torch.inf)
     else:
-        run(every, *pages, out, plan.context, terms if terms.sinks is None else evolve(terms, sinks=None), sums)
+        run(every, *pages, out, plan.context, params if params.sinks is None else evolve(params, sinks=None), sums)
     return combine(out, sums, plan.ranks, kv_heads, in_order=plan.in_order)
 
 
@@ -209,11 +218,11 @@ def combine(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, *, in_order: 
     weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp().unsqueeze(-1)
     # Where there are no keys out may be anything, NaN included, and 0 * NaN is NaN: it is replaced, not scaled.
     share = torch.where(weight > 0, out * weight, 0.0)
-    mine = ranks.reduce_scatter(apart(share, ranks.size, kv_heads).contiguous(), in_order=in_order)
-    return mine, apart(total, ranks.size, kv_heads)[ranks.rank]
+    mine = ranks.reduce_scatter(split_heads(share, ranks.size, kv_heads).contiguous(), in_order=in_order)
+    return mine, split_heads(total, ranks.size, kv_heads)[ranks.rank]
 
 
-def together(heads: Tensor, kv_heads: int) -> Tensor:
+def gather_heads(heads: Tensor, kv_heads: int) -> Tensor:
     """
     Return the query heads of all ranks in the order in which they read KV heads: ``(tokens, ranks * q_heads, ...)``.
 
@@ -226,7 +235,7 @@ def together(heads: Tensor, kv_heads: int) -> Tensor:
     return grouped.movedim(0, 2).reshape(tokens, size * count, *rest)
 
 
-def apart(heads: Tensor, size: int, kv_heads: int) -> Tensor:
+def split_heads(heads: Tensor, size: int, kv_heads: int) -> Tensor:
     """Return what `together` has put together, by rank again: ``(size, tokens, q_heads, ...)``."""
     tokens, count, *rest = heads.shape
     grouped = heads.view(tokens, kv_heads, size, count // (kv_heads * size), *rest)
@@ -241,5 +250,5 @@ def as_cached(impl: AttentionImpl, key: Tensor, value: Tensor) -> tuple[Tensor, 
     return quantize(key, dtype, impl.layer.k_scale_tensor), quantize(value, dtype, impl.layer.v_scale_tensor)
 
 
-def _sums_of(query: Tensor) -> Tensor:
+def _empty_lse(query: Tensor) -> Tensor:
     return torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)

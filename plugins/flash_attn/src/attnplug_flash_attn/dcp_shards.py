@@ -29,7 +29,7 @@ def local_lens(lens: Tensor, parallel: Parallel) -> Tensor:
     return num_local_tokens_per_dcp_rank(lens, parallel.dcp_size, parallel.dcp_rank, parallel.dcp_interleave)
 
 
-def check_share(batch: Batch, parallel: Parallel, block_size: int) -> None:
+def check_local_shard(batch: Batch, parallel: Parallel, block_size: int) -> None:
     """
     Check the lengths and slots that a host gives for this rank, where it knows them exactly.
 

@@ -12,7 +12,7 @@ from attnplug.contract import AttentionImpl, CacheViews, torch_dtype
 from attnplug.errors import LayerError
 from attnplug.ops import merge_into, quantize_queries, write_kv
 from attnplug_flash_attn import dcp
-from attnplug_flash_attn.kernels.interface import Terms
+from attnplug_flash_attn.kernels.interface import LayerParams
 from attnplug_flash_attn.packing import packed_rows
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from attnplug import Agreement
     from attnplug.contract import Layer, Metadata
     from attnplug_flash_attn.backend import FlashAttentionBackend
-    from attnplug_flash_attn.dcp import Sharded
-    from attnplug_flash_attn.kernels.interface import Call, Kernels
-    from attnplug_flash_attn.passes import Pass, Plan
+    from attnplug_flash_attn.dcp import DcpPlan
+    from attnplug_flash_attn.kernels.interface import Kernels, VarlenCall
+    from attnplug_flash_attn.passes import KernelPass, Plan
 
 
 class FlashAttentionImpl(AttentionImpl):
@@ -46,8 +46,8 @@ class FlashAttentionImpl(AttentionImpl):
         super().__init__(layer, backend)
         asked = self.agreement.requirements
         self.kernels = backend.kernels
-        self.terms = self._terms(layer)
-        self.other_terms = evolve(self.terms, sinks=None)
+        self.params = self._params(layer)
+        self.params_without_sinks = evolve(self.params, sinks=None)
         self._key = (self.window, self.logits_soft_cap)
         self._heads_v = (self.num_q_heads, self.head_size_v)
         self._is_one_tensor = asked.head_size_v == asked.head_size
@@ -61,10 +61,10 @@ class FlashAttentionImpl(AttentionImpl):
         """What a schedule depends on. All else is told with each call."""
         return self._key
 
-    def _terms(self, layer: Layer) -> Terms:
+    def _params(self, layer: Layer) -> LayerParams:
         dtype = torch_dtype(self.agreement.requirements.dtype)
         slopes, sinks = layer.alibi_slopes, layer.sinks
-        return Terms(
+        return LayerParams(
             softmax_scale=self.scale,
             window=self.window,
             softcap=self.logits_soft_cap or 0.0,
@@ -98,16 +98,16 @@ class FlashAttentionImpl(AttentionImpl):
         if self._query_scale is not None:
             query = quantize_queries(query, self._query_scale)
         out = output.view(-1, *self._heads_v)
-        if plan.sharded is not None:
+        if plan.dcp is not None:
             new = cast("tuple[Tensor, Tensor]", (key, value))  # no layer shares a cache here: all bring theirs
-            self._attend_shard(plan, plan.sharded, query, new, (keys, values), out, lse)
+            self._attend_shard(plan, plan.dcp, query, new, (keys, values), out, lse)
             return
         if plan.prefix is not None:
             self._attend_twice(plan.parts, plan.prefix, query, keys, values, out, lse)
             return
         for part in plan.parts:
-            given = self._given(part, key, value) if part.is_first else (keys, values)
-            self._attend(part, query, *given, out, lse, self.terms)
+            given = self._given(part, key, value) if part.reads_new_kv else (keys, values)
+            self._attend(part, query, *given, out, lse, self.params)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
@@ -116,7 +116,7 @@ class FlashAttentionImpl(AttentionImpl):
         del key, value, output, lse
         query.new_empty(scratch_bytes(self.agreement, self.kernels, query.shape[0]), dtype=torch.uint8)
 
-    def _given(self, part: Pass, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _given(self, part: KernelPass, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         """
         Return the rows of prompts that have no key in the cache from before.
 
@@ -135,13 +135,13 @@ class FlashAttentionImpl(AttentionImpl):
 
     def _attend(
         self,
-        part: Pass,
+        part: KernelPass,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
         out: Tensor,
         lse: Tensor | None,
-        terms: Terms,
+        params: LayerParams,
     ) -> None:
         """Attend the rows of a part."""
         if part.first or part.last != query.shape[0]:
@@ -149,12 +149,12 @@ class FlashAttentionImpl(AttentionImpl):
             query, out, lse = query[rows], out[rows], None if lse is None else lse[rows]
         if part.slots is not None:
             keys, values = packed_rows(part, keys, values)
-        self.kernels.attend(query, keys, values, out, part.call, terms, lse)
+        self.kernels.attend(query, keys, values, out, part.call, params, lse)
 
     def _attend_twice(
         self,
-        parts: tuple[Pass, ...],
-        prefix: Pass,
+        parts: tuple[KernelPass, ...],
+        prefix: KernelPass,
         query: Tensor,
         keys: Tensor,
         values: Tensor,
@@ -166,15 +166,15 @@ class FlashAttentionImpl(AttentionImpl):
         query, out = query[:rows], out[:rows]
         sums = out.new_empty(out.shape[:2], dtype=torch.float32) if lse is None else lse[:rows]
         for part in parts:
-            self._attend(part, query, keys, values, out, sums, self.other_terms)
+            self._attend(part, query, keys, values, out, sums, self.params_without_sinks)
         shared, shared_sums = out.new_empty(out.shape), sums.new_empty(sums.shape)
-        self._attend(prefix, query, keys, values, shared, shared_sums, self.terms)
+        self._attend(prefix, query, keys, values, shared, shared_sums, self.params)
         merge_into(out, sums, shared, shared_sums)
 
     def _attend_shard(
         self,
         plan: Plan,
-        sharded: Sharded,
+        dcp_plan: DcpPlan,
         query: Tensor,
         new: tuple[Tensor, Tensor],
         pages: tuple[Tensor, Tensor],
@@ -182,9 +182,9 @@ class FlashAttentionImpl(AttentionImpl):
         lse: Tensor | None,
     ) -> None:
         """Attend this rank's share of the cached keys for all ranks, and the new ones."""
-        run = self.kernels.attend if plan.shard is None else partial(self._attend_packed, plan)
-        new = dcp.as_cached(self, new[0], sharded.values(new[1]))
-        dcp.attend(sharded, query, new, pages, out, lse, run=run, terms=self.terms)
+        run = self.kernels.attend if plan.packed_context is None else partial(self._attend_packed, plan)
+        new = dcp.as_cached(self, new[0], dcp_plan.values(new[1]))
+        dcp.attend(dcp_plan, query, new, pages, out, lse, run=run, params=self.params)
 
     def _attend_packed(
         self,
@@ -193,16 +193,16 @@ class FlashAttentionImpl(AttentionImpl):
         keys: Tensor,
         values: Tensor,
         out: Tensor,
-        call: Call,
-        terms: Terms,
+        call: VarlenCall,
+        params: LayerParams,
         lse: Tensor | None,
     ) -> None:
         """Attend keys that come with the call, or those of this rank's pages, for a library that reads no pages."""
-        if plan.shard is None or plan.sharded is None or call is not plan.sharded.context:
-            self.kernels.attend(query, keys, values, out, call, terms, lse)
+        if plan.packed_context is None or plan.dcp is None or call is not plan.dcp.context:
+            self.kernels.attend(query, keys, values, out, call, params, lse)
             return
-        for part in plan.shard.calls:
-            self._attend(part, query, keys, values, out, lse, terms)
+        for part in plan.packed_context.calls:
+            self._attend(part, query, keys, values, out, lse, params)
 
     def _pages(self, kv_cache: Any) -> tuple[Tensor, Tensor]:
         return self._caches.of(kv_cache) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])

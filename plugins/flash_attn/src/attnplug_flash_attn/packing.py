@@ -11,14 +11,14 @@ from torch import Tensor
 
 from attnplug.contract import torch_dtype
 from attnplug.ops import gather_slots
-from attnplug_flash_attn.passes import Pass, Rows, cumulative
+from attnplug_flash_attn.passes import KernelPass, Rows, cumulative
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnplug import Agreement
     from attnplug.contract import Batch, Limits
-    from attnplug_flash_attn.kernels.interface import Call
+    from attnplug_flash_attn.kernels.interface import VarlenCall
 
 
 AT_ONCE: Final = 2**30
@@ -32,7 +32,7 @@ def workspace_bytes(agreement: Agreement, limits: Limits) -> int:
     return max(keys, limits.max_seq_len) * each
 
 
-def packed(rows: Rows, call: Call, workspace: Tensor, agreement: Agreement) -> Pass:
+def packed(rows: Rows, call: VarlenCall, workspace: Tensor, agreement: Agreement) -> KernelPass:
     """
     Return the call of requests, or the first of several where the workspace does not hold all of their keys.
 
@@ -47,14 +47,14 @@ def packed(rows: Rows, call: Call, workspace: Tensor, agreement: Agreement) -> P
     count = rows.lens.shape[0]
     lens = [rows.longest] * count if rows.lens_cpu is None else rows.lens_cpu.tolist()
     ends = _ends(lens, workspace.shape[0] // sum(_bytes_per_key(agreement)))
-    made: tuple[Pass, ...] = ()
+    made: tuple[KernelPass, ...] = ()
     for first, end in reversed([*pairwise((0, *ends))]):
-        room = _room(sum(lens[first:end]), workspace, agreement)
-        made = (_pass(rows, slice(first, end), call, room, agreement.block_size or 1, made), *made)
+        buffers = _buffers(sum(lens[first:end]), workspace, agreement)
+        made = (_pass(rows, slice(first, end), call, buffers, agreement.block_size or 1, made), *made)
     return made[0]
 
 
-def rows_of_shard(batch: Batch, context: Call) -> Rows:
+def rows_of_shard(batch: Batch, context: VarlenCall) -> Rows:
     """
     Return the requests of a batch with the cached tokens that this rank holds.
 
@@ -78,11 +78,11 @@ def rows_of_shard(batch: Batch, context: Call) -> Rows:
     )
 
 
-def packed_rows(part: Pass, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+def packed_rows(part: KernelPass, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Pack the keys and values of a call, and return them: ``(keys, kv_heads, size)`` each."""
-    assert part.room is not None and part.slots is not None  # noqa: PT018, S101 - it is one that `packed` has made
-    key, value = part.room
-    return gather_slots(keys, part.slots, out=key), gather_slots(values, part.slots, out=value)
+    assert part.buffers is not None and part.slots is not None  # noqa: PT018, S101 - it is one that `packed` has made
+    key, value = part.buffers
+    return gather_slots(keys, part.slots, out=key), pages_as_tokens(values, part.slots, out=value)
 
 
 def _ends(lens: Sequence[int], most: int) -> list[int]:
@@ -97,8 +97,13 @@ def _ends(lens: Sequence[int], most: int) -> list[int]:
 
 
 def _pass(
-    rows: Rows, part: slice, call: Call, room: tuple[Tensor, Tensor], block_size: int, rest: tuple[Pass, ...]
-) -> Pass:
+    rows: Rows,
+    part: slice,
+    call: VarlenCall,
+    buffers: tuple[Tensor, Tensor],
+    block_size: int,
+    rest: tuple[KernelPass, ...],
+) -> KernelPass:
     """Return the call of the requests in `part`."""
     above, below = (int(rows.starts_cpu[request]) for request in (part.start, part.stop))
     starts, key_starts = rows.starts[part.start : part.stop + 1], cumulative(rows.lens[part])
@@ -109,11 +114,11 @@ def _pass(
         seqused_k=None,
         block_table=None,
     )
-    slots = slots_of_keys(rows.table[part], key_starts, room[0].shape[0], block_size)
-    return Pass(of_part, rows.first + above, rows.first + below, slots=slots, room=room, rest=rest)
+    slots = slots_of_keys(rows.table[part], key_starts, buffers[0].shape[0], block_size)
+    return KernelPass(of_part, rows.first + above, rows.first + below, slots=slots, buffers=buffers, rest=rest)
 
 
-def _room(num_keys: int, workspace: Tensor, agreement: Agreement) -> tuple[Tensor, Tensor]:
+def _buffers(num_keys: int, workspace: Tensor, agreement: Agreement) -> tuple[Tensor, Tensor]:
     """Return the memory of so many keys and of their values, ``(num_keys, num_kv_heads, size)`` each."""
     asked, dtype = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
     of_keys, of_values = (num_keys * each for each in _bytes_per_key(agreement))

@@ -8,13 +8,13 @@ import torch
 from attrs import evolve, field, frozen
 from torch import Tensor
 
-from attnplug_flash_attn.kernels.interface import Call
+from attnplug_flash_attn.kernels.interface import VarlenCall
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from attnplug.contract import Limits
-    from attnplug_flash_attn.dcp import Sharded
+    from attnplug_flash_attn.dcp import DcpPlan
     from attnplug_flash_attn.kernels.interface import Kernels
 
 
@@ -49,7 +49,7 @@ class Rows:
 
 
 @frozen(eq=False)
-class Pass:
+class KernelPass:
     """
     One call: whose rows attend which keys. The same for all layers of a plan key.
 
@@ -65,16 +65,16 @@ class Pass:
             any in the cache from before.
     """
 
-    call: Call
+    call: VarlenCall
     first: int
     last: int
     slots: Tensor | None = None
-    is_first: bool = False
-    room: tuple[Tensor, Tensor] | None = None
-    rest: tuple[Pass, ...] = ()
+    reads_new_kv: bool = False
+    buffers: tuple[Tensor, Tensor] | None = None
+    rest: tuple[KernelPass, ...] = ()
 
     @property
-    def calls(self) -> tuple[Pass, ...]:
+    def calls(self) -> tuple[KernelPass, ...]:
         """All calls: this one, and the rest."""
         return (self, *self.rest)
 
@@ -93,21 +93,21 @@ class Plan:
         parts: `decode` and `prefill`, as far as they are there, with all their calls: each row once.
     """
 
-    decode: Pass | None = None
-    prefill: Pass | None = None
-    prefix: Pass | None = None
-    sharded: Sharded | None = None
-    shard: Pass | None = None
-    parts: tuple[Pass, ...] = field(init=False)
+    decode: KernelPass | None = None
+    prefill: KernelPass | None = None
+    prefix: KernelPass | None = None
+    dcp: DcpPlan | None = None
+    packed_context: KernelPass | None = None
+    parts: tuple[KernelPass, ...] = field(init=False)
 
     @parts.default
-    def _present(self) -> tuple[Pass, ...]:
+    def _present(self) -> tuple[KernelPass, ...]:
         return tuple(call for part in (self.decode, self.prefill) if part is not None for call in part.calls)
 
 
-def call_of(rows: Rows, num_splits: int) -> Call:
+def call_of(rows: Rows, num_splits: int) -> VarlenCall:
     """Return the call of requests, for a library that reads pages and is told the number of keys of each."""
-    return Call(
+    return VarlenCall(
         cu_seqlens_q=rows.starts,
         max_seqlen_q=rows.longest_query,
         max_seqlen_k=rows.longest,
@@ -123,7 +123,9 @@ def leftpad_of(kernels: Kernels, requests: int, device: torch.device) -> Tensor 
     return torch.zeros(requests, dtype=torch.int32, device=device) if kernels.wants_leftpad else None
 
 
-def as_taken(call: Call, kernels: Kernels, leftpad: Tensor | None, keep: Callable[[str, Tensor], Tensor]) -> Call:
+def adapted(
+    call: VarlenCall, kernels: Kernels, leftpad: Tensor | None, keep: Callable[[str, Tensor], Tensor]
+) -> VarlenCall:
     """
     Return a call on pages as a library that reads pages takes it.
 

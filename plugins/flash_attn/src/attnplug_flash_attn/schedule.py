@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.contract import GraphBuffers, Limits, MetadataBuilder
-    from attnplug_flash_attn.kernels.interface import Call, Kernels, Terms
-    from attnplug_flash_attn.passes import Pass, Plan
+    from attnplug_flash_attn.kernels.interface import Kernels, LayerParams, VarlenCall
+    from attnplug_flash_attn.passes import KernelPass, Plan
 
 _PASSES = ("decode", "prefill", "prefix")
 
@@ -42,7 +42,7 @@ class Schedules:
         self._kernels = kernels
         self._memories: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
 
-    def add(self, plan: Plan, key: Hashable, terms: Terms, graph: GraphBuffers | None) -> Plan:
+    def add(self, plan: Plan, key: Hashable, params: LayerParams, graph: GraphBuffers | None) -> Plan:
         """
         Return the plan with a schedule in each pass that the library has one for.
 
@@ -54,8 +54,8 @@ class Schedules:
         """
         heads = self._builder.agreement.requirements.num_q_heads
 
-        def scheduled(name: str, call: Call, num_heads_q: int = heads) -> Call:
-            schedule = self._kernels.schedule(call, terms, num_heads_q=num_heads_q)
+        def scheduled(name: str, call: VarlenCall, num_heads_q: int = heads) -> VarlenCall:
+            schedule = self._kernels.schedule(call, params, num_heads_q=num_heads_q)
             if schedule is not None and graph is not None:
                 schedule = self._kept(schedule, graph, (key, name))
             return call if schedule is None else evolve(call, scheduler_metadata=schedule)
@@ -89,7 +89,7 @@ def carried_over(plan: Plan, before: Plan) -> Plan:
     """
     calls = dict(_calls(before))
 
-    def with_schedule(name: str, call: Call) -> Call:
+    def with_schedule(name: str, call: VarlenCall) -> VarlenCall:
         old = calls[name].scheduler_metadata
         is_alike = (call.block_table is None) == (calls[name].block_table is None)
         return evolve(call, scheduler_metadata=old) if is_alike else call
@@ -97,22 +97,22 @@ def carried_over(plan: Plan, before: Plan) -> Plan:
     return _mapped(plan, with_schedule)
 
 
-def _mapped(plan: Plan, change: Callable[..., Call], *heads_of_shard: int) -> Plan:
+def _mapped(plan: Plan, change: Callable[..., VarlenCall], *heads_of_shard: int) -> Plan:
     """Return a plan with other calls. That of the cached keys of a rank is for the query heads of all ranks."""
     made: dict[str, Any] = {}
     for name, call in _calls(plan):
-        if name == "context" and plan.sharded is not None:
-            made["sharded"] = evolve(plan.sharded, context=change(name, call, *heads_of_shard))
+        if name == "context" and plan.dcp is not None:
+            made["dcp"] = evolve(plan.dcp, context=change(name, call, *heads_of_shard))
         else:
             made[name] = evolve(getattr(plan, name), call=change(name, call))
     return evolve(plan, **made)
 
 
-def _calls(plan: Plan) -> Iterator[tuple[str, Call]]:
+def _calls(plan: Plan) -> Iterator[tuple[str, VarlenCall]]:
     """Yield the calls on pages, by name. Those on keys that come with the call have no schedule."""
     for name in _PASSES:
-        found: Pass | None = getattr(plan, name)
+        found: KernelPass | None = getattr(plan, name)
         if found is not None:
             yield name, found.call
-    if plan.sharded is not None and plan.sharded.context is not None:
-        yield "context", plan.sharded.context
+    if plan.dcp is not None and plan.dcp.context is not None:
+        yield "context", plan.dcp.context

@@ -9,8 +9,8 @@ from attrs import evolve
 
 from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
 from attnplug_flash_attn import dcp
-from attnplug_flash_attn.kernels.interface import Call
-from attnplug_flash_attn.passes import as_taken, cumulative, leftpad_of
+from attnplug_flash_attn.kernels.interface import VarlenCall
+from attnplug_flash_attn.passes import adapted, cumulative, leftpad_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,23 +54,23 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
     starts, tokens = cumulative(lens), 3
     key, value = (_zeros(impl, tokens, impl.num_kv_heads, size) for size in (impl.head_size, impl.head_size_v))
     key, value = dcp.as_cached(impl, key, value)
-    new = Call(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=2, max_seqlen_k=2, num_splits=0)
+    new = VarlenCall(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=2, max_seqlen_k=2, num_splits=0)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
     held = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
     keys, values = cache.unbind(0)
     if backend.kernels.paged:
-        context = as_taken(held, backend.kernels, leftpad_of(backend.kernels, 2, device), lambda _, kept: kept)
+        context = adapted(held, backend.kernels, leftpad_of(backend.kernels, 2, device), lambda _, kept: kept)
     else:
         context = evolve(held, cu_seqlens_k=starts, seqused_k=None, block_table=None)
         keys, values = key, value  # packed, they look like these
-    for heads, given, found, call, terms in (
-        (impl.num_q_heads, key, value, new, impl.terms),
-        (impl.num_q_heads * asked.dcp_size, keys, values, context, impl.other_terms),
+    for heads, given, found, call, params in (
+        (impl.num_q_heads, key, value, new, impl.params),
+        (impl.num_q_heads * asked.dcp_size, keys, values, context, impl.params_without_sinks),
     ):
         query = _zeros(impl, tokens, heads, impl.head_size).to(cache.dtype)
         lse = torch.empty(tokens, heads, device=device)
         out = _zeros(impl, tokens, heads, impl.head_size_v)
-        backend.kernels.attend(query, given, found, out, call, terms, lse)
+        backend.kernels.attend(query, given, found, out, call, params, lse)
 
 
 def _layer(backend: Backend) -> Layer:

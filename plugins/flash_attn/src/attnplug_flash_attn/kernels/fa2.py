@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Agreement
-    from attnplug_flash_attn.kernels.interface import Call, Terms
+    from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
 
-def bound_of_rows(call: Call, rows: int, *, unfolded: bool) -> int:
+def max_seqlen_q_of(call: VarlenCall, rows: int, *, unfolded: bool) -> int:
     """
     Return ``max_seqlen_q`` for a call.
 
@@ -34,7 +34,7 @@ def bound_of_rows(call: Call, rows: int, *, unfolded: bool) -> int:
     return 2 if unfolded or rows != call.cu_seqlens_q.shape[0] - 1 else 1
 
 
-def window_of(call: Call, terms: Terms, *, return_lse: bool) -> tuple[int, int]:
+def window_size_of(call: VarlenCall, params: LayerParams, *, return_lse: bool) -> tuple[int, int]:
     """
     Return ``window_size`` for a call.
 
@@ -42,9 +42,9 @@ def window_of(call: Call, terms: Terms, *, return_lse: bool) -> tuple[int, int]:
     not notice, an LSE does. They take a window that holds all keys for none. One that holds all but the first makes
     them count distances, and the only row that could see that many keys sees one more, its own.
     """
-    left, right = terms.window
+    left, right = params.window
     is_causal_alone = (call.causal or right == 0) and not 0 <= left < call.max_seqlen_k
-    if return_lse and terms.alibi_slopes is not None and is_causal_alone:
+    if return_lse and params.alibi_slopes is not None and is_causal_alone:
         return max(call.max_seqlen_k - 1, 0), 0
     return left, right
 
@@ -61,7 +61,14 @@ class Fa2(Kernels):
         self._varlen = flash_attn_varlen_func
 
     def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
         found, by_heads, _ = self._varlen(
             query,
@@ -69,13 +76,13 @@ class Fa2(Kernels):
             value,
             cu_seqlens_q=call.cu_seqlens_q,
             cu_seqlens_k=call.cu_seqlens_k,
-            max_seqlen_q=bound_of_rows(call, query.shape[0], unfolded=lse is not None or call.num_splits == 1),
+            max_seqlen_q=max_seqlen_q_of(call, query.shape[0], unfolded=lse is not None or call.num_splits == 1),
             max_seqlen_k=call.max_seqlen_k,
-            softmax_scale=terms.softmax_scale,
+            softmax_scale=params.softmax_scale,
             causal=call.causal,
-            window_size=window_of(call, terms, return_lse=lse is not None),
-            softcap=terms.softcap,
-            alibi_slopes=terms.alibi_slopes,
+            window_size=window_size_of(call, params, return_lse=lse is not None),
+            softcap=params.softcap,
+            alibi_slopes=params.alibi_slopes,
             return_attn_probs=True,  # the LSE, that is: probabilities come with dropout alone
             block_table=call.block_table,
         )
@@ -93,10 +100,17 @@ class Fa2Vllm(Kernels):
         self._varlen_fwd = op_library.load("_vllm_fa2_C").varlen_fwd.default
 
     def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
         starts = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
-        left, right = window_of(call, terms, return_lse=lse is not None)
+        left, right = window_size_of(call, params, return_lse=lse is not None)
         _, by_heads = self._varlen_fwd(
             query,
             key,
@@ -107,16 +121,16 @@ class Fa2Vllm(Kernels):
             call.seqused_k,
             None,  # leftpad_k
             call.block_table,
-            terms.alibi_slopes,
-            bound_of_rows(call, query.shape[0], unfolded=lse is not None and call.block_table is None),
+            params.alibi_slopes,
+            max_seqlen_q_of(call, query.shape[0], unfolded=lse is not None and call.block_table is None),
             call.max_seqlen_k,
             0.0,  # p_dropout
-            terms.softmax_scale,
+            params.softmax_scale,
             False,  # noqa: FBT003 - zero_tensors
             call.causal,
             left,
             right,
-            terms.softcap,
+            params.softcap,
             False,  # noqa: FBT003 - zero_tensors
             min(call.num_splits, 1),  # of more than one it knows what calls of one row per request have, and no bound
             None,  # gen
@@ -133,7 +147,14 @@ class TorchFlash(Kernels):
     paged = False
 
     def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
         found, by_heads, *_ = _torch_forward(
             query,
@@ -141,14 +162,14 @@ class TorchFlash(Kernels):
             value,
             call.cu_seqlens_q,
             call.cu_seqlens_k,
-            bound_of_rows(call, query.shape[0], unfolded=call.num_splits == 1),
+            max_seqlen_q_of(call, query.shape[0], unfolded=call.num_splits == 1),
             call.max_seqlen_k,
             0.0,  # dropout_p
             call.causal,
             False,  # noqa: FBT003 - return_debug_mask
-            scale=terms.softmax_scale,
-            window_size_left=terms.window[0],
-            window_size_right=terms.window[1],
+            scale=params.softmax_scale,
+            window_size_left=params.window[0],
+            window_size_right=params.window[1],
             seqused_k=call.seqused_k,
         )
         out.copy_(found)

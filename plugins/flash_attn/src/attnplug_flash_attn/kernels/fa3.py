@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Agreement
-    from attnplug_flash_attn.kernels.interface import Call, Terms
+    from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
 
 _LEAST_TILE: Final = 64
@@ -45,17 +45,24 @@ class Fa3(Kernels):
         self.wants_leftpad = may_be_whole_tiles(agreement)
 
     def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
         given: dict[str, Any] = {
             "cu_seqlens_q": call.cu_seqlens_q,
             "max_seqlen_q": call.max_seqlen_q,
-            "softmax_scale": terms.softmax_scale,
+            "softmax_scale": params.softmax_scale,
             "causal": call.causal,
-            "window_size": terms.window,
-            "softcap": terms.softcap,
+            "window_size": params.window,
+            "softcap": params.softcap,
             "num_splits": call.num_splits,
-            **descales_of(call, terms, key.shape[-2]),
+            **descales_of(call, params, key.shape[-2]),
         }
         if call.block_table is None:
             found, by_heads, *_ = self._varlen(
@@ -96,9 +103,16 @@ class Fa3Vllm(Kernels):
         self._fwd, self._get_scheduler_metadata = ops.fwd.default, ops.get_scheduler_metadata.default
 
     def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
-        descales = descales_of(call, terms, key.shape[-2])
+        descales = descales_of(call, params, key.shape[-2])
         _, by_heads, *_ = self._fwd(
             query,
             key,
@@ -123,23 +137,23 @@ class Fa3Vllm(Kernels):
             descales["q_descale"],
             descales["k_descale"],
             descales["v_descale"],
-            terms.softmax_scale,
+            params.softmax_scale,
             call.causal,
-            *terms.window,
-            terms.softcap,
+            *params.window,
+            params.softcap,
             True,  # noqa: FBT003 - is_rotary_interleaved
             call.scheduler_metadata,
             call.num_splits,
             None,  # pack_gqa
             0,  # sm_margin
-            terms.sinks,
+            params.sinks,
             1,  # cp_world_size
             0,  # cp_rank
             None,  # cp_tot_seqused_k
         )
         keep_lse(lse, by_heads)
 
-    def schedule(self, call: Call, terms: Terms, *, num_heads_q: int) -> Tensor | None:  # noqa: D102
+    def schedule(self, call: VarlenCall, params: LayerParams, *, num_heads_q: int) -> Tensor | None:  # noqa: D102
         if call.seqused_k is None:
             return None
         agreement, asked = self.agreement, self.agreement.requirements
@@ -162,8 +176,8 @@ class Fa3Vllm(Kernels):
             agreement.block_size if is_paged else None,
             0,  # max_seqlen_k_new
             call.causal,
-            *terms.window,
-            terms.softcap > 0,
+            *params.window,
+            params.softcap > 0,
             call.num_splits,
             None,  # pack_gqa
             0,  # sm_margin

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug import Agreement
-    from attnplug_flash_attn.kernels.interface import Call, Terms
+    from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
 _NAMED: Final = (
     "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softmax_scale",
@@ -44,9 +44,16 @@ class Fa4(Kernels):
         self.fills_output = self.run is not _copied
 
     def attend(  # noqa: D102
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
-        left, right = terms.window
+        left, right = params.window
         forward: Callable[..., Any] = self.run if _is_in_steps(out) else _copied
         _, by_heads, *_ = forward(
             query,
@@ -59,12 +66,12 @@ class Fa4(Kernels):
             max_seqlen_k=call.max_seqlen_k,
             seqused_k=call.seqused_k,
             page_table=call.block_table,
-            softmax_scale=terms.softmax_scale,
+            softmax_scale=params.softmax_scale,
             causal=call.causal,
             window_size_left=None if left < 0 else left,
             window_size_right=None if right < 0 else right,
-            learnable_sink=terms.sinks,
-            softcap=terms.softcap or None,
+            learnable_sink=params.sinks,
+            softcap=params.softcap or None,
             num_splits=call.num_splits if self._splits else 1,  # where it does not split it refuses to choose
             return_lse=lse is not None,  # it takes an LSE to write, by heads alone
         )

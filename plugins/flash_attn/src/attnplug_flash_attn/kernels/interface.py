@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @frozen(eq=False, kw_only=True)
-class Terms:
+class LayerParams:
     """
     What a layer brings to each of its calls: made once per layer.
 
@@ -44,7 +44,7 @@ class Terms:
 
 
 @frozen(eq=False, kw_only=True)
-class Call:
+class VarlenCall:
     """
     Whose rows attend which keys: made once per step, the same for all layers of a plan key.
 
@@ -107,7 +107,14 @@ class Kernels(ABC):
 
     @abstractmethod
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: Call, terms: Terms, lse: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        call: VarlenCall,
+        params: LayerParams,
+        lse: Tensor | None,
     ) -> None:
         """
         Fill `out`, and `lse` where it is given. No synchronization with the device, nothing allocated that is kept.
@@ -123,7 +130,7 @@ class Kernels(ABC):
             lse: float32 of shape (tokens, q_heads), natural logarithm. A row without keys has -inf, and zeros in `out`.
         """
 
-    def schedule(self, call: Call, terms: Terms, *, num_heads_q: int) -> Tensor | None:
+    def schedule(self, call: VarlenCall, params: LayerParams, *, num_heads_q: int) -> Tensor | None:
         """
         Return how the library divides a call among the multiprocessors, for `Call.scheduler_metadata`.
 
@@ -135,7 +142,7 @@ class Kernels(ABC):
         Returns:
             A new int32 tensor, or None where the library has no such thing.
         """
-        del call, terms, num_heads_q
+        del call, params, num_heads_q
         return None
 
 
@@ -154,12 +161,12 @@ def keep_lse(lse: Tensor | None, found: Tensor) -> None:
         torch.nan_to_num(found.T, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=lse)
 
 
-def descales_of(call: Call, terms: Terms, kv_heads: int) -> Mapping[str, Tensor | None]:
+def descales_of(call: VarlenCall, params: LayerParams, kv_heads: int) -> Mapping[str, Tensor | None]:
     """Return the keywords ``q_descale``, ``k_descale`` and ``v_descale``, each of shape (requests, kv_heads)."""
-    if terms.q_descale is terms.k_descale is terms.v_descale is None:
+    if params.q_descale is params.k_descale is params.v_descale is None:
         return _UNSCALED
     requests = call.cu_seqlens_q.shape[0] - 1
     return {
         f"{letter}_descale": None if scale is None else scale.expand(requests, kv_heads)
-        for letter, scale in zip("qkv", (terms.q_descale, terms.k_descale, terms.v_descale), strict=True)
+        for letter, scale in zip("qkv", (params.q_descale, params.k_descale, params.v_descale), strict=True)
     }
