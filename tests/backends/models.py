@@ -1,4 +1,4 @@
-"""Models of real architectures with random weights, in the shapes that the kernels are made for, or small ones."""
+"""Models of real architectures with random weights, in the shapes that GPU kernels support, or small ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMMON: Final[dict[str, Any]] = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
-# Of the experts all are asked: which of them a token is sent to would change with the rounding of a router.
+# Every token uses all experts: with fewer, the rounding of the router would change the choice.
 _EXPERTS: Final = {"num_local_experts": 2, "num_experts_per_tok": 2}
 _LARGE: Final[dict[str, dict[str, Any]]] = {
     "llama": {
@@ -37,7 +37,7 @@ _LARGE: Final[dict[str, dict[str, Any]]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,
         "sliding_window": 128,
-        "max_position_embeddings": 131072,  # what its rotary embedding is stretched to
+        "max_position_embeddings": 131072,  # the length that its rotary embedding is scaled to
         **_EXPERTS,
     },
     "gemma2": {
@@ -49,7 +49,7 @@ _LARGE: Final[dict[str, dict[str, Any]]] = {
         "head_dim": 128,
         "query_pre_attn_scalar": 128,
         "sliding_window": 128,
-        "attn_logit_softcapping": 2.0,  # as low as it has to be to bend these scores
+        "attn_logit_softcapping": 2.0,  # low enough to change these scores
     },
 }
 _SMALL: Final = {
@@ -67,7 +67,7 @@ _CONFIGURATIONS: Final[dict[str, Any]] = {
 
 
 def build(name: str, *, device: str, small: bool = False, seed: int = 0) -> Any:
-    """Return a model in bfloat16 whose tokens depend on all that their attention may read."""
+    """Return a model in bfloat16 whose tokens depend on every position that they attend to."""
     sizes = _LARGE[name] | (_SMALL | ({"query_pre_attn_scalar": 64} if name == "gemma2" else {}) if small else {})
     if small and "sliding_window" in sizes:
         sizes = sizes | {"sliding_window": 12}
@@ -80,9 +80,9 @@ def build(name: str, *, device: str, small: bool = False, seed: int = 0) -> Any:
 
 def _drawn(model: Any, seed: int) -> Any:
     """
-    Draw weights so that tokens depend on what is attended.
+    Draw weights so that tokens depend on attention.
 
-    Attention is neither an average of everything, which hides what is left out, nor so sharp that the rounding of a
+    Attention is neither an average over all keys, which would hide a missing key, nor so sharp that the rounding of a
     score decides. Sinks take about half of the weight.
     """
     source = torch.Generator(model.device).manual_seed(seed)
@@ -99,7 +99,7 @@ def _drawn(model: Any, seed: int) -> Any:
 
 
 def _gain(model: Any, label: str) -> float:
-    """Return the gain of a matrix: attention is to be heard beside the rest."""
+    """Return the gain of a matrix: attention and MLP contribute equally."""
     if "q_proj" in label or "k_proj" in label:
         return 0.8 if model.config.model_type == "gpt_oss" else 1.2  # its rotary embedding makes both larger by a third
     return 0.5 if "mlp" in label else 1.0

@@ -1,4 +1,4 @@
-"""What the GPU tests of all plugins check holds for torch's own kernels, wherever they run; broken ones are found."""
+"""The checks that plugins share: torch's own kernels pass on any device, and wrong outputs fail."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from attrs import evolve
 import attnplug
 from attnplug.contract.impl import AttentionImpl
 from attnplug_kit.oracle import Case
-from tests.backends import steps, traps
+from tests.backends import checks
 
 MIXED = Case(query_lens=(1, 1, 1, 40), context_lens=(30, 0, 17, 5), num_q_heads=8, head_size=128, dtype="bfloat16")
 CHECKS = (
-    traps.check_the_lse_of_a_single_key,
-    traps.check_groups_that_share_a_state,
-    traps.check_padded_requests_anywhere,
-    traps.check_dense_calls,
+    checks.check_lse_of_single_key,
+    checks.check_shared_state,
+    checks.check_padded_requests,
+    checks.check_dense_calls,
 )
 
 
@@ -24,23 +24,23 @@ def load(requirements: attnplug.Requirements, variant: str) -> attnplug.Backend:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_they_hold_for_layers(check) -> None:
+def test_layers_pass(check) -> None:
     check(load, "sdpa", MIXED)
 
 
-def test_they_hold_for_shared_prefixes() -> None:
-    traps.check_a_cascade_and_the_flat_step(load, "sdpa", MIXED.with_shared_prefix(2))
+def test_shared_prefixes_pass() -> None:
+    checks.check_cascade(load, "sdpa", MIXED.with_shared_prefix(2))
 
 
-def test_they_hold_for_steps() -> None:
-    traps.check_a_profiling_run(load, "sdpa", computes=True)
-    traps.check_an_output_that_is_not_contiguous(load, "sdpa")
-    steps.check_graphs_of_several_sizes(load, "sdpa")
-    steps.check_what_inference_mode_leaves(load, "sdpa")
+def test_steps_pass() -> None:
+    checks.check_profiling_run(load, "sdpa", computes=True)
+    checks.check_strided_output(load, "sdpa")
+    checks.check_graph_sizes(load, "sdpa")
+    checks.check_after_inference_mode(load, "sdpa")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_outputs_that_are_half_as_large_are_found(monkeypatch, check) -> None:
+def test_halved_outputs_fail(monkeypatch, check) -> None:
     forward = AttentionImpl.forward
 
     def halved(self, query, key, value, kv_cache, metadata, output, *, lse=None):

@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from attnplug.batching import pad_batch, pad_pages, pages_of
 from attnplug.contract import Batch
 from attnplug.errors import BatchError
-from tests.backends.compiling import NEEDS_TRITON
-from tests.backends.interpreting import check
+from tests.backends.triton_on_cpu import NEEDS_TRITON, run_interpreted
 
 # Few requests and many are counted by different means.
 few_and_many = st.lists(st.integers(0, 40), min_size=1, max_size=6) | st.lists(
@@ -98,7 +97,7 @@ def test_padding_drops_neither_requests_nor_pages(sizes: tuple[int, int | None])
 
 
 def test_the_kernel_by_the_interpreter() -> None:
-    check(Path(__file__).with_name("test_pages_on_gpu.py"))
+    run_interpreted(Path(__file__).with_name("test_pages_on_gpu.py"))
 
 
 @NEEDS_TRITON

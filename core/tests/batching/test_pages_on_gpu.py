@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnplug.batching import Pages, pad_pages, pages_of
 from attnplug.contract import Batch
-from tests.backends.interpreting import INTERPRETED
+from tests.backends.triton_on_cpu import INTERPRETED
 
 if TYPE_CHECKING:
     from torch import Tensor

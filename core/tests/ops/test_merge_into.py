@@ -9,8 +9,7 @@ import torch
 
 from attnplug.errors import TensorError
 from attnplug.ops import merge_attention_states, merge_into
-from tests.backends.compiling import NEEDS_TRITON
-from tests.backends.interpreting import check
+from tests.backends.triton_on_cpu import NEEDS_TRITON, run_interpreted
 
 
 def test_the_first_result_is_overwritten() -> None:
@@ -34,7 +33,7 @@ def test_results_of_other_shapes_are_refused() -> None:
 
 
 def test_the_kernel_by_the_interpreter() -> None:
-    check(Path(__file__).with_name("test_merge_into_on_gpu.py"))
+    run_interpreted(Path(__file__).with_name("test_merge_into_on_gpu.py"))
 
 
 @NEEDS_TRITON

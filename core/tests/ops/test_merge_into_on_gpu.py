@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.ops import merge_attention_states
-from tests.backends.interpreting import DEVICE, MARKS
+from tests.backends.triton_on_cpu import DEVICE, MARKS
 
 pytestmark = MARKS
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from attnplug.ops import quantize_queries
-from tests.backends.compiling import DIVISION, NEEDS_TRITON
-from tests.backends.interpreting import check
+from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, run_interpreted
 
 
 def test_scales_per_head_are_those_of_the_queries_that_read_the_head() -> None:
@@ -28,7 +27,7 @@ def test_queries_of_a_fused_projection_are_rounded_where_they_are() -> None:
 
 
 def test_the_kernel_by_the_interpreter() -> None:
-    check(Path(__file__).with_name("test_quantize_queries_on_gpu.py"))
+    run_interpreted(Path(__file__).with_name("test_quantize_queries_on_gpu.py"))
 
 
 @NEEDS_TRITON

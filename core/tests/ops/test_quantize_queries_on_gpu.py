@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.ops import quantize
-from tests.backends.interpreting import DEVICE, INTERPRETED
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from attnplug.errors import TensorError
-from attnplug.ops import write_kv, write_pages
-from tests.backends.compiling import DIVISION, NEEDS_TRITON
-from tests.backends.interpreting import check
+from attnplug.ops import write_pages, write_kv
+from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, run_interpreted
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -38,7 +37,7 @@ def test_a_value_that_does_not_fit_leaves_the_keys_alone() -> None:
 
 
 def test_the_kernel_by_the_interpreter() -> None:
-    check(Path(__file__).with_name("test_write_kv_on_gpu.py"))
+    run_interpreted(Path(__file__).with_name("test_write_kv_on_gpu.py"))
 
 
 @NEEDS_TRITON

@@ -11,7 +11,7 @@ import attnplug
 from attnplug.errors import DuplicateBackendError
 from attnplug.selection import process as state
 from plugins.blocksparse.tests import cpu_manifest
-from tests.backends.interpreting import INTERPRETED
+from tests.backends.triton_on_cpu import INTERPRETED
 
 
 def pytest_configure():

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from torch import Tensor
 
 from attnplug_kit.oracle.attention import attend
-from tests.backends.interpreting import DEVICE
+from tests.backends.triton_on_cpu import DEVICE
 
 DTYPES = (torch.bfloat16, torch.float16)
 CANARY = 7.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from attnplug_kit.conformance import Conformance
-from tests.backends.interpreting import MARKS, leave_out_overflow_checks
+from tests.backends.triton_on_cpu import MARKS, skip_overflow_checks
 
 pytestmark = MARKS
-leave_out_overflow_checks()
+skip_overflow_checks()
 
 
 class TestByInterpreter(Conformance):

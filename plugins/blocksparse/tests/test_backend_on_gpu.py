@@ -17,8 +17,8 @@ from attnplug_blocksparse.backend import BlocksparseBackend
 from attnplug_blocksparse.builder import BlocksparseBuilder
 from attnplug_blocksparse.tiles import HopperTiles
 from plugins.blocksparse.tests.dense import CANARY, Requests, check
-from tests.backends import gluon
-from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
+from tests.backends import gluon_emulator
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
 
@@ -117,7 +117,7 @@ def test_long_prompts_are_computed_by_roles_where_the_gpu_has_warpgroups(monkeyp
     step = Step(Requests({**PATTERN, "block_size": 64}, [1, 150, 270], [60, 150, 270]))
     has_roles = step.backend.hopper_tiles is not None
 
-    with gluon.doubled("attnplug_blocksparse.gluon_prompt") if INTERPRETED else nullcontext():
+    with gluon_emulator.emulated("attnplug_blocksparse.gluon_prompt") if INTERPRETED else nullcontext():
         check(*step.run(step.builder.build(step.batch())), step.case.expected())
 
     assert calls.count("_prompt_by_roles") == (2 if has_roles else 0)
@@ -133,7 +133,7 @@ def test_long_chunks_are_computed_by_roles_where_pages_are_tiles(monkeypatch, ca
     for page, by_roles in ((64, has_roles), (PAGE, False)):
         calls.clear()
         step = Step(Requests({**PATTERN, "block_size": 64}, [1, 150, 130], [60, 350, 130]), page=page)
-        with gluon.doubled("attnplug_blocksparse.gluon_prompt") if INTERPRETED else nullcontext():
+        with gluon_emulator.emulated("attnplug_blocksparse.gluon_prompt") if INTERPRETED else nullcontext():
             check(*step.run(step.builder.build(step.batch())), step.case.expected())
 
         assert calls.count("_prompt_by_roles") == (2 if by_roles else 0)

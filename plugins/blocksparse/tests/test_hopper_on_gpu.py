@@ -17,8 +17,8 @@ from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import HopperTiles
 from attnplug_kit.oracle.sparsity import seen_by
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check
-from tests.backends import gluon
-from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
+from tests.backends import gluon_emulator
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS
 
 KERNEL = "attnplug_blocksparse.gluon_prompt"
 EXAMPLES = 20 if INTERPRETED else 12
@@ -54,7 +54,7 @@ def by_roles(case, programs=3, stages=2, seed=0, page=0, layout="NHD", change=("
         pages = {"table": table[0], "length": case.seq_lens[0]}
     line, instead = change
     assert hopper.is_for(query, key, value, out, pattern)
-    with gluon.doubled(KERNEL, seed=seed, line=line, instead=instead) if INTERPRETED else nullcontext():
+    with gluon_emulator.emulated(KERNEL, seed=seed, line=line, instead=instead) if INTERPRETED else nullcontext():
         tiles = HopperTiles(programs, stages)
         hopper.attend(query, key, value, out, lse, pattern, Scales(case.scale), tiles, **pages)
     return out, lse

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.interpreting import check, runs
+from tests.backends.triton_on_cpu import interpreted_runs, run_interpreted
 
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize(("words", "measured"), runs(Path(__file__).parent))
+@pytest.mark.parametrize(("words", "measured"), interpreted_runs(Path(__file__).parent))
 def test_interpreted(words, measured):
-    check(*words, measured=measured)
+    run_interpreted(*words, measured=measured)

@@ -18,8 +18,7 @@ from attnplug_blocksparse.scales import Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
 from attnplug_kit.oracle.sparsity import seen_by
 from plugins.blocksparse.tests.dense import CANARY, DTYPES, Requests, check, lens, starts
-from tests.backends.bounds import watched
-from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, bounds_checked
 
 pytestmark = MARKS
 
@@ -30,7 +29,7 @@ PHI = {"max_seqlen": 8192, "block_size": 16, "local_blocks": 2, "vert_stride": 4
 
 @pytest.fixture(autouse=True, scope="module")
 def _in_bounds():
-    with watched() if INTERPRETED else nullcontext():
+    with bounds_checked() if INTERPRETED else nullcontext():
         yield
 
 

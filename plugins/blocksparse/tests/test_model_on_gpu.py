@@ -6,11 +6,11 @@ import pytest
 
 from attnplug_transformers.engine import Engine
 from plugins.blocksparse.tests.phi3small import LARGE, SMALL, build, mask_densely, prompts
-from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS, leave_out_overflow_checks
-from tests.backends.rounding import Recorder, Reference, Verdict
+from tests.backends.accuracy import Accuracy, LogitRecorder, Reference
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, skip_overflow_checks
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
-leave_out_overflow_checks()
+skip_overflow_checks()
 
 LENGTHS = (70, 1, 96, 33) if INTERPRETED else (2000, 1, 1500, 333)
 SIZES = SMALL if INTERPRETED else LARGE
@@ -30,7 +30,7 @@ def tail(prompt):
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 def test_the_tokens_are_those_of_the_masked_model(monkeypatch, graphs):
-    recorder, model, asked = Recorder.listening(monkeypatch), make(), prompts(LENGTHS)
+    recorder, model, asked = LogitRecorder.attach(monkeypatch), make(), prompts(LENGTHS)
     asked.append(tail(asked[0]))
 
     with Engine(model, graphs=graphs, max_num_tokens=CHUNK, **LIMITS) as engine:
@@ -38,14 +38,14 @@ def test_the_tokens_are_those_of_the_masked_model(monkeypatch, graphs):
         assert bool(engine.counts.replayed_steps) is graphs
 
     mask_densely(model)
-    Verdict.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()
+    Accuracy.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()
 
 
 def test_a_pattern_that_is_not_there_is_found(monkeypatch):
-    recorder, model, asked = Recorder.listening(monkeypatch), make(), prompts(LENGTHS[::2])
+    recorder, model, asked = LogitRecorder.attach(monkeypatch), make(), prompts(LENGTHS[::2])
 
     with Engine(model, max_num_tokens=max(LENGTHS), **LIMITS) as engine:
         tokens = engine.generate(asked, max_new_tokens=5, stop_tokens=())
 
-    with pytest.raises(AssertionError, match="Verdict"):
-        Verdict.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()
+    with pytest.raises(AssertionError, match="Accuracy"):
+        Accuracy.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()

@@ -1,7 +1,7 @@
 """
 The doubles in place of all FlashAttention libraries, and the plugin registered beside them as one that a CPU may run.
 
-A test or class that uses the fixture `doubled` sees both, when it is collected and when it runs; nothing else does.
+A test or class that uses the fixture `fakes` sees both, when it is collected and when it runs; nothing else does.
 Where one of the libraries is installed its double would be mistaken for it, and these tests are left out.
 """
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from tests.backends.doubling import Doubles
+from tests.backends.fakes import FakeLibraries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from tests.backends.doubling import Stage
+    from tests.backends.fakes import FakeEnvironment
 
 NAME: Final = "flash_attn_double"
 VERSIONS: Final = {"flash-attn": "2.8.3", "vllm": "0.24.0", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}
@@ -39,7 +39,7 @@ def _register_ops(versions: Mapping[str, str]) -> None:
         )
 
 
-DOUBLES: Final = Doubles(
+FAKES: Final = FakeLibraries(
     package="attnplug_flash_attn",
     name=NAME,
     folder=Path(__file__).with_name("doubles"),
@@ -50,31 +50,31 @@ DOUBLES: Final = Doubles(
         (r"^compute_capability = .*$", ""),
         (r', compute_capability = "9\.0"', ""),  # the doubles are of libraries on Hopper
     ),
-    unusable="a FlashAttention is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
+    skip_reason="a FlashAttention is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
     prepare=_register_ops,
 )
 
-pytest_generate_tests = DOUBLES.generating(VERSIONS)
-doubled = DOUBLES.fixture(VERSIONS, JOURNAL)
+pytest_generate_tests = FAKES.collection_hook(VERSIONS)
+fakes = FAKES.fixture(VERSIONS, JOURNAL)
 
 
-def stage() -> Stage:
+def stage() -> FakeEnvironment:
     """Return the stage, the same in all of a run."""
-    return DOUBLES.stage(VERSIONS)
+    return FAKES.environment(VERSIONS)
 
 
 def pytest_unconfigure() -> None:
     """Remove what the stage has written."""
-    DOUBLES.close()
+    FAKES.close()
 
 
 @pytest.fixture
-def journal(doubled: None) -> Any:
+def journal(fakes: None) -> Any:
     """Return what the doubles have been asked, by this test alone."""
     return importlib.import_module(JOURNAL).journal
 
 
 @pytest.fixture
-def load_doubled(doubled: None) -> Callable[..., Any]:
+def load_fake(fakes: None) -> Callable[..., Any]:
     """Return what loads a backend on a double, by requirements, variant and the keywords of `attnplug.load`."""
-    return DOUBLES.load
+    return FAKES.load

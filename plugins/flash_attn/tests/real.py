@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import evolve
 
-from tests.backends.offering import Plugin
+from tests.backends.plugin import RealPlugin
 
 if TYPE_CHECKING:
     from attnplug_kit.oracle import Case
@@ -56,7 +56,7 @@ def _is_installed(variant: str) -> bool:
         return False
 
 
-FLASH_ATTN: Final = Plugin("flash_attn", "attnplug_flash_attn", lacking)
+FLASH_ATTN: Final = RealPlugin("flash_attn", "attnplug_flash_attn", lacking)
 
 
 def pages_of(variant: str) -> tuple[int, ...]:

@@ -258,13 +258,13 @@ def run_real(rank: int, group: Any, spread: Spread, variant: str, *, replayed: b
     """Do so on a kernel library."""
     asked = evolve(requirements_of(spread), cudagraph="always" if replayed else "never")
     with pytest.MonkeyPatch.context() as patch:
-        FLASH_ATTN.offer(patch)
+        FLASH_ATTN.register(patch)
         return run_on(FLASH_ATTN.load(asked, variant), rank, group, spread, replayed=replayed)
 
 
 def run_doubled(rank: int, group: Any, spread: Spread, variant: str) -> Result:
     """Do so on the double of a kernel library."""
-    with _stage().entered():
+    with _stage().active():
         backend = attnplug.load(requirements_of(spread), Device.cpu(), backend=f"{NAME}/{variant}")
         return run_on(backend, rank, group, spread)
 

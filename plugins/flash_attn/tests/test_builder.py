@@ -8,17 +8,17 @@ from attrs import evolve
 
 from attnplug.contract import Batch, Layer, Limits
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import BLOCK, Setting
+from tests.backends.harness import BLOCK, Harness
 
 KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 
 
-def plan_of(setting: Setting, batch: Batch, **keywords):
+def plan_of(setting: Harness, batch: Batch, **keywords):
     return setting.impls[0].plan_of(setting.builder.build(batch, **keywords))
 
 
 def test_decodes_and_prefills_are_calls_of_their_own() -> None:
-    setting = Setting(load)
+    setting = Harness(load)
     batch = setting.batch([1, 1, 5, 3], [9, 40, 5, 20])
     plan = plan_of(setting, batch)
 
@@ -37,7 +37,7 @@ def test_decodes_and_prefills_are_calls_of_their_own() -> None:
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [5, 9]])
 def test_a_batch_of_one_phase_is_one_call_on_the_tensors_of_the_batch(query_lens) -> None:
-    setting = Setting(load)
+    setting = Harness(load)
     batch = setting.batch(query_lens, [20, 30])
     (part,) = plan_of(setting, batch).parts
 
@@ -46,7 +46,7 @@ def test_a_batch_of_one_phase_is_one_call_on_the_tensors_of_the_batch(query_lens
 
 
 def test_queries_of_several_rows_are_decodes_up_to_the_agreed_length() -> None:
-    setting = Setting(load, decode_query_len=3)
+    setting = Harness(load, decode_query_len=3)
     plan = plan_of(setting, setting.batch([3, 1, 2, 4], [20] * 4))
 
     assert plan.decode.call.cu_seqlens_q.tolist() == [0, 3, 4, 6]
@@ -57,7 +57,7 @@ def test_queries_of_several_rows_are_decodes_up_to_the_agreed_length() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("query_lens", [[0, 1, 1], [1, 0, 4], [1, 4, 0], [0, 4]])
 def test_padded_requests_may_stand_anywhere(kind, query_lens) -> None:
-    setting = Setting(load, variant=kind)
+    setting = Harness(load, variant=kind)
     seq_lens = [length and length + 9 for length in query_lens]
     metadata = setting.builder.build(setting.batch(query_lens, seq_lens))
 
@@ -69,7 +69,7 @@ def test_padded_requests_may_stand_anywhere(kind, query_lens) -> None:
 def test_libraries_are_told_keys_as_they_take_them() -> None:
     batches = {}
     for kind in KINDS:
-        setting = Setting(load, variant=kind)
+        setting = Harness(load, variant=kind)
         batches[kind] = plan_of(setting, setting.batch([1, 1, 20], [9, 40, 33]))
 
     assert batches["pages"].decode.call.cu_seqlens_k is None
@@ -84,7 +84,7 @@ def test_libraries_are_told_keys_as_they_take_them() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
-    setting = Setting(load, variant=kind)
+    setting = Harness(load, variant=kind)
     plan = plan_of(setting, setting.batch([1, 5, 3], [9, 5, 3]))
     setting.forward(setting.builder.build(setting.batch([1, 5, 3], [9, 5, 3])))
 
@@ -107,7 +107,7 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
     ],
 )
 def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(asked, lens) -> None:
-    setting = Setting(load, **asked)
+    setting = Harness(load, **asked)
     (part,) = plan_of(setting, setting.batch(*lens)).parts
 
     assert not part.reads_new_kv
@@ -116,7 +116,7 @@ def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(asked, l
 
 def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
     layers = [Layer(name="layers.0"), Layer(name="layers.1", kv_sharing_target="layers.0")]
-    setting = Setting(load, layers, kv_sharing=True)
+    setting = Harness(load, layers, kv_sharing=True)
 
     (part,) = plan_of(setting, setting.batch([5], [5])).parts
     assert not part.reads_new_kv
@@ -125,19 +125,19 @@ def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
 @pytest.mark.parametrize("seq_lens_cpu_kind", ["upper_bound", "absent"])
 @pytest.mark.parametrize("kind", ["packed", "cumulative"])
 def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, seq_lens_cpu_kind) -> None:
-    setting = Setting(load, variant=kind, seq_lens_cpu_kind=seq_lens_cpu_kind)
+    setting = Harness(load, variant=kind, seq_lens_cpu_kind=seq_lens_cpu_kind)
     exact = setting.batch([1, 12], [60, 50])
     known = {"seq_lens_cpu": None if seq_lens_cpu_kind == "absent" else exact.seq_lens + 16, "max_seq_len": 80}
     table = torch.nn.functional.pad(exact.block_table, (0, 2), value=7)
     inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
 
-    sure = Setting(load, variant=kind)
+    sure = Harness(load, variant=kind)
     output = setting.forward(setting.builder.build(inexact))
     assert torch.equal(output, sure.forward(sure.builder.build(exact)))
 
 
 def test_keys_that_come_with_the_call_are_one_pass() -> None:
-    setting = Setting(load, paged=False, block_size=None)
+    setting = Harness(load, paged=False, block_size=None)
     batch = Batch.from_lengths([3, 1, 7], [3, 1, 9])
     (part,) = plan_of(setting, batch).parts
 
@@ -149,7 +149,7 @@ def test_keys_that_come_with_the_call_are_one_pass() -> None:
 
 def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
     asked = {"attn_type": "encoder_only", "paged": False, "block_size": None, "sliding_window": 4}
-    setting = Setting(load, **asked)
+    setting = Harness(load, **asked)
     setting.forward(setting.builder.build(Batch.from_lengths([9, 3], causal=False)))
 
     (noted,) = setting.backend.kernels.noted
@@ -159,7 +159,7 @@ def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cross_attention_reads_the_keys_of_the_encoder(kind) -> None:
-    setting = Setting(load, variant=kind, attn_type="encoder_decoder")
+    setting = Harness(load, variant=kind, attn_type="encoder_decoder")
     lens = torch.tensor([20, 5], dtype=torch.int32)
     given = {"encoder_seq_lens": lens, "causal": False, "block_table": torch.tensor([[1, 2], [3, 0]]).int()}
     slots = torch.tensor([*range(16, 36), *range(48, 53)])
@@ -180,7 +180,7 @@ def test_cross_attention_reads_the_keys_of_the_encoder(kind) -> None:
 
 def test_layers_of_equal_windows_share_a_plan() -> None:
     layers = [Layer(name=f"layers.{i}", scale=scale) for i, scale in enumerate((0.1, 0.2))]
-    setting = Setting(load, layers, variant="scheduled")
+    setting = Harness(load, layers, variant="scheduled")
     metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
 
     assert setting.impls[0].plan_of(metadata) is setting.impls[1].plan_of(metadata)
@@ -191,7 +191,7 @@ def test_layers_of_equal_windows_share_a_plan() -> None:
 
 
 def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> None:
-    setting = Setting(load, batch_invariant=True, decode_query_len=2, sliding_window=9)
+    setting = Harness(load, batch_invariant=True, decode_query_len=2, sliding_window=9)
     calls = []
     for query_lens, seq_lens in (([1, 7], [30, 40]), ([2, 1, 20], [2, 9, 20])):
         plan = plan_of(setting, setting.batch(query_lens, seq_lens))
@@ -202,7 +202,7 @@ def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> No
 
 
 def test_a_host_may_do_without_the_invariance_that_was_agreed_on() -> None:
-    setting = Setting(load, batch_invariant=True)
+    setting = Harness(load, batch_invariant=True)
     limits = Limits(max_num_reqs=4, max_num_tokens=16, max_seq_len=64, batch_invariant=False)
     builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
 
@@ -212,7 +212,7 @@ def test_a_host_may_do_without_the_invariance_that_was_agreed_on() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_block_table_is_followed_by_every_pass(kind) -> None:
-    setting = Setting(load, variant=kind)
+    setting = Harness(load, variant=kind)
     before = setting.builder.build(setting.batch([1, 1, 20], [9, 40, 33]))
     other = setting.batch([1, 1, 20], [9, 40, 33], first_block=20)
     made = len(setting.backend.kernels.scheduled)
@@ -232,7 +232,7 @@ def test_another_block_table_is_followed_by_every_pass(kind) -> None:
 
 
 def test_metadata_of_other_layers_is_scheduled_for_those_of_the_builder() -> None:
-    setting = Setting(load, variant="scheduled", sliding_window=9)
+    setting = Harness(load, variant="scheduled", sliding_window=9)
     batch = setting.batch([1, 5], [9, 20])
     before = setting.builder.build(batch)
     strange = evolve(before, plans={})
@@ -243,7 +243,7 @@ def test_metadata_of_other_layers_is_scheduled_for_those_of_the_builder() -> Non
 
 def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
     shared = Layer(name="layers.1", kv_sharing_target="layers.0")
-    setting = Setting(load, variant="scheduled", kv_sharing=True)
+    setting = Harness(load, variant="scheduled", kv_sharing=True)
     other = setting.backend.make_builder([setting.backend.make_impl(shared)], setting.state)
     batch = setting.batch([5], [5])
     pages = other.build(batch)
@@ -257,7 +257,7 @@ def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
 
 
 def test_advanced_steps_are_decodes() -> None:
-    setting = Setting(load, variant="scheduled")
+    setting = Harness(load, variant="scheduled")
     metadata = setting.builder.build(setting.batch([1, 1], [9, 16]))
     table = torch.nn.functional.pad(metadata.batch.block_table, (0, 1), value=9)
     metadata = setting.builder.update_block_table(metadata, table, metadata.batch.slot_mapping)

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from attnplug.contract import Batch, Layer
 from attnplug_kit.oracle.closeness import assert_close
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import BLOCK, Setting
+from tests.backends.harness import BLOCK, Harness
 
 KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 SINKS = torch.linspace(-1.0, 3.0, 4)
 ASKED: dict[str, Any] = {"cascade": True, "dtype": "float32", "return_lse": True}
 
 
-def shared_batch(setting: Setting, query_lens: list[int], own: list[int], blocks: int, **more: Any) -> Batch:
+def shared_batch(setting: Harness, query_lens: list[int], own: list[int], blocks: int, **more: Any) -> Batch:
     """Return a batch whose requests share their first blocks, with so many keys of their own beside their queries."""
     length = blocks * BLOCK
     seq_lens = [query and query + more + length for query, more in zip(query_lens, own, strict=True)]
@@ -36,7 +36,7 @@ def shared_batch(setting: Setting, query_lens: list[int], own: list[int], blocks
     return evolve(batch, **given, slot_mapping_cpu=given["slot_mapping"], common_prefix_len=blocks * BLOCK, **more)
 
 
-def results(setting: Setting, batch: Batch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def results(setting: Harness, batch: Batch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, generator = batch.num_actual_tokens, torch.Generator().manual_seed(5)
     query = torch.randn(tokens, 4, 64, generator=generator)
     key, value = (torch.randn(tokens, 2, 64, generator=generator) for _ in range(2))
@@ -60,7 +60,7 @@ def test_it_is_what_flat_attention_is(query_lens, prompts, padding, own, blocks,
     if padding is not None:  # a padded request has other pages, and may stand first
         lens.insert(0 if padding == 0 else len(lens), 0)
     layer = Layer(name="layers.0", sinks=SINKS if with_sinks else None)
-    setting = Setting(load, [layer], kind, **ASKED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
+    setting = Harness(load, [layer], kind, **ASKED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
     batch = shared_batch(setting, lens, [own + request for request in range(len(lens))], blocks)
     cache = setting.backend.make_cache(64)
     cache.normal_(generator=torch.Generator().manual_seed(1))
@@ -73,7 +73,7 @@ def test_it_is_what_flat_attention_is(query_lens, prompts, padding, own, blocks,
 
 
 def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> None:
-    setting = Setting(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **ASKED, sinks=True)
+    setting = Harness(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **ASKED, sinks=True)
     batch = shared_batch(setting, [1, 1, 5], [3, 0, 20], 2)
     plan = setting.impls[0].plan_of(setting.builder.build(batch))
 
@@ -89,7 +89,7 @@ def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> 
 
 
 def test_the_sink_enters_the_prefix_alone() -> None:
-    setting = Setting(load, [Layer(name="layers.0", sinks=SINKS)], **ASKED, sinks=True)
+    setting = Harness(load, [Layer(name="layers.0", sinks=SINKS)], **ASKED, sinks=True)
     results(setting, shared_batch(setting, [1, 5], [3, 20], 1), setting.backend.make_cache(64))
 
     *parts, prefix = setting.backend.kernels.noted
@@ -98,7 +98,7 @@ def test_the_sink_enters_the_prefix_alone() -> None:
 
 
 def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
-    setting = Setting(load, **ASKED)
+    setting = Harness(load, **ASKED)
     plan = setting.impls[0].plan_of(setting.builder.build(shared_batch(setting, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
 
     assert plan.prefix.call.block_table.tolist() == [[1, 2]]
@@ -106,7 +106,7 @@ def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
-    setting = Setting(load, variant=kind, **ASKED)
+    setting = Harness(load, variant=kind, **ASKED)
     batch = shared_batch(setting, [1, 1], [3, 9], 2)
     before = setting.builder.build(batch)
     table = torch.where(batch.block_table > 0, batch.block_table + 7, 0)
@@ -121,14 +121,14 @@ def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
 
 
 def test_hosts_are_told_when_it_pays() -> None:
-    builder = Setting(load, **ASKED).builder
+    builder = Harness(load, **ASKED).builder
     assert builder.use_cascade_attention(8192, [2] * 64)
     assert not builder.use_cascade_attention(128, [2] * 64)
-    assert not Setting(load).builder.use_cascade_attention(8192, [2] * 64)
+    assert not Harness(load).builder.use_cascade_attention(8192, [2] * 64)
 
 
 def test_outputs_whose_rows_lie_apart_are_merged_in_place() -> None:
-    setting = Setting(load, **ASKED)
+    setting = Harness(load, **ASKED)
     batch = shared_batch(setting, [1, 1], [3, 9], 1)
     cache = setting.backend.make_cache(64)
     wide = torch.full((3, 512), 7.0)

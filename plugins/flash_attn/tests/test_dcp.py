@@ -135,7 +135,7 @@ class TestOnProcesses:
             assert torch.equal(alone.output, among.output[:1])
             assert torch.equal(alone.lse, among.lse[:1])
 
-    @pytest.mark.usefixtures("doubled")
+    @pytest.mark.usefixtures("fakes")
     @pytest.mark.parametrize("ranks", [2, 4])
     @pytest.mark.parametrize("variant", SPREADING)
     def test_the_libraries_take_the_calls(self, variant, ranks):

@@ -13,7 +13,7 @@ from attnplug_flash_attn.kernels import ADAPTERS
 from attnplug_flash_attn.kernels.interface import LayerParams
 from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, SIZE, kernels, module_of, requests
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 PLAIN = LayerParams(softmax_scale=0.3)
 MIXED = requests((5, 1, 7), (20, 300, 7))

@@ -79,13 +79,13 @@ STEPS = {
 }
 
 
-def test_the_list_is_what_the_adapters_call(monkeypatch, journal, load_doubled):
+def test_the_list_is_what_the_adapters_call(monkeypatch, journal, load_fake):
     for variant, cases in STEPS.items():
         for case in cases:
-            check(load_doubled(case.requirements(), variant), materialize(case))
-        check(load_doubled(MIXED.requirements(paged=False), variant), materialize(MIXED))
+            check(load_fake(case.requirements(), variant), materialize(case))
+        check(load_fake(MIXED.requirements(paged=False), variant), materialize(MIXED))
     monkeypatch.delattr(import_module(MODULES["fa4"]), "_flash_attn_fwd")
-    check(load_doubled(STEPS["fa4"][0].requirements(), "fa4"), materialize(STEPS["fa4"][0]))
+    check(load_fake(STEPS["fa4"][0].requirements(), "fa4"), materialize(STEPS["fa4"][0]))
     found: dict[tuple[str, str], tuple[int, set[str]]] = {}
     for call in journal.calls:
         key = call.library, call.function
@@ -152,7 +152,7 @@ def test_the_installed_torch_takes_the_call():
     assert {*keywords, "seqused_k"} <= {item.name for item in arguments if item.kwarg_only}
 
 
-@pytest.mark.usefixtures("doubled")
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("library", "function"), IN_PYTHON)
 def test_the_doubles_have_the_signatures_of_their_releases(library, function):
     def told(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 PUBLIC, PRIVATE = "flash_attn_varlen_func", "_flash_attn_fwd"
 PLAIN = LayerParams(softmax_scale=0.3)

@@ -7,7 +7,7 @@ import torch
 
 from attnplug.contract import GraphShape
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
 DECODES = ([[1, 1], [9, 20]], [[1, 1, 1, 1], [40, 2, 17, 16]], [[1], [60]])
 MIXED = ([[1, 7], [9, 20]], [[16], [16]], [[1, 1, 1, 9], [40, 2, 17, 16]])
@@ -16,7 +16,7 @@ MIXED = ([[1, 7], [9, 20]], [[16], [16]], [[1, 1, 1, 9], [40, 2, 17, 16]])
 @pytest.mark.parametrize("kind", ["pages", "cumulative", "padded", "scheduled"])
 @pytest.mark.parametrize(("key", "steps"), [(GraphShape(4, 4, 1), DECODES), (GraphShape(4, 16), MIXED)])
 def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
-    setting = Setting(load, variant=kind, cudagraph="always")
+    setting = Harness(load, variant=kind, cudagraph="always")
     with setting.state.graph_capture(4):
         graph = setting.state.graph(key)
         captured = setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
@@ -32,7 +32,7 @@ def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
         assert torch.equal(replayed, eager(setting, query_lens, seq_lens, key.num_tokens))
 
 
-def eager(setting: Setting, query_lens: list[int], seq_lens: list[int], rows: int) -> torch.Tensor:
+def eager(setting: Harness, query_lens: list[int], seq_lens: list[int], rows: int) -> torch.Tensor:
     """The rows of a replay, built by themselves: `forward` draws as many as its metadata has, from one seed."""
     impl, batch, generator = setting.impls[0], setting.batch(query_lens, seq_lens), torch.Generator().manual_seed(3)
     query, key, value = (
@@ -46,7 +46,7 @@ def eager(setting: Setting, query_lens: list[int], seq_lens: list[int], rows: in
 
 @pytest.mark.parametrize("kind", ["pages", "cumulative", "padded", "scheduled"])
 def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
-    setting = Setting(load, variant=kind, cudagraph="always")
+    setting = Harness(load, variant=kind, cudagraph="always")
     with setting.state.graph_capture(4):
         graph = setting.state.graph(GraphShape(4, 16))
         plan = setting.impls[0].plan_of(setting.builder.build(graph.dummy_batch(setting.builder), graph=graph))

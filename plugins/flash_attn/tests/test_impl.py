@@ -8,12 +8,12 @@ import torch
 from attnplug.contract import Batch, Layer
 from attnplug.errors import LayerError
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
 FP8 = torch.float8_e4m3fn
 
 
-def run(setting: Setting, query_lens: list[int], seq_lens: list[int], **tensors):
+def run(setting: Harness, query_lens: list[int], seq_lens: list[int], **tensors):
     """Run a step; the call's tensors may be given."""
     batch = setting.batch(query_lens, seq_lens)
     tokens, impl = batch.num_actual_tokens, setting.impls[0]
@@ -30,7 +30,7 @@ def run(setting: Setting, query_lens: list[int], seq_lens: list[int], **tensors)
 
 
 def test_a_profiling_run_leaves_the_output_alone() -> None:
-    setting = Setting(load)
+    setting = Harness(load)
     query, keys = torch.randn(3, 4, 64).bfloat16(), torch.randn(3, 2, 64).bfloat16()
     output = torch.full((3, 256), 7.0).bfloat16()
     setting.impls[0].forward(query, keys, keys, None, None, output)
@@ -40,7 +40,7 @@ def test_a_profiling_run_leaves_the_output_alone() -> None:
 
 
 def test_kernels_write_the_output_and_the_lse_in_place() -> None:
-    setting = Setting(load, return_lse=True)
+    setting = Harness(load, return_lse=True)
     wide = torch.full((6, 300), 7.0).bfloat16()
     lse = torch.full((6, 4), 7.0)
     given, noted = run(setting, [1, 4], [9, 4], output=wide[:5, 20:276], lse=lse[:5])
@@ -57,7 +57,7 @@ def test_kernels_write_the_output_and_the_lse_in_place() -> None:
 
 def test_slopes_and_sinks_come_as_the_kernels_take_them() -> None:
     layer = Layer(name="layers.0", sinks=torch.randn(4), alibi_slopes=torch.rand(8)[::2])
-    impl = Setting(load, [layer], sinks=True, alibi="linear").impls[0]
+    impl = Harness(load, [layer], sinks=True, alibi="linear").impls[0]
 
     assert impl.params.sinks.dtype == torch.bfloat16
     assert impl.params.alibi_slopes.dtype == torch.float32
@@ -70,20 +70,20 @@ def test_slopes_and_sinks_come_as_the_kernels_take_them() -> None:
 def test_sinks_that_are_trained_elsewhere_are_numbers_here(dtype) -> None:
     """FlashAttention 4 compiles other kernels for them, and fills an LSE that nobody reads."""
     sinks = torch.nn.Parameter(torch.randn(4).to(dtype))
-    impl = Setting(load, [Layer(name="layers.0", sinks=sinks)], sinks=True).impls[0]
+    impl = Harness(load, [Layer(name="layers.0", sinks=sinks)], sinks=True).impls[0]
 
     assert not impl.params.sinks.requires_grad
     assert torch.equal(impl.params.sinks, sinks.to(torch.bfloat16))
 
 
 def test_no_soft_cap_is_zero() -> None:
-    assert Setting(load).impls[0].params.softcap == 0.0
-    assert Setting(load, logits_soft_cap=30.0).impls[0].params.softcap == 30.0
+    assert Harness(load).impls[0].params.softcap == 0.0
+    assert Harness(load, logits_soft_cap=30.0).impls[0].params.softcap == 30.0
 
 
 def test_queries_are_quantized_by_their_scale() -> None:
     layer = Layer(name="layers.0", q_scale=0.5, k_scale=0.25, v_scale=2.0)
-    setting = Setting(load, [layer], kv_cache_dtype="fp8_e4m3")
+    setting = Harness(load, [layer], kv_cache_dtype="fp8_e4m3")
     query = (torch.arange(4 * 64).view(1, 4, 64) / 16).bfloat16()
     _, (noted,) = run(setting, [1], [5], query=query)
 
@@ -97,7 +97,7 @@ def test_queries_are_quantized_by_their_scale() -> None:
 
 def test_scales_per_head_come_with_each_call() -> None:
     scales = {f"{letter}_scale_tensor": torch.tensor([0.5, 4.0]) for letter in "qkv"}
-    setting = Setting(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
+    setting = Harness(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
     _, (noted,) = run(setting, [1], [5])
 
     assert all(
@@ -107,7 +107,7 @@ def test_scales_per_head_come_with_each_call() -> None:
 
 def test_a_scale_that_the_host_changes_is_seen() -> None:
     scale = torch.ones(1)
-    impl = Setting(load, [Layer(name="layers.0", k_scale_tensor=scale)], kv_cache_dtype="fp8_e4m3").impls[0]
+    impl = Harness(load, [Layer(name="layers.0", k_scale_tensor=scale)], kv_cache_dtype="fp8_e4m3").impls[0]
     scale.fill_(3.0)
 
     assert float(impl.params.k_descale) == 3.0
@@ -115,7 +115,7 @@ def test_a_scale_that_the_host_changes_is_seen() -> None:
 
 @pytest.mark.parametrize("writer", ["forward", "host"])
 def test_either_writes_the_cache(writer) -> None:
-    setting = Setting(load, [Layer(name="layers.0", cache_write=writer)])
+    setting = Harness(load, [Layer(name="layers.0", cache_write=writer)])
     cache, batch = setting.backend.make_cache(16), setting.batch([2], [5])
     query, keys = torch.randn(2, 4, 64).bfloat16(), torch.randn(2, 2, 64).bfloat16()
     impl, output = setting.impls[0], torch.empty(2, 256).bfloat16()
@@ -132,7 +132,7 @@ def test_either_writes_the_cache(writer) -> None:
 
 @pytest.mark.parametrize("brings", [True, False])
 def test_a_layer_that_shares_a_cache_writes_nothing(brings) -> None:
-    setting = Setting(load, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
+    setting = Harness(load, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
     keys = torch.randn(2, 2, 64).bfloat16() if brings else None
     given, _ = run(setting, [2], [5], key=keys, value=keys)
 
@@ -141,7 +141,7 @@ def test_a_layer_that_shares_a_cache_writes_nothing(brings) -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_all_layers_in_one_tensor_are_blocks_first(layout) -> None:
-    backend = Setting(load, kv_layout=layout).backend
+    backend = Harness(load, kv_layout=layout).backend
     spec = backend.cache_tensors(6)["kv"].with_layers(3)
     layers = spec.allocate("cpu")
 
@@ -150,13 +150,13 @@ def test_all_layers_in_one_tensor_are_blocks_first(layout) -> None:
     assert steps[2] == 3 * 2 * 16 * 2 * 64  # a block holds what all layers have for it
     order = sorted(range(6), key=lambda axis: -steps[axis])
     assert order == ([2, 0, 1, 3, 4, 5] if layout == "NHD" else [2, 4, 0, 1, 3, 5])
-    setting = Setting(load, kv_layout=layout)
+    setting = Harness(load, kv_layout=layout)
     run(setting, [1, 4], [9, 4], kv_cache=layers[1])
 
 
 @pytest.mark.parametrize("brings", [True, False])
 def test_a_layer_that_shares_a_cache_refuses_metadata_of_rows(brings) -> None:
-    setting = Setting(load, kv_sharing=True)
+    setting = Harness(load, kv_sharing=True)
     stranger = setting.backend.make_impl(Layer(name="layers.1", kv_sharing_target="layers.0"))
     metadata, query = setting.builder.build(setting.batch([3], [3])), torch.randn(3, 4, 64).bfloat16()
     keys = torch.randn(3, 2, 64).bfloat16() if brings else None
@@ -166,7 +166,7 @@ def test_a_layer_that_shares_a_cache_refuses_metadata_of_rows(brings) -> None:
 
 
 def test_rows_of_keys_beyond_those_of_the_batch_are_not_handed_on() -> None:
-    setting = Setting(load, paged=False, block_size=None)
+    setting = Harness(load, paged=False, block_size=None)
     query, keys = torch.randn(4, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
     output = torch.full((4, 256), 7.0).bfloat16()
     setting.impls[0].forward(query, keys, keys, None, setting.builder.build(Batch.from_lengths([3], [7])), output)

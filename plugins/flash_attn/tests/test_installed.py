@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.backends.installing import Site
+from tests.backends.plugin import InstalledPlugin
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,7 +43,7 @@ def installed() -> list[str]:
 pytestmark = pytest.mark.skipif(bool(installed()), reason=f"installed here: {', '.join(installed())}")
 
 
-def standings(site: Site, libraries: Path | None = None) -> dict[str, str]:
+def standings(site: InstalledPlugin, libraries: Path | None = None) -> dict[str, str]:
     """Return what `attnplug list` says of each variant."""
     found = site.listed(libraries)
     assert found["distribution"] == "attnplug-flash-attn 0.1.0"
@@ -57,15 +57,15 @@ def check_remedy(fix: Mapping[str, Any], variant: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return Site.of(tmp_path_factory.mktemp("site"), PROJECT, "flash_attn", PACKAGES)
+def site(tmp_path_factory: pytest.TempPathFactory) -> InstalledPlugin:
+    return InstalledPlugin.install(tmp_path_factory.mktemp("site"), PROJECT, "flash_attn", PACKAGES)
 
 
-def test_every_module_and_the_manifest_are_in_the_wheel(site: Site) -> None:
+def test_every_module_and_the_manifest_are_in_the_wheel(site: InstalledPlugin) -> None:
     site.check_files([Path("attnplug.toml"), Path("kernels", "fa4.py")])
 
 
-def test_the_metadata_says_what_it_needs_and_offers(site: Site) -> None:
+def test_the_metadata_says_what_it_needs_and_offers(site: InstalledPlugin) -> None:
     (found,) = [d for d in distributions(path=[str(site.folder)]) if d.name == "attnplug-flash-attn"]
 
     assert [(e.group, e.name, e.value) for e in found.entry_points] == [
@@ -76,12 +76,12 @@ def test_the_metadata_says_what_it_needs_and_offers(site: Site) -> None:
     assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["fa2", "fa4", "test", "vllm"]
 
 
-def test_without_a_library_torch_remains(site: Site) -> None:
+def test_without_a_library_torch_remains(site: InstalledPlugin) -> None:
     assert standings(site) == {name: "missing_dependency" if name in NEEDS else "ready" for name in VARIANTS}
 
 
 @pytest.mark.parametrize("variant", NEEDS)
-def test_without_its_library_the_remedy_of_a_variant_is_to_install_it(site: Site, variant: str) -> None:
+def test_without_its_library_the_remedy_of_a_variant_is_to_install_it(site: InstalledPlugin, variant: str) -> None:
     explanation = site.explanation("cuda:9.0", "--backend", f"flash_attn/{variant}", status=1)
 
     (verdict,) = [v for v in explanation["verdicts"] if v["id"] == f"flash_attn/{variant}"]
@@ -92,7 +92,7 @@ def test_without_its_library_the_remedy_of_a_variant_is_to_install_it(site: Site
     check_remedy(verdict["fix"], variant)
 
 
-def test_another_version_of_a_library_is_told_as_such(site: Site, tmp_path: Path) -> None:
+def test_another_version_of_a_library_is_told_as_such(site: InstalledPlugin, tmp_path: Path) -> None:
     old = {"flash-attn": "2.6.3", "vllm": "0.18.1", "flash-attn-3": "2.9", "flash-attn-4": "4.0.0b8"}
     explanation = site.explanation("cuda:9.0", libraries=site.libraries(tmp_path, old))
 
@@ -105,7 +105,7 @@ def test_another_version_of_a_library_is_told_as_such(site: Site, tmp_path: Path
     assert explanation["chosen"] == "flash_attn/torch"
 
 
-def test_flash_attention_4_alone_is_no_flash_attention_2(site: Site, tmp_path: Path) -> None:
+def test_flash_attention_4_alone_is_no_flash_attention_2(site: InstalledPlugin, tmp_path: Path) -> None:
     """`import flash_attn` would succeed with either; versions are those of distributions."""
     alone = site.libraries(tmp_path, {"flash-attn-4": "4.0.0b36"})
 
@@ -114,7 +114,7 @@ def test_flash_attention_4_alone_is_no_flash_attention_2(site: Site, tmp_path: P
     assert ready == ["fa4", "torch"]
 
 
-def test_with_every_library_each_device_has_its_own(site: Site, tmp_path: Path) -> None:
+def test_with_every_library_each_device_has_its_own(site: InstalledPlugin, tmp_path: Path) -> None:
     everything = site.libraries(tmp_path, EVERYTHING)
     sixteen = ("--block-size", "16")
 
@@ -142,14 +142,14 @@ def test_with_every_library_each_device_has_its_own(site: Site, tmp_path: Path) 
     ids=lambda given: given if isinstance(given, str) else "",
 )
 def test_on_hopper_the_best_of_what_is_there_is_chosen(
-    site: Site, tmp_path: Path, there: dict[str, str], chosen: str
+    site: InstalledPlugin, tmp_path: Path, there: dict[str, str], chosen: str
 ) -> None:
     explanation = site.explanation("cuda:9.0", libraries=site.libraries(tmp_path, there))
 
     assert explanation["chosen"] == f"flash_attn/{chosen}"
 
 
-def test_what_the_kit_has_shown_on_hopper_is_not_called_unverified(site: Site, tmp_path: Path) -> None:
+def test_what_the_kit_has_shown_on_hopper_is_not_called_unverified(site: InstalledPlugin, tmp_path: Path) -> None:
     """The wheel brings the files of the kit's runs along, and they count for its version."""
     given = site.libraries(tmp_path, EVERYTHING)
 
@@ -166,7 +166,7 @@ def test_what_the_kit_has_shown_on_hopper_is_not_called_unverified(site: Site, t
         assert shown[variant] == ["no run of the conformance kit on cuda:9.0 is known"]
 
 
-def test_old_releases_of_flash_attention_4_lack_what_rules_say(site: Site, tmp_path: Path) -> None:
+def test_old_releases_of_flash_attention_4_lack_what_rules_say(site: InstalledPlugin, tmp_path: Path) -> None:
     old = site.libraries(tmp_path, {"flash-attn-4": "4.0.0b20"})
     words = ("--head-size", "256", "--backend", "flash_attn/fa4")
 
@@ -181,13 +181,13 @@ def test_old_releases_of_flash_attention_4_lack_what_rules_say(site: Site, tmp_p
     ]
 
 
-def test_its_old_name_selects_it(site: Site, tmp_path: Path) -> None:
+def test_its_old_name_selects_it(site: InstalledPlugin, tmp_path: Path) -> None:
     given = site.libraries(tmp_path, {"vllm": "0.24.0"})
 
     assert site.explanation("cuda:9.0", "--backend", "FLASH_ATTN", libraries=given)["chosen"] == "flash_attn/fa3_vllm"
 
 
-def test_what_the_probe_finds_is_what_loading_says(site: Site, tmp_path: Path) -> None:
+def test_what_the_probe_finds_is_what_loading_says(site: InstalledPlugin, tmp_path: Path) -> None:
     printed = site.load(site.libraries(tmp_path, {"vllm": "0.24.0"}))
 
     assert "'flash_attn/fa3_vllm' was probed" in printed

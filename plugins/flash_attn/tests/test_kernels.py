@@ -12,7 +12,7 @@ from attnplug_flash_attn.kernels import ADAPTERS
 from attnplug_flash_attn.kernels.interface import LayerParams
 from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, kernels, requests
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 PLAIN = LayerParams(softmax_scale=0.3)
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 1.0])

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 ASKED = attnplug.Requirements(head_size=128, num_q_heads=8, num_kv_heads=2, dtype="bfloat16")
 
-load_real = FLASH_ATTN.fixture()
+load_real = FLASH_ATTN.load_fixture()
 
 
 def public_fa4() -> Any:
@@ -53,7 +53,7 @@ def test_what_is_here_is_offered_and_what_is_not_is_not(load_real, variant) -> N
 
 def test_fa4_alone_is_not_taken_for_2(load_real) -> None:
     """The module `flash_attn` imports where the distribution of FlashAttention 2 is not installed."""
-    FLASH_ATTN.check_here("fa4")
+    FLASH_ATTN.skip_if_missing("fa4")
     try:
         pytest.skip(f"flash-attn {version('flash-attn')} is installed here beside it")
     except PackageNotFoundError:
@@ -62,7 +62,7 @@ def test_fa4_alone_is_not_taken_for_2(load_real) -> None:
 
 
 def test_flashattention_3_is_the_first_choice_on_hopper(load_real) -> None:
-    FLASH_ATTN.check_here("fa3_vllm")
+    FLASH_ATTN.skip_if_missing("fa3_vllm")
 
     assert attnplug.select(ASKED, backend="flash_attn").id == "flash_attn/fa3_vllm"
     assert attnplug.load(ASKED, backend="flash_attn").id == "flash_attn/fa3_vllm"
@@ -105,7 +105,7 @@ def test_fa4_writes_where_it_is_told(load_real, paged, heads, made) -> None:
 
 
 def test_fa4_refuses_by_assertions_and_returns_two_tensors() -> None:
-    FLASH_ATTN.check_here("fa4")
+    FLASH_ATTN.skip_if_missing("fa4")
     flash_attn_varlen_func = public_fa4()
     rows = torch.randn(3, 8, 128, device="cuda").bfloat16()
     pages = torch.randn(4, 128, 2, 128, device="cuda").bfloat16()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plugins.flash_attn.tests.real import FLASH_ATTN, GRAPHS, SINKS, SOFT_CAP, VARIANTS
-from tests.backends.judging import check_right, forget_models
-from tests.backends.wrong import WRONG
+from tests.backends.accuracy import FAULTS, check_accuracy, free_models
 
 pytestmark = pytest.mark.gpu
 
@@ -18,26 +17,26 @@ RUNS = [
     for graphs in ((True, False) if variant in GRAPHS else (False,))
 ]
 
-judge = FLASH_ATTN.judge_fixture()
+measure = FLASH_ATTN.accuracy_fixture()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgotten():
     yield
-    forget_models()
+    free_models()
 
 
 @pytest.mark.parametrize(("name", "variant", "graphs"), RUNS)
-def test_the_tokens_are_those_of_the_model_alone(judge, record_property, name: str, variant: str, graphs: bool) -> None:
-    check_right(judge(name, variant, graphs=graphs), record_property)
+def test_tokens_match_the_model_alone(measure, record_property, name: str, variant: str, graphs: bool) -> None:
+    check_accuracy(measure(name, variant, graphs=graphs), record_property)
 
 
-@pytest.mark.parametrize(("name", "wrong"), WRONG, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
 @pytest.mark.parametrize("variant", SINKS)
-def test_what_is_wrong_is_found(judge, monkeypatch, name: str, wrong, variant: str) -> None:
-    wrong(monkeypatch)
+def test_what_is_wrong_is_found(measure, monkeypatch, name: str, fault, variant: str) -> None:
+    fault(monkeypatch)
 
-    verdict = judge(name, variant, graphs=False)
+    accuracy = measure(name, variant, graphs=False)
 
-    with pytest.raises(AssertionError, match="Verdict"):
-        verdict.check()
+    with pytest.raises(AssertionError, match="Accuracy"):
+        accuracy.check()

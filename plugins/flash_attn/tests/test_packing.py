@@ -14,7 +14,7 @@ from attnplug.contract import Layer, Limits
 from attnplug.ops import gather_slots
 from attnplug_flash_attn import packing
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
 PER_KEY = 2 * 2 * 64 * 2  # key and value, two heads of 64, two bytes
 LENS = ([1, 1, 1, 7, 20, 3], [60, 90, 2, 90, 33, 3])
@@ -26,7 +26,7 @@ def keys_at_once(monkeypatch):
     return lambda keys: monkeypatch.setattr(packing, "AT_ONCE", keys * PER_KEY)
 
 
-class Small(Setting):
+class Small(Harness):
     """Requests of up to 90 keys."""
 
     limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=90)

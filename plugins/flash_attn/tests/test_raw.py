@@ -12,7 +12,7 @@ from attnplug_kit.bench.choice import Choice
 from attnplug_kit.bench.rig import make_planner
 from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
 from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
-from tests.backends.benching import STEPS, TINY, Ticks, check_a_second_call, hold_against
+from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
 
 
 def choice(variant: str) -> Choice:
@@ -20,8 +20,8 @@ def choice(variant: str) -> Choice:
 
 
 @pytest.fixture
-def library(doubled, monkeypatch):
-    hold_against(monkeypatch, DirectFlashAttention, "flash_attn_double")
+def library(fakes, monkeypatch):
+    use_baseline(monkeypatch, DirectFlashAttention, "flash_attn_double")
 
 
 def test_they_are_a_baseline_for_every_variant() -> None:
@@ -33,7 +33,7 @@ def test_they_are_a_baseline_for_every_variant() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
 def test_forwards_are_held_against_them(library, step, variant) -> None:
-    found = forwarding.found([((step,), Ticks(), True), ((step,), Ticks(), False)], choice(variant), 1)
+    found = forwarding.found([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], choice(variant), 1)
 
     assert not found.failures
     assert found.measurements[0].what.endswith("raw FlashAttention calls")
@@ -42,12 +42,12 @@ def test_forwards_are_held_against_them(library, step, variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_second_call_finds_what_the_first_has_written(library, variant) -> None:
-    check_a_second_call(DirectFlashAttention(), choice(variant))
+    check_second_call(DirectFlashAttention(), choice(variant))
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
 def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
-    monkeypatch.setattr(replaying, "work_clock", lambda _: Ticks())
+    monkeypatch.setattr(replaying, "work_clock", lambda _: FakeTimer())
 
     found = forwarding.found([], choice(variant), 1, [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)])
 
@@ -57,7 +57,7 @@ def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_builds_are_held_against_schedules_where_there_are_any(library, monkeypatch, variant) -> None:
-    monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
+    monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
 
     found = building.found(STEPS, STEPS[1:2], choice(variant), 1)
 

@@ -13,12 +13,12 @@ from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel
 from attnplug_flash_attn import builder as building
 from attnplug_flash_attn.schedule import longest_schedule
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import MODEL, Setting
+from tests.backends.harness import MODEL, Harness
 
 LIMITS = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128, capture_sizes=(10,))
 
 
-class Captured(Setting):
+class Captured(Harness):
     """A backend that makes schedules, with slots of several shapes."""
 
     limits = LIMITS
@@ -44,7 +44,7 @@ def whole(schedule: torch.Tensor) -> torch.Tensor:
 
 
 def test_each_pass_has_a_schedule_of_its_own() -> None:
-    setting = Setting(load, variant="scheduled", cascade=True)
+    setting = Harness(load, variant="scheduled", cascade=True)
     plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 5], [9, 20])))
 
     made = [part.call.scheduler_metadata for part in plan.parts]
@@ -74,7 +74,7 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
 
 
 def test_a_build_in_a_hurry_makes_none() -> None:
-    setting = Setting(load, variant="scheduled")
+    setting = Harness(load, variant="scheduled")
     plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 5], [9, 20]), fast=True))
 
     assert all(part.call.scheduler_metadata is None for part in plan.parts)
@@ -129,7 +129,7 @@ def test_the_memory_goes_with_the_slots() -> None:
 
 def test_the_bound_of_captured_sizes_holds_for_eager_steps_of_that_size_too() -> None:
     limits = evolve(LIMITS, max_num_splits=6, capture_sizes=(4,))
-    setting = Setting(load, variant="scheduled", cudagraph="always")
+    setting = Harness(load, variant="scheduled", cudagraph="always")
     builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
     small, large = (builder.build(setting.batch([1] * count)) for count in (4, 5))
 

@@ -17,7 +17,7 @@ from attnplug_flash_attn import impl as running
 from attnplug_flash_attn.kernels.interface import Kernels
 from plugins.flash_attn.tests.requests_of import kernels
 from plugins.flash_attn.tests.world import make_backend
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -62,7 +62,7 @@ class Together:
         return parts.clone()[0]
 
 
-class Measured(Setting):
+class Measured(Harness):
     """A step of ROWS rows whose requests have cached keys."""
 
     limits = Limits(max_num_reqs=64, max_num_tokens=ROWS, max_seq_len=64)
@@ -148,7 +148,7 @@ def test_a_profiling_run_takes_what_a_step_takes(monkeypatch, tmp_path, kernels,
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa4", "torch"])
-def test_adapters_that_write_elsewhere_say_so(doubled, variant) -> None:
+def test_adapters_that_write_elsewhere_say_so(fakes, variant) -> None:
     adapter = kernels(variant)
     copies = "out.copy_" in inspect.getsource(type(adapter))
 

@@ -7,7 +7,7 @@ from attrs import evolve
 
 from attnplug_kit.oracle import Case
 from plugins.flash_attn.tests.real import FLASH_ATTN, SINKS, SOFT_CAP, VARIANTS, fit
-from tests.backends import traps
+from tests.backends import checks
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ STEPS = {
     "decodes of several rows": evolve(MIXED, query_lens=(3,) * 9, decode_query_len=3),
 }
 
-load_real = FLASH_ATTN.fixture()
+load_real = FLASH_ATTN.load_fixture()
 
 
 def shared(case: Case, variant: str, **changes: object) -> Case:
@@ -38,25 +38,25 @@ def shared(case: Case, variant: str, **changes: object) -> Case:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_cascade_is_what_the_flat_step_is(load_real, variant, step) -> None:
-    traps.check_a_cascade_and_the_flat_step(load_real, variant, shared(STEPS[step], variant))
+    checks.check_cascade(load_real, variant, shared(STEPS[step], variant))
 
 
 @pytest.mark.parametrize("variant", SINKS)
 @pytest.mark.parametrize("step", STEPS)
 def test_sinks_count_once(load_real, variant, step) -> None:
     """In the pass over the prefix alone: in both, or in none, is another result."""
-    traps.check_a_cascade_and_the_flat_step(load_real, variant, shared(STEPS[step], variant, sinks=True, head_size=64))
+    checks.check_cascade(load_real, variant, shared(STEPS[step], variant, sinks=True, head_size=64))
 
 
 @pytest.mark.parametrize("variant", SOFT_CAP)
 def test_soft_caps_bend_both_passes(load_real, variant) -> None:
     case = shared(MIXED, variant, logits_soft_cap=2.0, gain=4.0)
 
-    traps.check_a_cascade_and_the_flat_step(load_real, variant, case)
+    checks.check_cascade(load_real, variant, case)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_requests_that_end_with_the_prefix_have_their_new_token_alone(load_real, variant) -> None:
     case = fit(MIXED, variant, query_lens=(1,) * 9, context_lens=(0,) * 9)
 
-    traps.check_a_cascade_and_the_flat_step(load_real, variant, case.with_shared_prefix(PREFIX // case.block_size))
+    checks.check_cascade(load_real, variant, case.with_shared_prefix(PREFIX // case.block_size))

@@ -16,14 +16,14 @@ from plugins.flash_attn.tests.real import (
     block_of,
     fit,
 )
-from tests.backends import steps
+from tests.backends import checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
 DECODES = Case(query_lens=(1, 1, 1), context_lens=(300, 0, 17), num_q_heads=8, head_size=128, dtype="bfloat16")
 CONTEXTS = ((300, 0, 17), (41,), (17, 17), (900, 3))
 
-load_real = FLASH_ATTN.fixture()
+load_real = FLASH_ATTN.load_fixture()
 
 
 def decodes_of(case: Case, num_reqs: int) -> list[Case]:
@@ -99,43 +99,43 @@ def test_replays_over_8_bit_caches_are_the_oracles(load_real, variant) -> None:
 @pytest.mark.parametrize("variant", GRAPHS)
 @pytest.mark.parametrize("asked", [{}, {"decode_query_len": 3}, {"batch_invariant": True}], ids=str)
 def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, asked) -> None:
-    steps.check_graphs_of_several_sizes(load_real, variant, block_size=block_of(variant), **asked)
+    checks.check_graph_sizes(load_real, variant, block_size=block_of(variant), **asked)
 
 
 @pytest.mark.parametrize("variant", SINKS)
 def test_graphs_with_sinks_replay_in_any_order(load_real, variant) -> None:
-    steps.check_graphs_of_several_sizes(load_real, variant, sinks=True, head_size=64)
+    checks.check_graph_sizes(load_real, variant, sinks=True, head_size=64)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("asked", [{}, {"decode_query_len": 3}], ids=str)
 def test_no_build_waits_for_the_device(load_real, variant, asked) -> None:
     level = "uniform_batch" if variant in GRAPHS else "never"
-    steps.check_that_no_build_waits(load_real, variant, block_size=block_of(variant), cudagraph=level, **asked)
+    checks.check_build_does_not_synchronize(load_real, variant, block_size=block_of(variant), cudagraph=level, **asked)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_forward_waits_for_the_device(load_real, variant) -> None:
-    steps.check_that_no_forward_waits(load_real, variant, block_size=block_of(variant))
+    checks.check_forward_does_not_synchronize(load_real, variant, block_size=block_of(variant))
 
 
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if block_of(variant) == 16])
 def test_no_cascade_waits_for_the_device(load_real, variant) -> None:
-    steps.check_that_no_cascade_waits(load_real, variant)
+    checks.check_cascade_does_not_synchronize(load_real, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_may_be_built_while_others_run(load_real, variant) -> None:
-    steps.check_steps_built_while_others_run(load_real, variant, fit(DECODES, variant))
+    checks.check_queued_steps(load_real, variant, fit(DECODES, variant))
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
 @pytest.mark.parametrize("num_q_heads", [4, 16])
 def test_replays_may_be_built_while_others_run(load_real, variant, num_q_heads) -> None:
     asked = {"num_q_heads": num_q_heads, "block_size": block_of(variant)}
-    steps.check_replays_built_while_others_run(load_real, variant, **asked)
+    checks.check_queued_replays(load_real, variant, **asked)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_made_under_inference_mode_serves_outside(load_real, variant) -> None:
-    steps.check_what_inference_mode_leaves(load_real, variant, block_size=block_of(variant))
+    checks.check_after_inference_mode(load_real, variant, block_size=block_of(variant))

@@ -20,9 +20,9 @@ from plugins.flash_attn.tests.real import (
     block_of,
     fit,
 )
-from tests.backends import steps, traps
+from tests.backends import checks
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 MIXED = Case(query_lens=(1, 1, 1, 30), context_lens=(60, 0, 17, 5), num_q_heads=8, head_size=64, dtype="bfloat16")
 
@@ -42,11 +42,11 @@ TABLES = (
 
 
 @pytest.mark.parametrize(("asked", "variants"), TABLES, ids=str)
-def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_doubled, asked, variants) -> None:
+def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_fake, asked, variants) -> None:
     serving = set()
     for variant in VARIANTS:
         try:
-            load_doubled(Requirements(**ASKED, **asked), variant)
+            load_fake(Requirements(**ASKED, **asked), variant)
         except NoBackendError:
             continue
         serving.add(variant)
@@ -57,36 +57,34 @@ def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_doubled, ask
 @pytest.mark.parametrize("size", [16, 256])
 @pytest.mark.parametrize("head_size", [48, 80, 96, 112])
 @pytest.mark.parametrize("window", [None, 9])
-def test_fa4_copies_whole_tiles_of_pages(load_doubled, head_size, size, window) -> None:
+def test_fa4_copies_whole_tiles_of_pages(load_fake, head_size, size, window) -> None:
     """Its double raises where steps do not add up to a tile."""
     case = fit(MIXED, "fa4", head_size=head_size, block_size=size, sliding_window=window)
 
-    check(load_doubled(case.requirements(return_lse=True), "fa4"), materialize(case))
+    check(load_fake(case.requirements(return_lse=True), "fa4"), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_kinds_of_requests(load_doubled, variant) -> None:
-    traps.check_padded_requests_anywhere(load_doubled, variant, fit(MIXED, variant))
-    traps.check_the_lse_of_a_single_key(load_doubled, variant, fit(MIXED, variant))
-    traps.check_dense_calls(load_doubled, variant, fit(MIXED, variant))
+def test_kinds_of_requests(load_fake, variant) -> None:
+    checks.check_padded_requests(load_fake, variant, fit(MIXED, variant))
+    checks.check_lse_of_single_key(load_fake, variant, fit(MIXED, variant))
+    checks.check_dense_calls(load_fake, variant, fit(MIXED, variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_layers_beside_each_other(load_doubled, variant) -> None:
-    traps.check_groups_that_share_a_state(load_doubled, variant, fit(MIXED, variant))
-    traps.check_an_output_that_is_not_contiguous(load_doubled, variant, block_size=block_of(variant))
-    traps.check_a_profiling_run(load_doubled, variant, computes=False, block_size=block_of(variant))
+def test_layers_beside_each_other(load_fake, variant) -> None:
+    checks.check_shared_state(load_fake, variant, fit(MIXED, variant))
+    checks.check_strided_output(load_fake, variant, block_size=block_of(variant))
+    checks.check_profiling_run(load_fake, variant, computes=False, block_size=block_of(variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_shared_prefixes(load_doubled, variant) -> None:
+def test_shared_prefixes(load_fake, variant) -> None:
     sinks = variant in SINKS
 
-    traps.check_a_cascade_and_the_flat_step(
-        load_doubled, variant, fit(MIXED, variant, sinks=sinks).with_shared_prefix(2)
-    )
+    checks.check_cascade(load_fake, variant, fit(MIXED, variant, sinks=sinks).with_shared_prefix(2))
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
-def test_graphs(load_doubled, variant) -> None:
-    steps.check_graphs_of_several_sizes(load_doubled, variant, block_size=block_of(variant))
+def test_graphs(load_fake, variant) -> None:
+    checks.check_graph_sizes(load_fake, variant, block_size=block_of(variant))

@@ -27,8 +27,8 @@ from plugins.flash_attn.tests.real import (
     fit,
     pages_of,
 )
-from tests.backends import traps
-from tests.backends.setting import Setting
+from tests.backends import checks
+from tests.backends.harness import Harness
 
 pytestmark = pytest.mark.gpu
 
@@ -36,7 +36,7 @@ MIXED = Case(query_lens=(1, 1, 1, 40), context_lens=(300, 0, 17, 5), num_q_heads
 DECODES = evolve(MIXED, query_lens=(1, 1, 1), context_lens=(300, 0, 17))
 STEPS = pytest.mark.parametrize("step", [MIXED, DECODES], ids=["mixed", "decodes"])
 
-load_real = FLASH_ATTN.fixture()
+load_real = FLASH_ATTN.load_fixture()
 
 
 # -- pages ---------------------------------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ def test_fa4_copies_whole_tiles_of_pages(load_real, head_size, size, window) -> 
 )
 def test_fa4_is_not_asked_for_tiles_that_it_copies_in_part(load_real, asked) -> None:
     """Wrong numbers on Hopper, or an illegal memory access: never to be tried here."""
-    FLASH_ATTN.check_here("fa4")
+    FLASH_ATTN.skip_if_missing("fa4")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("these rules are about the kernels for Hopper")
 
@@ -159,7 +159,7 @@ def test_sinks_count_for_64_heads(load_real, variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_lse_of_a_single_key_is_its_score(load_real, variant) -> None:
-    traps.check_the_lse_of_a_single_key(load_real, variant, fit(MIXED, variant))
+    checks.check_lse_of_single_key(load_real, variant, fit(MIXED, variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -238,30 +238,30 @@ def test_keys_of_another_layer_are_read(load_real, variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
-    traps.check_padded_requests_anywhere(load_real, variant, fit(MIXED, variant))
+    checks.check_padded_requests(load_real, variant, fit(MIXED, variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_calls_and_profiling_runs(load_real, variant) -> None:
-    traps.check_dense_calls(load_real, variant, fit(MIXED, variant))
-    traps.check_a_profiling_run(load_real, variant, computes=False, block_size=block_of(variant))
+    checks.check_dense_calls(load_real, variant, fit(MIXED, variant))
+    checks.check_profiling_run(load_real, variant, computes=False, block_size=block_of(variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, variant) -> None:
-    traps.check_an_output_that_is_not_contiguous(load_real, variant, block_size=block_of(variant))
+    checks.check_strided_output(load_real, variant, block_size=block_of(variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_groups_with_different_windows_share_a_state(load_real, variant) -> None:
     """Each has schedules of its own, where there are schedules."""
-    traps.check_groups_that_share_a_state(load_real, variant, fit(MIXED, variant))
+    checks.check_shared_state(load_real, variant, fit(MIXED, variant))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("asked", [{}, {"cascade": True, "return_lse": True}, {"decode_query_len": 3}], ids=str)
 def test_warm_up_runs(load_real, variant, asked) -> None:
-    setting = Setting(load_real, variant=variant, head_size=128, block_size=block_of(variant), **asked)
+    setting = Harness(load_real, variant=variant, head_size=128, block_size=block_of(variant), **asked)
 
     setting.backend.warmup([GraphShape(4, 4, 1)])
 
@@ -271,7 +271,7 @@ def test_warm_up_runs(load_real, variant, asked) -> None:
 LENGTHS = (4096, 3000, 3, 4096, 2048, 17, 4000, 1)
 
 
-class Long(Setting):
+class Long(Harness):
     """Room for a batch of LENGTHS."""
 
     limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=4096)
@@ -289,7 +289,7 @@ def test_a_request_has_other_bits_where_keys_are_split_as_the_library_likes(load
     assert _bits_that_differ(Long(load_real, variant="fa3_vllm", head_size=128)) > 0
 
 
-def _bits_that_differ(setting: Setting) -> int:
+def _bits_that_differ(setting: Harness) -> int:
     """Return how many requests have other bits alone than together."""
     rows = [torch.randn(8, heads, 128, device=setting.backend.device).bfloat16() for heads in (4, 2, 2)]
     size = setting.backend.agreement.block_size

@@ -7,7 +7,7 @@ import pytest
 from attnplug import Requirements
 from attnplug.contract import GraphShape
 from plugins.flash_attn.tests.noting import load
-from tests.backends.setting import MODEL
+from tests.backends.harness import MODEL
 
 SHAPES = [GraphShape(4, 4, 1)]
 

@@ -15,9 +15,9 @@ from attnplug.contract import GraphShape, Limits
 from attnplug_flash_attn.kernels.interface import LayerParams
 from attnplug_kit.oracle import Case, check, materialize
 from plugins.flash_attn.tests.requests_of import HEADS, kernels, module_of, requests
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 VARIANTS = ("fa3", "fa3_vllm")
 TERMS = LayerParams(softmax_scale=0.3)
@@ -50,9 +50,9 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(case=cases())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_pages_of_all_sizes_hold_their_keys_alone(load_doubled, variant, case) -> None:
+def test_pages_of_all_sizes_hold_their_keys_alone(load_fake, variant, case) -> None:
     """Slots that nobody has written hold NaN."""
-    check(load_doubled(case.requirements(return_lse=True), variant), materialize(case))
+    check(load_fake(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize(
@@ -70,11 +70,11 @@ def test_pages_of_all_sizes_hold_their_keys_alone(load_doubled, variant, case) -
     ],
 )
 def test_it_is_the_padding_that_keeps_the_rest_of_a_page_out(
-    load_doubled, monkeypatch, variant, block_size, head_size, window, is_read
+    load_fake, monkeypatch, variant, block_size, head_size, window, is_read
 ) -> None:
     blind(monkeypatch, variant)
     case = evolve(CASE, block_size=block_size, head_size=head_size, sliding_window=window)
-    backend = load_doubled(case.requirements(), variant)
+    backend = load_fake(case.requirements(), variant)
 
     if is_read:
         with pytest.raises(AssertionError, match="nan, exact"):
@@ -85,9 +85,9 @@ def test_it_is_the_padding_that_keeps_the_rest_of_a_page_out(
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("block_size", "is_told"), [(16, False), (48, False), (64, True), (256, True)])
-def test_calls_on_large_pages_have_a_padding_of_nothing(load_doubled, journal, variant, block_size, is_told) -> None:
+def test_calls_on_large_pages_have_a_padding_of_nothing(load_fake, journal, variant, block_size, is_told) -> None:
     case = evolve(CASE, block_size=block_size)
-    check(load_doubled(case.requirements(), variant), materialize(case))
+    check(load_fake(case.requirements(), variant), materialize(case))
 
     name = "leftpad_k" if variant == "fa3_vllm" else "cache_leftpad"
     assert [call.arguments.get(name) for call in journal.calls] == [(1,) if is_told else None] * len(journal.calls)
@@ -96,11 +96,11 @@ def test_calls_on_large_pages_have_a_padding_of_nothing(load_doubled, journal, v
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_all_steps_share_the_zeros_of_a_builder(load_doubled, variant) -> None:
-    class Large(Setting):
+def test_all_steps_share_the_zeros_of_a_builder(load_fake, variant) -> None:
+    class Large(Harness):
         limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=256)
 
-    setting = Large(load_doubled, variant=variant, block_size=128)
+    setting = Large(load_fake, variant=variant, block_size=128)
     plans = [
         setting.impls[0].plan_of(setting.builder.build(setting.batch([1] * count + [5], [20] * (count + 1))))
         for count in (2, 7)
@@ -112,8 +112,8 @@ def test_all_steps_share_the_zeros_of_a_builder(load_doubled, variant) -> None:
     assert all(each.dtype == torch.int32 and not each.any() for each in found)
 
 
-def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_doubled) -> None:
-    setting = Setting(load_doubled, variant="fa3", block_size=64, cudagraph="always")
+def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_fake) -> None:
+    setting = Harness(load_fake, variant="fa3", block_size=64, cudagraph="always")
     with setting.state.graph_capture(4):
         graph = setting.state.graph(GraphShape(4, 4, 1))
         plan = setting.impls[0].plan_of(setting.builder.build(graph.dummy_batch(setting.builder), graph=graph))

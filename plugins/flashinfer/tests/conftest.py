@@ -1,7 +1,7 @@
 """
 The double in place of FlashInfer, and the plugin registered beside it as a backend that a CPU may run.
 
-A test or class that uses the fixture `doubled` sees both, when it is collected and when it runs; nothing else does.
+A test or class that uses the fixture `fakes` sees both, when it is collected and when it runs; nothing else does.
 Where FlashInfer itself is installed the double would be mistaken for it, and these tests are left out.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from plugins.flashinfer.tests.real import FLASHINFER
-from tests.backends.doubling import Doubles
+from tests.backends.fakes import FakeLibraries
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ def _tell_version(versions: Mapping[str, str]) -> None:
     importlib.import_module("flashinfer").__version__ = versions[DISTRIBUTION]
 
 
-DOUBLES: Final = Doubles(
+FAKES: Final = FakeLibraries(
     package="attnplug_flashinfer",
     name="flashinfer_double",
     folder=Path(__file__).with_name("double"),
@@ -46,31 +46,31 @@ DOUBLES: Final = Doubles(
         # The double needs no workspace, and every test of the kit would fill a new one with zeros.
         (r"^min = 128\ndefault = 256$", "min = 1\ndefault = 1"),
     ),
-    unusable="FlashInfer is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
+    skip_reason="FlashInfer is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
     prepare=_tell_version,
 )
 
-pytest_generate_tests = DOUBLES.generating(VERSIONS)
-doubled = DOUBLES.fixture(VERSIONS, JOURNAL)
+pytest_generate_tests = FAKES.collection_hook(VERSIONS)
+fakes = FAKES.fixture(VERSIONS, JOURNAL)
 
 
 def pytest_unconfigure() -> None:
     """Remove what the stages have written."""
-    DOUBLES.close()
+    FAKES.close()
 
 
 @pytest.fixture
-def journal(doubled: None) -> Any:
+def journal(fakes: None) -> Any:
     """Return what the double has been asked, by this test alone."""
     return importlib.import_module(JOURNAL).journal
 
 
 @pytest.fixture
-def load_doubled(doubled: None) -> Callable[..., Any]:
+def load_fake(fakes: None) -> Callable[..., Any]:
     """Return what loads a backend on the double, by requirements, variant and the keywords of `attnplug.load`."""
 
     def load(requirements: attnplug.Requirements, variant: str = "fa2", **keywords: Any) -> Any:
-        return DOUBLES.load(requirements, variant, **keywords)
+        return FAKES.load(requirements, variant, **keywords)
 
     return load
 
@@ -78,13 +78,13 @@ def load_doubled(doubled: None) -> Callable[..., Any]:
 @pytest.fixture
 def library_at() -> Callable[[str], Any]:
     """Return what puts the double in place of the release of a version, as a context."""
-    if DOUBLES.unusable:
-        pytest.skip(DOUBLES.unusable)
-    return lambda version: DOUBLES.stage({DISTRIBUTION: version}).entered()
+    if FAKES.skip_reason:
+        pytest.skip(FAKES.skip_reason)
+    return lambda version: FAKES.environment({DISTRIBUTION: version}).active()
 
 
 @pytest.fixture
 def load_real(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return what loads the plugin on FlashInfer itself, by requirements, variant and options; for tests on a GPU."""
-    FLASHINFER.offer(monkeypatch)
+    FLASHINFER.register(monkeypatch)
     return lambda requirements, variant="fa2", **options: FLASHINFER.load(requirements, variant, **options)

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from tests.backends.offering import Plugin
+from tests.backends.plugin import RealPlugin
 
 VARIANTS: Final = ("fa2", "fa3")
 
@@ -21,4 +21,4 @@ def lacking(variant: str) -> str | None:
     return None
 
 
-FLASHINFER: Final = Plugin("flashinfer", "attnplug_flashinfer", lacking)
+FLASHINFER: Final = RealPlugin("flashinfer", "attnplug_flashinfer", lacking)

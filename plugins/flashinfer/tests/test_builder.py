@@ -9,7 +9,7 @@ import torch
 
 from attnplug.contract import Batch, Layer, Limits
 from attnplug.errors import LayerError, LimitsError, NotNegotiatedError
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 RAGGED, SINK = "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper"
@@ -19,8 +19,8 @@ def owners(calls) -> list[str]:
     return [call.owner for call in calls]
 
 
-def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_doubled, journal) -> None:
-    setting = Setting(load_doubled)
+def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_fake, journal) -> None:
+    setting = Harness(load_fake)
     plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
 
     assert owners(journal.plans) == [DECODE, PREFILL]
@@ -29,8 +29,8 @@ def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_doubl
 
 
 @pytest.mark.parametrize("query_lens", [[3, 3], [3, 1], [3, 2, 1]])
-def test_decodes_of_several_rows_run_as_causal_prefills(load_doubled, journal, query_lens) -> None:
-    setting = Setting(load_doubled, decode_query_len=3)
+def test_decodes_of_several_rows_run_as_causal_prefills(load_fake, journal, query_lens) -> None:
+    setting = Harness(load_fake, decode_query_len=3)
     metadata = setting.builder.build(setting.batch(query_lens, [20] * len(query_lens)))
 
     assert metadata.num_prefills == 0
@@ -39,16 +39,16 @@ def test_decodes_of_several_rows_run_as_causal_prefills(load_doubled, journal, q
     assert plan.arguments["causal"] is True
 
 
-def test_one_row_ahead_of_longer_decodes_is_planned_as_one(load_doubled, journal) -> None:
-    setting = Setting(load_doubled, decode_query_len=3)
+def test_one_row_ahead_of_longer_decodes_is_planned_as_one(load_fake, journal) -> None:
+    setting = Harness(load_fake, decode_query_len=3)
     setting.builder.build(setting.batch([1, 3, 3], [20, 20, 20]))
 
     assert owners(journal.plans) == [DECODE, PREFILL]
 
 
 @pytest.mark.parametrize("query_lens", [[0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 0, 4], [1, 4, 0], [0, 4]])
-def test_padded_requests_may_stand_anywhere(load_doubled, query_lens) -> None:
-    setting = Setting(load_doubled)
+def test_padded_requests_may_stand_anywhere(load_fake, query_lens) -> None:
+    setting = Harness(load_fake)
     seq_lens = [length and length + 9 for length in query_lens]
     plan = setting.impls[0].plan_of(setting.builder.build(setting.batch(query_lens, seq_lens)))
 
@@ -57,9 +57,9 @@ def test_padded_requests_may_stand_anywhere(load_doubled, query_lens) -> None:
     setting.forward(setting.builder.build(setting.batch(query_lens, seq_lens)))  # the double checks every array
 
 
-def test_layers_with_equal_values_share_a_plan_and_others_have_their_own(load_doubled, journal) -> None:
+def test_layers_with_equal_values_share_a_plan_and_others_have_their_own(load_fake, journal) -> None:
     layers = [Layer(name=f"layers.{i}", scale=scale) for i, scale in enumerate((0.1, 0.2, 0.1))]
-    setting = Setting(load_doubled, layers)
+    setting = Harness(load_fake, layers)
     metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
 
     first, second, third = (impl.plan_of(metadata) for impl in setting.impls)
@@ -69,8 +69,8 @@ def test_layers_with_equal_values_share_a_plan_and_others_have_their_own(load_do
     assert len({call.wrapper for call in journal.plans}) == 4
 
 
-def test_every_value_that_has_a_default_is_said(load_doubled, journal) -> None:
-    setting = Setting(load_doubled, sliding_window=7, logits_soft_cap=30.0, kv_cache_dtype="fp8_e5m2")
+def test_every_value_that_has_a_default_is_said(load_fake, journal) -> None:
+    setting = Harness(load_fake, sliding_window=7, logits_soft_cap=30.0, kv_cache_dtype="fp8_e5m2")
     setting.builder.build(setting.batch([1, 5], [9, 5]))
 
     for call in journal.plans:
@@ -82,9 +82,9 @@ def test_every_value_that_has_a_default_is_said(load_doubled, journal) -> None:
 
 @pytest.mark.parametrize(("variant", "backend"), [("fa2", "fa2"), ("fa3", "fa3")])
 def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both(
-    load_doubled, journal, variant, backend
+    load_fake, journal, variant, backend
 ) -> None:
-    setting = Setting(load_doubled, variant=variant)
+    setting = Harness(load_fake, variant=variant)
     setting.builder.build(setting.batch([1, 5], [9, 5]))
 
     made = {call.owner: call.arguments["backend"] for call in journal.of("__init__")}
@@ -106,19 +106,17 @@ def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both
         ({"phases": ("decode",)}, [1, 0, 1], ["fa2", "fa2"]),
     ],
 )
-def test_few_rows_per_request_run_the_kernels_that_split_keys(
-    load_doubled, journal, asked, query_lens, backends
-) -> None:
+def test_few_rows_per_request_run_the_kernels_that_split_keys(load_fake, journal, asked, query_lens, backends) -> None:
     layer = Layer(name="layers.0", sinks=torch.zeros(4) if "sinks" in asked else None)
-    setting = Setting(load_doubled, [layer], variant="fa3", **asked)
+    setting = Harness(load_fake, [layer], variant="fa3", **asked)
     setting.forward(setting.builder.build(setting.batch(query_lens, [bool(length) * 20 for length in query_lens])))
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == backends
 
 
 @pytest.mark.parametrize(("query_lens", "backend"), [([1, 1], "fa2"), ([1, 9], "fa3")])
-def test_a_shared_prefix_runs_what_the_longest_queries_run(load_doubled, journal, query_lens, backend) -> None:
-    setting = Setting(load_doubled, variant="fa3", cascade=True)
+def test_a_shared_prefix_runs_what_the_longest_queries_run(load_fake, journal, query_lens, backend) -> None:
+    setting = Harness(load_fake, variant="fa3", cascade=True)
     batch = setting.batch(query_lens, [40, 45])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
     setting.builder.build(_sharing(batch, 32))
@@ -128,7 +126,7 @@ def test_a_shared_prefix_runs_what_the_longest_queries_run(load_doubled, journal
     assert {call.arguments["backend"] for call in journal.of("__init__") if call.wrapper == last.wrapper} == {backend}
 
 
-def test_the_pages_of_the_published_example(doubled) -> None:
+def test_the_pages_of_the_published_example(fakes) -> None:
     from attnplug_flashinfer import arrays, routes  # noqa: PLC0415 - the double has to be in place
 
     table = torch.tensor([[0, 5, 8], [1, 6, 7], [3, 4, 9]], dtype=torch.int32)
@@ -141,25 +139,25 @@ def test_the_pages_of_the_published_example(doubled) -> None:
     assert {rows.indices.dtype, rows.indptr.dtype, rows.last_page_len.dtype, rows.starts.dtype} == {torch.int32}
 
 
-def test_a_layer_whose_values_were_not_planned_is_refused(load_doubled) -> None:
-    setting = Setting(load_doubled)
+def test_a_layer_whose_values_were_not_planned_is_refused(load_fake) -> None:
+    setting = Harness(load_fake)
     other = setting.backend.make_impl(Layer(name="other", scale=0.5))
 
     with pytest.raises(LayerError, match="no plan for layer 'other'"):
         setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])), other)
 
 
-def test_a_built_batch_travels_to_another_process_without_its_wrappers(load_doubled) -> None:
-    here, there = Setting(load_doubled), Setting(load_doubled)
+def test_a_built_batch_travels_to_another_process_without_its_wrappers(load_fake) -> None:
+    here, there = Harness(load_fake), Harness(load_fake)
     metadata = here.builder.build(here.batch([1, 5], [9, 5]))
     received = Batch(**pickle.loads(pickle.dumps(metadata.batch.to_dict())))
 
     assert torch.equal(there.forward(there.builder.build(received)), here.forward(metadata))
 
 
-def test_arrays_are_made_once_per_batch(load_doubled, monkeypatch) -> None:
+def test_arrays_are_made_once_per_batch(load_fake, monkeypatch) -> None:
     layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(3)]
-    setting = Setting(load_doubled, layers)
+    setting = Harness(load_fake, layers)
     from attnplug_flashinfer import arrays, builder  # noqa: PLC0415 - the double has to be in place
 
     made = []
@@ -171,8 +169,8 @@ def test_arrays_are_made_once_per_batch(load_doubled, monkeypatch) -> None:
     assert made == [1]
 
 
-def test_dense_calls_run_ragged(load_doubled, journal) -> None:
-    setting = Setting(load_doubled, paged=False, block_size=None)
+def test_dense_calls_run_ragged(load_fake, journal) -> None:
+    setting = Harness(load_fake, paged=False, block_size=None)
     batch = Batch.from_lengths([3, 1, 6], [5, 1, 6])
     metadata = setting.builder.build(batch)
 
@@ -182,16 +180,16 @@ def test_dense_calls_run_ragged(load_doubled, journal) -> None:
 
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
-def test_encoders_are_not_causal(load_doubled, journal, attn_type) -> None:
-    setting = Setting(load_doubled, paged=False, block_size=None, attn_type=attn_type)
+def test_encoders_are_not_causal(load_fake, journal, attn_type) -> None:
+    setting = Harness(load_fake, paged=False, block_size=None, attn_type=attn_type)
     setting.builder.build(Batch.from_lengths([3, 6], causal=False))
 
     assert journal.plans[0].arguments["causal"] is False
 
 
-def test_sinks_have_a_wrapper_of_their_own_for_every_row(load_doubled, journal) -> None:
+def test_sinks_have_a_wrapper_of_their_own_for_every_row(load_fake, journal) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    setting = Setting(load_doubled, [Layer(name="layers.0", sinks=sinks)], sinks=True, sliding_window=7)
+    setting = Harness(load_fake, [Layer(name="layers.0", sinks=sinks)], sinks=True, sliding_window=7)
     setting.forward(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
 
     assert owners(journal.plans) == owners(journal.runs) == [SINK]
@@ -201,32 +199,32 @@ def test_sinks_have_a_wrapper_of_their_own_for_every_row(load_doubled, journal) 
     assert not {"sinks", "k_scale", "v_scale"} & set(journal.runs[0].keywords)  # taken by run, and not read
 
 
-def test_layers_with_other_sinks_share_a_plan(load_doubled) -> None:
+def test_layers_with_other_sinks_share_a_plan(load_fake) -> None:
     layers = [Layer(name=f"layers.{i}", sinks=torch.full((4,), float(i))) for i in range(2)]
-    setting = Setting(load_doubled, layers, sinks=True)
+    setting = Harness(load_fake, layers, sinks=True)
     metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
 
     assert setting.impls[0].plan_of(metadata) is setting.impls[1].plan_of(metadata)
     assert not torch.equal(*(setting.forward(metadata, impl) for impl in setting.impls))
 
 
-def test_scales_of_a_layer_go_to_the_kernels_as_floats(load_doubled, journal) -> None:
+def test_scales_of_a_layer_go_to_the_kernels_as_floats(load_fake, journal) -> None:
     layers = [Layer(name="layers.0", k_scale=0.5, v_scale_tensor=torch.tensor([0.25]))]
-    setting = Setting(load_doubled, layers, kv_cache_dtype="fp8_e4m3")
+    setting = Harness(load_fake, layers, kv_cache_dtype="fp8_e4m3")
     setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])))
 
     assert [(call.arguments["k_scale"], call.arguments["v_scale"]) for call in journal.runs] == [(0.5, 0.25)] * 2
 
 
-def test_without_an_8_bit_cache_no_scale_is_passed(load_doubled, journal) -> None:
-    setting = Setting(load_doubled)
+def test_without_an_8_bit_cache_no_scale_is_passed(load_fake, journal) -> None:
+    setting = Harness(load_fake)
     setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])))
 
     assert not any({"k_scale", "v_scale"} & set(call.keywords) for call in journal.runs)
 
 
-def test_a_layer_that_shares_keys_writes_none(load_doubled) -> None:
-    setting = Setting(load_doubled, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
+def test_a_layer_that_shares_keys_writes_none(load_fake) -> None:
+    setting = Harness(load_fake, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
     batch = setting.batch([1, 1], [9, 4])
     cache = setting.backend.make_cache(8)
     output = torch.empty(2, 256, dtype=torch.bfloat16)
@@ -237,8 +235,8 @@ def test_a_layer_that_shares_keys_writes_none(load_doubled) -> None:
     assert not output.any()  # values of zero
 
 
-def test_a_shared_prefix_is_a_pass_of_all_rows_and_the_rest_as_ever(load_doubled, journal) -> None:
-    setting = Setting(load_doubled, cascade=True)
+def test_a_shared_prefix_is_a_pass_of_all_rows_and_the_rest_as_ever(load_fake, journal) -> None:
+    setting = Harness(load_fake, cascade=True)
     batch = setting.batch([1, 1, 3], [40, 36, 43])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
     plan = setting.impls[0].plan_of(setting.builder.build(_sharing(batch, 32)))
@@ -249,8 +247,8 @@ def test_a_shared_prefix_is_a_pass_of_all_rows_and_the_rest_as_ever(load_doubled
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
-def test_a_cascade_equals_the_flat_step(load_doubled, journal, with_lse) -> None:
-    setting = Setting(load_doubled, cascade=True, return_lse=True)
+def test_a_cascade_equals_the_flat_step(load_fake, journal, with_lse) -> None:
+    setting = Harness(load_fake, cascade=True, return_lse=True)
     batch = setting.batch([1, 1, 3], [40, 36, 43])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
     lses = [torch.zeros(5, 4) if with_lse else None for _ in range(2)]
@@ -265,8 +263,8 @@ def test_a_cascade_equals_the_flat_step(load_doubled, journal, with_lse) -> None
     assert len(journal.of("merge_state_in_place")) == 1
 
 
-def test_a_shared_prefix_is_read_in_the_blocks_of_a_request_that_runs(load_doubled) -> None:
-    setting = Setting(load_doubled, cascade=True)
+def test_a_shared_prefix_is_read_in_the_blocks_of_a_request_that_runs(load_fake) -> None:
+    setting = Harness(load_fake, cascade=True)
     batch = setting.batch([0, 1, 3], [0, 36, 43])
     batch.block_table[:, :2] = torch.tensor([[0, 0], [1, 2], [1, 2]], dtype=torch.int32)
 
@@ -274,8 +272,8 @@ def test_a_shared_prefix_is_read_in_the_blocks_of_a_request_that_runs(load_doubl
     torch.testing.assert_close(shared, flat, atol=2e-2, rtol=2e-2)
 
 
-def test_a_shared_prefix_has_to_be_negotiated(load_doubled) -> None:
-    setting = Setting(load_doubled)
+def test_a_shared_prefix_has_to_be_negotiated(load_fake) -> None:
+    setting = Harness(load_fake)
     batch = setting.batch([1, 1], [40, 36])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
 
@@ -283,8 +281,8 @@ def test_a_shared_prefix_has_to_be_negotiated(load_doubled) -> None:
         setting.builder.build(_sharing(batch, 32))
 
 
-def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_doubled) -> None:
-    setting = Setting(load_doubled, return_lse=True)
+def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_fake) -> None:
+    setting = Harness(load_fake, return_lse=True)
     metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
     wide, sums = torch.zeros(6, 512, dtype=torch.bfloat16), torch.zeros(6, 8)
     query, rows = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 2, 64).bfloat16()
@@ -299,8 +297,8 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_doubled) -
     assert not sums[:, 4:].any()
 
 
-def test_a_step_is_advanced_by_planning_it_with_the_lengths_of_the_next(load_doubled, journal) -> None:
-    setting = Setting(load_doubled)
+def test_a_step_is_advanced_by_planning_it_with_the_lengths_of_the_next(load_fake, journal) -> None:
+    setting = Harness(load_fake)
     metadata = setting.builder.build(setting.batch([1, 1], [15, 9]))
     advanced = setting.builder.advance_step(metadata)
 
@@ -310,8 +308,8 @@ def test_a_step_is_advanced_by_planning_it_with_the_lengths_of_the_next(load_dou
     setting.forward(advanced)
 
 
-def test_other_pages_are_planned_in_another_wrapper(load_doubled) -> None:
-    setting = Setting(load_doubled)
+def test_other_pages_are_planned_in_another_wrapper(load_fake) -> None:
+    setting = Harness(load_fake)
     batch = setting.batch([1, 1], [15, 9])
     metadata = setting.builder.build(batch)
     moved = setting.builder.update_block_table(metadata, batch.block_table + 2, batch.slot_mapping + 32)
@@ -325,8 +323,8 @@ def _sharing(batch: Batch, length: int) -> Batch:
     return Batch(**{**batch.to_dict(), "common_prefix_len": length})
 
 
-def test_a_bound_of_splits_is_refused_and_not_dropped(load_doubled) -> None:
-    backend = Setting(load_doubled).backend
+def test_a_bound_of_splits_is_refused_and_not_dropped(load_fake) -> None:
+    backend = Harness(load_fake).backend
 
     with pytest.raises(LimitsError, match=r"(?s)max_num_splits=4 was given.*takes no such bound"):
         backend.make_state(Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=4))

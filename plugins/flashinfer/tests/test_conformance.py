@@ -9,13 +9,13 @@ from attnplug_kit.conformance import Conformance
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.usefixtures("doubled")
+@pytest.mark.usefixtures("fakes")
 class TestFa2OnDouble(Conformance):
     backend = "flashinfer_double/fa2"
     device = "cpu"
 
 
-@pytest.mark.usefixtures("doubled")
+@pytest.mark.usefixtures("fakes")
 class TestFa3OnDouble(Conformance):
     backend = "flashinfer_double/fa3"
     device = "cpu"

@@ -42,7 +42,7 @@ def test_without_a_cache_the_option_is_about_nothing() -> None:
     check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=40, paged=False))
 
 
-@pytest.mark.usefixtures("doubled")
+@pytest.mark.usefixtures("fakes")
 def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> None:
     asked, options = (
         agreed(kernel="auto", num_q_heads=40).requirements,

@@ -10,7 +10,7 @@ import torch
 
 from attnplug_kit.oracle import Case, materialize
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 SIZE, HEADS, KV_HEADS, HEAD = 4, 4, 2, 64
 NHD = (9, 2, SIZE, KV_HEADS, HEAD)

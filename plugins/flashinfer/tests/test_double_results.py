@@ -16,7 +16,7 @@ from attnplug_kit.oracle import Case, Scene, assert_close, attend, materialize
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 MIXED = Case(query_lens=(1, 3, 17), context_lens=(20, 5, 0), head_size=64, dtype="bfloat16")
 DECODES = Case(query_lens=(1, 1, 1), context_lens=(20, 0, 47), head_size=64, dtype="float16")

@@ -99,8 +99,8 @@ def run_all_features(load: Callable[..., Any]) -> None:
     load(MIXED.with_shared_prefix(2).requirements()).warmup([GraphShape(1, 1, 1, 64)])
 
 
-def test_the_list_is_what_the_plugin_calls(journal, load_doubled):
-    run_all_features(load_doubled)
+def test_the_list_is_what_the_plugin_calls(journal, load_fake):
+    run_all_features(load_fake)
     found: dict[str, tuple[int, set[str]]] = {}
     for call in journal.calls:
         positional, keywords = found.get(call.callable, (call.num_positional, set()))
@@ -182,7 +182,7 @@ def accepted(package: Any, name: str) -> list[inspect.Parameter]:
     return parameters
 
 
-@pytest.mark.usefixtures("doubled")
+@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", RECORDS[DOUBLED])
 def test_the_double_has_the_signatures_of_its_release(name):
     def told(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:

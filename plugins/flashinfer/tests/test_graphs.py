@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnplug.contract import GraphShape, Layer
-from tests.backends.setting import BLOCK, Setting
-from tests.backends.steps import check_replays_of_advanced_steps
+from tests.backends.checks import check_advanced_replays
+from tests.backends.harness import BLOCK, Harness
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 
@@ -17,11 +17,11 @@ DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKV
 PLAIN = (Layer(name="layers.0"),)
 
 
-def graphs(load_doubled, layers=PLAIN, **asked) -> Setting:
-    return Setting(load_doubled, layers, cudagraph="uniform_batch", **asked)
+def graphs(load_fake, layers=PLAIN, **asked) -> Harness:
+    return Harness(load_fake, layers, cudagraph="uniform_batch", **asked)
 
 
-def rows_of(setting: Setting, graph, monkeypatch, batch):
+def rows_of(setting: Harness, graph, monkeypatch, batch):
     """Build a batch into a slot, and return the rows that were planned."""
     from attnplug_flashinfer import kinds  # noqa: PLC0415 - the double has to be in place
 
@@ -32,8 +32,8 @@ def rows_of(setting: Setting, graph, monkeypatch, batch):
     return seen[0]
 
 
-def test_a_slot_has_one_wrapper_per_plan_key(load_doubled, journal) -> None:
-    setting = graphs(load_doubled, [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)])
+def test_a_slot_has_one_wrapper_per_plan_key(load_fake, journal) -> None:
+    setting = graphs(load_fake, [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)])
     graph = setting.graph()
     for lens in ([20, 9, 40], [5], [64, 64, 64, 64]):
         setting.builder.build(setting.batch([1] * len(lens), lens), graph=graph)
@@ -43,8 +43,8 @@ def test_a_slot_has_one_wrapper_per_plan_key(load_doubled, journal) -> None:
     assert len({call.wrapper for call in journal.of("plan")}) == 2
 
 
-def test_the_plan_is_the_same_object_in_every_replay(load_doubled) -> None:
-    setting = graphs(load_doubled)
+def test_the_plan_is_the_same_object_in_every_replay(load_fake) -> None:
+    setting = graphs(load_fake)
     graph = setting.graph()
     plans = [
         setting.impls[0].plan_of(setting.builder.build(setting.batch([1], [length]), graph=graph)) for length in (5, 50)
@@ -55,9 +55,9 @@ def test_the_plan_is_the_same_object_in_every_replay(load_doubled) -> None:
 
 @pytest.mark.parametrize("query_len", [1, 3, 20])
 def test_padded_requests_read_as_many_keys_as_they_have_rows_in_the_null_block(
-    load_doubled, monkeypatch, query_len
+    load_fake, monkeypatch, query_len
 ) -> None:
-    setting = graphs(load_doubled, decode_query_len=query_len)
+    setting = graphs(load_fake, decode_query_len=query_len)
     graph = setting.graph(4 if query_len < 20 else 3, query_len)
     rows = rows_of(setting, graph, monkeypatch, setting.batch([query_len, query_len], [40, 33]))
     reqs, each = graph.key.num_reqs, -(-query_len // BLOCK)
@@ -68,24 +68,24 @@ def test_padded_requests_read_as_many_keys_as_they_have_rows_in_the_null_block(
     assert rows.last_page_len.tolist() == [8, 1, *[(query_len - 1) % BLOCK + 1] * (reqs - 2)]
 
 
-def test_a_full_slot_has_no_padding(load_doubled, monkeypatch) -> None:
-    setting = graphs(load_doubled)
+def test_a_full_slot_has_no_padding(load_fake, monkeypatch) -> None:
+    setting = graphs(load_fake)
     rows = rows_of(setting, setting.graph(2), monkeypatch, setting.batch([1, 1], [16, 17]))
 
     assert rows.indptr.tolist() == [0, 1, 3]
     assert rows.last_page_len.tolist() == [16, 1]
 
 
-def test_lengths_that_a_padded_request_kept_are_not_read(load_doubled, monkeypatch) -> None:
-    setting = graphs(load_doubled)
+def test_lengths_that_a_padded_request_kept_are_not_read(load_fake, monkeypatch) -> None:
+    setting = graphs(load_fake)
     rows = rows_of(setting, setting.graph(3), monkeypatch, setting.batch([1, 0], [16, 40]))
 
     assert rows.indptr.tolist() == [0, 1, 2, 3]
     assert rows.indices.tolist() == [1, 0, 0]
 
 
-def test_decodes_of_several_rows_are_captured_as_prefills(load_doubled, journal) -> None:
-    setting = graphs(load_doubled, decode_query_len=3)
+def test_decodes_of_several_rows_are_captured_as_prefills(load_fake, journal) -> None:
+    setting = graphs(load_fake, decode_query_len=3)
     setting.graph(4, 3)
 
     (made,) = journal.of("__init__")
@@ -94,29 +94,29 @@ def test_decodes_of_several_rows_are_captured_as_prefills(load_doubled, journal)
     assert journal.plans[0].arguments["causal"] is True
 
 
-def test_in_both_variants_they_run_the_kernels_that_split_keys(load_doubled, journal) -> None:
-    Setting(load_doubled, variant="fa3", cudagraph="uniform_batch", decode_query_len=3).graph(4, 3)
+def test_in_both_variants_they_run_the_kernels_that_split_keys(load_fake, journal) -> None:
+    Harness(load_fake, variant="fa3", cudagraph="uniform_batch", decode_query_len=3).graph(4, 3)
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == ["fa2"]
 
 
-def test_decodes_with_sinks_are_captured_in_their_wrapper(load_doubled, journal) -> None:
-    setting = graphs(load_doubled, [Layer(name="layers.0", sinks=torch.zeros(4))], sinks=True)
+def test_decodes_with_sinks_are_captured_in_their_wrapper(load_fake, journal) -> None:
+    setting = graphs(load_fake, [Layer(name="layers.0", sinks=torch.zeros(4))], sinks=True)
     setting.graph()
 
     assert [call.owner for call in journal.plans] == ["BatchAttentionWithAttentionSinkWrapper"]
 
 
-def test_tensor_cores_are_planned_fast_after_the_first_time(load_doubled, journal) -> None:
-    setting = graphs(load_doubled, num_q_heads=16)
+def test_tensor_cores_are_planned_fast_after_the_first_time(load_fake, journal) -> None:
+    setting = graphs(load_fake, num_q_heads=16)
     graph = setting.graph()
     setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)
 
     assert [call.kind for call in journal.plans] == ["plan", "fast_decode_plan"]
 
 
-def test_without_a_fast_plan_the_plain_one_is_repeated(load_doubled, journal, monkeypatch) -> None:
-    setting = graphs(load_doubled, num_q_heads=16)
+def test_without_a_fast_plan_the_plain_one_is_repeated(load_fake, journal, monkeypatch) -> None:
+    setting = graphs(load_fake, num_q_heads=16)
     from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
 
     monkeypatch.setattr(library, "_fast_decode_plan", None)
@@ -126,8 +126,8 @@ def test_without_a_fast_plan_the_plain_one_is_repeated(load_doubled, journal, mo
     assert [call.kind for call in journal.plans] == ["plan", "plan"]
 
 
-def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_doubled, monkeypatch) -> None:
-    setting = graphs(load_doubled, num_q_heads=16)
+def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_fake, monkeypatch) -> None:
+    setting = graphs(load_fake, num_q_heads=16)
     graph, outputs = setting.graph(2), []
     from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
 
@@ -139,8 +139,8 @@ def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_doubled, monkeypatch) 
     assert torch.equal(*outputs)
 
 
-def test_slots_share_the_memory_of_the_pages(load_doubled) -> None:
-    setting = graphs(load_doubled)
+def test_slots_share_the_memory_of_the_pages(load_fake) -> None:
+    setting = graphs(load_fake)
     large = setting.graph(4)
     with setting.state.graph_capture(4):
         small = setting.state.graph(GraphShape(2, 2, 1, 64))
@@ -151,8 +151,8 @@ def test_slots_share_the_memory_of_the_pages(load_doubled) -> None:
     assert first.indptr is not second.indptr
 
 
-def test_released_slots_free_it(load_doubled) -> None:
-    setting = graphs(load_doubled)
+def test_released_slots_free_it(load_fake) -> None:
+    setting = graphs(load_fake)
     setting.graph(4)
     assert setting.builder._indices() is not None
 
@@ -162,8 +162,8 @@ def test_released_slots_free_it(load_doubled) -> None:
     assert setting.builder._indices() is None
 
 
-def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
-    setting = graphs(load_doubled)
+def test_a_larger_slot_gets_memory_of_its_own(load_fake) -> None:
+    setting = graphs(load_fake)
     with setting.state.graph_capture(4):
         made = [setting.state.graph(GraphShape(size, size, 1, 64)) for size in (2, 4)]
         for graph in made:
@@ -174,8 +174,8 @@ def test_a_larger_slot_gets_memory_of_its_own(load_doubled) -> None:
 
 
 @pytest.mark.parametrize("max_seq_len", [64, 50])
-def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_doubled, max_seq_len) -> None:
-    setting = graphs(load_doubled)
+def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_fake, max_seq_len) -> None:
+    setting = graphs(load_fake)
     with setting.state.graph_capture(3):
         graph = setting.state.graph(GraphShape(3, 3, 1, max_seq_len))
         setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
@@ -187,11 +187,11 @@ def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_doub
 
 @pytest.mark.parametrize("variant", ["fa2", "fa3"])
 @pytest.mark.parametrize("asked", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True}], ids=str)
-def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_doubled, variant, asked) -> None:
-    check_replays_of_advanced_steps(load_doubled, variant, **asked, head_size=64)
+def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_fake, variant, asked) -> None:
+    check_advanced_replays(load_fake, variant, **asked, head_size=64)
 
 
-def test_every_wrapper_of_a_state_uses_its_one_workspace(load_doubled, monkeypatch) -> None:
+def test_every_wrapper_of_a_state_uses_its_one_workspace(load_fake, monkeypatch) -> None:
     from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
 
     seen = []
@@ -203,7 +203,7 @@ def test_every_wrapper_of_a_state_uses_its_one_workspace(load_doubled, monkeypat
             lambda workspace, *given, make=make, **more: seen.append(workspace) or make(workspace, *given, **more),
         )
     layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)]
-    setting = graphs(load_doubled, layers, cascade=True)
+    setting = graphs(load_fake, layers, cascade=True)
     setting.graph()
     setting.builder.build(setting.batch([1, 5], [9, 5]))
 
@@ -211,8 +211,8 @@ def test_every_wrapper_of_a_state_uses_its_one_workspace(load_doubled, monkeypat
     assert all(workspace is setting.state.workspace for workspace in seen)
 
 
-def test_a_slot_can_be_advanced(load_doubled) -> None:
-    setting = graphs(load_doubled)
+def test_a_slot_can_be_advanced(load_fake) -> None:
+    setting = graphs(load_fake)
     graph = setting.graph(2)
     metadata = setting.builder.build(setting.batch([1, 1], [15, 9]), graph=graph)
     advanced = setting.builder.advance_step(metadata)
@@ -221,8 +221,8 @@ def test_a_slot_can_be_advanced(load_doubled) -> None:
     assert advanced.batch.seq_lens_cpu.tolist() == [16, 10]
 
 
-def test_shared_prefixes_and_prompts_run_eagerly(load_doubled) -> None:
-    setting = graphs(load_doubled, cascade=True)
+def test_shared_prefixes_and_prompts_run_eagerly(load_fake) -> None:
+    setting = graphs(load_fake, cascade=True)
     batch = setting.batch([1, 1], [40, 36])
     shared = type(batch)(**{**batch.to_dict(), "common_prefix_len": 32})
 

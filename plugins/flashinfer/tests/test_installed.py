@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.installing import Site
+from tests.backends.plugin import InstalledPlugin
 
 PROJECT = Path(__file__).parents[1]
 REQUIRED = "flashinfer-python >=0.6.8,<0.7.3"
@@ -16,15 +16,15 @@ absent = pytest.mark.skipif(find_spec("flashinfer") is not None, reason="the lib
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    return Site.of(tmp_path_factory.mktemp("site"), PROJECT, "flashinfer", ("flashinfer",))
+def site(tmp_path_factory: pytest.TempPathFactory) -> InstalledPlugin:
+    return InstalledPlugin.install(tmp_path_factory.mktemp("site"), PROJECT, "flashinfer", ("flashinfer",))
 
 
-def test_every_module_and_the_manifest_are_in_the_wheel(site: Site) -> None:
+def test_every_module_and_the_manifest_are_in_the_wheel(site: InstalledPlugin) -> None:
     site.check_files([Path("attnplug.toml")])
 
 
-def test_the_metadata_says_what_it_needs_and_offers(site: Site) -> None:
+def test_the_metadata_says_what_it_needs_and_offers(site: InstalledPlugin) -> None:
     (found,) = [d for d in distributions(path=[str(site.folder)]) if d.name == "attnplug-flashinfer"]
 
     assert [(e.group, e.name, e.value) for e in found.entry_points] == [
@@ -36,7 +36,7 @@ def test_the_metadata_says_what_it_needs_and_offers(site: Site) -> None:
 
 
 @absent
-def test_without_the_library_it_is_listed_as_lacking_it(site: Site) -> None:
+def test_without_the_library_it_is_listed_as_lacking_it(site: InstalledPlugin) -> None:
     found = site.listed()
 
     assert found["distribution"] == "attnplug-flashinfer 0.1.0"
@@ -47,7 +47,7 @@ def test_without_the_library_it_is_listed_as_lacking_it(site: Site) -> None:
 
 
 @absent
-def test_without_the_library_the_remedy_is_to_install_it(site: Site) -> None:
+def test_without_the_library_the_remedy_is_to_install_it(site: InstalledPlugin) -> None:
     explanation = site.explanation("cuda:9.0", "--backend", "flashinfer", status=1)
 
     (verdict,) = [v for v in explanation["verdicts"] if v["id"] == "flashinfer/fa3"]
@@ -59,7 +59,7 @@ def test_without_the_library_the_remedy_is_to_install_it(site: Site) -> None:
 
 
 @pytest.mark.parametrize("version", ["0.5.0", "0.7.3", "0.8.0"])
-def test_another_version_of_the_library_is_told_as_such(site: Site, tmp_path: Path, version: str) -> None:
+def test_another_version_of_the_library_is_told_as_such(site: InstalledPlugin, tmp_path: Path, version: str) -> None:
     libraries = site.libraries(tmp_path, {"flashinfer-python": version})
 
     explanation = site.explanation("cuda:8.0", "--backend", "flashinfer", libraries=libraries, status=1)
@@ -73,7 +73,7 @@ def test_another_version_of_the_library_is_told_as_such(site: Site, tmp_path: Pa
 
 
 @pytest.mark.parametrize("version", ["0.6.8", "0.6.12", "0.7.2", "0.6.12.post1"])
-def test_with_the_library_it_is_ready_and_chosen(site: Site, tmp_path: Path, version: str) -> None:
+def test_with_the_library_it_is_ready_and_chosen(site: InstalledPlugin, tmp_path: Path, version: str) -> None:
     libraries = site.libraries(tmp_path, {"flashinfer-python": version})
 
     assert {v["availability"] for v in site.listed(libraries)["variants"]} == {"ready"}
@@ -82,7 +82,7 @@ def test_with_the_library_it_is_ready_and_chosen(site: Site, tmp_path: Path, ver
     assert site.explanation("cpu", libraries=libraries)["chosen"] == "torch/sdpa"
 
 
-def test_its_old_name_selects_it(site: Site, tmp_path: Path) -> None:
+def test_its_old_name_selects_it(site: InstalledPlugin, tmp_path: Path) -> None:
     explanation = site.explanation(
         "cuda:9.0", "--backend", "FLASHINFER", libraries=site.libraries(tmp_path, {"flashinfer-python": "0.6.12"})
     )
@@ -90,7 +90,7 @@ def test_its_old_name_selects_it(site: Site, tmp_path: Path) -> None:
     assert explanation["chosen"] == "flashinfer/fa3"
 
 
-def test_what_the_probe_finds_is_what_loading_says(site: Site, tmp_path: Path) -> None:
+def test_what_the_probe_finds_is_what_loading_says(site: InstalledPlugin, tmp_path: Path) -> None:
     printed = site.load(site.libraries(tmp_path, {"flashinfer-python": "0.6.12"}))
 
     assert "'flashinfer/fa3' was probed" in printed

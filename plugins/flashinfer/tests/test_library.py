@@ -23,14 +23,14 @@ def test_no_other_module_imports_it(path: Path) -> None:
     assert not found or path.name in COMPARED
 
 
-def test_it_touches_no_private_name_of_the_library(doubled) -> None:
+def test_it_touches_no_private_name_of_the_library(fakes) -> None:
     source = next(path for path in SOURCES if path.name == "library.py").read_text(encoding="utf-8")
     attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
 
     assert not {name for name in attributes if name.startswith("_") and not name.startswith("__")}
 
 
-def test_a_module_with_sinks_is_named_by_its_head_size(doubled, monkeypatch) -> None:
+def test_a_module_with_sinks_is_named_by_its_head_size(fakes, monkeypatch) -> None:
     import flashinfer  # noqa: PLC0415 - the double, in place by now
 
     from attnplug_flashinfer import library  # noqa: PLC0415 - likewise
@@ -46,7 +46,7 @@ def test_a_module_with_sinks_is_named_by_its_head_size(doubled, monkeypatch) -> 
     assert seen[1] == (("workspace",), {"backend": "fa2"})
 
 
-def test_the_wrapper_with_sinks_is_constructed_by_way_of_that_name(doubled) -> None:
+def test_the_wrapper_with_sinks_is_constructed_by_way_of_that_name(fakes) -> None:
     import flashinfer  # noqa: PLC0415 - the double, in place by now
 
     from attnplug_flashinfer import library  # noqa: PLC0415 - likewise

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attnplug_transformers.engine import Engine
+from tests.backends.accuracy import Accuracy, LogitRecorder, Reference
 from tests.backends.models import NAMES, build, prompts
-from tests.backends.rounding import Recorder, Reference, Verdict
 
 LENGTHS = (19, 1, 40, 27)
 NEW = 8
@@ -23,12 +23,12 @@ def _one_thread():
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_tokens_are_those_of_the_model_alone(doubled, monkeypatch, name: str, graphs: bool) -> None:
-    recorder, model, asked = Recorder.listening(monkeypatch), build(name, device="cpu", small=True), prompts(LENGTHS)
+def test_the_tokens_are_those_of_the_model_alone(fakes, monkeypatch, name: str, graphs: bool) -> None:
+    recorder, model, asked = LogitRecorder.attach(monkeypatch), build(name, device="cpu", small=True), prompts(LENGTHS)
     limits = {"max_num_tokens": 32, "max_num_reqs": 3, "max_seq_len": 64}
 
     with Engine(model, backend="flashinfer_double/fa2", graphs=graphs, **limits) as engine:
         tokens = engine.generate(asked, max_new_tokens=NEW, stop_tokens=())
         assert bool(engine.counts.replayed_steps) is graphs
 
-    Verdict.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()
+    Accuracy.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()

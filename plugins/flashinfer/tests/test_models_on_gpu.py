@@ -5,33 +5,32 @@ from __future__ import annotations
 import pytest
 
 from plugins.flashinfer.tests.real import FLASHINFER
-from tests.backends.judging import check_right, forget_models
+from tests.backends.accuracy import FAULTS, check_accuracy, free_models
 from tests.backends.models import NAMES
-from tests.backends.wrong import WRONG
 
 pytestmark = pytest.mark.gpu
 
-judge = FLASHINFER.judge_fixture()
+measure = FLASHINFER.accuracy_fixture()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _forgotten():
     yield
-    forget_models()
+    free_models()
 
 
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("variant", ["flashinfer/fa3", "flashinfer/fa2"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_tokens_are_those_of_the_model_alone(judge, record_property, name: str, variant: str, graphs: bool) -> None:
-    check_right(judge(name, variant.rpartition("/")[2], graphs=graphs), record_property)
+def test_tokens_match_the_model_alone(measure, record_property, name: str, variant: str, graphs: bool) -> None:
+    check_accuracy(measure(name, variant.rpartition("/")[2], graphs=graphs), record_property)
 
 
-@pytest.mark.parametrize(("name", "wrong"), WRONG, ids=lambda value: getattr(value, "__name__", value))
-def test_what_is_wrong_is_found(judge, monkeypatch, name: str, wrong) -> None:
-    wrong(monkeypatch)
+@pytest.mark.parametrize(("name", "fault"), FAULTS, ids=lambda value: getattr(value, "__name__", value))
+def test_what_is_wrong_is_found(measure, monkeypatch, name: str, fault) -> None:
+    fault(monkeypatch)
 
-    verdict = judge(name, "fa2", graphs=False)
+    accuracy = measure(name, "fa2", graphs=False)
 
-    with pytest.raises(AssertionError, match="Verdict"):
-        verdict.check()
+    with pytest.raises(AssertionError, match="Accuracy"):
+        accuracy.check()

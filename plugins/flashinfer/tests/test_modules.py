@@ -14,7 +14,7 @@ from attnplug import Agreement, Device
 from attnplug.contract import Batch, GraphShape, Layer
 from attnplug_flashinfer.prebuilt import needed_modules
 from plugins.flashinfer.tests.agreements import agreed
-from tests.backends.setting import BLOCK, Setting
+from tests.backends.harness import BLOCK, Harness
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,14 +97,14 @@ def asks(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
     return variant, draw(st.sampled_from(kernels)), asked
 
 
-def prepared(load: Any, variant: str, kernel: str, asked: dict[str, Any]) -> Setting:
+def prepared(load: Any, variant: str, kernel: str, asked: dict[str, Any]) -> Harness:
     """Return a layer as it was asked for, with a builder."""
     load = partial(load, options={"flashinfer_double": {"decode_kernel": kernel}})
     sinks = torch.zeros(asked["num_q_heads"]) if asked["sinks"] else None
-    return Setting(load, [Layer(name="layers.0", sinks=sinks)], variant, **asked)
+    return Harness(load, [Layer(name="layers.0", sinks=sinks)], variant, **asked)
 
 
-def run(setting: Setting, batch: Batch) -> None:
+def run(setting: Harness, batch: Batch) -> None:
     """Build and run a step."""
     impl, asked = setting.impls[0], setting.backend.agreement.requirements
     dtype, tokens = getattr(torch, asked.dtype), batch.num_actual_tokens
@@ -117,7 +117,7 @@ def run(setting: Setting, batch: Batch) -> None:
     impl.forward(query, rows, rows, cache, setting.builder.build(batch), output, lse=lse)
 
 
-def steps(setting: Setting) -> Iterator[Batch]:
+def steps(setting: Harness) -> Iterator[Batch]:
     """Yield steps of every kind that an agreement may have, padded requests and shared prefixes among them."""
     asked = setting.backend.agreement.requirements
     if not asked.paged:
@@ -146,9 +146,9 @@ def loaded(journal: Any) -> set[str]:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(asks())
 def test_they_are_what_steps_and_a_profiling_run_load_and_warm_up_has_loaded_all_of_the_steps(
-    load_doubled: Any, journal: Any, ask: tuple[str, str, dict[str, Any]]
+    load_fake: Any, journal: Any, ask: tuple[str, str, dict[str, Any]]
 ) -> None:
-    setting = prepared(load_doubled, *ask)
+    setting = prepared(load_fake, *ask)
     asked = setting.backend.agreement.requirements
     journal.clear()
     setting.backend.warmup([GraphShape(4, 4, 1)])

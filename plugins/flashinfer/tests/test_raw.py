@@ -12,7 +12,7 @@ from attnplug_kit.bench.baseline import Baseline
 from attnplug_kit.bench.choice import Choice
 from attnplug_kit.bench.rig import make_planner
 from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
-from tests.backends.benching import STEPS, TINY, Ticks, check_a_second_call, hold_against
+from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
 
 CHOICE = Choice("flashinfer_double/fa2", "cpu")
 
@@ -43,13 +43,13 @@ def append_paged_kv_cache(  # noqa: PLR0917 - the library's signature
 
 
 @pytest.fixture
-def library(doubled, monkeypatch):
+def library(fakes, monkeypatch):
     """Give the double the two functions that the plugin does without, and the bench a dtype that it has."""
     import flashinfer  # noqa: PLC0415 - the double, in place by now
 
     for function in (get_batch_indices_positions, append_paged_kv_cache):
         monkeypatch.setattr(flashinfer, function.__name__, function, raising=False)
-    hold_against(monkeypatch, DirectFlashInfer, "flashinfer_double")
+    use_baseline(monkeypatch, DirectFlashInfer, "flashinfer_double")
 
 
 def test_they_are_a_baseline() -> None:
@@ -59,7 +59,7 @@ def test_they_are_a_baseline() -> None:
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
 def test_forwards_are_held_against_them(library, step) -> None:
-    found = forwarding.found([((step,), Ticks(), True), ((step,), Ticks(), False)], CHOICE, 1)
+    found = forwarding.found([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], CHOICE, 1)
 
     assert not found.failures
     assert [m.budget for m in found.measurements] == [None, None, 10, 10, None, None, None, None]
@@ -67,12 +67,12 @@ def test_forwards_are_held_against_them(library, step) -> None:
 
 
 def test_a_second_call_finds_what_the_first_has_written(library) -> None:
-    check_a_second_call(DirectFlashInfer(), CHOICE)
+    check_second_call(DirectFlashInfer(), CHOICE)
 
 
 @pytest.mark.parametrize("step", [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)], ids=lambda step: step.what)
 def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
-    monkeypatch.setattr(replaying, "work_clock", lambda _: Ticks())
+    monkeypatch.setattr(replaying, "work_clock", lambda _: FakeTimer())
 
     found = forwarding.found([], CHOICE, 1, [step])
 
@@ -81,7 +81,7 @@ def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
 
 
 def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
-    monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
+    monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
 
     found = building.found(STEPS, STEPS[1:2], CHOICE, 1)
 
@@ -92,9 +92,9 @@ def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "expected"), [("tensor_cores", True), ("cuda_cores", False)])
-def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_doubled, monkeypatch, kernel: str, expected) -> None:
+def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_fake, monkeypatch, kernel: str, expected) -> None:
     options = {"flashinfer_double": {"decode_kernel": kernel}}
-    monkeypatch.setattr(Choice, "load", lambda _, asked: load_doubled(asked, options=options))
+    monkeypatch.setattr(Choice, "load", lambda _, asked: load_fake(asked, options=options))
 
     planner = make_planner(decodes(2, 5, **TINY), CHOICE)
 

@@ -9,8 +9,8 @@ from attrs import evolve
 from attnplug.contract import GraphShape
 from attnplug_kit.oracle import Case, check_replays, materialize, padded_for
 from plugins.flashinfer.tests.real import VARIANTS
-from tests.backends import steps
-from tests.backends.graphs import Captured, Graphs
+from tests.backends import checks
+from tests.backends.harness import CapturedForward, GraphHarness
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 
@@ -22,7 +22,7 @@ LAYERS = ({}, {"sinks": True, "head_size": 64}, {"decode_query_len": 3})
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("asked", LAYERS, ids=str)
 def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, asked) -> None:
-    steps.check_graphs_of_several_sizes(load_real, variant, **asked)
+    checks.check_graph_sizes(load_real, variant, **asked)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -45,9 +45,9 @@ def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> 
     for fast in (library._fast_decode_plan, None):
         monkeypatch.setattr(library, "_fast_decode_plan", fast)
         torch.manual_seed(1)
-        setting = Graphs(load_real, "fa2", num_q_heads=16)
+        setting = GraphHarness(load_real, "fa2", num_q_heads=16)
         with setting.state.graph_capture(4):
-            captured = Captured(setting, GraphShape(4, 4, 1, 128))
+            captured = CapturedForward(setting, GraphShape(4, 4, 1, 128))
         for lens in ([30, 9, 100], [128, 1, 77, 5]):
             setting.builder.build(setting.batch([1] * len(lens), lens), graph=captured.graph)
             for tensor in captured.rows:
@@ -61,30 +61,30 @@ def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("asked", LAYERS, ids=str)
 def test_no_build_waits_for_the_device(load_real, variant, asked) -> None:
-    steps.check_that_no_build_waits(load_real, variant, **asked)
+    checks.check_build_does_not_synchronize(load_real, variant, **asked)
 
 
 def test_no_cascade_waits_for_the_device(load_real) -> None:
-    steps.check_that_no_cascade_waits(load_real, "fa2")
+    checks.check_cascade_does_not_synchronize(load_real, "fa2")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_may_be_built_while_others_run(load_real, variant) -> None:
     """What a plan left in pinned memory has yet to be copied when the next is made."""
-    steps.check_steps_built_while_others_run(load_real, variant, DECODES)
+    checks.check_queued_steps(load_real, variant, DECODES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_made_under_inference_mode_serves_outside(load_real, variant) -> None:
-    steps.check_what_inference_mode_leaves(load_real, variant)
+    checks.check_after_inference_mode(load_real, variant)
 
 
 @pytest.mark.parametrize("num_q_heads", [4, 16])
 def test_replays_may_be_built_while_others_run(load_real, num_q_heads) -> None:
-    steps.check_replays_built_while_others_run(load_real, "fa2", num_q_heads=num_q_heads)
+    checks.check_queued_replays(load_real, "fa2", num_q_heads=num_q_heads)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("asked", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True, "head_size": 64}], ids=str)
 def test_replays_of_advanced_steps_are_those_of_eager_ones(load_real, variant, asked) -> None:
-    steps.check_replays_of_advanced_steps(load_real, variant, **asked)
+    checks.check_advanced_replays(load_real, variant, **asked)

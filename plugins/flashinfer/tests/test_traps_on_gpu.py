@@ -15,8 +15,8 @@ from attnplug.contract import GraphShape, Layer
 from attnplug_flashinfer.prebuilt import needed_modules
 from attnplug_kit.oracle import Case, check, materialize
 from plugins.flashinfer.tests.real import VARIANTS
-from tests.backends import traps
-from tests.backends.setting import Setting
+from tests.backends import checks
+from tests.backends.harness import Harness
 
 pytestmark = pytest.mark.gpu
 
@@ -70,7 +70,7 @@ def test_other_groups_decode_on_tensor_cores(load_real, group) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_lse_of_a_single_key_is_its_score(load_real, variant) -> None:
-    traps.check_the_lse_of_a_single_key(load_real, variant, LLAMA)
+    checks.check_lse_of_single_key(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -97,29 +97,29 @@ def test_a_cascade_is_what_the_flat_step_is(load_real, variant, dtype, lens) -> 
     scales = {} if dtype == "auto" else {"k_scale": 0.5, "v_scale": 2.0}
     case = evolve(lens, kv_cache_dtype=dtype, **scales).with_shared_prefix(2)
 
-    traps.check_a_cascade_and_the_flat_step(load_real, variant, case)
+    checks.check_cascade(load_real, variant, case)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_groups_with_different_windows_share_a_state_and_nothing_else(load_real, variant) -> None:
     """They use one workspace."""
-    traps.check_groups_that_share_a_state(load_real, variant, LLAMA)
+    checks.check_shared_state(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
-    traps.check_padded_requests_anywhere(load_real, variant, LLAMA)
+    checks.check_padded_requests(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_calls_and_profiling_runs(load_real, variant) -> None:
-    traps.check_dense_calls(load_real, variant, LLAMA)
-    traps.check_a_profiling_run(load_real, variant, computes=True)
+    checks.check_dense_calls(load_real, variant, LLAMA)
+    checks.check_profiling_run(load_real, variant, computes=True)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, variant) -> None:
-    traps.check_an_output_that_is_not_contiguous(load_real, variant)
+    checks.check_strided_output(load_real, variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -138,7 +138,7 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, vari
 def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, variant, asked) -> None:
     from flashinfer.jit.core import jit_spec_registry  # noqa: PLC0415 - there is a GPU
 
-    setting = Setting(load_real, [_layer(asked)], variant, **{"head_size": 128, "num_q_heads": 8, **asked})
+    setting = Harness(load_real, [_layer(asked)], variant, **{"head_size": 128, "num_q_heads": 8, **asked})
     backend, known = setting.backend, set(jit_spec_registry.get_all_specs())
     backend.warmup([GraphShape(4, 4, 1)])
     rows = [torch.zeros(50, n, setting.impls[0].head_size, device=backend.device).bfloat16() for n in (8, 2, 2)]
@@ -154,7 +154,7 @@ def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, varian
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
 def test_a_wrapper_takes_the_memory_that_the_documentation_tells(load_real, kind) -> None:
-    setting = Setting(load_real, variant="fa2")
+    setting = Harness(load_real, variant="fa2")
     workspace = setting.state.workspace
     from attnplug_flashinfer.kinds import make_kind  # noqa: PLC0415 - it imports FlashInfer
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug.contract import GraphShape, Layer
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 RAGGED, SINK = "BatchPrefillWithRaggedKVCacheWrapper", "BatchAttentionWithAttentionSinkWrapper"
@@ -26,9 +26,9 @@ SHAPE = GraphShape(4, 4, 1)
         ({"paged": False, "block_size": None, "attn_type": "encoder_only"}, {RAGGED}),
     ],
 )
-def test_every_kind_runs_once(load_doubled, journal, asked, run) -> None:
-    backend = Setting(
-        load_doubled, [Layer(name="l", sinks=torch.zeros(4) if asked.get("sinks") else None)], **asked
+def test_every_kind_runs_once(load_fake, journal, asked, run) -> None:
+    backend = Harness(
+        load_fake, [Layer(name="l", sinks=torch.zeros(4) if asked.get("sinks") else None)], **asked
     ).backend
     journal.clear()
     backend.warmup([SHAPE])
@@ -45,21 +45,21 @@ def test_every_kind_runs_once(load_doubled, journal, asked, run) -> None:
         ({"sinks": True, "phases": ("decode",)}, ["fa2"]),
     ],
 )
-def test_so_does_every_backend(load_doubled, journal, asked, backends) -> None:
+def test_so_does_every_backend(load_fake, journal, asked, backends) -> None:
     layer = Layer(name="l", sinks=torch.zeros(4) if asked.get("sinks") else None)
-    Setting(load_doubled, [layer], variant="fa3", **asked).backend.warmup([SHAPE])
+    Harness(load_fake, [layer], variant="fa3", **asked).backend.warmup([SHAPE])
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == backends
 
 
-def test_a_cascade_merges_too(load_doubled, journal) -> None:
-    Setting(load_doubled, cascade=True).backend.warmup([SHAPE])
+def test_a_cascade_merges_too(load_fake, journal) -> None:
+    Harness(load_fake, cascade=True).backend.warmup([SHAPE])
 
     assert len(journal.of("merge_state_in_place")) == 1
 
 
-def test_nothing_is_prepared_for_no_shape(load_doubled, journal) -> None:
-    Setting(load_doubled).backend.warmup([])
+def test_nothing_is_prepared_for_no_shape(load_fake, journal) -> None:
+    Harness(load_fake).backend.warmup([])
 
     assert not journal.calls
 
@@ -67,8 +67,8 @@ def test_nothing_is_prepared_for_no_shape(load_doubled, journal) -> None:
 @pytest.mark.parametrize(
     "asked", [{}, {"sliding_window": 4}, {"kv_cache_dtype": "fp8_e4m3"}, {"paged": False, "block_size": None}]
 )
-def test_a_profiling_run_attends_what_it_is_given(load_doubled, journal, asked) -> None:
-    setting = Setting(load_doubled, **asked)
+def test_a_profiling_run_attends_what_it_is_given(load_fake, journal, asked) -> None:
+    setting = Harness(load_fake, **asked)
     query, rows = torch.randn(9, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
     output = torch.zeros(9, 256, dtype=torch.bfloat16)
     setting.impls[0].forward(query, rows, rows, None, None, output)
@@ -78,8 +78,8 @@ def test_a_profiling_run_attends_what_it_is_given(load_doubled, journal, asked) 
     assert output.any()
 
 
-def test_it_takes_outputs_that_are_not_contiguous_and_fewer_keys_than_rows(load_doubled, journal) -> None:
-    impl = Setting(load_doubled).impls[0]
+def test_it_takes_outputs_that_are_not_contiguous_and_fewer_keys_than_rows(load_fake, journal) -> None:
+    impl = Harness(load_fake).impls[0]
     query, rows = torch.randn(9, 4, 64).bfloat16(), torch.randn(5, 2, 64).bfloat16()
     impl.forward(query, rows, rows, None, None, torch.zeros(9, 512, dtype=torch.bfloat16)[:, :256])
 
@@ -87,8 +87,8 @@ def test_it_takes_outputs_that_are_not_contiguous_and_fewer_keys_than_rows(load_
 
 
 @pytest.mark.parametrize("tokens", [0, 4])
-def test_there_may_be_nothing_to_attend(load_doubled, journal, tokens) -> None:
-    impl = Setting(load_doubled).impls[0]
+def test_there_may_be_nothing_to_attend(load_fake, journal, tokens) -> None:
+    impl = Harness(load_fake).impls[0]
     rows = torch.zeros(0, 2, 64, dtype=torch.bfloat16)
     output = torch.zeros(tokens, 256, dtype=torch.bfloat16)
     impl.forward(torch.zeros(tokens, 4, 64, dtype=torch.bfloat16), rows, rows, None, None, output)
@@ -96,8 +96,8 @@ def test_there_may_be_nothing_to_attend(load_doubled, journal, tokens) -> None:
     assert not journal.runs
 
 
-def test_with_sinks_it_makes_the_wrapper_and_compiles_no_other(load_doubled, journal) -> None:
-    impl = Setting(load_doubled, [Layer(name="l", sinks=torch.zeros(4))], sinks=True).impls[0]
+def test_with_sinks_it_makes_the_wrapper_and_compiles_no_other(load_fake, journal) -> None:
+    impl = Harness(load_fake, [Layer(name="l", sinks=torch.zeros(4))], sinks=True).impls[0]
     journal.clear()
     query, rows = torch.randn(9, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
     impl.forward(query, rows, rows, None, None, torch.zeros(9, 256, dtype=torch.bfloat16))

@@ -7,9 +7,9 @@ from collections import deque
 import pytest
 import torch
 
-from tests.backends.setting import Setting
+from tests.backends.harness import Harness
 
-pytestmark = pytest.mark.usefixtures("doubled")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 class Kind:
@@ -58,7 +58,7 @@ class PlanCopyEvent:
 
 
 @pytest.fixture
-def wrappers(doubled, monkeypatch):
+def wrappers(fakes, monkeypatch):
     from attnplug_flashinfer import wrappers  # noqa: PLC0415 - the double has to be in place
 
     monkeypatch.setattr(wrappers, "PlanCopyEvent", PlanCopyEvent)
@@ -178,8 +178,8 @@ def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
     assert log == ["record", "synchronize"]
 
 
-def test_the_next_step_is_built_while_plans_are_in_flight(load_doubled, journal) -> None:
-    setting = Setting(load_doubled)
+def test_the_next_step_is_built_while_plans_are_in_flight(load_fake, journal) -> None:
+    setting = Harness(load_fake)
     with journal.flight():
         first = setting.builder.build(setting.batch([1, 5], [9, 5]))
         setting.forward(first)
@@ -189,8 +189,8 @@ def test_the_next_step_is_built_while_plans_are_in_flight(load_doubled, journal)
     assert len({call.wrapper for call in journal.plans}) == 4
 
 
-def test_metadata_that_is_kept_can_be_run_after_any_number_of_builds(load_doubled) -> None:
-    setting = Setting(load_doubled)
+def test_metadata_that_is_kept_can_be_run_after_any_number_of_builds(load_fake) -> None:
+    setting = Harness(load_fake)
     batches = [setting.batch([1] * count, list(range(9, 9 + count))) for count in (1, 2, 3, 4)]
     kept = [setting.builder.build(batch) for batch in batches]
     outputs = [setting.forward(metadata) for metadata in kept]

@@ -1,7 +1,7 @@
 """
 Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter.
 
-A test or class that uses the fixture `doubled` sees a double of ixformer, when it is collected and when it runs.
+A test or class that uses the fixture `fakes` sees a double of ixformer, when it is collected and when it runs.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import attnplug
 from attnplug.errors import DuplicateBackendError
 from attnplug.selection import process as state
 from plugins.int8_ixformer.tests import cpu_manifest
-from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, VERSIONS
-from tests.backends.interpreting import INTERPRETED
+from plugins.int8_ixformer.tests.doubled import FAKES, IS_REAL_HERE, VERSIONS
+from tests.backends.triton_on_cpu import INTERPRETED
 
 # Their tests are made while the double is in place.
 collect_ignore = ["test_conformance.py", "test_calibration_conformance.py"] if IS_REAL_HERE else []
 
-pytest_generate_tests = DOUBLES.generating(VERSIONS)
-doubled = DOUBLES.fixture(VERSIONS, "ixformer.journal")
+pytest_generate_tests = FAKES.collection_hook(VERSIONS)
+fakes = FAKES.fixture(VERSIONS, "ixformer.journal")
 
 
 def pytest_unconfigure():
     """Remove what the stage has written."""
-    DOUBLES.close()
+    FAKES.close()
 
 
 def pytest_configure(config):

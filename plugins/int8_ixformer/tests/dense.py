@@ -12,7 +12,7 @@ from torch import Tensor
 from attnplug_int8_ixformer.pages import Pages
 from attnplug_int8_ixformer.terms import Terms
 from attnplug_kit.oracle.attention import attend
-from tests.backends.interpreting import DEVICE
+from tests.backends.triton_on_cpu import DEVICE
 
 CANARY = 7.0
 DTYPES = (torch.bfloat16, torch.float16)

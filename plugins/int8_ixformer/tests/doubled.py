@@ -6,13 +6,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from tests.backends.doubling import Doubles
+from tests.backends.fakes import FakeLibraries
 
 NAME: Final = "int8_ixformer_double"
 VERSIONS: Final = {"ixformer": "1.0"}
 IS_REAL_HERE: Final = find_spec("ixformer") is not None
 
-DOUBLES: Final = Doubles(
+FAKES: Final = FakeLibraries(
     package="attnplug_int8_ixformer",
     name=NAME,
     folder=Path(__file__).with_name("double"),
@@ -21,6 +21,6 @@ DOUBLES: Final = Doubles(
         (r'name = "int8_ixformer"', f'name = "{NAME}"'),
         (r'device_type = "cuda", vendor = \[[^]]*\], compute_capability = \{ min = "1\.0" \}', 'device_type = "cpu"'),
     ),
-    unusable="ixformer is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
+    skip_reason="ixformer is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
     prepare=lambda versions: None,
 )

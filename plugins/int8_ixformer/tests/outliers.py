@@ -20,7 +20,7 @@ from torch import Tensor
 from attnplug_int8_ixformer.tiles import PrefillTiles
 from plugins.int8_ixformer.tests.dense import Requests, outlying
 from plugins.int8_ixformer.tests.running import run_decode, run_prefill
-from tests.backends.interpreting import INTERPRETED
+from tests.backends.triton_on_cpu import INTERPRETED
 
 BUDGET: Final = 0.08
 """Largest relative error. Most of it comes from keys: an outlier sets the step for all channels of its row."""

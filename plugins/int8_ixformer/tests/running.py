@@ -8,7 +8,7 @@ from attnplug_int8_ixformer.prompts import Prompts, attend_prompts, column_bytes
 from attnplug_int8_ixformer.tiles import DecodeTiles, PrefillTiles
 from attnplug_int8_ixformer.triton_provider import Tokens, attend_tokens, scratch_bytes
 from plugins.int8_ixformer.tests.dense import CANARY, lens, starts
-from tests.backends.interpreting import DEVICE
+from tests.backends.triton_on_cpu import DEVICE
 
 
 def run_decode(case, *, tiles=None, splits=1, writes=True, cache=None):

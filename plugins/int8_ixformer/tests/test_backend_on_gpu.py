@@ -19,7 +19,7 @@ from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.running import check, limits_of
 from attnplug_kit.oracle.scene import materialize
 from plugins.int8_ixformer.tests.dense import ask
-from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
 

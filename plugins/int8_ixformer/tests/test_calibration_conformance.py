@@ -9,7 +9,7 @@ from attnplug_kit.conformance import Conformance
 from plugins.int8_ixformer.tests.doubled import NAME
 
 
-@pytest.mark.usefixtures("doubled")  # which offers the plugin to this process; level 0 calls nothing of the library
+@pytest.mark.usefixtures("fakes")  # which offers the plugin to this process; level 0 calls nothing of the library
 class TestCalibration(Conformance):
     backend = f"{NAME}/calibration"
     device = "cpu"

@@ -8,7 +8,7 @@ from attnplug_kit.conformance import Conformance
 from plugins.int8_ixformer.tests.doubled import NAME
 
 
-@pytest.mark.usefixtures("doubled")
+@pytest.mark.usefixtures("fakes")
 class TestOnADouble(Conformance):
     backend = f"{NAME}/ixformer"
     device = "cpu"

@@ -20,7 +20,7 @@ from attnplug_kit.oracle.cases import Case
 from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.running import check, limits_of
 from attnplug_kit.oracle.scene import materialize
-from plugins.int8_ixformer.tests.doubled import DOUBLES, IS_REAL_HERE, NAME
+from plugins.int8_ixformer.tests.doubled import FAKES, IS_REAL_HERE, NAME
 
 TERMS = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
 LEVELS = [("int8", "int8"), ("int8_k", "mix")]
@@ -35,7 +35,7 @@ SAVED = {"save_key", "save_value", "save_key_scale"}
 
 
 @pytest.fixture
-def journal(doubled):
+def journal(fakes):
     """What the double has noted of this test's calls."""
     return import_module("ixformer.journal")
 
@@ -45,7 +45,7 @@ def scene_of(dtype, **fields):
 
 
 def load(scene, **engine):
-    return DOUBLES.load(scene.case.requirements(**engine), "ixformer")
+    return FAKES.load(scene.case.requirements(**engine), "ixformer")
 
 
 def test_a_bound_of_splits_is_refused(journal):
@@ -309,7 +309,7 @@ def test_a_library_without_its_modules_is_told_so(monkeypatch):
     scene = scene_of("int8", **DECODES)
 
     with (
-        DOUBLES.stage({"ixformer": "0.1"}).entered(),  # its own: what has failed is not asked again
+        FAKES.environment({"ixformer": "0.1"}).active(),  # its own: what has failed is not asked again
         pytest.raises(PluginLoadError, match=r"ixformer\.inference\.elsewhere is not there"),
     ):
         load(scene)
@@ -326,7 +326,7 @@ def test_a_library_without_its_modules_is_told_so(monkeypatch):
 def test_a_library_that_lacks_a_call_is_no_backend(monkeypatch, call, told):
     scene = scene_of("int8", **DECODES)
 
-    with DOUBLES.stage({"ixformer": f"0.{len(call)}"}).entered():  # its own, as above
+    with FAKES.environment({"ixformer": f"0.{len(call)}"}).active():  # its own, as above
         modules = map(import_module, IXFORMER_MODULES)
         monkeypatch.delattr(next(module for module in modules if hasattr(module, call)), call)
         with pytest.raises(PluginLoadError, match=f"(?s){told}"):

@@ -23,8 +23,7 @@ from plugins.int8_ixformer.tests.dense import (
     with_byte_weights,
 )
 from plugins.int8_ixformer.tests.running import run_decode, run_prefill
-from tests.backends.bounds import watched
-from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, bounds_checked
 
 pytestmark = MARKS
 
@@ -41,7 +40,7 @@ TERMS = (
 
 @pytest.fixture(autouse=True, scope="module")
 def _in_bounds():
-    with watched() if INTERPRETED else nullcontext():
+    with bounds_checked() if INTERPRETED else nullcontext():
         yield
 
 

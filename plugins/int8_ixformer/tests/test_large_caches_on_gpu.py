@@ -9,7 +9,7 @@ from attnplug_int8_ixformer.pages import Pages
 from attnplug_int8_ixformer.triton_provider import TritonProvider
 from plugins.int8_ixformer.tests.dense import Requests, check, with_byte_weights
 from plugins.int8_ixformer.tests.running import run_decode, run_prefill
-from tests.backends.interpreting import DEVICE, MARKS
+from tests.backends.triton_on_cpu import DEVICE, MARKS
 
 pytestmark = MARKS
 

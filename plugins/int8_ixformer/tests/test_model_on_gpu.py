@@ -13,12 +13,12 @@ from attnplug_int8_ixformer.value_scales import ValueScales
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.groups import Groups
 from plugins.int8_ixformer.tests.outliers import BUDGET
-from tests.backends.interpreting import DEVICE, INTERPRETED, MARKS, leave_out_overflow_checks
+from tests.backends.accuracy import Accuracy, LogitRecorder, Reference
 from tests.backends.models import build, prompts
-from tests.backends.rounding import Recorder, Reference, Verdict
+from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, skip_overflow_checks
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
-leave_out_overflow_checks()
+skip_overflow_checks()
 
 LENGTHS = (40, 1, 57) if INTERPRETED else (900, 1, 700, 333)
 SEEN = (90,) * 12 if INTERPRETED else (900,) * 12  # as few as these: values beyond the largest seen are clipped
@@ -91,18 +91,18 @@ def apart(recorder, asked, tokens):
 
 
 def test_level_0_generates_as_the_model_alone(monkeypatch):
-    recorder, asked = Recorder.listening(monkeypatch), prompts(LENGTHS)
+    recorder, asked = LogitRecorder.attach(monkeypatch), prompts(LENGTHS)
 
     with Engine(model(), features=("int8_ixformer.calibrate",), max_num_tokens=CHUNK, **LIMITS) as engine:
         tokens = engine.generate(asked, max_new_tokens=NEW, stop_tokens=())
         assert {selection.id for selection in engine.selections.values()} == {"int8_ixformer/calibration"}
 
-    Verdict.of(Reference.of(model(), asked, tokens), recorder.take(), tokens).check()
+    Accuracy.of(Reference.of(model(), asked, tokens), recorder.take(), tokens).check()
 
 
 @pytest.mark.parametrize(("level", "graphs"), WAYS)
 def test_logits_stay_within_the_budget(monkeypatch, record_property, calibrated, level, graphs):
-    recorder, asked = Recorder.listening(monkeypatch), prompts(LENGTHS)
+    recorder, asked = LogitRecorder.attach(monkeypatch), prompts(LENGTHS)
     asked.append([*asked[0][:32], 7, 8, 9])  # its first blocks are in the cache
 
     with quantized(level, calibrated, graphs=graphs) as engine:
@@ -138,7 +138,7 @@ def test_the_same_memory_holds_nearly_twice_the_tokens(monkeypatch, record_prope
 
 
 def test_scales_of_another_model_are_found(monkeypatch, calibrated):
-    recorder, asked = Recorder.listening(monkeypatch), prompts(LENGTHS[::2])
+    recorder, asked = LogitRecorder.attach(monkeypatch), prompts(LENGTHS[::2])
     known = ValueScales.load(calibrated).of_layers
     ValueScales({name: scales.flip(-1).contiguous() for name, scales in known.items()}).save(calibrated)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plugins.int8_ixformer.tests.outliers import CONTEXTS, SIZES, table, text
-from tests.backends.interpreting import MARKS
+from tests.backends.triton_on_cpu import MARKS
 
 pytestmark = MARKS
 

@@ -1,4 +1,4 @@
-"""What a plugin's raw calls are tried on without a GPU: tiny steps, and a clock that counts calls."""
+"""Benchmarks of direct library calls, run without a GPU: tiny steps, and a timer that only counts calls."""
 
 from __future__ import annotations
 
@@ -28,36 +28,36 @@ STEPS: Final = (
 )
 
 
-class Ticks:
-    """Calls once, and says that it took a microsecond."""
+class FakeTimer:
+    """Calls once and reports one microsecond."""
 
     what = "ticks"
 
     def seconds(self, call: Callable[[Any], object], argument: Any) -> float:
-        """Call, and return a time."""
+        """Call, and return a fixed time."""
         call(argument)
         return 1e-6
 
 
-def hold_against(monkeypatch: pytest.MonkeyPatch, raw: type[Baseline], backend: str) -> None:
+def use_baseline(monkeypatch: pytest.MonkeyPatch, baseline: type[Baseline], backend: str) -> None:
     """
-    Let a double's backend have raw calls, and the bench a dtype that kernels for GPUs have.
+    Compare a backend on fake libraries with a baseline, in a dtype that GPU kernels support.
 
-    Its clock is one that counts: garbage is left to lie, which takes most of the time in a process of many tests.
+    Garbage collection between measurements is off: no time is measured, and it takes most of the time of a long run.
     """
     monkeypatch.setattr("attnplug_kit.bench.interleaved.gc.collect", lambda: 0)
     monkeypatch.setattr("attnplug_kit.bench.rig.dtype_on", lambda _: "bfloat16")
-    monkeypatch.setattr(raw, "backend", backend)
+    monkeypatch.setattr(baseline, "backend", backend)
     for section in (building, forwarding, replaying):
-        monkeypatch.setattr(section, "baseline_of", lambda _: (raw(), None))
+        monkeypatch.setattr(section, "baseline_of", lambda _: (baseline(), None))
 
 
-def check_a_second_call(raw: Baseline, choice: Choice) -> None:
-    """See that it finds in the pages what the first has written."""
+def check_second_call(baseline: Baseline, choice: Choice) -> None:
+    """Check that a second call reads what the first wrote to the KV cache."""
     rig = make_rig(decodes(3, 33, **TINY), choice)
-    call = raw.layer(rig)
+    call = baseline.layer(rig)
     first = call().clone()
 
     assert torch.equal(call(), first)
-    rig.value.mul_(2)  # the token's own value, which comes back through the pages
+    rig.value.mul_(2)  # the new token's value, which the call reads from its page
     assert not torch.equal(call(), first)

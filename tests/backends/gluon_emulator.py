@@ -1,15 +1,14 @@
 """
-A double of Gluon, Triton's language of warps and shared memory: it runs kernels on a CPU, and no interpreter does.
+An emulator of Gluon, Triton's language of warps and shared memory: it runs kernels on a CPU, which Triton cannot do.
 
-Each partition of a program is a thread; one runs at a time, and whose turn is next is drawn wherever a barrier or a
-product is waited for, and wherever a thread arrives. Everything asynchronous is as late as it may be: a copy lands when
-nobody could go on without it, or when that is drawn, and until then its place is NaN; a product reads its operands when
-it is waited for, a store when it is. So whoever reads too early, or gives a place back too early, computes NaN or
-something else.
+Each partition of a program is a thread, and one thread runs at a time. A random choice picks the next at each barrier,
+each wait for an MMA and each arrival. Asynchronous work finishes as late as possible. A copy lands when no thread could
+continue without it, or when the random choice says so, and its buffer is NaN until then. An MMA reads its operands, and
+a store writes, only when it is waited for. A kernel that reads a buffer too early, or releases it too early, computes
+NaN or wrong values.
 
-What a GPU would take in silence is refused: arrivals that nobody counts, copies that nobody expects, threads that wait
-for each other, values that are used before they were waited for, stores that other units may not see, and more shared
-memory than there is.
+Errors that a GPU would not report raise `MisuseError`: unexpected arrivals and copies, deadlocks, values used before
+they were waited for, shared-memory writes without a fence, and more shared memory than a program may have.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 SHARED_MEMORY: Final = 227 * 1024
-"""Bytes that a program may have on compute capability 9.0."""
+"""Bytes of shared memory per program on compute capability 9.0."""
 
 _local = threading.local()
 
 
 class MisuseError(AssertionError):
-    """What a kernel may not do."""
+    """An invalid operation of a kernel."""
 
 
-def _need(truth: object, complaint: str) -> None:
+def _require(truth: object, problem: str) -> None:
     if not truth:
-        raise MisuseError(complaint)
+        raise MisuseError(problem)
 
 
 class _StoppedError(Exception):
@@ -52,7 +51,7 @@ class _StoppedError(Exception):
 
 
 class _Program:
-    """One program: its partitions, one of which runs at a time, and what is under way."""
+    """One program: its partitions, of which one runs at a time, and its pending copies."""
 
     def __init__(self, number: int, programs: int, seed: int) -> None:
         self.number, self.programs, self.random = number, programs, random.Random(seed)
@@ -63,7 +62,7 @@ class _Program:
         self._gates: list[threading.Semaphore] = []
 
     def specialize(self, partitions: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> None:
-        self._waits = [("the beginning", lambda: True)] * len(partitions)
+        self._waits = [("the start", lambda: True)] * len(partitions)
         self._gates = [threading.Semaphore(0) for _ in partitions]
         threads = [threading.Thread(target=self._run, args=(at, *partition)) for at, partition in enumerate(partitions)]
         for thread in threads:
@@ -73,28 +72,28 @@ class _Program:
             thread.join()
         if self.failure is not None:
             raise self.failure
-        _need(not self.copies, "copies were under way when the program ended")
+        _require(not self.copies, "copies were pending when the program ended")
 
     def _run(self, at: int, partition: Callable[..., None], given: tuple[Any, ...]) -> None:
-        _local.at, _local.program, _local.products, _local.stores, _local.unseen = at, self, [], [], set()
+        _local.at, _local.program, _local.mmas, _local.stores, _local.unfenced = at, self, [], [], set()
         try:
             self._enter(at)
             partition(*given)
-            _need(not _local.stores, "a store was under way when its partition ended")
-            _need(not _local.products, "a product was never waited for")
+            _require(not _local.stores, "a store was pending when its partition ended")
+            _require(not _local.mmas, "an MMA was never waited for")
         except _StoppedError:
             pass
-        except BaseException as error:  # noqa: BLE001 - raised by whoever launched
+        except BaseException as error:  # noqa: BLE001 - raised again by the launch
             self.failure = self.failure or error
         finally:
             self._waits[at] = None
-            self._hand_over()
+            self._switch()
 
     def pause(self, what: str, ready: Callable[[], bool] = lambda: True) -> None:
-        """Let somebody go on, perhaps whoever calls, once it can."""
+        """Let a partition that is ready continue, perhaps the calling one, and return when the calling one may."""
         at = _local.at
         self._waits[at] = (what, ready)
-        if self._hand_over(at):
+        if self._switch(at):
             self._enter(at)
 
     def _enter(self, at: int) -> None:
@@ -102,8 +101,8 @@ class _Program:
         if self.failure is not None:
             raise _StoppedError
 
-    def _hand_over(self, at: int = -1) -> bool:
-        """Let whoever is drawn go on, unless it is who asks: one thread runs at a time, so nothing has to be locked."""
+    def _switch(self, at: int = -1) -> bool:
+        """Wake the chosen partition; return whether it is another one. Only one thread runs, so there is no lock."""
         following = self._next()
         if self.failure is not None:
             for gate in self._gates:
@@ -113,16 +112,16 @@ class _Program:
         return following != at
 
     def _next(self) -> int:
-        able = self._able()
-        while self.copies and (not able or self.random.random() < 0.1):
+        ready = self._ready()
+        while self.copies and (not ready or self.random.random() < 0.1):
             self.copies.pop(self.random.randrange(len(self.copies)))()
-            able = self._able()
+            ready = self._ready()
         waiting = [f"{at} for {wait[0]}" for at, wait in enumerate(self._waits) if wait is not None]
-        if waiting and not able and self.failure is None:
+        if waiting and not ready and self.failure is None:
             self.failure = MisuseError(f"all partitions wait: {', '.join(waiting)}")
-        return self.random.choice(able) if able else -1
+        return self.random.choice(ready) if ready else -1
 
-    def _able(self) -> list[int]:
+    def _ready(self) -> list[int]:
         return [at for at, wait in enumerate(self._waits) if wait is not None and wait[1]()]
 
 
@@ -131,20 +130,20 @@ def _program() -> _Program:
 
 
 class _Barrier:
-    """Counts arrivals and bytes; a phase ends when both have come."""
+    """An mbarrier: a phase ends when all arrivals and all expected bytes are complete."""
 
     def __init__(self) -> None:
         self.count = self.pending = self.bytes = self.phase = 0
 
     def arrive(self, count: int = 1, expected: int = 0) -> None:
-        _need(self.count, "a barrier was used before it was made")
-        _need(self.pending >= count, f"more than {self.count} arrivals in one phase of a barrier")
+        _require(self.count, "a barrier was used before its init")
+        _require(self.pending >= count, f"more than {self.count} arrivals in one phase of a barrier")
         self.pending -= count
         self.bytes += expected
         self._end()
 
     def land(self, count: int) -> None:
-        _need(self.bytes >= count, "more bytes came than a barrier expects")
+        _require(self.bytes >= count, "more bytes arrived than the barrier expects")
         self.bytes -= count
         self._end()
 
@@ -159,12 +158,12 @@ class _Barriers:
         self._all = [_Barrier() for _ in range(count)]
 
     def index(self, at: int) -> _Barrier:
-        _need(0 <= at < len(self._all), f"there is no barrier {at}")
+        _require(0 <= at < len(self._all), f"there is no barrier {at}")
         return self._all[at]
 
 
 class _Shared:
-    """A place in shared memory."""
+    """A buffer in shared memory."""
 
     def __init__(self, data: Tensor, layout: Any) -> None:
         self.data, self.layout = data, layout
@@ -174,7 +173,7 @@ class _Shared:
         return self.data.dtype
 
     def index(self, at: int) -> _Shared:
-        _need(0 <= at < len(self.data), f"there is no place {at}")
+        _require(0 <= at < len(self.data), f"the buffer has no index {at}")
         return _Shared(self.data[at], self.layout)
 
     def reshape(self, shape: list[int]) -> _Shared:
@@ -184,27 +183,27 @@ class _Shared:
         return _Shared(self.data.permute(order), self.layout)
 
     def load(self, layout: Any) -> Tensor:
-        _need(layout is not None, "registers have a layout")
+        _require(layout is not None, "a load to registers requires a layout")
         return self.data.clone()
 
     def store(self, value: Tensor) -> None:
-        _need(value.shape == self.data.shape, f"{tuple(value.shape)} stored to {tuple(self.data.shape)}")
+        _require(value.shape == self.data.shape, f"{tuple(value.shape)} stored to {tuple(self.data.shape)}")
         self.data.copy_(value)
-        _local.unseen.add(self.data.data_ptr())
+        _local.unfenced.add(self.data.data_ptr())
 
 
-class _Product:
-    """A product of matrices that is computed when it is waited for."""
+class _Mma:
+    """An asynchronous warpgroup MMA, computed when it is waited for."""
 
     def __init__(self, left: Any, right: _Shared, total: Any) -> None:
-        _need(isinstance(right, _Shared), "the right side of a product is in shared memory")
-        _need(not isinstance(total, _Product), "a product is added to one that nobody has waited for")
+        _require(isinstance(right, _Shared), "the right operand of an MMA must be in shared memory")
+        _require(not isinstance(total, _Mma), "an MMA accumulates into one that was not waited for")
         self.left, self.right, self.total = left, right, total
         self.value: Tensor | None = None
 
     def compute(self) -> None:
-        unseen = self.right.data.data_ptr() in _local.unseen
-        _need(not unseen, "a product of what its unit does not see yet: a fence is missing")
+        unfenced = self.right.data.data_ptr() in _local.unfenced
+        _require(not unfenced, "an MMA reads shared memory written without a fence")
         left = self.left.data if isinstance(self.left, _Shared) else self.left
         self.value = left.float() @ self.right.data.float()
         if self.total is not None:
@@ -212,26 +211,28 @@ class _Product:
 
 
 class _Pointer:
-    """An address, or as many as numbers were added: places in a tensor, counted from its first number."""
+    """A pointer, or a block of pointers: offsets into a tensor in elements."""
 
     def __init__(self, tensor: Tensor, at: Any = 0) -> None:
         self.tensor, self.at = tensor, at
 
-    def __add__(self, places: Any) -> _Pointer:
-        return _Pointer(self.tensor, self.at + places)
+    def __add__(self, offsets: Any) -> _Pointer:
+        return _Pointer(self.tensor, self.at + offsets)
 
 
 class TensorDescriptor:
-    """What copies know of a tensor: its shape, and how large a box they copy."""
+    """A TMA descriptor: a tensor, the box that a copy moves, and its shared-memory layout."""
 
     def __init__(self, tensor: Tensor, box: list[int], layout: Any) -> None:
-        of_bytes = tensor.element_size()
-        _need(tensor.data_ptr() % 16 == 0, "a described tensor begins at a multiple of 16 bytes")
-        _need(all(stride * of_bytes % 16 == 0 for stride in tensor.stride()[:-1]), "strides are multiples of 16 bytes")
-        _need(tensor.stride(-1) == 1, "the last numbers of a described tensor are neighbors")
-        _need(len(box) == tensor.ndim and all(0 < side <= 256 for side in box), f"no box is {box}")
-        _need(all(side & (side - 1) == 0 for side in box), f"sides of a box are powers of two, unlike {box}")
-        _need(layout.swizzle_byte_width <= box[-1] * of_bytes, "rows of a box are too short to swizzle")
+        item = tensor.element_size()
+        _require(tensor.data_ptr() % 16 == 0, "the address of a described tensor must be a multiple of 16 bytes")
+        _require(
+            all(stride * item % 16 == 0 for stride in tensor.stride()[:-1]), "strides must be multiples of 16 bytes"
+        )
+        _require(tensor.stride(-1) == 1, "the last stride of a described tensor must be 1")
+        _require(len(box) == tensor.ndim and all(0 < side <= 256 for side in box), f"the box {box} is invalid")
+        _require(all(side & (side - 1) == 0 for side in box), f"the sides of a box must be powers of two, not {box}")
+        _require(layout.swizzle_byte_width <= box[-1] * item, "the rows of a box are shorter than the swizzle")
         self.base, self.block_shape, self.layout = tensor, tuple(box), layout
 
     from_tensor = classmethod(lambda cls, tensor, box, layout: cls(tensor, box, layout))
@@ -241,7 +242,7 @@ class TensorDescriptor:
         return self.base.dtype
 
     def parts(self, where: list[int]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
-        """Return which part of the tensor a box covers, and which part of the box that is: the rest is outside."""
+        """Return the part of the tensor that a box covers, and the part of the box that is inside the tensor."""
         pairs = [
             (slice(max(at, 0), max(0, min(at + side, most))), at)
             for at, side, most in zip(where, self.block_shape, self.base.shape, strict=True)
@@ -254,7 +255,7 @@ class TensorDescriptor:
 
 
 class _Function:
-    """What `gluon.jit` makes of a function: called in a kernel, or launched."""
+    """A function decorated with `gluon.jit`: called in a kernel, or launched."""
 
     def __init__(self, function: Callable[..., Any], seed: Callable[[], int]) -> None:
         self.fn, self._seed = function, seed
@@ -266,29 +267,29 @@ class _Function:
         (programs,) = grid
 
         def launch(*given: Any, num_warps: int, enable_fp_fusion: bool = True) -> None:
-            _need(num_warps == 4, "products are computed by warpgroups of four warps")
+            _require(num_warps == 4, "an MMA requires a warpgroup of four warps")
             arguments = [_Pointer(one) if isinstance(one, Tensor) else one for one in given]
             for number in range(programs):
                 _local.program = _Program(number, programs, self._seed())
-                _local.unseen = set()
+                _local.unfenced = set()
                 self.fn(*arguments)
 
         return launch
 
 
 def _allocate(kind: torch.dtype, shape: list[int], layout: Any) -> Any:
-    program, numbers = _program(), 1
+    program, elements = _program(), 1
     for side in shape:
-        numbers *= side
-    program.shared_bytes += numbers * kind.itemsize
-    _need(program.shared_bytes <= SHARED_MEMORY, f"{program.shared_bytes} bytes of shared memory")
+        elements *= side
+    program.shared_bytes += elements * kind.itemsize
+    _require(program.shared_bytes <= SHARED_MEMORY, f"{program.shared_bytes} bytes of shared memory")
     if layout == "barriers":
         return _Barriers(shape[0])
     return _Shared(torch.full(shape, torch.nan, dtype=kind), layout)
 
 
 def _init(barrier: _Barrier, count: int) -> None:
-    _need(barrier.count == 0, "a barrier was made twice")
+    _require(barrier.count == 0, "a barrier was initialized twice")
     barrier.count = barrier.pending = count
 
 
@@ -301,29 +302,30 @@ def _arrive(barrier: _Barrier, count: int = 1) -> None:
     _program().pause("its turn after an arrival")
 
 
-def _copy_in(described: TensorDescriptor, where: list[int], barrier: _Barrier, place: _Shared) -> None:
-    _need(
-        place.data.shape == described.block_shape, f"a box {described.block_shape} copied to {tuple(place.data.shape)}"
+def _copy_in(described: TensorDescriptor, where: list[int], barrier: _Barrier, buffer: _Shared) -> None:
+    _require(
+        buffer.data.shape == described.block_shape,
+        f"a box {described.block_shape} copied to {tuple(buffer.data.shape)}",
     )
-    _need(place.layout == described.layout, "a copy swizzles as its place does")
+    _require(buffer.layout == described.layout, "a copy and its buffer must have one layout")
     of_tensor, of_box = described.parts(where)
-    place.data.fill_(torch.nan)
+    buffer.data.fill_(torch.nan)
 
     def land() -> None:
-        place.data.zero_()
-        place.data[of_box] = described.base[of_tensor]
-        barrier.land(place.data.numel() * place.data.element_size())
+        buffer.data.zero_()
+        buffer.data[of_box] = described.base[of_tensor]
+        barrier.land(buffer.data.numel() * buffer.data.element_size())
 
     _program().copies.append(land)
 
 
-def _copy_out(described: TensorDescriptor, where: list[int], place: _Shared) -> None:
-    _need(place.data.data_ptr() not in _local.unseen, "a store of what other units do not see yet: a fence is missing")
-    _need(min(where) >= 0, f"a store begins before its tensor, at {where}: on a GPU that is an illegal instruction")
+def _copy_out(described: TensorDescriptor, where: list[int], buffer: _Shared) -> None:
+    _require(buffer.data.data_ptr() not in _local.unfenced, "a TMA store reads shared memory written without a fence")
+    _require(min(where) >= 0, f"a store begins before its tensor, at {where}: on a GPU that is an illegal instruction")
     of_tensor, of_box = described.parts(where)
 
     def store() -> None:
-        described.base[of_tensor] = place.data[of_box]
+        described.base[of_tensor] = buffer.data[of_box]
 
     _local.stores.append(store)
 
@@ -334,44 +336,46 @@ def _store_wait(pendings: int) -> None:
         _local.stores.pop(0)()
 
 
-def _multiply(left: Any, right: _Shared, total: Tensor, *, use_acc: bool = True, is_async: bool = False) -> _Product:
-    _need(is_async, "products are asynchronous here")
-    _need(left.dtype == right.dtype, "both sides of a product are of one type")
-    product = _Product(left, right, total if use_acc else None)
-    _local.products.append(product)
-    return product
+def _multiply(left: Any, right: _Shared, total: Tensor, *, use_acc: bool = True, is_async: bool = False) -> _Mma:
+    _require(is_async, "the emulator supports asynchronous MMAs only")
+    _require(left.dtype == right.dtype, "both operands of an MMA must have one dtype")
+    mma = _Mma(left, right, total if use_acc else None)
+    _local.mmas.append(mma)
+    return mma
 
 
 def _multiply_wait(num_outstanding: int, deps: tuple[Any, ...]) -> Any:
-    _program().pause("its turn before products")
-    while len(_local.products) > num_outstanding:
-        _local.products.pop(0).compute()
-    values = [one.value if isinstance(one, _Product) else one for one in deps]
-    _need(all(value is not None for value in values), "a product is used before it was waited for")
+    _program().pause("its turn before MMAs")
+    while len(_local.mmas) > num_outstanding:
+        _local.mmas.pop(0).compute()
+    values = [one.value if isinstance(one, _Mma) else one for one in deps]
+    _require(all(value is not None for value in values), "an MMA is used before it was waited for")
     return values[0] if len(values) == 1 else tuple(values)
 
 
-def _load(place: _Pointer, mask: bool, other: int) -> int:
+def _load(pointer: _Pointer, mask: bool, other: int) -> int:
     if not mask:
         return other
-    _need(0 <= place.at < place.tensor.numel(), "a load beyond its tensor")
-    return int(place.tensor.reshape(-1)[place.at])
+    _require(0 <= pointer.at < pointer.tensor.numel(), "a load beyond its tensor")
+    return int(pointer.tensor.reshape(-1)[pointer.at])
 
 
-def _store(place: _Pointer, value: Tensor, mask: Tensor) -> None:
-    flat = place.tensor.as_strided((place.tensor.untyped_storage().nbytes() // place.tensor.element_size(),), (1,), 0)
-    mask = mask.expand(place.at.shape)
-    at = place.tensor.storage_offset() + place.at[mask]
-    _need(bool(((at >= 0) & (at < len(flat))).all()), "a store beyond its tensor")
+def _store(pointer: _Pointer, value: Tensor, mask: Tensor) -> None:
+    flat = pointer.tensor.as_strided(
+        (pointer.tensor.untyped_storage().nbytes() // pointer.tensor.element_size(),), (1,), 0
+    )
+    mask = mask.expand(pointer.at.shape)
+    at = pointer.tensor.storage_offset() + pointer.at[mask]
+    _require(bool(((at >= 0) & (at < len(flat))).all()), "a store beyond its tensor")
     flat[at] = value[mask].to(flat.dtype)
 
 
 def _fence() -> None:
-    _local.unseen.clear()
+    _local.unfenced.clear()
 
 
-def _of_numbers(scalar: Callable[..., Any], of_tensors: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda *given: (of_tensors if any(isinstance(one, Tensor) for one in given) else scalar)(*given)
+def _scalar_or_tensor(scalar: Callable[..., Any], tensors: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: (tensors if any(isinstance(one, Tensor) for one in given) else scalar)(*given)
 
 
 def _where(condition: Any, yes: Any, no: Any) -> Any:
@@ -380,8 +384,9 @@ def _where(condition: Any, yes: Any, no: Any) -> Any:
 
 def _modules(seed: Callable[[], int]) -> dict[str, ModuleType]:
     def jit(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-        _need(
-            options.keys() <= {"do_not_specialize", "do_not_specialize_on_alignment"}, f"the double knows no {options}"
+        _require(
+            options.keys() <= {"do_not_specialize", "do_not_specialize_on_alignment"},
+            f"the emulator does not support the options {options}",
         )
         return (lambda inner: _Function(inner, seed)) if function is None else _Function(function, seed)
 
@@ -397,7 +402,7 @@ def _modules(seed: Callable[[], int]) -> dict[str, ModuleType]:
         "where": _where,
         "max": lambda value, axis: value.amax(axis),
         "sum": lambda value, axis: value.sum(axis),
-        "maximum": _of_numbers(max, torch.maximum),
+        "maximum": _scalar_or_tensor(max, torch.maximum),
         "exp2": torch.exp2,
         "log2": torch.log2,
         "convert_layout": lambda value, _layout: value,
@@ -446,15 +451,15 @@ def _modules(seed: Callable[[], int]) -> dict[str, ModuleType]:
 
 
 @contextmanager
-def doubled(kernel: str, *, seed: int = 0, line: str = "", instead: str = "") -> Iterator[None]:
+def emulated(kernel: str, *, seed: int = 0, line: str = "", instead: str = "") -> Iterator[None]:
     """
-    Run a kernel by the double.
+    Run a kernel in the emulator.
 
     Args:
         kernel: The name of its module, which is imported anew.
-        seed: Of whose turn is next.
-        line: Text of the module that is changed.
-        instead: What it is changed to.
+        seed: Seed of the random choices.
+        line: Text of the module that is replaced.
+        instead: The replacement.
 
     Raises:
         LookupError: The module has no such text.
@@ -469,15 +474,15 @@ def doubled(kernel: str, *, seed: int = 0, line: str = "", instead: str = "") ->
             sys.modules[kernel] = before
 
 
-def _imported(kernel: str, doubles: dict[str, ModuleType], line: str, instead: str) -> ModuleType:
-    """Import a module that sees the doubles. Triton, which imports Gluon by itself, does not."""
+def _imported(kernel: str, emulator: dict[str, ModuleType], line: str, instead: str) -> ModuleType:
+    """Import a module with the emulator in place of Gluon. Triton's own imports of Gluon get the real one."""
     file = Path(str(getattr(find_spec(kernel), "origin", None)))
     source = file.read_text("utf-8")
     if line not in source:
         raise LookupError(f"{kernel} has no {line!r}")
     module = ModuleType(kernel)
     experimental = import_module("triton.experimental")
-    gluon = doubles["triton.experimental.gluon"]
-    with patch.dict(sys.modules, doubles), patch.object(experimental, "gluon", gluon, create=True):
+    gluon = emulator["triton.experimental.gluon"]
+    with patch.dict(sys.modules, emulator), patch.object(experimental, "gluon", gluon, create=True):
         exec(compile(source.replace(line, instead, 1), file, "exec"), vars(module))  # noqa: S102 - with a change
     return module
