@@ -1,8 +1,8 @@
 """
-The doubles in place of all FlashAttention libraries, and the plugin registered beside them as one that a CPU may run.
+The fakes in place of all FlashAttention libraries, and the plugin registered beside them as one that a CPU may run.
 
 A test or class that uses the fixture `fakes` sees both, when it is collected and when it runs; nothing else does.
-Where one of the libraries is installed its double would be mistaken for it, and these tests are left out.
+Where one of the libraries is installed its fake would be mistaken for it, and these tests are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
     from tests.backends.fakes import FakeEnvironment
 
-NAME: Final = "flash_attn_double"
+NAME: Final = "flash_attn_fake"
 VERSIONS: Final = {"flash-attn": "2.8.3", "vllm": "0.24.0", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}
 IS_REAL_HERE: Final = any(find_spec(name) is not None for name in ("flash_attn", "flash_attn_interface", "vllm"))
-JOURNAL: Final = "flash_attn_double.journal"
+JOURNAL: Final = "flash_attn_fake.journal"
 
-collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the doubles are in place
+collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the fakes are in place
 
 _ops: list[Any] = []  # of the op libraries: there as long as these are
 
@@ -34,23 +34,21 @@ _ops: list[Any] = []  # of the op libraries: there as long as these are
 def _register_ops(versions: Mapping[str, str]) -> None:
     del versions
     if not _ops:
-        _ops.extend(
-            importlib.import_module(f"flash_attn_double.{name}").register() for name in ("vllm_ops", "torch_op")
-        )
+        _ops.extend(importlib.import_module(f"flash_attn_fake.{name}").register() for name in ("vllm_ops", "torch_op"))
 
 
 FAKES: Final = FakeLibraries(
     package="attnplug_flash_attn",
     name=NAME,
-    folder=Path(__file__).with_name("doubles"),
-    packages=("flash_attn", "flash_attn_interface", "flash_attn_double"),
+    folder=Path(__file__).with_name("fakes"),
+    packages=("flash_attn", "flash_attn_interface", "flash_attn_fake"),
     changes=(
         (r'name = "flash_attn", aliases = \[[^]]*\]', f'name = "{NAME}"'),
         (r'^device_type = "cuda"', 'device_type = ["cuda", "cpu"]'),
         (r"^compute_capability = .*$", ""),
-        (r', compute_capability = "9\.0"', ""),  # the doubles are of libraries on Hopper
+        (r', compute_capability = "9\.0"', ""),  # the fakes are of libraries on Hopper
     ),
-    skip_reason="a FlashAttention is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
+    skip_reason="a FlashAttention is installed here, and its fake would be mistaken for it" if IS_REAL_HERE else None,
     prepare=_register_ops,
 )
 
@@ -70,11 +68,11 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def journal(fakes: None) -> Any:
-    """Return what the doubles have been asked, by this test alone."""
+    """Return what the fakes have been asked, by this test alone."""
     return importlib.import_module(JOURNAL).journal
 
 
 @pytest.fixture
 def load_fake(fakes: None) -> Callable[..., Any]:
-    """Return what loads a backend on a double, by requirements, variant and the keywords of `attnplug.load`."""
+    """Return what loads a backend on a fake, by requirements, variant and the keywords of `attnplug.load`."""
     return FAKES.load

@@ -24,7 +24,7 @@ SOFT_CAP: Final = tuple(variant for variant in VARIANTS if variant != "torch")
 GRAPHS: Final = SOFT_CAP
 GRAPHS_OF_ALL_STEPS: Final = ("fa3_vllm", "fa3")
 BATCH_INVARIANT: Final = VARIANTS
-SPREADING: Final = tuple(variant for variant in VARIANTS if variant not in {"fa2", "fa2_vllm"})
+DCP: Final = tuple(variant for variant in VARIANTS if variant not in {"fa2", "fa2_vllm"})
 
 PAGES: Final = {"fa4": (16, 32, 256, 512), "fa2": (256, 512, 768)}
 """Sizes of pages to try, where they are not those of `pages_of`."""

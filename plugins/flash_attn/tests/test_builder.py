@@ -7,7 +7,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Batch, Layer, Limits
-from plugins.flash_attn.tests.noting import load
+from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import BLOCK, Harness
 
 KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
@@ -93,7 +93,7 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
     assert call.block_table is call.seqused_k is plan.prefill.slots is call.scheduler_metadata is None
     assert (call.cu_seqlens_k.tolist(), call.max_seqlen_k, call.causal) == ([0, 5, 8], 5, True)
     assert not plan.decode.reads_new_kv
-    assert setting.backend.kernels.noted[-1].key.shape == (8, 2, 64)
+    assert setting.backend.kernels.calls[-1].key.shape == (8, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
     setting = Harness(load, **asked)
     setting.forward(setting.builder.build(Batch.from_lengths([9, 3], causal=False)))
 
-    (noted,) = setting.backend.kernels.noted
-    assert noted.params.window == (3, 3)
-    assert noted.call.causal is False
+    (recorded,) = setting.backend.kernels.calls
+    assert recorded.params.window == (3, 3)
+    assert recorded.call.causal is False
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -172,7 +172,7 @@ def test_cross_attention_reads_the_keys_of_the_encoder(kind) -> None:
     impl.forward(query, keys, keys, cache, setting.builder.build(first), output)
     impl.forward(query[:2], None, None, cache, setting.builder.build(later), output[:2])
 
-    call = setting.backend.kernels.noted[-1].call
+    call = setting.backend.kernels.calls[-1].call
     assert call.max_seqlen_k == 20
     lengths = call.cu_seqlens_k.diff() if call.seqused_k is None else call.seqused_k
     assert lengths.tolist() == [20, 5]
@@ -187,7 +187,7 @@ def test_layers_of_equal_windows_share_a_plan() -> None:
     assert len(setting.backend.kernels.scheduled) == 2
     for impl in setting.impls:
         setting.forward(metadata, impl)
-    assert [noted.params.softmax_scale for noted in setting.backend.kernels.noted] == [0.1, 0.1, 0.2, 0.2]
+    assert [recorded.params.softmax_scale for recorded in setting.backend.kernels.calls] == [0.1, 0.1, 0.2, 0.2]
 
 
 def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnplug.contract import Batch, Layer
 from attnplug_kit.oracle.closeness import assert_close
-from plugins.flash_attn.tests.noting import load
+from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import BLOCK, Harness
 
 KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
@@ -92,8 +92,8 @@ def test_the_sink_enters_the_prefix_alone() -> None:
     setting = Harness(load, [Layer(name="layers.0", sinks=SINKS)], **ASKED, sinks=True)
     results(setting, shared_batch(setting, [1, 5], [3, 20], 1), setting.backend.make_cache(64))
 
-    *parts, prefix = setting.backend.kernels.noted
-    assert [noted.params.sinks for noted in parts] == [None, None]
+    *parts, prefix = setting.backend.kernels.calls
+    assert [recorded.params.sinks for recorded in parts] == [None, None]
     assert torch.equal(prefix.params.sinks, SINKS)
 
 

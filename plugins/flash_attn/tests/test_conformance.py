@@ -1,4 +1,4 @@
-"""The conformance kit, on the doubles: what the manifest declares is served and right, and the rest is refused."""
+"""The conformance kit, on the fakes: what the manifest declares is served and right, and the rest is refused."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa2OnDouble(Conformance):
-    backend = "flash_attn_double/fa2"
+class TestFa2OnFake(Conformance):
+    backend = "flash_attn_fake/fa2"
     device = "cpu"
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa2OfVllmOnDouble(Conformance):
-    backend = "flash_attn_double/fa2_vllm"
+class TestFa2OfVllmOnFake(Conformance):
+    backend = "flash_attn_fake/fa2_vllm"
     device = "cpu"
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa3OnDouble(Conformance):
-    backend = "flash_attn_double/fa3"
+class TestFa3OnFake(Conformance):
+    backend = "flash_attn_fake/fa3"
     device = "cpu"
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa3OfVllmOnDouble(Conformance):
-    backend = "flash_attn_double/fa3_vllm"
+class TestFa3OfVllmOnFake(Conformance):
+    backend = "flash_attn_fake/fa3_vllm"
     device = "cpu"
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa4OnDouble(Conformance):
-    backend = "flash_attn_double/fa4"
+class TestFa4OnFake(Conformance):
+    backend = "flash_attn_fake/fa4"
     device = "cpu"
 
 
 @pytest.mark.usefixtures("fakes")
-class TestTorchOnDouble(Conformance):
-    backend = "flash_attn_double/torch"
+class TestTorchOnFake(Conformance):
+    backend = "flash_attn_fake/torch"
     device = "cpu"

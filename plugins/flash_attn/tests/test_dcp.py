@@ -12,11 +12,11 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from attnplug_kit.oracle.closeness import assert_close
-from plugins.flash_attn.tests import spread as steps
-from plugins.flash_attn.tests.mutants import MUTANTS
-from plugins.flash_attn.tests.processes import Processes
-from plugins.flash_attn.tests.real import SINKS, SPREADING
-from plugins.flash_attn.tests.spread import Spread
+from plugins.flash_attn.tests import dcp_steps
+from plugins.flash_attn.tests.dcp_mutants import MUTANTS
+from plugins.flash_attn.tests.dcp_steps import DcpStep
+from plugins.flash_attn.tests.rank_processes import Processes
+from plugins.flash_attn.tests.real import DCP, SINKS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -34,46 +34,46 @@ def processes() -> Iterator[list[Processes]]:
         _running.pop().close()
 
 
-def on_ranks(spread: Spread, mutant: str | None = None, *, replayed: bool = False) -> list[steps.Result]:
-    return call(partial(steps.run, replayed=replayed), spread, mutant)
+def on_ranks(step: DcpStep, mutant: str | None = None, *, replayed: bool = False) -> list[dcp_steps.Result]:
+    return call(partial(dcp_steps.run, replayed=replayed), step, mutant)
 
 
-def call(function: Callable[..., steps.Result], spread: Spread, *arguments: Any) -> list[steps.Result]:
+def call(function: Callable[..., dcp_steps.Result], step: DcpStep, *arguments: Any) -> list[dcp_steps.Result]:
     if not (_running and _running[-1].live):
         _running.append(Processes(4))
-    return _running[-1].call(function, spread, *arguments, size=spread.ranks)
+    return _running[-1].call(function, step, *arguments, size=step.ranks)
 
 
-def assert_as_one_rank(spread: Spread, results: list[steps.Result], *, replayed: bool = False) -> None:
+def assert_as_one_rank(step: DcpStep, results: list[dcp_steps.Result], *, replayed: bool = False) -> None:
     """Output and LSE are the oracle's and those of one rank; each new token is in the cache of its holder alone."""
-    alone = steps.run(0, None, spread.alone())
+    alone = dcp_steps.run(0, None, step.alone())
     known = [(alone.output.double(), alone.lse.double())]
-    known += [] if spread.is_narrow else [steps.expected(spread)]  # what rounds queries and keys has tests of its own
-    dtype, numbers = alone.output.dtype, steps.Numbers(spread)
-    largest = max(float(rows.abs().max()) for rows in numbers.values)
+    known += [] if step.is_narrow else [dcp_steps.expected(step)]  # what rounds queries and keys has tests of its own
+    dtype, tensors = alone.output.dtype, dcp_steps.StepTensors(step)
+    largest = max(float(rows.abs().max()) for rows in tensors.values)
     for rank, result in enumerate(results):
-        heads = steps.heads_of(spread, rank)
+        heads = dcp_steps.heads_of(step, rank)
         for wanted, sums in known:
             assert_close(result.output, wanted[:, heads], dtype=dtype, scale=largest)
-            if spread.return_lse:
+            if step.return_lse:
                 assert_close(result.lse, sums[:, heads], dtype=dtype, what="lse")
         assert result.is_padding_kept or replayed  # a graph computes its padded rows, too
         assert not result.strays
         for request, rows in enumerate(result.keys):
             for position, row in enumerate(rows):
-                mine = spread.holder(position) == rank
-                held = numbers.cached_keys[request][position].float()
+                mine = step.holder(position) == rank
+                held = tensors.cached_keys[request][position].float()
                 assert torch.equal(row, held) if mine else row.isnan().all()
 
 
 @st.composite
-def spreads(draw: st.DrawFn, ranks: int) -> Spread:
+def random_steps(draw: st.DrawFn, ranks: int) -> DcpStep:
     """Steps of few requests: decodes and prefills, some shorter than a run of tokens, some with nothing cached."""
     interleave = draw(st.sampled_from([1, 2, 3, 5, 16, 32]))
     cached = st.sampled_from([0, 1, interleave, 3 * interleave - 1, 2 * ranks * interleave]) | st.integers(0, 70)
     decodes = draw(st.lists(cached, max_size=3))
     prefills = draw(st.lists(st.tuples(st.integers(2, 9), cached), min_size=not decodes, max_size=2))
-    return Spread(
+    return DcpStep(
         ranks=ranks,
         interleave=interleave,
         new=(*[1] * len(decodes), *[new for new, _ in prefills]),
@@ -86,50 +86,68 @@ def spreads(draw: st.DrawFn, ranks: int) -> Spread:
         host_writes=draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         return_lse=draw(st.sampled_from([True, True, False])),
-        reads=draw(st.sampled_from(["pages", "cumulative", "packed", "padded"])),
+        kernel_kind=draw(st.sampled_from(["pages", "cumulative", "packed", "padded"])),
         layout=draw(st.sampled_from(["NHD", "HND"])),
         seed=draw(st.integers(0, 99)),
         padding=draw(st.sampled_from([0, 2])),
-        buffers=draw(st.sampled_from([None, 1, 40])),
+        max_packed_keys=draw(st.sampled_from([None, 1, 40])),
     )
 
 
 @pytest.mark.usefixtures("processes")
 class TestOnProcesses:
     @settings(max_examples=80, phases=PHASES)
-    @given(spreads(2))
-    @example(Spread(ranks=2, interleave=16, new=(1, 1), cached=(3, 15)))  # rank 1 holds nothing
-    @example(Spread(ranks=2, interleave=4, new=(7,), cached=(0,)))  # nothing is cached
-    @example(Spread(ranks=2, interleave=4, new=(1, 7), cached=(18, 2), return_lse=False))
-    @example(Spread(ranks=2, interleave=4, new=(1, 6), cached=(9, 0), reads="packed"))
+    @given(random_steps(2))
+    @example(DcpStep(ranks=2, interleave=16, new=(1, 1), cached=(3, 15)))  # rank 1 holds nothing
+    @example(DcpStep(ranks=2, interleave=4, new=(7,), cached=(0,)))  # nothing is cached
+    @example(DcpStep(ranks=2, interleave=4, new=(1, 7), cached=(18, 2), return_lse=False))
+    @example(DcpStep(ranks=2, interleave=4, new=(1, 6), cached=(9, 0), kernel_kind="packed"))
     @example(
-        Spread(ranks=2, interleave=4, new=(1, 1, 1, 6), cached=(65, 60, 64, 70), reads="packed", buffers=1, sinks=True)
+        DcpStep(
+            ranks=2,
+            interleave=4,
+            new=(1, 1, 1, 6),
+            cached=(65, 60, 64, 70),
+            kernel_kind="packed",
+            max_packed_keys=1,
+            sinks=True,
+        )
     )
-    def test_two_ranks_are_as_one(self, spread):
-        assert_as_one_rank(spread, on_ranks(spread))
+    def test_two_ranks_are_as_one(self, step):
+        assert_as_one_rank(step, on_ranks(step))
 
     @settings(max_examples=50, phases=PHASES)
-    @given(spreads(4))
-    @example(Spread(ranks=4, interleave=32, new=(1, 4), cached=(20, 0), sinks=True))  # ranks 1 to 3 hold nothing
-    @example(Spread(ranks=4, interleave=1, new=(1, 1, 3), cached=(2, 0, 5), seq_lens_cpu_kind="absent", reads="packed"))
-    def test_four_ranks_are_as_one(self, spread):
-        assert_as_one_rank(spread, on_ranks(spread))
+    @given(random_steps(4))
+    @example(DcpStep(ranks=4, interleave=32, new=(1, 4), cached=(20, 0), sinks=True))  # ranks 1 to 3 hold nothing
+    @example(
+        DcpStep(
+            ranks=4, interleave=1, new=(1, 1, 3), cached=(2, 0, 5), seq_lens_cpu_kind="absent", kernel_kind="packed"
+        )
+    )
+    def test_four_ranks_are_as_one(self, step):
+        assert_as_one_rank(step, on_ranks(step))
 
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
     def test_ranks_are_as_one_in_half_precision(self, dtype):
-        spread = Spread(ranks=2, interleave=4, new=(1, 5), cached=(61, 30), dtype=dtype, sinks=True)
-        assert_as_one_rank(spread, on_ranks(spread))
+        step = DcpStep(ranks=2, interleave=4, new=(1, 5), cached=(61, 30), dtype=dtype, sinks=True)
+        assert_as_one_rank(step, on_ranks(step))
 
-    @pytest.mark.parametrize("reads", ["pages", "packed"])
-    def test_ranks_are_as_one_over_an_8_bit_cache(self, reads):
-        spread = Spread(
-            ranks=2, interleave=4, new=(1, 5), cached=(61, 30), dtype="bfloat16", kv_cache_dtype="fp8_e4m3", reads=reads
+    @pytest.mark.parametrize("kernel_kind", ["pages", "packed"])
+    def test_ranks_are_as_one_over_an_8_bit_cache(self, kernel_kind):
+        step = DcpStep(
+            ranks=2,
+            interleave=4,
+            new=(1, 5),
+            cached=(61, 30),
+            dtype="bfloat16",
+            kv_cache_dtype="fp8_e4m3",
+            kernel_kind=kernel_kind,
         )
-        assert_as_one_rank(spread, on_ranks(spread))
+        assert_as_one_rank(step, on_ranks(step))
 
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_other_requests_change_no_bit_where_that_was_asked_for(self, ranks):
-        by_itself = Spread(ranks=ranks, interleave=2, new=(1,), cached=(37,), batch_invariant=True, sinks=True)
+        by_itself = DcpStep(ranks=ranks, interleave=2, new=(1,), cached=(37,), batch_invariant=True, sinks=True)
         beside = evolve(by_itself, new=(1, 1, 6), cached=(37, 90, 0))
         for alone, among in zip(on_ranks(by_itself), on_ranks(beside), strict=True):
             assert torch.equal(alone.output, among.output[:1])
@@ -137,30 +155,32 @@ class TestOnProcesses:
 
     @pytest.mark.usefixtures("fakes")
     @pytest.mark.parametrize("ranks", [2, 4])
-    @pytest.mark.parametrize("variant", SPREADING)
+    @pytest.mark.parametrize("variant", DCP)
     def test_the_libraries_take_the_calls(self, variant, ranks):
-        step = {
+        fields = {
             "new": (1, 1, 1, 9),
             "cached": (70, 3, 0, 20),
             "dtype": "bfloat16",
             "head_size": 16,
             "sinks": variant in SINKS,
         }
-        spread = Spread(ranks=ranks, interleave=4, **step)
-        assert_as_one_rank(spread, call(steps.run_doubled, spread, variant))
+        step = DcpStep(ranks=ranks, interleave=4, **fields)
+        assert_as_one_rank(step, call(dcp_steps.run_fake, step, variant))
 
     @pytest.mark.parametrize("ranks", [2, 4])
     @pytest.mark.parametrize("cached", [(40, 3, 7), (0, 0, 0), (2, 0, 1)])
-    @pytest.mark.parametrize("reads", ["pages", "cumulative", "padded", "tiles"])
-    def test_a_replay_is_as_one_rank(self, ranks, cached, reads):
-        spread = Spread(ranks=ranks, interleave=4, new=(1, 1, 3), cached=cached, reads=reads, sinks=True, padding=2)
-        assert_as_one_rank(spread, on_ranks(spread, replayed=True), replayed=True)
+    @pytest.mark.parametrize("kernel_kind", ["pages", "cumulative", "padded", "tiles"])
+    def test_a_replay_is_as_one_rank(self, ranks, cached, kernel_kind):
+        step = DcpStep(
+            ranks=ranks, interleave=4, new=(1, 1, 3), cached=cached, kernel_kind=kernel_kind, sinks=True, padding=2
+        )
+        assert_as_one_rank(step, on_ranks(step, replayed=True), replayed=True)
 
     @pytest.mark.parametrize("mutant", MUTANTS)
     @pytest.mark.parametrize("ranks", [2, 4])
     def test_a_mistake_is_found_out(self, mutant, ranks):
-        spread = Spread(ranks=ranks, interleave=3, new=(1, 1, 4), cached=(33, 4, 25), sinks=True)
-        assert_as_one_rank(spread, on_ranks(spread))
-        wrong = on_ranks(spread, mutant)
+        step = DcpStep(ranks=ranks, interleave=3, new=(1, 1, 4), cached=(33, 4, 25), sinks=True)
+        assert_as_one_rank(step, on_ranks(step))
+        wrong = on_ranks(step, mutant)
         with pytest.raises(AssertionError):
-            assert_as_one_rank(spread, wrong)
+            assert_as_one_rank(step, wrong)

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from attnplug_kit.oracle.closeness import assert_close
-from plugins.flash_attn.tests import spread as steps
-from plugins.flash_attn.tests.processes import Processes
-from plugins.flash_attn.tests.real import FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP, SPREADING
-from plugins.flash_attn.tests.spread import Spread
+from plugins.flash_attn.tests import dcp_steps
+from plugins.flash_attn.tests.dcp_steps import DcpStep
+from plugins.flash_attn.tests.rank_processes import Processes
+from plugins.flash_attn.tests.real import DCP, FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,29 +41,29 @@ def processes() -> Iterator[Processes]:
 
 
 @pytest.mark.parametrize("interleave", [1, 16])
-@pytest.mark.parametrize("variant", SPREADING)
+@pytest.mark.parametrize("variant", DCP)
 def test_two_gpus_are_as_one(variant, interleave, processes):
     has_sinks, has_cap = variant in SINKS, variant in SOFT_CAP
-    spread = Spread(interleave=interleave, sinks=has_sinks, cap=None if has_sinks or not has_cap else 5.0, **MIXED)
-    check(processes, variant, spread)
+    step = DcpStep(interleave=interleave, sinks=has_sinks, cap=None if has_sinks or not has_cap else 5.0, **MIXED)
+    check(processes, variant, step)
 
 
-@pytest.mark.parametrize("variant", SPREADING)
+@pytest.mark.parametrize("variant", DCP)
 def test_two_gpus_fill_empty_caches(variant, processes):
-    check(processes, variant, Spread(interleave=16, **MIXED | {"new": (20, 40), "cached": (0, 0)}))
+    check(processes, variant, DcpStep(interleave=16, **MIXED | {"new": (20, 40), "cached": (0, 0)}))
 
 
 @pytest.mark.parametrize("variant", GRAPHS_OF_ALL_STEPS)
 def test_a_graph_has_the_exchange_inside(variant, processes):
-    check(processes, variant, Spread(interleave=16, padding=3, **MIXED), replayed=True)
+    check(processes, variant, DcpStep(interleave=16, padding=3, **MIXED), replayed=True)
 
 
-def check(processes: Processes, variant: str, spread: Spread, *, replayed: bool = False) -> None:
+def check(processes: Processes, variant: str, step: DcpStep, *, replayed: bool = False) -> None:
     FLASH_ATTN.skip_if_missing(variant)
-    output, lse = steps.expected(spread)
-    largest = max(float(rows.abs().max()) for rows in steps.Numbers(spread).values)
-    for rank, found in enumerate(processes.call(partial(steps.run_real, replayed=replayed), spread, variant)):
-        heads = steps.heads_of(spread, rank)
+    output, lse = dcp_steps.expected(step)
+    largest = max(float(rows.abs().max()) for rows in dcp_steps.StepTensors(step).values)
+    for rank, found in enumerate(processes.call(partial(dcp_steps.run_real, replayed=replayed), step, variant)):
+        heads = dcp_steps.heads_of(step, rank)
         assert_close(found.output, output[:, heads], dtype=found.output.dtype, scale=largest)
         assert_close(found.lse, lse[:, heads], dtype=found.output.dtype, what="lse")
         assert not found.strays

@@ -1,7 +1,7 @@
 """
 What the adapters call is what the libraries take: in the first and the last release that is allowed, and as installed.
 
-`CALLS` is what they call. Runs of all features on the doubles show that the list is right; the records in
+`CALLS` is what they call. Runs of all features on the fakes show that the list is right; the records in
 ``signatures/``, by ``record_signatures.py``, and what is installed are held against it.
 """
 
@@ -154,15 +154,15 @@ def test_the_installed_torch_takes_the_call():
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("library", "function"), IN_PYTHON)
-def test_the_doubles_have_the_signatures_of_their_releases(library, function):
+def test_the_fakes_have_the_signatures_of_their_releases(library, function):
     def told(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
         return [
             (item.name, item.kind.name, *(() if item.default is item.empty else (show(item.default),)))
             for item in parameters
         ]
 
-    double = inspect.signature(getattr(import_module(MODULES[library]), function)).parameters.values()
-    assert told(double, repr) == told(recorded(NEWEST[library], function), str)
+    fake = inspect.signature(getattr(import_module(MODULES[library]), function)).parameters.values()
+    assert told(fake, repr) == told(recorded(NEWEST[library], function), str)
 
 
 def future(q, k, *, window, softcap=0.0): ...

@@ -11,7 +11,7 @@ import torch
 from attrs import evolve
 
 from attnplug_flash_attn.kernels.interface import LayerParams
-from plugins.flash_attn.tests.requests_of import HEADS, SIZE, kernels, requests
+from plugins.flash_attn.tests.varlen_requests import HEADS, SIZE, kernels, requests
 
 if TYPE_CHECKING:
     from collections.abc import Callable

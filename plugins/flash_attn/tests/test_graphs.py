@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug.contract import GraphShape
-from plugins.flash_attn.tests.noting import load
+from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import Harness
 
 DECODES = ([[1, 1], [9, 20]], [[1, 1, 1, 1], [40, 2, 17, 16]], [[1], [60]])

@@ -7,7 +7,7 @@ import torch
 
 from attnplug.contract import Batch, Layer
 from attnplug.errors import LayerError
-from plugins.flash_attn.tests.noting import load
+from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import Harness
 
 FP8 = torch.float8_e4m3fn
@@ -26,7 +26,7 @@ def run(setting: Harness, query_lens: list[int], seq_lens: list[int], **tensors)
         **tensors,
     }
     impl.forward(**given, metadata=setting.builder.build(batch))
-    return given, setting.backend.kernels.noted
+    return given, setting.backend.kernels.calls
 
 
 def test_a_profiling_run_leaves_the_output_alone() -> None:
@@ -36,14 +36,14 @@ def test_a_profiling_run_leaves_the_output_alone() -> None:
     setting.impls[0].forward(query, keys, keys, None, None, output)
 
     assert bool((output == 7.0).all())
-    assert not setting.backend.kernels.noted
+    assert not setting.backend.kernels.calls
 
 
 def test_kernels_write_the_output_and_the_lse_in_place() -> None:
     setting = Harness(load, return_lse=True)
     wide = torch.full((6, 300), 7.0).bfloat16()
     lse = torch.full((6, 4), 7.0)
-    given, noted = run(setting, [1, 4], [9, 4], output=wide[:5, 20:276], lse=lse[:5])
+    given, calls = run(setting, [1, 4], [9, 4], output=wide[:5, 20:276], lse=lse[:5])
     exact = torch.empty(5, 256).bfloat16()
     run(setting, [1, 4], [9, 4], **{**given, "output": exact, "lse": None})
 
@@ -51,7 +51,7 @@ def test_kernels_write_the_output_and_the_lse_in_place() -> None:
     assert bool((wide[:, :20] == 7.0).all())
     assert bool((wide[:, 276:] == 7.0).all())
     assert bool((wide[5:] == 7.0).all())
-    assert [one.lse.data_ptr() for one in noted[:2]] == [lse.data_ptr(), lse[1:].data_ptr()]
+    assert [one.lse.data_ptr() for one in calls[:2]] == [lse.data_ptr(), lse[1:].data_ptr()]
     assert bool((lse[5] == 7.0).all())
 
 
@@ -85,10 +85,12 @@ def test_queries_are_quantized_by_their_scale() -> None:
     layer = Layer(name="layers.0", q_scale=0.5, k_scale=0.25, v_scale=2.0)
     setting = Harness(load, [layer], kv_cache_dtype="fp8_e4m3")
     query = (torch.arange(4 * 64).view(1, 4, 64) / 16).bfloat16()
-    _, (noted,) = run(setting, [1], [5], query=query)
+    _, (recorded,) = run(setting, [1], [5], query=query)
 
-    assert noted.query_dtype == FP8
-    assert [float(scale) for scale in (noted.params.q_descale, noted.params.k_descale, noted.params.v_descale)] == [
+    assert recorded.query_dtype == FP8
+    assert [
+        float(scale) for scale in (recorded.params.q_descale, recorded.params.k_descale, recorded.params.v_descale)
+    ] == [
         0.5,
         0.25,
         2.0,
@@ -98,10 +100,10 @@ def test_queries_are_quantized_by_their_scale() -> None:
 def test_scales_per_head_come_with_each_call() -> None:
     scales = {f"{letter}_scale_tensor": torch.tensor([0.5, 4.0]) for letter in "qkv"}
     setting = Harness(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
-    _, (noted,) = run(setting, [1], [5])
+    _, (recorded,) = run(setting, [1], [5])
 
     assert all(
-        torch.equal(scale, torch.tensor([0.5, 4.0])) for scale in (noted.params.q_descale, noted.params.k_descale)
+        torch.equal(scale, torch.tensor([0.5, 4.0])) for scale in (recorded.params.q_descale, recorded.params.k_descale)
     )
 
 
@@ -171,6 +173,6 @@ def test_rows_of_keys_beyond_those_of_the_batch_are_not_handed_on() -> None:
     output = torch.full((4, 256), 7.0).bfloat16()
     setting.impls[0].forward(query, keys, keys, None, setting.builder.build(Batch.from_lengths([3], [7])), output)
 
-    (noted,) = setting.backend.kernels.noted
-    assert noted.key.shape[0] == 7
+    (recorded,) = setting.backend.kernels.calls
+    assert recorded.key.shape[0] == 7
     assert bool((output[3] == 7.0).all())

@@ -1,4 +1,4 @@
-"""The adapters, each on the double of its library: what goes in is what the library wants, what comes out is right."""
+"""The adapters, each on the fake of its library: what goes in is what the library wants, what comes out is right."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attrs import evolve
 
 from attnplug_flash_attn.kernels import ADAPTERS
 from attnplug_flash_attn.kernels.interface import LayerParams
-from plugins.flash_attn.tests.requests_of import HEADS, KV_HEADS, kernels, requests
+from plugins.flash_attn.tests.varlen_requests import HEADS, KV_HEADS, kernels, requests
 
 pytestmark = pytest.mark.usefixtures("fakes")
 

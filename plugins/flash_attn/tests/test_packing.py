@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnplug.contract import Layer, Limits
 from attnplug.ops import gather_slots
 from attnplug_flash_attn import packing
-from plugins.flash_attn.tests.noting import load
+from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import Harness
 
 PER_KEY = 2 * 2 * 64 * 2  # key and value, two heads of 64, two bytes
@@ -67,8 +67,8 @@ def test_packed_keys_lie_in_the_workspace(layout) -> None:
     setting.forward(setting.builder.build(setting.batch([1, 4], [30, 40])))
 
     memory = setting.state.workspace.untyped_storage().data_ptr()
-    assert [one.key.shape[0] for one in setting.backend.kernels.noted] == [30, 40]
-    assert all(one.key.untyped_storage().data_ptr() == memory for one in setting.backend.kernels.noted)
+    assert [one.key.shape[0] for one in setting.backend.kernels.calls] == [30, 40]
+    assert all(one.key.untyped_storage().data_ptr() == memory for one in setting.backend.kernels.calls)
 
 
 @pytest.mark.parametrize("step", [LENS, ([0, 1, 0, 12], [0, 90, 0, 80]), ([90 // 2] * 1, [90])])

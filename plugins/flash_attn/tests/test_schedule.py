@@ -12,7 +12,7 @@ from attnplug import Requirements
 from attnplug.contract import Batch, GraphShape, Layer, Limits, Parallel
 from attnplug_flash_attn import builder as building
 from attnplug_flash_attn.schedule import longest_schedule
-from plugins.flash_attn.tests.noting import load
+from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import MODEL, Harness
 
 LIMITS = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128, capture_sizes=(10,))
@@ -122,7 +122,7 @@ def test_the_memory_goes_with_the_slots() -> None:
     assert len(setting.builder._schedules._memories) == 1
     setting.graphs.clear()
     setting.state.release_graphs()
-    setting.backend.kernels.noted.clear()
+    setting.backend.kernels.calls.clear()
 
     assert not setting.builder._schedules._memories
 

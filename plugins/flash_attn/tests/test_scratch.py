@@ -15,8 +15,8 @@ from attnplug.contract import Layer, Limits, Parallel
 from attnplug_flash_attn import builder as building
 from attnplug_flash_attn import impl as running
 from attnplug_flash_attn.kernels.interface import Kernels
-from plugins.flash_attn.tests.requests_of import kernels
-from plugins.flash_attn.tests.world import make_backend
+from plugins.flash_attn.tests.exact_backend import make_backend
+from plugins.flash_attn.tests.varlen_requests import kernels
 from tests.backends.harness import Harness
 
 if TYPE_CHECKING:

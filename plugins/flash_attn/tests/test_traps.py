@@ -1,4 +1,4 @@
-"""What the GPU tests check of each library holds on its double: the checks themselves run where there is no GPU."""
+"""What the GPU tests check of each library holds on its fake: the checks themselves run where there is no GPU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from attnplug_kit.oracle import Case, check, materialize
 from plugins.flash_attn.tests.real import (
     ALIBI,
     BATCH_INVARIANT,
+    DCP,
     FP8,
     GRAPHS,
     GRAPHS_OF_ALL_STEPS,
     SINKS,
     SOFT_CAP,
-    SPREADING,
     VARIANTS,
     block_of,
     fit,
@@ -37,7 +37,7 @@ TABLES = (
     ({"cudagraph": "always"}, GRAPHS_OF_ALL_STEPS),
     ({"batch_invariant": True}, BATCH_INVARIANT),
     ({"cascade": True, "return_lse": True}, VARIANTS),
-    ({"dcp_size": 2}, SPREADING),
+    ({"dcp_size": 2}, DCP),
 )
 
 
@@ -58,7 +58,7 @@ def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_fake, asked,
 @pytest.mark.parametrize("head_size", [48, 80, 96, 112])
 @pytest.mark.parametrize("window", [None, 9])
 def test_fa4_copies_whole_tiles_of_pages(load_fake, head_size, size, window) -> None:
-    """Its double raises where steps do not add up to a tile."""
+    """Its fake raises where steps do not add up to a tile."""
     case = fit(MIXED, "fa4", head_size=head_size, block_size=size, sliding_window=window)
 
     check(load_fake(case.requirements(return_lse=True), "fa4"), materialize(case))

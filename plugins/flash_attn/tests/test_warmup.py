@@ -6,7 +6,7 @@ import pytest
 
 from attnplug import Requirements
 from attnplug.contract import GraphShape
-from plugins.flash_attn.tests.noting import load
+from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import MODEL
 
 SHAPES = [GraphShape(4, 4, 1)]
@@ -28,24 +28,24 @@ SHAPES = [GraphShape(4, 4, 1)]
 def test_each_kind_of_call_runs(kind, asked) -> None:
     backend = load(Requirements(**{**MODEL, **asked}), kind)
     backend.warmup(SHAPES)
-    noted = backend.kernels.noted
+    calls = backend.kernels.calls
 
-    rows = {one.call.max_seqlen_q for one in noted}
+    rows = {one.call.max_seqlen_q for one in calls}
     if asked.get("phases") == ("decode",):
         assert rows == {3}
     elif "paged" in asked:
         assert rows == {2}
     else:
         assert {1, 2} <= rows
-    assert ("cascade" in asked) == any(not one.call.causal for one in noted if "attn_type" not in asked)
-    assert all((one.lse is not None) == bool(asked.get("return_lse")) for one in noted)
+    assert ("cascade" in asked) == any(not one.call.causal for one in calls if "attn_type" not in asked)
+    assert all((one.lse is not None) == bool(asked.get("return_lse")) for one in calls)
 
 
 def test_prompts_are_run_in_one_piece_and_in_chunks() -> None:
     backend = load(Requirements(**MODEL))
     backend.warmup(SHAPES)
 
-    prompts = [one.call for one in backend.kernels.noted if one.call.max_seqlen_q > 1]
+    prompts = [one.call for one in backend.kernels.calls if one.call.max_seqlen_q > 1]
     assert [call.block_table is None for call in prompts] == [True, False]
 
 
@@ -55,7 +55,7 @@ def test_a_rank_warms_up_alone(kind, dtype) -> None:
     backend = load(Requirements(**MODEL, dcp_size=2, kv_cache_dtype=dtype), kind)
     backend.warmup(SHAPES)
 
-    new, context = backend.kernels.noted
+    new, context = backend.kernels.calls
     assert (new.call.block_table, new.call.causal, context.call.causal) == (None, True, False)
     assert (new.num_heads, context.num_heads) == (4, 8)
 
@@ -63,4 +63,4 @@ def test_a_rank_warms_up_alone(kind, dtype) -> None:
 def test_nothing_is_run_for_no_shape() -> None:
     backend = load(Requirements(**MODEL))
     backend.warmup([])
-    assert not backend.kernels.noted
+    assert not backend.kernels.calls

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from attnplug.contract import GraphShape, Limits
 from attnplug_flash_attn.kernels.interface import LayerParams
 from attnplug_kit.oracle import Case, check, materialize
-from plugins.flash_attn.tests.requests_of import HEADS, kernels, module_of, requests
+from plugins.flash_attn.tests.varlen_requests import HEADS, kernels, module_of, requests
 from tests.backends.harness import Harness
 
 pytestmark = pytest.mark.usefixtures("fakes")
@@ -140,7 +140,7 @@ def test_a_schedule_is_for_calls_with_the_same_padding() -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_doubles_know_no_other_padding(variant) -> None:
+def test_the_fakes_know_no_other_padding(variant) -> None:
     asked, adapter = requests((5, 1), (20, 7)), kernels(variant)
     call = asked.call(adapter)
     for wrong, match in (

@@ -1,8 +1,8 @@
 """
-The double in place of FlashInfer, and the plugin registered beside it as a backend that a CPU may run.
+The fake in place of FlashInfer, and the plugin registered beside it as a backend that a CPU may run.
 
 A test or class that uses the fixture `fakes` sees both, when it is collected and when it runs; nothing else does.
-Where FlashInfer itself is installed the double would be mistaken for it, and these tests are left out.
+Where FlashInfer itself is installed the fake would be mistaken for it, and these tests are left out.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSIONS: Final = {DISTRIBUTION: "0.6.12"}
 IS_REAL_HERE: Final = find_spec("flashinfer") is not None
 JOURNAL: Final = "flashinfer.journal"
 
-collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the double is in place
+collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the fake is in place
 
 
 def _tell_version(versions: Mapping[str, str]) -> None:
@@ -36,17 +36,17 @@ def _tell_version(versions: Mapping[str, str]) -> None:
 
 FAKES: Final = FakeLibraries(
     package="attnplug_flashinfer",
-    name="flashinfer_double",
-    folder=Path(__file__).with_name("double"),
+    name="flashinfer_fake",
+    folder=Path(__file__).with_name("fakes"),
     packages=("flashinfer",),
     changes=(
-        (r'name = "flashinfer", aliases = \[[^]]*\]', 'name = "flashinfer_double"'),
+        (r'name = "flashinfer", aliases = \[[^]]*\]', 'name = "flashinfer_fake"'),
         (r'^device_type = "cuda"', 'device_type = ["cuda", "cpu"]'),
         (r'compute_capability = ("[^"]*"|\{[^}]*\}),? ?', ""),
-        # The double needs no workspace, and every test of the kit would fill a new one with zeros.
+        # The fake needs no workspace, and every test of the kit would fill a new one with zeros.
         (r"^min = 128\ndefault = 256$", "min = 1\ndefault = 1"),
     ),
-    skip_reason="FlashInfer is installed here, and its double would be mistaken for it" if IS_REAL_HERE else None,
+    skip_reason="FlashInfer is installed here, and its fake would be mistaken for it" if IS_REAL_HERE else None,
     prepare=_tell_version,
 )
 
@@ -61,13 +61,13 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def journal(fakes: None) -> Any:
-    """Return what the double has been asked, by this test alone."""
+    """Return what the fake has been asked, by this test alone."""
     return importlib.import_module(JOURNAL).journal
 
 
 @pytest.fixture
 def load_fake(fakes: None) -> Callable[..., Any]:
-    """Return what loads a backend on the double, by requirements, variant and the keywords of `attnplug.load`."""
+    """Return what loads a backend on the fake, by requirements, variant and the keywords of `attnplug.load`."""
 
     def load(requirements: attnplug.Requirements, variant: str = "fa2", **keywords: Any) -> Any:
         return FAKES.load(requirements, variant, **keywords)
@@ -77,7 +77,7 @@ def load_fake(fakes: None) -> Callable[..., Any]:
 
 @pytest.fixture
 def library_at() -> Callable[[str], Any]:
-    """Return what puts the double in place of the release of a version, as a context."""
+    """Return what puts the fake in place of the release of a version, as a context."""
     if FAKES.skip_reason:
         pytest.skip(FAKES.skip_reason)
     return lambda version: FAKES.environment({DISTRIBUTION: version}).active()

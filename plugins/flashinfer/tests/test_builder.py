@@ -54,7 +54,7 @@ def test_padded_requests_may_stand_anywhere(load_fake, query_lens) -> None:
 
     rows = [row for part in plan.parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(query_lens)))
-    setting.forward(setting.builder.build(setting.batch(query_lens, seq_lens)))  # the double checks every array
+    setting.forward(setting.builder.build(setting.batch(query_lens, seq_lens)))  # the fake checks every array
 
 
 def test_layers_with_equal_values_share_a_plan_and_others_have_their_own(load_fake, journal) -> None:
@@ -127,7 +127,7 @@ def test_a_shared_prefix_runs_what_the_longest_queries_run(load_fake, journal, q
 
 
 def test_the_pages_of_the_published_example(fakes) -> None:
-    from attnplug_flashinfer import arrays, routes  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import arrays, routes  # noqa: PLC0415 - the fake has to be active
 
     table = torch.tensor([[0, 5, 8], [1, 6, 7], [3, 4, 9]], dtype=torch.int32)
     batch = Batch.from_lengths([1, 1, 1], [40, 48, 17], block_table=table, slot_mapping=torch.zeros(3).long())
@@ -158,7 +158,7 @@ def test_a_built_batch_travels_to_another_process_without_its_wrappers(load_fake
 def test_arrays_are_made_once_per_batch(load_fake, monkeypatch) -> None:
     layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(3)]
     setting = Harness(load_fake, layers)
-    from attnplug_flashinfer import arrays, builder  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import arrays, builder  # noqa: PLC0415 - the fake has to be active
 
     made = []
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""The conformance kit, on the double: what the manifest declares is served and right, and the rest is refused."""
+"""The conformance kit, on the fake: what the manifest declares is served and right, and the rest is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ pytestmark = pytest.mark.long
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa2OnDouble(Conformance):
-    backend = "flashinfer_double/fa2"
+class TestFa2OnFake(Conformance):
+    backend = "flashinfer_fake/fa2"
     device = "cpu"
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa3OnDouble(Conformance):
-    backend = "flashinfer_double/fa3"
+class TestFa3OnFake(Conformance):
+    backend = "flashinfer_fake/fa3"
     device = "cpu"

@@ -46,14 +46,14 @@ def test_without_a_cache_the_option_is_about_nothing() -> None:
 def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> None:
     asked, options = (
         agreed(kernel="auto", num_q_heads=40).requirements,
-        {"flashinfer_double": {"decode_kernel": "cuda_cores"}},
+        {"flashinfer_fake": {"decode_kernel": "cuda_cores"}},
     )
-    refusing = attnplug.load(asked, "cpu", backend="flashinfer_double/fa2", options=options)
+    refusing = attnplug.load(asked, "cpu", backend="flashinfer_fake/fa2", options=options)
 
     with pytest.raises(SettingsError, match="groups of 5"):
         refusing.make_impl(attnplug.Layer(name="layer", scale=1.0))
 
-    serving = attnplug.load(asked, "cpu", backend="flashinfer_double/fa2")
+    serving = attnplug.load(asked, "cpu", backend="flashinfer_fake/fa2")
     assert serving.make_impl(attnplug.Layer(name="layer", scale=1.0)).num_q_heads == 40
 
 

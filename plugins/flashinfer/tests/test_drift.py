@@ -1,7 +1,7 @@
 """
 What the plugin calls is what the library takes: in every release that it allows, and in the one that is installed.
 
-`CALLS` is what it calls. A run of all features on the double shows that the list is right; the records in
+`CALLS` is what it calls. A run of all features on the fake shows that the list is right; the records in
 ``signatures/``, by ``record_signatures.py``, and what is installed are held against it.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 RECORDS = {path.stem: json.loads(path.read_text()) for path in (Path(__file__).parent / "signatures").glob("*.json")}
-DOUBLED = "0.6.12"
+FAKE_VERSION = "0.6.12"
 
 DECODE = "BatchDecodeWithPagedKVCacheWrapper"
 PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
@@ -85,7 +85,7 @@ GRAPHS = {
 
 def run_all_features(load: Callable[..., Any]) -> None:
     """Make every call that the plugin has."""
-    kernels = [{"flashinfer_double": {"decode_kernel": kernel}} for kernel in ("tensor_cores", "cuda_cores")]
+    kernels = [{"flashinfer_fake": {"decode_kernel": kernel}} for kernel in ("tensor_cores", "cuda_cores")]
     for case, engine in STEPS.values():
         for options in kernels[: 1 if case.sinks or not engine.get("paged", True) else 2]:
             check(load(case.requirements(**engine), options=options), materialize(case))
@@ -183,15 +183,15 @@ def accepted(package: Any, name: str) -> list[inspect.Parameter]:
 
 
 @pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("name", RECORDS[DOUBLED])
-def test_the_double_has_the_signatures_of_its_release(name):
+@pytest.mark.parametrize("name", RECORDS[FAKE_VERSION])
+def test_the_fake_has_the_signatures_of_its_release(name):
     def told(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
         return [
             (item.name, item.kind.name, *(() if item.default is item.empty else (show(item.default),)))
             for item in parameters
         ]
 
-    assert told(accepted(import_module("flashinfer"), name), repr) == told(recorded(DOUBLED, name), str)
+    assert told(accepted(import_module("flashinfer"), name), repr) == told(recorded(FAKE_VERSION, name), str)
 
 
 class Future:

@@ -23,7 +23,7 @@ def graphs(load_fake, layers=PLAIN, **asked) -> Harness:
 
 def rows_of(setting: Harness, graph, monkeypatch, batch):
     """Build a batch into a slot, and return the rows that were planned."""
-    from attnplug_flashinfer import kinds  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import kinds  # noqa: PLC0415 - the fake has to be active
 
     seen = []
     for kind in (kinds.Decode, kinds.Prefill):
@@ -117,7 +117,7 @@ def test_tensor_cores_are_planned_fast_after_the_first_time(load_fake, journal) 
 
 def test_without_a_fast_plan_the_plain_one_is_repeated(load_fake, journal, monkeypatch) -> None:
     setting = graphs(load_fake, num_q_heads=16)
-    from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import library  # noqa: PLC0415 - the fake has to be active
 
     monkeypatch.setattr(library, "_fast_decode_plan", None)
     graph = setting.graph()
@@ -129,7 +129,7 @@ def test_without_a_fast_plan_the_plain_one_is_repeated(load_fake, journal, monke
 def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_fake, monkeypatch) -> None:
     setting = graphs(load_fake, num_q_heads=16)
     graph, outputs = setting.graph(2), []
-    from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import library  # noqa: PLC0415 - the fake has to be active
 
     for _ in range(2):
         outputs.append(setting.forward(setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)))
@@ -192,7 +192,7 @@ def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_fake, varian
 
 
 def test_every_wrapper_of_a_state_uses_its_one_workspace(load_fake, monkeypatch) -> None:
-    from attnplug_flashinfer import library  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import library  # noqa: PLC0415 - the fake has to be active
 
     seen = []
     for name in ("decode_wrapper", "prefill_wrapper"):

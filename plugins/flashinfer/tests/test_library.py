@@ -31,7 +31,7 @@ def test_it_touches_no_private_name_of_the_library(fakes) -> None:
 
 
 def test_a_module_with_sinks_is_named_by_its_head_size(fakes, monkeypatch) -> None:
-    import flashinfer  # noqa: PLC0415 - the double, in place by now
+    import flashinfer  # noqa: PLC0415 - the fake, active by now
 
     from attnplug_flashinfer import library  # noqa: PLC0415 - likewise
 
@@ -47,7 +47,7 @@ def test_a_module_with_sinks_is_named_by_its_head_size(fakes, monkeypatch) -> No
 
 
 def test_the_wrapper_with_sinks_is_constructed_by_way_of_that_name(fakes) -> None:
-    import flashinfer  # noqa: PLC0415 - the double, in place by now
+    import flashinfer  # noqa: PLC0415 - the fake, active by now
 
     from attnplug_flashinfer import library  # noqa: PLC0415 - likewise
 

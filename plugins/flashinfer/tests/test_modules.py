@@ -99,7 +99,7 @@ def asks(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
 
 def prepared(load: Any, variant: str, kernel: str, asked: dict[str, Any]) -> Harness:
     """Return a layer as it was asked for, with a builder."""
-    load = partial(load, options={"flashinfer_double": {"decode_kernel": kernel}})
+    load = partial(load, options={"flashinfer_fake": {"decode_kernel": kernel}})
     sinks = torch.zeros(asked["num_q_heads"]) if asked["sinks"] else None
     return Harness(load, [Layer(name="layers.0", sinks=sinks)], variant, **asked)
 

@@ -59,7 +59,7 @@ class PlanCopyEvent:
 
 @pytest.fixture
 def wrappers(fakes, monkeypatch):
-    from attnplug_flashinfer import wrappers  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer import wrappers  # noqa: PLC0415 - the fake has to be active
 
     monkeypatch.setattr(wrappers, "PlanCopyEvent", PlanCopyEvent)
     return wrappers
@@ -150,7 +150,7 @@ def test_a_graphs_wrapper_is_planned_and_then_planned_again(wrappers) -> None:
 
 
 def test_without_events_nobody_knows_that_a_copy_is_done() -> None:
-    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the fake has to be active
 
     event = Real(CPU)
     event.record()
@@ -160,7 +160,7 @@ def test_without_events_nobody_knows_that_a_copy_is_done() -> None:
 
 
 def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
-    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the double has to be in place
+    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the fake has to be active
 
     done, log = deque([False, True]), []
 
@@ -180,7 +180,7 @@ def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
 
 def test_the_next_step_is_built_while_plans_are_in_flight(load_fake, journal) -> None:
     setting = Harness(load_fake)
-    with journal.flight():
+    with journal.pending_copies():
         first = setting.builder.build(setting.batch([1, 5], [9, 5]))
         setting.forward(first)
         second = setting.builder.build(setting.batch([1, 1, 7], [9, 17, 7]))

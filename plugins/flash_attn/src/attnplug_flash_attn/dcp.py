@@ -82,11 +82,11 @@ def passes(
     Return the passes of a batch, without schedules. Nothing waits for the device.
 
     Args:
-        builder: Whose ranks, agreement and graphs they are.
+        builder: Whose ranks, agreement and slots they are.
         batch: A checked batch.
         ranks: Of the builder's `Parallel`; made once.
         num_splits: `Call.num_splits` of both passes.
-        graph: The graph buffers that are built into; None runs eagerly.
+        graph: The graph that is built into; None runs eagerly.
 
     Raises:
         BatchError: The host counts another share for this rank than `Parallel` says.
@@ -173,7 +173,7 @@ def attend(
         output: ``(tokens, q_heads, head_size_v)``.
         lse: ``(tokens, q_heads)`` float32, or None.
         run: Attends the keys of one call.
-        terms: The layer's.
+        params: The layer's.
     """
     rows = slice(plan.num_tokens)
     query, output, lse = query[rows], output[rows], None if lse is None else lse[rows]

@@ -49,8 +49,8 @@ class Schedules:
         Args:
             plan: The plan of a step.
             key: Its plan key.
-            terms: Of a layer of the plan key.
-            graph: The graph buffers that are built into; None runs eagerly.
+            params: Of a layer of the plan key.
+            graph: The graph that is built into; None runs eagerly.
         """
         heads = self._builder.agreement.requirements.num_q_heads
 

@@ -126,7 +126,7 @@ class Kernels(ABC):
             value: Likewise, of head_size_v.
             out: (tokens, q_heads, head_size_v): the rows of `query`, in the dtype of the model.
             call: Whose rows, which keys.
-            terms: The layer's.
+            params: The layer's.
             lse: float32 of shape (tokens, q_heads), natural logarithm. A row without keys has -inf, and zeros in `out`.
         """
 
@@ -136,7 +136,7 @@ class Kernels(ABC):
 
         Args:
             call: The call, its own schedule ignored.
-            terms: Of any layer of the plan key.
+            params: Of any layer of the plan key.
             num_heads_q: Query heads of the call: more than the layer's where ranks gather them.
 
         Returns:

@@ -1,1 +1,0 @@
-"""What the doubles of all FlashAttention libraries share: the truth in float64, the checks, and the journal."""

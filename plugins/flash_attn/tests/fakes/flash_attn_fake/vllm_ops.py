@@ -1,0 +1,184 @@
+"""Doubles of the op libraries in vLLM's wheel: the schemas of the release, for tensors on a CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn_fake import generation2, generation3
+from flash_attn_fake.exact import ScoreParams
+from flash_attn_fake.journal import journal
+from flash_attn_fake.keys import Keys, check_index, check_leftpad
+from flash_attn_fake.refusal import check, require
+from flash_attn_fake.schedule import Plan
+from flash_attn_fake.tiles import VLLM
+
+RECORD = Path(__file__).parents[2] / "signatures" / "vllm-0.24.0.json"
+BUILD = generation2.Build(page_multiple=16, folded_lse="packed")
+
+
+def register() -> list[torch.library.Library]:
+    """Define the ops; they are there as long as what is returned."""
+    made = []
+    for name, schemas in json.loads(RECORD.read_text()).items():
+        library = torch.library.Library(name, "DEF")
+        for op, schema in schemas.items():
+            library.define(schema)
+            library.impl(op, OPS[op], "CPU")
+        made.append(library)
+    return made
+
+
+def _record(library: str, op: str, given: dict[str, Any]) -> None:
+    journal.record(library, op, len(given), given, ())
+
+
+def varlen_fwd(  # noqa: PLR0917 - the library's own
+    q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,
+    max_seqlen_k, p_dropout, softmax_scale, zero_tensors, is_causal, window_size_left, window_size_right, softcap,
+    return_softmax, num_splits, gen,
+):  # fmt: skip
+    """FlashAttention 2."""
+    given = dict(locals())
+    require(leftpad_k is None and not p_dropout and not zero_tensors and gen is None, "the fake does not know these")
+    check(not return_softmax, "return_softmax is only supported when p_dropout > 0.0")
+    _check_out(out, q, q.dtype, v.shape[-1])
+    rows = generation2.Rows(
+        query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k, num_splits=num_splits
+    )
+    check_index("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens_q.shape), q.device)
+    if block_table is not None:
+        require(seqused_k is not None, "with pages and without seqused_k, cu_seqlens_k is read: say which it is")
+        cu_seqlens_k = None
+    keys = Keys(key=k, value=v, starts=cu_seqlens_k, used=seqused_k, table=block_table)
+    params = ScoreParams(
+        scale=softmax_scale, softcap=softcap, left=window_size_left, right=window_size_right, alibi=alibi_slopes
+    )
+    found, lse = generation2.varlen_fwd(BUILD, rows, keys, params, causal=is_causal)
+    _record("fa2_vllm", "varlen_fwd", given)
+    return [_write_rows(out, found, cu_seqlens_q), lse]
+
+
+def fwd(  # noqa: PLR0917 - the library's own
+    q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q,
+    max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary, q_descale, k_descale,
+    v_descale, softmax_scale, is_causal, window_size_left, window_size_right, softcap, is_rotary_interleaved,
+    scheduler_metadata, num_splits, pack_gqa, sm_margin, s_aux, cp_world_size, cp_rank, cp_tot_seqused_k,
+):  # fmt: skip
+    """FlashAttention 3."""
+    given = dict(locals())
+    unknown = (k_new, v_new, q_v, cu_seqlens_k_new, seqused_q, kv_batch_idx, rotary_cos, rotary_sin)
+    require(all(each is None for each in (*unknown, seqlens_rotary, pack_gqa)), "the fake does not know these")
+    check(cp_world_size > 0 and cp_rank == 0, "cp_world_size must be positive, required by downstream code path")
+    require(cp_world_size == 1 and cp_tot_seqused_k is None and not sm_margin, "the fake does not know these")
+    _check_out(out, q, torch.bfloat16 if q.dtype == generation3.FP8 else q.dtype, v.shape[-1])
+    rows = generation3.Rows(
+        query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k,
+        descales=(q_descale, k_descale, v_descale),
+    )  # fmt: skip
+    keys = Keys(key=k, value=v, starts=cu_seqlens_k, used=seqused_k, table=page_table, leftpad=leftpad_k)
+    require(
+        seqused_k is not None or page_table is None, "pages without seqused_k: all of each row of the table is read"
+    )
+    params = ScoreParams(
+        scale=softmax_scale, softcap=softcap, left=window_size_left, right=window_size_right, sink=s_aux
+    )
+    found, lse = generation3.fwd(VLLM, rows, keys, params, causal=is_causal)
+    if scheduler_metadata is not None:
+        plan = _plan(rows, keys, params, is_causal, num_splits)
+        _apply_schedule(scheduler_metadata, plan, found)
+    _record("fa3_vllm", "fwd", given)
+    empty = torch.empty(0)
+    return [_write_rows(out, found, cu_seqlens_q), lse, empty, empty]
+
+
+def get_scheduler_metadata(  # noqa: PLR0917 - the library's own
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, qkv_dtype, seqused_k,
+    cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, leftpad_k, page_size, max_seqlen_k_new, is_causal,
+    window_size_left, window_size_right, has_softcap, num_splits, pack_gqa, sm_margin,
+):  # fmt: skip
+    """FlashAttention 3's schedule."""
+    given = dict(locals())
+    unknown = (cu_seqlens_k_new, seqused_q, pack_gqa)
+    require(all(each is None for each in unknown) and not max_seqlen_k_new and not sm_margin, "the fake does not know")
+    require(len(seqused_k) == batch_size, "seqused_k is read for batch_size requests, whatever its length")
+    check_index("seqused_k", seqused_k, (batch_size,), seqused_k.device)
+    check_index("cu_seqlens_q", cu_seqlens_q, (batch_size + 1,), seqused_k.device)
+    check_leftpad(leftpad_k, batch_size, seqused_k.device)
+    require(
+        (page_size is None) == (cu_seqlens_k is not None), "keys are packed, or in pages: say which, as the call does"
+    )
+    check(num_heads % num_heads_k == 0, "Number of heads in key/value must divide number of heads in query")
+    rows = generation3.Rows(query=torch.empty(0), starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k)
+    params = ScoreParams(scale=1.0, left=window_size_left, right=window_size_right)
+    window, swizzles = _swizzles(rows, params, is_causal)
+    is_narrow = _dtype_of(qkv_dtype).itemsize == 1
+    resolved, causal = generation3.resolved(rows, params, causal=is_causal)
+    tile = VLLM.tile(
+        headdim, page_size or 0, max_seqlen_q * (num_heads // num_heads_k), resolved, is_narrow=is_narrow,
+        causal=causal, padded=leftpad_k is not None,
+    )  # fmt: skip
+    shape = (
+        max_seqlen_q, max_seqlen_k, num_heads, num_heads_k, headdim, headdim_v, int(is_narrow), page_size or 0,
+        int(tile > 0), *window, int(has_softcap),
+    )  # fmt: skip
+    _record("fa3_vllm", "get_scheduler_metadata", given)
+    return Plan(starts=cu_seqlens_q, used=seqused_k, shape=shape, num_splits=num_splits, swizzles=swizzles).make()
+
+
+OPS = {"varlen_fwd": varlen_fwd, "fwd": fwd, "get_scheduler_metadata": get_scheduler_metadata}
+
+
+def _plan(rows: generation3.Rows, keys: Keys, params: ScoreParams, causal: bool, num_splits: int) -> Plan:
+    """Return what the call itself would plan."""
+    require(keys.used is not None, "a schedule for a call without seqused_k")
+    assert keys.used is not None
+    window, swizzles = _swizzles(rows, params, causal)
+    shape = (
+        rows.longest, rows.longest_keys, rows.query.shape[1], keys.key.shape[-2], rows.query.shape[2],
+        keys.value.shape[-1], int(rows.query.itemsize == 1), 0 if keys.table is None else keys.key.shape[1],
+        int(generation3.tile_of(VLLM, rows, keys, params, causal=causal) > 0), *window, int(params.softcap > 0),
+    )  # fmt: skip
+    return Plan(starts=rows.starts, used=keys.used, shape=shape, num_splits=num_splits, swizzles=swizzles)
+
+
+def _swizzles(rows: generation3.Rows, params: ScoreParams, causal: bool) -> tuple[tuple[int, int], bool]:
+    resolved, _ = generation3.resolved(rows, params, causal=causal and rows.longest > 1)
+    return (resolved.left, resolved.right), resolved.left >= 0 or resolved.right >= 0
+
+
+def _apply_schedule(schedule: Tensor, plan: Plan, out: Tensor) -> None:
+    """Kernels do what a schedule says: with another one than their own, they write rows that are not theirs."""
+    expected = plan.make()
+    check_index("scheduler_metadata", schedule, tuple(expected.shape), out.device)
+    if not torch.equal(schedule, expected):
+        out.fill_(torch.nan)
+
+
+def _dtype_of(dtype: Any) -> torch.dtype:
+    """Schemas hand dtypes to CPU implementations as numbers."""
+    return dtype if isinstance(dtype, torch.dtype) else _NUMBERS[dtype]
+
+
+_NUMBERS = {5: torch.float16, 15: torch.bfloat16, 24: torch.float8_e4m3fn}
+
+
+def _check_out(out: Tensor | None, query: Tensor, dtype: torch.dtype, size: int) -> None:
+    if out is not None:
+        check(out.dtype == dtype, "Output must have the same dtype as inputs; bf16 for fp8")
+        check(out.stride(-1) == 1, "Output tensor must have contiguous last dimension")
+        check(tuple(out.shape) == (*query.shape[:2], size), "out must have the rows and heads of q")
+        require(out.stride(0) * out.itemsize % 16 == 0, "out is written in steps of 16 bytes")
+
+
+def _write_rows(out: Tensor | None, found: Tensor, starts: Tensor) -> Tensor:
+    """Write the rows that requests have, and no others."""
+    if out is None:
+        return found
+    count = int(starts[-1])
+    out[:count] = found[:count]
+    return out

@@ -1,0 +1,79 @@
+"""The raw calls that the plugin is held against: they compute the same, and are what an expert would write."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug_flash_attn import direct
+from attnplug_flash_attn.direct import CALLS, SCHEDULE, DirectFlashAttention
+from attnplug_kit.bench import building, forwarding, replaying
+from attnplug_kit.bench.baseline import Baseline
+from attnplug_kit.bench.choice import Choice
+from attnplug_kit.bench.rig import make_planner
+from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
+from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
+from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
+
+
+def choice(variant: str) -> Choice:
+    return Choice(f"flash_attn_fake/{variant}", "cpu")
+
+
+@pytest.fixture
+def library(fakes, monkeypatch):
+    use_baseline(monkeypatch, DirectFlashAttention, "flash_attn_fake")
+
+
+def test_they_are_a_baseline_for_every_variant() -> None:
+    assert isinstance(DirectFlashAttention(), Baseline)
+    assert DirectFlashAttention().backend == "flash_attn"
+    assert set(CALLS) == set(VARIANTS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
+def test_forwards_are_held_against_them(library, step, variant) -> None:
+    found = forwarding.found([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], choice(variant), 1)
+
+    assert not found.failures
+    assert found.measurements[0].what.endswith("raw FlashAttention calls")
+    assert [m.budget for m in found.measurements][:4] == [None, None, 10, 10]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_second_call_finds_what_the_first_has_written(library, variant) -> None:
+    check_second_call(DirectFlashAttention(), choice(variant))
+
+
+@pytest.mark.parametrize("variant", GRAPHS)
+def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
+    monkeypatch.setattr(replaying, "work_clock", lambda _: FakeTimer())
+
+    found = forwarding.found([], choice(variant), 1, [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)])
+
+    assert not found.failures
+    assert len(found.measurements) == 6
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_builds_are_held_against_schedules_where_there_are_any(library, monkeypatch, variant) -> None:
+    monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
+
+    found = building.found(STEPS, STEPS[1:2], choice(variant), 1)
+
+    assert not found.failures
+    over = [m.what for m in found.measurements if m.paired]
+    scheduled = sum(any(step.cached_lens) for step in (*STEPS, STEPS[1]))
+    assert len(over) == (scheduled if CALLS[variant].schedules else 0)
+    assert all(what.endswith(f"`build` over {SCHEDULE}") for what in over)
+
+
+def test_rows_are_those_of_the_step(library) -> None:
+    planner = make_planner(mixed(1, 40, 1, 18, **TINY), choice("fa3_vllm"))
+    decode, prompt = direct._rows(planner)
+
+    assert (decode.where, prompt.where) == (slice(0, 1), slice(1, 19))
+    assert (decode.past, prompt.past) == (True, False)
+    assert (decode.max_query, decode.max_keys, prompt.max_query, prompt.max_keys) == (1, 40, 18, 18)
+    assert [decode.table.tolist()[0], prompt.table.tolist()[0]] == list(planner.blocks)
+    assert prompt.slots.tolist()[:2] == [planner.blocks[1][0] * 16, planner.blocks[1][0] * 16 + 1]

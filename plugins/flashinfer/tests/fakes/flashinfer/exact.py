@@ -1,0 +1,74 @@
+"""The attention of one request in float64, base-2 LSE included."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+
+@frozen
+class ScoreParams:
+    """
+    How scores are made.
+
+    Attributes:
+        scale: Factor of the scores.
+        soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
+        window_left: Positions attended to the left of a token's own; -1 for all.
+        causal: Whether a token attends no later position.
+    """
+
+    scale: float
+    soft_cap: float
+    window_left: int
+    causal: bool
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, params: ScoreParams, sink: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """
+    Return the output and the base-2 LSE of a request whose queries are the last of its tokens, both in float64.
+
+    Args:
+        query: ``(queries, num_qo_heads, head_size)``.
+        key: ``(keys, num_kv_heads, head_size)``.
+        value: ``(keys, num_kv_heads, head_size)``.
+        params: How scores are made.
+        sink: ``(num_qo_heads,)`` logits that take part in the softmax, and in the LSE.
+    """
+    group = query.shape[1] // key.shape[1]
+    keys = key.double().repeat_interleave(group, 1)
+    values = value.double().repeat_interleave(group, 1)
+    scores = params.scale * torch.einsum("qhd,khd->hqk", query.double(), keys)
+    if params.soft_cap > 0:
+        scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
+    scores = scores.masked_fill(~_visible(query.shape[0], key.shape[0], params), -torch.inf)
+    lse = _logsumexp(scores)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.double()[:, None])
+    weights = torch.exp(scores - lse.nan_to_num(neginf=0.0)[:, :, None])
+    output = torch.einsum("hqk,khd->qhd", weights, values)
+    return output, lse.T / math.log(2.0)
+
+
+def _visible(queries: int, keys: int, params: ScoreParams) -> Tensor:
+    """``(queries, keys)``: which position sees which."""
+    position = torch.arange(queries)[:, None] + keys - queries
+    other = torch.arange(keys)[None, :]
+    visible = torch.ones(queries, keys, dtype=torch.bool)
+    if params.causal:
+        visible &= other <= position
+    if params.window_left >= 0:
+        visible &= other >= position - params.window_left
+    return visible
+
+
+def _logsumexp(scores: Tensor) -> Tensor:
+    """-inf where a row has no key at all, which torch does not say for rows of length 0."""
+    if not scores.shape[-1]:
+        return scores.new_full(scores.shape[:-1], -torch.inf)
+    return torch.logsumexp(scores, -1)

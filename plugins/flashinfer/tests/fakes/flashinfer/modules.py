@@ -1,0 +1,26 @@
+"""The modules that the library compiles, by the names under which a process and its disk know them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from flashinfer.journal import journal
+
+if TYPE_CHECKING:
+    from flashinfer.wrapper import Planned
+
+SAFE: Final = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+def compile_for(planned: Planned) -> None:
+    """Note the module that a plan loads, unless its wrapper was made with one."""
+    q, kv, o = (SAFE[dtype] for dtype in (planned.q, planned.kv, planned.o))
+    size, params = planned.head_size, planned.params
+    form = f"with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{o}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}"
+    form += f"_posenc_0_use_swa_{params.window_left >= 0}_use_logits_cap_{params.soft_cap > 0}"
+    if planned.backend == "cuda_cores":
+        journal.compile(f"batch_decode_{form}", planned.kernel)
+    else:
+        journal.compile(f"batch_prefill_{form}_f16qk_False" + "_sm90" * (planned.backend == "fa3"), planned.kernel)

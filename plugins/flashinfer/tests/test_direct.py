@@ -1,0 +1,113 @@
+"""The raw calls that the plugin is held against: they compute the same, and are what an expert would write."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug_flashinfer import direct
+from attnplug_flashinfer.direct import DirectFlashInfer
+from attnplug_kit.bench import building, forwarding, replaying
+from attnplug_kit.bench.baseline import Baseline
+from attnplug_kit.bench.choice import Choice
+from attnplug_kit.bench.rig import make_planner
+from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
+from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
+
+CHOICE = Choice("flashinfer_fake/fa2", "cpu")
+
+
+def get_batch_indices_positions(append_indptr, seq_lens, nnz):
+    """Compute what the library's function of that name does, from its documentation."""
+    assert append_indptr.dtype == seq_lens.dtype == torch.int32
+    counts = append_indptr.diff()
+    requests = torch.repeat_interleave(torch.arange(len(counts), dtype=torch.int32), counts)
+    assert len(requests) == nnz
+    rows = torch.arange(nnz, dtype=torch.int32)
+    return requests, (rows - append_indptr[requests + 1] + seq_lens[requests]).int()
+
+
+def append_paged_kv_cache(  # noqa: PLR0917 - the library's signature
+    append_key, append_value, batch_indices, positions, paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len,
+    kv_layout="NHD",
+):  # fmt: skip
+    """Write rows as the library's function of that name does, from its documentation."""
+    assert kv_layout == "NHD"
+    for array in (batch_indices, positions, kv_indices, kv_indptr, kv_last_page_len):
+        assert array.dtype == torch.int32
+    size = paged_kv_cache.shape[2]
+    lengths = (kv_indptr.diff() - 1) * size + kv_last_page_len
+    assert bool((positions < lengths[batch_indices]).all())
+    pages, places = kv_indices[kv_indptr[batch_indices] + positions // size].long(), (positions % size).long()
+    paged_kv_cache[pages, 0, places], paged_kv_cache[pages, 1, places] = append_key, append_value
+
+
+@pytest.fixture
+def library(fakes, monkeypatch):
+    """Give the fake the two functions that the plugin does without, and the bench a dtype that it has."""
+    import flashinfer  # noqa: PLC0415 - the fake, active by now
+
+    for function in (get_batch_indices_positions, append_paged_kv_cache):
+        monkeypatch.setattr(flashinfer, function.__name__, function, raising=False)
+    use_baseline(monkeypatch, DirectFlashInfer, "flashinfer_fake")
+
+
+def test_they_are_a_baseline() -> None:
+    assert isinstance(DirectFlashInfer(), Baseline)
+    assert DirectFlashInfer().backend == "flashinfer"
+
+
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
+def test_forwards_are_held_against_them(library, step) -> None:
+    found = forwarding.found([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], CHOICE, 1)
+
+    assert not found.failures
+    assert [m.budget for m in found.measurements] == [None, None, 10, 10, None, None, None, None]
+    assert found.measurements[0].what.endswith("raw FlashInfer calls")
+
+
+def test_a_second_call_finds_what_the_first_has_written(library) -> None:
+    check_second_call(DirectFlashInfer(), CHOICE)
+
+
+@pytest.mark.parametrize("step", [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)], ids=lambda step: step.what)
+def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
+    monkeypatch.setattr(replaying, "work_clock", lambda _: FakeTimer())
+
+    found = forwarding.found([], CHOICE, 1, [step])
+
+    assert not found.failures
+    assert len(found.measurements) == 3
+
+
+def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
+    monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
+
+    found = building.found(STEPS, STEPS[1:2], CHOICE, 1)
+
+    assert not found.failures
+    over = [m.what for m in found.measurements if m.paired]
+    assert len(over) == len(STEPS) + 1
+    assert all(what.endswith("`build` over the raw `plan`") for what in over)
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [("tensor_cores", True), ("cuda_cores", False)])
+def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_fake, monkeypatch, kernel: str, expected) -> None:
+    options = {"flashinfer_fake": {"decode_kernel": kernel}}
+    monkeypatch.setattr(Choice, "load", lambda _, asked: load_fake(asked, options=options))
+
+    planner = make_planner(decodes(2, 5, **TINY), CHOICE)
+
+    assert planner.backend.agreement.options["decode_kernel"] == kernel
+    assert direct._Wrappers.of(planner, captured=False).decode.use_tensor_cores is expected
+
+
+def test_pages_are_those_of_the_step(library) -> None:
+    planner = make_planner(mixed(1, 40, 1, 18, **TINY), CHOICE)
+    decode, prompt = direct._Tables.of(planner).pages()
+
+    size = planner.block_size
+    assert size == 16
+    assert (decode.indptr.tolist(), decode.last_page_len.tolist()) == ([0, 3], [8])
+    assert (prompt.indptr.tolist(), prompt.last_page_len.tolist()) == ([0, 2], [2])
+    assert [decode.indices.tolist(), prompt.indices.tolist()] == list(planner.blocks)
