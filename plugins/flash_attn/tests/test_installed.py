@@ -73,7 +73,7 @@ def test_the_metadata_says_what_it_needs_and_offers(site: InstalledPlugin) -> No
         ("attnplug.benchmarks", "flash_attn", "attnplug_flash_attn.direct:DirectFlashAttention"),
     ]
     assert [text for text in found.requires or () if "extra" not in text] == ["attnplug[torch]<1,>=0.1"]
-    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["fa2", "fa4", "test", "vllm"]
+    assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["bench", "fa2", "fa4", "test", "vllm"]
 
 
 def test_without_a_library_torch_remains(site: InstalledPlugin) -> None:
@@ -156,7 +156,8 @@ def test_what_the_kit_has_shown_on_hopper_is_not_called_unverified(site: Install
     def unverified(head_size: str) -> dict[str, list[str]]:
         words = ("--block-size", "16", "--head-size", head_size, "--backend", "flash_attn")
         verdicts = site.explanation("cuda:9.0", *words, libraries=given)["verdicts"]
-        return {v["id"].partition("/")[2]: [item["because"] for item in v["unverified"]] for v in verdicts}
+        ours = {v["id"].partition("/")[2]: v for v in verdicts if v["id"].startswith("flash_attn/")}
+        return {name: [item["because"] for item in v["unverified"]] for name, v in ours.items()}
 
     shown, between = unverified("128"), unverified("112")
     for variant in ("fa3_vllm", "fa4", "torch"):

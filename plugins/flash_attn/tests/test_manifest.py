@@ -19,8 +19,8 @@ from attnplug.negotiation.evaluation import Question
 from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.ranking import Policy, rank
 from attnplug.request.toml import parse_toml
-from attnplug.selection import process as state
 from attnplug_kit.check.examine import examine
+from plugins.flash_attn.tests.real import FLASH_ATTN
 
 if TYPE_CHECKING:
     from attnplug import Verdict
@@ -54,10 +54,9 @@ NOBODY = ""
 
 
 @pytest.fixture(autouse=True)
-def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offer the plugin by hand, to this test alone."""
-    monkeypatch.setattr(state, "_state", None)
-    attnplug.register("attnplug_flash_attn.plugin", manifest=MANIFEST)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the plugin for one test, unless it is installed."""
+    FLASH_ATTN.register(monkeypatch)
 
 
 def ask(requirements: Requirements, device: Device) -> dict[str, Verdict]:
@@ -632,7 +631,12 @@ def test_newer_kernels_come_first_where_a_device_has_them(device: Device, order:
 
 def test_the_extras_install_what_the_manifest_requires() -> None:
     project = parse_toml((PROJECT / "pyproject.toml").read_text("utf-8"))["project"]
-    extras = {text for name, texts in project["optional-dependencies"].items() if name != "test" for text in texts}
+    extras = {
+        text
+        for name, texts in project["optional-dependencies"].items()
+        if name not in {"bench", "test"}
+        for text in texts
+    }
     required = {text.replace(" ", "") for variant in read_manifest(MANIFEST).variants for text in variant.requires}
 
     assert extras <= required

@@ -13,8 +13,8 @@ from attnplug.errors import SettingsError
 from attnplug.manifest.installed import requirement_name
 from attnplug.manifest.reader import read_manifest
 from attnplug.request.toml import parse_toml
-from attnplug.selection import process as state
 from attnplug_kit.check.examine import examine
+from plugins.flashinfer.tests.real import FLASHINFER
 
 if TYPE_CHECKING:
     from attnplug import Verdict
@@ -35,10 +35,9 @@ BOTH, FA2, NOTHING = ["fa3", "fa2"], ["fa2"], []
 
 
 @pytest.fixture(autouse=True)
-def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offer the plugin by hand, to this test alone."""
-    monkeypatch.setattr(state, "_state", None)
-    attnplug.register("attnplug_flashinfer.plugin", manifest=MANIFEST)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Register the plugin for one test, unless it is installed."""
+    FLASHINFER.register(monkeypatch)
 
 
 def ask(requirements: Requirements, device: Device) -> dict[str, Verdict]:
