@@ -4,40 +4,32 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import os
 import subprocess
 import sys
-from importlib.util import find_spec
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from attrs import frozen
 
-from attnplug import Agreement, Device, Reason, Requirements
+from attnplug import Agreement, Device, Requirements
 from attnplug_flash_attn import op_files, packages, probe
+from tests.backends.fake_machine import CPU_TORCH, CUDA_TORCH, FakeMachine
 
-SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
+if TYPE_CHECKING:
+    from pathlib import Path
+
 DECODER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
 VARIANTS = ("fa2", "fa2_vllm", "fa3", "fa3_vllm", "fa4", "torch")
-CUDA_TORCH = "__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
-CPU_TORCH = CUDA_TORCH.replace("'13.0'", "None").replace("+cu130", "+cpu")
-REAL = [name for name in ("vllm", "flash_attn", "flash_attn_interface", "cutlass") if find_spec(name) is not None]
-pytestmark = pytest.mark.skipif(bool(REAL), reason=f"{', '.join(REAL)} is installed here, and would be found too")
 FA4_NEEDS = ("cutlass", "quack", "tvm_ffi", "einops")
-OURS = ("ATTNPLUG_", "PYTEST", "CUDA_")  # of whoever runs the tests; coverage is let in
-PROGRAM = """
-import json, sys
-from attnplug import Agreement, Device
-from attnplug_flash_attn.probe import probe
-variant, agreement, device = json.loads(sys.argv[1])
-reason = probe(variant, Agreement.from_dict(agreement), Device.parse(device))
-imported = {name.partition(".")[0] for name in sys.modules}
-assert not imported & {"torch", "vllm", "cutlass"}
-assert not [name for name in imported if name.startswith("flash_attn")]
-print(json.dumps(reason and reason.to_dict()))
-"""
+LIBRARIES = (
+    "vllm",
+    "flash_attn",
+    "flash_attn_interface",
+    "flash_attn_3",
+    "flash_attn_2_cuda",
+    "flash_attn_config",
+    *FA4_NEEDS,
+)
 
 
 def agreed(variant: str, kv_cache_dtype: str = "bfloat16", **asked: object) -> Agreement:
@@ -52,35 +44,8 @@ def declaration(library: str, op: str, *, without: str = "") -> bytes:
     return b"\0" + f"{op}({', '.join(f'Tensor!? {name}' for name in names)}) -> Tensor[]".encode() + b"\0"
 
 
-@frozen
-class Machine:
-    """A machine that has nothing but what a test gives it."""
-
-    root: Path
-
-    @property
-    def site(self) -> Path:
-        return self.root / "site"
-
-    def write(self, name: str, text: str | bytes = "") -> Path:
-        file = self.root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(text.encode() if isinstance(text, str) else text)
-        return file
-
-    def package(self, name: str, site: str = "site") -> None:
-        self.write(f"{site}/{name}/__init__.py", f"raise AssertionError('{name} is not to be imported')")
-
-    def torch(self, version_file: str) -> None:
-        self.package("torch")
-        self.write("site/torch/version.py", version_file)
-
-    def distribution(self, name: str, version: str, *files: Path, site: str = "site") -> None:
-        info = f"{site}/{name.replace('-', '_')}-{version}.dist-info"
-        self.write(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        if files:
-            lines = [self.record(file, self.root / site) for file in files]
-            self.write(f"{info}/RECORD", "".join(f"{line}\n" for line in lines))
+class Machine(FakeMachine):
+    """A machine with FlashAttention libraries."""
 
     @staticmethod
     def record(file: Path, site: Path) -> str:
@@ -103,7 +68,8 @@ class Machine:
 
     def fa4(self, version: str = "4.0.0b36", site: str = "site") -> Path:
         file = self.write(f"{site}/flash_attn/cute/interface.py", "raise AssertionError('nor is this')")
-        self.distribution("flash-attn-4", version, file, site=site)
+        info = self.distribution("flash-attn-4", version, site)
+        (info / "RECORD").write_text(f"{self.record(file, self.root / site)}\n", encoding="utf-8")
         for name in FA4_NEEDS:
             self.package(name, site)
         return file
@@ -120,30 +86,11 @@ class Machine:
         for library, ops in op_files.ARGUMENTS.items():
             self.vllm(library, *(declaration(library, op) for op in ops))
 
-    def probe(self, agreement: Agreement, device: str = "cuda:9.0", *before: Path) -> Reason | None:
-        """Probe in a fresh Python, which makes sure that neither torch nor a library is imported."""
-        outside = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-        paths = os.pathsep.join(map(str, (*before, self.site, *SOURCES)))
-        given = json.dumps([agreement.variant, agreement.to_dict(), device])
-        command = [sys.executable, "-W", "error", "-c", PROGRAM, given]
-        environment = {**outside, "PYTHONPATH": paths}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return found and Reason.from_dict(found)
-
-    def told(self, agreement: Agreement, *before: Path, code: str = "broken") -> str:
-        """Return the words of a refusal, of this agreement alone where its code is "probe"."""
-        reason = self.probe(agreement, "cuda:9.0", *before)
-        assert reason is not None
-        assert reason.code == code
-        return f"{reason.field} | {reason}"
-
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
     """A machine with a torch for CUDA, and no library."""
-    made = Machine(tmp_path)
+    made = Machine(tmp_path, probe.probe, LIBRARIES)
     made.torch(CUDA_TORCH)
     return made
 
@@ -160,7 +107,7 @@ def test_a_torch_for_the_cpu_is_refused(machine: Machine, variant: str) -> None:
     machine.torch(CPU_TORCH)
     machine.everything()
 
-    assert machine.told(agreed(variant)).startswith(
+    assert machine.reason(agreed(variant)).startswith(
         "torch | torch 2.11.0+cpu is built without CUDA: install a torch that is built for CUDA"
     )
 
@@ -199,7 +146,7 @@ def test_an_empty_namespace_is_no_flash_attention_2(machine: Machine) -> None:
     machine.fa4()
     machine.distribution("flash-attn", "2.8.3")
 
-    assert machine.told(agreed("fa2")) == (
+    assert machine.reason(agreed("fa2")) == (
         f"flash-attn | flash-attn 2.8.3 is installed, but import flash_attn finds {machine.site / 'flash_attn'}, "
         "without FlashAttention 2: pip install --force-reinstall --no-deps --no-build-isolation flash-attn==2.8.3"
     )
@@ -209,14 +156,14 @@ def test_an_empty_namespace_is_no_flash_attention_2(machine: Machine) -> None:
 def test_metadata_without_a_package_is_no_flash_attention_2(machine: Machine) -> None:
     machine.distribution("flash-attn", "2.8.3")
 
-    assert "flash-attn 2.8.3 is installed, and there is no package flash_attn" in machine.told(agreed("fa2"))
+    assert "flash-attn 2.8.3 is installed, and there is no package flash_attn" in machine.reason(agreed("fa2"))
 
 
 def test_flash_attention_2_without_its_kernels_is_refused(machine: Machine) -> None:
     machine.fa2()
     (machine.site / "flash_attn_2_cuda.py").unlink()
 
-    assert machine.told(agreed("fa2")).startswith(
+    assert machine.reason(agreed("fa2")).startswith(
         "flash-attn | flash-attn 2.8.3 comes without kernels: no flash_attn_2_cuda: install a wheel for this torch and"
     )
 
@@ -234,7 +181,7 @@ def test_a_folder_cute_that_was_installed_later_is_not_flash_attention_4(machine
     machine.fa2()
     file.write_text("raise AssertionError('that of flash-attn')", encoding="utf-8")
 
-    assert machine.told(agreed("fa4")) == (
+    assert machine.reason(agreed("fa4")) == (
         f"flash-attn-4 | flash-attn-4 4.0.0b36 is installed, but {file} is another's: that of flash-attn, "
         "installed later: pip install --force-reinstall --no-deps flash-attn-4==4.0.0b36"
     )
@@ -245,7 +192,7 @@ def test_what_uninstalling_the_other_one_took_away_is_missed(machine: Machine) -
     file = machine.fa4()
     file.unlink()
 
-    assert f"flash-attn-4 4.0.0b36 is installed, but {file} is gone" in machine.told(agreed("fa4"))
+    assert f"flash-attn-4 4.0.0b36 is installed, but {file} is gone" in machine.reason(agreed("fa4"))
 
 
 def test_a_package_that_comes_first_on_the_path_hides_flash_attention_4(machine: Machine) -> None:
@@ -253,7 +200,7 @@ def test_a_package_that_comes_first_on_the_path_hides_flash_attention_4(machine:
     machine.package("flash_attn", site="first")
     first = machine.root / "first"
 
-    assert machine.told(agreed("fa4"), first) == (
+    assert machine.reason(agreed("fa4"), first) == (
         f"flash-attn-4 | flash-attn-4 4.0.0b36 lies in {machine.site}, and import flash_attn finds "
         f"{first / 'flash_attn'}: install both into one folder, or one of them only"
     )
@@ -263,7 +210,7 @@ def test_a_module_of_that_name_hides_it_too(machine: Machine) -> None:
     machine.fa4()
     file = machine.write("first/flash_attn.py")
 
-    assert f"and import flash_attn finds {file}: install" in machine.told(agreed("fa4"), file.parent)
+    assert f"and import flash_attn finds {file}: install" in machine.reason(agreed("fa4"), file.parent)
 
 
 def test_two_folders_of_one_namespace_hide_nothing(machine: Machine) -> None:
@@ -282,7 +229,7 @@ def test_flash_attention_4_needs_what_it_imports(machine: Machine, record: bool)
     if not record:  # an editable installation lists no file of the package
         (machine.site / "flash_attn_4-4.0.0b36.dist-info" / "RECORD").unlink()
 
-    told = machine.told(agreed("fa4"))
+    told = machine.reason(agreed("fa4"))
 
     assert "einops" in told
     assert told == (
@@ -310,7 +257,7 @@ def test_what_was_compiled_out_is_refused_where_it_is_needed(
     machine.fa3(f"FLASHATTENTION_DISABLE_{flag}")
     name = f"FLASH_ATTENTION_DISABLE_{flag}"
 
-    assert machine.told(agreed("fa3", **needing), code="probe") == (
+    assert machine.reason(agreed("fa3", **needing), code="probe") == (
         f"flash-attn-3 | this flash-attn-3 was compiled with {name}: compile it without {name}"
     )
     assert machine.probe(agreed("fa3", **without)) is None
@@ -319,7 +266,7 @@ def test_what_was_compiled_out_is_refused_where_it_is_needed(
 def test_everything_that_was_compiled_out_is_told_at_once(machine: Machine) -> None:
     machine.fa3("FLASHATTENTION_DISABLE_VARLEN", "FLASHATTENTION_DISABLE_LOCAL", "FLASHATTENTION_DISABLE_FP8")
 
-    told = machine.told(agreed("fa3", sliding_window=4096), code="probe")
+    told = machine.reason(agreed("fa3", sliding_window=4096), code="probe")
 
     assert told.endswith("compile it without FLASH_ATTENTION_DISABLE_VARLEN, FLASH_ATTENTION_DISABLE_LOCAL")
 
@@ -328,7 +275,7 @@ def test_heads_run_the_kernels_of_the_next_size_that_there_is(machine: Machine) 
     machine.fa3(*(f"FLASHATTENTION_DISABLE_HDIM{size}" for size in (64, 192, 256)))
 
     assert machine.probe(agreed("fa3", head_size=64)) is None
-    assert machine.told(agreed("fa3", head_size=160), code="probe") == (
+    assert machine.reason(agreed("fa3", head_size=160), code="probe") == (
         "flash-attn-3 | this flash-attn-3 was compiled without kernels for heads of 160: "
         "compile it without FLASH_ATTENTION_DISABLE_HDIM192"
     )
@@ -351,9 +298,9 @@ def test_a_configuration_without_flags_leaves_nothing_out(machine: Machine) -> N
 def test_metadata_alone_is_no_flash_attention_3(machine: Machine) -> None:
     machine.distribution("flash-attn-3", "3.0.0")
 
-    assert "and there is no module flash_attn_interface" in machine.told(agreed("fa3"))
+    assert "and there is no module flash_attn_interface" in machine.reason(agreed("fa3"))
     machine.write("site/flash_attn_interface.py")
-    assert "flash-attn-3 comes without kernels: no flash_attn_3/_C" in machine.told(agreed("fa3"))
+    assert "flash-attn-3 comes without kernels: no flash_attn_3/_C" in machine.reason(agreed("fa3"))
 
 
 def test_the_features_of_an_agreement() -> None:
@@ -371,7 +318,7 @@ def test_the_features_of_an_agreement() -> None:
 def test_a_wheel_of_vllm_without_the_op_library_is_refused(machine: Machine, variant: str, library: str) -> None:
     machine.vllm("_C")
 
-    assert machine.told(agreed(variant)) == (
+    assert machine.reason(agreed(variant)) == (
         f"vllm | vllm 0.24.0 has no {library} in vllm/vllm_flash_attn: install the wheel of vLLM that is built for CUDA"
     )
 
@@ -383,7 +330,7 @@ def test_an_op_that_lacks_an_argument_is_refused_by_its_name(machine: Machine) -
         declaration("_vllm_fa3_C", "get_scheduler_metadata"),
     )
 
-    assert machine.told(agreed("fa3_vllm")) == (
+    assert machine.reason(agreed("fa3_vllm")) == (
         "vllm | fwd of _vllm_fa3_C in vllm 0.24.0 takes other arguments than are known here: "
         "install another release of vLLM, or one of this plugin"
     )
@@ -419,7 +366,7 @@ def test_a_checkout_of_vllm_is_looked_into_where_its_package_is(machine: Machine
     file.parents[1].rename(moved)
 
     assert machine.probe(agreed("fa2_vllm"), "cuda:8.0", moved.parent) is None
-    assert "vllm 0.24.0 has no _vllm_fa2_C" in machine.told(agreed("fa2_vllm"))
+    assert "vllm 0.24.0 has no _vllm_fa2_C" in machine.reason(agreed("fa2_vllm"))
 
 
 def test_without_vllm_there_is_no_op_library() -> None:
@@ -429,3 +376,16 @@ def test_without_vllm_there_is_no_op_library() -> None:
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3_vllm", "fa4"])
 def test_what_is_not_installed_is_the_business_of_the_manifest(machine: Machine, variant: str) -> None:
     assert machine.probe(agreed(variant)) is None
+
+
+def test_a_probe_imports_neither_torch_nor_a_library() -> None:
+    agreements = [agreed(variant).to_dict() for variant in VARIANTS]
+    program = f"""if True:
+        import sys
+        from attnplug import Agreement, Device
+        from attnplug_flash_attn.probe import probe
+        for agreement in {agreements!r}:
+            probe(agreement["variant"], Agreement.from_dict(agreement), Device.cuda("9.0"))
+        assert not {{name.partition(".")[0] for name in sys.modules}} & {{"torch", *{LIBRARIES!r}}}
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)

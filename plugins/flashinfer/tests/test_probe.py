@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from attrs import frozen
 
-from attnplug import Agreement, Device, Reason
+from attnplug import Agreement, Device
 from attnplug_flashinfer import prebuilt, probe, toolchain
 from plugins.flashinfer.tests.agreements import agreed
+from tests.backends.fake_machine import CPU_TORCH, CUDA_TORCH, FakeMachine
 
-SOURCES = (Path(__file__).parents[1] / "src", Path(__file__).parents[3] / "core" / "src")
+if TYPE_CHECKING:
+    from pathlib import Path
+
 TOOLS = ("c++", "ninja")
 H200 = Device.cuda("9.0")
-CUDA_TORCH = "__version__ = '2.11.0+cu130'\ndebug = False\ncuda: Optional[str] = '13.0'\nhip: Optional[str] = None\n"
-CPU_TORCH = CUDA_TORCH.replace("'13.0'", "None").replace("+cu130", "+cpu")
-OURS = ("ATTNPLUG_", "PYTEST", "CUDA_", "FLASHINFER_", "CXX")  # of whoever runs the tests; coverage is let in
-PROGRAM = """
-import json, sys
-from attnplug import Agreement, Device
-from attnplug_flashinfer import toolchain
-from attnplug_flashinfer.probe import probe
-variant, agreement, device, toolchain.DEFAULT_HOME = json.loads(sys.argv[1])
-reason = probe(variant, Agreement.from_dict(agreement), Device.parse(device))
-assert not {"torch", "flashinfer", "flashinfer_jit_cache"} & set(sys.modules)
-print(json.dumps(reason and reason.to_dict()))
-"""
+LIBRARIES = ("flashinfer", "flashinfer_jit_cache")
 
 
-@frozen
-class Machine:
-    """A machine that has nothing but what a test gives it."""
-
-    root: Path
-
-    @property
-    def site(self) -> Path:
-        return self.root / "site"
+class Machine(FakeMachine):
+    """A machine with FlashInfer, and programs to compile its kernels with."""
 
     @property
     def path(self) -> Path:
@@ -51,12 +32,6 @@ class Machine:
     @property
     def default_home(self) -> Path:
         return self.root / "usr-local-cuda"
-
-    def write(self, name: str, text: str = "") -> Path:
-        file = self.root / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-        return file
 
     def program(self, name: str) -> Path:
         file = self.write(name, "#!/bin/sh\n")
@@ -67,43 +42,26 @@ class Machine:
         for name in names:
             self.program(f"bin/{name}")
 
-    def torch(self, version_file: str) -> None:
-        self.write("site/torch/__init__.py", "raise AssertionError('torch is not to be imported')")
-        self.write("site/torch/version.py", version_file)
-
-    def distribution(self, name: str, version: str) -> None:
-        folder = f"site/{name.replace('-', '_')}-{version}.dist-info"
-        self.write(f"{folder}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-
     def library(self, version: str = "0.6.12") -> None:
         self.distribution("flashinfer-python", version)
-        self.write("site/flashinfer/__init__.py", "raise AssertionError('flashinfer is not to be imported')")
+        self.package("flashinfer")
 
     def jit_cache(self, *modules: str, version: str = "0.6.12+cu130") -> None:
         self.distribution("flashinfer-jit-cache", version)
-        self.write("site/flashinfer_jit_cache/__init__.py", "raise AssertionError('nor is this')")
+        self.package("flashinfer_jit_cache")
         for name in modules:
             self.write(f"site/flashinfer_jit_cache/jit_cache/{name}/{name}.so")
 
-    def probe(self, agreement: Agreement, device: str = "cuda:9.0", **environment: str) -> Reason | None:
-        """Probe in a fresh Python, which makes sure that neither torch nor the library is imported."""
-        outside = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-        paths = os.pathsep.join(map(str, (self.site, *SOURCES)))
-        own = {"PATH": str(self.path), "PYTHONPATH": paths}
-        given = json.dumps([agreement.variant, agreement.to_dict(), device, str(self.default_home)])
-        command = [sys.executable, "-W", "error", "-c", PROGRAM, given]
-        done = subprocess.run(
-            command, env={**outside, **own, **environment}, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        found = json.loads(done.stdout)
-        return found and Reason.from_dict(found)
+    def probe(self, agreement: Agreement, device: str = "cuda:9.0", *before: Path, **environment: str) -> Any:
+        """Probe with the machine's programs alone on the PATH."""
+        return super().probe(agreement, device, *before, PATH=str(self.path), **environment)
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Machine:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """A machine with a torch for CUDA and the library, and no tool to compile with."""
-    made = Machine(tmp_path)
+    made = Machine(tmp_path, probe.probe, LIBRARIES)
+    monkeypatch.setattr(toolchain, "DEFAULT_HOME", str(made.default_home))
     made.path.mkdir()
     made.torch(CUDA_TORCH)
     made.library()
@@ -113,7 +71,7 @@ def machine(tmp_path: Path) -> Machine:
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     """The same without a process of its own, for what asks neither for torch nor for metadata."""
-    made = Machine(tmp_path)
+    made = Machine(tmp_path, probe.probe, LIBRARIES)
     made.path.mkdir()
     for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_DISABLE_JIT", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -340,3 +298,14 @@ def test_a_torch_that_is_loaded_is_asked_for_the_device(monkeypatch: pytest.Monk
 
     assert reason is not None
     assert (reason.field, reason.because) == ("device", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+
+
+def test_a_probe_imports_neither_torch_nor_the_library() -> None:
+    program = f"""if True:
+        import sys
+        from attnplug import Agreement, Device
+        from attnplug_flashinfer.probe import probe
+        probe("fa3", Agreement.from_dict({agreed("fa3").to_dict()!r}), Device.cuda("9.0"))
+        assert not {{name.partition(".")[0] for name in sys.modules}} & {{"torch", *{LIBRARIES!r}}}
+    """
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
