@@ -3,6 +3,7 @@
 from attnplug.ops.gather import gather_blocks, gather_dense, gather_packed, gather_slots
 from attnplug.ops.merge import merge_attention_states, merge_into
 from attnplug.ops.quantize import dequantize, quantize, quantize_queries
+from attnplug.ops.splits import merge_splits, split_bytes, split_views
 from attnplug.ops.triton import Kernel
 from attnplug.ops.write import key_and_value_pages, write_kv, write_pages
 
@@ -16,8 +17,11 @@ __all__ = [
     "key_and_value_pages",
     "merge_attention_states",
     "merge_into",
+    "merge_splits",
     "quantize",
     "quantize_queries",
+    "split_bytes",
+    "split_views",
     "write_kv",
     "write_pages",
 ]
