@@ -18,7 +18,7 @@ from attnplug.request.device import Device
 from attnplug.selection import process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from types import ModuleType
 
 
@@ -61,12 +61,7 @@ class FakeLibraries:
 
     def manifest(self) -> str:
         """Return the text of the changed manifest."""
-        module = importlib.import_module(self.package)
-        text = Path(str(module.__file__)).with_name("attnplug.toml").read_text(encoding="utf-8")
-        for pattern, replacement in self.changes:
-            text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
-            assert count, f"attnplug.toml has nothing like {pattern!r} any more"
-        return text
+        return edited_manifest(self.package, self.changes)
 
     def load(self, requirements: attnplug.Requirements, variant: str, **keywords: Any) -> Any:
         """Return a backend on active fakes, by the keywords of `attnplug.load`."""
@@ -106,6 +101,20 @@ class FakeLibraries:
                 return (yield)
 
         return pytest_generate_tests
+
+
+def manifest_of(package: str) -> Path:
+    """Return the path of a plugin's manifest."""
+    return Path(str(importlib.import_module(package).__file__)).with_name("attnplug.toml")
+
+
+def edited_manifest(package: str, changes: Iterable[tuple[str, str]]) -> str:
+    """Return the text of a plugin's manifest after changes, each a pattern that must match and its replacement."""
+    text = manifest_of(package).read_text(encoding="utf-8")
+    for pattern, replacement in changes:
+        text, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+        assert count, f"attnplug.toml has nothing like {pattern!r} any more"
+    return text
 
 
 class FakeEnvironment:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
@@ -16,9 +14,11 @@ from attrs import frozen
 import attnplug
 from attnplug.errors import DuplicateBackendError
 from attnplug.selection import process
+from tests.backends.fakes import manifest_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
     from attnplug.contract import Backend
     from tests.backends.accuracy import Accuracy
@@ -51,6 +51,14 @@ for verdict in attnplug.explain(requirements, device, backend=BACKEND).verdicts:
 _REQUEST: Final = ("--head-size", "128", "--num-q-heads", "32", "--num-kv-heads", "8", "--dtype", "bfloat16")
 
 
+def register_unless_installed(name: str, package: str) -> None:
+    """Register a plugin of this workspace in this process, unless its backend is installed."""
+    try:
+        attnplug.register(f"{package}.plugin", manifest=manifest_of(package))
+    except DuplicateBackendError:
+        assert name in {plugin.name for plugin in process.registry().plugins}
+
+
 @frozen
 class RealPlugin:
     """
@@ -70,11 +78,7 @@ class RealPlugin:
     def register(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Register it in this process for one test, unless it is installed."""
         monkeypatch.setattr(process, "_state", None)
-        manifest = Path(str(importlib.import_module(self.package).__file__)).with_name("attnplug.toml")
-        try:
-            attnplug.register(f"{self.package}.plugin", manifest=manifest)
-        except DuplicateBackendError:  # it is installed
-            assert self.name in {plugin.name for plugin in process.registry().plugins}
+        register_unless_installed(self.name, self.package)
 
     def load_fixture(self) -> Any:
         """Return a fixture, to be named `load_real`: `load` with the plugin registered."""

@@ -14,16 +14,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import pytest
+from attrs import frozen
 
+import attnplug
 from attnplug.ops import Kernel
+from attnplug.selection import process
+from tests.backends.fakes import edited_manifest
+from tests.backends.plugin import register_unless_installed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterable, Iterator, Mapping
 
 INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the kernels of this process are interpreted."""
@@ -114,6 +120,82 @@ def skip_overflow_checks() -> None:
     from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415 - not on every platform
 
     interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+
+
+def compile_kernel(
+    kernel: Any,
+    kinds: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    unaligned: Iterable[str] = (),
+    **options: int,
+) -> Any:
+    """
+    Compile a kernel for compute capability 9.0, which needs no GPU. A compiler refuses code that the interpreter runs.
+
+    Args:
+        kernel: A function of ``triton.jit`` or ``gluon.jit``.
+        kinds: The types of its arguments by name; others are ``i64``.
+        constants: Its constants by name. Names that it does not have are ignored.
+        unaligned: Pointers and strides that are no multiples of 16.
+        options: Options of the launch.
+    """
+    import triton  # noqa: PLC0415 - not on every platform
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415 - Triton has no public name
+
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else kinds.get(name, "i64") for name in names}
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(names)
+        if (signature[name] == "i64" or signature[name].startswith("*")) and name not in unaligned
+    }
+    values = {(names.index(name),): value for name, value in constants.items() if name in names}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, aligned)
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", folder)
+        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, **options})
+
+
+@frozen
+class TritonPlugin:
+    """
+    A plugin of Triton kernels: on a GPU, or with a manifest that adds the CPU where its kernels are interpreted.
+
+    Attributes:
+        name: The name of its backend.
+        package: Its package.
+        distribution: Its distribution.
+        changes: Patterns in its manifest and their replacements, which add the CPU.
+    """
+
+    name: str
+    package: str
+    distribution: str
+    changes: tuple[tuple[str, str], ...]
+
+    def configure(self, *more: tuple[str, str]) -> None:
+        """Register it for the CPU in a process whose kernels are interpreted, which runs no other tests."""
+        if not INTERPRETED:
+            return
+        os.environ["ATTNPLUG_BLOCK"] = self.distribution  # where it is installed, the registered one replaces it
+        with TemporaryDirectory() as folder:
+            manifest = Path(folder, "attnplug.toml")
+            manifest.write_text(edited_manifest(self.package, (*self.changes, *more)), encoding="utf-8")
+            attnplug.register(f"{self.package}.plugin", manifest=manifest)
+
+    def fixture(self) -> Any:
+        """Return a fixture, to be named `registered`, that registers it for one test, unless it is installed."""
+
+        @pytest.fixture
+        def registered(monkeypatch: pytest.MonkeyPatch) -> None:
+            if not INTERPRETED:
+                monkeypatch.setattr(process, "_state", None)
+                register_unless_installed(self.name, self.package)
+
+        return registered
 
 
 @contextmanager
