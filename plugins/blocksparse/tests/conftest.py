@@ -1,32 +1,22 @@
-"""Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter."""
+"""The plugin where its kernels run: on a GPU, or on a CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
+from tests.backends.triton_on_cpu import TritonPlugin
 
-import pytest
+PLUGIN = TritonPlugin(
+    name="blocksparse",
+    package="attnplug_blocksparse",
+    distribution="attnplug-blocksparse",
+    changes=(
+        (r'^device_type = "cuda"', 'device_type = ["cuda", "cpu"]'),
+        (r"^compute_capability = .*$", ""),
+        (r'^need = \{ compute_capability = \{ min = "8.9" \} \}', "need = { block_sparse = true }"),
+    ),
+)
 
-import attnplug
-from attnplug.errors import DuplicateBackendError
-from attnplug.selection import process as state
-from plugins.blocksparse.tests import cpu_manifest
-from tests.backends.triton_on_cpu import INTERPRETED
+registered = PLUGIN.fixture()
 
 
 def pytest_configure():
-    """Offer the backend to a CPU where the kernels are interpreted: this process has no other tests."""
-    if INTERPRETED:
-        with TemporaryDirectory() as folder:
-            attnplug.register("attnplug_blocksparse.plugin", manifest=cpu_manifest.write(Path(folder)))
-
-
-@pytest.fixture
-def offered(monkeypatch):
-    """Offer the backend to one test, where it is not installed."""
-    if not INTERPRETED:
-        monkeypatch.setattr(state, "_state", None)
-        try:
-            attnplug.register("attnplug_blocksparse.plugin", manifest=cpu_manifest.MANIFEST)
-        except DuplicateBackendError:  # it is installed
-            assert "blocksparse" in {plugin.name for plugin in state.registry().plugins}
+    PLUGIN.configure()

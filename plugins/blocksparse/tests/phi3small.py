@@ -1,4 +1,4 @@
-"""Models in the shape of Phi-3-small, with random weights, and the dense masked reference to hold them against."""
+"""Models of Phi-3-small's shape, with random weights, and their reference by dense attention with masks."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ LARGE: Final[dict[str, Any]] = {
 
 
 class Phi3SmallConfig(transformers.LlamaConfig):
-    """The fields of Phi-3-small's attention beside those of a model that transformers has."""
+    """Llama's configuration with the fields of Phi-3-small's attention."""
 
     model_type = "phi3small"
 
 
 class Phi3SmallForCausalLM(transformers.LlamaForCausalLM):
-    """Every second layer is block-sparse; which keys that leaves is the backend's affair, or the reference's."""
+    """Llama with block-sparse attention in every second layer, applied by the backend or by `mask_densely`."""
 
     config_class = Phi3SmallConfig
 
 
 def build(sizes: dict[str, Any], *, device: str, positions: int = 1024, layers: int = 4, seed: int = 0) -> Any:
-    """Return a model in bfloat16 whose tokens depend on what is attended: neither on all alike nor on one key."""
+    """Return a model in bfloat16 whose tokens depend on attention, neither uniform nor on one key."""
     configuration = Phi3SmallConfig(
         vocab_size=VOCABULARY,
         max_position_embeddings=positions,
@@ -72,7 +72,7 @@ def build(sizes: dict[str, Any], *, device: str, positions: int = 1024, layers: 
 
 
 def mask_densely(model: Any) -> None:
-    """Give transformers' own attention the masks of the block-sparse layers, ``(1, heads, queries, keys)``."""
+    """Add the patterns to transformers' own attention as masks, ``(1, heads, queries, keys)``."""
     configuration = model.config
     pattern = {
         "block_size": configuration.blocksparse_block_size,
@@ -81,15 +81,15 @@ def mask_densely(model: Any) -> None:
     }
     heads = {"num_q_heads": configuration.num_attention_heads, "num_kv_heads": configuration.num_key_value_heads}
 
-    def masked(module: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden = args[0] if args else given["hidden_states"]
-        places = torch.arange(hidden.shape[1])
-        seen = torch.stack(
-            [seen_by(head, pattern, **heads, queries=places, keys=places) for head in range(heads["num_q_heads"])]
+    def masked(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        positions = torch.arange(hidden.shape[1])
+        visible = torch.stack(
+            [seen_by(head, pattern, **heads, queries=positions, keys=positions) for head in range(heads["num_q_heads"])]
         )
-        seen &= places[None, :] <= places[:, None]
-        mask = torch.zeros(seen.shape, dtype=hidden.dtype).masked_fill(~seen, torch.finfo(hidden.dtype).min)
-        return args, {**given, "attention_mask": mask[None].to(hidden.device)}
+        visible &= positions[None, :] <= positions[:, None]
+        mask = torch.zeros(visible.shape, dtype=hidden.dtype).masked_fill(~visible, torch.finfo(hidden.dtype).min)
+        return args, {**kwargs, "attention_mask": mask[None].to(hidden.device)}
 
     for index, layer in enumerate(model.model.layers):
         if (index + 1) % 2:

@@ -1,4 +1,4 @@
-"""What a pattern needs, as the benchmark reports it and the pages say it, against masks of tokens."""
+"""The density, bytes and operations that the benchmark reports, against token masks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_blocksparse.pattern import BlocksparseParams
 from attnplug_kit.oracle.sparsity import seen_by
-from benchmarks.sparsity import of_decodes, of_prompt
+from benchmarks.sparsity import decode_cost, prefill_cost
 
 PHI = {"max_seqlen": 131072, "block_size": 64, "local_blocks": 16, "vert_stride": 8}
 MODES = ({}, {"homo_head": True}, {"homo_head_group": True})
@@ -26,7 +26,7 @@ def params(pattern, heads=32, kv_heads=8):
     blocks=st.integers(1, 8),
     new=st.integers(1, 8),
 )
-def test_needs_are_those_of_the_mask(local, stride, mode, blocks, new):
+def test_costs_match_the_mask(local, stride, mode, blocks, new):
     pattern = {"max_seqlen": 64, "block_size": 4, "local_blocks": local, "vert_stride": stride, **mode}
     tokens, rows = 4 * blocks, 4 * min(new, blocks)
     keys, queries = torch.arange(tokens), torch.arange(tokens - rows, tokens)
@@ -38,28 +38,28 @@ def test_needs_are_those_of_the_mask(local, stride, mode, blocks, new):
     tiles = masks.view(6, rows // 4, 4, blocks, 4).any(4).any(2)
     union = masks[:, -1].view(2, 3, tokens).any(1)
 
-    prompt = of_prompt(params(pattern, 6, 2), 6, 10, tokens, rows, 4)
-    decode = of_decodes(params(pattern, 6, 2), (6, 2), 10, tokens, 4)
+    prefill = prefill_cost(params(pattern, 6, 2), 6, 10, tokens, rows, 4)
+    decode = decode_cost(params(pattern, 6, 2), (6, 2), 10, tokens, 4)
 
-    assert prompt.density == int(masks.sum()) / int(6 * causal.sum())
-    assert prompt.flop == 4 * 10 * int(masks.sum())
-    assert prompt.bytes == 2 * 2 * 10 * 4 * int(tiles.sum())
+    assert prefill.density == int(masks.sum()) / int(6 * causal.sum())
+    assert prefill.flop == 4 * 10 * int(masks.sum())
+    assert prefill.bytes == 2 * 2 * 10 * 4 * int(tiles.sum())
     assert decode.density == int(union.sum()) / union.numel()
     assert decode.bytes == 2 * 2 * 10 * int(union.sum())
     assert decode.flop == 4 * 10 * int(masks[:, -1].sum())
 
 
-def test_dense_attention_needs_everything():
-    assert of_prompt(None, 6, 10, 32, 8, 4).density == of_decodes(None, (6, 2), 10, 32, 4).density == 1
-    assert of_decodes(None, (6, 2), 10, 32, 4).bytes == 2 * 2 * 10 * 2 * 32
+def test_dense_attention_has_density_1():
+    assert prefill_cost(None, 6, 10, 32, 8, 4).density == decode_cost(None, (6, 2), 10, 32, 4).density == 1
+    assert decode_cost(None, (6, 2), 10, 32, 4).bytes == 2 * 2 * 10 * 2 * 32
 
 
 @pytest.mark.parametrize(
     ("mode", "density", "gigabytes"), [(MODES[0], 0.52, 4.43), (MODES[1], 0.15, 1.31), (MODES[2], 0.15, 1.31)]
 )
-def test_the_numbers_of_the_page(mode, density, gigabytes):
-    decode = of_decodes(params({**PHI, **mode}), (32, 8), 128, 32768, 64)
+def test_numbers_of_the_documentation(mode, density, gigabytes):
+    decode = decode_cost(params({**PHI, **mode}), (32, 8), 128, 32768, 64)
 
     assert round(decode.density, 2) == density
     assert round(64 * decode.bytes / 1e9, 2) == gigabytes
-    assert round(of_decodes(params(PHI, 32, 32), (32, 32), 128, 32768, 64).density, 2) == 0.15
+    assert round(decode_cost(params(PHI, 32, 32), (32, 32), 128, 32768, 64).density, 2) == 0.15

@@ -1,4 +1,4 @@
-"""What the manifest serves and refuses, in the words that a user reads. Nothing is loaded."""
+"""The requirements that the manifest supports and refuses, with the messages that a user reads. Nothing is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from attnplug import Device, Requirements
 from attnplug.discovery.known import read_known
 from attnplug.errors import NoBackendError
 from attnplug.manifest.reader import read_manifest
-from attnplug.selection import process as state
 from attnplug_kit.check.examine import examine
 
 PROJECT = Path(__file__).parents[1]
@@ -21,11 +20,7 @@ PATTERN = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 16, "vert_strid
 PHI = Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16", block_sparse=PATTERN)
 
 
-@pytest.fixture(autouse=True)
-def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offer the plugin by hand, to this test alone; that Triton is absent here or there is not what is tested."""
-    monkeypatch.setattr(state, "_state", None)
-    attnplug.register("attnplug_blocksparse.plugin", manifest=MANIFEST)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def verdict(requirements: Requirements, device: Device = HOPPER):

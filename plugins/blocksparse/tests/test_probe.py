@@ -1,4 +1,4 @@
-"""What a machine lacks, found without importing anything, and what a device is taken to have."""
+"""The probe, which imports neither torch nor Triton, and the tiles and kernels of each device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from attnplug import Device
-from attnplug_blocksparse.probe import probe
+from attnplug_blocksparse.plugin import probe
 
 HOPPER = Device.cuda("9.0")
 
@@ -22,21 +22,21 @@ def fake_torch(*, cuda: str | None, available: bool) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("torch", "told"),
+    ("torch", "problem"),
     [
         (fake_torch(cuda=None, available=False), "torch 2.13.0 is built without CUDA"),
         (fake_torch(cuda="13.0", available=False), "torch 2.13.0 sees no CUDA device"),
     ],
 )
-def test_what_is_missing_is_told_with_a_way_out(monkeypatch, torch, told):
+def test_a_missing_device_is_reported_with_a_fix(monkeypatch, torch, problem):
     monkeypatch.setitem(sys.modules, "torch", torch)
     reason = probe(HOPPER)
 
-    assert told in str(reason)
+    assert problem in str(reason)
     assert reason.because
 
 
-def test_nothing_is_missing(monkeypatch):
+def test_nothing_is_reported_otherwise(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda="13.0", available=True))
     assert probe(HOPPER) is None
     monkeypatch.delitem(sys.modules, "torch")
@@ -45,18 +45,18 @@ def test_nothing_is_missing(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("device", "kib", "by_descriptors"),
+    ("device", "kib", "has_tma"),
     [("9.0", 227, True), ("8.0", 163, False), ("8.9", 99, False), ("12.0", 99, False)],
 )
-def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
+def test_tiles_and_kernels_of_a_device(device, kib, has_tma):
     pytest.importorskip("triton")
-    from attnplug.negotiation.agreement import Agreement  # noqa: PLC0415 - torch and Triton are for this test alone
+    from attnplug.negotiation.agreement import Agreement  # noqa: PLC0415 - needs torch and Triton
     from attnplug.request.requirements import Requirements  # noqa: PLC0415
-    from attnplug_blocksparse import hopper  # noqa: PLC0415
     from attnplug_blocksparse.backend import BlocksparseBackend  # noqa: PLC0415
+    from attnplug_blocksparse.prefill_single import has_specialized_kernel  # noqa: PLC0415
     from attnplug_blocksparse.tiles import HopperTiles, PrefillTiles  # noqa: PLC0415
 
-    asked = Requirements(
+    requirements = Requirements(
         head_size=128,
         num_q_heads=32,
         num_kv_heads=8,
@@ -67,7 +67,7 @@ def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
     agreement = Agreement(
         backend="blocksparse",
         variant="triton",
-        requirements=asked,
+        requirements=requirements,
         block_size=64,
         kv_layout="NHD",
         kv_cache_dtype="bfloat16",
@@ -75,19 +75,19 @@ def test_tiles_and_descriptors_follow_the_device(device, kib, by_descriptors):
     )
     backend = BlocksparseBackend(agreement, Device.cuda(device))
 
-    assert backend.row_tiles == PrefillTiles.of(128, shared_memory=kib * 1024)
-    assert backend.page_tiles == PrefillTiles.of(128, paged=True, shared_memory=kib * 1024)
-    assert backend.has_descriptors is by_descriptors
-    assert backend.hopper_tiles == (HopperTiles(132) if device == "9.0" and hopper.is_there() else None)
+    assert backend.contiguous_tiles == PrefillTiles.of(128, shared_memory=kib * 1024)
+    assert backend.paged_tiles == PrefillTiles.of(128, paged=True, shared_memory=kib * 1024)
+    assert backend.has_tma is has_tma
+    assert backend.hopper_tiles == (HopperTiles(132) if device == "9.0" and has_specialized_kernel() else None)
 
 
-def test_roles_are_for_releases_of_triton_that_compile_them(monkeypatch):
+def test_the_warp_specialized_kernel_needs_a_known_triton(monkeypatch):
     triton = pytest.importorskip("triton")
-    from attnplug_blocksparse import hopper  # noqa: PLC0415 - torch and Triton are for this test alone
+    from attnplug_blocksparse import prefill_single  # noqa: PLC0415 - needs torch and Triton
 
-    for release, is_there in (("3.5.1", False), ("3.6.0", True), ("3.7.1+gitabc", True), ("3.8.0", False)):
+    for release, expected in (("3.5.1", False), ("3.6.0", True), ("3.7.1+gitabc", True), ("3.8.0", False)):
         monkeypatch.setattr(triton, "__version__", release)
-        assert hopper.is_there() is is_there
+        assert prefill_single.has_specialized_kernel() is expected
     monkeypatch.setattr(triton, "__version__", "3.6.0")
-    monkeypatch.setattr(hopper, "INTERPRETED", True)
-    assert not hopper.is_there()
+    monkeypatch.setattr(prefill_single, "INTERPRETED", True)
+    assert not prefill_single.has_specialized_kernel()

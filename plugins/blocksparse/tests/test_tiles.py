@@ -1,4 +1,4 @@
-"""Into how many parts sequences are split, and that the workspace has room for all of them."""
+"""Tile sizes: the splits of a sequence, the workspace, and shared memory."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug_blocksparse.tiles import MOST_SPLITS, DecodeTiles, PrefillTiles
+from attnplug_blocksparse.tiles import MAX_SPLITS, DecodeTiles, PrefillTiles
 
 numbers = {"kv_heads": st.integers(1, 32), "multiprocessors": st.integers(1, 200), "programs": st.integers(1, 64)}
 
 
 @given(requests=st.integers(1, 300), spare=st.integers(0, 50), blocks=st.integers(1, 3000), **numbers)
-def test_the_workspace_has_room_for_all_parts(requests, spare, blocks, kv_heads, multiprocessors, programs):
+def test_the_workspace_holds_all_splits(requests, spare, blocks, kv_heads, multiprocessors, programs):
     tiles = DecodeTiles(programs=programs)
     splits = tiles.splits(sequences=requests * kv_heads, blocks=blocks, multiprocessors=multiprocessors)
 
-    assert 1 <= splits <= MOST_SPLITS
+    assert 1 <= splits <= MAX_SPLITS
     assert splits == 1 or splits * 4 <= blocks
-    assert requests * splits <= tiles.most_parts(requests + spare, kv_heads, multiprocessors)
+    assert requests * splits <= tiles.max_parts(requests + spare, kv_heads, multiprocessors)
 
 
-def test_few_long_sequences_are_split_and_many_are_not():
+def test_few_long_sequences_are_split():
     tiles = DecodeTiles(programs=16)
 
     assert tiles.splits(sequences=8, blocks=264, multiprocessors=132) == 64
@@ -33,13 +33,13 @@ def test_few_long_sequences_are_split_and_many_are_not():
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("kib", [227, 163, 99])
-def test_the_tiles_of_a_program_fit_its_shared_memory(size, paged, kib):
+def test_tiles_fit_shared_memory(size, paged, kib):
     tiles, width = PrefillTiles.of(size, paged=paged, shared_memory=kib * 1024), 1 << (size - 1).bit_length()
 
     assert tiles.shared_bytes(size) == 2 * width * (tiles.rows + 2 * tiles.stages * tiles.keys)
     assert tiles.shared_bytes(size) <= kib * 1024
 
 
-def test_registers_are_bounded_where_that_is_asked():
+def test_register_limit():
     assert PrefillTiles().options == {"num_warps": 4}
     assert PrefillTiles(registers=128).options == {"num_warps": 4, "maxnreg": 128}

@@ -1,4 +1,4 @@
-"""One layer on the kernels."""
+"""One layer."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from attnplug.contract import AttentionImpl
 from attnplug.ops import key_and_value_pages, write_kv
 from attnplug_blocksparse import decode, prefill
-from attnplug_blocksparse.params import check_pattern
-from attnplug_blocksparse.scales import Scales
+from attnplug_blocksparse.pattern import check_pattern
+from attnplug_blocksparse.plan import Scales
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from attnplug.contract import Layer, Metadata
     from attnplug_blocksparse.backend import BlocksparseBackend
-    from attnplug_blocksparse.plan import Plan
+    from attnplug_blocksparse.plan import StepPlan
 
 _KEY: Final = "blocksparse"
 
 
 class BlocksparseImpl(AttentionImpl):
-    """Runs the plan that its builder has made."""
+    """Runs the plan of its builder: the decodes, then the prefills."""
 
     cache_write = "either"
     static_scales = frozenset({"k", "v"})
@@ -31,7 +31,7 @@ class BlocksparseImpl(AttentionImpl):
 
     def __init__(self, layer: Layer, backend: BlocksparseBackend) -> None:
         super().__init__(layer, backend)
-        # Read here, where a layer is made: a pattern that means nothing is refused before a step is.
+        # An invalid pattern is refused when the layer is made, before any step.
         pattern = dict(cast("tuple[tuple[str, Any], ...]", layer.block_sparse))
         check_pattern(pattern, num_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads)
         quantized = self.is_paged and self.agreement.kv_cache_dtype != self.agreement.requirements.dtype
@@ -40,7 +40,7 @@ class BlocksparseImpl(AttentionImpl):
 
     @property
     def plan_key(self) -> Hashable:
-        """Nothing that a layer brings: scale and scales are told with each call."""
+        """One key for all layers: a plan does not depend on their scales."""
         return _KEY
 
     def run(
@@ -53,24 +53,24 @@ class BlocksparseImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Write the rows into the cache where forward does, then run the kernels of decodes and of prefills."""
-        plan: Plan = metadata.plans.get(_KEY) or self.plan_of(metadata)
+        """Write the new rows to the KV cache if forward writes them, then run decodes and prefills."""
+        plan: StepPlan = metadata.plans.get(_KEY) or self.plan_of(metadata)
         out = output.view(-1, self.num_q_heads, self.head_size)
         pages = None if kv_cache is None else key_and_value_pages(kv_cache)
         if pages is not None and self.forward_writes:
             self.update_kv_cache(cast("Tensor", key), cast("Tensor", value), kv_cache, metadata.batch.slot_mapping)
-        if plan.tokens is not None:
+        if plan.decode is not None:
             rows = plan.decode_rows
             decode.attend(
                 query[rows],
                 *cast("tuple[Tensor, Tensor]", pages),
                 out[rows],
                 None if lse is None else lse[rows],
-                plan.tokens,
+                plan.decode,
                 self._scales,
             )
-        if plan.prompts is not None:
-            rows = plan.prompt_rows
+        if plan.prefill is not None:
+            rows = plan.prefill_rows
             keys, values = self._keys(key, value, rows, pages, plan)
             prefill.attend(
                 query[rows],
@@ -78,20 +78,20 @@ class BlocksparseImpl(AttentionImpl):
                 values,
                 out[rows],
                 None if lse is None else lse[rows],
-                plan.prompts,
+                plan.prefill,
                 self._scales,
             )
 
     def _keys(
-        self, key: Any, value: Any, rows: slice, pages: tuple[Tensor, Tensor] | None, plan: Plan
+        self, key: Any, value: Any, rows: slice, pages: tuple[Tensor, Tensor] | None, plan: StepPlan
     ) -> tuple[Tensor, Tensor]:
-        """Rows are read faster than pages. Those of a dense call are numbered by `key_start_loc`."""
-        if pages is None:
+        """Return contiguous K/V where the plan reads them, which is faster, or the KV cache."""
+        if pages is None:  # a non-paged call: its keys are numbered by `key_start_loc`
             return key, value
-        return (key[rows], value[rows]) if plan.reads_rows else pages
+        return (key[rows], value[rows]) if plan.contiguous_kv else pages
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Any) -> None:
-        """Write the rows into their slots, with the layer's scales."""
+        """Write rows to their slots, with the layer's scales."""
         write_kv(
             key,
             value,

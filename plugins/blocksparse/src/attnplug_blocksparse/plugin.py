@@ -1,14 +1,19 @@
-"""The entry point: imported once this backend is chosen. Triton is loaded with the backend, not before."""
+"""
+The entry point: imported to probe this backend, or once it is chosen.
+
+It imports neither torch nor Triton: the backend module loads them.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from attnplug.contract import hookimpl
-from attnplug_blocksparse.probe import probe
+from attnplug.negotiation import Reason
 
 if TYPE_CHECKING:
-    from attnplug import Agreement, Device, Reason
+    from attnplug import Agreement, Device
     from attnplug.contract import Backend
 
 
@@ -23,6 +28,25 @@ def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
 
 @hookimpl
 def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Say what this machine lacks for running the kernels; None: nothing."""
+    """Return why the kernels cannot run on this machine, with a fix, or None."""
     del variant, agreement
     return probe(device)
+
+
+def probe(device: Device) -> Reason | None:
+    """
+    Return what is missing for a device, with a fix, or None.
+
+    A missing Triton is not reported here: the manifest declares it (`requires`).
+    """
+    if device.type != "cuda":
+        return None  # the manifest refuses other devices; a test's manifest may add one for the interpreter
+    torch = sys.modules.get("torch")  # is_available() creates no CUDA context
+    if torch is None or torch.cuda.is_available():
+        return None
+    if torch.version.cuda is None:
+        found = f"torch {torch.__version__} is built without CUDA"
+        because = "install a torch that is built for CUDA, from https://pytorch.org/get-started/locally"
+        return Reason("broken", "torch", None, found, because)
+    found = f"torch {torch.__version__} sees no CUDA device"
+    return Reason("broken", "device", None, found, "check nvidia-smi and CUDA_VISIBLE_DEVICES")

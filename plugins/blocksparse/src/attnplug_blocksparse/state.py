@@ -1,4 +1,4 @@
-"""What outlives a step: the workspace of partial results, and the limits that the pattern sets."""
+"""The state of a host's layers: it checks limits and ranks against the pattern."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attnplug.contract import State
 from attnplug.errors import LimitsError
-from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_blocksparse.pattern import BlocksparseParams
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class BlocksparseState(State):
-    """Refuses, where limits and ranks are given, what the pattern does not cover."""
+    """Refuses limits and ranks that the pattern does not cover."""
 
     def __init__(
         self, backend: Backend, limits: Limits, device: torch.device, parallel: Parallel | None = None
@@ -29,25 +29,25 @@ def params_of(backend: Backend, limits: Limits, parallel: Parallel) -> Blockspar
     Return the pattern of a backend's layers on a rank.
 
     Args:
-        backend: Whose agreement names the pattern. States are shared by backends whose patterns differ.
-        limits: The most that batches will need.
+        backend: The backend whose agreement has the pattern. Backends with different patterns may share a state.
+        limits: The limits of batches.
         parallel: The ranks.
 
     Raises:
-        LayerError: The pattern is none, or not the layer's.
+        LayerError: The pattern is invalid, or not the layer's.
         LimitsError: Sequences may grow longer than the pattern covers, or the ranks do not fit it.
     """
-    asked = backend.agreement.requirements
+    requested = backend.agreement.requirements
     params = BlocksparseParams.of(
-        dict(asked.block_sparse or {}),
-        num_heads=asked.num_q_heads,
-        num_kv_heads=asked.num_kv_heads,
+        dict(requested.block_sparse or {}),
+        num_heads=requested.num_q_heads,
+        num_kv_heads=requested.num_kv_heads,
         tp_size=parallel.tp_size,
         tp_rank=parallel.tp_rank,
     )
     if limits.max_seq_len > params.max_seqlen:
         raise LimitsError(
-            f"max_seq_len={limits.max_seq_len} was given",
+            f"max_seq_len={limits.max_seq_len} exceeds the pattern",
             f"the pattern covers {params.max_seqlen} tokens (max_seqlen)",
             f"pass max_seq_len={params.max_seqlen}, or select with a pattern that covers more",
         )

@@ -1,4 +1,4 @@
-"""The running softmax of the kernels. Imported only where Triton is."""
+"""Device functions that the Triton kernels share: blocks of the pattern, and the online softmax. Imports Triton."""
 
 from __future__ import annotations
 
@@ -8,42 +8,72 @@ import triton
 import triton.language as tl
 
 INTERPRETED: Final = bool(triton.knobs.runtime.interpret)
-"""Whether kernels are run by Triton's interpreter, on any device."""
+"""Whether Triton's interpreter runs the kernels, on any device."""
 
 
 @triton.jit
-def scores_of(query: tl.tensor, key: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
-    """The products of the rows of queries and of keys, in float32, not scaled yet."""
+def residue_of(
+    head: tl.tensor,
+    kv_head: tl.tensor,
+    first: tl.int32,
+    step: tl.int32,
+    stride: tl.constexpr,
+    by_kv_head: tl.constexpr,
+) -> tl.tensor:
+    """Return the block number, modulo the stride, of the vertical blocks of query heads of this rank."""
+    shift = (first + (kv_head if by_kv_head else head)) * step
+    return stride - 1 - shift % stride
+
+
+@triton.jit
+def block_bounds(
+    begin: tl.tensor, end: tl.tensor, block: tl.constexpr, local: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """
+    Return three block numbers that divide the keys of a tile of rows, which are at `begin` to `end` in the sequence.
+
+    Blocks before the first are attended to where they are vertical, by all rows. Blocks from the first to the second
+    are local to some rows, blocks from the second to the third to all rows. The diagonal begins at the third.
+    """
+    diagonal = begin // block
+    local_to_some = tl.minimum(tl.maximum(diagonal - local + 1, 0), diagonal)
+    local_to_all = tl.minimum(tl.maximum((end - 1) // block - local + 1, 0), diagonal)
+    return local_to_some, local_to_all, diagonal
+
+
+@triton.jit
+def qk_dot(query: tl.tensor, key: tl.tensor, interpreted: tl.constexpr) -> tl.tensor:
+    """Return the products of query and key rows in float32, without the softmax scale."""
     key = key.to(query.dtype)
-    if interpreted:  # the interpreter multiplies the bits of bfloat16
+    if interpreted:  # the interpreter multiplies bfloat16 as if its bits were integers
         return tl.dot(query.to(tl.float32), tl.trans(key.to(tl.float32)), input_precision="ieee")
     else:
         return tl.dot(query, tl.trans(key))
 
 
 @triton.jit
-def take_in(
+def softmax_step(
     scores: tl.tensor,
     value: tl.tensor,
-    total: tl.tensor,
-    highest: tl.tensor,
-    sums: tl.tensor,
+    acc: tl.tensor,
+    row_max: tl.tensor,
+    row_sum: tl.tensor,
     scale: tl.tensor,
     interpreted: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """
-    Take the scores of one tile of keys into the running softmax and the weighted sum of values.
+    Add one tile of keys to the online softmax, and return the new ``(acc, row_max, row_sum)``.
 
-    The largest score so far is kept in powers of two, and is finite from the start: where nothing was attended yet,
-    scores of -inf weigh nothing, and what was summed up shrinks by exp2(0).
+    `scale` includes log2(e), and `row_max` is an exponent of 2. It is finite from the start: for rows without keys so
+    far, scores of -inf get the weight 0, and the sums are rescaled by exp2(0).
     """
-    top = tl.maximum(highest, tl.max(scores, 1) * scale)
-    weights = tl.math.exp2(scores * scale - top[:, None])
-    shrink = tl.math.exp2(highest - top)
-    sums = sums * shrink + tl.sum(weights, 1)
-    weights = weights.to(value.dtype)
-    if interpreted:  # see above
-        total = tl.dot(weights.to(tl.float32), value.to(tl.float32), total * shrink[:, None], input_precision="ieee")
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
+    probs = tl.math.exp2(scores * scale - new_max[:, None])
+    rescale = tl.math.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(probs, 1)
+    probs = probs.to(value.dtype)
+    if interpreted:  # see qk_dot
+        acc = tl.dot(probs.to(tl.float32), value.to(tl.float32), acc * rescale[:, None], input_precision="ieee")
     else:
-        total = tl.dot(weights, value, total * shrink[:, None])
-    return total, top, sums
+        acc = tl.dot(probs, value, acc * rescale[:, None])
+    return acc, new_max, row_sum

@@ -1,45 +1,44 @@
-"""The kernel for prompts and their chunks. Imported only where Triton is: it is compiled, or interpreted."""
+"""The kernel of prefills with pointer loads, for all requests of a step, contiguous or paged K/V. Imports Triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnplug_blocksparse.triton_pattern import kinds_of, residue_of
-from attnplug_blocksparse.triton_softmax import scores_of, take_in
+from attnplug_blocksparse.triton_ops import block_bounds, qk_dot, residue_of, softmax_step
 
 
 @triton.jit
-def _vertical(counted: tl.tensor, residue: tl.tensor, block: tl.constexpr, stride: tl.constexpr) -> tl.tensor:
-    """The tokens of the vertical blocks of a head, counted one block after another."""
-    return ((counted // block) * stride + residue) * block + counted % block
+def _vertical_token(ordinal: tl.tensor, residue: tl.tensor, block: tl.constexpr, stride: tl.constexpr) -> tl.tensor:
+    """Return the token of an ordinal among the tokens of a head's vertical blocks."""
+    return ((ordinal // block) * stride + residue) * block + ordinal % block
 
 
 @triton.jit
-def _rows(
+def _row_ptrs(
     base: tl.tensor,
     tokens: tl.tensor,
     pages: tl.tensor,
-    of_page: tl.int64,
-    of_token: tl.int64,
+    page_stride: tl.int64,
+    token_stride: tl.int64,
     columns: tl.tensor,
     page_size: tl.constexpr,
 ) -> tl.tensor:
-    """The addresses of rows; `pages` is the physical page of each, and read only where there are pages."""
+    """Return pointers to rows of K or V; `pages` is the physical page of each token, unused for contiguous K/V."""
     if page_size:
-        places = pages.to(tl.int64) * of_page + (tokens % page_size) * of_token
+        offsets = pages.to(tl.int64) * page_stride + (tokens % page_size) * token_stride
     else:
-        places = tokens.to(tl.int64) * of_token
-    return base + places[:, None] + columns[None, :]
+        offsets = tokens.to(tl.int64) * token_stride
+    return base + offsets[:, None] + columns[None, :]
 
 
 @triton.jit
-def _load(rows: tl.tensor, inside: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
-    """Rows that are all there; columns beyond the head are 0."""
-    return tl.load(rows) if size == width else tl.load(rows, mask=inside[None, :], other=0.0)
+def _load_rows(rows: tl.tensor, column_mask: tl.tensor, size: tl.constexpr, width: tl.constexpr) -> tl.tensor:
+    """Load rows without a row mask; columns beyond the head size are 0."""
+    return tl.load(rows) if size == width else tl.load(rows, mask=column_mask[None, :], other=0.0)
 
 
-@triton.jit(do_not_specialize=["of_request", "num_reqs", "num_tiles", "first", "step"])
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_tiles", "first_head", "slide"])
 def _prefill(
     query: tl.tensor,
     key: tl.tensor,
@@ -63,12 +62,12 @@ def _prefill(
     out_token: tl.int64,
     lse_token: tl.int64,
     lse_head: tl.int64,
-    of_request: tl.int64,
+    table_stride: tl.int64,
     num_reqs: tl.int32,
     num_tiles: tl.int32,
     scale: tl.float32,
-    first: tl.int32,
-    step: tl.int32,
+    first_head: tl.int32,
+    slide: tl.int32,
     heads: tl.constexpr,
     group: tl.constexpr,
     size: tl.constexpr,
@@ -89,9 +88,9 @@ def _prefill(
     """
     One program computes one head of one tile of rows.
 
-    Tiles begin at multiples of `rows` in the sequence, the last ones first: those have most to do. The tokens that
-    every row of a tile attends, vertical blocks left of all local ones and the local ones that all rows have, go
-    without a mask; what is left is a tile or two at either end.
+    Tiles are aligned in the sequence. The last ones are launched first, since they have the most keys. Tokens that
+    every row of a tile attends to need no mask: vertical blocks before the local ones, and blocks local to all rows.
+    Only the tiles at both ends are masked.
     """
     program = tl.program_id(0)
     head = program % heads
@@ -103,119 +102,119 @@ def _prefill(
     count = tl.load(query_starts + request + 1) - start
     length = tl.load(seq_lens + request)
     context = length - count
-    place = context - context % rows + tile * rows
-    if (place >= length) | (count == 0):
+    tile_begin = context - context % rows + tile * rows
+    if (tile_begin >= length) | (count == 0):
         return
 
     lanes = tl.arange(0, rows)
     columns = tl.arange(0, width)
-    positions = place + lanes
-    mine = (positions >= context) & (positions < length)
+    positions = tile_begin + lanes
+    row_mask = (positions >= context) & (positions < length)
     row = start + positions - context
-    inside = columns < size
-    queries = query + row.to(tl.int64)[:, None] * q_token + head * q_head + columns[None, :]
-    q = tl.load(queries, mask=mine[:, None] & inside[None, :], other=0.0)
+    column_mask = columns < size
+    query_ptrs = query + row.to(tl.int64)[:, None] * q_token + head * q_head + columns[None, :]
+    q = tl.load(query_ptrs, mask=row_mask[:, None] & column_mask[None, :], other=0.0)
 
     if page_size:
-        keys_at, values_at = key + kv_head * k_head, value + kv_head * v_head
+        key_base, value_base = key + kv_head * k_head, value + kv_head * v_head
     else:
         key_start = tl.load(key_starts + request).to(tl.int64)
-        keys_at = key + key_start * k_token + kv_head * k_head
-        values_at = value + key_start * v_token + kv_head * v_head
-    pages = table + request * of_request
+        key_base = key + key_start * k_token + kv_head * k_head
+        value_base = value + key_start * v_token + kv_head * v_head
+    pages = table + request * table_stride
 
-    residue = residue_of(head, kv_head, first, step, stride, by_kv_head)
-    end = tl.minimum(place + rows, length)
-    far, near, lowest = kinds_of(place, end, block, local)
-    spread = ((far + stride - 1 - residue) // stride) * block
-    spread_tiles = spread // keys
-    near_tiles = ((lowest - near) * block) // keys
+    residue = residue_of(head, kv_head, first_head, slide, stride, by_kv_head)
+    end = tl.minimum(tile_begin + rows, length)
+    some_local, all_local, diagonal_block = block_bounds(tile_begin, end, block, local)
+    vertical_tokens = ((some_local + stride - 1 - residue) // stride) * block
+    vertical_tiles = vertical_tokens // keys
+    local_tiles = ((diagonal_block - all_local) * block) // keys
 
-    factor = scale * 1.4426950408889634
+    log2_scale = scale * 1.4426950408889634
     if is_scaled:
-        factor = factor * tl.load(k_scale)
-    highest = tl.full((rows,), -1e30, tl.float32)  # finite: a row that has attended nothing yet shrinks by exp2(0)
-    sums = tl.zeros((rows,), tl.float32)
-    total = tl.zeros((rows, width), tl.float32)
-    of_tile = tl.arange(0, keys)
+        log2_scale = log2_scale * tl.load(k_scale)
+    row_max = tl.full((rows,), -1e30, tl.float32)  # finite: see softmax_step
+    row_sum = tl.zeros((rows,), tl.float32)
+    acc = tl.zeros((rows, width), tl.float32)
+    key_offsets = tl.arange(0, keys)
 
-    for index in tl.range(0, spread_tiles + near_tiles, num_stages=stages):
-        if keys % block == 0:  # one multiplication for both kinds
-            is_spread = index < spread_tiles
+    for index in tl.range(0, vertical_tiles + local_tiles, num_stages=stages):
+        if keys % block == 0:  # tiles of whole blocks: one address formula for vertical and local tiles
+            is_vertical_tile = index < vertical_tiles
             begin = tl.where(
-                is_spread,
+                is_vertical_tile,
                 (index * (keys // block) * stride + residue) * block,
-                near * block + (index - spread_tiles) * keys,
+                all_local * block + (index - vertical_tiles) * keys,
             )
-            apart = tl.where(is_spread, stride * block, block)
+            block_stride = tl.where(is_vertical_tile, stride * block, block)
             if page_size:
-                tokens = begin + (of_tile // block) * apart + of_tile % block
-                found = tl.load(pages + tokens // page_size)
-                k_rows = _rows(keys_at, tokens, found, k_page, k_token, columns, page_size)
-                v_rows = _rows(values_at, tokens, found, v_page, v_token, columns, page_size)
+                tokens = begin + (key_offsets // block) * block_stride + key_offsets % block
+                page = tl.load(pages + tokens // page_size)
+                k_rows = _row_ptrs(key_base, tokens, page, k_page, k_token, columns, page_size)
+                v_rows = _row_ptrs(value_base, tokens, page, v_page, v_token, columns, page_size)
             else:
-                offsets = (of_tile // block) * apart + of_tile % block
-                k_rows = (keys_at + begin.to(tl.int64) * k_token) + (
+                offsets = (key_offsets // block) * block_stride + key_offsets % block
+                k_rows = (key_base + begin.to(tl.int64) * k_token) + (
                     (offsets * (k_token if is_wide else k_token.to(tl.int32)))[:, None] + columns[None, :]
                 )
-                v_rows = (values_at + begin.to(tl.int64) * v_token) + (
+                v_rows = (value_base + begin.to(tl.int64) * v_token) + (
                     (offsets * (v_token if is_wide else v_token.to(tl.int32)))[:, None] + columns[None, :]
                 )
         else:
             tokens = tl.where(
-                index < spread_tiles,
-                _vertical(index * keys + of_tile, residue, block, stride),
-                near * block + (index - spread_tiles) * keys + of_tile,
+                index < vertical_tiles,
+                _vertical_token(index * keys + key_offsets, residue, block, stride),
+                all_local * block + (index - vertical_tiles) * keys + key_offsets,
             )
-            found = tl.load(pages + tokens // page_size) if page_size else tokens
-            k_rows = _rows(keys_at, tokens, found, k_page, k_token, columns, page_size)
-            v_rows = _rows(values_at, tokens, found, v_page, v_token, columns, page_size)
-        k = _load(k_rows, inside, size, width)
-        scores = scores_of(q, k, interpreted)
-        v = _load(v_rows, inside, size, width)
-        total, highest, sums = take_in(scores, v.to(q.dtype), total, highest, sums, factor, interpreted)
+            page = tl.load(pages + tokens // page_size) if page_size else tokens
+            k_rows = _row_ptrs(key_base, tokens, page, k_page, k_token, columns, page_size)
+            v_rows = _row_ptrs(value_base, tokens, page, v_page, v_token, columns, page_size)
+        k = _load_rows(k_rows, column_mask, size, width)
+        scores = qk_dot(q, k, interpreted)
+        v = _load_rows(v_rows, column_mask, size, width)
+        acc, row_max, row_sum = softmax_step(scores, v.to(q.dtype), acc, row_max, row_sum, log2_scale, interpreted)
 
-    # The rest of the vertical tokens and what is local to some rows together, then the diagonal.
-    rest = spread - spread_tiles * keys
-    edge = rest + (near - far) * block
+    # With masks: the remaining vertical tokens together with blocks local to some rows, then the diagonal.
+    rest = vertical_tokens - vertical_tiles * keys
+    edge = rest + (all_local - some_local) * block
     edge_tiles = (edge + keys - 1) // keys
-    diagonal = near * block + near_tiles * keys
+    diagonal = all_local * block + local_tiles * keys
     diagonal_tiles = (tl.maximum(end - diagonal, 0) + keys - 1) // keys
-    blocks = positions // block
+    block_of_row = positions // block
     for index in tl.range(0, edge_tiles + diagonal_tiles, num_stages=1):
-        counted = index * keys + of_tile
-        at_edge = index < edge_tiles
+        ordinal = index * keys + key_offsets
+        is_edge = index < edge_tiles
         tokens = tl.where(
-            at_edge,
+            is_edge,
             tl.where(
-                counted < rest,
-                _vertical(spread_tiles * keys + counted, residue, block, stride),
-                far * block + counted - rest,
+                ordinal < rest,
+                _vertical_token(vertical_tiles * keys + ordinal, residue, block, stride),
+                some_local * block + ordinal - rest,
             ),
-            diagonal + counted - edge_tiles * keys,
+            diagonal + ordinal - edge_tiles * keys,
         )
-        there = tl.where(at_edge, counted < edge, tokens < end)
-        tokens = tl.where(there, tokens, 0)
-        found = tl.load(pages + tokens // page_size, mask=there, other=0) if page_size else tokens
-        k_rows = _rows(keys_at, tokens, found, k_page, k_token, columns, page_size)
-        v_rows = _rows(values_at, tokens, found, v_page, v_token, columns, page_size)
-        k = tl.load(k_rows, mask=there[:, None] & inside[None, :], other=0.0)
-        scores = scores_of(q, k, interpreted)
-        of_block = tokens // block
-        is_local = (blocks[:, None] - of_block[None, :]) < local
-        is_vertical = (of_block % stride) == residue
-        seen = there[None, :] & (tokens[None, :] <= positions[:, None]) & (is_local | is_vertical[None, :])
-        v = tl.load(v_rows, mask=there[:, None] & inside[None, :], other=0.0)
-        scores = tl.where(seen, scores, float("-inf"))
-        total, highest, sums = take_in(scores, v.to(q.dtype), total, highest, sums, factor, interpreted)
+        key_mask = tl.where(is_edge, ordinal < edge, tokens < end)
+        tokens = tl.where(key_mask, tokens, 0)
+        page = tl.load(pages + tokens // page_size, mask=key_mask, other=0) if page_size else tokens
+        k_rows = _row_ptrs(key_base, tokens, page, k_page, k_token, columns, page_size)
+        v_rows = _row_ptrs(value_base, tokens, page, v_page, v_token, columns, page_size)
+        k = tl.load(k_rows, mask=key_mask[:, None] & column_mask[None, :], other=0.0)
+        scores = qk_dot(q, k, interpreted)
+        block_of_key = tokens // block
+        is_local = (block_of_row[:, None] - block_of_key[None, :]) < local
+        is_vertical = (block_of_key % stride) == residue
+        visible = key_mask[None, :] & (tokens[None, :] <= positions[:, None]) & (is_local | is_vertical[None, :])
+        v = tl.load(v_rows, mask=key_mask[:, None] & column_mask[None, :], other=0.0)
+        scores = tl.where(visible, scores, float("-inf"))
+        acc, row_max, row_sum = softmax_step(scores, v.to(q.dtype), acc, row_max, row_sum, log2_scale, interpreted)
 
-    weight = tl.where(sums > 0, 1.0 / sums, 0.0)
+    inverse = tl.where(row_sum > 0, 1.0 / row_sum, 0.0)
     if is_scaled:
-        weight = weight * tl.load(v_scale)
-    result = (total * weight[:, None]).to(out.dtype.element_ty)
-    places = out + row.to(tl.int64)[:, None] * out_token + head * size + columns[None, :]
-    tl.store(places, result, mask=mine[:, None] & inside[None, :])
+        inverse = inverse * tl.load(v_scale)
+    result = (acc * inverse[:, None]).to(out.dtype.element_ty)
+    out_ptrs = out + row.to(tl.int64)[:, None] * out_token + head * size + columns[None, :]
+    tl.store(out_ptrs, result, mask=row_mask[:, None] & column_mask[None, :])
     if has_lse:
-        natural = (highest + tl.math.log2(sums)) * 0.6931471805599453
-        natural = tl.where(sums > 0, natural, float("-inf"))
-        tl.store(lse + row.to(tl.int64) * lse_token + head * lse_head, natural, mask=mine)
+        natural_lse = (row_max + tl.math.log2(row_sum)) * 0.6931471805599453
+        natural_lse = tl.where(row_sum > 0, natural_lse, float("-inf"))
+        tl.store(lse + row.to(tl.int64) * lse_token + head * lse_head, natural_lse, mask=row_mask)
