@@ -1,50 +1,52 @@
 """
-Where the kernels run in this process: on a GPU, or on a CPU by Triton's interpreter.
+The plugin where its kernels run: on a GPU, or on a CPU in Triton's interpreter; and on a fake of ixformer.
 
-A test or class that uses the fixture `fakes` sees a double of ixformer, when it is collected and when it runs.
+A test or class that uses the fixture `fakes` sees the fake of ixformer, when it is collected and when it runs.
 """
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import pytest
+from tests.backends.fakes import FakeLibraries
+from tests.backends.triton_on_cpu import TritonPlugin
 
-import attnplug
-from attnplug.errors import DuplicateBackendError
-from attnplug.selection import process as state
-from plugins.int8_ixformer.tests import cpu_manifest
-from plugins.int8_ixformer.tests.doubled import FAKES, IS_REAL_HERE, VERSIONS
-from tests.backends.triton_on_cpu import INTERPRETED
+PLUGIN = TritonPlugin(
+    name="int8_ixformer",
+    package="attnplug_int8_ixformer",
+    distribution="attnplug-int8-ixformer",
+    changes=((r'device_type = "cuda", compute_capability = \{ min = "8\.0" \}', 'device_type = ["cuda", "cpu"]'),),
+)
+FEW_HEAD_SIZES = (r"^head_size = .*$", "head_size = [64, 80]")  # the interpreted kit; on a GPU it runs all sizes
 
-# Their tests are made while the double is in place.
-collect_ignore = ["test_conformance.py", "test_calibration_conformance.py"] if IS_REAL_HERE else []
+FAKE = "int8_ixformer_fake"
+VERSIONS = {"ixformer": "1.0"}
+IS_REAL_HERE = find_spec("ixformer") is not None
+FAKES = FakeLibraries(
+    package="attnplug_int8_ixformer",
+    name=FAKE,
+    folder=Path(__file__).with_name("fakes"),
+    packages=("ixformer",),
+    changes=(
+        (r'name = "int8_ixformer"', f'name = "{FAKE}"'),
+        (r'device_type = "cuda", vendor = \[[^]]*\], compute_capability = \{ min = "1\.0" \}', 'device_type = "cpu"'),
+    ),
+    skip_reason="ixformer is installed, and its fake would replace it" if IS_REAL_HERE else None,
+    prepare=lambda versions: None,
+)
 
+collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # the fake must be active during its collection
+
+registered = PLUGIN.fixture()
 pytest_generate_tests = FAKES.collection_hook(VERSIONS)
 fakes = FAKES.fixture(VERSIONS, "ixformer.journal")
 
 
 def pytest_unconfigure():
-    """Remove what the stage has written."""
     FAKES.close()
 
 
 def pytest_configure(config):
-    """Offer the backend to a CPU where the kernels are interpreted: this process has no other tests."""
-    if INTERPRETED:
-        with TemporaryDirectory() as folder:
-            few = any("conformance" in argument for argument in config.args)
-            manifest = cpu_manifest.write(Path(folder), few=few)
-            attnplug.register("attnplug_int8_ixformer.plugin", manifest=manifest)
-
-
-@pytest.fixture
-def offered(monkeypatch):
-    """Offer the backend to one test, where it is not installed."""
-    if not INTERPRETED:
-        monkeypatch.setattr(state, "_state", None)
-        try:
-            attnplug.register("attnplug_int8_ixformer.plugin", manifest=cpu_manifest.MANIFEST)
-        except DuplicateBackendError:  # it is installed
-            assert "int8_ixformer" in {plugin.name for plugin in state.registry().plugins}
+    is_kit = any("conformance" in argument for argument in config.args)
+    PLUGIN.configure(*([FEW_HEAD_SIZES] if is_kit else []))

@@ -1,4 +1,4 @@
-"""The conformance kit: what the manifest declares is served and right, and the rest is refused."""
+"""The conformance kit on the CPU, for a process whose kernels are interpreted: see test_interpreted.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ pytestmark = MARKS
 skip_overflow_checks()
 
 
-class TestByInterpreter(Conformance):
+class TestInterpreted(Conformance):
     backend = "int8_ixformer/triton"
     device = "cpu"
 
     def test_threads(self):
-        """The interpreter changes Triton's modules while it runs a kernel."""
-        pytest.skip("Triton's interpreter runs in one thread")
+        """The interpreter patches Triton's modules during a launch."""
+        pytest.skip("Triton's interpreter is not thread-safe")

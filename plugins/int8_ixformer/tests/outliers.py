@@ -1,11 +1,10 @@
 """
-How far int8 attention is from attention that rounds nothing, on activations like those of language models.
+The error of int8 attention against unquantized attention, on activations with the outlier channels of language models.
 
-Their keys have channels that are far from zero in every token, their values have channels that are larger than others:
-both are what makes quantization hard. The error is that of all outputs together, relative to their size: the root of
-the sum of the squared differences over that of the squares. It hardly depends on the number of keys.
+Keys have channels with a large offset in every token, and values have channels larger than the others. The error is
+the norm of the difference of all outputs over the norm of the outputs. It hardly depends on the number of keys.
 
-    TRITON_INTERPRET=1 PYTHONPATH=.:core/src:plugins/int8_ixformer/src python -m plugins.int8_ixformer.tests.outliers
+    TRITON_INTERPRET=1 python -m plugins.int8_ixformer.tests.outliers
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug_int8_ixformer.tiles import PrefillTiles
-from plugins.int8_ixformer.tests.dense import Requests, outlying
-from plugins.int8_ixformer.tests.running import run_decode, run_prefill
+from plugins.int8_ixformer.tests.requests import Requests, run_decode, run_prefill, with_outliers
 from tests.backends.triton_on_cpu import INTERPRETED
 
 BUDGET: Final = 0.08
-"""Largest relative error. Most of it comes from keys: an outlier sets the step for all channels of its row."""
+"""The largest relative error allowed. Most of it is from keys: an outlier sets the scale of its whole row."""
 
 SIZES: Final = (64, 128)
 CONTEXTS: Final = (64, 256, 512) if INTERPRETED else (256, 1024, 4096, 16384)
@@ -38,9 +36,9 @@ class Error:
     Attributes:
         level: 1 or 2.
         phase: decode or prefill.
-        size: Of a head.
-        context: Keys.
-        relative: The error.
+        size: The head size.
+        context: Keys of the request.
+        relative: The relative error.
     """
 
     level: int
@@ -51,7 +49,7 @@ class Error:
 
     @property
     def is_within(self) -> bool:
-        """Whether the budget is met."""
+        """Whether it is within the budget."""
         return self.relative <= BUDGET
 
 
@@ -61,8 +59,8 @@ def table() -> list[Error]:
     for level, size, context in product((1, 2), SIZES, CONTEXTS):
         rows = min(_ROWS, context)
         for phase, case in (
-            ("decode", outlying([1] * 2, [context] * 2, level=level, size=size)),
-            ("prefill", outlying([rows], [context], level=level, size=size)),
+            ("decode", with_outliers([1] * 2, [context] * 2, level=level, size=size)),
+            ("prefill", with_outliers([rows], [context], level=level, size=size)),
         ):
             out = run_decode(case)[0] if phase == "decode" else run_prefill(case, PrefillTiles(32, 64, 2, 4), 32768)
             found.append(Error(level, phase, size, context, _relative(out.cpu().double(), exact(case))))
@@ -70,20 +68,20 @@ def table() -> list[Error]:
 
 
 def exact(case: Requests) -> Tensor:
-    """``(tokens, heads, size)``: attention that rounds nothing, in float64."""
+    """Return unquantized attention, ``(tokens, heads, size)`` in float64."""
     found = []
     for q, k, v in zip(case.queries, case.keys, case.values, strict=True):
         query, key, value = (rows.double().transpose(0, 1) for rows in (q, k, v))
         key, value = (rows.repeat_interleave(case.group, 0) for rows in (key, value))
         places = torch.arange(key.shape[1], device=key.device)
         hidden = places[None] > places[-len(q) :, None]
-        scores = (query @ key.mT * case.size**-0.5).masked_fill(hidden, -torch.inf)
+        scores = (query @ key.mT * case.scale).masked_fill(hidden, -torch.inf)
         found.append((scores.softmax(-1) @ value).transpose(0, 1).cpu())
     return torch.cat(found)
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def _relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
 
 
 def text(errors: list[Error]) -> str:
@@ -101,4 +99,4 @@ def text(errors: list[Error]) -> str:
 
 
 if __name__ == "__main__":
-    print(text(table()))  # noqa: T201 - what it is run for
+    print(text(table()))  # noqa: T201 - a script

@@ -1,4 +1,4 @@
-"""The backend as hosts see it: caches, the scales in them, who writes, graphs, long batches, and what is refused."""
+"""The backend through its public interface: KV caches, scales, writes, graphs, warm-up, and refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.contract import GraphShape, Layer
 from attnplug.errors import CacheError, LayerError
-from attnplug_int8_ixformer import prompts, triton_provider
+from attnplug.ops import Kernel
+from attnplug_int8_ixformer import triton_provider
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.value_scales import ValueScales
 from attnplug_kit.oracle.byte_rounding import by_channel
@@ -18,10 +19,10 @@ from attnplug_kit.oracle.cases import Case
 from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.running import check, limits_of
 from attnplug_kit.oracle.scene import materialize
-from plugins.int8_ixformer.tests.dense import ask
+from plugins.int8_ixformer.tests.requests import fields_of
 from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS
 
-pytestmark = [*MARKS, pytest.mark.usefixtures("offered")]
+pytestmark = [*MARKS, pytest.mark.usefixtures("registered")]
 
 DTYPES = {1: "int8", 2: "int8_k"}
 CASE = Case(query_lens=(1, 1, 20, 33), context_lens=(50, 0, 50, 0), head_size=64, dtype="bfloat16", block_size=32)
@@ -35,84 +36,68 @@ def load(requirements, **options):
 
 
 def backend_of(level, **changed):
-    return load(Requirements(**ask(level, block_size=16, **changed)))
+    return load(Requirements(**fields_of(level, block_size=16, **changed)))
 
 
 @pytest.fixture
-def merged(monkeypatch):
-    """How many parts the merges that ran have room for."""
-    made, real = [], triton_provider._merge_kernel.run
+def launches(monkeypatch):
+    """The names and constants of the kernels that ran."""
+    made, run = [], Kernel.run
 
-    def noted(programs, tensors, strides, numbers, constants, **options):
-        made.append(constants[-1])
-        real(programs, tensors, strides, numbers, constants, **options)
+    def record(kernel, programs, tensors, strides, scalars, constants, **options):
+        made.append((kernel.function.fn.__name__, constants))
+        run(kernel, programs, tensors, strides, scalars, constants, **options)
 
-    monkeypatch.setattr(triton_provider._merge_kernel, "run", noted)
+    monkeypatch.setattr(Kernel, "run", record)
     return made
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The kernels that ran, by name."""
-    made = []
-    for module, name in (
-        (triton_provider, "decode"), (triton_provider, "merge"), (triton_provider, "write"), (prompts, "gather"),
-        (prompts, "prefill"),
-    ):  # fmt: skip
-        kernel = getattr(module, f"_{name}_kernel")
-        real = kernel.run
-
-        def noted(*rest, real=real, name=name, **options):
-            made.append(name)
-            real(*rest, **options)
-
-        monkeypatch.setattr(kernel, "run", noted)
-    attend = prompts._attend_described
-    monkeypatch.setattr(prompts, "_attend_described", lambda *rest: made.append("prompt") or attend(*rest))
-    return made
+def names(launches):
+    """Return the names of the kernels that ran."""
+    return [name for name, _ in launches]
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_decodes_write_by_themselves_beside_prompts_too(level, calls):
+def test_decodes_write_their_rows_in_mixed_batches(level, launches):
     scene = materialize(evolve(CASE, kv_cache_dtype=DTYPES[level]))
 
     check(load(scene.case.requirements()), scene)
 
-    assert calls == ["write", "decode", *(["gather"] if level == 1 else []), "prefill"]
+    assert names(launches) == ["_write", "_decode", *(["_gather"] if level == 1 else []), "_prefill"]
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"head_size": 80}, {"sliding_window": 30}], ids=["plain", "heads of 80", "window"]
+    "requested", [{}, {"head_size": 80}, {"sliding_window": 30}], ids=["plain", "heads of 80", "window"]
 )
-def test_long_prompts_are_loaded_by_descriptors(asked, calls, monkeypatch):
-    monkeypatch.setattr(triton_provider, "_WORTH_DESCRIPTORS", 33)
-    scene = materialize(evolve(CASE, kv_cache_dtype="int8", **asked))
+def test_long_prefills_use_tma_descriptors(requested, launches, monkeypatch):
+    monkeypatch.setattr(triton_provider, "_MIN_TMA_ROWS", 33)
+    scene = materialize(evolve(CASE, kv_cache_dtype="int8", **requested))
 
     check(load(scene.case.requirements()), scene)
 
-    assert calls == ["write", "decode", "gather", "prompt"]
+    assert names(launches) == ["_write", "_decode", "_gather", "_prefill_tma"]
 
 
-def test_large_heads_and_level_2_are_read_from_pages():
-    assert backend_of(1).provider.uses_descriptors
-    assert not backend_of(1, head_size=256).provider.uses_descriptors
-    assert not backend_of(2).provider.uses_descriptors
+def test_large_heads_and_level_2_use_pointer_loads():
+    assert backend_of(1).provider.uses_tma
+    assert not backend_of(1, head_size=256).provider.uses_tma
+    assert not backend_of(2).provider.uses_tma
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_decode_is_one_launch_and_two_where_it_is_split(level, calls):
-    for length, launches in ((20, ["decode"]), (600, ["decode", "merge"])):
-        calls.clear()
+def test_decode_is_one_launch_and_two_with_splits(level, launches):
+    for length, expected in ((20, ["_decode"]), (600, ["_decode", "_merge"])):
+        launches.clear()
         case = Case(query_lens=(1,), context_lens=(length,), head_size=64, dtype="bfloat16", block_size=32)
         scene = materialize(evolve(case, kv_cache_dtype=DTYPES[level]))
 
         check(load(scene.case.requirements()), scene)
 
-        assert calls == launches
+        assert names(launches) == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_host_writes_prompts(level, calls):
+def test_the_host_writes_prefills(level, launches):
     scene = materialize(evolve(CASE, kv_cache_dtype=DTYPES[level]))
     backend = load(scene.case.requirements())
     impl = backend.make_impl(scene.layer(device=DEVICE, cache_write="host"))
@@ -123,15 +108,15 @@ def test_a_host_writes_prompts(level, calls):
     impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
 
     assert (impl.forward_writes, impl.host_writes) == ({"decode"}, {"prefill"})
-    assert calls.count("write") == 1
+    assert names(launches).count("_write") == 1
     found = call.output.view(55, 4, 64).cpu().double()
     torch.testing.assert_close(found, scene.expected().output, rtol=2**-5, atol=2**-5)
 
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize("prefills", [0, 1], ids=["decodes", "mixed"])
-def test_a_row_without_a_slot_is_read_from_the_cache_and_not_written(level, prefills, calls):
-    """As where another request of the same prefix has written it: it is not written a second time."""
+def test_rows_without_a_slot_are_not_written(level, prefills, launches):
+    """They are in the KV cache already, for example in a shared prefix."""
     lens = (1, 1, 20)[: 2 + prefills]
     scene = materialize(
         evolve(CASE, query_lens=lens, context_lens=(50, 7, 0)[: len(lens)], kv_cache_dtype=DTYPES[level])
@@ -149,13 +134,13 @@ def test_a_row_without_a_slot_is_read_from_the_cache_and_not_written(level, pref
 
     found = call.output.view(len(call.output), 4, 64).cpu().double()
     torch.testing.assert_close(found, scene.expected().output, rtol=2**-5, atol=2**-5)
-    assert calls[:2] == ["write", "decode"]
+    assert names(launches)[:2] == ["_write", "_decode"]
     assert not builder.can_run_in_cudagraph(batch)
     assert builder.can_run_in_cudagraph(call.batch) is not bool(prefills)
 
 
-def test_index_tensors_and_scales_need_not_lie_side_by_side():
-    """A column of a host's own table, say."""
+def test_strided_index_tensors_and_scales():
+    """A host may pass a column of its own table."""
     scene = materialize(evolve(CASE, kv_cache_dtype="int8", alibi="linear"))
     backend = load(scene.case.requirements())
     layer = scene.layer(device=DEVICE)
@@ -177,23 +162,23 @@ def test_index_tensors_and_scales_need_not_lie_side_by_side():
 
 
 def spread(tensor):
-    """The same numbers, with others between them."""
+    """Return the same numbers with a stride of 2."""
     return torch.stack([tensor, tensor + 1], -1)[..., 0]
 
 
-def test_prompts_whose_values_do_not_fit_at_once_are_several_launches(calls, monkeypatch):
-    monkeypatch.setattr(triton_provider, "_SPARE", 0)
+def test_values_beyond_the_workspace_take_several_launches(launches, monkeypatch):
+    monkeypatch.setattr(triton_provider, "_SPARE_UNITS", 0)
     scene = materialize(evolve(CASE, query_lens=(150, 20, 70), context_lens=(0, 200, 60), kv_cache_dtype="int8"))
 
     check(load(scene.case.requirements()), scene)
 
-    assert calls == ["write", *["gather", "prefill"] * 3]
+    assert names(launches) == ["_write", *["_gather", "_prefill"] * 3]
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_graph_of_split_sequences_serves_longer_and_shorter_ones(level, query_len, calls):
-    """A capture splits as its longest sequence would need; parts of shorter ones are empty, and padding has none."""
+def test_graphs_of_split_sequences(level, query_len, launches):
+    """A capture has the splits of its longest sequence; some splits of shorter ones are empty."""
     contexts = ((3, 700), (1400,), (50, 20, 1200))
     cases = [
         Case(query_lens=(query_len,) * len(lens), context_lens=lens, head_size=64, dtype="bfloat16", block_size=32,
@@ -205,10 +190,10 @@ def test_a_graph_of_split_sequences_serves_longer_and_shorter_ones(level, query_
 
     check_replays(backend, scenes, num_reqs=3, max_seq_len=1500)
 
-    assert set(calls) == {"decode", "merge"}
+    assert set(names(launches)) == {"_decode", "_merge"}
 
 
-def test_bytes_per_token_are_half_and_three_quarters():
+def test_bytes_per_token():
     tokens, heads, size = 16, 2, 64
     sixteen_bit, scales = 2 * 2 * tokens * heads * size, 4 * tokens * heads
 
@@ -218,7 +203,7 @@ def test_bytes_per_token_are_half_and_three_quarters():
     assert 2 * 2 * tokens * 8 * 128 / at_128 == pytest.approx(1.97, abs=0.005)
 
 
-def test_caches_are_heads_first():
+def test_cache_layouts():
     one, two = backend_of(1).make_cache(5), backend_of(2).make_cache(5)
 
     assert one["kv"].transpose(2, 3).shape == (2, 5, 2, 16, 64)
@@ -234,72 +219,75 @@ def scales(tmp_path):
     return str(tmp_path / "scales")
 
 
-def test_a_calibration_is_loaded_into_the_cache_and_no_step_changes_it(scales, calls):
+def test_a_calibration_is_loaded_and_no_step_changes_it(scales):
     scene = materialize(evolve(CASE, kv_cache_dtype="int8"))
     backend = load(scene.case.requirements(), value_scales=scales)
     impl = backend.make_impl(scene.layer(device=DEVICE))
     call = scene.paged(backend, DEVICE)
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
-    wanted = ValueScales.load(scales).of_layers["layer"]
+    expected = ValueScales.load(scales).layers["layer"]
 
-    assert torch.equal(backend.make_cache(3, impl=impl)["v_scale"].cpu(), wanted)
+    assert torch.equal(backend.make_cache(3, impl=impl)["v_scale"].cpu(), expected)
     impl.init_cache(call.cache)
     impl.forward(call.query, call.key, call.value, call.cache, builder.build(call.batch), call.output)
 
-    assert torch.equal(call.cache["v_scale"].cpu(), wanted)
+    assert torch.equal(call.cache["v_scale"].cpu(), expected)
     block, slot = divmod(int(scene.slot_mapping[30]), 32)
     held = call.cache["kv"][1, block, slot].cpu().double()
-    assert torch.equal(held, by_channel(call.value[30:31].cpu(), wanted)[0])
+    assert torch.equal(held, by_channel(call.value[30:31].cpu(), expected)[0])
 
 
-def test_the_cache_of_level_1_wants_a_calibration():
+def test_level_1_requires_a_calibration():
     impl = backend_of(1).make_impl(Layer(name="layer"))
 
-    with pytest.raises(LayerError, match=r"(?s)no value scales were given.*of a calibration.*value_scales.*'int8_k'"):
+    with pytest.raises(LayerError, match=r"(?s)has no value scales.*of a calibration.*value_scales.*'int8_k'"):
         impl.backend.make_cache(3, impl=impl)
-    assert backend_of(1).make_cache(3)["v_scale"].isnan().all()  # a cache that only holds what was swapped out
+    assert backend_of(1).make_cache(3)["v_scale"].isnan().all()  # such a cache holds swapped-out blocks only
     two = backend_of(2)
     assert set(two.make_cache(3, impl=two.make_impl(Layer(name="layer")))) == {"k", "v", "k_scale"}
 
 
 @pytest.mark.parametrize(
-    ("name", "told"), [("narrow", r"shape \(2, 32\).*\(2, 64\)"), ("other", "those of 2 layers"), ("", "no such file")]
+    ("name", "problem"),
+    [("narrow", r"shape \(2, 32\).*\(2, 64\)"), ("other", "one of its 2 layers"), ("", "there is no file")],
 )
-def test_a_calibration_that_does_not_fit_is_refused_where_the_layer_is_made(scales, name, told):
-    backend = load(Requirements(**ask(1, block_size=16)), value_scales=scales if name else f"{scales}.gone")
+def test_an_unsuitable_calibration_is_refused_with_the_layer(scales, name, problem):
+    backend = load(Requirements(**fields_of(1, block_size=16)), value_scales=scales if name else f"{scales}.gone")
 
-    with pytest.raises(LayerError, match=f"(?s){told}"):
+    with pytest.raises(LayerError, match=f"(?s){problem}"):
         backend.make_impl(Layer(name=name or "layer"))
 
 
-def test_a_layer_that_shares_a_cache_needs_no_scales_of_its_own(scales):
-    backend = load(Requirements(**ask(1, block_size=16, kv_sharing=True)), value_scales=scales)
+def test_a_layer_that_shares_a_cache_needs_no_scales(scales):
+    backend = load(Requirements(**fields_of(1, block_size=16, kv_sharing=True)), value_scales=scales)
 
     assert backend.make_impl(Layer(name="other", kv_sharing_target="layer")).forward_writes == frozenset()
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_warm_up_runs_every_kernel(level, merged, calls):
+def test_warmup_runs_every_kernel(level, launches):
     backend_of(level).warmup([GraphShape(1, 1, 1)])
 
-    assert {"decode", "merge", "write", "prefill"} <= set(calls)
-    assert len(set(merged)) == 2
+    assert {"_decode", "_merge", "_write", "_prefill"} <= set(names(launches))
+    assert len({constants for name, constants in launches if name == "_merge"}) == 2  # few and many splits
 
 
-def test_a_warm_up_needs_no_scales_of_its_own_in_the_calibration_s_file(scales, calls):
-    load(Requirements(**ask(1, block_size=16, phases=("decode",))), value_scales=scales).warmup([GraphShape(1, 1, 1)])
+def test_warmup_needs_no_scales_in_the_calibration(scales, launches):
+    load(Requirements(**fields_of(1, block_size=16, phases=("decode",))), value_scales=scales).warmup(
+        [GraphShape(1, 1, 1)]
+    )
 
-    assert set(calls) == {"decode", "merge"}
+    assert set(names(launches)) == {"_decode", "_merge"}
 
 
-def test_a_warm_up_of_a_layer_that_shares_a_cache_writes_nothing(calls):
+def test_warmup_with_a_shared_cache_writes_nothing(launches):
     backend_of(2, kv_sharing=True, alibi="linear").warmup([GraphShape(1, 1, 1)])
     backend_of(2).warmup([])
 
-    assert "write" not in calls
+    assert "_write" not in names(launches)
 
 
-def test_planes_of_the_vendor_s_layout_are_roles_whose_blocks_move():
+def test_blocks_of_the_vendor_s_layout_are_copied():
     backend = backend_of(2)
     planes = torch.zeros(3, 5, 2, 16, 64, dtype=torch.int8, device=DEVICE)
     cache = {**of_planes(planes, torch.bfloat16), "k_scale": torch.ones(5, 2, 16, device=DEVICE)}
@@ -313,6 +301,6 @@ def test_planes_of_the_vendor_s_layout_are_roles_whose_blocks_move():
     assert not planes[1:, 1].any(-1)[0].any()  # values of block 1 are not at index 1 of their planes
     assert planes[1, 2:4].any()
     assert not cache["v"][2].any()
-    for wrong in (planes[:2], planes[:, ::2], planes.float()):
+    for invalid in (planes[:2], planes[:, ::2], planes.float()):
         with pytest.raises(CacheError, match="level 2 cache"):
-            of_planes(wrong, torch.bfloat16)
+            of_planes(invalid, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The kernels, the backend and a model on a CPU: the tests for a GPU, interpreted."""
+"""The GPU tests and the conformance kit on a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.backends.triton_on_cpu import interpreted_runs, run_interpreted
+from tests.backends.triton_on_cpu import interpreted_runs, run_interpreted, run_interpreted_kit
 
-pytestmark = pytest.mark.long
+FOLDER = Path(__file__).parent
 
 
-@pytest.mark.parametrize(("words", "measured"), interpreted_runs(Path(__file__).parent))
-def test_interpreted(words, measured):
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(("words", "measured"), interpreted_runs(FOLDER))
+def test_gpu_tests(words, measured):
     run_interpreted(*words, measured=measured)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_conformance(tmp_path):
+    run_interpreted_kit(FOLDER / "interpreted_conformance.py", tmp_path)

@@ -1,4 +1,4 @@
-"""The vendor's provider on a double that checks and records every call."""
+"""The ixformer provider on a fake of the library, which checks and records every call."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from attnplug import Device
 from attnplug.contract import GraphShape, Layer, Limits
 from attnplug.errors import CacheError, LimitsError, PluginLoadError
 from attnplug_int8_ixformer.pages import of_planes
-from attnplug_int8_ixformer.probe import IXFORMER_MODULES
+from attnplug_int8_ixformer.plugin import IXFORMER_MODULES
 from attnplug_kit.oracle.byte_rounding import paged_tensors
 from attnplug_kit.oracle.cases import Case
 from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.running import check, limits_of
 from attnplug_kit.oracle.scene import materialize
-from plugins.int8_ixformer.tests.doubled import FAKES, IS_REAL_HERE, NAME
+from plugins.int8_ixformer.tests.conftest import FAKE, FAKES, IS_REAL_HERE
 
-TERMS = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
+FEATURES = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]
 LEVELS = [("int8", "int8"), ("int8_k", "mix")]
 DECODES = {"query_lens": (1, 1, 1), "context_lens": (3, 40, 0)}
 PREFILLS = {"query_lens": (9, 20), "context_lens": (0, 33)}
 MIXED = {"query_lens": (1, 1, 12), "context_lens": (5, 18, 7)}
 QUERY = {"window_left", "window_right", "softcap", "scale", "alibi_slopes", "use_sqrt_alibi", "causal"}
-PLACES = {"block_tables", "context_lens", "block_size", "max_context_len", "cu_query_lens", "max_query_len"}
+LENGTHS = {"block_tables", "context_lens", "block_size", "max_context_len", "cu_query_lens", "max_query_len"}
 CACHE = {"key_cache", "value_cache", "key_scale_cache", "num_kv_heads"}
 LIMITS = Limits(max_num_reqs=4, max_num_tokens=32, max_seq_len=64)
 SAVED = {"save_key", "save_value", "save_key_scale"}
@@ -36,7 +36,7 @@ SAVED = {"save_key", "save_value", "save_key_scale"}
 
 @pytest.fixture
 def journal(fakes):
-    """What the double has noted of this test's calls."""
+    """The module in which the fake records the calls of this test."""
     return import_module("ixformer.journal")
 
 
@@ -48,23 +48,23 @@ def load(scene, **engine):
     return FAKES.load(scene.case.requirements(**engine), "ixformer")
 
 
-def test_a_bound_of_splits_is_refused(journal):
+def test_a_split_kv_limit_is_refused(journal):
     backend = load(scene_of("int8_k", **DECODES))
 
     with pytest.raises(LimitsError, match=r"max_num_splits=2 was given"):
         backend.make_state(evolve(LIMITS, max_num_splits=2))
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_decodes_are_one_call_that_writes(journal, dtype, suffix, terms):
-    scene = scene_of(dtype, **DECODES, **terms)
+def test_decode_is_one_call_that_writes(journal, dtype, suffix, features):
+    scene = scene_of(dtype, **DECODES, **features)
 
     check(load(scene), scene)
 
     (given,) = journal.named(f"vllm_paged_attention_{suffix}")
     of_values = {"value_scale_cache"} if suffix == "int8" else set()
-    assert set(given) == QUERY | PLACES | CACHE | SAVED | of_values | {
+    assert set(given) == QUERY | LENGTHS | CACHE | SAVED | of_values | {
         "output",
         "query",
         "query_scale",
@@ -77,10 +77,10 @@ def test_decodes_are_one_call_that_writes(journal, dtype, suffix, terms):
     assert (quantized["mode"], quantized["transpose_scale"]) == (2, False)
 
 
-@pytest.mark.parametrize("terms", TERMS, ids=str)
+@pytest.mark.parametrize("features", FEATURES, ids=str)
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_prefills_are_a_write_and_a_call(journal, dtype, suffix, terms):
-    scene = scene_of(dtype, **PREFILLS, **terms)
+def test_prefill_is_a_write_and_a_call(journal, dtype, suffix, features):
+    scene = scene_of(dtype, **PREFILLS, **features)
 
     check(load(scene), scene)
 
@@ -102,7 +102,7 @@ def test_prefills_are_a_write_and_a_call(journal, dtype, suffix, terms):
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_mixed_batches_are_written_first(journal, dtype, suffix):
+def test_mixed_batches_write_first(journal, dtype, suffix):
     scene = scene_of(dtype, **MIXED)
 
     check(load(scene), scene)
@@ -116,12 +116,12 @@ def test_mixed_batches_are_written_first(journal, dtype, suffix):
     modes = [
         (each["mode"], each["transpose_scale"], len(each["x"])) for each in journal.named("scaled_int8_quant_for_attn")
     ]
-    assert (2, True, 2) in modes  # of the decodes, in a mixed batch
+    assert (2, True, 2) in modes  # the decodes of a mixed batch
     assert (2, True, 12) in modes
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_a_host_writes_prefills_and_no_decodes(journal, dtype, suffix):
+def test_the_host_writes_prefills_only(journal, dtype, suffix):
     scene = scene_of(dtype, **MIXED)
     backend = load(scene)
     impl = backend.make_impl(scene.layer(cache_write="host"))
@@ -140,7 +140,7 @@ def test_a_host_writes_prefills_and_no_decodes(journal, dtype, suffix):
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_heads_of_float16(journal, dtype, suffix):
+def test_float16(journal, dtype, suffix):
     scene = materialize(evolve(scene_of(dtype, **MIXED).case, dtype="float16"))
 
     check(load(scene), scene)
@@ -151,7 +151,7 @@ def test_heads_of_float16(journal, dtype, suffix):
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_decodes_of_several_tokens(journal, dtype, suffix):
+def test_decode_of_several_tokens(journal, dtype, suffix):
     scene = scene_of(dtype, query_lens=(3, 1, 2), context_lens=(3, 40, 0), decode_query_len=3)
 
     check(load(scene), scene)
@@ -162,7 +162,7 @@ def test_decodes_of_several_tokens(journal, dtype, suffix):
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_layers_that_share_a_cache_write_nothing(journal, dtype, suffix):
+def test_shared_caches_are_not_written(journal, dtype, suffix):
     scene = scene_of(dtype, **MIXED, kv_sharing=True)
 
     check(load(scene), scene)
@@ -172,7 +172,7 @@ def test_layers_that_share_a_cache_write_nothing(journal, dtype, suffix):
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_rows_without_a_slot_are_left_to_the_call_that_knows_slots(journal, dtype, suffix):
+def test_rows_without_a_slot_are_written_by_slot_mapping(journal, dtype, suffix):
     scene = scene_of(dtype, **DECODES)
     backend = load(scene)
     impl = backend.make_impl(scene.layer())
@@ -192,7 +192,7 @@ def test_rows_without_a_slot_are_left_to_the_call_that_knows_slots(journal, dtyp
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_graphs_pad_lengths_to_one_key(journal, dtype, suffix):
+def test_graph_padding_has_one_key(journal, dtype, suffix):
     cases = [Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, seed=seed, query_lens=(1,) * count,
                   context_lens=(7, 30)[:count]) for seed, count in ((0, 2), (1, 1))]  # fmt: skip
     scenes = [materialize(padded_for(case, 3 - len(case.query_lens))) for case in cases]
@@ -207,8 +207,8 @@ def test_graphs_pad_lengths_to_one_key(journal, dtype, suffix):
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journal, dtype, suffix, graphs):
-    """The rows of their table may still name blocks of other requests."""
+def test_padding_is_written_to_the_null_block_only(journal, dtype, suffix, graphs):
+    """Padding rows of a block table may name blocks of other requests."""
     engine = {"cudagraph": "single_token_decode"} if graphs else {}
     scene = materialize(Case(head_size=32, dtype="bfloat16", kv_cache_dtype=dtype, num_padding_tokens=int(graphs),
                          query_lens=(1, 1, 0), context_lens=(30, 7, 0)))  # fmt: skip
@@ -228,13 +228,13 @@ def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journa
     (given,) = journal.named(f"vllm_paged_attention_{suffix}")
     assert given["block_tables"][2].tolist() == [0] * given["block_tables"].shape[1]
     assert given["context_lens"].tolist() == [31, 8, 1]
-    assert call.batch.block_table[2].any()  # the host's own table is not touched
-    wanted, block = paged_tensors(scene.paged(backend, written=True).cache), scene.block_table[0, 0]
-    assert all(torch.equal(pages[block], wanted[name][block]) for name, pages in paged_tensors(call.cache).items())
+    assert call.batch.block_table[2].any()  # the host's table is not changed
+    expected, block = paged_tensors(scene.paged(backend, written=True).cache), scene.block_table[0, 0]
+    assert all(torch.equal(pages[block], expected[name][block]) for name, pages in paged_tensors(call.cache).items())
 
 
 @pytest.mark.parametrize(
-    ("role", "wrong", "told"),
+    ("role", "tensor", "problem"),
     [
         ("k_scale", torch.ones(9, 16, 2), r"\(9, 16, 2\).*\(num_blocks, 2, 16\)"),
         ("k_scale", torch.ones(9, 2, 16).bfloat16(), r"bfloat16.*float32"),
@@ -243,23 +243,23 @@ def test_the_library_writes_for_padded_requests_into_the_null_block_alone(journa
         ("kv", torch.ones(2, 9, 16, 2, 32), r"float32.*int8"),
     ],
 )
-def test_a_cache_of_another_form_is_refused_before_any_call(journal, role, wrong, told):
+def test_invalid_caches_are_refused_before_any_call(journal, role, tensor, problem):
     scene = scene_of("int8", **DECODES)
     backend = load(scene)
     impl = backend.make_impl(scene.layer())
     builder = backend.make_builder([impl], backend.make_state(LIMITS))
     call = scene.paged(backend)
-    order = (0, 1, 3, 2, 4) if role == "kv" else tuple(range(wrong.ndim))
-    cache = {**call.cache, role: wrong.permute(order).contiguous().permute(order)}
+    order = (0, 1, 3, 2, 4) if role == "kv" else tuple(range(tensor.ndim))
+    cache = {**call.cache, role: tensor.permute(order).contiguous().permute(order)}
     journal.journal.clear()
 
-    with pytest.raises(CacheError, match=f"(?s){role!r}.*{told}"):
+    with pytest.raises(CacheError, match=f"(?s){role!r}.*{problem}"):
         impl.forward(call.query, call.key, call.value, cache, builder.build(call.batch), call.output)
 
     assert journal.journal == []
 
 
-def test_the_planes_of_the_vendor_s_engine_are_a_cache_of_level_2(journal):
+def test_the_vendor_s_cache_layout(journal):
     scene = scene_of("int8_k", **MIXED)
     backend = load(scene)
     impl = backend.make_impl(scene.layer())
@@ -279,7 +279,7 @@ def test_the_planes_of_the_vendor_s_engine_are_a_cache_of_level_2(journal):
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), LEVELS)
-def test_a_warm_up_makes_every_call(journal, dtype, suffix):
+def test_warmup_makes_every_call(journal, dtype, suffix):
     load(scene_of(dtype, **MIXED)).warmup([GraphShape(1, 1, 1)])
 
     assert {name for name, _ in journal.journal} == {
@@ -290,7 +290,7 @@ def test_a_warm_up_makes_every_call(journal, dtype, suffix):
     }
 
 
-def test_merging_is_the_library_s(journal):
+def test_merge_calls_the_library(journal):
     scene = scene_of("int8", **DECODES)
     backend = load(scene)
     parts = [(torch.randn(3, 4, 32), torch.randn(3, 4)) for _ in range(2)]
@@ -303,42 +303,42 @@ def test_merging_is_the_library_s(journal):
     assert len(journal.named("merge_attn_states")) == 1
 
 
-@pytest.mark.skipif(IS_REAL_HERE, reason="ixformer is installed here, and its double would be mistaken for it")
-def test_a_library_without_its_modules_is_told_so(monkeypatch):
-    monkeypatch.setattr("attnplug_int8_ixformer.probe.IXFORMER_MODULES", ("ixformer.inference.elsewhere",))
+@pytest.mark.skipif(IS_REAL_HERE, reason="ixformer is installed, and its fake would replace it")
+def test_missing_modules_are_reported(monkeypatch):
+    monkeypatch.setattr("attnplug_int8_ixformer.plugin.IXFORMER_MODULES", ("ixformer.inference.elsewhere",))
     scene = scene_of("int8", **DECODES)
 
     with (
-        FAKES.environment({"ixformer": "0.1"}).active(),  # its own: what has failed is not asked again
-        pytest.raises(PluginLoadError, match=r"ixformer\.inference\.elsewhere is not there"),
+        FAKES.environment({"ixformer": "0.1"}).active(),  # another environment: a failed load is not retried
+        pytest.raises(PluginLoadError, match=r"ixformer\.inference\.elsewhere is missing"),
     ):
         load(scene)
 
 
-@pytest.mark.skipif(IS_REAL_HERE, reason="ixformer is installed here, and its double would be mistaken for it")
+@pytest.mark.skipif(IS_REAL_HERE, reason="ixformer is installed, and its fake would replace it")
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "problem"),
     [
-        ("vllm_paged_attention_mix", r"ixformer\.inference\.functions was imported.*has no vllm_paged_attention_mix"),
-        ("flash_attn_varlen_int8_func", r"vllm_flash_attn was imported.*has no flash_attn_varlen_int8_func"),
+        ("vllm_paged_attention_mix", r"ixformer\.inference\.functions has no vllm_paged_attention_mix"),
+        ("flash_attn_varlen_int8_func", r"vllm_flash_attn has no flash_attn_varlen_int8_func"),
     ],
 )
-def test_a_library_that_lacks_a_call_is_no_backend(monkeypatch, call, told):
+def test_missing_functions_are_reported(monkeypatch, call, problem):
     scene = scene_of("int8", **DECODES)
 
-    with FAKES.environment({"ixformer": f"0.{len(call)}"}).active():  # its own, as above
+    with FAKES.environment({"ixformer": f"0.{len(call)}"}).active():  # as above
         modules = map(import_module, IXFORMER_MODULES)
         monkeypatch.delattr(next(module for module in modules if hasattr(module, call)), call)
-        with pytest.raises(PluginLoadError, match=f"(?s){told}"):
+        with pytest.raises(PluginLoadError, match=f"(?s){problem}"):
             load(scene)
 
 
-def test_nothing_of_the_library_is_imported_to_choose(journal):
+def test_selection_imports_no_library(journal):
     scene = scene_of("int8", **DECODES)
     for name in [name for name in sys.modules if name.startswith(("ixformer.inference", "ixformer.contrib"))]:
         del sys.modules[name]
 
-    attnplug.select(evolve(scene.case, kv_cache_dtype="int8").requirements(), Device.cpu(), backend=NAME)
+    attnplug.select(evolve(scene.case, kv_cache_dtype="int8").requirements(), Device.cpu(), backend=FAKE)
 
     assert not [name for name in sys.modules if name.startswith(("ixformer.inference", "ixformer.contrib"))]
     assert load(scene).make_impl(Layer(name="layer")).backend.variant == "ixformer"

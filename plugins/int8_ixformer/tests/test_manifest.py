@@ -1,6 +1,8 @@
-"""What the manifest serves and refuses, in the words that a user reads. Nothing is loaded."""
+"""The requirements that the manifest supports and refuses, with the messages that a user reads. Nothing is loaded."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
@@ -8,23 +10,17 @@ import attnplug
 from attnplug import Device, Requirements
 from attnplug.discovery.known import read_known
 from attnplug.errors import NoBackendError
-from attnplug.selection import process as state
 from attnplug_kit.check.examine import examine
-from plugins.int8_ixformer.tests.cpu_manifest import MANIFEST
-from plugins.int8_ixformer.tests.dense import ask
+from plugins.int8_ixformer.tests.requests import fields_of
 
-PROJECT = MANIFEST.parents[2]
+PROJECT = Path(__file__).parents[1]
 HOPPER, AMPERE, TURING = (Device.cuda(capability) for capability in ("9.0", "8.0", "7.5"))
-LEVELS = {level: Requirements(**ask(level)) for level in (1, 2)}
+LEVELS = {level: Requirements(**fields_of(level)) for level in (1, 2)}
 PLAIN = LEVELS[1].evolve(kv_cache_dtype="auto")
 OWN = ("int8_ixformer/triton", "int8_ixformer/ixformer", "int8_ixformer/calibration")
 
 
-@pytest.fixture(autouse=True)
-def _offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offer the plugin by hand, to this test alone; that Triton is absent here or there is not what is tested."""
-    monkeypatch.setattr(state, "_state", None)
-    attnplug.register("attnplug_int8_ixformer.plugin", manifest=MANIFEST)
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def statuses(requirements: Requirements, device: Device = HOPPER) -> dict[str, str]:
@@ -53,7 +49,7 @@ def statuses(requirements: Requirements, device: Device = HOPPER) -> dict[str, s
     ],
     ids=str,
 )
-def test_it_serves(level, changed) -> None:
+def test_it_supports(level, changed) -> None:
     found = statuses(LEVELS[level].evolve(**changed))
 
     assert found["int8_ixformer/triton"] == "chosen"
@@ -63,7 +59,7 @@ def test_it_serves(level, changed) -> None:
 
 @pytest.mark.parametrize("level", [1, 2])
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "problem"),
     [
         ({"sinks": True}, "sinks"),
         ({"cascade": True}, "cascade"),
@@ -90,27 +86,27 @@ def test_it_serves(level, changed) -> None:
     ],
     ids=str,
 )
-def test_it_refuses_by_name(level, changed, told) -> None:
-    asked = LEVELS[level].evolve(**changed)
+def test_it_refuses_by_name(level, changed, problem) -> None:
+    requested = LEVELS[level].evolve(**changed)
 
-    assert set(statuses(asked).values()) == {"refused"}
+    assert set(statuses(requested).values()) == {"refused"}
     with pytest.raises(NoBackendError) as refused:
-        attnplug.select(asked, HOPPER, backend="int8_ixformer")
-    assert told in " ".join(str(refused.value).split())
+        attnplug.select(requested, HOPPER, backend="int8_ixformer")
+    assert problem in " ".join(str(refused.value).split())
 
 
-def test_it_is_never_chosen_unless_asked_for() -> None:
-    for asked in (PLAIN, PLAIN.evolve(paged=False), PLAIN.evolve(kv_cache_dtype="fp8_e4m3")):
+def test_it_is_chosen_only_on_request() -> None:
+    for requested in (PLAIN, PLAIN.evolve(paged=False), PLAIN.evolve(kv_cache_dtype="fp8_e4m3")):
         for device in (HOPPER, AMPERE, Device.cpu()):
-            assert set(statuses(asked, device).values()) == {"refused"}
+            assert set(statuses(requested, device).values()) == {"refused"}
 
 
-def test_calibration_is_asked_for_by_name() -> None:
-    asked = PLAIN.evolve(features=("int8_ixformer.calibrate",))
+def test_calibration_is_requested_by_a_feature() -> None:
+    requested = PLAIN.evolve(features=("int8_ixformer.calibrate",))
 
     for device in (HOPPER, Device.cpu()):
-        assert statuses(asked, device)["int8_ixformer/calibration"] == "chosen"
-    assert set(statuses(asked.evolve(kv_cache_dtype="int8")).values()) == {"refused"}
+        assert statuses(requested, device)["int8_ixformer/calibration"] == "chosen"
+    assert set(statuses(requested.evolve(kv_cache_dtype="int8")).values()) == {"refused"}
 
 
 def test_older_devices() -> None:
@@ -119,13 +115,13 @@ def test_older_devices() -> None:
     assert set(statuses(LEVELS[1], Device.cpu()).values()) == {"refused"}
 
 
-def test_it_is_known() -> None:
+def test_core_knows_the_plugin() -> None:
     known = next(one for one in read_known().plugins if one.name == "int8_ixformer")
 
     assert known.install == "attnplug-int8-ixformer"
 
 
-def test_the_project_is_sound() -> None:
+def test_attnplug_check_finds_nothing() -> None:
     report = examine(str(PROJECT))
 
     assert report.backends == ("int8_ixformer",)
@@ -134,10 +130,10 @@ def test_the_project_is_sound() -> None:
 
 def test_ixformer_comes_from_its_vendor() -> None:
     explained = attnplug.explain(LEVELS[1], HOPPER)
-    (told,) = (one for one in explained.verdicts if one.id == "int8_ixformer/ixformer")
+    (verdict,) = (one for one in explained.verdicts if one.id == "int8_ixformer/ixformer")
 
-    assert told.status == "missing_dependency"
-    assert told.fix is not None
-    assert told.fix.install == ()
-    assert str(told.fix).startswith("install ixformer: it comes with CoreX, the software of Iluvatar's devices")
+    assert verdict.status == "missing_dependency"
+    assert verdict.fix is not None
+    assert verdict.fix.install == ()
+    assert str(verdict.fix).startswith("install ixformer: it comes with CoreX, the software of Iluvatar's devices")
     assert "pip install ixformer" not in str(explained)

@@ -1,4 +1,4 @@
-"""Scales of values in files: what is saved is loaded, and what is no such file, or no such scale, is refused."""
+"""Files of value scales: saving, loading, and the refusal of invalid files and scales."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def path(tmp_path):
     return tmp_path / "scales.safetensors"
 
 
-def test_what_is_saved_is_loaded(path):
-    found = ValueScales.load(path).of_layers
+def test_saved_scales_are_loaded(path):
+    found = ValueScales.load(path).layers
 
     assert found.keys() == SCALES.keys()
     assert all(torch.equal(found[name], SCALES[name]) for name in SCALES)
@@ -32,55 +32,55 @@ def test_what_is_saved_is_loaded(path):
 def test_saving_again_replaces_the_file(path):
     ValueScales({"layers.0": torch.full((1, 32), 0.5)}).save(str(path))
 
-    assert ValueScales.load(path).of_layers.keys() == {"layers.0"}
+    assert ValueScales.load(path).layers.keys() == {"layers.0"}
 
 
 @pytest.mark.parametrize(("scales", "folder"), [(SCALES, "nowhere"), ({}, ".")])
-def test_nothing_is_saved_where_nothing_can_be(tmp_path, scales, folder):
-    with pytest.raises(LayerError, match=rf"(?s)of {len(scales)} layers were to be written.*a folder that is there"):
+def test_saving_nothing_or_nowhere_is_refused(tmp_path, scales, folder):
+    with pytest.raises(LayerError, match=rf"(?s)of {len(scales)} layers cannot be saved.*a folder that exists"):
         ValueScales(scales).save(tmp_path / folder / "scales")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_file_is_refused(tmp_path):
-    with pytest.raises(LayerError, match=r"(?s)nowhere.*no such file is there.*calibrate first"):
+    with pytest.raises(LayerError, match=r"(?s)there is no file.*nowhere.*calibrate first"):
         load_layer(tmp_path / "nowhere", "layers.0", 2, 32)
 
 
 @pytest.mark.parametrize("content", [b"", b"not at all", b"\x10\x00\x00\x00\x00\x00\x00\x00{}"])
-def test_another_kind_of_file_is_refused(tmp_path, content):
+def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "scales").write_bytes(content)
 
-    with pytest.raises(LayerError, match=r"(?s)it is no file of them.*ValueScales\.save"):
+    with pytest.raises(LayerError, match=r"(?s)is not a file of value scales.*ValueScales\.save"):
         ValueScales.load(tmp_path / "scales")
 
 
-def test_tensors_of_something_else_are_refused(tmp_path):
+def test_other_safetensors_files_are_refused(tmp_path):
     save_file(SCALES, tmp_path / "weights.safetensors")
 
     with pytest.raises(LayerError, match=r"its format is None"):
         load_layer(tmp_path / "weights.safetensors", "layers.0", 2, 32)
 
 
-def test_a_layer_that_is_not_there_is_refused(path):
+def test_a_missing_layer_is_refused(path):
     with pytest.raises(
-        LayerError, match=r"(?s)'layers\.7'.*those of 2 layers: layers\.0, layers\.1.*calibrate with this"
+        LayerError, match=r"(?s)'layers\.7'.*one of its 2 layers: layers\.0, layers\.1.*calibrate with this"
     ):
         load_layer(path, "layers.7", 2, 32)
 
 
-def test_another_shape_is_refused_with_both(path):
+def test_another_shape_is_refused(path):
     with pytest.raises(LayerError, match=r"(?s)shape \(2, 32\).*\(num_kv_heads, head_size\) = \(4, 64\) float32"):
         load_layer(path, "layers.0", 4, 64)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
-def test_a_scale_that_is_none_is_refused_before_anything_is_written(tmp_path, scale):
-    wrong = torch.ones(2, 32)
-    wrong[1, 5] = scale
+def test_invalid_scales_are_not_saved(tmp_path, scale):
+    invalid = torch.ones(2, 32)
+    invalid[1, 5] = scale
 
     with pytest.raises(LayerError, match=r"(?s)for channel 5 of KV head 1.*positive and finite.*calibrate again"):
-        ValueScales({"layers.0": wrong}).save(tmp_path / "scales")
+        ValueScales({"layers.0": invalid}).save(tmp_path / "scales")
     assert not list(tmp_path.iterdir())
 
 
@@ -90,7 +90,7 @@ def test_another_dtype_is_refused():
 
 
 @pytest.mark.parametrize("scale", [0.0, math.nan, math.inf])
-def test_a_file_with_such_a_scale_is_refused(tmp_path, scale):
+def test_files_with_invalid_scales_are_refused(tmp_path, scale):
     metadata = {"format": "attnplug int8 value scales, 1"}
     save_file({"layers.0": torch.full((1, 32), scale)}, tmp_path / "scales", metadata=metadata)
 

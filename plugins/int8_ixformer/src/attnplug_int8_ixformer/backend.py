@@ -1,4 +1,4 @@
-"""The backend of levels 1 and 2."""
+"""The backend of levels 1 and 2, int8 attention."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from attnplug.contract import Backend, CacheTensor, torch_dtype
-from attnplug_int8_ixformer.builder import Int8Builder
+from attnplug_int8_ixformer.builder import Int8Builder, Int8Metadata
 from attnplug_int8_ixformer.impl import Int8Impl
-from attnplug_int8_ixformer.metadata import Int8Metadata
 from attnplug_int8_ixformer.provider import provider_of
-from attnplug_int8_ixformer.warmup import run_each_kernel
+from attnplug_int8_ixformer.warmup import run_warmup
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
 
 class Int8Backend(Backend):
     """
-    Int8 queries and keys; int8 values too at level 1.
+    Attention over int8 queries and keys, and at level 1 int8 values.
 
     Attributes:
-        provider: The kernels. A library that does not import, or lacks a call, is found out when the backend is loaded.
+        provider: The kernels. Its library is imported here, so that a broken one is reported when the backend loads.
     """
 
     impl_class = Int8Impl
@@ -39,38 +38,38 @@ class Int8Backend(Backend):
 
     @property
     def supports_max_num_splits(self) -> bool:
-        """What the provider says."""
+        """Whether the provider supports it."""
         return self.provider.supports_max_num_splits
 
     @property
     def level(self) -> int:
-        """1 or 2."""
+        """The level: 1 or 2."""
         return 1 if self.agreement.kv_cache_dtype == "int8" else 2
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
         """
-        Describe one layer's cache.
+        Return the tensors of one layer's KV cache.
 
-        Level 1 has the role ``"kv"``, ``(2, num_blocks, num_kv_heads, block_size, head_size)`` in memory, and level 2
-        the roles ``"k"`` and ``"v"``; shapes are logical, with heads behind tokens. ``"k_scale"`` moves with its
-        blocks, ``"v_scale"`` belongs to none, and is NaN until it is loaded: what is attended without it shows.
+        Level 1 has the role ``"kv"``, ``(2, num_blocks, num_kv_heads, block_size, head_size)`` in memory; level 2 has
+        ``"k"`` and ``"v"``. Shapes are logical: tokens before heads. ``"k_scale"`` has a block axis; ``"v_scale"`` has
+        none, and is NaN until it is loaded, so that outputs without calibration are NaN.
         """
-        asked, size = self.agreement.requirements, self.agreement.block_size or 1
-        heads = asked.num_kv_heads
-        shape, order = (num_blocks, size, heads, asked.head_size), (0, 2, 1, 3)
+        requested, size = self.agreement.requirements, self.agreement.block_size or 1
+        heads = requested.num_kv_heads
+        shape, order = (num_blocks, size, heads, requested.head_size), (0, 2, 1, 3)
         key_scales = CacheTensor((num_blocks, heads, size), torch.float32, 0)
         if self.level == 2:
-            values = CacheTensor(shape, torch_dtype(asked.dtype), 0, order)
+            values = CacheTensor(shape, torch_dtype(requested.dtype), 0, order)
             return {"k": CacheTensor(shape, torch.int8, 0, order), "v": values, "k_scale": key_scales}
         both = CacheTensor((2, *shape), torch.int8, 1, (0, 1, 3, 2, 4))
-        value_scales = CacheTensor((heads, asked.head_size), torch.float32, None, fill=nan)
+        value_scales = CacheTensor((heads, requested.head_size), torch.float32, None, fill=nan)
         return {"kv": both, "k_scale": key_scales, "v_scale": value_scales}
 
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return what the kernels need."""
+        """Return the bytes that the provider needs."""
         return self.provider.workspace_bytes(limits)
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
-        """Compile the kernels: a tiny step of each kind is run."""
+        """Compile the kernels by a tiny step of each kind."""
         if shapes:
-            run_each_kernel(self)
+            run_warmup(self)

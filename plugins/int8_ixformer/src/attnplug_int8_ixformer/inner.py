@@ -1,4 +1,4 @@
-"""The backend that computes while values are observed, chosen as any host chooses one."""
+"""The inner backend of level 0, which computes while values are observed: selected through the public API."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ if TYPE_CHECKING:
     from attnplug.contract import Backend
 
 CALIBRATE: Final = "int8_ixformer.calibrate"
-"""The open feature that asks for the observer."""
+"""The open feature that requests the observer."""
 
 
 def requirements_of(agreement: Agreement) -> Requirements:
-    """Return what is asked of the inner backend: the same, less the calibration, in the blocks that were agreed on."""
-    asked = agreement.requirements
-    features = tuple(name for name in asked.features if name != CALIBRATE)
-    return asked.evolve(features=features, block_size=agreement.block_size, kv_layout=agreement.kv_layout)
+    """Return the requirements without the calibration, with the block size and the layout that were agreed."""
+    requested = agreement.requirements
+    features = tuple(name for name in requested.features if name != CALIBRATE)
+    return requested.evolve(features=features, block_size=agreement.block_size, kv_layout=agreement.kv_layout)
 
 
 def choose(agreement: Agreement, device: Device) -> Selection:
     """
-    Return the choice of the inner backend.
+    Select the inner backend.
 
     Raises:
-        NoBackendError: None serves.
+        NoBackendError: No backend supports the requirements.
     """
-    return attnplug.select(requirements_of(agreement), device, backend=_named(agreement))
+    return attnplug.select(requirements_of(agreement), device, backend=_name_of(agreement))
 
 
 def load(agreement: Agreement, device: Device) -> Backend:
     """
-    Return the inner backend.
+    Select and load the inner backend.
 
     Raises:
-        NoBackendError: None serves, or stands.
+        NoBackendError: No backend supports the requirements, or loads.
     """
-    return attnplug.load(requirements_of(agreement), device, backend=_named(agreement))
+    return attnplug.load(requirements_of(agreement), device, backend=_name_of(agreement))
 
 
-def _named(agreement: Agreement) -> str:
+def _name_of(agreement: Agreement) -> str:
     return str(agreement.options["inner"])

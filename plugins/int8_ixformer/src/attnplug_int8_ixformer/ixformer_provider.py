@@ -1,7 +1,7 @@
 """
-The vendor's kernels. Only this module names the library's calls; it is imported once the variant is chosen.
+The vendor library ixformer. Only this module calls it; it is imported once the variant is chosen.
 
-The library is not publicly installable: what its calls take was read from what its users call.
+The library is not publicly available. The arguments of its functions were inferred from code that calls them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,13 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug.errors import PluginLoadError
-from attnplug_int8_ixformer.probe import IXFORMER_MODULES
-from attnplug_int8_ixformer.provider import Provider
+from attnplug_int8_ixformer.plugin import IXFORMER_MODULES
+from attnplug_int8_ixformer.provider import Provider, ScoreParams
 
 if TYPE_CHECKING:
     from attnplug.contract import GraphBuffers, MetadataBuilder, Phase
     from attnplug_int8_ixformer.backend import Int8Backend
     from attnplug_int8_ixformer.pages import Pages
-    from attnplug_int8_ixformer.terms import Terms
 
 _CALLS: Final = (
     (
@@ -30,41 +29,41 @@ _CALLS: Final = (
     ),
     ("flash_attn_varlen_int8_func",),
 )  # fmt: skip
-"""What is called of each module."""
+"""The functions of each module that are called."""
 
 _PER_ROW: Final = 2
-"""Mode of its quantization: a scale per token and head."""
+"""Quantization mode: a scale per token and head."""
 
 _PER_CHANNEL: Final = 0
-"""Mode of its quantization: a scale per head and channel, here always given."""
+"""Quantization mode: a static scale per head and channel."""
 
 
 @frozen(eq=False, kw_only=True)
-class Decodes:
+class DecodePlan:
     """
     The decodes of a step.
 
     Attributes:
         query_starts: ``(num_reqs + 1,)`` int32.
-        context_lens: ``(num_reqs,)`` int32, 1 where a request has no query: the library writes a key for padding too.
-        table: ``(num_reqs, max_blocks)`` int32, the null block where a request has no query.
-        longest_query: New tokens of a request, at most.
-        longest_seq: Keys of a request, at most.
+        context_lens: ``(num_reqs,)`` int32; 1 for padding, since the library writes a key for padding too.
+        table: ``(num_reqs, max_blocks)`` int32; the null block for padding.
+        max_query_len: The most new tokens of a request.
+        max_seq_len: The most keys of a request.
         in_graph: Whether the call is captured.
-        mixed: Whether the batch has prefills too: its rows are written apart then.
+        mixed: Whether the batch has prefills too. Its rows are then written by a separate call.
     """
 
     query_starts: Tensor
     context_lens: Tensor
     table: Tensor
-    longest_query: int
-    longest_seq: int
+    max_query_len: int
+    max_seq_len: int
     in_graph: bool
     mixed: bool
 
 
 @frozen(eq=False, kw_only=True)
-class Prefills:
+class PrefillPlan:
     """
     The prefills of a step.
 
@@ -72,21 +71,21 @@ class Prefills:
         query_starts: ``(num_reqs + 1,)`` int32.
         key_starts: ``(num_reqs + 1,)`` int32.
         table: ``(num_reqs, max_blocks)`` int32.
-        longest_query: New tokens of a request, at most.
-        longest_seq: Keys of a request, at most.
+        max_query_len: The most new tokens of a request.
+        max_seq_len: The most keys of a request.
     """
 
     query_starts: Tensor
     key_starts: Tensor
     table: Tensor
-    longest_query: int
-    longest_seq: int
+    max_query_len: int
+    max_seq_len: int
 
 
 class IxformerProvider(Provider):
-    """Calls ixformer."""
+    """The provider of ixformer."""
 
-    fuses_in_mixed = False
+    fuses_mixed_writes = False
 
     def __init__(self, backend: Int8Backend) -> None:
         super().__init__(backend)
@@ -96,33 +95,33 @@ class IxformerProvider(Provider):
 
     def plan_decodes(
         self, decodes: Phase, builder: MetadataBuilder, graph: GraphBuffers | None, *, mixed: bool
-    ) -> Decodes:
-        """Give padding the null block, whatever its row of the table still names, and keep that where graphs read."""
+    ) -> DecodePlan:
+        """Return the plan, with the null block for padding; graphs read these tensors again, so they persist."""
         is_padding, table = decodes.query_start_loc.diff() == 0, cast("Tensor", decodes.block_table)
-        return Decodes(
+        return DecodePlan(
             query_starts=decodes.query_start_loc.contiguous(),
             context_lens=builder.persist(graph, "context_lens", decodes.seq_lens.masked_fill(is_padding, 1)),
             table=builder.persist(graph, "table", table.masked_fill(is_padding[:, None], 0)),
-            longest_query=decodes.max_query_len,
-            longest_seq=decodes.max_seq_len,
+            max_query_len=decodes.max_query_len,
+            max_seq_len=decodes.max_seq_len,
             in_graph=graph is not None,
             mixed=mixed,
         )
 
-    def plan_prefills(self, prefills: Phase, builder: MetadataBuilder) -> Prefills:
-        """Number the keys."""
+    def plan_prefills(self, prefills: Phase, builder: MetadataBuilder) -> PrefillPlan:
+        """Return the plan, with the cumulative key lengths."""
         del builder
         lens = prefills.seq_lens
-        return Prefills(
+        return PrefillPlan(
             query_starts=prefills.query_start_loc.contiguous(),
             key_starts=torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)),
             table=cast("Tensor", prefills.block_table),
-            longest_query=prefills.max_query_len,
-            longest_seq=prefills.max_seq_len,
+            max_query_len=prefills.max_query_len,
+            max_seq_len=prefills.max_seq_len,
         )
 
     def write(self, key: Tensor, value: Tensor, pages: Pages, slots: Tensor) -> None:
-        """Quantize rows, and write them."""
+        """Quantize rows, and write them to the KV cache."""
         rows = self._rows(key, value, pages)
         call = "reshape_and_cache_flash_mix" if pages.value_scales is None else "reshape_and_cache_flash_int8"
         getattr(self._functions, call)(
@@ -137,9 +136,15 @@ class IxformerProvider(Provider):
         )
 
     def decode(
-        self, query: Tensor, new: tuple[Tensor, Tensor] | None, pages: Pages, out: Tensor, plan: Decodes, terms: Terms
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        pages: Pages,
+        out: Tensor,
+        plan: DecodePlan,
+        params: ScoreParams,
     ) -> None:
-        """Attend paged keys, and write the new ones where they are given."""
+        """Compute attention of decodes, and write their new rows if passed."""
         rows, scales = self._queries(query, transposed=plan.mixed)
         saved = {} if new is None else self._rows(*new, pages)
         attend, static = self._functions.vllm_paged_attention_mix, {}
@@ -154,25 +159,25 @@ class IxformerProvider(Provider):
             key_scale_cache=pages.key_scales,
             **static,
             num_kv_heads=pages.keys.shape[2],
-            scale=terms.scale,
+            scale=params.scale,
             block_tables=plan.table,
             context_lens=plan.context_lens,
             block_size=pages.keys.shape[1],
-            softcap=terms.soft_cap,
-            alibi_slopes=terms.slopes,
+            softcap=params.soft_cap,
+            alibi_slopes=params.slopes,
             causal=True,
-            window_left=terms.left,
-            window_right=0 if terms.left >= 0 else -1,
-            use_sqrt_alibi=terms.is_sqrt,
+            window_left=params.left,
+            window_right=0 if params.left >= 0 else -1,
+            use_sqrt_alibi=params.is_sqrt,
             use_cuda_graph=plan.in_graph,
-            max_context_len=plan.longest_seq,
+            max_context_len=plan.max_seq_len,
             cu_query_lens=plan.query_starts,
-            max_query_len=plan.longest_query,
+            max_query_len=plan.max_query_len,
             **saved,
         )
 
-    def prefill(self, query: Tensor, pages: Pages, out: Tensor, plan: Prefills, terms: Terms) -> None:
-        """Attend paged keys, all of which are written."""
+    def prefill(self, query: Tensor, pages: Pages, out: Tensor, plan: PrefillPlan, params: ScoreParams) -> None:
+        """Compute attention of prefills, whose keys are all written."""
         rows, scales = self._queries(query, transposed=True)
         self._attention.flash_attn_varlen_int8_func(
             q=rows,
@@ -183,14 +188,14 @@ class IxformerProvider(Provider):
             v_scale=pages.value_scales,
             cu_seqlens_q=plan.query_starts,
             cu_seqlens_k=plan.key_starts,
-            max_seqlen_q=plan.longest_query,
-            max_seqlen_k=plan.longest_seq,
-            softmax_scale=terms.scale,
+            max_seqlen_q=plan.max_query_len,
+            max_seqlen_k=plan.max_seq_len,
+            softmax_scale=params.scale,
             causal=True,
-            window_size=(terms.left, 0 if terms.left >= 0 else -1),
-            alibi_slopes=terms.slopes,
-            softcap=terms.soft_cap,
-            sqrt_alibi=terms.is_sqrt,
+            window_size=(params.left, 0 if params.left >= 0 else -1),
+            alibi_slopes=params.slopes,
+            softcap=params.soft_cap,
+            sqrt_alibi=params.is_sqrt,
             out=out,
             block_table=plan.table,
             output_dtype=out.dtype,
@@ -198,18 +203,19 @@ class IxformerProvider(Provider):
 
     def merge(self, first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], out: Tensor) -> None:
         """
-        Merge two partial results, output and LSE each, into one output. Nothing that the manifest serves needs it: the
-        int8 calls return no LSE.
+        Merge two partial outputs by their LSEs into one.
+
+        The manifest supports no feature that needs it: the int8 functions return no LSE.
         """
         self._functions.merge_attn_states(*first, *second, out)
 
     def _queries(self, query: Tensor, *, transposed: bool) -> tuple[Tensor, Tensor]:
-        """Int8 rows and scales, ``(num_heads, tokens)`` where transposed, ``(tokens, num_heads)`` else."""
+        """Return int8 rows and scales, ``(num_heads, tokens)`` if transposed, else ``(tokens, num_heads)``."""
         rows, scales = self._functions.scaled_int8_quant_for_attn(query, _PER_ROW, transpose_scale=transposed)
         return rows, scales
 
     def _rows(self, key: Tensor, value: Tensor, pages: Pages) -> dict[str, Tensor]:
-        """What is written of new rows, as the decode calls name it."""
+        """Return the quantized new rows by the argument names of the decode functions."""
         rows, scales = self._functions.scaled_int8_quant_for_attn(key, _PER_ROW, transpose_scale=False)
         if pages.value_scales is not None:
             value, _ = self._functions.scaled_int8_quant_for_attn(value, _PER_CHANNEL, scale=pages.value_scales)
@@ -218,16 +224,16 @@ class IxformerProvider(Provider):
 
 def _module_with(name: str, calls: tuple[str, ...]) -> Any:
     module = import_module(name)
-    lacking = [call for call in calls if not callable(getattr(module, call, None))]
-    if lacking:
+    missing = [call for call in calls if not callable(getattr(module, call, None))]
+    if missing:
         raise PluginLoadError(
-            f"{name} was imported for int8 attention",
-            f"it has no {', '.join(lacking)}",
-            "install a release of ixformer that has these calls",
+            f"{name} has no {', '.join(missing)}",
+            "",
+            "install a release of ixformer that has these functions",
         )
     return module
 
 
 def _heads_first(pages: Tensor) -> Tensor:
-    """``(num_blocks, num_kv_heads, block_size, head_size)``, as it lies in memory."""
+    """Return ``(num_blocks, num_kv_heads, block_size, head_size)``, the layout in memory."""
     return pages.transpose(1, 2)

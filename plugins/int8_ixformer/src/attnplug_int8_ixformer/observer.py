@@ -1,4 +1,4 @@
-"""Level 0: another backend computes, and the largest values of each channel are noted."""
+"""Level 0, calibration: an inner backend computes, and an observer records per-channel absmax of the values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 @frozen(eq=False, kw_only=True)
 class ObservedMetadata(Metadata):
     """
-    A step.
+    The metadata of a step.
 
     Attributes:
-        inner: What the inner builder made of it.
+        inner: The metadata of the inner builder.
     """
 
     inner: Metadata | None = None
@@ -33,11 +33,11 @@ class ObservedMetadata(Metadata):
 
 class ObserverImpl(AttentionImpl):
     """
-    One layer, observed.
+    One layer, which records calibration statistics.
 
     Attributes:
-        inner: The layer of the backend that computes.
-        largest: ``(num_kv_heads, head_size)`` float32: the largest absolute value of each channel so far. A NaN stays.
+        inner: The layer of the inner backend.
+        absmax: ``(num_kv_heads, head_size)`` float32: the largest absolute value of each channel so far. NaN persists.
     """
 
     cache_write = "forward"
@@ -46,15 +46,15 @@ class ObserverImpl(AttentionImpl):
     def __init__(self, layer: Layer, backend: ObserverBackend) -> None:
         super().__init__(layer, backend)
         self.inner = backend.inner.make_impl(layer)
-        self.largest = torch.zeros(self.num_kv_heads, self.head_size_v, device=self.device)
+        self.absmax = torch.zeros(self.num_kv_heads, self.head_size_v, device=self.device)
 
     @property
     def plan_key(self) -> Hashable:
-        """The inner layer's."""
+        """The plan key of the inner layer."""
         return self.inner.plan_key
 
     def init_cache(self, kv_cache: Any) -> None:
-        """Let the inner layer write what is its own."""
+        """Initialize the cache by the inner layer."""
         self.inner.init_cache(kv_cache)
 
     def run(
@@ -67,19 +67,19 @@ class ObserverImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Record the largest values of each channel, then let the inner layer compute."""
+        """Record the absmax of new values, then run the inner layer."""
         batch = metadata.batch
         if key is not None and value is not None:
-            if not batch.dummy:
+            if not batch.dummy:  # warm-up and capture run on zeros
                 rows = value[: batch.num_actual_tokens]
-                torch.maximum(self.largest, rows.abs().amax(0).float(), out=self.largest)
+                torch.maximum(self.absmax, rows.abs().amax(0).float(), out=self.absmax)
             if self.inner.host_writes:
                 self.inner.write_kv(key, value, kv_cache, cast("Tensor", batch.slot_mapping))
         self.inner.forward(query, key, value, kv_cache, metadata.inner, output, lse=lse)
 
 
 class ObserverBuilder(MetadataBuilder):
-    """Builds for the inner backend."""
+    """Builds the metadata of the inner backend."""
 
     def __init__(self, backend: ObserverBackend, impls: Sequence[ObserverImpl], state: State) -> None:
         super().__init__(backend, impls, state)
@@ -87,13 +87,13 @@ class ObserverBuilder(MetadataBuilder):
         self._inner = backend.inner.make_builder([impl.inner for impl in impls], own)
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
-        """Return the inner builder's metadata."""
+        """Return the metadata of the inner builder."""
         del split, graph
         return {"inner": self._inner.build(batch, fast=fast)}
 
 
 class ObserverBackend(Backend):
-    """An inner backend that the selector chooses, with an observer around each layer."""
+    """An inner backend, chosen by selection, with an observer around each layer."""
 
     impl_class = ObserverImpl
     builder_class = ObserverBuilder
@@ -101,22 +101,22 @@ class ObserverBackend(Backend):
 
     @cached_property
     def inner(self) -> Backend:
-        """The backend that computes."""
+        """The inner backend."""
         return inner.load(self.agreement, self.device_properties)
 
     @property
     def supports_max_num_splits(self) -> bool:
-        """What the inner backend says."""
+        """Whether the inner backend supports it."""
         return self.inner.supports_max_num_splits
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
-        """Return those of the inner backend."""
+        """Return the tensors of the inner backend."""
         return self.inner.cache_tensors(num_blocks)
 
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return what the inner backend needs: a host that counts its memory counts that too."""
+        """Return the bytes that the inner backend needs, which a host counts as this backend's."""
         return self.inner.workspace_bytes(limits)
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
-        """Warm the inner backend up."""
+        """Warm up the inner backend."""
         self.inner.warmup(shapes)

@@ -1,4 +1,4 @@
-"""The tensors of a layer's cache, by what they are."""
+"""The tensors of a layer's KV cache by role."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 @frozen(eq=False)
 class Pages:
     """
-    A quantized cache. Axes are in the contract's order; in memory the heads of a page come first.
+    A quantized KV cache. Shapes are in the contract's order; in memory a page is heads-first.
 
     Attributes:
         keys: ``(num_blocks, block_size, num_kv_heads, head_size)`` int8.
-        values: The same; of the layer's dtype at level 2.
+        values: As `keys`; of the layer's dtype at level 2.
         key_scales: ``(num_blocks, num_kv_heads, block_size)`` float32.
-        value_scales: ``(num_kv_heads, head_size)`` float32 at level 1, contiguous; else None.
+        value_scales: ``(num_kv_heads, head_size)`` float32 at level 1, contiguous; None at level 2.
     """
 
     keys: Tensor
@@ -34,7 +34,7 @@ class Pages:
 
     @classmethod
     def of(cls, cache: Mapping[str, Tensor]) -> Pages:
-        """Return the pages of a cache that `Backend.make_cache` has made."""
+        """Return the pages of a cache that `Backend.make_cache` returned."""
         both, scales = cache.get("kv"), cache.get("v_scale")
         keys, values = (cache["k"], cache["v"]) if both is None else both.unbind(0)
         return cls(keys, values, cache["k_scale"], None if scales is None else scales.contiguous())
@@ -42,23 +42,23 @@ class Pages:
 
 def of_planes(planes: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """
-    Return the roles ``"k"`` and ``"v"`` of a level 2 cache that is one allocation, as the vendor's engine lays it out.
+    Return the roles ``"k"`` and ``"v"`` of a level 2 cache in the layout of the vendor's engine, one allocation.
 
-    Values of block b are not at index b of the planes: two bytes each, they take both planes one after another. So
-    blocks are moved through these views.
+    The 16-bit values fill planes 1 and 2 one after the other: those of block b are not at index b of these planes.
+    Copy and swap blocks through the returned views.
 
     Args:
         planes: ``(3, num_blocks, num_kv_heads, block_size, head_size)`` int8, contiguous: keys, then values.
-        dtype: Of the values, 16 bits.
+        dtype: The dtype of the values, 16 bits.
 
     Raises:
-        CacheError: It has another form.
+        CacheError: `planes` has another shape, dtype or layout.
     """
     if planes.ndim != 5 or planes.shape[0] != 3 or planes.element_size() != 1 or not planes.is_contiguous():
         raise CacheError(
-            f"a level 2 cache of shape {tuple(planes.shape)}, {planes.dtype} and strides {planes.stride()} was given",
-            "it is (3, num_blocks, num_kv_heads, block_size, head_size) int8, contiguous",
-            "allocate it so, or let Backend.make_cache allocate two tensors",
+            f"a level 2 cache has the shape {tuple(planes.shape)}, {planes.dtype} and strides {planes.stride()}",
+            "the shape is (3, num_blocks, num_kv_heads, block_size, head_size) int8, contiguous",
+            "allocate that, or let Backend.make_cache allocate two tensors",
         )
     values = planes[1:].view(-1).view(dtype).view(planes.shape[1:])
     return {"k": planes[0].transpose(1, 2), "v": values.transpose(1, 2)}

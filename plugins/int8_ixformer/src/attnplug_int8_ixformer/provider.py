@@ -1,93 +1,133 @@
-"""What a kernel library has to do: the one door between the backend and its kernels."""
+"""The interface between the backend and a kernel library."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attrs import frozen
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from attnplug.contract import GraphBuffers, Limits, MetadataBuilder, Phase
+    from attnplug.contract import AttentionImpl, GraphBuffers, Limits, MetadataBuilder, Phase
     from attnplug_int8_ixformer.backend import Int8Backend
     from attnplug_int8_ixformer.pages import Pages
-    from attnplug_int8_ixformer.terms import Terms
+
+
+@frozen(eq=False)
+class ScoreParams:
+    """
+    The parameters of a layer's scores.
+
+    Attributes:
+        scale: The softmax scale.
+        left: Tokens attended to before a token's own; -1 for all.
+        soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for no cap.
+        slopes: ``(num_q_heads,)`` float32 ALiBi slopes, contiguous, or None.
+        is_sqrt: Whether the slopes multiply the square root of the distance.
+    """
+
+    scale: float
+    left: int = -1
+    soft_cap: float = 0.0
+    slopes: Tensor | None = None
+    is_sqrt: bool = False
+
+    @classmethod
+    def of(cls, impl: AttentionImpl) -> ScoreParams:
+        """Return the parameters of a layer."""
+        slopes = impl.layer.alibi_slopes
+        return cls(
+            scale=impl.scale,
+            left=impl.window[0],
+            soft_cap=impl.logits_soft_cap or 0.0,
+            slopes=None if slopes is None else slopes.contiguous(),
+            is_sqrt=impl.agreement.requirements.alibi == "sqrt",
+        )
 
 
 class Provider(ABC):
     """
-    Quantizes, writes and attends. Queries, keys and values arrive in the layer's dtype.
+    Quantizes rows, writes the KV cache, and computes attention. Rows have the layer's dtype.
 
     Attributes:
-        fuses_in_mixed: Whether decodes write their rows in a batch with prefills too, and not in one of decodes alone.
-        supports_max_num_splits: Whether `Limits.max_num_splits` is kept.
-        prompt_lens: Rows of prompts for a warm-up, one for each of the kernels of prompts.
+        fuses_mixed_writes: Whether decodes write their rows in batches with prefills too. Otherwise only in batches of
+            decodes.
+        supports_max_num_splits: Whether `Limits.max_num_splits` is supported.
+        warmup_lens: Query lengths for the warm-up, one per prefill kernel.
         backend: The backend.
     """
 
-    fuses_in_mixed: ClassVar[bool]
+    fuses_mixed_writes: ClassVar[bool]
     supports_max_num_splits: ClassVar[bool] = False
-    prompt_lens: tuple[int, ...] = (1,)
+    warmup_lens: tuple[int, ...] = (1,)
 
     def __init__(self, backend: Int8Backend) -> None:
         self.backend = backend
 
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return the bytes of `State.workspace` that batches within these limits need."""
+        """Return the bytes of `State.workspace` for batches within these limits."""
         del limits
         return 0
 
     @abstractmethod
     def plan_decodes(self, decodes: Phase, builder: MetadataBuilder, graph: GraphBuffers | None, *, mixed: bool) -> Any:
         """
-        Return what `decode` needs to know of a step.
+        Return the plan that `decode` takes.
 
         Args:
             decodes: The requests.
-            builder: Its `persist` copies tensors to where a graph reads them.
-            graph: The graph buffers that are built into; None runs eagerly.
+            builder: Its `persist` keeps tensors that a graph reads.
+            graph: The graph buffers, or None.
             mixed: Whether the batch has prefills too.
         """
 
     @abstractmethod
     def plan_prefills(self, prefills: Phase, builder: MetadataBuilder) -> Any:
-        """Return what `prefill` needs to know of a step."""
+        """Return the plan that `prefill` takes."""
 
     @abstractmethod
     def write(self, key: Tensor, value: Tensor, pages: Pages, slots: Tensor) -> None:
         """
-        Quantize rows and write them with their scales.
+        Quantize rows, and write them and their scales to the KV cache.
 
         Args:
             key: ``(tokens, num_kv_heads, head_size)``.
-            value: The same.
-            pages: The cache.
-            slots: ``(tokens,)`` int64; -1 is not written.
+            value: As `key`.
+            pages: The KV cache.
+            slots: ``(tokens,)`` int64; rows with the slot -1 are not written.
         """
 
     @abstractmethod
     def decode(
-        self, query: Tensor, new: tuple[Tensor, Tensor] | None, pages: Pages, out: Tensor, plan: Any, terms: Terms
+        self,
+        query: Tensor,
+        new: tuple[Tensor, Tensor] | None,
+        pages: Pages,
+        out: Tensor,
+        plan: Any,
+        params: ScoreParams,
     ) -> None:
         """
-        Attend, and write the new rows where they are given.
+        Compute attention of the decodes, and write their new rows if passed.
 
         Args:
             query: ``(tokens, num_q_heads, head_size)`` of all decodes.
             new: Keys and values ``(tokens, num_kv_heads, head_size)``; None where they are in the cache.
-            pages: The cache.
-            out: As `query`, heads side by side.
-            plan: What `plan_decodes` returned.
-            terms: Of the layer.
+            pages: The KV cache.
+            out: As `query`, heads contiguous.
+            plan: The plan of `plan_decodes`.
+            params: The layer's parameters.
         """
 
     @abstractmethod
-    def prefill(self, query: Tensor, pages: Pages, out: Tensor, plan: Any, terms: Terms) -> None:
-        """Attend keys that are all in the cache. Arguments as for `decode`."""
+    def prefill(self, query: Tensor, pages: Pages, out: Tensor, plan: Any, params: ScoreParams) -> None:
+        """Compute attention of the prefills, whose keys are all in the cache. Arguments as of `decode`."""
 
 
 def provider_of(backend: Int8Backend) -> Provider:
-    """Return the provider of the variant that was chosen. No other is imported."""
+    """Return the provider of the chosen variant, and import no other."""
     if backend.variant == "ixformer":
         from attnplug_int8_ixformer.ixformer_provider import (  # noqa: PLC0415 - loads the vendor's library
             IxformerProvider,

@@ -1,4 +1,4 @@
-"""How large the tiles of a kernel are, and how many of them are loaded ahead."""
+"""Tile sizes and pipeline depths of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ from typing import Final
 
 from attrs import frozen
 
-MOST_SPLITS: Final = 64
-"""Parts of one sequence, at most."""
+MAX_SPLITS: Final = 64
+"""The most splits of one sequence."""
 
-_LEAST_TILES: Final = 4
-"""Tiles that are worth a program."""
+_MIN_TILES: Final = 4
+"""The fewest tiles of a split: fewer are not worth a program."""
 
 
 @frozen
 class PrefillTiles:
     """
-    Tiles of a prompt.
+    Tile sizes of a prefill.
 
     Attributes:
         rows: Query rows of a program.
-        keys: Keys of a step; 128 is a multiple of it.
-        stages: Loads that are in flight, the look-up of a page included.
+        keys: Keys of an iteration, a divisor of 128.
+        stages: Pipeline stages, the page lookup included.
         warps: Warps of a program.
     """
 
@@ -32,20 +32,20 @@ class PrefillTiles:
 
     @classmethod
     def of(cls, head_size: int) -> PrefillTiles:
-        """Return what was fastest on an H200 for heads of 128 (docs/explanation/int8.md), and fits larger ones."""
+        """Return tiles tuned on an H200 at head size 128 (docs/explanation/int8.md), or such that fit larger heads."""
         return cls(keys=64, warps=8) if head_size > 128 else cls()
 
 
 @frozen
 class DecodeTiles:
     """
-    Tiles of decodes.
+    Tile sizes of decodes.
 
     Attributes:
-        keys: Keys of a step.
-        stages: As of prompts: an odd number 2 n + 1 keeps n tiles of keys and values in flight.
+        keys: Keys of an iteration.
+        stages: Pipeline stages: 2 n + 1 of them prefetch n tiles of keys and values.
         warps: Warps of a program.
-        programs: Programs that are wanted per multiprocessor: sequences are split until there are as many.
+        programs: Programs per multiprocessor that splits aim for.
     """
 
     keys: int = 64
@@ -55,23 +55,23 @@ class DecodeTiles:
 
     @classmethod
     def of(cls, head_size: int) -> DecodeTiles:
-        """Return what was fastest on an H200 for heads of 128 (docs/explanation/int8.md), and fits larger ones."""
+        """Return tiles tuned on an H200 at head size 128 (docs/explanation/int8.md), or such that fit larger heads."""
         return cls(keys=32, warps=4) if head_size > 128 else cls()
 
     def splits(self, *, sequences: int, keys: int, multiprocessors: int, most: int | None = None) -> int:
         """
-        Return into how many parts the keys of each sequence are split.
+        Return the number of splits of each sequence.
 
         Args:
             sequences: Requests times KV heads.
-            keys: Of the longest of them.
-            multiprocessors: Of the device.
-            most: What the host allows; None for any number.
+            keys: Keys of the longest sequence.
+            multiprocessors: Multiprocessors of the device.
+            most: The host's split-KV limit; None for no limit.
         """
         wanted = -(-self.programs * multiprocessors // max(1, sequences))
-        worth = keys // (self.keys * _LEAST_TILES)
-        return max(1, min(wanted, worth, MOST_SPLITS if most is None else min(most, MOST_SPLITS)))
+        worth = keys // (self.keys * _MIN_TILES)
+        return max(1, min(wanted, worth, MAX_SPLITS if most is None else min(most, MAX_SPLITS)))
 
-    def most_parts(self, *, requests: int, kv_heads: int, multiprocessors: int) -> int:
-        """Return how many parts all sequences of a step may have together, for each KV head."""
-        return min(requests * MOST_SPLITS, self.programs * multiprocessors // kv_heads + 1 + requests)
+    def max_parts(self, *, requests: int, kv_heads: int, multiprocessors: int) -> int:
+        """Return an upper bound of the splits of all sequences of a step together, for each KV head."""
+        return min(requests * MAX_SPLITS, self.programs * multiprocessors // kv_heads + 1 + requests)

@@ -1,31 +1,31 @@
-"""The kernels of decodes: attention over int8 pages, with the write of new rows in it, and the merge of its parts."""
+"""The kernel of decodes: attention over an int8 KV cache, with the write of new rows, and split KV. Imports Triton."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from attnplug_int8_ixformer.triton_scores import (
-    attended,
-    halves_of,
-    queries_of,
-    raised,
-    rounded,
-    scale_of,
-    scores_of,
-    seen_of,
-    unit_of,
+from attnplug_int8_ixformer.triton_ops import (
+    load_queries,
+    online_softmax,
+    pv_dot,
+    row_scale,
+    scale_scores,
+    score_unit,
+    to_int8,
+    unpack_int8_pairs,
+    visible_at,
 )
 
 
-@triton.jit(do_not_specialize=["of_request", "num_reqs", "num_splits", "left"])
-def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen when it is compiled
+@triton.jit(do_not_specialize=["table_stride", "num_reqs", "num_splits", "left"])
+def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen at compile time
     query: tl.tensor,
     key: tl.tensor,
     value: tl.tensor,
     out: tl.tensor,
     parts: tl.tensor,
-    part_sums: tl.tensor,
+    part_lse: tl.tensor,
     key_pages: tl.tensor,
     value_pages: tl.tensor,
     key_scales: tl.tensor,
@@ -41,7 +41,7 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen when it is compi
     value_token: tl.int64,
     value_head: tl.int64,
     out_token: tl.int64,
-    of_request: tl.int64,
+    table_stride: tl.int64,
     num_reqs: tl.int32,
     num_splits: tl.int32,
     left: tl.int32,
@@ -73,10 +73,10 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen when it is compi
     interpreted: tl.constexpr,
 ) -> None:
     """
-    One program computes one KV head of a request, or a part of its keys: query heads of all new tokens share a tile.
+    One program computes a split of one KV head of a request: the query heads of all new tokens are rows of one tile.
 
-    Keys of the cache are those from before this step. The new rows are quantized by the last split, which attends what
-    it writes, so that no program reads a slot that another one writes.
+    The loop reads the keys from before this step. The last split quantizes and writes the new rows, and attends to them
+    from registers, so that no program reads a slot that another one writes.
     """
     program = tl.program_id(0)
     kv_head = program % kv_heads
@@ -88,148 +88,118 @@ def _decode(  # noqa: C901, PLR0912 - forms of one loop, chosen when it is compi
         return
 
     length = tl.load(seq_lens + request)
-    old = length - count if writes else length
+    cached = length - count if writes else length
     first = 0
-    seen_from = 0
+    first_visible = 0
     if is_windowed:
-        seen_from = tl.maximum(length - count - left, 0)  # what stands before may be gone, its blocks too
-        first = seen_from // keys * keys
-    tiles = (tl.maximum(old - first, 0) + keys - 1) // keys
+        first_visible = tl.maximum(length - count - left, 0)  # earlier blocks may be freed already
+        first = first_visible // keys * keys
+    tiles = (tl.maximum(cached - first, 0) + keys - 1) // keys
     if is_windowed:
-        tiles = tl.where(old > seen_from, tiles, 0)
-    share = (tiles + num_splits - 1) // num_splits
-    begin = first + split * share * keys
-    end = tl.minimum(begin + share * keys, old)
+        tiles = tl.where(cached > first_visible, tiles, 0)
+    keys_per_split = (tiles + num_splits - 1) // num_splits
+    begin = first + split * keys_per_split * keys
+    end = tl.minimum(begin + keys_per_split * keys, cached)
 
     lane = tl.arange(0, lanes)
     token, head = lane // group, kv_head * group + lane % group
-    mine = token < count
+    row_mask = token < count
     position = length - count + token
     columns = tl.arange(0, width)
-    inside = columns < size
-    rows = query + (start + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + columns[None, :]
-    q, q_scale = queries_of(rows, mine[:, None] & inside[None, :], scale, is_capped)
+    column_mask = columns < size
+    query_ptrs = query + (start + token).to(tl.int64)[:, None] * q_token + head[:, None] * q_head + columns[None, :]
+    q, q_scale = load_queries(query_ptrs, row_mask[:, None] & column_mask[None, :], scale, is_capped)
     slope = q_scale
     if alibi > 0:
-        slope = tl.load(slopes + head, mask=mine, other=0.0) * 1.4426950408889634
-    unit = unit_of(q_scale, is_capped, alibi)
+        slope = tl.load(slopes + head, mask=row_mask, other=0.0) * 1.4426950408889634
+    unit = score_unit(q_scale, is_capped, alibi)
 
-    keys_at, values_at = key_pages + kv_head * k_head, value_pages + kv_head * v_head
-    scales_at, pages = key_scales + kv_head * s_head, table + request * of_request
-    highest = tl.full((lanes,), -1e30, tl.float32)  # finite: a row that has attended nothing yet shrinks by exp2(0)
-    sums = tl.zeros((lanes,), tl.float32)
+    key_base, value_base = key_pages + kv_head * k_head, value_pages + kv_head * v_head
+    scale_base, page_ptrs = key_scales + kv_head * s_head, table + request * table_stride
+    row_max = tl.full((lanes,), -1e30, tl.float32)  # finite: see online_softmax
+    row_sum = tl.zeros((lanes,), tl.float32)
     half: tl.constexpr = width // 2 if has_scales else width
-    total = tl.zeros((lanes, half), tl.float32)  # with scales: of the even columns, and `total_odd` of the odd ones
-    total_odd = tl.zeros((lanes, half), tl.float32)
+    acc = tl.zeros((lanes, half), tl.float32)  # level 1: of the even columns; `acc_odd` of the odd ones
+    acc_odd = tl.zeros((lanes, half), tl.float32)
     pairs = tl.arange(0, half)
-    of_tile = tl.arange(0, keys)
+    key_offsets = tl.arange(0, keys)
 
     for index in tl.range(begin, end, keys, num_stages=stages):
-        place = index + of_tile
-        # What is behind the end is read from the last slot, and left out below: loads without a mask take fewer steps.
-        at = tl.minimum(place, end - 1)
+        key_position = index + key_offsets
+        # Positions beyond the end load the last slot, and are masked below: loads without masks are faster.
+        at = tl.minimum(key_position, end - 1)
         if is_windowed:
-            at = tl.maximum(at, seen_from)
+            at = tl.maximum(at, first_visible)
         if page_size % keys == 0:
-            page, slot = tl.load(pages + index // page_size).to(tl.int64), at % page_size
+            page, slot = tl.load(page_ptrs + index // page_size).to(tl.int64), at % page_size
         else:
-            page, slot = tl.load(pages + at // page_size).to(tl.int64), at % page_size
-        k_rows = keys_at + (page * k_page + slot * k_slot)[:, None]
-        v_rows = values_at + (page * v_page + slot * v_slot)[:, None]
-        k_scale = tl.load(scales_at + page * s_page + slot)
-        if has_scales:  # as pairs of bytes, values reach the tensor cores the way that 16-bit numbers do
-            v_rows = values_at.to(tl.pointer_type(tl.int16)) + (page * (v_page // 2) + slot * (v_slot // 2))[:, None]
+            page, slot = tl.load(page_ptrs + at // page_size).to(tl.int64), at % page_size
+        k_rows = key_base + (page * k_page + slot * k_slot)[:, None]
+        v_rows = value_base + (page * v_page + slot * v_slot)[:, None]
+        k_scale = tl.load(scale_base + page * s_page + slot)
+        if has_scales:  # int8 pairs are loaded as int16, which 16-bit MMAs can take after unpacking
+            v_rows = value_base.to(tl.pointer_type(tl.int16)) + (page * (v_page // 2) + slot * (v_slot // 2))[:, None]
         if size == width:
             k, v = tl.load(k_rows + columns[None, :]), tl.load(v_rows + pairs[None, :])
         else:
-            k = tl.load(k_rows + columns[None, :], mask=inside[None, :], other=0)
+            k = tl.load(k_rows + columns[None, :], mask=column_mask[None, :], other=0)
             v = tl.load(v_rows + pairs[None, :], mask=(pairs < size * half // width)[None, :], other=0)
-        distance = position[:, None] - place[None, :]
+        distance = position[:, None] - key_position[None, :]
         products = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
-        scores = scores_of(products, q_scale, k_scale, distance, slope, soft_cap, is_capped, alibi)
-        scores = tl.where((place < end)[None, :] & seen_of(distance, left, is_windowed), scores, float("-inf"))
-        weights, highest, shrunk = raised(scores, unit, highest)
-        sums = sums * shrunk + tl.sum(weights, 1)
+        scores = scale_scores(products, q_scale, k_scale, distance, slope, soft_cap, is_capped, alibi)
+        scores = tl.where(
+            (key_position < end)[None, :] & visible_at(distance, left, is_windowed), scores, float("-inf")
+        )
+        probs, row_max, rescale = online_softmax(scores, unit, row_max)
+        row_sum = row_sum * rescale + tl.sum(probs, 1)
         if has_scales:
-            even, odd = halves_of(v)
-            total = attended(weights, even, total * shrunk[:, None], interpreted)
-            total_odd = attended(weights, odd, total_odd * shrunk[:, None], interpreted)
+            even, odd = unpack_int8_pairs(v)
+            acc = pv_dot(probs, even, acc * rescale[:, None], interpreted)
+            acc_odd = pv_dot(probs, odd, acc_odd * rescale[:, None], interpreted)
         else:
-            total = attended(weights, v, total * shrunk[:, None], interpreted)
+            acc = pv_dot(probs, v, acc * rescale[:, None], interpreted)
 
     if has_scales:
-        total = tl.interleave(total, total_odd)
-        v_scale = tl.load(value_scales + kv_head * size + columns, mask=inside, other=1.0)
-    if writes:  # noqa: SIM102 - settled when it is compiled
+        acc = tl.interleave(acc, acc_odd)
+        v_scale = tl.load(value_scales + kv_head * size + columns, mask=column_mask, other=1.0)
+    if writes:  # noqa: SIM102 - settled at compile time
         if split == num_splits - 1:
             new = tl.arange(0, news)
-            place = length - count + new
+            key_position = length - count + new
             is_new = new < count
-            wanted = is_new[:, None] & inside[None, :]
-            page = tl.load(pages + place // page_size, mask=is_new, other=0).to(tl.int64)
-            slot = place % page_size
+            new_mask = is_new[:, None] & column_mask[None, :]
+            page = tl.load(page_ptrs + key_position // page_size, mask=is_new, other=0).to(tl.int64)
+            slot = key_position % page_size
             row = (start + new).to(tl.int64)[:, None]
-            brought = tl.load(key + row * key_token + kv_head * key_head + columns[None, :], mask=wanted, other=0.0)
-            brought = brought.to(tl.float32)
-            k_scale = scale_of(brought)
-            k = rounded(brought, k_scale[:, None])
-            tl.store(keys_at + (page * k_page + slot * k_slot)[:, None] + columns[None, :], k, mask=wanted)
-            tl.store(scales_at + page * s_page + slot, k_scale, mask=is_new)
-            v = tl.load(value + row * value_token + kv_head * value_head + columns[None, :], mask=wanted, other=0.0)
+            new_keys = tl.load(key + row * key_token + kv_head * key_head + columns[None, :], mask=new_mask, other=0.0)
+            new_keys = new_keys.to(tl.float32)
+            k_scale = row_scale(new_keys)
+            k = to_int8(new_keys, k_scale[:, None])
+            tl.store(key_base + (page * k_page + slot * k_slot)[:, None] + columns[None, :], k, mask=new_mask)
+            tl.store(scale_base + page * s_page + slot, k_scale, mask=is_new)
+            v = tl.load(value + row * value_token + kv_head * value_head + columns[None, :], mask=new_mask, other=0.0)
             if has_scales:
-                v = rounded(v.to(tl.float32), v_scale[None, :])
-            tl.store(values_at + (page * v_page + slot * v_slot)[:, None] + columns[None, :], v, mask=wanted)
-            distance = position[:, None] - place[None, :]
+                v = to_int8(v.to(tl.float32), v_scale[None, :])
+            tl.store(value_base + (page * v_page + slot * v_slot)[:, None] + columns[None, :], v, mask=new_mask)
+            distance = position[:, None] - key_position[None, :]
             products = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
-            scores = scores_of(products, q_scale, k_scale, distance, slope, soft_cap, is_capped, alibi)
-            scores = tl.where(is_new[None, :] & seen_of(distance, left, is_windowed), scores, float("-inf"))
-            weights, highest, shrunk = raised(scores, unit, highest)
-            sums = sums * shrunk + tl.sum(weights, 1)
+            scores = scale_scores(products, q_scale, k_scale, distance, slope, soft_cap, is_capped, alibi)
+            scores = tl.where(is_new[None, :] & visible_at(distance, left, is_windowed), scores, float("-inf"))
+            probs, row_max, rescale = online_softmax(scores, unit, row_max)
+            row_sum = row_sum * rescale + tl.sum(probs, 1)
             kind = tl.float16 if has_scales else v.dtype
-            total = attended(weights, v.to(kind), total * shrunk[:, None], interpreted)
+            acc = pv_dot(probs, v.to(kind), acc * rescale[:, None], interpreted)
 
-    factor = tl.where(sums > 0, 1.0 / sums, 0.0)
-    result = total * factor[:, None]
+    inverse = tl.where(row_sum > 0, 1.0 / row_sum, 0.0)
+    result = acc * inverse[:, None]
     if has_scales:
         result = result * v_scale[None, :]
-    stored = mine[:, None] & inside[None, :]
+    store_mask = row_mask[:, None] & column_mask[None, :]
     if is_split:
-        row = ((start + token).to(tl.int64) * (kv_heads * group) + head) * num_splits + split
-        tl.store(parts + row[:, None] * size + columns[None, :], result, mask=stored)
-        logarithm = tl.where(sums > 0, highest + tl.math.log2(sums), float("-inf"))
-        tl.store(part_sums + row, logarithm, mask=mine)
+        at = ((start + token).to(tl.int64) * (kv_heads * group) + head) * num_splits + split
+        tl.store(parts + at[:, None] * size + columns[None, :], result, mask=store_mask)
+        log2_lse = tl.where(row_sum > 0, row_max + tl.math.log2(row_sum), float("-inf"))
+        tl.store(part_lse + at, log2_lse, mask=row_mask)
     else:
-        places = out + (start + token).to(tl.int64)[:, None] * out_token + head[:, None] * size + columns[None, :]
-        tl.store(places, result.to(out.dtype.element_ty), mask=stored)
-
-
-@triton.jit(do_not_specialize=["num_reqs", "num_splits"])
-def _merge(
-    parts: tl.tensor,
-    part_sums: tl.tensor,
-    out: tl.tensor,
-    query_starts: tl.tensor,
-    out_token: tl.int64,
-    num_reqs: tl.int32,
-    num_splits: tl.int32,
-    heads: tl.constexpr,
-    size: tl.constexpr,
-    width: tl.constexpr,
-    most: tl.constexpr,
-) -> None:
-    """One program merges the splits of one head of one token; rows behind the last request's are nobody's."""
-    token = tl.program_id(0) // heads
-    if token >= tl.load(query_starts + num_reqs):
-        return
-
-    head, split, columns = tl.program_id(0) % heads, tl.arange(0, most), tl.arange(0, width)
-    row = (token * heads + head).to(tl.int64) * num_splits + split
-    logarithms = tl.load(part_sums + row, mask=split < num_splits, other=float("-inf"))
-    highest = tl.maximum(tl.max(logarithms, 0), -1e30)
-    weights = tl.math.exp2(logarithms - highest)
-    there = (weights > 0)[:, None] & (columns < size)[None, :]
-    found = tl.load(parts + row[:, None] * size + columns[None, :], mask=there, other=0.0)
-    sums = tl.sum(weights, 0)
-    result = tl.sum(found * weights[:, None], 0) * tl.where(sums > 0, 1.0 / sums, 0.0)
-    places = out + token.to(tl.int64) * out_token + head * size + columns
-    tl.store(places, result.to(out.dtype.element_ty), mask=columns < size)
+        out_ptrs = out + (start + token).to(tl.int64)[:, None] * out_token + head[:, None] * size + columns[None, :]
+        tl.store(out_ptrs, result.to(out.dtype.element_ty), mask=store_mask)

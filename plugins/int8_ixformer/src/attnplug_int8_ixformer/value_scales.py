@@ -1,4 +1,4 @@
-"""The scales of values, per layer, KV head and channel: what a calibration finds, a file holds, and level 1 loads."""
+"""Value scales per layer, KV head and channel: observed by a calibration, saved to a file, loaded by level 1."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 _FORMAT: Final = "attnplug int8 value scales, 1"
 _STEPS: Final = 127
-_NEVER_USED: Final = 1.0
-"""Largest value of a channel that has been 0 throughout: any positive one serves."""
+_ABSMAX_OF_ZEROS: Final = 1.0
+"""The absmax of a channel that was always 0: any positive number quantizes it."""
 
 
 @frozen(eq=False)
@@ -32,57 +32,57 @@ class ValueScales:
     Value scales of a model.
 
     Attributes:
-        of_layers: ``(num_kv_heads, head_size)`` float32 by the layer's name, positive and finite.
+        layers: ``(num_kv_heads, head_size)`` float32 by layer name, positive and finite.
     """
 
-    of_layers: Mapping[str, Tensor]
+    layers: Mapping[str, Tensor]
 
     def __attrs_post_init__(self) -> None:
-        for name, scales in self.of_layers.items():
-            check_scales(name, scales, tuple(scales.shape), "the scales that were given")
+        for name, scales in self.layers.items():
+            check_scales(name, scales, tuple(scales.shape), "ValueScales")
 
     @classmethod
     def observed(cls, impls: Iterable[AttentionImpl]) -> ValueScales:
         """
-        Return what layers of level 0 have seen: the largest absolute value of each channel over 127.
+        Return the scales that layers of level 0 observed: the absmax of each channel over 127.
 
         Args:
-            impls: The layers; those that share the cache of another one have no scales of their own.
+            impls: The layers. Those that share another layer's cache are skipped.
 
         Raises:
-            LayerError: A layer is none of level 0, or has seen no value yet, or one that is NaN or infinite.
+            LayerError: A layer is not of level 0, or observed no value, or one that is NaN or infinite.
         """
         found = {}
         for impl in impls:
             if impl.layer.kv_sharing_target is not None:
                 continue
-            name, largest = impl.layer.name, _noted(impl)
-            if not largest.any():
+            name, absmax = impl.layer.name, _observed(impl)
+            if not absmax.any():
                 raise LayerError(
-                    f"layer {name!r} has seen no value",
-                    "scales follow from the values of some steps at least",
+                    f"layer {name!r} observed no value",
+                    "scales are computed from the values of one step or more",
                     "run prompts through the model first",
                 )
-            _check_finite(name, largest)
-            found[name] = torch.where(largest > 0, largest, _NEVER_USED) / _STEPS
+            _check_finite(name, absmax)
+            found[name] = torch.where(absmax > 0, absmax, _ABSMAX_OF_ZEROS) / _STEPS
         return cls(found)
 
     def save(self, path: Path | str) -> None:
         """
-        Write a safetensors file, whole or not at all.
+        Write a safetensors file, atomically.
 
         Raises:
-            LayerError: There are no scales, or no folder of that name.
+            LayerError: There are no scales, or the folder does not exist.
         """
         target = Path(path)
-        if not self.of_layers or not target.parent.is_dir():
+        if not self.layers or not target.parent.is_dir():
             raise LayerError(
-                f"value scales of {len(self.of_layers)} layers were to be written to {str(path)!r}",
-                "a file has those of one layer at least, in a folder that is there",
-                "pass the layers of level 0 to ValueScales.observed, and make the folder first",
+                f"value scales of {len(self.layers)} layers cannot be saved to {str(path)!r}",
+                "a file has the scales of one layer or more, in a folder that exists",
+                "pass the layers of level 0 to ValueScales.observed, and create the folder first",
             )
         part = target.with_name(f"{target.name}.{os.getpid()}.part")
-        scales = {name: tensor.contiguous().cpu() for name, tensor in self.of_layers.items()}
+        scales = {name: tensor.contiguous().cpu() for name, tensor in self.layers.items()}
         try:
             save_file(scales, part, metadata={"format": _FORMAT})
             part.replace(target)
@@ -95,25 +95,25 @@ class ValueScales:
         Return the scales of a file.
 
         Raises:
-            LayerError: There is none, it is of another kind, or a scale is not positive and finite.
+            LayerError: The file is missing or has another format, or a scale is not positive and finite.
         """
         return cls({name: _read(path, name) for name in _names(path)})
 
 
 def load_layer(path: Path | str, name: str, num_kv_heads: int, head_size: int) -> Tensor:
     """
-    Return the scales of one layer, ``(num_kv_heads, head_size)`` float32 on the CPU. No other is read.
+    Return the scales of one layer, ``(num_kv_heads, head_size)`` float32 on the CPU, and read no other layer's.
 
     Raises:
-        LayerError: The file is missing or of another kind, lacks the layer, or has scales of another shape or dtype,
-            or one that is not positive and finite.
+        LayerError: The file is missing or has another format, lacks the layer, or has scales of another shape or
+            dtype, or one that is not positive and finite.
     """
     names = _names(path)
     if name not in names:
         raise LayerError(
-            f"value scales of layer {name!r} were looked for in {str(path)!r}",
-            f"it has those of {len(names)} layers: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
-            "calibrate with this model, whose layers have the names that the host gives them",
+            f"{str(path)!r} has no value scales of layer {name!r}",
+            f"one of its {len(names)} layers: {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}",
+            "calibrate with this model in this host: layers are found by the host's names",
         )
     scales = _read(path, name)
     check_scales(name, scales, (num_kv_heads, head_size), f"{str(path)!r}")
@@ -128,7 +128,7 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
         name: The layer.
         scales: The scales.
         shape: ``(num_kv_heads, head_size)``.
-        where: What holds them, for the message.
+        where: Their source, for the message.
 
     Raises:
         LayerError: They have another shape or dtype, or one is not positive and finite.
@@ -137,11 +137,11 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
         raise LayerError(
             f"in {where}, layer {name!r} has value scales of shape {tuple(scales.shape)} and {scales.dtype}",
             f"they are (num_kv_heads, head_size) = {shape} float32",
-            "calibrate with the same model on as many ranks: each has the KV heads of its own",
+            "calibrate with the same model and as many ranks: each rank saves its own KV heads",
         )
-    wrong = ~(scales.isfinite() & (scales > 0))
-    if wrong.any():
-        head, channel = wrong.nonzero()[0].tolist()
+    invalid = ~(scales.isfinite() & (scales > 0))
+    if invalid.any():
+        head, channel = invalid.nonzero()[0].tolist()
         raise LayerError(
             f"in {where}, layer {name!r} has the value scale {float(scales[head, channel])} for channel {channel} of "
             f"KV head {head}",
@@ -150,33 +150,33 @@ def check_scales(name: str, scales: Tensor, shape: tuple[int, ...], where: str) 
         )
 
 
-def _noted(impl: AttentionImpl) -> Tensor:
-    """``(num_kv_heads, head_size)`` float32 on the CPU: what an observer has noted."""
+def _observed(impl: AttentionImpl) -> Tensor:
+    """Return the absmax of a layer of level 0, ``(num_kv_heads, head_size)`` float32 on the CPU."""
     if not isinstance(impl, ObserverImpl):
         raise LayerError(
-            f"scales were asked of layer {impl.layer.name!r} of {impl.agreement.id}",
-            "int8_ixformer/calibration alone notes values",
+            f"layer {impl.layer.name!r} of {impl.agreement.id} observes no values",
+            "a layer of int8_ixformer/calibration",
             "select with features=('int8_ixformer.calibrate',), and run prompts through the model",
         )
-    return impl.largest.cpu()
+    return impl.absmax.cpu()
 
 
-def _check_finite(name: str, largest: Tensor) -> None:
-    wrong = (~largest.isfinite()).nonzero()
-    if len(wrong):
-        head, channel = wrong[0].tolist()
+def _check_finite(name: str, absmax: Tensor) -> None:
+    invalid = (~absmax.isfinite()).nonzero()
+    if len(invalid):
+        head, channel = invalid[0].tolist()
         raise LayerError(
-            f"layer {name!r} has seen the value {float(largest[head, channel])} in channel {channel} of KV head {head}",
-            "a scale follows from finite values",
-            "look for what overflows in the model, and calibrate anew",
+            f"layer {name!r} observed the value {float(absmax[head, channel])} in channel {channel} of KV head {head}",
+            "scales are computed from finite values",
+            "find what overflows in the model, and calibrate again",
         )
 
 
 def _names(path: Path | str) -> list[str]:
     if not Path(path).is_file():
         raise LayerError(
-            f"value scales were looked for in {str(path)!r}",
-            "no such file is there",
+            f"there is no file {str(path)!r} of value scales",
+            "",
             "calibrate first (level 0), and pass its file: options={'int8_ixformer': {'value_scales': PATH}}",
         )
     try:
@@ -197,7 +197,7 @@ def _read(path: Path | str, name: str) -> Tensor:
 
 def _refuse_kind(path: Path | str, why: str) -> NoReturn:
     raise LayerError(
-        f"value scales were looked for in {str(path)!r}",
-        f"it is no file of them: {why}",
-        "pass the file that ValueScales.save has written",
+        f"{str(path)!r} is not a file of value scales: {why}",
+        "",
+        "pass a file that ValueScales.save has written",
     ) from None

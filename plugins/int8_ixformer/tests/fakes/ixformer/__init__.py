@@ -1,1 +1,1 @@
-"""A double of the vendor library: it checks and records every call, and computes in float64."""
+"""A fake of the vendor library: it checks and records every call, and computes in float64."""

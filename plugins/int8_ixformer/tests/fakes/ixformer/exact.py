@@ -10,16 +10,16 @@ from torch import Tensor
 from attnplug_kit.oracle.attention import attend
 
 
-def gathered(pages: Tensor, scales: Tensor | None, table: Tensor, length: int) -> Tensor:
-    """``(length, heads, size)`` float64 of heads-first pages, times a scale per token and head."""
+def gather(pages: Tensor, scales: Tensor | None, table: Tensor, length: int) -> Tensor:
+    """Return ``(length, heads, size)`` float64 from heads-first pages, times scales per token and head."""
     size = pages.shape[2]
     block, slot = table.long()[torch.arange(length) // size], torch.arange(length) % size
     found = pages[block, :, slot].double()
     return found if scales is None else found * scales[block, :, slot].double()[..., None]
 
 
-def attended(query: Tensor, keys: Tensor, values: Tensor, given: dict[str, Any], slopes: Tensor | None) -> Tensor:
-    """``(queries, heads, size)``, by the library's names of the terms."""
+def attention(query: Tensor, keys: Tensor, values: Tensor, given: dict[str, Any], slopes: Tensor | None) -> Tensor:
+    """Return ``(queries, heads, size)``, by the library's names of the parameters."""
     assert given["causal"] is True
     left, right = given["window"]
     assert right == (-1 if left < 0 else 0)
@@ -37,6 +37,6 @@ def attended(query: Tensor, keys: Tensor, values: Tensor, given: dict[str, Any],
     ).output
 
 
-def rounded(rows: Tensor, scales: Tensor) -> Tensor:
-    """Rows over scales, as int8."""
+def quantize(rows: Tensor, scales: Tensor) -> Tensor:
+    """Return rows over scales, as int8."""
     return (rows.float() / scales).round().clamp(-127, 127).to(torch.int8)

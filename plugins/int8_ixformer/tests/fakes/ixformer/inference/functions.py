@@ -1,4 +1,4 @@
-"""Quantization, cache writes and decodes."""
+"""Quantization, cache writes and decode attention."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import torch
 from torch import Tensor
 
 from ixformer import exact
-from ixformer.journal import demand, demand_pages, note
+from ixformer.journal import record, require, require_pages
 
 
 def scaled_int8_quant_for_attn(x, mode, transpose_scale=False, scale=None):
-    note("scaled_int8_quant_for_attn", dict(locals()))
+    record("scaled_int8_quant_for_attn", dict(locals()))
     assert mode in (0, 2)
     tokens, heads, size = x.shape
-    demand(x, (tokens, heads, size), x.dtype, "x")
+    require(x, (tokens, heads, size), x.dtype, "x")
     assert x.dtype in (torch.bfloat16, torch.float16)
     if mode == 0:
-        demand(scale, (heads, size), torch.float32, "scale")
+        require(scale, (heads, size), torch.float32, "scale")
         assert transpose_scale is False
-        return exact.rounded(x, scale), scale
+        return exact.quantize(x, scale), scale
     assert scale is None
-    largest = x.float().abs().amax(-1)
-    found = torch.where(largest > 0, largest, 1.0) / 127
-    return exact.rounded(x, found[..., None]), found.T.contiguous() if transpose_scale else found
+    absmax = x.float().abs().amax(-1)
+    found = torch.where(absmax > 0, absmax, 1.0) / 127
+    return exact.quantize(x, found[..., None]), found.T.contiguous() if transpose_scale else found
 
 
 def _write(given, *, mixed: bool) -> None:
     key, value, slots = given["key"], given["value"], given["slot_mapping"]
-    demand_pages(given["key_cache"], given["value_cache"], given["key_scale_cache"], mixed=mixed)
+    require_pages(given["key_cache"], given["value_cache"], given["key_scale_cache"], mixed=mixed)
     tokens, heads, size = key.shape
-    demand(key, (tokens, heads, size), torch.int8, "key")
-    demand(value, (tokens, heads, size), given["value_cache"].dtype, "value")
-    demand(given["k_scale"], (tokens, heads), torch.float32, "k_scale")
-    demand(slots, (tokens,), torch.int64, "slot_mapping")
+    require(key, (tokens, heads, size), torch.int8, "key")
+    require(value, (tokens, heads, size), given["value_cache"].dtype, "value")
+    require(given["k_scale"], (tokens, heads), torch.float32, "k_scale")
+    require(slots, (tokens,), torch.int64, "slot_mapping")
     assert given["kv_cache_dtype"] == ""
     page = given["key_cache"].shape[2]
     for token, slot in enumerate(slots.tolist()):
@@ -49,14 +49,14 @@ def _put(given, block: int, slot: int, key: Tensor, value: Tensor, scale: Tensor
 def reshape_and_cache_flash_int8(
     key, value, k_scale, key_cache, value_cache, key_scale_cache, slot_mapping, kv_cache_dtype=""
 ):
-    note("reshape_and_cache_flash_int8", dict(locals()))
+    record("reshape_and_cache_flash_int8", dict(locals()))
     _write(dict(locals()), mixed=False)
 
 
 def reshape_and_cache_flash_mix(
     key, value, k_scale, key_cache, value_cache, key_scale_cache, slot_mapping, kv_cache_dtype=""
 ):
-    note("reshape_and_cache_flash_mix", dict(locals()))
+    record("reshape_and_cache_flash_mix", dict(locals()))
     _write(dict(locals()), mixed=True)
 
 
@@ -66,8 +66,8 @@ def vllm_paged_attention_int8(
     block_tables, context_lens, block_size, softcap, alibi_slopes, causal, window_left, window_right, use_sqrt_alibi,
     use_cuda_graph, max_context_len, cu_query_lens, max_query_len, save_key=None, save_value=None, save_key_scale=None,
 ):  # fmt: skip
-    note("vllm_paged_attention_int8", dict(locals()))
-    demand(value_scale_cache, (num_kv_heads, query.shape[2]), torch.float32, "value_scale_cache")
+    record("vllm_paged_attention_int8", dict(locals()))
+    require(value_scale_cache, (num_kv_heads, query.shape[2]), torch.float32, "value_scale_cache")
     _attend(dict(locals()), value_scale_cache)
 
 
@@ -77,7 +77,7 @@ def vllm_paged_attention_mix(
     block_tables, context_lens, block_size, softcap, alibi_slopes, causal, window_left, window_right, use_sqrt_alibi,
     use_cuda_graph, max_context_len, cu_query_lens, max_query_len, save_key=None, save_value=None, save_key_scale=None,
 ):  # fmt: skip
-    note("vllm_paged_attention_mix", dict(locals()))
+    record("vllm_paged_attention_mix", dict(locals()))
     _attend(dict(locals()), None)
 
 
@@ -85,21 +85,21 @@ def _attend(given, value_scales: Tensor | None) -> None:
     query, key_cache, lens, starts = given["query"], given["key_cache"], given["context_lens"], given["cu_query_lens"]
     tokens, heads, size = query.shape
     requests = len(lens)
-    demand_pages(key_cache, given["value_cache"], given["key_scale_cache"], mixed=value_scales is None)
+    require_pages(key_cache, given["value_cache"], given["key_scale_cache"], mixed=value_scales is None)
     assert (key_cache.shape[1], key_cache.shape[2]) == (given["num_kv_heads"], given["block_size"])
-    demand(query, (tokens, heads, size), torch.int8, "query")
-    demand(given["query_scale"], (tokens, heads), torch.float32, "query_scale")
-    demand(given["output"], (tokens, heads, size), given["output"].dtype, "output")
-    demand(starts, (requests + 1,), torch.int32, "cu_query_lens")
-    demand(lens, (requests,), torch.int32, "context_lens")
-    demand(given["block_tables"], (requests, given["block_tables"].shape[1]), torch.int32, "block_tables")
+    require(query, (tokens, heads, size), torch.int8, "query")
+    require(given["query_scale"], (tokens, heads), torch.float32, "query_scale")
+    require(given["output"], (tokens, heads, size), given["output"].dtype, "output")
+    require(starts, (requests + 1,), torch.int32, "cu_query_lens")
+    require(lens, (requests,), torch.int32, "context_lens")
+    require(given["block_tables"], (requests, given["block_tables"].shape[1]), torch.int32, "block_tables")
     assert int(lens.min()) >= 1
     assert int(lens.max()) <= given["max_context_len"]
     assert int(starts.diff().max()) <= given["max_query_len"]
     assert isinstance(given["use_cuda_graph"], bool)
     if given["save_key"] is not None:
         _save(given)
-    terms = {
+    params = {
         "causal": given["causal"],
         "window": (given["window_left"], given["window_right"]),
         "scale": given["scale"],
@@ -111,24 +111,26 @@ def _attend(given, value_scales: Tensor | None) -> None:
         if rows.start == rows.stop:
             continue
         table = given["block_tables"][request]
-        keys = exact.gathered(key_cache, given["key_scale_cache"], table, length)
-        values = exact.gathered(given["value_cache"], None, table, length)
+        keys = exact.gather(key_cache, given["key_scale_cache"], table, length)
+        values = exact.gather(given["value_cache"], None, table, length)
         values = values if value_scales is None else values * value_scales.double()
         queries = query[rows].double() * given["query_scale"][rows].double()[..., None]
-        given["output"][rows] = exact.attended(queries, keys, values, terms, given["alibi_slopes"]).to(given["output"])
+        given["output"][rows] = exact.attention(queries, keys, values, params, given["alibi_slopes"]).to(
+            given["output"]
+        )
 
 
 def _save(given) -> None:
-    """Places follow from lengths and tables: the library knows no slots here, and for padding it writes something."""
+    """Write new rows: slots are derived from lengths and block tables, and padding is written too."""
     tokens, heads, size = given["save_key"].shape
-    demand(given["save_key"], (tokens, heads, size), torch.int8, "save_key")
-    demand(given["save_value"], (tokens, heads, size), given["value_cache"].dtype, "save_value")
-    demand(given["save_key_scale"], (tokens, heads), torch.float32, "save_key_scale")
+    require(given["save_key"], (tokens, heads, size), torch.int8, "save_key")
+    require(given["save_value"], (tokens, heads, size), given["value_cache"].dtype, "save_value")
+    require(given["save_key_scale"], (tokens, heads), torch.float32, "save_key_scale")
     starts, page = given["cu_query_lens"].tolist(), given["block_size"]
-    anything = torch.tensor(99, dtype=torch.int8), given["value_cache"].new_tensor(99), torch.tensor(torch.nan)
+    garbage = torch.tensor(99, dtype=torch.int8), given["value_cache"].new_tensor(99), torch.tensor(torch.nan)
     for request, length in enumerate(given["context_lens"].tolist()):
         if starts[request] == starts[request + 1]:
-            _put(given, int(given["block_tables"][request, (length - 1) // page]), (length - 1) % page, *anything)
+            _put(given, int(given["block_tables"][request, (length - 1) // page]), (length - 1) % page, *garbage)
         for token in range(starts[request], starts[request + 1]):
             place = length - starts[request + 1] + token
             block = int(given["block_tables"][request, place // page])
@@ -137,8 +139,8 @@ def _save(given) -> None:
 
 
 def merge_attn_states(out, lse, other, other_lse, output):
-    note("merge_attn_states", dict(locals()))
-    demand(lse, tuple(out.shape[:2]), torch.float32, "lse")
-    demand(other_lse, tuple(out.shape[:2]), torch.float32, "other_lse")
+    record("merge_attn_states", dict(locals()))
+    require(lse, tuple(out.shape[:2]), torch.float32, "lse")
+    require(other_lse, tuple(out.shape[:2]), torch.float32, "other_lse")
     share = torch.sigmoid((lse - other_lse).double())[..., None]
     output.copy_(out.double() * share + other.double() * (1 - share))
