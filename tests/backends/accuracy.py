@@ -23,7 +23,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.contract.impl import AttentionImpl
+from attnplug.contract import impl
 from attnplug.contract.inputs.layer import Layer
 from attnplug_transformers.engine import Engine, engine, groups
 from tests.backends.models import build, prompts
@@ -246,10 +246,10 @@ def _change_layers(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> N
 
 
 def _override(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:
-    begin = AttentionImpl.__init__
+    keep = impl.keep_attributes  # the last call of the contract's constructor, before that of a plugin
 
-    def begin_without(self: Any, layer: Any, agreement: Any) -> None:
-        begin(self, layer, agreement)
-        setattr(self, name, value)
+    def keep_changed(made: Any) -> None:
+        setattr(made, name, value)
+        keep(made)
 
-    monkeypatch.setattr(AttentionImpl, "__init__", begin_without)
+    monkeypatch.setattr(impl, "keep_attributes", keep_changed)
