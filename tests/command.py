@@ -1,4 +1,10 @@
-"""The command with plugins of a scratch folder beside what is installed."""
+"""
+The command with the plugins that a test installs, and no others.
+
+`empty` and `site` are scratch folders on the path of the test's process and of those that it starts. They hide the
+workspace's plugins, which are installed beside core, through `without_plugins/sitecustomize.py`; a test that only needs
+these hidden takes `no_plugins`. Whoever starts a process in another way puts `WITHOUT_PLUGINS` on its PYTHONPATH.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import os
 import pty
 import subprocess
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,10 +21,13 @@ from attrs import frozen
 
 import attnplug
 from attnplug.cli.main import main
+from tests.without_plugins import sitecustomize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
+
+WITHOUT_PLUGINS = Path(sitecustomize.__file__).parent
+"""A folder for PYTHONPATH: the process has none of the workspace's plugins."""
 
 FLASH = """\
 api = "1.0"
@@ -122,12 +132,19 @@ class Outcome:
 
 
 @pytest.fixture
-def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    """A folder for plugins, on the path, with nothing in it yet."""
+def no_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the workspace's plugins from this process, and from those that it starts."""
+    monkeypatch.setattr(os, "listdir", sitecustomize.listdir)
+    monkeypatch.setenv("PYTHONPATH", str(WITHOUT_PLUGINS), prepend=os.pathsep)
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_plugins: None) -> Iterator[Site]:
+    """A folder for plugins, on the path, with nothing in it yet; no other plugin is installed."""
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     attnplug.refresh()
     yield Site(folder)
     attnplug.refresh()

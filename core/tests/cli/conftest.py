@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.command import empty, on_terminal, run, site, start
+from tests.command import empty, no_plugins, on_terminal, run, site, start
 
-__all__ = ["empty", "on_terminal", "run", "site", "start"]
+__all__ = ["empty", "no_plugins", "on_terminal", "run", "site", "start"]

@@ -147,13 +147,12 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert process.stderr == b""
 
 
-@pytest.mark.parametrize("module", ["attnplug", "attnplug.cli"])
-def test_the_package_is_the_command_too(start, site, module: str) -> None:
-    told = start("-m", module, "list")
+def test_the_package_is_the_command_too(start, site) -> None:
+    told = start("-m", "attnplug", "list")
 
     assert (told.code, told.err) == (0, "")
     assert "flash/old  ready" in told.out
-    assert start("-m", module, "nosuch").code == 2
+    assert start("-m", "attnplug", "nosuch").code == 2
 
 
 def test_an_output_of_few_letters_gets_escapes(start, site) -> None:

@@ -5,20 +5,28 @@ from __future__ import annotations
 import re
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from attnplug import commands as exits
-from attnplug.cli.command import BUILT_IN
+from attnplug import commands
+from attnplug.cli.command import BUILT_IN, installed_commands
 from attnplug.cli.parser import Parser
 from attnplug.request.fields import FIELDS
 from attnplug_kit import bench
 
+if TYPE_CHECKING:
+    from types import ModuleType
+
+MODULES = {
+    **{name: import_module(f"attnplug.cli.{name}") for name in BUILT_IN},
+    **{name: command.load() for name, command in installed_commands().items()},
+}
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "command-line.md").read_text("utf-8")
 
 
-def _section(verb: str) -> str:
-    return PAGE.partition(f"\n## {verb}\n")[2].partition("\n## ")[0]
+def _section(command: str) -> str:
+    return PAGE.partition(f"\n## {command}\n")[2].partition("\n## ")[0]
 
 
 def _tabled(text: str) -> set[str]:
@@ -27,25 +35,27 @@ def _tabled(text: str) -> set[str]:
     return {cell.split()[0] for cell in cells if cell.startswith("--")}
 
 
-def _options(verb: str) -> set[str]:
-    """Return the options of a verb, less help and the generated ones."""
+def _options(module: ModuleType) -> set[str]:
+    """Return the options of a command, less help and the generated ones."""
     parser = Parser("test", "")
-    import_module(f"attnplug.cli.{verb}").add_arguments(parser)
+    module.add_arguments(parser)
     actions = [action for action in parser._actions if action.dest not in {*FIELDS, "help"}]
     return {option for action in actions for option in action.option_strings}
 
 
-@pytest.mark.parametrize("verb", BUILT_IN)
-def test_every_option_of_a_verb_is_in_its_section(verb: str) -> None:
-    assert _tabled(_section(verb)) == _options(verb)
+@pytest.mark.parametrize("command", MODULES)
+def test_every_option_of_a_command_is_in_its_section(command: str) -> None:
+    assert _tabled(_section(command)) == _options(MODULES[command])
 
 
-def test_every_verb_is_listed_with_its_summary() -> None:
-    assert re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| (.*) \|$", PAGE, re.MULTILINE) == list(BUILT_IN.items())
+def test_every_command_is_listed_with_its_summary() -> None:
+    summaries = {name: BUILT_IN.get(name) or module.SUMMARY for name, module in MODULES.items()}
+
+    assert dict(re.findall(r"^\| \[`(\w+)`\]\(#\w+\) \| (.*) \|$", PAGE, re.MULTILINE)) == summaries
 
 
 def test_every_exit_code_is_listed() -> None:
-    codes = {value for name, value in vars(exits).items() if name.isupper()}
+    codes = {commands.OK, commands.NO, commands.WRONG, commands.INTERRUPTED, commands.PIPE_CLOSED}
 
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)} == codes
 

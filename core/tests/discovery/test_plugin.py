@@ -177,12 +177,12 @@ def test_another_major_contract_is_a_problem_of_its_own(importable: Any, manifes
     assert isinstance(plugin.error, ApiVersionError)
 
 
-def test_only_the_core_is_embedded(importable: Any, manifest: Callable[..., str]) -> None:
+def test_only_the_core_is_built_in(importable: Any, manifest: Callable[..., str]) -> None:
     importable.package("pretender.plugin", manifest("pretender"))
 
-    assert read_plugin(entry("torch", "attnplug.torch_backend.plugin", "attnplug")).embedded
-    assert not read_plugin(entry("torch", "attnplug.torch_backend.plugin", "elsewhere")).embedded
-    assert not read_plugin(entry("pretender", "pretender.plugin", "attnplug")).embedded
+    assert read_plugin(entry("torch", "attnplug.torch_backend.plugin", "attnplug")).built_in
+    assert not read_plugin(entry("torch", "attnplug.torch_backend.plugin", "elsewhere")).built_in
+    assert not read_plugin(entry("pretender", "pretender.plugin", "attnplug")).built_in
     assert Path(find_manifest("attnplug.torch_backend.plugin")).parts[-3:] == (
         "attnplug",
         "torch_backend",
