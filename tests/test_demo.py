@@ -51,12 +51,12 @@ def own_process(monkeypatch):
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the models are tiny
-    before, process._state = process._state, None
+    before, process.PROCESS.state = process.PROCESS.state, None
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-    process._state = before
+    process.PROCESS.state = before
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def forgetful(monkeypatch):
     """Put a backend in place of all others that loses what it is told to."""
     parsed = parse_manifest(MANIFEST, "forgetful/attnplug.toml")
     registry = Registry([Plugin("forgetful", "hosts.transformers.tests.forgetful", "forgetful", "1.0", parsed)])
-    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    process.PROCESS.state = process.ProcessState(registry, Settings(), registry.generation, own_device=Device.cpu())
     return lambda lost: monkeypatch.setattr(ForgetfulImpl, "forgets", lost)
 
 

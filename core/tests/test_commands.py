@@ -19,7 +19,7 @@ LONG = Row(
     "some_long_backend_name/and_a_variant",
     "missing_dependency",
     (
-        "- [red]head_size=512[/red] asked, supported: multiples of 8 up to 256",
+        "- does not support [red]head_size=512[/red]; supported: multiples of 8 up to 256",
         f"- {'x' * 90}",
         "fix: run on cuda:9.0",
     ),
@@ -64,8 +64,8 @@ def test_plain_text_wraps_with_an_indent(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert lines[0] == "some_long_backend_name/and_a_variant  missing dependency  (a-distribution 1.0)"
     assert lines[1:] == [
-        "    - [red]head_size=512[/red] asked, supported: multiples",
-        "      of 8 up to 256",
+        "    - does not support [red]head_size=512[/red]; supported:",
+        "      multiples of 8 up to 256",
         "    -",
         f"      {'x' * 90}",  # a path stays in one piece, so that it can be copied
         "    fix: run on cuda:9.0",

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements as Requirements
     from attnplug.request.settings import Settings as Settings
     from attnplug.selection.explanation import Explanation as Explanation
-    from attnplug.selection.kv_layout import kv_cache_layout as kv_cache_layout
     from attnplug.selection.load import load as load
     from attnplug.selection.plan import Plan as Plan
     from attnplug.selection.plan import plan as plan
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from attnplug.selection.process import refresh as refresh
     from attnplug.selection.process import register as register
     from attnplug.selection.process import registry as registry
+    from attnplug.selection.scope import kv_cache_layout as kv_cache_layout
     from attnplug.selection.scope import using as using
     from attnplug.selection.select import explain as explain
     from attnplug.selection.select import select as select
@@ -60,11 +60,10 @@ _MODULES: Final = {
     "attnplug.request.requirements": "Requirements",
     "attnplug.request.settings": "Settings",
     "attnplug.selection.explanation": "Explanation",
-    "attnplug.selection.kv_layout": "kv_cache_layout",
     "attnplug.selection.load": "load",
     "attnplug.selection.plan": "Plan plan",
     "attnplug.selection.process": "current_device refresh register registry",
-    "attnplug.selection.scope": "using",
+    "attnplug.selection.scope": "kv_cache_layout using",
     "attnplug.selection.select": "explain select",
     "attnplug.selection.selection": "Selection",
 }

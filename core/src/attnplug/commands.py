@@ -1,24 +1,18 @@
 """
-What a command of ``attnplug`` is written with: exit codes, output, rows, errors, and versions.
+What a command of ``attnplug`` is written with: exit codes, output, rows, errors and versions.
 
-A distribution adds a command by an entry point in the group ``attnplug.commands``: the name is the command's, the value
-A distribution adds a command by an entry point in the group ``attnplug.commands``: the name is the command, the value
-The built-in commands ``list``, ``explain`` and ``doctor`` cannot be replaced.
+A distribution adds a command by an entry point in the group ``attnplug.commands``. Its name is the command, its value a
+module with ``SUMMARY`` (a line of text for ``--help``), ``add_arguments(parser)`` and ``run(arguments)``, which returns
+the exit code. The built-in commands ``list``, ``explain`` and ``doctor`` cannot be replaced.
 """
 
 from __future__ import annotations
 
-import platform
 import re
-import shutil
 import sys
-from importlib import metadata
-from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
-
-from attnplug.errors import AttnplugError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,25 +20,68 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from attnplug.errors import AttnplugError
+
+__all__ = [
+    "INTERRUPTED",
+    "NO",
+    "OK",
+    "PACKAGES",
+    "PIPE_CLOSED",
+    "STYLES",
+    "WRONG",
+    "Row",
+    "abbreviated",
+    "complain",
+    "console",
+    "describe_error",
+    "environment",
+    "is_terminal",
+    "plain",
+    "readable",
+    "say",
+    "say_json",
+    "say_rows",
+    "table",
+    "version_of",
+    "wrapped",
+]
 
 OK: Final = 0
-"""The answer is yes."""
+"""Everything requested is supported, or there is nothing to report."""
 
 NO: Final = 1
-"""The answer is no: nothing can serve, something is broken, a budget is missed."""
+"""Something requested cannot be served, something is broken, a budget is missed."""
 
 WRONG: Final = 2
-"""The question is wrong: an unknown option, impossible requirements, a setting that does not parse."""
+"""The request is wrong: an unknown option, impossible requirements, a setting that does not parse."""
 
 INTERRUPTED: Final = 130
 """The user stopped it (128 + SIGINT)."""
 
 PIPE_CLOSED: Final = 141
-"""Whoever read the output went away (128 + SIGPIPE), as ``head`` does."""
+"""The reader of the output closed it (128 + SIGPIPE), as ``head`` does."""
 
+PACKAGES: Final = ("attnplug", "torch", "triton", "transformers", "nvidia-ml-py")
+"""The distributions whose versions matter to every backend. What a plugin requires is reported with the plugin."""
 
-WIDEST: Final = 120
-"""Columns beyond which lines are hard to read."""
+STYLES: Final = {
+    "ready": "green",
+    "chosen": "bold green",
+    "eligible": "cyan",
+    "loaded": "green",
+    "not_loaded": "dim",
+    "missing_dependency": "yellow",
+    "absent": "dim",
+    "refused": "red",
+    "broken": "bold red",
+    "failed": "bold red",
+}
+"""The style of each status, where colors are shown."""
+
+_WIDEST: Final = 120  # columns: longer lines are hard to read
+_INDENT: Final = "    "
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def say(text: str = "") -> None:
@@ -54,7 +91,7 @@ def say(text: str = "") -> None:
 
 def say_json(data: Any) -> None:
     """Write one JSON document."""
-    import json  # noqa: PLC0415 - only for those who ask for JSON
+    import json  # noqa: PLC0415 - only where JSON is requested
 
     say(json.dumps(data, indent=2))
 
@@ -74,62 +111,15 @@ def console() -> Console:
     from rich.console import Console  # noqa: PLC0415 - costs 60 ms, and plain output does without
 
     found = Console(highlight=False)
-    found.width = min(found.width, WIDEST)
+    found.width = min(found.width, _WIDEST)
     return found
-
-
-def make_printable() -> None:
-    """Let text through that the output's encoding does not have, as escapes, instead of failing half-way."""
-    for stream in (sys.stdout, sys.stderr):
-        reconfigure = getattr(stream, "reconfigure", None)
-        if reconfigure is not None:
-            reconfigure(errors="backslashreplace")
-
-
-def report_error(error: AttnplugError, *, as_json: bool) -> None:
-    """Write an error: to standard error, and as JSON to standard output too where JSON was asked for."""
-    if as_json:
-        say_json({"error": describe_error(error)})
-    if _is_strict():
-        import traceback  # noqa: PLC0415 - for plugin authors, on request
-
-        traceback.print_exception(error)
-    else:
-        complain(str(error) if error.problem.startswith("attnplug ") else f"attnplug: {error}")
 
 
 def describe_error(error: AttnplugError) -> Mapping[str, Any]:
     """Return an error as plain JSON values."""
     place = {name: value for name in ("path", "line") if (value := getattr(error, name, None))}
-    sentences = {"problem": error.problem, "expected": error.expected, "fix": error.fix}
-    return {"type": type(error).__name__, **sentences, **place}
-
-
-def _is_strict() -> bool:
-    """Read the strict setting once more: what is reported may be a setting that does not parse."""
-    from attnplug.request.settings import Settings  # noqa: PLC0415 - only errors come by here
-
-    try:
-        return Settings.read().strict
-    except AttnplugError:
-        return False
-
-
-STYLES: Final = {
-    "ready": "green",
-    "chosen": "bold green",
-    "eligible": "cyan",
-    "loaded": "green",
-    "not asked": "dim",
-    "missing_dependency": "yellow",
-    "absent": "dim",
-    "refused": "red",
-    "broken": "bold red",
-    "failed": "bold red",
-}
-"""How each status looks, where colors are shown."""
-
-_INDENT: Final = "    "
+    parts = {"problem": error.problem, "expected": error.expected, "fix": error.fix}
+    return {"type": type(error).__name__, **parts, **place}
 
 
 @frozen
@@ -140,7 +130,7 @@ class Row:
     Attributes:
         id: ``backend/variant``.
         status: Its availability, or its verdict.
-        lines: What is to be said about it, a sentence each.
+        lines: What there is to say about it, a sentence each.
         distribution: The distribution that offers it, with its version.
     """
 
@@ -183,7 +173,7 @@ def table(rows: Sequence[Row], heading: str) -> Table:
 
 
 def _styled(line: str) -> str:
-    """Let the eye find the fix."""
+    """Highlight the fix."""
     head, colon, rest = line.partition(": ")
     return f"[green]{head}[/]{colon}{rest}" if head == "fix" else line
 
@@ -197,9 +187,12 @@ def plain(row: Row) -> Iterator[str]:
 
 def wrapped(text: str, indent: str = "") -> list[str]:
     """Return a sentence as lines of the terminal's width, but no more than 120 columns."""
+    from shutil import get_terminal_size  # noqa: PLC0415 - only plain text is wrapped here, and JSON has a budget
+    from textwrap import wrap  # noqa: PLC0415 - likewise
+
     return wrap(
         text,
-        min(shutil.get_terminal_size().columns, WIDEST),
+        min(get_terminal_size().columns, _WIDEST),
         initial_indent=indent,
         subsequent_indent=f"{indent}  ",
         break_long_words=False,
@@ -212,11 +205,8 @@ def readable(status: str) -> str:
     return status.replace("_", " ")
 
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
-
-
 def abbreviated(names: Sequence[str]) -> str:
-    """Return the names of layers, those that differ in one number alone written once, with how many they are."""
+    """Return the names of layers, those that differ in one number only written once, with their number."""
     numbers: dict[str, list[int]] = {}
     for name in names:
         found = _NUMBER.search(name)
@@ -252,12 +242,10 @@ def _written(run: Sequence[int]) -> str:
     return f"{run[0]}..{run[-1]}" if step == 1 else f"{run[0]}..{run[-1]}..{step}"
 
 
-PACKAGES: Final = ("attnplug", "torch", "triton", "transformers", "nvidia-ml-py")
-"""The distributions whose versions matter to every backend. What a plugin requires is told with the plugin."""
-
-
 def environment() -> dict[str, Any]:
     """Return the environment as plain JSON values. Nothing is imported to find a version."""
+    import platform  # noqa: PLC0415 - few commands report it
+
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -268,6 +256,8 @@ def environment() -> dict[str, Any]:
 
 def version_of(name: str) -> str:
     """Return the installed version of a distribution, or an empty text."""
+    from importlib import metadata  # noqa: PLC0415 - costs 20 ms, and `list --json` has a budget
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

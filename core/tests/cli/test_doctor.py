@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 import attnplug
+from attnplug.cli.device_report import DeviceReport
 from attnplug.cli.doctor import report
-from attnplug.cli.look import Sight
 from tests.command import FROM_A_VENDOR
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ def _alone(api: str = "1.0", dtype: str = '"float32"', more: str = "") -> str:
     return ALONE.format(api=api, what="dense", dtype=dtype, more=more)
 
 
-def _trials(told) -> dict[str, tuple[str, str]]:
-    return {trial["id"]: (trial["status"], trial["text"]) for trial in told.json["trials"]}
+def _loading(told) -> dict[str, tuple[str, str]]:
+    return {result["id"]: (result["status"], result["text"]) for result in told.json["loading"]}
 
 
 def test_a_sound_environment_has_no_problems(run, site) -> None:
@@ -40,7 +40,7 @@ def test_a_sound_environment_has_no_problems(run, site) -> None:
     assert told.json["problems"] == []
     assert told.json["versions"]["attnplug"] == attnplug.__version__
     assert told.json["device"]["type"] in ("cpu", "cuda")
-    assert told.json["trials"] == []
+    assert told.json["loading"] == []
     assert "flash" in {backend["name"] for backend in told.json["backends"]}
 
 
@@ -89,20 +89,20 @@ def test_a_setting_that_does_not_parse_is_a_problem_among_others(run, site, monk
     assert told.code == 1
     assert [problem["subject"] for problem in told.json["problems"]] == ["settings", "alone"]
     assert told.json["problems"][0]["fix"] == "set ATTNPLUG_STRICT=1 or ATTNPLUG_STRICT=0, or unset it"
-    assert _trials(told)["flash/host"][0] == "not_asked"
+    assert _loading(told)["flash/host"][0] == "not_loaded"
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "what", "fix"),
     [
-        ("BACKEND", "flsh", "the backend 'flsh' was asked for; did you mean 'flash'?", "correct the name"),
-        ("BACKEND", "flsh,auto", "the backend 'flsh' was asked for", "correct the name"),
+        ("BACKEND", "flsh", "the backend 'flsh' was requested; did you mean 'flash'?", "correct the name"),
+        ("BACKEND", "flsh,auto", "the backend 'flsh' was requested", "correct the name"),
         ("BACKEND", "flash/hst", "'flash' has the variants", "name one of them"),
         ("BACKEND", "flash/new", "flash-new >=4 is required and not installed", "pip install 'flash-new >=4'"),
         ("OPT_FLASH__SPLITZ", "1", "the option 'splitz' of 'flash'", "correct the name"),
         ("OPT_FLASH__SPLITS", "-1", "number of splits", "its default is 0"),
         ("OPT_FLASH__SPLITS", "many", "splits='many' was given by environment variable", "its default is 0"),
-        ("OPT_FLSH__SPLITS", "1", "the backend 'flsh' was asked for", "correct the name"),
+        ("OPT_FLSH__SPLITS", "1", "the backend 'flsh' was requested", "correct the name"),
     ],
 )
 def test_settings_on_which_every_selection_fails_are_problems(
@@ -242,10 +242,10 @@ def test_that_everything_is_kept_out_is_a_problem(run, site, monkeypatch: pytest
 
 
 def test_a_device_that_is_not_there_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent() -> Sight:
+    def absent() -> DeviceReport:
         raise attnplug.errors.DeviceError("CUDA_VISIBLE_DEVICES='7' was set", "there is none", "unset it")
 
-    monkeypatch.setattr(report, "look", absent)
+    monkeypatch.setattr(report, "report_device", absent)
 
     assert run("doctor", "--json").json["problems"] == [
         {"subject": "device", "what": "CUDA_VISIBLE_DEVICES='7' was set; there is none", "fix": "unset it"}
@@ -253,7 +253,9 @@ def test_a_device_that_is_not_there_is_a_problem(run, site, monkeypatch: pytest.
 
 
 def test_an_overlooked_device_is_a_problem(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "look", lambda: Sight(attnplug.Device.cpu(), "how", "a driver is here", "install it"))
+    monkeypatch.setattr(
+        report, "report_device", lambda: DeviceReport(attnplug.Device.cpu(), "how", "a driver is here", "install it")
+    )
 
     told = run("doctor")
 
@@ -281,12 +283,12 @@ def test_loading_imports_each_ready_plugin(run, site) -> None:
 
     told = run("doctor", "--load", "--json")
 
-    trials = _trials(told)
+    results = _loading(told)
     assert told.code == 0
-    assert trials["flash/host"][0] == trials["alone/default"][0] == "loaded"
-    assert trials["flash/old"][0] == "not_asked"
-    assert "cuda" in trials["flash/old"][1]
-    assert "flash/new" not in trials
+    assert results["flash/host"][0] == results["alone/default"][0] == "loaded"
+    assert results["flash/old"][0] == "not_loaded"
+    assert "cuda" in results["flash/old"][1]
+    assert "flash/new" not in results
     assert "this plugin talks while it is imported" in told.err
 
 
@@ -299,22 +301,22 @@ def test_a_probe_that_refuses_is_a_problem(run, site) -> None:
     assert told.code == 1
     assert "alone/default  failed" in told.out
     problems = " ".join(told.out.rpartition("problems\n")[2].split())
-    assert "it refuses this request: no compiler fix: install one 1 problem" in problems
+    assert problems.endswith("dtype=float32 paged=False on cpu: no compiler fix: install one 1 problem")
 
 
 def test_a_candidate_is_asked_for_what_it_can_serve(run, site) -> None:
     needs_more = '[[rules]]\nwhen = { return_lse = false }\nbecause = "it always writes one"\n'
     site.add("alone", _alone(more=f'features = ["return_lse"]\n{needs_more}'))
 
-    assert _trials(run("doctor", "--load", "--json"))["alone/default"][0] == "loaded"
+    assert _loading(run("doctor", "--load", "--json"))["alone/default"][0] == "loaded"
 
 
 def test_what_nothing_simple_can_be_asked_of_is_left_alone(run, site) -> None:
     site.add("alone", _alone(more='num_q_heads = 8\nnum_kv_heads = 3\nfeatures = ["return_lse"]'))
 
-    status, text = _trials(run("doctor", "--load", "--json"))["alone/default"]
+    status, text = _loading(run("doctor", "--load", "--json"))["alone/default"]
 
-    assert status == "not_asked"
+    assert status == "not_loaded"
     assert "num_q_heads=8 and num_kv_heads=3" in text
 
 

@@ -67,7 +67,7 @@ def test_list_names_devices_that_read_alike_once(run, shipped) -> None:
 def test_explain_tells_what_is_unverified(run, shipped) -> None:
     found = run("explain", *ASKED, *HERE, "--sliding-window", "7")
 
-    assert "unverified on this device: sliding_window=7 (no test has asked for it)" in found.out
+    assert "unverified on this device: sliding_window=7 (no test has requested it)" in found.out
     assert "unverified" not in run("explain", *ASKED, *HERE).out
 
 
@@ -75,7 +75,7 @@ def test_explain_as_json_has_records(run, shipped) -> None:
     (explanation,) = run("explain", *ASKED, *HERE, "--sliding-window", "7", "--json").json["explanations"]
 
     verdicts = {verdict["id"]: verdict["unverified"] for verdict in explanation["verdicts"]}
-    assert verdicts["flash/host"] == [{"field": "sliding_window", "value": 7, "because": "no test has asked for it"}]
+    assert verdicts["flash/host"] == [{"field": "sliding_window", "value": 7, "because": "no test has requested it"}]
     assert verdicts["flash/old"] == []  # it cannot serve, and says why
 
 

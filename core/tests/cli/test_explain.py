@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import attnplug
-from attnplug.cli.explain import field_options
-from attnplug.cli.look import Sight
+from attnplug.cli.device_report import DeviceReport
+from attnplug.cli.explain import request as options
 from attnplug.cli.parser import Parser
 from attnplug.request.fields import fields_of
 
@@ -94,7 +94,7 @@ def test_options_of_a_plugin_are_part_of_the_agreement(run, site) -> None:
         ("splits=3", "--option 'splits=3' was given"),
         ("flash.splits=-1", "splits='-1' was given"),
         ("flash.split=3", "the option 'split' of 'flash' was given by the call; did you mean 'splits'?"),
-        ("nothing.splits=3", "the backend 'nothing' was asked for"),
+        ("nothing.splits=3", "the backend 'nothing' was requested"),
     ],
 )
 def test_a_wrong_option_is_a_wrong_question(run, site, option: str, given: str) -> None:
@@ -119,9 +119,9 @@ def test_requirements_come_as_json_or_from_a_file_and_options_win(run, empty, tm
     ("words", "given"),
     [
         ([], "no requirements were given"),
-        (["--requirements", "{"], "'{' was given"),
+        (["--requirements", "{"], "'{' is not JSON"),
         (["--requirements", "[1]"], "'[1]' was given"),
-        (["--requirements", "@/nowhere/layer.json"], "'@/nowhere/layer.json' was given"),
+        (["--requirements", "@/nowhere/layer.json"], "'@/nowhere/layer.json' does not open"),
         (["--requirements", '{"head_sizes": 64}'], "'head_sizes' was given; did you mean 'head_size'?"),
         (["--requirements", "{}", "--config", "x"], "--requirements and --config were given"),
         ([*OPTIONS, "--assume", "llama"], "--assume was given without --config"),
@@ -142,8 +142,8 @@ def test_a_wrong_question_is_refused(run, words: list[str], given: str) -> None:
 
 def _parsed(*words: str) -> dict[str, Any]:
     parser = Parser("test", "")
-    field_options.add_field_options(parser)
-    return field_options.given_fields(parser.parse_args(words))
+    options.add_field_options(parser)
+    return options.given_fields(parser.parse_args(words))
 
 
 SAMPLES = {
@@ -156,7 +156,7 @@ SAMPLES = {
 
 @pytest.mark.parametrize("item", fields_of("model", "engine"), ids=lambda item: item.name)
 def test_every_field_is_an_option(item) -> None:
-    option = field_options.option_of(item.name)
+    option = options.option_of(item.name)
 
     assert _parsed() == {}
     if type(item.domain).__name__ == "Flag":
@@ -187,7 +187,8 @@ def test_torch_is_not_imported(start, site) -> None:
 
 def test_a_device_that_may_have_been_overlooked_is_told(run, empty, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "attnplug.cli.explain.look", lambda: Sight(attnplug.Device.cpu(), "", "there may be another", "name it")
+        "attnplug.cli.explain.report_device",
+        lambda: DeviceReport(attnplug.Device.cpu(), "", "there may be another", "name it"),
     )
 
     assert run("explain", *OPTIONS).err == (

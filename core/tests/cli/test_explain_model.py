@@ -76,7 +76,7 @@ def test_the_plan_says_what_the_layers_share(run, site, config: str) -> None:
 def test_plain_text_names_layers_and_ends_with_the_plan(run, site, config: str) -> None:
     told = run("explain", "--config", config, *HOPPER, "--assume-installed")
 
-    assert told.out.startswith("layers.{0..4..2}.self_attn (3 layers)\nasked: ")
+    assert told.out.startswith("layers.{0..4..2}.self_attn (3 layers)\nrequested: ")
     assert told.out.rstrip().endswith(
         "plan on cuda:9.0: block_size=128 kv_layout=NHD cudagraph=never\n"
         "    flash/new  layers.{0..4..2}.self_attn (3 layers)\n"

@@ -45,8 +45,11 @@ def test_a_known_plugin_is_listed_while_it_is_absent(run, empty) -> None:
     absent = next(backend for backend in run("list", "--json").json["backends"] if not backend["manifest"])
 
     assert absent["variants"][0]["availability"] == "absent"
-    assert (absent["variants"][0]["install"], absent["variants"][0]["action"]) == ([], "known, not published yet")
-    assert "\n    known, not published yet\n" in run("list").out
+    assert (absent["variants"][0]["install"], absent["variants"][0]["action"]) == (
+        [],
+        "pip install ./plugins/blocksparse, in a checkout",
+    )
+    assert "\n    fix: pip install ./plugins/blocksparse, in a checkout\n" in run("list").out
 
 
 def test_what_the_settings_keep_out_stays_listed(run, site, monkeypatch: pytest.MonkeyPatch) -> None:

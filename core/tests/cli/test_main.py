@@ -76,7 +76,7 @@ def test_an_unknown_backend_is_a_wrong_question(run, site) -> None:
     told = run("explain", *ONE_LAYER, "--backend", "flsh")
 
     assert told.code == 2
-    assert "'flsh' was asked for; did you mean 'flash'?" in told.err
+    assert "'flsh' was requested; did you mean 'flash'?" in told.err
 
 
 def test_what_is_installed_may_be_the_mistake(run, site, monkeypatch: pytest.MonkeyPatch) -> None:

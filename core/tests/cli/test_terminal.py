@@ -45,12 +45,12 @@ def test_an_explanation_is_a_table_under_its_question(on_terminal, site) -> None
     assert shown.code == 0
     assert _fits(shown.out)
     assert [(name, value.rstrip()) for name, value in heading] == [
-        ("asked", "head_size=64 num_q_heads=64 num_kv_heads=8 dtype=bfloat16"),
+        ("requested", "head_size=64 num_q_heads=64 num_kv_heads=8 dtype=bfloat16"),
         ("device", "cuda:9.0, kernel libraries assumed installed"),
         ("permitted", "flash"),
         ("chosen", "flash/new  decided by name"),
     ]
-    assert re.search(r"flash/host +refused +- the device is cuda, supported: cpu", text)
+    assert re.search(r"flash/host +refused +- requires device type cpu; the device is", text)
     assert "'flash/new' and 'flash/old' tie" in text
 
 
@@ -85,7 +85,7 @@ def test_a_model_ends_with_its_plan(on_terminal, site, tmp_path: Path) -> None:
     shown = on_terminal("explain", "--config", str(tmp_path), "--device", "cuda:9.0")
 
     assert shown.code == 0
-    assert _plain(shown.out).startswith("layers.{0..3}.self_attn (4 layers)\nasked ")
+    assert _plain(shown.out).startswith("layers.{0..3}.self_attn (4 layers)\nrequested ")
     assert "plan on cuda:9.0: block_size=256" in shown.out
 
 

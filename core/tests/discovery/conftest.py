@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attnplug.discovery.known import Known, KnownPlugin
-from attnplug.discovery.plugin import Plugin
+from attnplug.discovery.plugin import Known, KnownPlugin, Plugin
 from attnplug.manifest.reader import parse_manifest
 
 if TYPE_CHECKING:

@@ -14,13 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.discovery.known import Known
-from attnplug.discovery.plugin import BY_HAND
+from attnplug.discovery.plugin import BY_HAND, Known
 from attnplug.discovery.registry import Registry
 from attnplug.evidence.coverage import hashable
-from attnplug.evidence.store import parse_evidence, read_folder
+from attnplug.evidence.store import EvidenceStore, parse_evidence, read_folder
 from attnplug.manifest.reader import parse_manifest
-from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 
@@ -71,9 +69,8 @@ def registry_of(*plugins: Plugin, evidence: tuple[str, ...] = (), **sources: str
     return Registry(plugins, known=Known(), version_of=lambda _: None, settings=settings)
 
 
-def about(registry: Registry, candidate_id: str = "acme/default") -> list[str]:
-    candidate = next(c for c in registry.candidates(Settings()) if c.id == candidate_id)
-    return [os.path.basename(evidence.origin) for evidence in registry.evidence(candidate)]  # noqa: PTH119 - a text
+def about(store: EvidenceStore, candidate_id: str = "acme/default") -> list[str]:
+    return [os.path.basename(evidence.origin) for evidence in store.about(candidate_id)]  # noqa: PTH119 - a text
 
 
 # What a file says
@@ -117,8 +114,8 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
         ({"format": None}, "its format is None"),
         ({"backend": "acme"}, "`backend/variant`"),
         ({"backend": 3}, "backend is 3, and it is a text"),
-        ({"distribution": "attnplug-acme"}, "no version tells"),
-        ({"distribution": BY_HAND}, "no version tells"),
+        ({"distribution": "attnplug-acme"}, "no version says"),
+        ({"distribution": BY_HAND}, "no version says"),
         ({"passed": 1}, "passed is 1, and it is true or false"),
         ({"device": "cpu"}, "device is 'cpu', and it is an object"),
         ({"device": {}}, "it has no 'type'"),
@@ -231,32 +228,32 @@ def test_a_run_that_failed_is_told(tmp_path: Path) -> None:
 
     assert [evidence.passed for evidence in shelf.evidence] == [False]
     assert [note.message for note in shelf.notes] == [
-        "tells of a run in which 'acme/default' failed, and verifies nothing"
+        "records a run in which 'acme/default' failed, and verifies nothing"
     ]
 
 
 # Where it lies
 
 
-def test_a_plugin_brings_its_evidence_and_the_user_has_more(acme: Plugin, tmp_path: Path) -> None:
+def test_a_plugin_ships_evidence_and_the_user_has_more(acme: Plugin, tmp_path: Path) -> None:
     write(tmp_path / "acme" / "evidence", "default-cpu.json", GOOD)
     write(tmp_path / "mine", "evidence-acme-default.json", GOOD)
     write(tmp_path / "more", "x.json", GOOD)
     folders = (str(tmp_path / "mine"), str(tmp_path / "more"), str(tmp_path / "mine"))
 
-    assert about(registry_of(acme)) == ["default-cpu.json"]
-    found = registry_of(acme, evidence=folders)
+    assert about(EvidenceStore([acme])) == ["default-cpu.json"]
+    found = EvidenceStore([acme], folders)
     assert about(found) == ["default-cpu.json", "evidence-acme-default.json", "x.json"]
-    assert found.notes == ()
+    assert found.notes() == ()
 
 
 def test_a_plugin_vouches_for_itself_alone(acme: Plugin, plugin: Any, tmp_path: Path) -> None:
     write(tmp_path / "acme" / "evidence", "other.json", {**GOOD, "backend": "other/default"})
     write(tmp_path / "acme" / "evidence", "slow.json", {**GOOD, "backend": "acme/slow"})
-    found = registry_of(acme, plugin("other"))
+    found = EvidenceStore([acme, plugin("other")])
 
     assert about(found) == about(found, "other/default") == []
-    assert [note.message for note in found.notes] == [
+    assert [note.message for note in found.notes()] == [
         "is about 'other/default', which is no variant of 'acme'",
         "is about 'acme/slow', which is no variant of 'acme'",
     ]
@@ -264,9 +261,9 @@ def test_a_plugin_vouches_for_itself_alone(acme: Plugin, plugin: Any, tmp_path: 
 
 def test_evidence_about_what_is_not_installed_is_a_note(acme: Plugin, tmp_path: Path) -> None:
     file = write(tmp_path / "mine", "x.json", {**GOOD, "backend": "gone/default"})
-    found = registry_of(acme, evidence=(str(tmp_path / "mine"),))
+    found = EvidenceStore([acme], [str(tmp_path / "mine")])
 
-    (note,) = found.notes
+    (note,) = found.notes()
     assert str(note) == f"{file}: is about 'gone/default', which no installed plugin offers"
 
 
@@ -276,7 +273,7 @@ def test_bad_files_hide_no_plugin_and_change_no_candidate(acme: Plugin, tmp_path
 
     found = registry_of(acme)
 
-    assert [note.stage for note in found.notes] == ["evidence"]
+    assert [note.stage for note in EvidenceStore(found.plugins).notes()] == ["evidence"]
     assert [(c.id, c.availability) for c in found.candidates(Settings())] == [(c.id, c.availability) for c in before]
 
 
@@ -301,13 +298,10 @@ def test_a_folder_that_somebody_named_in_vain_is_warned_about_once(
 # When it is read
 
 
-def test_files_are_read_once_a_generation_and_not_before_somebody_asks(acme: Plugin, tmp_path: Path) -> None:
-    found = registry_of(acme)
-    found.candidates(Settings())
+def test_files_are_read_once_and_not_before_they_are_needed(acme: Plugin, tmp_path: Path) -> None:
+    found = EvidenceStore([acme])
     file = write(tmp_path / "acme" / "evidence", "a.json", GOOD)
 
     assert about(found) == ["a.json"]
     file.unlink()
     assert about(found) == ["a.json"]
-    found.mark_broken("acme/default", Reason("broken", "acme/default", None, "it failed"))
-    assert about(found) == []

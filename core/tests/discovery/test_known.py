@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from attnplug.discovery.known import parse_known, read_known
+from attnplug.discovery.plugin import parse_known, read_known
 from attnplug.errors import ManifestError
-from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.evaluation import Question
+from attnplug.negotiation.candidate import make_candidate
+from attnplug.negotiation.evaluation import evaluate
+from attnplug.negotiation.matching import Request
 from attnplug.negotiation.ranking import Policy, rank
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
@@ -55,13 +56,15 @@ def test_the_default_order_holds_on_the_device_that_it_was_measured_on(
     fa3 = "".join(rest.format(name) for name in ("fa3", "fa3_vllm"))
     made = [plugin(name, rest=rest.format("all")) for name in ("acme", "flashinfer")]
     made.append(plugin("flash_attn", rest=rest.format("all") + fa3))
-    candidates = [examine(p.manifest, v, lambda _: None) for p in made for v in p.manifest.variants]
-    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="float32")
-    question = Question(asked, Device.cuda(capability))
+    candidates = [make_candidate(p.manifest, v, lambda _: None) for p in made for v in p.manifest.variants]
+    requirements = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="float32")
+    request = Request(requirements, Device.cuda(capability))
 
-    found = rank(candidates, question, Policy(orders=read_known().orders)).candidates
+    evaluations = [evaluate(candidate, request) for candidate in candidates]
 
-    assert [candidate.id for candidate in found] == ranked
+    found = rank(evaluations, Policy(orders=read_known().orders)).evaluations
+
+    assert [evaluation.candidate.id for evaluation in found] == ranked
 
 
 def test_a_wrong_condition_is_an_error_that_names_the_file() -> None:

@@ -66,7 +66,7 @@ def test_a_denial_names_the_setting_and_where_it_comes_from() -> None:
     assert denial is not None
     assert denial.reason.code == "blocked"
     assert str(denial.reason) == (
-        "the settings keep 'fast/one' out: 'FAST' stands in the setting block (environment variable ATTNPLUG_BLOCK)"
+        "the settings exclude 'fast/one': 'FAST' is in the setting block (environment variable ATTNPLUG_BLOCK)"
     )
     assert denial.fix == "remove 'FAST' from the setting block (environment variable ATTNPLUG_BLOCK)"
 

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.discovery.known import Known, KnownPlugin, read_known
-from attnplug.discovery.plugin import BY_HAND, Plugin, read_plugin
-from attnplug.discovery.probe_refusals import ProbeRefusal
+from attnplug.discovery.plugin import BY_HAND, Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic, Entry
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
+from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
@@ -105,16 +104,17 @@ def test_an_absent_plugin_says_how_to_get_it(registry: Any) -> None:
     assert told(candidate) == "'published' is not installed: a published one"
 
 
-def test_an_absent_plugin_that_is_not_published_is_no_way_out() -> None:
-    of = Registry([], known=Known((KnownPlugin("waiting", (), "a later one", "attnplug-waiting"),)))
+def test_an_absent_plugin_that_is_not_published_comes_from_a_checkout() -> None:
+    waiting = KnownPlugin("waiting", (), "a later one", "attnplug-waiting", folder="plugins/waiting")
+    of = Registry([], known=Known((waiting,)))
     candidate = only(of.candidates(Settings()), "waiting")
 
-    assert (candidate.install, candidate.fix) == ((), "known, not published yet")
+    assert (candidate.install, candidate.fix) == ((), "pip install ./plugins/waiting, in a checkout")
     with pytest.raises(UnknownBackendError) as caught:
         of.plugin("waiting")
-    assert caught.value.fix == "'waiting' is known, not published yet: name another one"
+    assert caught.value.fix == candidate.fix
     blocked = only(of.candidates(block("waiting")), "waiting")
-    assert blocked.fix.startswith("known, not published yet; remove 'waiting' from")
+    assert blocked.fix.startswith(f"{candidate.fix}; remove 'waiting' from")
 
 
 def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:
@@ -240,7 +240,7 @@ def test_the_name_of_another_backend_is_no_alias(registry: Any, plugin: Any) -> 
     borrowing = plugin("acme", aliases=("ACME", "other", "published"))
     made = registry(borrowing, plugin("other"))
 
-    made.resolve("other")
+    made.check_name("other")
     named = {c.backend for c in made.candidates(Settings()) if "other" in (c.backend, *c.aliases)}
 
     assert named == {"other"}
@@ -291,7 +291,7 @@ def test_a_newer_minor_contract_is_used_and_noted(plugin: Any, registry: Any) ->
 
     assert standings(of.candidates(Settings()))["good/default"] == "ready"
     assert [(note.subject, note.stage) for note in of.notes] == [("folder", "scan"), ("attnplug-good 1.0", "api")]
-    assert "contract 1.9; this core speaks 1.0" in of.notes[1].message
+    assert "contract 1.9; this core has 1.0" in of.notes[1].message
 
 
 # Duplicates
@@ -353,8 +353,8 @@ def test_an_alias_that_two_backends_claim_selects_neither(plugin: Any, registry:
     assert (only(found, "one").aliases, only(found, "two").aliases) == (("ONE",), ())
     assert [(note.subject, note.stage) for note in of.notes] == [("SHARED", "alias")]
     with pytest.raises(DuplicateBackendError, match=r"attnplug-one 1\.0 and by attnplug-two 1\.0"):
-        of.resolve("SHARED")
-    of.resolve("ONE")
+        of.check_name("SHARED")
+    of.check_name("ONE")
     assert only(of.candidates(block("attnplug-two")), "one").aliases == ("SHARED", "ONE")
 
 
@@ -362,7 +362,7 @@ def test_a_name_wins_over_an_alias(plugin: Any, registry: Any) -> None:
     of = registry(plugin("one", aliases=("two",)), plugin("two"))
 
     assert only(of.candidates(Settings()), "one").aliases == ()
-    of.resolve("two")
+    of.check_name("two")
 
 
 # Names
@@ -374,7 +374,7 @@ def test_a_name_wins_over_an_alias(plugin: Any, registry: Any) -> None:
 )
 def test_names_that_mean_something_resolve(name: str, plugin: Any, registry: Any) -> None:
     broken = Plugin("bad", "bad.plugin", "attnplug-bad", "1.0", None, Reason("broken", "bad", None, "no manifest"))
-    registry(plugin("good", aliases=("GOOD",), rest=TWO_VARIANTS), broken).resolve(name)
+    registry(plugin("good", aliases=("GOOD",), rest=TWO_VARIANTS), broken).check_name(name)
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def test_names_that_mean_nothing_are_refused_with_the_near_match(
     of = registry(plugin("good", rest=TWO_VARIANTS))
 
     with pytest.raises(UnknownBackendError) as caught:
-        of.resolve(name)
+        of.check_name(name)
     assert repr(name) in caught.value.problem
     assert near in caught.value.problem
 
@@ -447,14 +447,15 @@ def test_the_same_failure_changes_nothing_the_second_time(plugin: Any, registry:
 def test_what_a_probe_refuses_breaks_nothing(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
     refusal = ProbeRefusal(FAILED, device=Device.cpu())
-    generation, found = of.generation, of.candidates(Settings())
+    generation = of.generation
 
     of.mark_refused("good/default", refusal)
     changed = of.generation
     of.mark_refused("good/default", refusal)
 
     assert generation < changed == of.generation
-    assert of.candidates(Settings()) is found
+    found = only(of.candidates(Settings()), "good")
+    assert (found.availability, found.refusals) == ("ready", of.refusals["good/default"])
     assert of.refusals["good/default"].find(None, Device.cpu()) is refusal
     assert of.refusals["good/default"].find(None, Device("xpu")) is None
     assert "good/other" not in of.refusals

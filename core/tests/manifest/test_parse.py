@@ -7,7 +7,7 @@ import pytest
 from attnplug.errors import ApiVersionError, ManifestError, SettingsError
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.reader import parse_manifest, read_manifest
-from attnplug.manifest.schema import Holds, IsAsked, IsInstalled
+from attnplug.manifest.schema import Holds, IsInstalled, IsRequested
 
 GOOD = """\
 api = "1.0"
@@ -67,8 +67,8 @@ def test_rules_are_shared_then_own(manifest):
     fast, slow = manifest.variants
     shared = fast.rules[0]
 
-    assert [type(c) for c in shared.when] == [IsAsked, IsInstalled]
-    assert [type(c) for c in shared.need] == [Holds, IsAsked]
+    assert [type(c) for c in shared.when] == [IsRequested, IsInstalled]
+    assert [type(c) for c in shared.need] == [Holds, IsRequested]
     assert slow.rules[0] == shared
     assert slow.rules[1].need == ()
     assert slow.rules[1].line == 22

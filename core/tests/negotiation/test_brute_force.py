@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from attnplug.errors import AttnplugError
 from attnplug.manifest.reader import parse_manifest
-from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.candidate import make_candidate
 from attnplug.negotiation.fix import find_fix
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
@@ -287,7 +287,7 @@ def candidate(raw):
         f"rules = {toml(raw['rules'])}",
     ]
     manifest = parse_manifest("\n".join(lines))
-    return examine(manifest, manifest.variants[0], lambda _: None)
+    return make_candidate(manifest, manifest.variants[0], lambda _: None)
 
 
 def ask(values):
@@ -308,7 +308,7 @@ def test_negotiation_agrees_with_brute_force(raw, asked, device):
     for values in asked:
         requirements = ask(values)
 
-        outcome = negotiate(offered, Question(requirements, device))
+        outcome = negotiate(offered, Request(requirements, device))
 
         assert (not outcome.objections) == serves(raw, requirements, device), outcome
         if not outcome.objections and requirements.paged:
@@ -356,11 +356,11 @@ def distance(requirements, other):
 def test_a_remedy_makes_its_candidate_valid_or_none_exists(raw, values, device):
     requirements = ask(values)
     offered = candidate(raw)
-    question = Question(requirements, device)
+    question = Request(requirements, device)
     assume(negotiate(offered, question).objections)
 
     others = engine_questions(raw, requirements)
-    fix = find_fix(offered, question, unrelated)
+    fix = find_fix(offered, question)
 
     event("none" if not fix.possible else "device" if fix.device else f"{len(fix.engine)} engine fields")
     if fix.possible:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from attnplug.manifest.reader import parse_manifest
-from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.candidate import make_candidate
 from attnplug.negotiation.fix import find_fix
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
@@ -18,11 +18,11 @@ AMD, INTEL = Device("cuda", vendor="amd"), Device("xpu", vendor="intel")
 def candidate(supports):
     head = 'api = "1.0"\nbackend = { name = "acme", summary = "s" }\n[supports]\ndtype = "float16"\nhead_size = 64\n'
     manifest = parse_manifest(head + supports)
-    return examine(manifest, manifest.variants[0], lambda _: None)
+    return make_candidate(manifest, manifest.variants[0], lambda _: None)
 
 
 def objections(supports, device):
-    return [str(reason) for reason in negotiate(candidate(supports), Question(ASKED, device)).objections]
+    return [str(reason) for reason in negotiate(candidate(supports), Request(ASKED, device)).objections]
 
 
 @pytest.mark.parametrize(
@@ -32,27 +32,27 @@ def objections(supports, device):
         (
             'device_type = "cuda"\ncompute_capability = { min = "8.0" }',
             AMD,
-            ["vendor=amd asked, supported: only nvidia"],
+            ["requires vendor nvidia; the device is from amd"],
         ),
         (
             'device_type = ["cpu", "cuda"]\ncompute_capability = "9.0"',
             AMD,
-            ["vendor=amd asked, supported: only nvidia"],
+            ["requires vendor nvidia; the device is from amd"],
         ),
         ('device_type = "cuda"\nvendor = "amd"', AMD, []),
         (
             'device_type = "cuda"\nvendor = "amd"\ncompute_capability = "9.0"',
             Device.cuda("9.0"),
-            ["vendor=nvidia asked, supported: amd"],
+            ["requires vendor amd; the device is from nvidia"],
         ),
         ('device_type = "cuda"\nvendor = ["nvidia", "amd"]\ncompute_capability = "9.0"', AMD, []),
         ('device_type = "xpu"', INTEL, []),
-        ('device_type = "xpu"\nvendor = "other"', INTEL, ["vendor=intel asked, supported: other"]),
-        ('device_type = "cuda"', Device.cuda("9.0"), ["compute_capability=9.0 asked, supported: only none"]),
+        ('device_type = "xpu"\nvendor = "other"', INTEL, ["requires vendor other; the device is from intel"]),
+        ('device_type = "cuda"', Device.cuda("9.0"), ["does not support compute_capability=9.0"]),
         (
             'device_type = "cuda"\ncompute_capability = "9.0"\ndevice_name = "NVIDIA H200"',
             Device.cuda("9.0", name="NVIDIA H100"),
-            ["device_name=NVIDIA H100 asked, supported: NVIDIA H200"],
+            ["requires device name NVIDIA H200; the device is NVIDIA H100"],
         ),
         ('device_type = "cuda"\ncompute_capability = "9.0"\ndevice_name = "NVIDIA H200"', Device.cuda("9.0"), []),
         ('device_type = "cuda"\ncompute_capability = "9.0"', Device.cuda("9.0", name="anything"), []),
@@ -65,17 +65,17 @@ def test_devices(supports, device, said):
 def test_the_way_out_of_a_wrong_vendor_is_another_device():
     for_amd = candidate('device_type = "cuda"\nvendor = "amd"')
 
-    fix = find_fix(for_amd, Question(ASKED, Device.cuda("9.0")), lambda stands: stands)
+    fix = find_fix(for_amd, Request(ASKED, Device.cuda("9.0")))
 
     assert fix.device == AMD
     assert str(fix) == "run on cuda (amd)"
-    assert not negotiate(for_amd, Question(*fix.apply(ASKED, Device.cuda("9.0")))).objections
+    assert not negotiate(for_amd, Request(*fix.apply(ASKED, Device.cuda("9.0")))).objections
 
 
 def test_the_vendor_that_is_declared_first_is_offered_first():
     supports = 'device_type = "cuda"\nvendor = ["other", "nvidia"]\ncompute_capability = { min = "1.0" }'
 
-    fix = find_fix(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
+    fix = find_fix(candidate(supports), Request(ASKED, Device.cpu()))
 
     assert str(fix) == "run on cuda (other)"
 
@@ -83,7 +83,7 @@ def test_the_vendor_that_is_declared_first_is_offered_first():
 def test_a_device_that_there_is_comes_before_one_that_was_never_built():
     supports = 'device_type = "cuda"\ncompute_capability = { min = "1.0", max = "8.0" }'
 
-    fix = find_fix(candidate(supports), Question(ASKED, Device.cpu()), lambda stands: stands)
+    fix = find_fix(candidate(supports), Request(ASKED, Device.cpu()))
 
     assert str(fix) == "run on cuda:8.0"
 
@@ -95,6 +95,6 @@ def test_a_rule_against_the_end_of_an_open_range_leaves_the_devices_inside(range
     supports = f'device_type = "cuda"\ncompute_capability = {{ {range_} }}\n'
     rule = '[[rules]]\nwhen = { compute_capability = "9.0" }\nbecause = "it hangs"\n'
 
-    fix = find_fix(candidate(supports + rule), Question(ASKED, Device.cpu()), lambda stands: stands)
+    fix = find_fix(candidate(supports + rule), Request(ASKED, Device.cpu()))
 
     assert str(fix).endswith(way_out)

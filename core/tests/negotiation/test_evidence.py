@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from attnplug.evidence.coverage import Evidence, find_unverified
 from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.unverified import Unverified
+from attnplug.negotiation.candidate import make_candidate
+from attnplug.negotiation.verdict import Unverified
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
@@ -46,7 +46,7 @@ BASICS = {
 
 def candidate():
     manifest = parse_manifest(MANIFEST)
-    return examine(manifest, manifest.variants[0], lambda _: None, distribution=OWN)
+    return make_candidate(manifest, manifest.variants[0], lambda _: None, distribution=OWN)
 
 
 def agreed(**asked):
@@ -89,12 +89,12 @@ def test_several_runs_cover_together_what_none_covers_alone() -> None:
     [
         ({"head_size": 96}, [("head_size", 96, "verified is 64")]),
         ({"block_size": 32}, [("block_size", 32, "verified is 16")]),
-        ({"sinks": True}, [("sinks", True, "no test has asked for it")]),
+        ({"sinks": True}, [("sinks", True, "no test has requested it")]),
         ({"paged": False}, [("paged", False, "verified is True")]),
         ({"kv_cache_dtype": "fp8"}, [("kv_cache_dtype", "fp8_e4m3", "the oracle does not round to it")]),
-        ({"cudagraph": "always"}, [("cudagraph", "always", "no test has asked for it")]),
+        ({"cudagraph": "always"}, [("cudagraph", "always", "no test has requested it")]),
         ({"dcp_size": 4}, [("dcp_size", 4, "it takes several ranks")]),
-        ({"block_sparse": {"b": 1}}, [("block_sparse", {"b": 1}, "no test has asked for it")]),
+        ({"block_sparse": {"b": 1}}, [("block_sparse", {"b": 1}, "no test has requested it")]),
         ({"features": ("acme.rope",)}, [("features", "acme.rope", "it means what its backend says")]),
         ({"num_q_heads": 14}, []),
         ({"kv_cache_dtype": "bfloat16"}, []),
@@ -232,7 +232,7 @@ def test_a_run_with_open_features_shows_nothing_of_requests_without_them() -> No
     (partly,) = unverified(both, features=("acme.rope",))
 
     assert told.field == partly.field == "device"
-    more = "every run of the conformance kit on cuda:9.0 asked for more: features=acme.norm, acme.rope"
+    more = "every run of the conformance kit on cuda:9.0 requested more: features=acme.norm, acme.rope"
     assert str(told) == f"{more} or acme.rope"
     assert str(partly) == more
 

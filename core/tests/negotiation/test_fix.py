@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from attnplug.negotiation.evaluation import Question, negotiate
 from attnplug.negotiation.fix import find_fix
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.negotiation.verdict import Fix, Reason
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
-from core.tests.negotiation.test_brute_force import candidate, unrelated
+from core.tests.negotiation.test_brute_force import candidate
 
 PLAIN = {"head_size": {"min": 1}, "dtype": "bfloat16", "device_type": "cpu", "block_size": [16, 32]}
 ASKED = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16")
@@ -33,10 +33,10 @@ def refuses(because="a reason", **when):
 
 def way_out(offered, asked=ASKED, device=Device.cpu()):  # noqa: B008 - frozen
     """Return the fix, having tried it."""
-    question = Question(asked, device)
+    question = Request(asked, device)
     assert negotiate(offered, question).objections
-    fix = find_fix(offered, question, unrelated)
-    assert fix.possible == (not negotiate(offered, Question(*fix.apply(asked, device))).objections)
+    fix = find_fix(offered, question)
+    assert fix.possible == (not negotiate(offered, Request(*fix.apply(asked, device))).objections)
     assert Fix.from_dict(json.loads(json.dumps(fix.to_dict()))) == fix
     return fix
 
@@ -47,8 +47,8 @@ class TestFields:
     def test_a_feature_that_is_needed_is_asked_for(self):
         offered = of([needs(features=True)], ["paged", "acme.a", "acme.b"])
 
-        assert str(way_out(offered)) == "ask for features=('acme.a',)"
-        assert str(way_out(offered, ASKED.evolve(features=("other.c",)))) == "ask for features=('acme.a',)"
+        assert str(way_out(offered)) == "request features=('acme.a',)"
+        assert str(way_out(offered, ASKED.evolve(features=("other.c",)))) == "request features=('acme.a',)"
 
     def test_of_asked_features_those_that_are_served_stay(self):
         offered = of([refuses(features=True, cascade=False)], ["paged", "cascade", "acme.a", "acme.b"])
@@ -122,7 +122,7 @@ class TestSmallest:
 
         fix = way_out(offered, ASKED.evolve(cascade=True, return_lse=True), HOPPER)
 
-        assert str(fix) == "ask for return_lse=False; run on cuda:12.0"
+        assert str(fix) == "request return_lse=False; run on cuda:12.0"
 
 
 class TestNone:
@@ -134,7 +134,7 @@ class TestNone:
         fix = way_out(offered, ASKED.evolve(sinks=True, alibi="linear", cudagraph="always"))
 
         assert (fix.lacks, fix.needs) == (("alibi=linear", "sinks=True"), ())
-        assert str(fix) == "none: this variant lacks alibi=linear, sinks=True"
+        assert str(fix) == "none: this variant does not support alibi=linear, sinks=True"
 
     def test_a_rule_says_why_and_takes_the_place_of_the_plain_refusal(self):
         offered = of([refuses("they have no tiles", head_size=64)], head_size=[128])
@@ -146,26 +146,26 @@ class TestNone:
 
         fix = way_out(offered, ASKED.evolve(sinks=True))
 
-        assert str(fix) == "none: this variant lacks head_size=64 with sinks=True (wrong values)"
+        assert str(fix) == "none: this variant does not support head_size=64 with sinks=True (wrong values)"
 
     def test_what_the_variant_serves_nothing_without_is_needed(self):
         wanted = needs("it is for patterns", block_sparse=True)
         offered = of([wanted, needs("no window", causal=True)], ["paged", "block_sparse", "causal"])
 
-        assert str(way_out(offered)) == "none: this variant needs block_sparse asked for (it is for patterns)"
+        assert str(way_out(offered)) == "none: this variant requires block_sparse (it is for patterns)"
         both = way_out(offered, ASKED.evolve(causal=False, sinks=True))
-        assert both.needs == ("block_sparse asked for (it is for patterns)",)
+        assert both.needs == ("block_sparse (it is for patterns)",)
         assert str(both) == (
-            "none: this variant lacks sinks=True, causal=False (no window), "
-            "and needs block_sparse asked for (it is for patterns)"
+            "none: this variant does not support sinks=True, causal=False (no window), "
+            "and requires block_sparse (it is for patterns)"
         )
 
     def test_what_no_change_gets_around_is_told_by_field_too(self):
         offered = of([refuses("not today", head_size={"min": 1})])
-        assert str(way_out(offered)) == "none: this variant lacks head_size=64 (not today)"
+        assert str(way_out(offered)) == "none: this variant does not support head_size=64 (not today)"
 
         offered = of([needs("it merges", return_lse=True), refuses("nor so", return_lse=True)], ["paged", "return_lse"])
-        assert str(way_out(offered)) == "none: this variant needs return_lse = True (it merges)"
+        assert str(way_out(offered)) == "none: this variant requires return_lse = True (it merges)"
 
 
 class TestReasons:
@@ -174,29 +174,37 @@ class TestReasons:
     @pytest.mark.parametrize(
         ("rule", "asked", "told"),
         [
-            (needs(features=True), {}, "features not asked for, and needed: a reason"),
-            (needs(sliding_window=True), {}, "sliding_window not asked for, and needed: a reason"),
-            (needs(cudagraph=True), {}, "cudagraph=never asked, needs another cudagraph: a reason"),
-            (needs(kv_cache_dtype=True), {}, "kv_cache_dtype=bfloat16 asked, needs another kv_cache_dtype: a reason"),
+            (needs(features=True), {}, "requires features: a reason"),
+            (needs(sliding_window=True), {}, "requires sliding_window: a reason"),
+            (needs(cudagraph=True), {}, "requires another cudagraph (requested: cudagraph=never): a reason"),
+            (
+                needs(kv_cache_dtype=True),
+                {},
+                "requires another kv_cache_dtype (requested: kv_cache_dtype=bfloat16): a reason",
+            ),
             (
                 needs(cudagraph=False),
                 {"cudagraph": "always"},
-                "cudagraph=always asked, needs cudagraph not asked for: ",
+                "requires no cudagraph (requested: cudagraph=always): ",
             ),
-            (needs(return_lse=True), {}, "return_lse=False asked, needs return_lse = True: a reason"),
-            (refuses(return_lse=False), {}, "return_lse=False refused: a reason"),
+            (needs(return_lse=True), {}, "requires return_lse = True (requested: return_lse=False): a reason"),
+            (refuses(return_lse=False), {}, "does not support return_lse=False: a reason"),
             (
                 refuses(head_size=64, cudagraph="always"),
                 {"cudagraph": "always"},
-                "head_size=64 with cudagraph=always refused: a reason",
+                "does not support head_size=64 with cudagraph=always: a reason",
             ),
-            (refuses(features=True), {"features": ("acme.a", "acme.b")}, "features=('acme.a', 'acme.b') refused: "),
+            (
+                refuses(features=True),
+                {"features": ("acme.a", "acme.b")},
+                "does not support features=('acme.a', 'acme.b'): ",
+            ),
         ],
     )
     def test_it_names_the_fields_and_what_is_needed(self, rule, asked, told):
         offered = of([rule], ["paged", "cudagraph", "return_lse", "acme.a", "acme.b"])
 
-        (reason,) = negotiate(offered, Question(ASKED.evolve(**asked), Device.cpu())).objections
+        (reason,) = negotiate(offered, Request(ASKED.evolve(**asked), Device.cpu())).objections
 
         assert str(reason).startswith(told)
         assert Reason.from_dict(json.loads(json.dumps(reason.to_dict()))) == reason
@@ -205,17 +213,17 @@ class TestReasons:
         offered = of([refuses(features=True, cudagraph="always")], ["paged", "cudagraph", "acme.a"])
         asked = ASKED.evolve(features=("acme.a",), cudagraph="always")
 
-        (reason,) = negotiate(offered, Question(asked, Device.cpu())).objections
+        (reason,) = negotiate(offered, Request(asked, Device.cpu())).objections
 
         assert hash(Reason.from_dict(json.loads(json.dumps(reason.to_dict())))) == hash(reason)
 
     def test_a_version_is_told_as_such(self):
-        reason = Reason("rule", "installed and head_size", ("installed: acme <2", 64), "", "wrong values")
+        reason = Reason("rule", "installed and head_size", ("acme <2", 64), "", "wrong values")
 
-        assert str(reason) == "installed: acme <2 with head_size=64 refused: wrong values"
+        assert str(reason) == "does not support acme <2 with head_size=64: wrong values"
 
     def test_a_device_is_not_asked_for_but_is_there(self):
-        (reason,) = negotiate(of(), Question(ASKED, Device("xpu"))).objections
+        (reason,) = negotiate(of(), Request(ASKED, Device("xpu"))).objections
 
-        assert str(reason) == "the device is xpu, supported: cpu"
+        assert str(reason) == "requires device type cpu; the device is xpu"
         assert str(way_out(of(), device=Device("xpu"))) == "run on cpu"

@@ -70,7 +70,7 @@ def test_copies_are_equal_and_hash_alike(requirements):
 
 @given(questions)
 def test_asked_names_the_fields_that_are_not_neutral(requirements):
-    names = {name for name, _ in requirements.asked()}
+    names = {name for name, _ in requirements.requested()}
 
     assert {"head_size", "num_q_heads", "num_kv_heads", "dtype"} <= names
     assert ("sinks" in names) == requirements.sinks

@@ -100,7 +100,7 @@ def world(tmp_path, monkeypatch):
     the usual code. The kernel libraries of flash are installed, less ``missing``.
     """
     monkeypatch.syspath_prepend(tmp_path)
-    before = process._state, process._by_hand
+    before = process.PROCESS.state, process.PROCESS.by_hand
 
     def make(*names, device=Device.cuda("9.0"), missing=(), settings=Settings(), **sources):  # noqa: B008 - frozen
         plugins = []
@@ -117,11 +117,11 @@ def world(tmp_path, monkeypatch):
             )
         found = {name: version for name, version in INSTALLED.items() if name not in missing}
         registry = Registry(plugins, version_of=found.get, settings=settings)
-        process._state = process.State(registry, settings, registry.generation, device=device)
+        process.PROCESS.state = process.ProcessState(registry, settings, registry.generation, own_device=device)
         return registry
 
     yield make
-    process._state, process._by_hand = before
+    process.PROCESS.state, process.PROCESS.by_hand = before
     for name in [name for name in sys.modules if name.startswith("scratch_")]:
         del sys.modules[name]
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 import attnplug
-from attnplug.discovery.known import Known, KnownPlugin
-from attnplug.discovery.plugin import Plugin
+from attnplug.discovery.plugin import Known, KnownPlugin, Plugin
 from attnplug.discovery.registry import Registry
 from attnplug.errors import NoBackendError
 from attnplug.negotiation.verdict import Reason
@@ -36,7 +35,7 @@ def crowd(world, monkeypatch):
     found = {"flash-old": "2.6", "flash-new": "4.0"}
     settings = Settings(block=frozenset({"generic"}))
     registry = Registry([*usual.plugins, DAMAGED], known=Known((ABSENT,)), version_of=found.get)
-    process._state = process.State(registry, settings, registry.generation, device=Device.cuda("9.0"))
+    process.PROCESS.state = process.ProcessState(registry, settings, registry.generation, own_device=Device.cuda("9.0"))
     return registry
 
 

@@ -53,7 +53,7 @@ def test_the_setting_is_asked_of_every_candidate_with_its_origin(hnd, request_of
     assert str(reason).endswith(f"kv_layout is set by {VARIABLE}")
     fix = verdict(found, "flash/hopper").fix
     assert dict(fix.engine) == {"kv_layout": "NHD"}
-    assert str(fix) == f"kv_layout='HND' is set by {VARIABLE}: change that, or override it; ask for kv_layout='NHD'"
+    assert str(fix) == f"kv_layout='HND' is set by {VARIABLE}: change that, or override it; request kv_layout='NHD'"
     assert f"set: kv_layout=HND by {VARIABLE}" in str(found)
     assert found.to_dict()["origins"] == {"kv_layout": VARIABLE}
 
@@ -74,7 +74,7 @@ def test_what_nobody_serves_is_refused_and_not_dropped(world, request_of):
         attnplug.select(request_of())
 
     assert f"set: kv_layout=HND by {VARIABLE}" in str(caught.value)
-    assert "ask for kv_layout='NHD'" in caught.value.fix
+    assert "request kv_layout='NHD'" in caught.value.fix
 
 
 def test_requirements_come_before_the_setting(hnd, request_of):
@@ -142,7 +142,7 @@ def test_the_question_is_remembered_as_it_was_asked(hnd, request_of):
 
     first = attnplug.select(asked)
 
-    assert process.current().hot[asked] is first
+    assert process.current_state().hot[asked] is first
     assert attnplug.select(asked) is first
 
 

@@ -92,4 +92,4 @@ def test_options_of_a_decision_are_not_laid_on_the_call(both, request_of):
     with pytest.raises(PluginLoadError) as caught:
         Selection.from_dict(sent).load()
 
-    assert caught.value.problem == "'flash/hopper' was selected: splits=-1 was given by the decision"
+    assert caught.value.problem == "'flash/hopper' cannot be loaded here: splits=-1 was given by the decision"

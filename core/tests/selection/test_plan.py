@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.manifest.reader import parse_manifest
-from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.candidate import make_candidate
 from attnplug.negotiation.common_cache import passing_terms, share_terms
-from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.evaluation import evaluate
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.request.device import Device
 from attnplug.selection.plan import Plan
 
@@ -150,7 +151,7 @@ def candidate(name, size, layout):
         '[supports]\ndevice_type = "cpu"\ndtype = "float32"\n'
         f'head_size = 64\nfeatures = ["paged"]\nblock_size = {size}\nkv_layout = {layout}\n'
     )
-    return examine(manifest, manifest.variants[0], lambda _: None)
+    return make_candidate(manifest, manifest.variants[0], lambda _: None)
 
 
 offers = st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(LAYOUTS)), min_size=1, max_size=3)
@@ -158,29 +159,27 @@ offers = st.lists(st.tuples(st.sampled_from(SIZES), st.sampled_from(LAYOUTS)), m
 
 @given(st.lists(offers, min_size=1, max_size=3))
 def test_shared_terms_pass_everywhere_or_none_exist(groups):
-    question = Question(
-        attnplug.Requirements(head_size=64, num_q_heads=1, num_kv_heads=1, dtype="float32"), Device.cpu()
-    )
-    entries = [(question, [candidate(f"b{i}", *offer) for i, offer in enumerate(group)]) for group in groups]
-    union = [{terms for c in candidates for terms in passing_terms(c, question)} for _, candidates in entries]
+    request = Request(attnplug.Requirements(head_size=64, num_q_heads=1, num_kv_heads=1, dtype="float32"), Device.cpu())
+    offered = [[candidate(f"b{i}", *offer) for i, offer in enumerate(group)] for group in groups]
+    union = [{terms for c in candidates for terms in passing_terms(c, request)} for candidates in offered]
 
-    shared = share_terms(entries)
+    shared = share_terms([[evaluate(c, request) for c in candidates] for candidates in offered])
 
     if shared is None:
-        assert not set.intersection(*union) or not _some_choice(entries)
+        assert not set.intersection(*union) or not _some_choice(offered, request)
     else:
-        for picked, terms in shared:
-            pinned = Question(question.requirements.evolve(**terms), Device.cpu())
-            assert not negotiate(picked, pinned).objections
-        assert len({tuple(terms.values()) for _, terms in shared}) == 1
+        for picked in shared:
+            pinned = Request(request.requirements.evolve(**picked.terms), Device.cpu())
+            assert not negotiate(picked.candidate, pinned).objections
+        assert len({tuple(picked.terms.values()) for picked in shared}) == 1
 
 
-def _some_choice(entries):
+def _some_choice(offered, request):
     """Whether any choice of candidates has common terms, by trying them all."""
     found = [set()]
     first = True
-    for question, candidates in entries:
-        allowed = [set(passing_terms(c, question)) for c in candidates]
+    for candidates in offered:
+        allowed = [set(passing_terms(c, request)) for c in candidates]
         found = allowed if first else [f & a for f in found for a in allowed if f & a]
         first = False
     return any(found)

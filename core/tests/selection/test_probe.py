@@ -1,4 +1,4 @@
-"""What a probe refuses is refused of what it was asked about, and of nothing else; and it is asked once."""
+"""A refusal of a probe holds as far as the code of its reason goes, and no further; and a probe is called once."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import settings as how
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.discovery import probe_refusals as module
 from attnplug.errors import NoBackendError, PluginLoadError
+from attnplug.negotiation import probe_refusals
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process
@@ -24,24 +24,24 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from core.tests.selection.test_load import rescanned
 
-ASKED = []
-"""What probes were asked, in order: those of these tests note it."""
+CALLS = []
+"""What the probes of these tests were called with, in order."""
 
-TELLS = "this flash was built without kernels for heads of 96"
-WAY_OUT = "build it without FLASH_SMALL"
+FINDING = "this flash was built without kernels for heads of 96"
+FIX = "build it without FLASH_SMALL"
 PROBE = """{source}
 from attnplug import Reason
-from core.tests.selection.test_probe import ASKED
+from core.tests.selection.test_probe import CALLS
 
 @hookimpl
 def attnplug_probe({arguments}):
-    ASKED.append(({arguments},))
+    CALLS.append(({arguments},))
 {body}
 """
 
 
-def refuses(condition, told=TELLS, way_out=WAY_OUT):
-    return f"    if {condition}:\n        return Reason('probe', 'flash', None, {told!r}, {way_out!r})"
+def refuses(condition, code="probe", fix=FIX):
+    return f"    if {condition}:\n        return Reason({code!r}, 'flash', None, {FINDING!r}, {fix!r})"
 
 
 HEADS_OF_96 = refuses("agreement.requirements.head_size == 96")
@@ -60,7 +60,7 @@ def _no_bytecode(monkeypatch):
 @pytest.fixture
 def probed(world, flash_manifest, plugin_source):
     """Return ``make(arguments, body)``: a process where flash, whose variant hopper is here, has such a probe."""
-    ASKED.clear()
+    CALLS.clear()
 
     def make(arguments, body, *, manifest=flash_manifest, **more):
         code = PROBE.format(source=plugin_source, arguments=arguments, body=body)
@@ -83,47 +83,45 @@ class TestOneRequest:
         assert attnplug.load(request_of(head_size=128)).id == "flash/hopper"
         assert attnplug.explain(request_of(head_size=96)).chosen.id == "generic/default"
 
-    def test_the_probe_is_told_in_its_own_words_with_its_own_way_out(self, without_96, request_of):
+    def test_its_refusal_is_reported_with_its_own_fix(self, without_96, request_of):
         with pytest.raises(PluginLoadError) as caught:
             attnplug.load(request_of(head_size=96), backend="flash/hopper")
         told = verdict(attnplug.explain(request_of(head_size=96)))
 
-        assert caught.value.problem == (
-            "'flash/hopper' was probed on cuda:9.0 for head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16"
-        )
-        assert caught.value.expected == f"it refuses this request: {TELLS}"
-        assert caught.value.fix == WAY_OUT
-        assert (told.status, [(r.code, str(r)) for r in told.reasons]) == ("refused", [("probe", TELLS)])
-        assert str(told.fix) == WAY_OUT
-        assert str(attnplug.explain(request_of(head_size=96))).count(WAY_OUT) == 1
-        with pytest.raises(NoBackendError, match=re.escape(f"flash/hopper: {WAY_OUT}")):
+        request = "head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16 on cuda:9.0"
+        assert caught.value.problem == f"the probe of 'flash/hopper' refuses {request}: {FINDING}"
+        assert caught.value.fix == FIX
+        assert (told.status, [(r.code, str(r)) for r in told.reasons]) == ("refused", [("probe", FINDING)])
+        assert str(told.fix) == FIX
+        assert str(attnplug.explain(request_of(head_size=96))).count(FIX) == 1
+        with pytest.raises(NoBackendError, match=re.escape(f"flash/hopper: {FIX}")):
             attnplug.select(request_of(head_size=96), backend="flash/hopper")
 
-    def test_a_refusal_without_a_way_out_has_the_plain_one(self, probed, request_of):
-        probed("agreement", refuses("True", way_out=""))
+    def test_a_refusal_without_a_fix_has_the_plain_one(self, probed, request_of):
+        probed("agreement", refuses("True", fix=""))
         attnplug.load(request_of())
 
         assert str(verdict(attnplug.explain(request_of())).fix) == "choose another backend"
 
-    def test_what_was_refused_is_not_asked_again(self, without_96, request_of):
+    def test_what_was_refused_is_not_probed_again(self, without_96, request_of):
         decided = attnplug.select(request_of(head_size=96))
         attnplug.load(request_of(head_size=96))
-        generation, asked = without_96.generation, len(ASKED)
+        generation, asked = without_96.generation, len(CALLS)
 
         for _ in range(3):
             assert attnplug.load(request_of(head_size=96)).id == "generic/default"
-            with pytest.raises(PluginLoadError, match=TELLS):
+            with pytest.raises(PluginLoadError, match=FINDING):
                 decided.load()
-        assert (without_96.generation, len(ASKED), asked) == (generation, 1, 1)
+        assert (without_96.generation, len(CALLS), asked) == (generation, 1, 1)
 
-    def test_a_refresh_asks_again(self, without_96, request_of, monkeypatch):
+    def test_a_refresh_probes_again(self, without_96, request_of, monkeypatch):
         monkeypatch.setattr(process, "Registry", type("Scanned", (), {"scan": staticmethod(rescanned(without_96))}))
         attnplug.load(request_of(head_size=96), Device.cuda("9.0"))
 
         attnplug.refresh()
 
         assert attnplug.load(request_of(head_size=96), Device.cuda("9.0")).id == "generic/default"
-        assert len(ASKED) == 2
+        assert len(CALLS) == 2
 
     def test_other_options_are_another_request(self, probed, request_of):
         probed("agreement", refuses("agreement.options['splits'] == 2"))
@@ -134,17 +132,17 @@ class TestOneRequest:
         assert attnplug.load(request_of()).id == "flash/hopper"
         assert attnplug.select(request_of(), options=asked).id == "generic/default"
 
-    def test_an_option_that_equals_nothing_does_not_ask_for_ever(self, probed, request_of, flash_manifest):
+    def test_an_option_that_equals_nothing_is_probed_once(self, probed, request_of, flash_manifest):
         manifest = f'{flash_manifest}[options.ratio]\ntype = "float"\ndefault = 1.0\nhelp = "a ratio"\n'
         probed("agreement", refuses("True"), manifest=manifest)
 
-        with pytest.raises(PluginLoadError, match=TELLS):
+        with pytest.raises(PluginLoadError, match=FINDING):
             attnplug.load(request_of(), options={"flash": {"ratio": "nan"}})
 
     def test_under_the_strict_setting_it_is_raised(self, probed, request_of):
         probed("agreement", HEADS_OF_96, settings=Settings(strict=True))
 
-        with pytest.raises(PluginLoadError, match=TELLS):
+        with pytest.raises(PluginLoadError, match=FINDING):
             attnplug.load(request_of(head_size=96))
         assert attnplug.load(request_of(head_size=128)).id == "flash/hopper"
 
@@ -154,7 +152,7 @@ class TestOneRequest:
         again = attnplug.Selection.from_dict(json.loads(json.dumps(decided.to_dict())))
 
         assert again == decided == pickle.loads(pickle.dumps(decided))
-        assert str(verdict(again).fix) == WAY_OUT
+        assert str(verdict(again).fix) == FIX
 
     def test_threads_get_one_answer(self, without_96, request_of):
         sizes = [96, 128, 96, 64] * 8
@@ -165,72 +163,75 @@ class TestOneRequest:
         assert len(list(without_96.refusals["flash/hopper"])) == 1
 
 
-class TestWhatItTakes:
-    """What a probe does not take, its answer does not depend on."""
+class TestHowFarItGoes:
+    """The code of the reason says what is refused, whatever the probe takes."""
 
-    def test_one_without_an_agreement_refuses_a_device(self, probed, request_of):
-        probed("variant, device", refuses("device.compute_capability.major == 9"))
+    @pytest.mark.parametrize("arguments", ["variant, device", "variant, agreement, device"])
+    def test_one_of_the_device_refuses_every_request_there(self, probed, request_of, arguments):
+        probed(arguments, refuses("device.compute_capability.major == 9", "probe_device"))
         before = attnplug.select(request_of(sliding_window=8))
 
         assert attnplug.load(request_of()).id == "generic/default"
         assert attnplug.select(request_of(head_size=128)).id == "generic/default"
-        told = verdict(attnplug.explain(request_of(head_size=128, alibi="linear")))
-        assert [reason.code for reason in told.reasons] == ["undeclared", "probe"]
+        found = verdict(attnplug.explain(request_of(head_size=128, alibi="linear")))
+        assert [reason.code for reason in found.reasons] == ["undeclared", "probe_device"]
         with pytest.raises(PluginLoadError) as caught:
             before.load()
-        assert caught.value.problem == "'flash/hopper' was probed on cuda:9.0"
-        assert len(ASKED) == 1
+        assert caught.value.problem == f"the probe of 'flash/hopper' refuses cuda:9.0: {FINDING}"
+        assert len(CALLS) == 1
 
-    def test_one_without_a_device_refuses_an_agreement_everywhere(self, probed, request_of, flash_manifest):
+    @pytest.mark.parametrize(("code", "elsewhere"), [("probe", "flash/hopper"), ("probe_device", "flash/hopper")])
+    def test_neither_refuses_another_device(self, probed, request_of, flash_manifest, code, elsewhere):
         wide = flash_manifest.replace(
             'compute_capability = "9.0", block', 'compute_capability = { min = "8.0" }, block'
         )
-        probed("agreement", HEADS_OF_96, manifest=wide)
+        probed("agreement", refuses("agreement.requirements.head_size == 96", code), manifest=wide)
         attnplug.load(request_of(head_size=96), Device.cuda("9.0"))
 
-        assert attnplug.select(request_of(head_size=96), Device.cuda("8.0")).id == "generic/default"
-        assert attnplug.select(request_of(head_size=128), Device.cuda("8.0")).id == "flash/hopper"
+        assert attnplug.select(request_of(head_size=96), Device.cuda("9.0")).id == "generic/default"
+        assert attnplug.select(request_of(head_size=96), Device.cuda("8.0")).id == elsewhere
 
-    def test_one_with_neither_refuses_everything(self, probed, request_of):
-        probed("variant", refuses("True"))
-        attnplug.load(request_of())
-        told = verdict(attnplug.explain(request_of(head_size=128), Device.cuda("8.0")))
+    def test_one_of_a_request_leaves_others_alone_whatever_the_probe_takes(self, probed, request_of):
+        probed("variant", refuses("len(CALLS) == 1"))
+        attnplug.load(request_of(head_size=96))
 
-        assert (told.status, [str(reason) for reason in told.reasons][-1]) == ("broken", TELLS)
-        assert str(told.fix) == f"{WAY_OUT}, then attnplug.refresh()"
+        assert attnplug.load(request_of(head_size=128)).id == "flash/hopper"
 
-    def test_one_that_takes_all_may_say_that_everything_is_broken(self, probed, request_of):
-        probed("variant, agreement, device", HEADS_OF_96.replace("'probe'", "'broken'"))
+    @pytest.mark.parametrize("arguments", ["variant", "variant, agreement, device"])
+    def test_broken_refuses_everything(self, probed, request_of, arguments):
+        probed(arguments, refuses("True", "broken"))
         with pytest.raises(PluginLoadError) as caught:
             attnplug.load(request_of(head_size=96), backend="flash/hopper")
-        told = verdict(attnplug.explain(request_of(head_size=128)))
+        found = verdict(attnplug.explain(request_of(head_size=128), Device.cuda("8.0")))
 
-        assert (caught.value.problem, caught.value.fix) == ("'flash/hopper' was probed", WAY_OUT)
-        assert (told.status, str(told.fix)) == ("broken", f"{WAY_OUT}, then attnplug.refresh()")
+        assert caught.value.problem == f"the probe of 'flash/hopper' refuses this machine: {FINDING}"
+        assert caught.value.fix == FIX
+        assert (found.status, [str(reason) for reason in found.reasons][-1]) == ("broken", FINDING)
+        assert str(found.fix) == f"{FIX}, then attnplug.refresh()"
 
     def test_what_it_raises_is_of_everything_too(self, probed, request_of):
         probed("variant, agreement, device", "    raise OSError('no nvcc')")
         attnplug.load(request_of())
 
         assert verdict(attnplug.explain(request_of(head_size=128))).status == "broken"
-        assert len(ASKED) == 1
+        assert len(CALLS) == 1
 
 
 class TestOthers:
-    def test_a_way_out_that_leads_to_a_refusal_names_the_way_past_it(self, without_96, request_of):
+    def test_a_fix_that_leads_to_a_refusal_names_its_fix_too(self, without_96, request_of):
         attnplug.load(request_of(head_size=96))
 
         told = verdict(attnplug.explain(request_of(head_size=96, return_lse=True)))
         other = verdict(attnplug.explain(request_of(head_size=128, return_lse=True)))
 
-        assert str(told.fix) == f"{WAY_OUT}; ask for return_lse=False"
-        assert str(other.fix) == "ask for return_lse=False"
+        assert str(told.fix) == f"{FIX}; request return_lse=False"
+        assert str(other.fix) == "request return_lse=False"
 
     def test_a_plan_leaves_out_what_was_refused_under_its_common_terms(self, probed, request_of):
         """The first choice is common by blocks of 32, which the probe refuses; the plan after that is another one."""
         probed("agreement", refuses("agreement.block_size == 32 and agreement.requirements.sliding_window"))
         layers = {"a": request_of(block_size=32), "b": request_of(sliding_window=64)}
-        with pytest.raises(PluginLoadError, match=TELLS):
+        with pytest.raises(PluginLoadError, match=FINDING):
             attnplug.plan(layers)["b"].load()
 
         second = attnplug.plan(layers)
@@ -241,7 +242,7 @@ class TestOthers:
 
 
 def test_memory_is_bounded(without_96, request_of, monkeypatch):
-    monkeypatch.setattr(module, "_MOST", 4)
+    monkeypatch.setattr(probe_refusals, "_MOST", 4)
     for window in range(1, 20):
         attnplug.load(request_of(head_size=96, sliding_window=window))
 
@@ -263,12 +264,12 @@ def test_whatever_the_order_each_request_gets_what_its_probe_says(probed, reques
         expected = "generic/default" if size in refused else "flash/hopper"
         assert attnplug.load(request_of(head_size=size)).id == expected
         assert attnplug.select(request_of(head_size=size)).id == expected
-    asked = [agreement.requirements.head_size for (agreement,) in ASKED]
+    asked = [agreement.requirements.head_size for (agreement,) in CALLS]
     assert all(asked.count(size) == 1 for size in refused & set(sizes))
 
 
 def forget():
     """Have the next process import the plugins anew."""
-    ASKED.clear()
+    CALLS.clear()
     for name in [name for name in sys.modules if name.startswith("scratch_")]:
         del sys.modules[name]

@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 import attnplug
-from attnplug.discovery.known import Known, KnownPlugin, read_known
+from attnplug.discovery.plugin import Known, KnownPlugin, read_known
 from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
 from attnplug.negotiation.verdict import Fix, Reason
 from attnplug.request.device import Device
@@ -70,16 +70,16 @@ def test_every_candidate_has_a_verdict_with_all_reasons(both, request_of):
     assert [(r.code, r.field) for r in reasons] == [("unsupported", "dtype"), ("undeclared", "alibi")]
     assert reasons[0].wanted == "float32"
     assert reasons[0].supported == "bfloat16, float16"
-    assert "flash/new lacks" not in str(explanation)
-    assert "this variant lacks dtype=float32, alibi=linear" in str(explanation)
+    assert "flash/new does not" not in str(explanation)
+    assert "this variant does not support dtype=float32, alibi=linear" in str(explanation)
 
 
 def test_absent_plugins_are_listed_by_name(both, request_of):
     absent = verdict(attnplug.explain(request_of()), "flashinfer")
 
     assert absent.status == "absent"
-    assert str(absent.fix) == "known, not published yet"
-    assert "    flashinfer     known, not published yet\n" in str(attnplug.explain(request_of()))
+    assert str(absent.fix) == "pip install ./plugins/flashinfer, in a checkout"
+    assert f"    flashinfer     {absent.fix}\n" in str(attnplug.explain(request_of()))
 
 
 def test_a_missing_library_is_told_from_a_refusal(world, request_of):
@@ -111,7 +111,7 @@ def test_what_pip_does_not_get_is_told_as_the_manifest_says(world, request_of):
     assert [reason.field for reason in told.reasons if reason.code == "missing"] == ["flash-new >=4", "flash-tools >=1"]
     assert told.fix.install == ("flash-tools >=1",)
     assert str(told.fix) == (
-        "install flash-new >=4: from its vendor; pip install 'flash-tools >=1'; ask for cudagraph='never'"
+        "install flash-new >=4: from its vendor; pip install 'flash-tools >=1'; request cudagraph='never'"
     )
     assert Fix.from_dict(json.loads(json.dumps(told.fix.to_dict()))) == told.fix
 
@@ -162,7 +162,7 @@ class TestNames:
             attnplug.select(request_of(sinks=True), backend="flash/hopper")
 
         assert isinstance(caught.value.explanation, Explanation)
-        assert "sinks=True asked, supported: only False" in str(caught.value)
+        assert "does not support sinks=True" in str(caught.value)
         assert "permit others with 'auto'" in caught.value.fix
 
     def test_a_list_is_an_order(self, both, request_of):
@@ -264,23 +264,25 @@ class TestPrecedence:
 
         assert "permitted: flashinfer\n" in str(caught.value)
         assert caught.value.fix == (
-            "one of these\n    flashinfer: known, not published yet\n    permit others with 'auto' in the list"
+            "one of these\n"
+            "    flashinfer: pip install ./plugins/flashinfer, in a checkout\n"
+            "    permit others with 'auto' in the list"
         )
 
-    def test_what_is_absent_is_a_way_out_only_where_nothing_is_here(self, world, request_of, monkeypatch):
+    def test_what_is_absent_is_a_fix_only_where_nothing_is_here(self, world, request_of, monkeypatch):
         impossible = request_of(dtype="float32", alibi="linear", kv_cache_dtype="int8")
         published = Known((KnownPlugin("later", (), "a later one", "attnplug-later", published=True),))
 
-        def way_out(*names, known):
+        def fix(*names, known):
             monkeypatch.setattr(world("flash", *names), "_known", known)
             with pytest.raises(NoBackendError) as caught:
                 attnplug.select(impossible if not names else request_of(kv_cache_dtype="int8"))
             return caught.value.fix
 
-        assert way_out(known=Known()) == "change the model's attention: no candidate serves these model fields"
-        assert way_out(known=read_known()) == way_out(known=Known())
-        assert way_out(known=published) == "one of these\n    later: pip install attnplug-later"
-        assert "attnplug-later" not in way_out("generic", known=published)
+        assert fix(known=Known()) == "change the model's attention: no candidate serves these model fields"
+        assert "flashinfer: pip install ./plugins/flashinfer, in a checkout" in fix(known=read_known())
+        assert fix(known=published) == "one of these\n    later: pip install attnplug-later"
+        assert "attnplug-later" not in fix("generic", known=published)
 
 
 class TestRanking:
@@ -383,7 +385,7 @@ class TestMemory:
         for window in range(1, 30):
             attnplug.select(request_of(sliding_window=window))
 
-        state = process.current()
+        state = process.current_state()
         assert len(state.decisions) <= 8
         assert len(state.hot) <= 9
         assert attnplug.select(request_of(sliding_window=1)).requirements.sliding_window == 1
@@ -439,7 +441,7 @@ def test_nothing_can_serve_says_so_for_everyone(both, request_of):
 
     text = str(caught.value)
     assert all(name in text for name in ("flash/old", "flash/hopper", "flash/new", "generic/default", "flashinfer"))
-    assert "lacks sinks=True, custom_mask=True" in text
+    assert "does not support sinks=True, custom_mask=True" in text
 
 
 def test_a_selection_reads_in_a_line(both, request_of):
@@ -449,7 +451,7 @@ def test_a_selection_reads_in_a_line(both, request_of):
 
 
 def test_a_question_is_a_requirements(both):
-    with pytest.raises(RequirementsError, match="the question is an"):
+    with pytest.raises(RequirementsError, match="a request is an"):
         attnplug.select({"head_size": 64})
 
 
@@ -458,6 +460,6 @@ def test_explanations_print_without_a_terminal(both, request_of, monkeypatch):
 
     text = str(attnplug.explain(request_of(sinks=True)))
 
-    assert text.splitlines()[0].startswith("asked: head_size=64")
+    assert text.splitlines()[0].startswith("requested: head_size=64")
     assert "chosen: flash/new (decided by built-in last)" in text
     assert max(map(len, text.splitlines())) <= 80

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import attnplug
-from attnplug.negotiation.verdict import Verdict
+from attnplug.negotiation.verdict import Reason, Verdict
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection.explanation import detail
@@ -44,6 +44,16 @@ def shelf(tmp_path):
 
     put.settings = Settings(evidence=(str(folder),))
     return put
+
+
+def test_evidence_is_read_anew_after_the_registry_has_changed(world, shelf, request_of) -> None:
+    registry = world("generic", settings=shelf.settings)
+    assert attnplug.select(request_of()).unverified
+    shelf("generic/default")
+
+    assert attnplug.select(request_of(head_size=128)).unverified[0].field == "device"
+    registry.mark_broken("flash/old", Reason("broken", "flash/old", None, "it failed"))
+    assert attnplug.select(request_of()).unverified == ()
 
 
 def test_without_evidence_everything_that_can_serve_is_unverified(both, request_of) -> None:
@@ -151,7 +161,7 @@ def test_it_is_printed_with_what_is_known_instead(world, shelf, request_of, monk
     elsewhere = str(attnplug.explain(request_of(), Device.cpu()))
 
     assert "    unverified on this device: head_size=96 (verified is 64)\n" in text
-    assert "    unverified on this device: sliding_window=7 (no test has asked for it)\n" in f"{text}\n"
+    assert "    unverified on this device: sliding_window=7 (no test has requested it)\n" in f"{text}\n"
     assert "    unverified on this device: no run of the conformance kit on cpu is known\n" in f"{elsewhere}\n"
 
 

@@ -20,9 +20,9 @@ def own_process(monkeypatch):
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNPLUG_BACKEND", "torch/sdpa")  # which one ranks first is not the host's business
-    before, process._state = process._state, None
+    before, process.PROCESS.state = process.PROCESS.state, None
     yield
-    process._state = before
+    process.PROCESS.state = before
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def _alone(manifest):
     """Put one backend in place of all others."""
     parsed = parse_manifest(manifest, "mirror/attnplug.toml")
     registry = Registry([Plugin("mirror", "hosts.transformers.tests.mirror", "mirror", "1.0", parsed)])
-    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    process.PROCESS.state = process.ProcessState(registry, Settings(), registry.generation, own_device=Device.cpu())
 
 
 @pytest.fixture

@@ -403,7 +403,7 @@ class TestBinding:
         assert group() is None
 
     def test_the_device_of_the_tensors_is_asked_about(self):
-        process.current()._device = Device.cuda("9.0")
+        process.current_state().own_device = Device.cuda("9.0")
 
         assert device_of(torch.device("cpu")) == Device.cpu()
         assert device_of(torch.device("cuda", 0)) is None
@@ -411,7 +411,7 @@ class TestBinding:
         assert bound(module).selection.device == Device.cpu()
 
     def test_a_device_that_came_to_life_after_the_process_looked(self):
-        process.current()._device = Device.cpu()
+        process.current_state().own_device = Device.cpu()
 
         assert device_of(torch.device("cpu")) is None
         assert device_of(torch.device("meta")) == Device("meta")

@@ -192,7 +192,7 @@ def test_no_replay_where_a_backend_has_no_graphs(host):
 
     parsed = parse_manifest(MANIFEST, "separate/attnplug.toml")
     registry = Registry([Plugin("separate", "hosts.transformers.tests.engine.separate", "separate", "1.0", parsed)])
-    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    process.PROCESS.state = process.ProcessState(registry, Settings(), registry.generation, own_device=Device.cpu())
     found = decoding.decode(LLAMA, TEXT)
 
     assert found.agrees

@@ -348,8 +348,8 @@ features = ["paged"]
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        (["build", "--backend", "tocrh"], "the backend 'tocrh' was asked for; did you mean 'torch'?"),
-        (["build", "--backend", "torch/sdap"], "the backend 'torch/sdap' was asked for; did you mean 'sdpa'?"),
+        (["build", "--backend", "tocrh"], "the backend 'tocrh' was requested; did you mean 'torch'?"),
+        (["build", "--backend", "torch/sdap"], "the backend 'torch/sdap' was requested; did you mean 'sdpa'?"),
         (["build", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["build", "--threads", "0"], "--threads 0 was given"),
         (["cached", "--backend", "torch"], "--backend was given, to measure cached"),
@@ -368,7 +368,7 @@ def test_a_backend_that_cannot_serve_is_told_as_it_was_in_its_process(run) -> No
 
     assert answer.code == 1
     assert answer.json["error"]["type"] == "NoBackendError"
-    assert "the device is cpu, supported: cuda" in str(answer.json["error"])
+    assert "requires device type cuda; the device is cpu" in str(answer.json["error"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

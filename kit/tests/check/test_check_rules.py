@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from attnplug.errors import RequirementsError
 from attnplug.manifest.reader import parse_manifest
 from attnplug.manifest.schema import IsInstalled
-from attnplug.negotiation.candidate import examine
-from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.candidate import make_candidate
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from attnplug_kit.check.rules import cannot_hold, check_rules
@@ -72,7 +72,7 @@ def _questions():
             asked = Requirements(num_q_heads=8, num_kv_heads=8, **dict(zip(FIELDS, values, strict=True)))
         except RequirementsError:
             continue
-        yield from (Question(asked, device) for device in DEVICES)
+        yield from (Request(asked, device) for device in DEVICES)
 
 
 QUESTIONS = tuple(_questions())
@@ -86,7 +86,7 @@ def _read(when, need=""):
 def _serving(manifest):
     """Yield (candidate, question, facts) of everything that is served, for every version of the library."""
     for version in VERSIONS:
-        candidate = examine(manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get)
+        candidate = make_candidate(manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get)
         for question in QUESTIONS:
             outcome = negotiate(candidate, question)
             if not outcome.objections:
@@ -106,9 +106,11 @@ def test_a_rule_that_is_said_never_to_fire_never_does(when) -> None:
     (rule,) = manifest.variants[0].rules
     if cannot_hold(rule.when, manifest.variants):
         for version in VERSIONS:
-            installed = examine(manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get).installed
+            installed = make_candidate(
+                manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get
+            ).installed
             for _, question, facts in SERVED:
-                assert not all(c.holds(facts, question.names, installed, absent=False) for c in rule.when)
+                assert not all(c.holds(facts, question.requested_names, installed, absent=False) for c in rule.when)
 
 
 @given(TABLES, st.one_of(st.just(()), TABLES))
@@ -141,11 +143,11 @@ head_size = 64
 [variants.only]
 """
     manifest = parse_manifest(text)
-    candidate = examine(manifest, manifest.variants[0], lambda _: None)
+    candidate = make_candidate(manifest, manifest.variants[0], lambda _: None)
     asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
 
     found = [finding.problem for finding in check_rules(manifest, text)]
-    served = not negotiate(candidate, Question(asked, Device.cuda("9.0"))).objections
+    served = not negotiate(candidate, Request(asked, Device.cuda("9.0"))).objections
 
     assert found == ([] if served else ["the variant 'only' names 'cuda' and no compute_capability"])
     assert served is bool(capability)

@@ -12,8 +12,8 @@ import pytest
 from attnplug.errors import RequirementsError, UnknownBackendError
 from attnplug.evidence.store import parse_evidence
 from attnplug.manifest.reader import read_manifest
-from attnplug.negotiation import evaluation as negotiate
-from attnplug.negotiation.candidate import examine
+from attnplug.negotiation import matching
+from attnplug.negotiation.candidate import make_candidate
 from attnplug.request.device import Device
 from attnplug_kit.conformance import Basic, Refusals, plugin
 from attnplug_kit.conformance import subject as subjects
@@ -33,7 +33,7 @@ MANIFEST = HERE / "featured" / "attnplug.toml"
 OPTIONAL, NEEDED = "featured.optional", "featured.needed"
 READ = read_manifest(MANIFEST)
 CANDIDATES = {
-    one.name: examine(READ, one, lambda _: None, distribution="attnplug-featured 1.0") for one in READ.variants
+    one.name: make_candidate(READ, one, lambda _: None, distribution="attnplug-featured 1.0") for one in READ.variants
 }
 
 
@@ -88,7 +88,7 @@ def test_what_a_feature_means_stays_out_of_reach() -> None:
 def test_one_request_without_them_is_made_for_the_rule_that_needs_them() -> None:
     ((name, (requirements, rule)),) = _without_features(of("bound", NEEDED)).items()
 
-    assert name == "head_size = >= 1"
+    assert name == "head_size >= 1"
     assert requirements.features == ()
     assert rule.because == "others compute the same without it"
     assert _without_features(of("free", OPTIONAL)) == _without_features(of("bound")) == {}
@@ -97,7 +97,7 @@ def test_one_request_without_them_is_made_for_the_rule_that_needs_them() -> None
 def test_a_request_without_them_that_is_served_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = of("bound", NEEDED)
     (point,) = _without_features(subject).values()
-    monkeypatch.setattr(negotiate, "_apply", lambda *rule_and_facts: None)
+    monkeypatch.setattr(matching, "_apply", lambda *rule_and_facts: None)
 
     with pytest.raises(
         AssertionError, match=r"without features=featured\.needed was not refused by the rule that needs"
@@ -120,7 +120,7 @@ def test_which_rules_need_features(condition: str, needs: bool, tmp_path: Path) 
     path = tmp_path / "attnplug.toml"
     path.write_text(f"{text}\n[[variants.bound.rules]]\n{condition}\nbecause = 'so'\n", "utf-8")
     manifest = read_manifest(path)
-    subject = Subject("featured/bound", Device.cpu(), examine(manifest, manifest.variants[-1], lambda _: None))
+    subject = Subject("featured/bound", Device.cpu(), make_candidate(manifest, manifest.variants[-1], lambda _: None))
 
     assert bool(subject.rules_that_need_features) is needs
 
@@ -141,7 +141,7 @@ def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.M
     text = MANIFEST.read_text("utf-8").replace("[variants.free]", lacks)
     (tmp_path / "attnplug.toml").write_text(text, "utf-8")
     manifest = read_manifest(tmp_path / "attnplug.toml")
-    lacking = examine(manifest, manifest.variants[0], lambda _: None)
+    lacking = make_candidate(manifest, manifest.variants[0], lambda _: None)
     monkeypatch.setattr(subjects, "_registered", lambda: [lacking])
 
     with pytest.raises(UnknownBackendError, match="b is required and not installed") as caught:
@@ -242,7 +242,7 @@ def choosing(monkeypatch: pytest.MonkeyPatch, folder: Path, rules: str) -> None:
     )  # what is known of a subject is kept by its name
     (folder / "attnplug.toml").write_text(f"{text}\n{rules}", "utf-8")
     changed = read_manifest(folder / "attnplug.toml")
-    found = [examine(changed, one, lambda _: None) for one in changed.variants]
+    found = [make_candidate(changed, one, lambda _: None) for one in changed.variants]
     monkeypatch.setattr(subjects, "_registered", lambda: found)
 
 

@@ -10,7 +10,7 @@ import pytest
 from attrs import evolve
 
 from attnplug.manifest.reader import read_manifest
-from attnplug.negotiation.candidate import examine
+from attnplug.negotiation.candidate import make_candidate
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 from attnplug_kit.conformance import Basic, Tier
@@ -27,7 +27,7 @@ MANIFEST = read_manifest(Path(__file__).parent / "vendor" / "attnplug.toml")
 def vendor(jit: str | None) -> Subject:
     """The vendor's manifest, of which nothing is installed: all that the kit asks follows from it alone."""
     variant = evolve(MANIFEST.variants[0], jit=jit)
-    return Subject(f"vendor/{jit}", Device.cpu(), examine(MANIFEST, variant, lambda _: None))
+    return Subject(f"vendor/{jit}", Device.cpu(), make_candidate(MANIFEST, variant, lambda _: None))
 
 
 COMPILED = vendor("nvcc")

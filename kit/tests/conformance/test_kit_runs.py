@@ -100,7 +100,7 @@ def test_a_backend_that_is_as_a_vendors_library_is_green(tmp_path: Path) -> None
     assert "block_size         16, 32, 64" in done.stdout
     assert "gqa_ratio          1, 2, 4, 8" in done.stdout
     assert "cudagraph          single_token_decode, uniform_batch, always" in done.stdout
-    assert "out of reach: paged=False: paged=False refused: the kernels read pages" in done.stdout
+    assert "out of reach: paged=False: does not support paged=False: the kernels read pages" in done.stdout
     assert "float32" not in done.stdout
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.discovery.known import read_known
+from attnplug.discovery.plugin import read_known
 from attnplug.errors import NoBackendError
 from attnplug.manifest.reader import read_manifest
 from attnplug_kit.check.examine import examine
@@ -55,35 +55,41 @@ def test_it_serves(changed) -> None:
 @pytest.mark.parametrize(
     ("changed", "told"),
     [
-        ({"block_sparse": None}, "block_sparse not asked for, and needed: a model that names no pattern is dense"),
-        ({"alibi": "linear"}, "alibi=linear asked, supported: only none"),
-        ({"sliding_window": 128}, "sliding_window=128 asked, supported: only none"),
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap=30.0 asked, supported: only none"),
-        ({"attn_type": "encoder", "paged": False, "causal": False}, "attn_type=encoder asked, supported: only decoder"),
+        ({"block_sparse": None}, "requires block_sparse: a model that names no pattern is dense"),
+        ({"alibi": "linear"}, "does not support alibi=linear"),
+        ({"sliding_window": 128}, "does not support sliding_window=128"),
+        ({"logits_soft_cap": 30.0}, "does not support logits_soft_cap=30.0"),
+        (
+            {"attn_type": "encoder", "paged": False, "causal": False},
+            "does not support attn_type=encoder; supported: decoder",
+        ),
         (
             {"attn_type": "encoder_only", "paged": False, "causal": False},
-            "attn_type=encoder_only asked, supported: only decoder",
+            "does not support attn_type=encoder_only; supported: decoder",
         ),
-        ({"attn_type": "encoder_decoder", "causal": False}, "attn_type=encoder_decoder asked, supported: only decoder"),
-        ({"head_size": 80}, "head_size=80 asked, supported: 64, 96, 128, 256"),
-        ({"head_size_v": 64}, "head_size_v=64 asked, supported: only head_size_v = head_size"),
-        ({"kv_sharing": True}, "kv_sharing=True asked, supported: only False"),
-        ({"output_quant": "fp8_e4m3"}, "output_quant=fp8_e4m3 asked, supported: only none"),
-        ({"sinks": True}, "sinks=True asked, supported: only False"),
-        ({"custom_mask": True}, "custom_mask=True asked, supported: only False"),
-        ({"dtype": "float32"}, "dtype=float32 asked, supported: bfloat16, float16"),
+        (
+            {"attn_type": "encoder_decoder", "causal": False},
+            "does not support attn_type=encoder_decoder; supported: decoder",
+        ),
+        ({"head_size": 80}, "does not support head_size=80; supported: 64, 96, 128, 256"),
+        ({"head_size_v": 64}, "does not support head_size_v=64; supported: head_size_v = head_size"),
+        ({"kv_sharing": True}, "does not support kv_sharing=True"),
+        ({"output_quant": "fp8_e4m3"}, "does not support output_quant=fp8_e4m3"),
+        ({"sinks": True}, "does not support sinks=True"),
+        ({"custom_mask": True}, "does not support custom_mask=True"),
+        ({"dtype": "float32"}, "does not support dtype=float32; supported: bfloat16, float16"),
         ({"num_q_heads": 130, "num_kv_heads": 1}, "they fit the shared memory up to 128"),
-        ({"block_size": 8}, "block_size=8 asked, supported: 64, multiples of 16"),
-        ({"kv_cache_dtype": "int8"}, "kv_cache_dtype=int8 asked, supported: auto, fp8_e4m3, fp8_e5m2"),
-        ({"kv_cache_dtype": "fp8_e4m3", "per_head_scales": True}, "per_head_scales=True asked, supported: only False"),
-        ({"causal": False}, "causal=False asked, supported: only the attention type's own mask"),
-        ({"attention_chunk": 512}, "attention_chunk=512 asked, supported: only none"),
-        ({"decode_query_len": 2}, "decode_query_len=2 asked, supported: only 1"),
-        ({"dcp_size": 2}, "dcp_size=2 asked, supported: only 1"),
-        ({"cascade": True}, "cascade=True asked, supported: only False"),
-        ({"seq_lens_cpu_kind": "upper_bound"}, "seq_lens_cpu_kind=upper_bound asked, supported: only exact"),
-        ({"batch_invariant": True}, "batch_invariant=True asked, supported: only False"),
-        ({"cudagraph": "uniform_batch"}, "cudagraph=uniform_batch asked, supported: <= single_token_decode"),
+        ({"block_size": 8}, "does not support block_size=8; supported: 64, multiples of 16"),
+        ({"kv_cache_dtype": "int8"}, "does not support kv_cache_dtype=int8; supported: auto, fp8_e4m3, fp8_e5m2"),
+        ({"kv_cache_dtype": "fp8_e4m3", "per_head_scales": True}, "does not support per_head_scales=True"),
+        ({"causal": False}, "does not support causal=False; supported: the attention type's own mask"),
+        ({"attention_chunk": 512}, "does not support attention_chunk=512"),
+        ({"decode_query_len": 2}, "does not support decode_query_len=2; supported: 1"),
+        ({"dcp_size": 2}, "does not support dcp_size=2; supported: 1"),
+        ({"cascade": True}, "does not support cascade=True"),
+        ({"seq_lens_cpu_kind": "upper_bound"}, "does not support seq_lens_cpu_kind=upper_bound; supported: exact"),
+        ({"batch_invariant": True}, "does not support batch_invariant=True"),
+        ({"cudagraph": "uniform_batch"}, "does not support cudagraph=uniform_batch; supported: <= single_token_decode"),
         ({"paged": False, "cudagraph": "single_token_decode"}, "keys that come with the call differ in size"),
     ],
 )

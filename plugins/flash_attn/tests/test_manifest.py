@@ -10,13 +10,14 @@ from attrs import evolve
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.discovery.known import read_known
+from attnplug.discovery.plugin import read_known
 from attnplug.errors import RequirementsError
 from attnplug.manifest.installed import requirement_name
 from attnplug.manifest.reader import read_manifest
-from attnplug.negotiation.candidate import examine as prepare
-from attnplug.negotiation.evaluation import Question
+from attnplug.negotiation.candidate import make_candidate
+from attnplug.negotiation.evaluation import evaluate
 from attnplug.negotiation.fix import find_fix
+from attnplug.negotiation.matching import Request
 from attnplug.negotiation.ranking import Policy, rank
 from attnplug.request.toml import parse_toml
 from attnplug_kit.check.examine import examine
@@ -165,61 +166,65 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             LLAMA.evolve(sinks=True),
             "fa2",
             AMPERE,
-            ["sinks=True asked, supported: only False"],
+            ["does not support sinks=True"],
             id="sinks on Ampere, by FlashAttention 2",
         ),
         pytest.param(
             LLAMA.evolve(sinks=True),
             "fa3_vllm",
             AMPERE,
-            ["compute_capability=8.0 asked, supported: 9.0"],
+            ["requires compute capability 9.0; the device has 8.0"],
             id="sinks on Ampere, by FlashAttention 3",
         ),
         pytest.param(
             LLAMA.evolve(sinks=True),
             "fa4",
             AMPERE,
-            ["compute_capability=8.0 asked, supported: 9.0, 10.0f, 11.0"],
+            ["requires compute capability 9.0, 10.0f, 11.0; the device has 8.0"],
             id="sinks on Ampere, by FlashAttention 4",
         ),
-        pytest.param(
-            LLAMA.evolve(sinks=True), "fa3", HOPPER, ["sinks=True asked, supported: only False"], id="sinks by fa3"
-        ),
+        pytest.param(LLAMA.evolve(sinks=True), "fa3", HOPPER, ["does not support sinks=True"], id="sinks by fa3"),
         pytest.param(
             GPT_OSS.evolve(num_q_heads=128),
             "fa3_vllm",
             HOPPER,
-            ["num_q_heads=128 asked, needs num_q_heads = <= 64: the kernels keep the sinks of 64 query heads"],
+            ["requires num_q_heads <= 64 (requested: num_q_heads=128): the kernels keep the sinks of 64 query heads"],
             id="sinks of many heads",
         ),
         pytest.param(
             GPT_OSS.evolve(dtype="float16"),
             "fa3_vllm",
             HOPPER,
-            ["dtype=float16 asked, needs dtype = bfloat16: the kernels read sinks in bfloat16"],
+            ["requires dtype = bfloat16 (requested: dtype=float16): the kernels read sinks in bfloat16"],
             id="sinks in float16",
         ),
+        pytest.param(ALIBI, "fa3_vllm", HOPPER, ["does not support alibi=linear"], id="ALiBi by FlashAttention 3"),
         pytest.param(
-            ALIBI, "fa3_vllm", HOPPER, ["alibi=linear asked, supported: only none"], id="ALiBi by FlashAttention 3"
-        ),
-        pytest.param(
-            PAGES_16, "fa2", AMPERE, ["block_size=16 asked, supported: 256, multiples of 256"], id="pages of 16 by fa2"
+            PAGES_16,
+            "fa2",
+            AMPERE,
+            ["does not support block_size=16; supported: 256, multiples of 256"],
+            id="pages of 16 by fa2",
         ),
         pytest.param(
             LLAMA.evolve(logits_soft_cap=30.0),
             "torch",
             HOPPER,
-            ["logits_soft_cap=30.0 asked, supported: only none"],
+            ["does not support logits_soft_cap=30.0"],
             id="a soft cap by torch",
         ),
         pytest.param(
-            GRAPHS, "torch", HOPPER, ["cudagraph=uniform_batch asked, supported: only never"], id="graphs by torch"
+            GRAPHS,
+            "torch",
+            HOPPER,
+            ["does not support cudagraph=uniform_batch; supported: never"],
+            id="graphs by torch",
         ),
         pytest.param(
             LLAMA.evolve(cudagraph="always"),
             "fa4",
             HOPPER,
-            ["cudagraph=always asked, supported: <= uniform_batch"],
+            ["does not support cudagraph=always; supported: <= uniform_batch"],
             id="graphs of any batch by FlashAttention 4",
         ),
         pytest.param(
@@ -228,7 +233,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "head_size=72 asked, needs head_size = multiples of 16: "
+                    "requires head_size in multiples of 16 (requested: head_size=72): "
                     "pages of other sizes than a tile are read for whole 16 elements of a head"
                 )
             ],
@@ -240,7 +245,8 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "head_size=160 asked, needs head_size = <= 128, 192, 256: the kernels for Hopper copy pages of "
+                    "requires head_size <= 128, 192, 256 (requested: head_size=160): "
+                    "the kernels for Hopper copy pages of "
                     "such heads in steps that do not add up to a tile, and attend what was there before"
                 )
             ],
@@ -252,7 +258,8 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "cascade=True asked, needs cascade = False: where every key is attended, tiles of such heads "
+                    "requires cascade = False (requested: cascade=True): "
+                    "where every key is attended, tiles of such heads "
                     "have 144 keys, and pages are copied in steps that do not add up to them"
                 )
             ],
@@ -264,7 +271,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             BLACKWELL,
             [
                 (
-                    "head_size=192 asked, needs head_size = <= 128, 256: "
+                    "requires head_size <= 128, 256 (requested: head_size=192): "
                     "the kernels for Blackwell are made for heads up to 128, and of 256"
                 )
             ],
@@ -276,7 +283,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             BLACKWELL,
             [
                 (
-                    "head_size=256 asked, needs head_size = <= 128: "
+                    "requires head_size <= 128 (requested: head_size=256): "
                     "on Blackwell two blocks share a tile of heads of 256 where the batch is small"
                 )
             ],
@@ -286,35 +293,40 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             FP8.evolve(dtype="float16"),
             "fa3",
             HOPPER,
-            [f"dtype=float16 asked, needs dtype = bfloat16: {QUANTIZED}"],
+            [f"requires dtype = bfloat16 (requested: dtype=float16): {QUANTIZED}"],
             id="an 8-bit cache beside float16",
         ),
         pytest.param(
             FP8.evolve(head_size=72),
             "fa3_vllm",
             HOPPER,
-            [f"head_size=72 asked, needs head_size = multiples of 16: {QUANTIZED}"],
+            [f"requires head_size in multiples of 16 (requested: head_size=72): {QUANTIZED}"],
             id="an 8-bit cache of odd heads",
         ),
         pytest.param(
             LLAMA.evolve(per_head_scales=True),
             "fa3",
             HOPPER,
-            ["kv_cache_dtype=bfloat16 asked, needs kv_cache_dtype = fp8_e4m3: only caches of 8-bit floats have scales"],
+            [
+                (
+                    "requires kv_cache_dtype = fp8_e4m3 (requested: kv_cache_dtype=bfloat16): "
+                    "only caches of 8-bit floats have scales"
+                ),
+            ],
             id="scales of nothing",
         ),
         pytest.param(
             CASCADE.evolve(sliding_window=4096),
             "fa3",
             HOPPER,
-            [f"sliding_window=4096 asked, needs sliding_window not asked for: {UNMASKED}"],
+            [f"requires no sliding_window (requested: sliding_window=4096): {UNMASKED}"],
             id="a shared prefix and a window",
         ),
         pytest.param(
             CASCADE.evolve(alibi="linear"),
             "fa2",
             HOPPER,
-            [f"alibi=linear asked, needs alibi not asked for: {UNMASKED}"],
+            [f"requires no alibi (requested: alibi=linear): {UNMASKED}"],
             id="a shared prefix and ALiBi",
         ),
         pytest.param(
@@ -323,7 +335,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "cascade=True with kv_cache_dtype=fp8_e4m3 refused: "
+                    "does not support cascade=True with kv_cache_dtype=fp8_e4m3: "
                     "shared prefixes are used, and checked, with caches in the dtype of the model alone"
                 )
             ],
@@ -335,7 +347,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "batch_invariant=True asked, needs batch_invariant = False: "
+                    "requires batch_invariant = False (requested: batch_invariant=True): "
                     "which keys are a shared prefix follows from what else is in the batch"
                 )
             ],
@@ -345,14 +357,14 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             DCP.evolve(sliding_window=4096),
             "fa3_vllm",
             HOPPER,
-            [f"sliding_window=4096 asked, needs sliding_window not asked for: {UNPLACED}"],
+            [f"requires no sliding_window (requested: sliding_window=4096): {UNPLACED}"],
             id="ranks and a window",
         ),
         pytest.param(
             DCP.evolve(alibi="linear"),
             "fa2_vllm",
             HOPPER,
-            [f"alibi=linear asked, needs alibi not asked for: {UNPLACED}", f"dcp_size=2 refused: {EMPTY}"],
+            [f"requires no alibi (requested: alibi=linear): {UNPLACED}", f"does not support dcp_size=2: {EMPTY}"],
             id="ranks and ALiBi",
         ),
         pytest.param(
@@ -361,7 +373,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "cascade=True asked, needs cascade = False: "
+                    "requires cascade = False (requested: cascade=True): "
                     "the shared prefix would have to be found in the tokens that each rank holds"
                 )
             ],
@@ -373,7 +385,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "kv_sharing=True asked, needs kv_sharing = False: "
+                    "requires kv_sharing = False (requested: kv_sharing=True): "
                     "new tokens are attended as they come with the call, and a layer that shares a cache is given none"
                 )
             ],
@@ -385,7 +397,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "attn_type=encoder_decoder with sliding_window=512 refused: "
+                    "does not support attn_type=encoder_decoder with sliding_window=512: "
                     "an encoder's tokens are at no distance from a decoder's: a window has no meaning there"
                 )
             ],
@@ -397,7 +409,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "attn_type=encoder_decoder with alibi=linear refused: "
+                    "does not support attn_type=encoder_decoder with alibi=linear: "
                     "an encoder's tokens are at no distance from a decoder's: ALiBi has no meaning there"
                 )
             ],
@@ -409,7 +421,7 @@ QUANTIZED = "the kernels with scales read 8-bit queries, keys and values, 16 byt
             HOPPER,
             [
                 (
-                    "paged=False asked, needs paged = True: "
+                    "requires paged = True (requested: paged=False): "
                     "keys that come with the call differ in size from step to step, and a graph does not"
                 )
             ],
@@ -445,9 +457,9 @@ def test_what_is_not_declared_is_refused_by_its_name(field: str, value: object) 
 @pytest.mark.parametrize(
     ("device", "told"),
     [
-        (TURING, "compute_capability=7.5 asked, supported: >= 8.0"),
-        (AMD, "vendor=amd asked, supported: only nvidia"),
-        (CPU, "the device is cpu, supported: cuda"),
+        (TURING, "requires compute capability >= 8.0; the device has 7.5"),
+        (AMD, "requires vendor nvidia; the device is from amd"),
+        (CPU, "requires device type cuda; the device is cpu"),
     ],
     ids=str,
 )
@@ -456,9 +468,9 @@ def test_a_device_is_refused_by_its_field(device: Device, told: str) -> None:
 
 
 def test_everything_that_stands_against_a_request_is_told_at_once() -> None:
-    told = refusals(GPT_OSS.evolve(alibi="linear", kv_cache_dtype="fp8", cascade=True), "fa4", TURING)
+    verdict = ask(GPT_OSS.evolve(alibi="linear", kv_cache_dtype="fp8", cascade=True), TURING)["fa4"]
 
-    assert {line.partition("=")[0] for line in told} == {
+    assert {reason.field.partition(" and ")[0] for reason in verdict.reasons} == {
         "compute_capability",
         "alibi",
         "kv_cache_dtype",
@@ -507,28 +519,33 @@ def test_packed_pages_come_after_every_cache_that_is_read_as_it_is(device: Devic
     """Behind another backend's too: the number of emulated features counts before any order of backends."""
     manifest = read_manifest(MANIFEST)
     made = {
-        variant.name: prepare(manifest, variant, lambda _: None, assume_installed=True) for variant in manifest.variants
+        variant.name: make_candidate(manifest, variant, lambda _: None, assume_installed=True)
+        for variant in manifest.variants
     }
     packing, policy = made.pop("torch"), Policy(orders=read_known().orders)
     others = [*made.values(), *(evolve(each, id=f"zebra/{name}", backend="zebra") for name, each in made.items())]
 
     for other in others:
-        ranked = rank((packing, other), Question(LLAMA, device), policy)
-        assert ranked.candidates == (other, packing)
+        ranked = rank([evaluate(each, Request(LLAMA, device)) for each in (packing, other)], policy)
+        assert [each.candidate for each in ranked.evaluations] == [other, packing]
         assert ranked.decided_by == "fewest emulated features"
 
 
 def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone() -> None:
     """Other variants of this one come behind it, where their kernels were slower; packing comes last as ever."""
     manifest = read_manifest(MANIFEST)
-    made = [prepare(manifest, each, lambda _: None, assume_installed=True) for each in manifest.variants]
+    made = [make_candidate(manifest, each, lambda _: None, assume_installed=True) for each in manifest.variants]
     packing = next(each for each in made if each.id == "flash_attn/torch")
     other = evolve(next(each for each in made if each.id == "flash_attn/fa4"), id="flashinfer/a", backend="flashinfer")
     serving = [each for each in made if each is not packing]
 
-    ranked = rank((other, packing, *reversed(serving)), Question(LLAMA, HOPPER), Policy(orders=read_known().orders))
+    request = Request(LLAMA, HOPPER)
 
-    assert [each.id.replace("flash_attn/", "") for each in ranked.candidates] == [
+    ranked = rank(
+        [evaluate(each, request) for each in (other, packing, *reversed(serving))], Policy(orders=read_known().orders)
+    )
+
+    assert [each.candidate.id.replace("flash_attn/", "") for each in ranked.evaluations] == [
         "fa3_vllm",
         "fa3",
         "flashinfer/a",
@@ -548,10 +565,10 @@ def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone
             HOPPER,
             "fa2",
             {
-                "fa3": ["alibi=linear asked, supported: only none"],
-                "fa3_vllm": ["alibi=linear asked, supported: only none"],
-                "fa4": ["alibi=linear asked, supported: only none"],
-                "torch": ["alibi=linear asked, supported: only none"],
+                "fa3": ["does not support alibi=linear"],
+                "fa3_vllm": ["does not support alibi=linear"],
+                "fa4": ["does not support alibi=linear"],
+                "torch": ["does not support alibi=linear"],
             },
             id="ALiBi",
         ),
@@ -559,7 +576,7 @@ def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone
             LLAMA.evolve(sinks=True),
             HOPPER,
             "fa3_vllm",
-            {name: ["sinks=True asked, supported: only False"] for name in ("fa2", "fa2_vllm", "fa3", "torch")},
+            {name: ["does not support sinks=True"] for name in ("fa2", "fa2_vllm", "fa3", "torch")},
             id="sinks on Hopper",
         ),
         pytest.param(
@@ -567,8 +584,8 @@ def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone
             BLACKWELL,
             "fa4",
             {
-                "fa2": ["sinks=True asked, supported: only False"],
-                "fa3_vllm": ["compute_capability=10.0 asked, supported: 9.0"],
+                "fa2": ["does not support sinks=True"],
+                "fa3_vllm": ["requires compute capability 9.0; the device has 10.0"],
             },
             id="sinks on Blackwell",
         ),
@@ -576,7 +593,7 @@ def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone
             PAGES_16,
             HOPPER,
             "fa3_vllm",
-            {"fa2": ["block_size=16 asked, supported: 256, multiples of 256"]},
+            {"fa2": ["does not support block_size=16; supported: 256, multiples of 256"]},
             id="pages of 16",
         ),
         pytest.param(LLAMA, HOPPER, "fa3_vllm", {}, id="Hopper"),
@@ -584,7 +601,7 @@ def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone
             LLAMA,
             BLACKWELL,
             "fa4",
-            {name: ["compute_capability=10.0 asked, supported: 9.0"] for name in ("fa3", "fa3_vllm")},
+            {name: ["requires compute capability 9.0; the device has 10.0"] for name in ("fa3", "fa3_vllm")},
             id="Blackwell",
         ),
         pytest.param(
@@ -592,15 +609,15 @@ def test_on_hopper_another_measured_backend_comes_behind_flash_attention_3_alone
             AMPERE,
             None,
             {
-                "fa2": ["sinks=True asked, supported: only False"],
-                "fa2_vllm": ["sinks=True asked, supported: only False"],
+                "fa2": ["does not support sinks=True"],
+                "fa2_vllm": ["does not support sinks=True"],
                 "fa3": [
-                    "sinks=True asked, supported: only False",
-                    "compute_capability=8.0 asked, supported: 9.0",
+                    "does not support sinks=True",
+                    "requires compute capability 9.0; the device has 8.0",
                 ],
-                "fa3_vllm": ["compute_capability=8.0 asked, supported: 9.0"],
-                "fa4": ["compute_capability=8.0 asked, supported: 9.0, 10.0f, 11.0"],
-                "torch": ["sinks=True asked, supported: only False"],
+                "fa3_vllm": ["requires compute capability 9.0; the device has 8.0"],
+                "fa4": ["requires compute capability 9.0, 10.0f, 11.0; the device has 8.0"],
+                "torch": ["does not support sinks=True"],
             },
             id="sinks on Ampere",
         ),
@@ -646,9 +663,9 @@ def test_the_extras_install_what_the_manifest_requires() -> None:
 def fixes() -> dict[str, Fix]:
     """What is told of each variant, on a device that it serves, where no library is installed."""
     manifest = read_manifest(MANIFEST)
-    found = {each.name: prepare(manifest, each, lambda _: None) for each in manifest.variants}
-    asked = Question(LLAMA.evolve(block_size=256), HOPPER)
-    return {name: find_fix(candidate, asked, lambda same: same) for name, candidate in found.items()}
+    found = {each.name: make_candidate(manifest, each, lambda _: None) for each in manifest.variants}
+    asked = Request(LLAMA.evolve(block_size=256), HOPPER)
+    return {name: find_fix(candidate, asked) for name, candidate in found.items()}
 
 
 def test_libraries_are_installed_in_the_way_that_gets_them() -> None:

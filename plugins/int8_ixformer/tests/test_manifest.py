@@ -8,7 +8,7 @@ import pytest
 
 import attnplug
 from attnplug import Device, Requirements
-from attnplug.discovery.known import read_known
+from attnplug.discovery.plugin import read_known
 from attnplug.errors import NoBackendError
 from attnplug_kit.check.examine import examine
 from plugins.int8_ixformer.tests.requests import fields_of

@@ -31,7 +31,7 @@ from attnplug.batching.vllm_compat import (
 from attnplug.batching.window import first_attended_key, num_freeable_blocks
 
 if TYPE_CHECKING:
-    from attnplug.selection.kv_layout import kv_cache_layout as kv_cache_layout
+    from attnplug.selection.scope import kv_cache_layout as kv_cache_layout
 
 __all__ = [
     "NULL_BLOCK",
@@ -72,4 +72,4 @@ def __getattr__(name: str) -> Any:
     if name != "kv_cache_layout":
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    return import_module("attnplug.selection.kv_layout").kv_cache_layout
+    return import_module("attnplug.selection.scope").kv_cache_layout

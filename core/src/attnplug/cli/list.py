@@ -1,31 +1,33 @@
-"""``attnplug list``: every backend that is installed or known, and what stands in the way of it."""
+"""``attnplug list``: every backend that is installed or known, and what is missing for the others to be ready."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.commands import OK, say, say_json
+from attrs import asdict
+
+from attnplug.commands import OK, Row, say, say_json, say_rows, wrapped
 from attnplug.discovery.registry import Registry
+from attnplug.evidence.store import EvidenceStore
+from attnplug.negotiation.verdict import Fix
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterable, Iterator
 
-    from attnplug.commands import Row
     from attnplug.discovery.plugin import Plugin
     from attnplug.manifest.schema import Variant
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.request.device import Device
 
 _EPILOG: Final = """\
-standings:
-  ready             everything that it requires is installed
-  missing dependency  the plugin is here, and something that it requires is not
-  absent            a plugin that is known by name and not installed
-  refused           the settings keep it out, or it speaks another version of the contract
-  broken            it cannot be used: its manifest is malformed, or two distributions claim its name
+status:
+  ready               everything that it requires is installed
+  missing dependency  the plugin is installed, and something that it requires is not
+  absent              a plugin that is known by name and not installed
+  refused             the settings exclude it, or it is written for another version of the contract
+  broken              it cannot be used: its manifest is malformed, or two distributions claim its name
 
 examples:
   attnplug list
@@ -35,38 +37,33 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.description = "List every backend that is installed or known, and what stands in the way of it."
+    parser.description = "List every backend that is installed or known, and what is missing for it to be ready."
     parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List what there is. It is no wrong answer that something is missing."""
+    """List the backends. Something that is missing is no failure: the exit code is 0."""
     settings = Settings.read()
     registry = Registry.scan(settings)
     candidates = registry.candidates(settings)
+    store = EvidenceStore(registry.plugins, settings.evidence)
+    notes = (*registry.notes, *store.notes())
     if arguments.json:
-        notes = [{"subject": note.subject, "stage": note.stage, "message": note.message} for note in registry.notes]
-        say_json({"backends": describe(candidates, registry), "notes": notes})
+        say_json({"backends": describe(candidates, registry, store), "notes": [asdict(note) for note in notes]})
     else:
-        _show(candidates, registry)
+        _show(candidates, store, len(notes))
     return OK
 
 
-def describe(candidates: Iterable[Candidate], registry: Registry) -> list[dict[str, Any]]:
+def describe(candidates: Iterable[Candidate], registry: Registry, store: EvidenceStore) -> list[dict[str, Any]]:
     """Return backends with their variants as plain JSON values."""
     plugins = {(plugin.name, plugin.label): plugin for plugin in registry.plugins}
     groups = groupby(candidates, key=lambda c: (c.backend, c.distribution))
-    return [_backend(tuple(group), plugins.get(key), registry) for key, group in groups]
+    return [_backend(tuple(group), plugins.get(key), store) for key, group in groups]
 
 
-def verified_on(candidate: Candidate, registry: Registry) -> tuple[Device, ...]:
-    """Return the devices on which the conformance kit has passed with this candidate, in the installed version."""
-    found = (e for e in registry.evidence(candidate) if e.passed and e.distribution == candidate.distribution)
-    return tuple(sorted({evidence.device for evidence in found}, key=str))
-
-
-def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, registry: Registry) -> dict[str, Any]:
+def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, store: EvidenceStore) -> dict[str, Any]:
     first = candidates[0]
     manifest = first.manifest
     return {
@@ -78,16 +75,16 @@ def _backend(candidates: tuple[Candidate, ...], plugin: Plugin | None, registry:
         "built_in": first.built_in,
         "api": ".".join(map(str, manifest.api)) if manifest else "",
         "manifest": manifest.path if manifest else "",
-        "variants": [_variant(candidate, registry) for candidate in candidates],
+        "variants": [_variant(candidate, store) for candidate in candidates],
     }
 
 
-def _variant(candidate: Candidate, registry: Registry) -> dict[str, Any]:
+def _variant(candidate: Candidate, store: EvidenceStore) -> dict[str, Any]:
     return {
         "id": candidate.id,
         "availability": candidate.availability,
         **(_declared(candidate.variant) if candidate.variant else {}),
-        "verified_on": [device.to_dict() for device in verified_on(candidate, registry)],
+        "verified_on": [device.to_dict() for device in store.verified_on(candidate)],
         "reasons": [reason.to_dict() for reason in candidate.reasons],
         "install": list(candidate.install),
         "action": candidate.fix,
@@ -105,34 +102,26 @@ def _declared(variant: Variant) -> dict[str, Any]:
     }
 
 
-def _show(candidates: Iterable[Candidate], registry: Registry) -> None:
-    from attnplug.commands import say_rows, wrapped  # noqa: PLC0415 - JSON does without
-
-    say_rows([_row(candidate, registry) for candidate in candidates], "what it is, and what is missing")
-    notes = len(registry.notes)
+def _show(candidates: Iterable[Candidate], store: EvidenceStore, notes: int) -> None:
+    say_rows([_row(candidate, store) for candidate in candidates], "what it is, and what is missing")
     if notes:
         text = f"{notes} note{'s' * (notes > 1)} about this environment: see `attnplug doctor`"
         say("\n".join(["", *wrapped(text)]))
 
 
-def _row(candidate: Candidate, registry: Registry) -> Row:
-    from attnplug.commands import Row  # noqa: PLC0415 - as above
-
-    return Row(candidate.id, candidate.availability, tuple(_lines(candidate, registry)), candidate.distribution)
+def _row(candidate: Candidate, store: EvidenceStore) -> Row:
+    return Row(candidate.id, candidate.availability, tuple(_lines(candidate, store)), candidate.distribution)
 
 
-def _lines(candidate: Candidate, registry: Registry) -> Iterator[str]:
-    from attnplug.negotiation.verdict import Fix  # noqa: PLC0415 - as above
-
+def _lines(candidate: Candidate, store: EvidenceStore) -> Iterator[str]:
     variant, manifest = candidate.variant, candidate.manifest
     if variant is not None and manifest is not None:
         yield variant.summary or manifest.summary
         if variant.requires:
             yield f"requires {', '.join(variant.requires)}"
-        devices = dict.fromkeys(map(str, verified_on(candidate, registry)))
+        devices = dict.fromkeys(map(str, store.verified_on(candidate)))
         yield f"verified on {', '.join(devices) or 'no device'}"
     for reason in candidate.reasons:
         yield f"- {reason}"
     if candidate.availability != "ready":
-        nowhere = candidate.availability == "absent" and not candidate.install
-        yield ("" if nowhere else "fix: ") + str(Fix(install=candidate.install, action=candidate.fix))
+        yield f"fix: {Fix(install=candidate.install, action=candidate.fix)}"

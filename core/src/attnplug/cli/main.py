@@ -1,4 +1,4 @@
-"""The entry point of the ``attnplug`` command: one command, and every mistake in three lines instead of a traceback."""
+"""The entry point of the ``attnplug`` command: it runs one command, and prints an error instead of a traceback."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from attnplug.cli.parser import parse
-from attnplug.commands import INTERRUPTED, NO, OK, PIPE_CLOSED, WRONG, make_printable, report_error
+from attnplug.commands import INTERRUPTED, NO, OK, PIPE_CLOSED, WRONG, complain, describe_error, say_json
 from attnplug.errors import AttnplugError, RequestError, UnknownBackendError
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Run a command line and return its exit code (`attnplug.commands`).
 
     Args:
-        argv: The words after the command's name; those of this process by default.
+        argv: The words after the program's name; those of this process by default.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    make_printable()
+    _make_printable()
     try:
-        code = _answer(words)
+        code = _run(words)
         sys.stdout.flush()
     except BrokenPipeError:
         _drop_output()
@@ -34,17 +34,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def _answer(words: Sequence[str]) -> int:
+def _run(words: Sequence[str]) -> int:
     try:
         module, arguments = parse(words)
         return int(module.run(arguments))
     except SystemExit as done:  # argparse leaves this way once it has printed help
-        return int(done.code or OK)
+        return _exit_code(done)
     except AttnplugError as error:
-        report_error(error, as_json="--json" in words)
+        _report(error, as_json="--json" in words)
         return WRONG if isinstance(error, (RequestError, UnknownBackendError)) else NO
 
 
+def _exit_code(done: SystemExit) -> int:
+    """Return the exit code as Python does: a text is printed, and means 1."""
+    if done.code is None or isinstance(done.code, int):
+        return done.code or OK
+    complain(str(done.code))
+    return NO
+
+
+def _make_printable() -> None:
+    """Print characters that the output's encoding does not have as escapes, instead of failing half-way."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+
+
 def _drop_output() -> None:
-    """Point standard output elsewhere, so that the interpreter's own flush at exit does not complain."""
+    """Point standard output elsewhere, so that the interpreter's flush at exit does not complain."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _report(error: AttnplugError, *, as_json: bool) -> None:
+    """Write an error: to standard error, and as JSON to standard output too where JSON was requested."""
+    if as_json:
+        say_json({"error": describe_error(error)})
+    if _is_strict():
+        import traceback  # noqa: PLC0415 - for plugin authors, on request
+
+        traceback.print_exception(error)
+    else:
+        complain(str(error) if error.problem.startswith("attnplug ") else f"attnplug: {error}")
+
+
+def _is_strict() -> bool:
+    """Read the strict setting again: the error may be about a setting that does not parse."""
+    from attnplug.request.settings import Settings  # noqa: PLC0415 - only errors need it
+
+    try:
+        return Settings.read().strict
+    except AttnplugError:
+        return False

@@ -48,13 +48,12 @@ def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason
     This is for what only the loaded library knows: built without a feature, no compiler, another ABI. What a manifest
     can say belongs there.
 
-    Its code says how far a reason goes. ``"probe"`` refuses this agreement on this device, and other requests still
-    find the variant: the library is there, and lacks what this one needs. ``"broken"`` refuses whatever is asked: no
-    library, no compiler, a torch without CUDA. Anything that is raised counts for everything too, as a failure of the
-    probe. All of it is remembered until `attnplug.refresh`: what was refused is not asked again.
+    The code of the reason says what it refuses. ``"probe"`` refuses this request on this device: the library is there,
+    and lacks what the request needs; other requests still find the variant. ``"probe_device"`` refuses every request on
+    this device. ``"broken"`` refuses everything: no library, no compiler, a torch without CUDA; so does an exception.
+    All of it is remembered until `attnplug.refresh`: for what was refused, the probe is not called again.
 
-    A probe takes what it needs of the three arguments. Its answer cannot depend on what it does not take: without
-    `agreement`, every request is refused on this device.
+    A probe takes those of the three arguments that it needs.
 
     Args:
         variant: The variant that was chosen.
@@ -62,6 +61,5 @@ def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason
         device: The device that was selected for.
 
     Returns:
-        None, or a Reason of the code ``"probe"`` or ``"broken"``: its `supported` says what was found, its `because` is
-        the fix.
+        None, or a Reason of one of these codes: its `supported` says what was found, its `because` is the fix.
     """

@@ -1,4 +1,4 @@
-"""From plugins and settings to candidates: who stands ready, and what stands in the way of the others."""
+"""Candidates, from plugins and settings: which are ready, and why the others are not."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
-from attnplug.discovery.known import UNPUBLISHED
 from attnplug.discovery.permission import deny, identity
 from attnplug.discovery.scan import normalized
 from attnplug.errors import AttnplugError, DuplicateBackendError
-from attnplug.negotiation.candidate import Candidate, examine
+from attnplug.negotiation.candidate import Candidate, make_candidate
 from attnplug.negotiation.verdict import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
-    from attnplug.discovery.known import KnownPlugin
-    from attnplug.discovery.plugin import Plugin
+    from attnplug.discovery.plugin import KnownPlugin, Plugin
     from attnplug.manifest.installed import VersionOf
     from attnplug.request.settings import Settings
 
@@ -31,7 +29,7 @@ class NameConflict:
 
     Attributes:
         name: The name, or the alias.
-        claimants: Their plugins, none of which the settings keep out.
+        claimants: Their plugins, none of which the settings exclude.
     """
 
     name: str
@@ -40,19 +38,19 @@ class NameConflict:
     def error(self) -> DuplicateBackendError:
         """Return it as an exception."""
         return DuplicateBackendError(
-            f"the backend {self.name!r} is offered by {self.who}",
+            f"the backend {self.name!r} is offered by {self.labels}",
             "a name belongs to one distribution, and none of them wins silently",
             self.fix,
         )
 
     @property
-    def who(self) -> str:
-        """Name the distributions, with their versions."""
+    def labels(self) -> str:
+        """The distributions, with their versions."""
         return " and by ".join(plugin.label for plugin in self.claimants)
 
     @property
     def fix(self) -> str:
-        """Say how to choose."""
+        """How to choose one of them."""
         names = dict.fromkeys(plugin.distribution for plugin in self.claimants if not plugin.is_by_hand)
         by_hand = [plugin.module for plugin in self.claimants if plugin.is_by_hand]
         if by_hand:
@@ -60,10 +58,10 @@ class NameConflict:
             return f"register {by_hand[0]!r} under another name{block}"
         if len(names) == 1:
             return f"install {next(iter(names))!r} again, in a version that offers {self.name!r} once"
-        ways = (
+        choices = (
             f"ATTNPLUG_BLOCK={','.join(other for other in names if other != name)} to keep {name!r}" for name in names
         )
-        return f"block the others by their distributions, or uninstall them: set {', or '.join(ways)}"
+        return f"block the others by their distributions, or uninstall them: set {', or '.join(choices)}"
 
 
 @frozen
@@ -73,7 +71,7 @@ class Candidates:
 
     Attributes:
         candidates: By backend, then distribution, then in the manifest's order.
-        aliases: Aliases that several backends claim. They select none of them.
+        aliases: Aliases that several backends claim; such an alias selects none of them.
     """
 
     candidates: tuple[Candidate, ...]
@@ -89,7 +87,14 @@ def list_candidates(
     assume_installed: bool,
 ) -> Candidates:
     """
-    Line up the candidates.
+    Make the candidates.
+
+    Args:
+        plugins: What is installed.
+        known: What is known by name; those that are not installed become absent candidates.
+        settings: Allow and block lists, and whether problems are raised.
+        version_of: The installed version of a distribution, or None.
+        assume_installed: Suppose that everything the variants require is installed.
 
     Raises:
         ManifestError: Under the strict setting, a plugin that may be used has a problem.
@@ -116,7 +121,7 @@ def list_candidates(
 
 
 def usable_of(plugins: Iterable[Plugin], settings: Settings) -> tuple[Plugin, ...]:
-    """Return the plugins that the settings do not keep out as a whole."""
+    """Return the plugins that the settings do not exclude as a whole."""
     return tuple(plugin for plugin in plugins if deny(settings, identity(plugin)) is None)
 
 
@@ -168,9 +173,9 @@ def _of_plugin(
     if plugin.manifest is None:
         yield _unread(plugin, settings)
         return
-    who = identity(plugin)
+    names = identity(plugin)
     for variant in plugin.manifest.variants:
-        candidate = examine(
+        candidate = make_candidate(
             plugin.manifest,
             variant,
             version_of,
@@ -178,7 +183,7 @@ def _of_plugin(
             distribution=plugin.label,
             assume_installed=assume_installed,
         )
-        denial = deny(settings, who, variant.name)
+        denial = deny(settings, names, variant.name)
         if denial is not None:
             candidate = attrs.evolve(
                 candidate,
@@ -190,7 +195,7 @@ def _of_plugin(
 
 
 def _unread(plugin: Plugin, settings: Settings) -> Candidate:
-    """Return the one candidate of a plugin whose variants are of no use."""
+    """Return the one candidate of a plugin whose variants cannot be used."""
     denial = deny(settings, identity(plugin))
     reasons = ((denial.reason,) if denial else ()) + ((plugin.problem,) if plugin.problem else ())
     refused = denial is not None or (plugin.problem is not None and plugin.problem.code == "api")
@@ -199,22 +204,22 @@ def _unread(plugin: Plugin, settings: Settings) -> Candidate:
         backend=plugin.name,
         availability="refused" if refused else "broken",
         reasons=reasons,
-        fix="; ".join(text for text in (denial.fix if denial else "", plugin.fix) if text),
+        fix="; ".join(filter(None, (denial.fix if denial else "", plugin.fix))),
         built_in=plugin.built_in,
         distribution=plugin.label,
     )
 
 
-def _duplicate(contest: NameConflict) -> Candidate:
-    error = contest.error()
+def _duplicate(conflict: NameConflict) -> Candidate:
+    error = conflict.error()
     return Candidate(
-        id=contest.name,
-        backend=contest.name,
-        aliases=tuple(dict.fromkeys(alias for p in contest.claimants if p.manifest for alias in p.manifest.aliases)),
+        id=conflict.name,
+        backend=conflict.name,
+        aliases=tuple(dict.fromkeys(alias for p in conflict.claimants if p.manifest for alias in p.manifest.aliases)),
         availability="broken",
-        reasons=(Reason("broken", contest.name, None, error.problem, error.expected),),
-        fix=contest.fix,
-        distribution=", ".join(plugin.label for plugin in contest.claimants),
+        reasons=(Reason("broken", conflict.name, None, error.problem, error.expected),),
+        fix=conflict.fix,
+        distribution=", ".join(plugin.label for plugin in conflict.claimants),
     )
 
 
@@ -227,6 +232,6 @@ def _absent(plugin: KnownPlugin, settings: Settings) -> Candidate:
         aliases=plugin.aliases,
         availability="absent",
         reasons=(missing, denial.reason) if denial else (missing,),
-        install=(plugin.install,) if plugin.published else (),
-        fix="; ".join(text for text in ("" if plugin.published else UNPUBLISHED, denial.fix if denial else "") if text),
+        install=plugin.fix.install,
+        fix="; ".join(filter(None, (plugin.fix.action, denial.fix if denial else ""))),
     )

@@ -1,4 +1,4 @@
-"""Whose a name is: what becomes of aliases and of registrations that share one, and the errors about names."""
+"""Names of backends: aliases that another one has, registrations that replace each other, errors about names."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from attnplug.discovery.known import UNPUBLISHED
 from attnplug.errors import DuplicateBackendError, UnknownBackendError
 from attnplug.request.fields import near
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from attnplug.discovery.known import KnownPlugin
-    from attnplug.discovery.plugin import Plugin
+    from attnplug.discovery.plugin import KnownPlugin, Plugin
 
 
 def drop_foreign_aliases(plugin: Plugin, names: set[str]) -> Plugin:
-    """Take away aliases that are another backend's name: whoever asks for that name means that backend."""
+    """Return a plugin without the aliases that are another backend's name: such a name means that backend."""
     if plugin.manifest is None or names.isdisjoint(plugin.manifest.aliases):
         return plugin
     own = tuple(alias for alias in plugin.manifest.aliases if alias not in names)
@@ -34,12 +32,12 @@ def replaces(given: Plugin, plugin: Plugin) -> bool:
 
 
 def clash(plugin: Plugin, rival: Plugin) -> DuplicateBackendError:
-    """Return the error for a name that another plugin has."""
-    who = f"the module {rival.module!r}, {rival.label}," if rival.is_by_hand else rival.label
+    """Return the error for a registration under a name that another plugin has."""
+    owner = f"the module {rival.module!r}, {rival.label}," if rival.is_by_hand else rival.label
     block = "" if rival.is_by_hand else f", or set ATTNPLUG_BLOCK={rival.distribution} and call attnplug.refresh()"
     return DuplicateBackendError(
         f"the backend {plugin.name!r} of {plugin.module!r} was registered",
-        f"{who} offers {plugin.name!r} already" + ("" if rival.is_by_hand else f", in {rival.module!r}"),
+        f"{owner} offers {plugin.name!r} already" + ("" if rival.is_by_hand else f", in {rival.module!r}"),
         f"give it another name in its manifest{block}",
     )
 
@@ -58,13 +56,7 @@ def unknown_backend(
     """
     absent = {plugin.name: plugin for plugin in known if plugin.name not in installed}
     return UnknownBackendError(
-        f"the backend {name!r} was asked for{near(name, names) if name not in absent else ''}",
+        f"the backend {name!r} was requested{near(name, names) if name not in absent else ''}",
         f"installed: {', '.join(sorted(installed)) or 'none'}; known and not installed: {', '.join(absent) or 'none'}",
-        _way_to(absent[name]) if name in absent else "correct the name, or install the distribution that offers it",
-    )
-
-
-def _way_to(absent: KnownPlugin) -> str:
-    return (
-        f"pip install {absent.install}" if absent.published else f"{absent.name!r} is {UNPUBLISHED}: name another one"
+        str(absent[name].fix) if name in absent else "correct the name, or install the distribution that offers it",
     )

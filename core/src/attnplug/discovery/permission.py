@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from attnplug.discovery.known import KnownPlugin
+from attnplug.discovery.plugin import KnownPlugin
 from attnplug.discovery.scan import normalized
 from attnplug.negotiation.verdict import Reason
 
@@ -76,7 +76,7 @@ def identity(plugin: Plugin | KnownPlugin) -> Identity:
 
 @frozen
 class Denial:
-    """Why the settings keep something out, and what to change in them."""
+    """Why the settings exclude something, and what to change in them."""
 
     reason: Reason
     fix: str
@@ -86,14 +86,14 @@ def deny(settings: Settings, who: Identity, variant: str | None = None) -> Denia
     """
     Return why a backend, or one variant of it, may not be used, or None.
 
-    Without `variant` the answer is about the backend as a whole: one that may be used in part may be used.
+    Without `variant` this is about the backend as a whole: one of which some variant may be used may be used.
     """
     faults = [fault for fault in (_blocked(settings, who, variant), _unlisted(settings, who, variant)) if fault]
     if not faults:
         return None
     subject = who.name if variant is None else f"{who.name}/{variant}"
     because, fix = ("; ".join(texts) for texts in zip(*faults, strict=True))
-    return Denial(Reason("blocked", subject, None, f"the settings keep {subject!r} out", because), fix)
+    return Denial(Reason("blocked", subject, None, f"the settings exclude {subject!r}", because), fix)
 
 
 def unknown_names(settings: Settings, known: Iterable[Identity]) -> Iterator[tuple[str, str]]:
@@ -111,7 +111,7 @@ def _blocked(settings: Settings, who: Identity, variant: str | None) -> tuple[st
     if not blocking:
         return None
     listed, source = ", ".join(map(repr, blocking)), _source(settings, "block")
-    return f"{listed} stands in {source}", f"remove {listed} from {source}"
+    return f"{listed} is in {source}", f"remove {listed} from {source}"
 
 
 def _unlisted(settings: Settings, who: Identity, variant: str | None) -> tuple[str, str] | None:

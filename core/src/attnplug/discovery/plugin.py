@@ -1,13 +1,15 @@
 """
-A plugin: an entry, and the manifest beside its module.
+Plugins: what installed distributions offer, each with the manifest beside its module; and those that this core knows
+by name, installed or not.
 
-The manifest is found through the import system's answer for the *top-level* package. Python imports a package to find
-what is inside it, so that asking for the plugin module itself would already run the plugin's code.
+A manifest is found through the import system's answer for the *top-level* package. Python imports a package to find
+what is inside it, so looking for the plugin module itself would already run the plugin's code.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +21,10 @@ from attnplug.errors import ApiVersionError, ManifestError
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.reader import parse_manifest, read_manifest
 from attnplug.manifest.schema import MANIFEST, Manifest, is_module
-from attnplug.negotiation.verdict import Reason
+from attnplug.manifest.supports import parse_conditions
+from attnplug.negotiation.ranking import DefaultOrder
+from attnplug.negotiation.verdict import Fix, Reason
+from attnplug.request.toml import parse_toml
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -27,13 +32,15 @@ if TYPE_CHECKING:
 
 CORE: Final = "attnplug"
 BY_HAND: Final = "registered by hand"
-"""What stands in place of a distribution where `attnplug.register` has added the plugin: no name of anything."""
+"""The distribution of a plugin that `attnplug.register` has added: no distribution has this name."""
+
+_KNOWN: Final = Path(__file__).with_name("known.toml")
 
 
 @frozen
 class Plugin:
     """
-    One offer of one distribution. Nothing of its code has run.
+    One backend that one distribution offers. Nothing of its code has run.
 
     Attributes:
         name: The backend's name.
@@ -178,13 +185,90 @@ def _beside(root: Path, parts: list[str]) -> Path:
 
 def _problem(entry: Entry, error: ManifestError) -> Reason:
     where = f"{error.path}:{error.line}" if error.line is not None else error.path
-    told = f"{where}: {error.problem}" if where else error.problem
+    problem = f"{where}: {error.problem}" if where else error.problem
     if isinstance(error, ApiVersionError):
-        return Reason("api", entry.name, None, error.expected, told)
+        return Reason("api", entry.name, None, error.expected, problem)
     return Reason(
         "broken",
         entry.name,
         None,
         f"{entry.distribution} {entry.version} has no valid manifest",
-        f"{told}; {error.expected}",
+        f"{problem}; {error.expected}",
     )
+
+
+@frozen
+class KnownPlugin:
+    """
+    A plugin that is known by name, installed or not.
+
+    Attributes:
+        name: The backend's name.
+        aliases: What hosts call it.
+        summary: One line about it.
+        install: The distribution, as pip takes it.
+        folder: Its folder in a checkout of attnplug; empty where it has none.
+        published: Whether the package index has the distribution.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    summary: str
+    install: str
+    folder: str = ""
+    published: bool = False
+
+    @property
+    def fix(self) -> Fix:
+        """How to install it: from the package index, else from a checkout."""
+        if self.published or not self.folder:
+            return Fix(install=(self.install,))
+        return Fix(action=f"pip install ./{self.folder}, in a checkout")
+
+
+@frozen
+class Known:
+    """The content of ``known.toml``: plugins, and the default orders of backends for some devices."""
+
+    plugins: tuple[KnownPlugin, ...] = ()
+    orders: tuple[DefaultOrder, ...] = ()
+
+
+@lru_cache(maxsize=1)
+def read_known() -> Known:
+    """Return the content of ``known.toml``."""
+    return parse_known(_KNOWN.read_text(encoding="utf-8"))
+
+
+def parse_known(text: str) -> Known:
+    """
+    Parse the text of such a file.
+
+    Raises:
+        ManifestError: A condition is about an unknown field, or its value is not allowed.
+        ValueError: It is not TOML.
+        KeyError: A key is missing.
+    """
+    data = parse_toml(text)
+    plugins = (
+        KnownPlugin(
+            name,
+            tuple(table["aliases"]),
+            table["summary"],
+            table["install"],
+            table.get("folder", ""),
+            table.get("published", False),
+        )
+        for name, table in sorted(data.get("plugins", {}).items())
+    )
+    orders = (
+        DefaultOrder(
+            parse_conditions(_fail, table["when"], ("order", i, "when")), tuple(table["order"]), table["because"]
+        )
+        for i, table in enumerate(data.get("order", []))
+    )
+    return Known(tuple(plugins), tuple(orders))
+
+
+def _fail(_: object, problem: str, expected: str, fix: str) -> ManifestError:
+    return ManifestError(problem, expected, fix, str(_KNOWN))

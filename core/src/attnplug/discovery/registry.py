@@ -1,4 +1,4 @@
-"""The backends of one process: what is installed, what was registered by hand, and what has failed."""
+"""The backends of one process: what is installed, what was registered by hand, what has failed or was refused."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Final
 import attrs
 
 from attnplug.discovery.candidates import Candidates, NameConflict, list_candidates, usable_of
-from attnplug.discovery.known import Known, KnownPlugin, read_known
 from attnplug.discovery.names import clash, drop_foreign_aliases, replaces, unknown_backend
 from attnplug.discovery.permission import Identity, identity, unknown_names
-from attnplug.discovery.plugin import Plugin, read_plugin
+from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, read_plugin
 from attnplug.discovery.scan import Diagnostic, scan
 from attnplug.errors import UnknownBackendError
 from attnplug.manifest.schema import CONTRACT_API, Manifest
+from attnplug.negotiation.probe_refusals import ProbeRefusals
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
 from attnplug.request.fields import near
 from attnplug.request.settings import Settings
@@ -25,11 +25,9 @@ from attnplug.request.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Mapping
 
-    from attnplug.discovery.probe_refusals import ProbeRefusal, ProbeRefusals
-    from attnplug.evidence.coverage import Evidence
-    from attnplug.evidence.store import EvidenceStore
     from attnplug.manifest.installed import VersionOf
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.probe_refusals import ProbeRefusal
     from attnplug.negotiation.verdict import Reason
 
 _log: Final = logging.getLogger("attnplug")
@@ -39,14 +37,14 @@ _lock = RLock()
 
 class Registry:
     """
-    A list of plugins, and the candidates that they make under given settings. Safe to use from several threads.
+    A list of plugins, and their candidates under given settings. Safe to use from several threads.
 
     Args:
         plugins: The plugins, in any order.
         notes: What was odd about finding them.
         known: What is known of absent ones; the content of ``known.toml`` by default.
         version_of: The installed version of a distribution; looked up in this environment by default.
-        settings: The settings under which `plugin` tells duplicates apart, and which name the user's evidence.
+        settings: The settings under which `plugin` distinguishes duplicates.
     """
 
     def __init__(
@@ -64,7 +62,6 @@ class Registry:
         self._settings = attrs.evolve(settings or Settings(), strict=False)
         self._failures: dict[str, tuple[Reason, str]] = {}
         self._refusals: dict[str, ProbeRefusals] = {}
-        self._library: EvidenceStore | None = None
         self._warned: set[tuple[str, str]] = set()
         self._renew()
 
@@ -99,13 +96,13 @@ class Registry:
 
     @property
     def notes(self) -> tuple[Diagnostic, ...]:
-        """What is odd and does no harm."""
+        """What is odd about the installation and does no harm."""
         newer = (
             Diagnostic(p.label, "api", _newer(p.manifest)) for p in self._plugins if p.manifest and p.manifest.is_newer
         )
         aliases = (
-            Diagnostic(alias, "alias", f"is claimed by {contest.who}, and selects none of them")
-            for alias, contest in self._contested().items()
+            Diagnostic(alias, "alias", f"is claimed by {conflict.labels}, and selects none of them")
+            for alias, conflict in self._conflicts().items()
         )
         borrowed = (
             Diagnostic(
@@ -116,7 +113,7 @@ class Registry:
             for alias in given.manifest.aliases
             if alias not in plugin.manifest.aliases
         )
-        return (*self._found_notes, *newer, *aliases, *borrowed, *self._evidence().notes())
+        return (*self._found_notes, *newer, *aliases, *borrowed)
 
     @property
     def generation(self) -> int:
@@ -145,22 +142,7 @@ class Registry:
             ManifestError: Under the strict setting, a plugin that may be used has a problem.
             DuplicateBackendError: Likewise, two of them have one name.
         """
-        return self._line_up(settings or self._settings, assume_installed=assume_installed).candidates
-
-    def evidence(self, candidate: Candidate) -> tuple[Evidence, ...]:
-        """
-        Return all evidence about a candidate: of any version, on any device, passed or not. Files are read when they
-        are first asked about, once in each generation.
-        """
-        return self._evidence().about(candidate.id)
-
-    def _evidence(self) -> EvidenceStore:
-        library = self._library
-        if library is None:
-            from attnplug.evidence.store import EvidenceStore  # noqa: PLC0415 - deciding does without, and has a budget
-
-            library = self._library = EvidenceStore(self._plugins, self._settings.evidence)
-        return library
+        return self._listed(settings or self._settings, assume_installed=assume_installed).candidates
 
     def plugin(self, name: str) -> Plugin:
         """
@@ -178,25 +160,26 @@ class Registry:
             raise NameConflict(name, usable).error()
         return usable[0]
 
-    def resolve(self, name: str) -> None:
+    def check_name(self, name: str) -> None:
         """
         Check that a name selects something: a backend or an alias, alone or with a variant, or ``auto``.
 
         Raises:
-            UnknownBackendError: Nothing installed or known is called so.
+            UnknownBackendError: Nothing installed or known has this name.
             DuplicateBackendError: It is an alias that several backends claim.
         """
         backend, _, variant = name.partition("/")
-        called = [who for who in self._identities() if backend in (who.name, *who.aliases)]
+        called = [each for each in self._identities() if backend in (each.name, *each.aliases)]
         if name != AUTO and not called:
             raise self._unknown(name)
-        if backend in self._contested() and all(who.name != backend for who in called):
-            raise self._contested()[backend].error()
-        variants = {each for who in called for each in who.variants or ()}
-        if variant and variants and variant not in variants:
+        conflict = self._conflicts().get(backend)
+        if conflict is not None and all(each.name != backend for each in called):
+            raise conflict.error()
+        declared = {own for each in called for own in each.variants or ()}
+        if variant and declared and variant not in declared:
             raise UnknownBackendError(
-                f"the backend {name!r} was asked for{near(variant, variants)}",
-                f"{backend!r} has the variants {', '.join(sorted(variants))}",
+                f"the backend {name!r} was requested{near(variant, declared)}",
+                f"{backend!r} has the variants {', '.join(sorted(declared))}",
                 f"name one of them, or {backend!r} alone",
             )
 
@@ -207,7 +190,7 @@ class Registry:
 
     def mark_broken(self, candidate_id: str, reason: Reason, fix: str = "") -> None:
         """
-        Record that a candidate has failed. From now on it stands as broken in this process.
+        Record that a candidate has failed. From now on it is broken in this process.
 
         Args:
             candidate_id: ``backend/variant``.
@@ -222,27 +205,27 @@ class Registry:
     def mark_refused(self, candidate_id: str, refusal: ProbeRefusal) -> None:
         """
         Record what a probe has refused. From now on the candidate cannot serve that; one whose probe refuses everything
-        stands as broken.
+        is broken.
 
         Args:
             candidate_id: ``backend/variant``.
-            refusal: The probe's answer, and what it holds for.
+            refusal: What the probe refuses, and why.
         """
         if refusal.is_total:
-            self.mark_broken(candidate_id, refusal.told, refusal.fix)
+            self.mark_broken(candidate_id, refusal.finding, refusal.fix)
             return
         with _lock:
-            known = self._refusals.get(candidate_id)
-            if known is None or refusal not in known:
-                self._refusals = {**self._refusals, candidate_id: refusal.beside(known)}
-                self._generation = next(_generations)  # decisions are made again; who stands ready is as before
+            known = self._refusals.get(candidate_id, ProbeRefusals())
+            if refusal not in known:
+                self._refusals = {**self._refusals, candidate_id: known.plus(refusal)}
+                self._renew()
 
     def register(self, plugin: Plugin) -> None:
         """
         Add a plugin, for this process. Adding the same one again changes nothing.
 
-        One that was registered by hand takes the place of what its module has offered under its name or from its
-        manifest's file: an edited manifest counts, and what has failed is tried again.
+        One that was registered by hand replaces what its module has offered under its name or from its manifest's file:
+        an edited manifest counts, and what has failed is tried again.
 
         Raises:
             DuplicateBackendError: Another one of that name is there; nothing changes.
@@ -262,25 +245,25 @@ class Registry:
             self._renew()
 
     def _renew(self) -> None:
-        """Forget what was lined up; then, not before, change the generation, so that nothing old passes for new."""
+        """Forget the candidates; then, not before, change the generation, so that nothing old passes for new."""
         names = {plugin.name for plugin in self._given} | {known.name for known in self._known.plugins}
         self._plugins = tuple(drop_foreign_aliases(plugin, names) for plugin in self._given)
-        self._lineups: dict[Hashable, Candidates] = {}
-        self._library = None
+        self._lists: dict[Hashable, Candidates] = {}
         self._generation = next(_generations)
 
-    def _line_up(self, settings: Settings, *, assume_installed: bool) -> Candidates:
+    def _listed(self, settings: Settings, *, assume_installed: bool) -> Candidates:
+        """Return the candidates under settings; remembered, since every request is negotiated with them."""
         sources = settings.sources.get("allow"), settings.sources.get("block")
         key = settings.allow, settings.block, settings.strict, sources, assume_installed
-        lined_up = self._lineups.get(key)
-        if lined_up is None:
+        listed = self._lists.get(key)
+        if listed is None:
             with _lock:
-                lined_up = self._lineups.get(key) or self._lineups.setdefault(
-                    key, self._line_up_anew(settings, assume_installed=assume_installed)
+                listed = self._lists.get(key) or self._lists.setdefault(
+                    key, self._list_anew(settings, assume_installed=assume_installed)
                 )
-        return lined_up
+        return listed
 
-    def _line_up_anew(self, settings: Settings, *, assume_installed: bool) -> Candidates:
+    def _list_anew(self, settings: Settings, *, assume_installed: bool) -> Candidates:
         self._warn_of_unknown_names(settings)
         self._warn_of_missing_folders(settings)
         if self._version_of is None:
@@ -288,11 +271,16 @@ class Registry:
         found = list_candidates(
             self._plugins, self._known.plugins, settings, self._version_of, assume_installed=assume_installed
         )
-        return (
-            attrs.evolve(found, candidates=tuple(map(self._with_failure, found.candidates)))
-            if self._failures
-            else found
-        )
+        if not self._failures and not self._refusals:
+            return found
+        return attrs.evolve(found, candidates=tuple(map(self._with_record, found.candidates)))
+
+    def _with_record(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with what has failed of it in this process, and what its probe has refused."""
+        refusals = self._refusals.get(candidate.id)
+        if refusals is not None:
+            candidate = attrs.evolve(candidate, refusals=refusals)
+        return self._with_failure(candidate)
 
     def _with_failure(self, candidate: Candidate) -> Candidate:
         failure = self._failures.get(candidate.id)
@@ -311,7 +299,7 @@ class Registry:
         for name, source in unknown_names(settings, self._identities()):
             if (name, source) not in self._warned:
                 self._warned.add((name, source))
-                names = [each for who in self._identities() for each in who.names()]
+                names = [known for each in self._identities() for known in each.names()]
                 _log.warning(
                     "%r in %s means no backend, variant or distribution that is installed or known%s",
                     name,
@@ -334,19 +322,18 @@ class Registry:
             *(identity(known) for known in self._known.plugins if known.name not in installed),
         )
 
-    def _contested(self) -> dict[str, NameConflict]:
-        return dict(self._line_up(self._settings, assume_installed=False).aliases)
+    def _conflicts(self) -> Mapping[str, NameConflict]:
+        """Return the aliases that several backends claim."""
+        return self._listed(self._settings, assume_installed=False).aliases
 
     def _unknown(self, name: str) -> UnknownBackendError:
-        names = [each for who in self._identities() for each in (who.name, *who.aliases)]
+        names = [known for each in self._identities() for known in (each.name, *each.aliases)]
         return unknown_backend(name, names, {plugin.name for plugin in self._plugins}, self._known.plugins)
 
 
 def _newer(manifest: Manifest) -> str:
     theirs, ours = (".".join(map(str, api)) for api in (manifest.api, CONTRACT_API))
-    return (
-        f"{manifest.name!r} is written for contract {theirs}; this core speaks {ours} and uses it as far as that goes"
-    )
+    return f"{manifest.name!r} is written for contract {theirs}; this core has {ours} and uses it as far as that goes"
 
 
 def _unlock_in_child() -> None:

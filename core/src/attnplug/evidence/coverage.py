@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from attnplug.negotiation.unverified import Unverified
+from attnplug.negotiation.verdict import Unverified
 from attnplug.request.fields import FIELDS, Names
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ class Evidence:
         passed: Whether nothing failed and nothing was left out.
         served: The (field, value) pairs that a passed test exercised, in the kit's spelling.
         unreached: Declared pairs that the kit could not exercise there, with the reason.
-        origin: Where this stands, for messages.
-        features: The open features that every request of the run asked for: it shows nothing of requests without them.
+        origin: The file, for messages.
+        features: The open features of every request of the run: it shows nothing about requests without them.
     """
 
     id: str
@@ -56,8 +56,8 @@ class Evidence:
         """
         Whether a device runs the same kernels as the one of the run: same type, vendor and compute capability.
 
-        Products of one capability run the same machine code, so that their names only inform. Where there is no
-        capability to tell by, of accelerators of other vendors, the name has to be the same too.
+        Products of one capability run the same machine code, so that their names only inform. Accelerators of other
+        vendors have no capability to compare: of these the name has to be the same too.
         """
         ours, theirs = self.device, device
         if (ours.type, ours.vendor) != (theirs.type, theirs.vendor):
@@ -85,14 +85,14 @@ def find_unverified(
     very value. Between two verified sizes nothing is inferred.
 
     Args:
-        candidate: Who has agreed.
-        agreement: On what.
+        candidate: The candidate.
+        agreement: What is agreed on with it.
         device: Where it is to run.
         known: All evidence about the candidate.
     """
-    asked = frozenset(agreement.requirements.features)
+    requested = frozenset(agreement.requirements.features)
     ran = [evidence for evidence in known if evidence.counts_for(candidate.distribution, device)]
-    counting = [evidence for evidence in ran if evidence.features <= asked]
+    counting = [evidence for evidence in ran if evidence.features <= requested]
     if not counting:
         return (_other_features(device, ran) if ran else _nothing(candidate, device, known),)
     served = frozenset[tuple[str, Any]]().union(*(evidence.served for evidence in counting))
@@ -116,10 +116,11 @@ def _nothing(candidate: Candidate, device: Device, known: Sequence[Evidence]) ->
 
 
 def _other_features(device: Device, ran: Sequence[Evidence]) -> Unverified:
-    """Say that every run that would count asked for open features that this request does not ask for."""
-    asked = " or ".join(sorted({", ".join(sorted(evidence.features)) for evidence in ran}))
+    """Say that every run that would count requested open features that this request does not."""
+    requested = " or ".join(sorted({", ".join(sorted(evidence.features)) for evidence in ran}))
     plain = _plain_device(device)
-    return Unverified("device", plain, f"every run of the conformance kit on {plain} asked for more: features={asked}")
+    because = f"every run of the conformance kit on {plain} requested more: features={requested}"
+    return Unverified("device", plain, because)
 
 
 def _plain_device(device: Device) -> str:
@@ -128,16 +129,16 @@ def _plain_device(device: Device) -> str:
 
 def _declared_part(candidate: Candidate, agreement: Agreement, device: Device) -> Iterator[tuple[str, Any]]:
     """
-    Yield what is asked for of fields that the variant declares, a list name by name.
+    Yield what is requested of fields that the variant declares, a list name by name.
 
-    Nothing else needs evidence: an undeclared field is served at its neutral value only, or is one on which by the
-    vocabulary's own word no kernel depends.
+    Nothing else needs evidence: an undeclared field is served at its neutral value only, or is declared open, which
+    means that no kernel depends on it.
     """
-    asked, variant = agreement.requirements, candidate.variant
+    wanted, variant = agreement.requirements, candidate.variant
     declared = variant.supports if variant else {}
     facts = {
-        **dict(asked.asked()),
-        "paged": asked.paged,  # calls without pages are kernels of their own
+        **dict(wanted.requested()),
+        "paged": wanted.paged,  # calls without pages are kernels of their own
         "block_size": agreement.block_size,
         "kv_layout": agreement.kv_layout,
         **device.facts(),
@@ -158,7 +159,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _because(name: str, value: Any, served: frozenset[tuple[str, Any]], counting: Sequence[Evidence]) -> str:
-    """Say what is known of the field instead."""
+    """Say what is verified of the field instead."""
     unreached = {item: because for evidence in counting for item, because in evidence.unreached.items()}
     exact = unreached.get((name, hashable(value)))
     if exact is not None:
@@ -166,7 +167,7 @@ def _because(name: str, value: Any, served: frozenset[tuple[str, Any]], counting
     verified = sorted((each for field, each in served if field == name), key=_place)
     if verified:
         return f"verified {'is' if len(verified) == 1 else 'are'} {', '.join(map(_text, verified))}"
-    return next((why for (field, _), why in unreached.items() if field == name), "no test has asked for it")
+    return next((why for (field, _), why in unreached.items() if field == name), "no test has requested it")
 
 
 def _place(value: Any) -> tuple[bool, Any]:

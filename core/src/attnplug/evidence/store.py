@@ -1,8 +1,8 @@
 """
 Evidence files, as the conformance kit writes them: found beside manifests and in the user's own folders, and read.
 
-They tell what was verified, and decide nothing. So nothing that is wrong with one is raised: it becomes a note, and
-hides neither its neighbors nor a plugin. Imported only when somebody asks what is verified.
+They record what was verified, and decide nothing. So nothing that is wrong with one is raised: it becomes a note, and
+hides neither its neighbors nor a plugin. Imported only when somebody reads what is verified.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from attrs import frozen
 from attnplug.discovery.plugin import BY_HAND
 from attnplug.discovery.scan import Diagnostic
 from attnplug.errors import AttnplugError
-from attnplug.evidence.coverage import Evidence, hashable
+from attnplug.evidence.coverage import Evidence, find_unverified, hashable
 from attnplug.request.device import Device
 
 if TYPE_CHECKING:
     from attnplug.discovery.plugin import Plugin
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.verdict import Unverified
 
 FOLDER: Final = "evidence"
-"""The folder beside an ``attnplug.toml`` in which a plugin brings its evidence along."""
+"""The folder beside an ``attnplug.toml`` in which a plugin ships its evidence."""
 
 FORMAT: Final = 1
 """The version of the files that this core reads."""
 
 _LARGEST: Final = 4 * 2**20
-"""Bytes of a file that are read: the kit writes some ten thousand."""
+"""Bytes of a file that are read at most; the kit writes some ten thousand."""
 
 _LONGEST: Final = 1000
-"""Characters of a text: all of them are shown to somebody in one line."""
+"""Characters of a text at most: it is shown in one line."""
 
 _KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list: "a list", Mapping: "an object"}
 
@@ -42,7 +45,7 @@ _KINDS: Final[Mapping[type, str]] = {str: "a text", bool: "true or false", list:
 @frozen(eq=False)
 class EvidenceFolder:
     """
-    What lies in one folder.
+    The content of one folder.
 
     Attributes:
         evidence: What was read, by file name.
@@ -55,77 +58,85 @@ class EvidenceFolder:
 
 class EvidenceStore:
     """
-    All evidence that the plugins of a registry bring along and the user has. Each folder is read once, when it is first
-    asked about.
+    All evidence that plugins ship and the user has. Each folder is read once, when it is first needed.
 
     Args:
         plugins: The plugins.
         folders: The user's folders.
     """
 
-    def __init__(self, plugins: Iterable[Plugin], folders: Iterable[str]) -> None:
+    def __init__(self, plugins: Iterable[Plugin], folders: Iterable[str] = ()) -> None:
         self._plugins = tuple(plugin for plugin in plugins if plugin.manifest is not None)
         self._folders = tuple(map(Path, dict.fromkeys(folders)))
-        self._shelves: dict[Path, EvidenceFolder] = {}
+        self._read: dict[Path, EvidenceFolder] = {}
 
     def about(self, candidate_id: str) -> tuple[Evidence, ...]:
         """Return all evidence about ``backend/variant``: of any version, on any device, passed or not."""
         backend = candidate_id.partition("/")[0]
-        shelves = [*(self._own(plugin) for plugin in self._plugins if plugin.name == backend), *self._users()]
-        return tuple(evidence for shelf in shelves for evidence in shelf.evidence if evidence.id == candidate_id)
+        folders = [*(self._shipped(plugin) for plugin in self._plugins if plugin.name == backend), *self._users()]
+        return tuple(evidence for folder in folders for evidence in folder.evidence if evidence.id == candidate_id)
+
+    def find_unverified(self, candidate: Candidate, agreement: Agreement, device: Device) -> tuple[Unverified, ...]:
+        """Return what of an agreement with a candidate no evidence covers on a device."""
+        return find_unverified(candidate, agreement, device, self.about(candidate.id))
+
+    def verified_on(self, candidate: Candidate) -> tuple[Device, ...]:
+        """Return the devices on which the kit has passed with a candidate, in the installed version."""
+        found = (e for e in self.about(candidate.id) if e.passed and e.distribution == candidate.distribution)
+        return tuple(sorted({evidence.device for evidence in found}, key=str))
 
     def notes(self) -> tuple[Diagnostic, ...]:
         """Return what is wrong with the files."""
-        own, users = [self._own(plugin) for plugin in self._plugins], list(self._users())
-        notes = [note for shelf in (*own, *users) for note in shelf.notes]
+        shipped, users = [self._shipped(plugin) for plugin in self._plugins], list(self._users())
+        notes = [note for folder in (*shipped, *users) for note in folder.notes]
         known = {f"{p.name}/{v.name}" for p in self._plugins if p.manifest for v in p.manifest.variants}
         notes += [
             _note(Path(evidence.origin), f"is about {evidence.id!r}, which no installed plugin offers")
-            for shelf in users
-            for evidence in shelf.evidence
+            for folder in users
+            for evidence in folder.evidence
             if evidence.id not in known
         ]
         return tuple(dict.fromkeys(notes))
 
-    def _own(self, plugin: Plugin) -> EvidenceFolder:
-        """Return what a plugin brings along, which may be about itself only."""
+    def _shipped(self, plugin: Plugin) -> EvidenceFolder:
+        """Return what a plugin ships. It may be about that plugin only."""
         manifest = plugin.manifest
         if manifest is None:
             return EvidenceFolder()
-        shelf = self._read(Path(manifest.path).parent / FOLDER)
+        found = self._folder(Path(manifest.path).parent / FOLDER)
         ids = {f"{plugin.name}/{variant.name}" for variant in manifest.variants}
-        foreign = [evidence for evidence in shelf.evidence if evidence.id not in ids]
+        foreign = [evidence for evidence in found.evidence if evidence.id not in ids]
         if not foreign:
-            return shelf
+            return found
         notes = (_note(Path(e.origin), f"is about {e.id!r}, which is no variant of {plugin.name!r}") for e in foreign)
-        return EvidenceFolder(tuple(e for e in shelf.evidence if e.id in ids), (*shelf.notes, *notes))
+        return EvidenceFolder(tuple(e for e in found.evidence if e.id in ids), (*found.notes, *notes))
 
     def _users(self) -> Iterator[EvidenceFolder]:
-        yield from map(self._read, self._folders)
+        yield from map(self._folder, self._folders)
 
-    def _read(self, folder: Path) -> EvidenceFolder:
-        known = self._shelves.get(folder)
-        return self._shelves.setdefault(folder, read_folder(folder)) if known is None else known
+    def _folder(self, path: Path) -> EvidenceFolder:
+        known = self._read.get(path)
+        return self._read.setdefault(path, read_folder(path)) if known is None else known
 
 
 def read_folder(folder: Path) -> EvidenceFolder:
-    """Read all ``*.json`` of a folder, by name. One that is not there holds nothing."""
+    """Read all ``*.json`` of a folder, by name. A folder that is not there is empty."""
     evidence, notes = [], []
     try:
         files = sorted(path for path in folder.iterdir() if path.suffix == ".json")
     except (FileNotFoundError, NotADirectoryError):
         return EvidenceFolder()
     except (OSError, ValueError) as error:
-        return EvidenceFolder(notes=(_note(folder, f"cannot be listed: {_complaint(error)}"),))
+        return EvidenceFolder(notes=(_note(folder, f"cannot be listed: {_text_of(error)}"),))
     for path in files:
         try:
             found = read_file(path)
         except (OSError, ValueError, RecursionError) as error:
-            notes.append(_note(path, f"is not read: {_complaint(error)}"))
+            notes.append(_note(path, f"is not read: {_text_of(error)}"))
         else:
             evidence.append(found)
             if not found.passed:
-                notes.append(_note(path, f"tells of a run in which {found.id!r} failed, and verifies nothing"))
+                notes.append(_note(path, f"records a run in which {found.id!r} failed, and verifies nothing"))
     return EvidenceFolder(tuple(evidence), tuple(notes))
 
 
@@ -156,13 +167,13 @@ def _read_json(content: bytes) -> Any:
 
 
 def _refuse_constant(text: str) -> Any:
-    """Python reads, and writes, numbers that JSON does not have; none of them is a value that anybody asks for."""
+    """Refuse NaN and infinities: Python reads and writes them, JSON does not have them, and no field has them."""
     raise ValueError(f"it is no JSON: there is no number {text}")
 
 
 def parse_evidence(data: Any, origin: str = "") -> Evidence:
     """
-    Read the content of a file. Keys that it may have besides are left to whoever knows them.
+    Read the content of a file. Other keys are left alone.
 
     Raises:
         ValueError: It is something else; says what.
@@ -176,7 +187,7 @@ def parse_evidence(data: Any, origin: str = "") -> Evidence:
     if not all(id_.partition("/")):
         raise ValueError(f"backend is {id_!r}, and it is `backend/variant`")
     if distribution == BY_HAND or not all(distribution.rpartition(" ")):
-        raise ValueError(f"distribution is {distribution!r}, and no version tells which code was verified")
+        raise ValueError(f"distribution is {distribution!r}, and no version says which code was verified")
     return Evidence(
         id_,
         distribution,
@@ -211,7 +222,7 @@ def _names(data: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _check_line(name: str, text: str) -> None:
-    """What is shown in a terminal neither fills nor steers it."""
+    """Refuse what would fill a terminal, or control it."""
     if len(text) > _LONGEST or not text.isprintable():
         raise ValueError(f"{name} is {reprlib.repr(text)}, and it is one line, of at most {_LONGEST} characters")
 
@@ -243,7 +254,7 @@ def _is_flat(value: Any) -> bool:
     return not any(isinstance(item, (dict, list)) for item in items)
 
 
-def _complaint(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     return str(error.strerror if isinstance(error, OSError) else error)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from attnplug.manifest.schema import MANIFEST as MANIFEST
     from attnplug.manifest.schema import Condition as Condition
     from attnplug.manifest.schema import Holds as Holds
-    from attnplug.manifest.schema import IsAsked as IsAsked
     from attnplug.manifest.schema import IsInstalled as IsInstalled
+    from attnplug.manifest.schema import IsRequested as IsRequested
     from attnplug.manifest.schema import Manifest as Manifest
     from attnplug.manifest.schema import Option as Option
     from attnplug.manifest.schema import Preference as Preference
@@ -40,7 +40,7 @@ _MODULES: Final = {
     "attnplug.manifest.line_numbers": "locate",
     "attnplug.manifest.reader": "parse_manifest read_manifest Reader",
     "attnplug.manifest.schema": (
-        "Condition CONTRACT_API GROUP Holds is_module IsAsked IsInstalled MANIFEST Manifest Option Preference "
+        "Condition CONTRACT_API GROUP Holds is_module IsRequested IsInstalled MANIFEST Manifest Option Preference "
         "Rule Variant"
     ),
     "attnplug.manifest.supports": "Declared MUST_DECLARE parse_conditions",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import attrs
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from attnplug.manifest.constraint import Constraint
+    from attnplug.request.settings import Settings
 
 CONTRACT_API: Final = (1, 0)
 """
@@ -45,19 +47,19 @@ class Holds:
     _known: dict[Any, bool] = attrs.field(factory=dict, init=False, eq=False, repr=False)
 
     def holds(
-        self, facts: Mapping[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
+        self, facts: Mapping[str, Any], requested: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
     ) -> bool:
         """
-        Decide the condition. The answers are remembered, since the same few values are asked again and again.
+        Decide the condition. The answers are remembered: requests repeat the same few values.
 
         Args:
             facts: Every field's value, canonical.
-            asked: Names of the fields that ask for something.
+            requested: Names of the fields that request something.
             installed: The ``installed`` conditions that are true.
             absent: The answer for a field that has no value (no window, no block size): false in ``when``,
                 true in ``need``.
         """
-        del asked, installed
+        del requested, installed
         value = facts[self.field]
         if value is None:
             return absent
@@ -67,25 +69,27 @@ class Holds:
         return known
 
     def __str__(self) -> str:
-        return f"{self.field} = {self.constraint}"
+        allowed = str(self.constraint)
+        relation = " " if allowed[:2] in ("<=", ">=") else " in " if allowed.startswith("multiples") else " = "
+        return f"{self.field}{relation}{allowed}"
 
 
 @frozen
-class IsAsked:
-    """A condition: the field asks for something (or, with `asked` false, for nothing)."""
+class IsRequested:
+    """A condition: the field requests something (or, with `requested` false, nothing)."""
 
     field: str
-    asked: bool
+    requested: bool
 
     def holds(
-        self, facts: Mapping[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
+        self, facts: Mapping[str, Any], requested: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
     ) -> bool:
         """Decide the condition; arguments as for `Holds`."""
         del facts, installed, absent
-        return (self.field in asked) == self.asked
+        return (self.field in requested) == self.requested
 
     def __str__(self) -> str:
-        return f"{self.field} {'asked for' if self.asked else 'not asked for'}"
+        return f"{self.field} {'requested' if self.requested else 'not requested'}"
 
 
 @frozen
@@ -96,17 +100,17 @@ class IsInstalled:
     field: str = "installed"
 
     def holds(
-        self, facts: Mapping[str, Any], asked: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
+        self, facts: Mapping[str, Any], requested: frozenset[str], installed: frozenset[IsInstalled], *, absent: bool
     ) -> bool:
         """Decide the condition; arguments as for `Holds`."""
-        del facts, asked, absent
+        del facts, requested, absent
         return self in installed
 
     def __str__(self) -> str:
         return f"installed: {' or '.join(self.requirements)}"
 
 
-Condition = Holds | IsAsked | IsInstalled
+Condition = Holds | IsRequested | IsInstalled
 
 
 @frozen
@@ -249,6 +253,28 @@ class Manifest:
     def is_newer(self) -> bool:
         """Whether it was written for a newer minor version of the contract."""
         return self.api > CONTRACT_API
+
+    def options_under(self, settings: Settings) -> Mapping[str, Any]:
+        """
+        Return every option with its value: set under the backend's name, under an alias, or the default. Whichever name
+        was used, a call comes before `using`, that before the environment, that before the configuration file.
+
+        Raises:
+            SettingsError: An option is unknown or its value is not allowed.
+        """
+        if not settings.options:
+            return self.default_options  # nearly always, and for every candidate that can serve
+        places = {key: place for place, key in enumerate(settings.sources)}
+        found = [
+            (places.get(f"options.{name}.{option}", -1), option, value, f"options.{name}.{option}")
+            for name in (*self.aliases, self.name)
+            for option, value in settings.options.get(name, {}).items()
+        ]
+        found.sort(key=itemgetter(0))  # by precedence; of equals, the value under the backend's own name counts
+        given = {option: value for _, option, value, _ in found}
+        return self.read_options(
+            given, {option: settings.sources.get(key, "the settings") for _, option, _, key in found}
+        )
 
     def read_options(self, given: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
         """

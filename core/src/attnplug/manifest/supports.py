@@ -10,7 +10,7 @@ from attrs import evolve, frozen
 from attnplug.errors import ManifestError
 from attnplug.manifest.constraint import Alternative, Constraint, Exact, Range
 from attnplug.manifest.installed import check_requirement
-from attnplug.manifest.schema import Condition, Holds, IsAsked, IsInstalled
+from attnplug.manifest.schema import Condition, Holds, IsInstalled, IsRequested
 from attnplug.request.fields import FIELDS, Field, Flag, Integer, Name, Names, Table, fields_of, near
 
 Fail = Callable[[tuple["str | int", ...], str, str, str], ManifestError]
@@ -237,7 +237,7 @@ def _condition(fail: Fail, name: str, value: Any, where: Path) -> Condition:
             raise fail(
                 where, f"{name} = {value}", f"{name} is always asked for", "give the values that the rule is about"
             )
-        return IsAsked(name, value)
+        return IsRequested(name, value)
     return Holds(name, parse_constraint(fail, item, value, where))
 
 

@@ -1,4 +1,4 @@
-"""One candidate against one request: agreement, reasons and fixes."""
+"""Negotiation with one candidate for one request: the agreement, or reasons and a fix."""
 
 from __future__ import annotations
 
@@ -9,21 +9,20 @@ from attnplug._lazy import lazy
 if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement as Agreement
     from attnplug.negotiation.candidate import Candidate as Candidate
-    from attnplug.negotiation.evaluation import Question as Question
-    from attnplug.negotiation.evaluation import negotiate as negotiate
+    from attnplug.negotiation.matching import Request as Request
+    from attnplug.negotiation.matching import negotiate as negotiate
     from attnplug.negotiation.ranking import AUTO as AUTO
-    from attnplug.negotiation.unverified import Unverified as Unverified
     from attnplug.negotiation.verdict import Fix as Fix
     from attnplug.negotiation.verdict import Reason as Reason
+    from attnplug.negotiation.verdict import Unverified as Unverified
     from attnplug.negotiation.verdict import Verdict as Verdict
 
 _MODULES: Final = {
     "attnplug.negotiation.agreement": "Agreement",
     "attnplug.negotiation.candidate": "Candidate",
-    "attnplug.negotiation.evaluation": "negotiate Question",
+    "attnplug.negotiation.matching": "negotiate Request",
     "attnplug.negotiation.ranking": "AUTO",
-    "attnplug.negotiation.unverified": "Unverified",
-    "attnplug.negotiation.verdict": "Reason Fix Verdict",
+    "attnplug.negotiation.verdict": "Fix Reason Unverified Verdict",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

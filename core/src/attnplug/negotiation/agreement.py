@@ -1,4 +1,4 @@
-"""What was agreed on: everything that was asked for, and the values that were left open."""
+"""What was agreed on: everything that was requested, and the values that were left open."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Agreement:
     Attributes:
         backend: Name of the backend.
         variant: Name of the variant.
-        requirements: What was asked for; all of it is served.
-        block_size: Tokens per cache block; None without a paged cache.
+        requirements: What was requested; all of it is served.
+        block_size: Tokens per KV-cache block; None without a paged cache.
         kv_layout: ``"NHD"`` or ``"HND"``; None without a paged cache.
-        kv_cache_dtype: Dtype of the cache, canonical.
-        cudagraph: The highest graph level that is supported, at least the one asked for.
+        kv_cache_dtype: Dtype of the KV cache, canonical.
+        cudagraph: The highest graph level that is supported, at least the requested one.
         options: The plugin's own settings, complete.
     """
 

@@ -1,10 +1,11 @@
-"""A candidate: one variant of one backend, prepared for being asked often."""
+"""A candidate: one variant of one backend, prepared for many requests."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from attnplug.manifest.installed import VersionOf, find, requirement_name
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
@@ -12,20 +13,29 @@ from attnplug.negotiation.verdict import Reason
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS, Names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from attnplug.manifest.constraint import Constraint
+    from attnplug.negotiation.probe_refusals import ProbeRefusals
 
 Availability = Literal["ready", "absent", "missing_dependency", "refused", "broken"]
 
-_SERVES: Final = Reason(
-    "unsupported", "", None, ""
-)  # marks "no objection" in the memo, where None means "not asked yet"
 FREE: Final = frozenset({"block_size", "kv_layout"})
 """The fields that a negotiation settles where they are left open."""
 
+_SUPPORTED: Final = Reason("unsupported", "", None, "")
+"""Stands for "no objection" among the known ones, where None means "not known yet"."""
 
-@frozen(eq=False)
+_NEUTRAL: Final[Mapping[str, str]] = {
+    "head_size_v": "head_size_v = head_size",
+    "kv_cache_dtype": "the dtype",
+    "causal": "the attention type's own mask",
+    "vendor": "nvidia",
+}
+"""Neutral values that follow from other fields, in words."""
+
+
+@frozen(eq=False, slots=False)  # with slots, cached properties would slow down the access to every attribute
 class Candidate:
     """
     One variant, with what is true of this installation.
@@ -36,13 +46,14 @@ class Candidate:
         aliases: Other names that select the backend.
         manifest: The manifest, or None where there is none to read.
         variant: The variant, or None likewise.
-        availability: ``ready``, or what stands in the way before anything is asked.
+        availability: ``ready``, or why no request can be served.
         reasons: The reasons for that.
         install: What to install to make it ready, as pip takes it.
         fix: The fix in words, where ``pip install`` is not it, or not all of it.
         built_in: Whether it is part of the core.
-        installed: The truth of every ``installed`` condition of its rules.
+        installed: The ``installed`` conditions of its rules that are true.
         distribution: The distribution that it comes from, with version, for reports.
+        refusals: What its probe has refused in this process; None where that is nothing.
     """
 
     id: str
@@ -57,79 +68,71 @@ class Candidate:
     built_in: bool = False
     installed: frozenset[IsInstalled] = frozenset()
     distribution: str = ""
-    _memo: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
-    _fixed_rules: tuple[Rule, ...] = field(init=False, repr=False)
-    _free_rules: tuple[Rule, ...] = field(init=False, repr=False)
-    _choices: dict[str, tuple[Any, ...]] = field(factory=dict, init=False, repr=False)
-    _graph_levels: tuple[str, ...] = field(init=False, repr=False)
-    _rules_graphs: bool = field(init=False, repr=False)
+    refusals: ProbeRefusals | None = None
+    _known: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
 
-    @_fixed_rules.default
-    def _rules_of_asked_fields(self) -> tuple[Rule, ...]:
-        return tuple(rule for rule in self._rules() if not _mentions(rule, FREE))
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """All of its rules."""
+        return self.variant.rules if self.variant else ()
 
-    @_free_rules.default
-    def _rules_of_free_fields(self) -> tuple[Rule, ...]:
-        return tuple(rule for rule in self._rules() if _mentions(rule, FREE))
+    @cached_property
+    def fixed_rules(self) -> tuple[Rule, ...]:
+        """The rules that do not depend on what the negotiation settles."""
+        return tuple(rule for rule in self.rules if not _mentions(rule, FREE))
 
-    @_graph_levels.default
-    def _declared_graph_levels(self) -> tuple[str, ...]:
+    @cached_property
+    def free_rules(self) -> tuple[Rule, ...]:
+        """The rules about block size or layout."""
+        return tuple(rule for rule in self.rules if _mentions(rule, FREE))
+
+    @cached_property
+    def graph_levels(self) -> tuple[str, ...]:
+        """The declared CUDA graph levels, highest first."""
         declared = self.supports("cudagraph")
         return () if declared is None else tuple(filter(declared.allows, reversed(GRAPH_LEVELS)))
 
-    @_rules_graphs.default
-    def _has_rules_of_graphs(self) -> bool:
-        return any(_mentions(rule, frozenset({"cudagraph"})) for rule in self._rules())
-
-    def _rules(self) -> tuple[Rule, ...]:
-        return self.variant.rules if self.variant else ()
-
-    @property
-    def fixed_rules(self) -> tuple[Rule, ...]:
-        """The rules that do not depend on what the negotiation settles."""
-        return self._fixed_rules
-
-    @property
-    def free_rules(self) -> tuple[Rule, ...]:
-        """The rules about block size or layout."""
-        return self._free_rules
-
-    @property
-    def graph_levels(self) -> tuple[str, ...]:
-        """The declared CUDA graph levels, highest first."""
-        return self._graph_levels
-
-    @property
-    def rules_graphs(self) -> bool:
+    @cached_property
+    def has_graph_rules(self) -> bool:
         """Whether a rule is about the graph level."""
-        return self._rules_graphs
+        return any(_mentions(rule, frozenset({"cudagraph"})) for rule in self.rules)
 
-    def objections(self, asked: Iterable[tuple[str, Any]]) -> list[Reason]:
+    @cached_property
+    def block_sizes(self) -> tuple[int, ...]:
+        """The block sizes to try where none is requested, in declared order."""
+        return self._values_to_try("block_size")
+
+    @cached_property
+    def kv_layouts(self) -> tuple[str, ...]:
+        """The KV-cache layouts to try where none is requested, in declared order."""
+        return self._values_to_try("kv_layout")
+
+    @property
+    def if_installed(self) -> Candidate:
+        """The candidate as it would be with all that it requires installed, in a version that no rule refuses."""
+        needed = (c for rule in self.rules for c in rule.need if isinstance(c, IsInstalled))
+        return evolve(self, availability="ready", reasons=(), install=(), fix="", installed=frozenset(needed))
+
+    def _values_to_try(self, name: str) -> tuple[Any, ...]:
+        """Return the values of a free field. Those beyond the first of each alternative matter only to rules."""
+        declared = self.supports(name)
+        if declared is None:
+            return ()
+        return declared.members() if self.free_rules else declared.choices()
+
+    def objections(self, requested: Iterable[tuple[str, Any]]) -> list[Reason]:
         """
-        Return why asked (field, value) pairs are not served; nothing for those that are. Remembered: the same few
-        values are asked again and again.
+        Return why requested (field, value) pairs are not supported; nothing for those that are. The answers are
+        remembered: requests repeat the same few values.
         """
-        known, found = self._memo, []
-        for item in asked:
+        known, found = self._known, []
+        for item in requested:
             reason = known.get(item)
             if reason is None:
-                reason = known[item] = self._object(*item) or _SERVES
-            if reason is not _SERVES:
+                reason = known[item] = self._object(*item) or _SUPPORTED
+            if reason is not _SUPPORTED:
                 found.append(reason)
         return found
-
-    def choices(self, name: str) -> tuple[Any, ...]:
-        """
-        Return the values of a free field to try, in declared order; remembered.
-
-        Values beyond the first of each alternative matter only where rules judge them.
-        """
-        known = self._choices.get(name)
-        if known is None:
-            declared = self.supports(name)
-            values = () if declared is None else declared.members() if self._free_rules else declared.choices()
-            known = self._choices[name] = values
-        return known
 
     def supports(self, name: str) -> Constraint | None:
         """Return the constraint of a declared field."""
@@ -138,30 +141,29 @@ class Candidate:
     def _object(self, name: str, value: Any) -> Reason | None:
         if name == "features":
             return self._object_to_features(value)
-        constraint = self.supports(name)
-        item = FIELDS[name]
-        if constraint is None:
-            if item.open or (name == "vendor" and self._admits_vendor(value)):
-                return None
-            if isinstance(item.domain, Names) and set(value) <= set(item.neutral):
-                return None  # a part of what everyone serves: one phase of the two
-            return Reason("undeclared", name, item.domain.dump(value), f"only {_neutral_text(name)}")
-        return (
-            None if constraint.allows(value) else Reason("unsupported", name, item.domain.dump(value), str(constraint))
-        )
+        constraint, item = self.supports(name), FIELDS[name]
+        if constraint is not None:
+            allowed = constraint.allows(value)
+            return None if allowed else Reason("unsupported", name, item.domain.dump(value), str(constraint))
+        if item.open or (name == "vendor" and self._admits_vendor(value)):
+            return None
+        if isinstance(item.domain, Names) and set(value) <= set(item.neutral):
+            return None  # a part of what everyone serves: one phase of the two
+        neutral = _NEUTRAL.get(name, str(item.neutral) if item.neutral else "")
+        return Reason("undeclared", name, item.domain.dump(value), neutral)
 
     def _admits_vendor(self, vendor: str) -> bool:
-        """Without a declaration cuda means NVIDIA; other device types are as good as their name."""
+        """Without a declaration cuda means NVIDIA; other device types admit every vendor."""
         types = self.supports("device_type")
         return vendor == "nvidia" or types is None or not types.allows("cuda")
 
     def _object_to_features(self, names: Iterable[str]) -> Reason | None:
         declared = self.variant.features if self.variant else ()
         lacking = tuple(name for name in names if name not in declared)
-        return Reason("undeclared", "features", lacking, ", ".join(declared) or "no open feature") if lacking else None
+        return Reason("undeclared", "features", lacking, ", ".join(declared)) if lacking else None
 
 
-def examine(
+def make_candidate(
     manifest: Manifest,
     variant: Variant,
     version_of: VersionOf,
@@ -181,17 +183,10 @@ def examine(
         distribution: Where it comes from.
         assume_installed: Suppose that everything it requires is there, in a version that no rule is about.
     """
-    unmet = (
-        () if assume_installed else tuple(reason for text in variant.requires if (reason := _unmet(text, version_of)))
-    )
+    unmet = tuple(reason for text in variant.requires if (reason := _unmet(text, version_of)))
+    instructions = {reason.field: _instruction(reason.field, variant) for reason in unmet}
     conditions = {c for rule in variant.rules for c in (*rule.when, *rule.need) if isinstance(c, IsInstalled)}
-    needed = {c for rule in variant.rules for c in rule.need if isinstance(c, IsInstalled)}
-    true = (
-        needed
-        if assume_installed
-        else {c for c in conditions if any(find(text, version_of)[0] == "met" for text in c.requirements)}
-    )
-    return Candidate(
+    candidate = Candidate(
         id=f"{manifest.name}/{variant.name}",
         backend=manifest.name,
         aliases=manifest.aliases,
@@ -199,12 +194,13 @@ def examine(
         variant=variant,
         availability="missing_dependency" if unmet else "ready",
         reasons=unmet,
-        install=tuple(reason.field for reason in unmet if _way_to(reason.field, variant) is None),
-        fix="; ".join(way for reason in unmet if (way := _way_to(reason.field, variant)) is not None),
+        install=tuple(text for text, instruction in instructions.items() if not instruction),
+        fix="; ".join(filter(None, instructions.values())),
         built_in=built_in,
-        installed=frozenset(true),
+        installed=frozenset(c for c in conditions if any(find(t, version_of)[0] == "met" for t in c.requirements)),
         distribution=distribution,
     )
+    return candidate.if_installed if assume_installed else candidate
 
 
 def _unmet(text: str, version_of: VersionOf) -> Reason | None:
@@ -216,22 +212,11 @@ def _unmet(text: str, version_of: VersionOf) -> Reason | None:
     return Reason("version", text, version, f"{text} is required and {version} is installed")
 
 
-def _way_to(text: str, variant: Variant) -> str | None:
-    """Say how to get a requirement; None where pip takes it as it is."""
-    told = variant.install.get(requirement_name(text))
-    return None if told is None else f"install {text}: {told}"
+def _instruction(text: str, variant: Variant) -> str:
+    """Return how to get a requirement, in the manifest's words; empty where pip takes it as it is."""
+    instruction = variant.install.get(requirement_name(text))
+    return "" if instruction is None else f"install {text}: {instruction}"
 
 
 def _mentions(rule: Rule, names: frozenset[str]) -> bool:
     return any(condition.field in names for condition in (*rule.when, *rule.need))
-
-
-def _neutral_text(name: str) -> str:
-    followed = {
-        "head_size_v": "head_size_v = head_size",
-        "kv_cache_dtype": "the dtype",
-        "causal": "the attention type's own mask",
-        "vendor": "nvidia",
-    }
-    item = FIELDS[name]
-    return followed.get(name) or ("none" if item.neutral is None else str(item.neutral))

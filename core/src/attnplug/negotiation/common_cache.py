@@ -1,99 +1,103 @@
-"""One block size and one layout for all layers of a model."""
+"""One block size and one KV-cache layout for all layers of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from attnplug.negotiation.evaluation import Question, judge_terms
+from attnplug.negotiation.evaluation import find_refusal
+from attnplug.negotiation.matching import Request, judge_terms
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.evaluation import Evaluation
 
-Terms = tuple["int | None", "str | None"]
-Refused = Callable[["Candidate", Question], "Collection[Terms]"]
-
-
-def _nothing_refused(candidate: Candidate, question: Question) -> Collection[Terms]:
-    del candidate, question
-    return ()
+CacheTerms = tuple["int | None", "str | None"]
+"""A block size and a layout; None for both without a paged cache."""
 
 
-def passing_terms(candidate: Candidate, question: Question) -> tuple[Terms, ...]:
+def passing_terms(candidate: Candidate, request: Request) -> tuple[CacheTerms, ...]:
     """
-    Return every (block size, layout) that a candidate accepts for a question that it can serve, most preferred first.
+    Return every (block size, layout) that a candidate accepts for a request that it can serve, most preferred first.
 
     Block sizes beyond 1024 tokens are considered only where the manifest names them.
     """
-    asked = question.requirements
-    if not asked.paged:
+    wanted = request.requirements
+    if not wanted.paged:
         return ()
-    sizes = (asked.block_size,) if asked.block_size is not None else _members(candidate, "block_size")
-    layouts = (asked.kv_layout,) if asked.kv_layout is not None else _members(candidate, "kv_layout")
-    return tuple(terms for terms in product(sizes, layouts) if not judge_terms(candidate, question, as_facts(terms)))
+    sizes = (wanted.block_size,) if wanted.block_size is not None else _members(candidate, "block_size")
+    layouts = (wanted.kv_layout,) if wanted.kv_layout is not None else _members(candidate, "kv_layout")
+    return tuple(terms for terms in product(sizes, layouts) if not judge_terms(candidate, request, _as_facts(terms)))
 
 
-def share_terms(
-    entries: Sequence[tuple[Question, Sequence[Candidate]]], refused: Refused = _nothing_refused
-) -> list[tuple[Candidate, Mapping[str, Any]]] | None:
+def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | None:
     """
-    Pick a candidate for each question so that all paged ones share one block size and one layout.
+    Pick an evaluation for each request so that all paged ones share one block size and one layout.
 
-    Candidates are tried in their ranked order, the first question first (give the one with most layers first): a
-    later question yields before an earlier one.
+    Candidates are tried in their ranked order, the first request first (give the one with most layers first): a later
+    request yields before an earlier one.
 
     Args:
-        entries: Each question with the candidates that can serve it, best first.
-        refused: Returns the terms that a candidate must not be given for a question, whatever its manifest says.
+        ranked: For each request, the evaluations of the candidates that can serve it, best first.
 
     Returns:
-        A candidate and the terms for each question, or None where no choice shares any terms.
+        An evaluation for each request, with the shared terms, or None where no choice shares any.
     """
-    picked = _search(entries, None, refused)
+    picked = _search(ranked, None)
     if picked is None:
         return None
-    candidates, shared = picked
-    terms = as_facts(shared[0]) if shared else as_facts((None, None))
-    nothing = as_facts((None, None))
-    return [
-        (candidate, terms if question.requirements.paged else nothing)
-        for candidate, (question, _) in zip(candidates, entries, strict=True)
-    ]
+    evaluations, shared = picked
+    terms = _as_facts(shared[0] if shared else (None, None))
+    return [each.with_terms(terms) if each.request.requirements.paged else each for each in evaluations]
 
 
-def as_facts(terms: Terms) -> Mapping[str, Any]:
+def _as_facts(terms: CacheTerms) -> Mapping[str, Any]:
     """Return terms under the names of their fields."""
     return {"block_size": terms[0], "kv_layout": terms[1]}
 
 
 def _search(
-    entries: Sequence[tuple[Question, Sequence[Candidate]]], shared: tuple[Terms, ...] | None, refused: Refused
-) -> tuple[list[Candidate], tuple[Terms, ...] | None] | None:
-    if not entries:
+    ranked: Sequence[Sequence[Evaluation]], shared: tuple[CacheTerms, ...] | None
+) -> tuple[list[Evaluation], tuple[CacheTerms, ...] | None] | None:
+    """
+    Search depth first: the first evaluation of the first request that leaves terms with which the rest can be served.
+
+    Args:
+        ranked: The requests that are left.
+        shared: The terms that all picked so far accept; None before the first with a paged cache.
+    """
+    if not ranked:
         return [], shared
-    question, candidates = entries[0]
-    for candidate in candidates:
-        narrowed = _narrow(candidate, question, shared, refused)
+    for evaluation in ranked[0]:
+        narrowed = _narrow(evaluation, shared)
         if narrowed is not None and len(narrowed) == 0:
             continue
-        rest = _search(entries[1:], narrowed, refused)
+        rest = _search(ranked[1:], narrowed)
         if rest is not None:
-            return [candidate, *rest[0]], rest[1]
+            return [evaluation, *rest[0]], rest[1]
     return None
 
 
-def _narrow(
-    candidate: Candidate, question: Question, shared: tuple[Terms, ...] | None, refused: Refused
-) -> tuple[Terms, ...] | None:
-    """Return the terms that are still common, None while no layer with a paged cache has been seen."""
-    if not question.requirements.paged:
+def _narrow(evaluation: Evaluation, shared: tuple[CacheTerms, ...] | None) -> tuple[CacheTerms, ...] | None:
+    """Return the terms that this evaluation accepts too."""
+    if not evaluation.request.requirements.paged:
         return shared
-    without = refused(candidate, question)
-    ours = tuple(terms for terms in passing_terms(candidate, question) if terms not in without)
-    return ours if shared is None else tuple(terms for terms in shared if terms in set(ours))
+    refused = _refused_terms(evaluation.candidate, evaluation.request)
+    passing = passing_terms(evaluation.candidate, evaluation.request)
+    accepted = tuple(terms for terms in passing if terms not in refused)
+    if shared is None:
+        return accepted
+    common = set(accepted)
+    return tuple(terms for terms in shared if terms in common)
+
+
+def _refused_terms(candidate: Candidate, request: Request) -> frozenset[CacheTerms]:
+    """Return the terms of those agreements on a request that the candidate's probe has refused."""
+    refused = (each.agreement for each in candidate.refusals or ())
+    terms = {(agreement.block_size, agreement.kv_layout) for agreement in refused if agreement is not None}
+    return frozenset(pair for pair in terms if find_refusal(candidate, request, _as_facts(pair)) is not None)
 
 
 def _members(candidate: Candidate, name: str) -> tuple[Any, ...]:

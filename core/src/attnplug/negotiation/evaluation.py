@@ -1,190 +1,182 @@
-"""
-One candidate against one question.
-
-The order of work: asked fields against declared ones, rules about them, then the free fields (block size, layout) in
-declared order until the remaining rules
-pass. All objections are collected; nothing stops at the first.
-"""
+"""The evaluation of one candidate for one request: all that selection and its explanations read."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
 
-from attrs import field, frozen
+from attrs import evolve, frozen
 
-from attnplug.manifest.schema import IsAsked
-from attnplug.negotiation.candidate import FREE, Candidate
-from attnplug.negotiation.verdict import Reason
-from attnplug.request.fields import FIELDS
+from attnplug.negotiation.fix import find_fix
+from attnplug.negotiation.matching import Request, agree, negotiate
+from attnplug.negotiation.verdict import Fix, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
-    from attnplug.manifest.schema import Condition, Rule
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.probe_refusals import ProbeRefusal
+    from attnplug.negotiation.verdict import Reason, Status, Unverified
     from attnplug.request.device import Device
-    from attnplug.request.requirements import Requirements
-
-_NO_TERMS: Mapping[str, Any] = {"block_size": None, "kv_layout": None}
 
 
-@frozen(eq=False)
-class Question:
+class EvidenceSource(Protocol):
+    """Where an evaluation looks up what is unverified. Evidence is read by nothing else here, and decides nothing."""
+
+    def find_unverified(self, candidate: Candidate, agreement: Agreement, device: Device) -> tuple[Unverified, ...]:
+        """Return what of an agreement no evidence covers on a device."""
+
+
+@frozen(eq=False, slots=False)  # with slots, cached properties would slow down the access to every attribute
+class Evaluation:
     """
-    Requirements on a device, laid out for asking many candidates.
+    What one candidate comes to for one request. The fix, the agreement and what is unverified are computed when they
+    are first read: most never are.
 
     Attributes:
-        requirements: What is asked.
-        device: Where it shall run.
-        facts: Every field with its value.
-        asked: The (field, value) pairs that a candidate has to declare. The phases are always among them: both are what
-            everyone serves who declares none, and who declares one serves that one.
-        names: The names of those that ask for something.
-        asked_terms: Those of the free fields that are not left open.
-        origins: Where values come from that whoever asks has not stated, by field: a setting, say.
+        candidate: The candidate.
+        request: The request.
+        objections: Everything that refuses the request, rules included.
+        terms: The settled free fields, where nothing does.
+        refusal: What the candidate's probe has refused before, and is refused here too.
+        evidence: Where to look up what is unverified.
     """
 
-    requirements: Requirements
-    device: Device
-    facts: dict[str, Any] = field(init=False)
-    asked: tuple[tuple[str, Any], ...] = field(init=False)
-    names: frozenset[str] = field(init=False)
-    asked_terms: tuple[tuple[str, Any], ...] = field(init=False)
-    origins: Mapping[str, str] = field(factory=dict, kw_only=True)
+    candidate: Candidate
+    request: Request
+    objections: tuple[Reason, ...] = ()
+    terms: Mapping[str, Any] | None = None
+    refusal: ProbeRefusal | None = None
+    evidence: EvidenceSource | None = None
 
-    def __attrs_post_init__(self) -> None:
-        device = self.device.facts()
-        put = object.__setattr__
-        put(self, "facts", {**self.requirements.facts(), **device})
-        asked = (*self.requirements.asked(), *(fact for fact in device.items() if fact[1] is not None))
-        put(self, "names", frozenset(name for name, _ in asked))
-        put(self, "asked", asked if "phases" in self.names else (*asked, ("phases", self.requirements.phases)))
-        terms = ((name, self.facts[name]) for name in ("block_size", "kv_layout"))
-        put(self, "asked_terms", tuple(term for term in terms if term[1] is not None))
+    @property
+    def serves(self) -> bool:
+        """Whether the candidate can serve the request here."""
+        return self.terms is not None and self.refusal is None and self.candidate.availability == "ready"
+
+    @property
+    def status(self) -> Status:
+        """The status of its verdict, unless it is chosen."""
+        availability = self.candidate.availability
+        if availability == "ready":
+            return "eligible" if self.serves else "refused"
+        return "refused" if self.objections and availability == "missing_dependency" else availability
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        """Everything that refuses it, with where a value is set that the caller has not stated."""
+        objections = self.objections
+        if self.request.origins:
+            objections = tuple(_with_origin(reason, self.request.origins) for reason in objections)
+        reasons = (*objections, *self.candidate.reasons)
+        return reasons if self.refusal is None else (*reasons, self.refusal.finding)
+
+    @property
+    def emulated(self) -> Mapping[str, str]:
+        """The requested features that it emulates, each with what that costs."""
+        variant = self.candidate.variant
+        if variant is None or not variant.emulates:
+            return {}
+        requested = self.request.requested_names | set(self.request.requirements.features)
+        return {name: text for name, text in variant.emulates.items() if name in requested}
+
+    @cached_property
+    def agreement(self) -> Agreement | None:
+        """What is agreed on, where it can serve."""
+        return agree(self.candidate, self.request, self.terms) if self.serves and self.terms is not None else None
+
+    @cached_property
+    def fix(self) -> Fix | None:
+        """The smallest change that makes it serve, checked to work; None where it serves already."""
+        if self.serves:
+            return None
+        if self.refusal is not None and self.terms is not None and self.candidate.availability == "ready":
+            return Fix(action=self.refusal.fix)  # it could serve, but for what its probe has found
+        fix = find_fix(self.candidate, self.request)
+        return self._with_probe_fix(_with_origin_changed(fix, self.request))
+
+    @cached_property
+    def unverified(self) -> tuple[Unverified, ...]:
+        """What is requested and no evidence covers on this device, where it can serve."""
+        if self.agreement is None or self.evidence is None:
+            return ()
+        return self.evidence.find_unverified(self.candidate, self.agreement, self.request.device)
+
+    def with_terms(self, terms: Mapping[str, Any]) -> Evaluation:
+        """Return it with other terms that pass: those that the layers of a model share."""
+        return evolve(self, terms=terms)
+
+    def verdict(self, *, chosen: bool = False) -> Verdict:
+        """Return what selection reports of it."""
+        return Verdict(
+            self.candidate.id,
+            "chosen" if chosen else self.status,
+            () if self.serves else self.reasons,
+            self.emulated if self.serves else {},
+            self.candidate.distribution,
+            self,
+        )
+
+    def _with_probe_fix(self, fix: Fix) -> Fix:
+        """Return a fix, with the fix of the probe too where it leads to what the candidate's probe has refused."""
+        candidate, request = self.candidate, self.request
+        if candidate.refusals is None or candidate.availability == "broken" or not fix.possible:
+            return fix
+        changed = Request(*fix.apply(request.requirements, request.device), request.settings)
+        refusal = find_refusal(candidate, changed, negotiate(candidate, changed).terms or None)
+        return fix if refusal is None else evolve(fix, action=_joined(fix.action, refusal.fix))
 
 
-@frozen
-class Outcome:
+def evaluate(candidate: Candidate, request: Request, evidence: EvidenceSource | None = None) -> Evaluation:
     """
-    What one candidate answers.
+    Evaluate one candidate for one request.
 
-    Attributes:
-        objections: Everything against it; empty if it can serve.
-        terms: The settled free fields, if it can serve.
+    Args:
+        candidate: The candidate.
+        request: The request.
+        evidence: Where to look up what is unverified; without it nothing is.
     """
-
-    objections: tuple[Reason, ...]
-    terms: Mapping[str, Any] = field(factory=dict, hash=False)
-
-
-def negotiate(candidate: Candidate, question: Question) -> Outcome:
-    """Ask one candidate. What is installed plays no part here but for rules about installed versions."""
-    objections = candidate.objections(question.asked)
-    for rule in candidate.fixed_rules:
-        _apply(rule, candidate, question, question.facts, objections)
-    terms, objection = _settle(candidate, question)
-    return Outcome((*objections, *objection), terms)
+    if candidate.variant is None:  # absent, or broken: nothing is declared
+        return Evaluation(candidate, request)
+    outcome = negotiate(candidate, request)
+    terms = None if outcome.objections else outcome.terms
+    refusal = None
+    if candidate.refusals is not None:
+        refusal = find_refusal(candidate, request, terms if candidate.availability == "ready" else None)
+    return Evaluation(candidate, request, outcome.objections, terms, refusal, evidence)
 
 
-def graph_level(candidate: Candidate, question: Question) -> str:
-    """Return the highest CUDA graph level that a candidate, able to serve the question, supports for it."""
-    for level in candidate.graph_levels:
-        if not candidate.rules_graphs or _serves_level(candidate, question, level):
-            return level
-    return question.requirements.cudagraph
-
-
-def _serves_level(candidate: Candidate, question: Question, level: str) -> bool:
-    return not negotiate(candidate, Question(question.requirements.evolve(cudagraph=level), question.device)).objections
-
-
-def _apply(
-    rule: Rule, candidate: Candidate, question: Question, facts: dict[str, Any], objections: list[Reason]
-) -> None:
-    for condition in rule.when:
-        if not condition.holds(facts, question.names, candidate.installed, absent=False):
-            return
-    if not rule.need:
-        objections.append(_refusal(rule, facts))
-    objections.extend(
-        Reason("rule", condition.field, _plain(condition, facts), _needed(condition, facts), rule.because)
-        for condition in rule.need
-        if not condition.holds(facts, question.names, candidate.installed, absent=True)
-    )
-
-
-def _needed(condition: Condition, facts: dict[str, Any]) -> str:
-    """Say what a rule needs. A field that asks for nothing may have a value all the same, such as a dtype."""
-    asks_for_nothing = isinstance(condition, IsAsked) and condition.asked and facts[condition.field]
-    return f"another {condition.field}" if asks_for_nothing else str(condition)
-
-
-def _refusal(rule: Rule, facts: dict[str, Any]) -> Reason:
-    fields = " and ".join(condition.field for condition in rule.when)
-    wanted = [_plain(condition, facts) for condition in rule.when]
-    return Reason("rule", fields, wanted[0] if len(wanted) == 1 else tuple(wanted), "", rule.because)
-
-
-def _plain(condition: Condition, facts: dict[str, Any]) -> Any:
-    value = facts.get(condition.field)
-    if condition.field not in FIELDS:
-        return str(condition)
-    return None if value is None else FIELDS[condition.field].domain.dump(value)
-
-
-def _settle(candidate: Candidate, question: Question) -> tuple[Mapping[str, Any], list[Reason]]:
-    """Return the first terms that pass, or the objections to the first ones."""
-    rules = _live_rules(candidate, question)
-    if not rules:  # then the first terms pass if any do: nothing but what was asked for stands against them
-        objections = candidate.objections(question.asked_terms)
-        return ({} if objections else next(_all_terms(candidate, question))), objections
-    first: list[Reason] | None = None
-    for terms in _all_terms(candidate, question):
-        objections = _judge(candidate, question, terms, rules)
-        if not objections:
-            return terms, []
-        first = objections if first is None else first
-    return {}, first or []
-
-
-def judge_terms(candidate: Candidate, question: Question, terms: Mapping[str, Any]) -> list[Reason]:
+def find_refusal(candidate: Candidate, request: Request, terms: Mapping[str, Any] | None) -> ProbeRefusal | None:
     """
-    Return the objections of a candidate to settled terms: a block size and a layout, or None for both without a paged
-    cache.
+    Find what the probe of a candidate has refused in this process, and refuses of a request too.
+
+    Args:
+        candidate: The candidate.
+        request: The request.
+        terms: What would be agreed on; None where nothing would, so that only what holds of every request is found.
     """
-    return _judge(candidate, question, terms, _live_rules(candidate, question))
+    if candidate.refusals is None:
+        return None
+    agreement = None if terms is None else agree(candidate, request, terms)
+    return candidate.refusals.find(agreement, request.device)
 
 
-def _judge(candidate: Candidate, question: Question, terms: Mapping[str, Any], rules: Sequence[Rule]) -> list[Reason]:
-    objections = candidate.objections(term for term in terms.items() if term[1] is not None)
-    if rules:
-        facts = {**question.facts, **terms}
-        for rule in rules:
-            _apply(rule, candidate, question, facts, objections)
-    return objections
+def _with_origin(reason: Reason, origins: Mapping[str, str]) -> Reason:
+    """Return a reason, one about a value that a setting requests with where it is set."""
+    told = [f"{name} is set by {origins[name]}" for name in reason.field.split(" and ") if name in origins]
+    return evolve(reason, because=_joined(reason.because, *told)) if told else reason
 
 
-def _live_rules(candidate: Candidate, question: Question) -> list[Rule]:
-    """Return the rules about free fields that some terms can bring to bear: whose other conditions hold."""
-    return [rule for rule in candidate.free_rules if _is_live(rule, candidate, question)]
+def _with_origin_changed(fix: Fix, request: Request) -> Fix:
+    """Return a fix, one that changes a value that a setting requests with where to change it."""
+    steps = [
+        f"{name}={request.facts[name]!r} is set by {origin}: change that, or override it"
+        for name, origin in request.origins.items()
+        if name in fix.engine
+    ]
+    return evolve(fix, action=_joined(fix.action, *steps)) if steps else fix
 
 
-def _is_live(rule: Rule, candidate: Candidate, question: Question) -> bool:
-    for condition in rule.when:
-        if condition.field not in FREE and not condition.holds(
-            question.facts, question.names, candidate.installed, absent=False
-        ):
-            return False
-    return True
-
-
-def _all_terms(candidate: Candidate, question: Question) -> Iterator[Mapping[str, Any]]:
-    """Yield terms in declared order."""
-    asked = question.requirements
-    if not asked.paged:
-        yield _NO_TERMS
-        return
-    sizes = candidate.choices("block_size") if asked.block_size is None else (asked.block_size,)
-    layouts = candidate.choices("kv_layout") if asked.kv_layout is None else (asked.kv_layout,)
-    for size in sizes or (None,):
-        for layout in layouts or (None,):
-            yield {"block_size": size, "kv_layout": layout}
+def _joined(*texts: str) -> str:
+    return "; ".join(filter(None, texts))

@@ -1,27 +1,27 @@
 """
-What an engine could ask for instead: sets of engine fields with other values, fewest changes first, nearest values
-first.
+The fix of a candidate that cannot serve: the smallest change, checked to work.
 
-A change that implies others is counted with them: who gives up the paged cache gives up what describes it.
+First other values of engine fields: sets of changes, fewest first, nearest values first. A change that implies others
+is counted with them: a request without a paged cache has no block size either. Then another device, then another
+version of what is installed. A model field is never changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import combinations, product
 from typing import TYPE_CHECKING, Any
 
 from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
-from attnplug.negotiation.evaluation import Question, negotiate
+from attnplug.negotiation.matching import Request, negotiate
 from attnplug.negotiation.verdict import Fix
 from attnplug.request.device import HARDWARE, ComputeCapability, Device, default_vendor
 from attnplug.request.fields import FIELDS, Flag, Integer, Level, Name, Names, fields_of
 from attnplug.request.requirements import neutral
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.verdict import Reason
@@ -35,24 +35,24 @@ _OF_PAGES: Mapping[str, Any] = {
     "cascade": False,
     "dcp_size": 1,
 }
-"""What only a paged cache has, and how to ask for none of it."""
+"""What only a paged cache has, with the values that request nothing."""
 
 
-def changes_of(candidate: Candidate, question: Question) -> Iterator[dict[str, Any]]:
+def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any]]:
     """
     Yield sets of engine fields with other values.
 
     Each field that is objected to has to change; those that rules mention may, since they can switch a rule off.
     """
-    objected = objected_fields(candidate, question)
+    objected = objected_fields(candidate, request)
     ruled = _ruled(candidate, objected)
-    options = {name: _options(candidate, question, name) for name in (*objected, *ruled)}
+    options = {name: _options(candidate, request, name) for name in (*objected, *ruled)}
     later: dict[int, list[dict[str, Any]]] = {}
     for size in range(len(objected), len(objected) + len(ruled) + 1):
         for names in combinations(ruled, size - len(objected)):
             changing = (*objected, *names)
             for values in product(*(options[name] for name in changing)):
-                changes = _with_implied(question, dict(zip(changing, values, strict=True)))
+                changes = _with_implied(request, dict(zip(changing, values, strict=True)))
                 if len(changes) == size:
                     yield changes
                 else:
@@ -62,16 +62,15 @@ def changes_of(candidate: Candidate, question: Question) -> Iterator[dict[str, A
         yield from later[size]
 
 
-def objected_fields(candidate: Candidate, question: Question) -> tuple[str, ...]:
+def objected_fields(candidate: Candidate, request: Request) -> tuple[str, ...]:
     """Return the fields whose values the candidate does not declare."""
-    free = tuple((name, value) for name in ("block_size", "kv_layout") if (value := question.facts[name]) is not None)
-    return tuple(asked[0] for asked in (*question.asked, *free) if candidate.objections((asked,)))
+    pairs = (*request.requested, *request.requested_terms)
+    return tuple(pair[0] for pair in pairs if candidate.objections((pair,)))
 
 
 def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:
     """Return the other engine fields on which the answer of a rule depends."""
-    rules = candidate.variant.rules if candidate.variant else ()
-    mentioned = {condition.field for rule in rules for condition in (*rule.when, *rule.need)}
+    mentioned = {condition.field for rule in candidate.rules for condition in (*rule.when, *rule.need)}
     if mentioned & {"block_size", "kv_layout"}:
         mentioned.add("paged")  # without a paged cache there is no block size for a rule to refuse
     if "decode_query_len" in mentioned:
@@ -79,49 +78,49 @@ def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(name for name in _ENGINE if name in mentioned and name not in objected)
 
 
-def _with_implied(question: Question, changes: dict[str, Any]) -> dict[str, Any]:
+def _with_implied(request: Request, changes: dict[str, Any]) -> dict[str, Any]:
     """Return changes with what follows from them, so that they contradict nothing."""
-    asked = question.requirements
+    wanted = request.requirements
     if changes.get("paged") is False:
-        current = {"kv_cache_dtype": asked.dtype}
-        changes = {**{n: v for n, v in _OF_PAGES.items() if getattr(asked, n) != current.get(n, v)}, **changes}
-    elif not asked.paged and any(value != _OF_PAGES.get(name, value) for name, value in changes.items()):
+        current = {"kv_cache_dtype": wanted.dtype}
+        changes = {**{n: v for n, v in _OF_PAGES.items() if getattr(wanted, n) != current.get(n, v)}, **changes}
+    elif not wanted.paged and any(value != _OF_PAGES.get(name, value) for name, value in changes.items()):
         changes = {"paged": True, **changes}
-    if asked.decode_query_len > 1 and "decode" not in changes.get("phases", ("decode",)):
+    if wanted.decode_query_len > 1 and "decode" not in changes.get("phases", ("decode",)):
         changes = {"decode_query_len": 1, **changes}
     return changes
 
 
-def _options(candidate: Candidate, question: Question, name: str) -> tuple[Any, ...]:
+def _options(candidate: Candidate, request: Request, name: str) -> tuple[Any, ...]:
     """Return other values for an engine field, nearest first; only those that the candidate serves."""
-    asked = question.facts[name]
-    if asked is None and FIELDS[name].free:
+    wanted = request.facts[name]
+    if wanted is None and FIELDS[name].free:
         return ()  # open already: no single value serves where none of them did
     constraint = candidate.supports(name)
     values: list[Any] = []
     if isinstance(FIELDS[name].domain, Names):
-        values = _sets(candidate, name, asked)
+        values = _sets(candidate, name, wanted)
     elif constraint is not None:
         values = [
-            constraint.first() if asked is None else constraint.nearest(asked),
-            *_ordered(constraint, asked),
+            constraint.first() if wanted is None else constraint.nearest(wanted),
+            *_ordered(constraint, wanted),
             *_rule_values(candidate, name, constraint),
         ]
-    values.append(neutral(name, question.facts))
-    return tuple(dict.fromkeys(v for v in values if v != asked and (v is not None or FIELDS[name].is_optional())))
+    values.append(neutral(name, request.facts))
+    return tuple(dict.fromkeys(v for v in values if v != wanted and (v is not None or FIELDS[name].is_optional())))
 
 
-def _sets(candidate: Candidate, name: str, asked: tuple[str, ...]) -> list[Any]:
-    """Return sets of names that the candidate serves: what it can of the asked ones, with one more, with one less."""
+def _sets(candidate: Candidate, name: str, wanted: tuple[str, ...]) -> list[Any]:
+    """Return sets of supported names: the requested ones among them, these with one more, with one less."""
     constraint, item = candidate.supports(name), FIELDS[name]
     known = candidate.variant.features if name == "features" and candidate.variant else item.neutral
     served = {each for each in known if constraint is None or constraint.allows((each,))}
-    kept = served.intersection(asked)
+    kept = served.intersection(wanted)
     near = [kept, *(kept | {each} for each in known), *(kept - {each} for each in known), *({each} for each in known)]
     return [item.domain.canonical(names & served) for names in near if names & served or not item.neutral]
 
 
-def _ordered(constraint: Constraint, asked: Any) -> list[Any]:
+def _ordered(constraint: Constraint, wanted: Any) -> list[Any]:
     """Return the members of a finite field, nearest levels first."""
     if isinstance(constraint.domain, Integer):
         return []
@@ -129,7 +128,7 @@ def _ordered(constraint: Constraint, asked: Any) -> list[Any]:
     if isinstance(constraint.domain, Name):
         listed = [name for name in constraint.domain.values if name != "auto"]
     if isinstance(constraint.domain, Level):
-        listed.sort(key=lambda level: abs(constraint.domain.rank(level) - constraint.domain.rank(asked)))
+        listed.sort(key=lambda level: abs(constraint.domain.rank(level) - constraint.domain.rank(wanted)))
     return [value for value in listed if constraint.allows(value)]
 
 
@@ -138,7 +137,7 @@ def _rule_values(candidate: Candidate, name: str, constraint: Constraint) -> lis
     if not isinstance(constraint.domain, Integer):
         return []
     found: list[Any] = list(constraint.choices())
-    for rule in candidate.variant.rules if candidate.variant else ():
+    for rule in candidate.rules:
         for condition in (*rule.when, *rule.need):
             if isinstance(condition, Holds) and condition.field == name:
                 found += constraint.intersect(condition.constraint).choices()
@@ -158,38 +157,36 @@ def _bounds(constraint: Constraint) -> Iterator[int]:
                 yield from (bound - 1, bound, bound + 1)
 
 
-def find_fix(candidate: Candidate, question: Question, relaxed: Callable[[Candidate], Candidate]) -> Fix:
+def find_fix(candidate: Candidate, request: Request) -> Fix:
     """
     Find the fix for a candidate that cannot serve.
 
     Args:
-        candidate: The candidate as it stands.
-        question: What was asked of it.
-        relaxed: Returns the candidate as if everything that it requires were installed.
+        candidate: The candidate.
+        request: What it cannot serve, as it is installed or at all.
     """
     if candidate.variant is None or candidate.availability == "broken":
         return Fix(install=candidate.install, action=candidate.fix)
-    outcome = negotiate(candidate, question)
-    versions = any(isinstance(c, IsInstalled) for rule in candidate.variant.rules for c in (*rule.when, *rule.need))
-    for subject, action in (
-        (candidate, candidate.fix),
-        *(((relaxed(candidate), _other_version(candidate, outcome.objections)),) if versions else ()),
-    ):
-        found = _smallest(subject, question)
+    found = _smallest(candidate, request)
+    if found is not None:
+        return Fix(candidate.install, *found, candidate.fix)
+    objections = negotiate(candidate, request).objections
+    if any(isinstance(c, IsInstalled) for rule in candidate.rules for c in (*rule.when, *rule.need)):
+        found = _smallest(candidate.if_installed, request)  # in other versions, about which no rule is
         if found is not None:
-            return Fix(candidate.install, *found, action)
-    return _none(outcome.objections, question)
+            return Fix(candidate.install, *found, _other_version(candidate, objections))
+    return _none(objections, request)
 
 
-def _smallest(candidate: Candidate, question: Question) -> tuple[dict[str, Any], Device | None] | None:
+def _smallest(candidate: Candidate, request: Request) -> tuple[dict[str, Any], Device | None] | None:
     """Return the smallest change that works, or None: on the same device if any does, else on the nearest of others."""
-    here = _fewest(candidate, question)
+    here = _fewest(candidate, request)
     if here is not None:
         return here, None
     best: tuple[dict[str, Any], Device | None] | None = None
-    for device in _devices(candidate, question):
+    for device in _devices(candidate, request):
         most = None if best is None else len(best[0]) - 1
-        there = _fewest(candidate, Question(question.requirements, device), most)
+        there = _fewest(candidate, Request(request.requirements, device), most)
         if there is not None:
             best = there, device
             if not there:
@@ -197,51 +194,51 @@ def _smallest(candidate: Candidate, question: Question) -> tuple[dict[str, Any],
     return best
 
 
-def _fewest(candidate: Candidate, question: Question, most: int | None = None) -> dict[str, Any] | None:
+def _fewest(candidate: Candidate, request: Request, most: int | None = None) -> dict[str, Any] | None:
     """Return the fewest changes of engine fields that work, if there are any, and no more than so many."""
-    if any(FIELDS[name].kind != "engine" for name in objected_fields(candidate, question)):
+    if any(FIELDS[name].kind != "engine" for name in objected_fields(candidate, request)):
         return None  # no engine field answers an objection to the model or to this device
-    for changes in changes_of(candidate, question):
+    for changes in changes_of(candidate, request):
         if most is not None and len(changes) > most:
             break
-        changed = _changed(question, changes)
+        changed = _changed(request, changes)
         if changed is not None and not negotiate(candidate, changed).objections:
             return changes
     return None
 
 
-def _changed(question: Question, changes: dict[str, Any]) -> Question | None:
+def _changed(request: Request, changes: dict[str, Any]) -> Request | None:
     if not changes:
-        return question
+        return request
     try:
-        return Question(question.requirements.evolve(**changes), question.device)
+        return Request(request.requirements.evolve(**changes), request.device)
     except AttnplugError:
         return None  # the changes contradict each other
 
 
-def _devices(candidate: Candidate, question: Question) -> Iterator[Device]:
+def _devices(candidate: Candidate, request: Request) -> Iterator[Device]:
     """Yield other devices of the declared types: the same type first, nearest compute capability first."""
     types = candidate.supports("device_type")
     declared = types.members() if types else ()
-    for kind in sorted(declared, key=lambda kind: kind != question.device.type):
+    for kind in sorted(declared, key=lambda kind: kind != request.device.type):
         vendors = candidate.supports("vendor")
         for vendor in vendors.choices() if vendors and kind == "cuda" else (default_vendor(kind),):
             if vendor == "nvidia":
-                for capability in _capabilities(candidate, question):
+                for capability in _capabilities(candidate, request):
                     yield Device.cuda((capability.major, capability.minor))
-            elif (device := Device(kind, vendor=vendor)) != question.device:
+            elif (device := Device(kind, vendor=vendor)) != request.device:
                 yield device
 
 
-def _capabilities(candidate: Candidate, question: Question) -> tuple[Any, ...]:
+def _capabilities(candidate: Candidate, request: Request) -> tuple[Any, ...]:
     declared = candidate.supports("compute_capability")
     if declared is None:
         return ()
-    here = question.device.compute_capability
+    here = request.device.compute_capability
     near = [declared.nearest(here)] if here else []
     drawn = [
         capability
-        for rule in (candidate.variant.rules if candidate.variant else ())
+        for rule in candidate.rules
         for condition in (*rule.when, *rule.need)
         if isinstance(condition, Holds) and condition.field == "compute_capability"
         for capability in condition.constraint.choices()
@@ -260,16 +257,16 @@ def _other_version(candidate: Candidate, objections: tuple[Reason, ...]) -> str:
     return "; ".join(filter(None, (candidate.fix, action)))
 
 
-def _none(objections: tuple[Reason, ...], question: Question) -> Fix:
-    """Say what of the model stands in the way; where nothing of it does, what no change of the rest gets around."""
-    told = [reason for reason in objections if _is_about_model(reason)] or objections
+def _none(objections: tuple[Reason, ...], request: Request) -> Fix:
+    """Say what of the model refuses every fix; where nothing of it does, what no change of the rest avoids."""
+    decisive = [reason for reason in objections if _is_about_model(reason)] or objections
     lacks, needs = {}, {}
-    for reason in told:
+    for reason in decisive:
         because = f" ({reason.because})" if reason.code == "rule" and reason.because else ""
-        if reason.supported and reason.code == "rule" and reason.field not in question.names:
+        if reason.supported and reason.code == "rule" and reason.field not in request.requested_names:
             needs[reason.supported] = f"{reason.supported}{because}"
         else:
-            lacks[reason.asked] = f"{reason.asked}{because}"
+            lacks[reason.requested] = f"{reason.requested}{because}"
     return Fix(lacks=tuple(lacks.values()), needs=tuple(needs.values()))
 
 

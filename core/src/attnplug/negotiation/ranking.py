@@ -1,10 +1,9 @@
 """
 Which of several eligible candidates is chosen.
 
-In this order: the listed order of the host or the user; built_in last; the measured profile for this device and
-shape; fewest emulated features; the default order
-for the device; the plugin's own preference among its variants; the name. A decision by name alone is a tie, and says
-so.
+In this order: the listed order of the host or the user; built-in last; the measured profile for this device and shape;
+fewest emulated features; the default order for the device; the plugin's own preference among its variants; the name. A
+decision by name alone is a tie, and is reported as one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
 
     from attnplug.manifest.schema import Condition
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.negotiation.evaluation import Question
+    from attnplug.negotiation.evaluation import Evaluation
+    from attnplug.negotiation.matching import Request
 
 AUTO: Final = "auto"
 """The name in a list of backends that permits falling back to any other."""
@@ -61,7 +61,7 @@ class Policy:
     What decides between eligible candidates, besides themselves.
 
     Attributes:
-        listed: Backends in the order in which they are wanted; empty, or ending in `AUTO`, lets others in.
+        listed: Backends in the order of preference; empty, or ending in `AUTO`, lets others in.
         profile: Measured microseconds by candidate id, for this device and shape.
         orders: Default orders; the first whose conditions hold counts.
     """
@@ -78,26 +78,26 @@ class Policy:
 @frozen
 class Ranked:
     """
-    Eligible candidates, best first.
+    Evaluations of eligible candidates, best first.
 
     Attributes:
-        candidates: The order.
+        evaluations: The order.
         decided_by: The criterion that put the first before the second; empty with fewer than two.
     """
 
-    candidates: tuple[Candidate, ...]
+    evaluations: tuple[Evaluation, ...]
     decided_by: str = ""
 
 
-def rank(candidates: Sequence[Candidate], question: Question, policy: Policy) -> Ranked:
-    """Order eligible candidates."""
-    order = _default_order(question, policy.orders)
-    keys = {candidate: _key(candidate, question, policy, order) for candidate in candidates}
-    ranked = sorted(candidates, key=keys.__getitem__)
-    if len(ranked) < 2:
-        return Ranked(tuple(ranked))
-    pairs = zip(CRITERIA, keys[ranked[0]], keys[ranked[1]], strict=True)
-    return Ranked(tuple(ranked), next(criterion for criterion, ours, theirs in pairs if ours != theirs))
+def rank(evaluations: Sequence[Evaluation], policy: Policy) -> Ranked:
+    """Order the evaluations of one request."""
+    if len(evaluations) < 2:
+        return Ranked(tuple(evaluations))
+    order = _default_order(evaluations[0].request, policy.orders)
+    ranked = sorted((_key(each, policy, order), place) for place, each in enumerate(evaluations))
+    (first, _), (second, _) = ranked[:2]
+    decided_by = next(name for name, ours, theirs in zip(CRITERIA, first, second, strict=True) if ours != theirs)
+    return Ranked(tuple(evaluations[place] for _, place in ranked), decided_by)
 
 
 def is_named(candidate: Candidate, name: str) -> bool:
@@ -109,32 +109,25 @@ def is_named(candidate: Candidate, name: str) -> bool:
     return names_backend and (not variant or candidate.id == f"{candidate.backend}/{variant}")
 
 
-def emulated(candidate: Candidate, question: Question) -> dict[str, str]:
-    """Return the asked-for features that the candidate emulates."""
-    variant = candidate.variant
-    if variant is None or not variant.emulates:
-        return {}
-    asked = question.names | set(question.requirements.features)
-    return {name: text for name, text in variant.emulates.items() if name in asked}
-
-
-def _key(candidate: Candidate, question: Question, policy: Policy, order: Sequence[str]) -> tuple[Any, ...]:
+def _key(evaluation: Evaluation, policy: Policy, order: Sequence[str]) -> tuple[Any, ...]:
+    """Return what evaluations are sorted by: a value for each of `CRITERIA`."""
+    candidate = evaluation.candidate
     return (
         _place(candidate, policy.listed) if policy.listed else 0,
         candidate.built_in,
         policy.profile.get(candidate.id, float("inf")),
-        len(emulated(candidate, question)),
+        len(evaluation.emulated),
         _place(candidate, order) if order else 0,
         candidate.backend,
-        _preferred(candidate, question),
+        _preferred(candidate, evaluation.request),
         candidate.id,
     )
 
 
 def _place(candidate: Candidate, names: Sequence[str]) -> int:
     """
-    Return the place of the first name that selects the candidate; after all names for one that is not named, or where
-    `AUTO` stands.
+    Return the place of the first name that selects the candidate; for one that is not named the place of `AUTO`, or
+    after all names.
     """
     for index, name in enumerate(names):
         if is_named(candidate, name):
@@ -142,25 +135,25 @@ def _place(candidate: Candidate, names: Sequence[str]) -> int:
     return names.index(AUTO) if AUTO in names else len(names)
 
 
-def _default_order(question: Question, orders: Sequence[DefaultOrder]) -> tuple[str, ...]:
-    return next((item.order for item in orders if _all_hold(item.when, question)), ())
+def _default_order(request: Request, orders: Sequence[DefaultOrder]) -> tuple[str, ...]:
+    return next((item.order for item in orders if _all_hold(item.when, request)), ())
 
 
-def _preferred(candidate: Candidate, question: Question) -> int:
+def _preferred(candidate: Candidate, request: Request) -> int:
     """
     Return the variant's place in the first preference of its manifest that applies. It orders a plugin's own variants
     only.
     """
     for preference in candidate.manifest.prefer if candidate.manifest else ():
-        if _all_hold(preference.when, question, candidate):
+        if _all_hold(preference.when, request, candidate):
             variant = candidate.variant.name if candidate.variant else ""
             return preference.order.index(variant) if variant in preference.order else len(preference.order)
     return 0
 
 
-def _all_hold(when: Sequence[Condition], question: Question, candidate: Candidate | None = None) -> bool:
+def _all_hold(when: Sequence[Condition], request: Request, candidate: Candidate | None = None) -> bool:
     installed = candidate.installed if candidate else frozenset()
-    for condition in when:  # noqa: SIM110 - every candidate of every decision comes by here, and a generator costs more
-        if not condition.holds(question.facts, question.names, installed, absent=False):
+    for condition in when:  # noqa: SIM110 - evaluated for every candidate of every decision; a generator costs more
+        if not condition.holds(request.facts, request.requested_names, installed, absent=False):
             return False
     return True

@@ -1,27 +1,40 @@
-"""Why a candidate cannot serve, as data; words are made at the edge."""
+"""What negotiation says about one candidate, as data: reasons, the fix, what is unverified, and the verdict."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import attrs
 from attrs import field, frozen
 
 from attnplug.negotiation.agreement import Agreement
-from attnplug.negotiation.unverified import Unverified
 from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from attnplug.request.requirements import Requirements
 
-Code = Literal["unsupported", "undeclared", "rule", "missing", "version", "absent", "broken", "blocked", "api", "probe"]
+Code = Literal[
+    "unsupported",
+    "undeclared",
+    "rule",
+    "missing",
+    "version",
+    "absent",
+    "blocked",
+    "api",
+    "probe",
+    "probe_device",
+    "broken",
+]
+_OF_DEVICE: Final = {"device_type": "is", "device_name": "is", "vendor": "is from"}
+"""How a device has what a field says; it "has" everything else."""
 
 
 def _hashable(value: Any) -> Any:
-    """A list of names as a tuple: what JSON gives back is equal to what it was given."""
+    """Return lists as tuples: what JSON gives back is equal to what it was made from."""
     return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
@@ -31,13 +44,14 @@ class Reason:
     One reason against a candidate.
 
     Attributes:
-        code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value),
-            ``rule`` (a combination), ``missing`` and ``version`` (a
-            requirement), ``absent``, ``broken``, ``blocked``, ``api``, ``probe`` (the plugin itself,
-            asked after import about one request).
+        code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value), ``rule`` (a
+            combination), ``missing`` and ``version`` (a required distribution), ``absent`` (the plugin is not
+            installed), ``blocked`` (by the settings), ``api`` (another major version of the contract). What a plugin's
+            probe refuses: ``probe`` (this request on this device), ``probe_device`` (every request on this device),
+            ``broken`` (everything; also where the manifest or the plugin's code fails).
         field: The field that it is about, or the requirement, or the plugin.
-        wanted: The value asked for, as a plain value.
-        supported: What is supported, in words.
+        wanted: The requested value, as a plain value.
+        supported: What is supported, in words; of a probe what it found. Empty where that is nothing.
         because: The explanation of the manifest or of the failure, of a probe its fix, or an empty text.
     """
 
@@ -48,7 +62,7 @@ class Reason:
     because: str = ""
 
     @property
-    def asked(self) -> str:
+    def requested(self) -> str:
         """The fields with their values, as ``head_size=256 with causal=False``."""
         names = self.field.split(" and ")
         values = self.wanted if len(names) > 1 else (self.wanted,)
@@ -56,18 +70,26 @@ class Reason:
         return " with ".join(f"{name}={value}" if name in FIELDS else str(value) for name, value in pairs)
 
     def __str__(self) -> str:
-        tail = f": {self.because}" if self.because else ""
-        if self.code == "unsupported" and self.field == "device_type":  # nobody has to ask for the device that is there
-            return f"the device is {self.wanted}, supported: {self.supported}{tail}"
+        return f"{self._claim()}: {self.because}" if self.because else self._claim()
+
+    def _claim(self) -> str:
         if self.code in ("unsupported", "undeclared"):
-            return f"{self.asked} asked, supported: {self.supported}{tail}"
+            return self._claim_about_value()
         if self.code != "rule":
-            return f"{self.supported}{tail}"
+            return self.supported
         if not self.supported:
-            return f"{self.asked} refused{tail}"
-        if self.wanted in (None, ()):
-            return f"{self.field} not asked for, and needed{tail}"
-        return f"{self.asked} asked, needs {self.supported}{tail}"
+            return f"does not support {self.requested}"
+        if self.wanted in (None, ()) or self.field not in FIELDS:
+            return f"requires {self.supported}"
+        return f"requires {self.supported} (requested: {self.requested})"
+
+    def _claim_about_value(self) -> str:
+        if not self.supported:
+            return f"does not support {self.requested}"
+        if self.field in FIELDS and FIELDS[self.field].kind == "device":  # nobody requests the device that is there
+            name = self.field.removeprefix("num_").replace("_", " ")
+            return f"requires {name} {self.supported}; the device {_OF_DEVICE.get(self.field, 'has')} {self.wanted}"
+        return f"does not support {self.requested}; supported: {self.supported}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -83,15 +105,15 @@ class Reason:
 class Fix:
     """
     One fix. Applying all of its parts makes the candidate serve; where `lacks` or `needs` are not empty there is
-    none.
+    no fix.
 
     Attributes:
         install: Requirements to install, as pip takes them.
-        engine: Engine fields to ask for instead, with their values.
+        engine: Engine fields to request instead, with their values.
         device: The device to run on instead.
         action: A step in words: a setting to change, a plugin to repair.
-        lacks: What the model asks for and the candidate does not serve.
-        needs: What the candidate serves nothing without, and the model does not ask for.
+        lacks: What the model requests and the candidate does not support.
+        needs: What the candidate requires of every request, and the model does not request.
     """
 
     install: tuple[str, ...] = ()
@@ -107,7 +129,7 @@ class Fix:
         return not (self.lacks or self.needs)
 
     def apply(self, requirements: Requirements, device: Device) -> tuple[Requirements, Device]:
-        """Return the question as the fix would ask it."""
+        """Return the requirements and the device as the fix changes them."""
         return (requirements.evolve(**self.engine) if self.engine else requirements), self.device or device
 
     def to_dict(self) -> dict[str, Any]:
@@ -137,51 +159,99 @@ class Fix:
 
     def __str__(self) -> str:
         if not self.possible:
-            lacks = [f"lacks {', '.join(self.lacks)}"] if self.lacks else []
-            needs = [f"needs {', '.join(self.needs)}"] if self.needs else []
+            lacks = [f"does not support {', '.join(self.lacks)}"] if self.lacks else []
+            needs = [f"requires {', '.join(self.needs)}"] if self.needs else []
             return f"none: this variant {', and '.join(lacks + needs)}"
-        parts = [self.action] if self.action else []
-        parts += (
-            [
-                "pip install "
-                + " ".join(f"'{text}'" if " " in text or "<" in text or ">" in text else text for text in self.install)
-            ]
-            if self.install
-            else []
-        )
-        parts += (
-            ["ask for " + ", ".join(f"{name}={value!r}" for name, value in self.engine.items())] if self.engine else []
-        )
-        parts += [f"run on {self.device}"] if self.device else []
-        return "; ".join(parts)
+        changes = ", ".join(f"{name}={value!r}" for name, value in self.engine.items())
+        parts = [
+            self.action,
+            f"pip install {' '.join(map(_quoted, self.install))}" if self.install else "",
+            f"request {changes}" if changes else "",
+            f"run on {self.device}" if self.device else "",
+        ]
+        return "; ".join(filter(None, parts))
+
+
+def _quoted(requirement: str) -> str:
+    """Quote a requirement for a shell, to which ``<`` and ``>`` mean files."""
+    return f"'{requirement}'" if set(requirement) & set(" <>[]") else requirement
+
+
+@frozen
+class Unverified:
+    """
+    One thing that no evidence covers.
+
+    Attributes:
+        field: The field; ``device`` where no evidence is for such a device, ``distribution`` where it is for another
+            version only.
+        value: The requested value, the device, or what is installed; a plain value.
+        because: What is verified instead.
+    """
+
+    field: str
+    value: Any
+    because: str
+
+    def __str__(self) -> str:
+        if self.field == "device":
+            return self.because
+        subject = str(self.value) if self.field == "distribution" else f"{self.field}={self.value}"
+        return f"{subject} ({self.because})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return attrs.asdict(self, recurse=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Unverified:
+        """Read what `to_dict` wrote."""
+        return cls(**data)
 
 
 Status = Literal["chosen", "eligible", "refused", "absent", "missing_dependency", "broken"]
 
 
-def _nothing() -> None:
-    return None
+class Details(Protocol):
+    """What a verdict says only to those who read it: an `Evaluation` computes it then, `RecordedDetails` has it."""
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """The settled terms, where the candidate is chosen or eligible."""
+
+    @property
+    def fix(self) -> Fix | None:
+        """The fix, where it is neither."""
+
+    @property
+    def unverified(self) -> tuple[Unverified, ...]:
+        """What no evidence covers, where it is chosen or eligible."""
 
 
-def _nothing_unverified(_: Agreement) -> tuple[Unverified, ...]:
-    return ()
+@frozen
+class RecordedDetails:
+    """The details of a verdict that another process sent, or that somebody wrote by hand."""
+
+    agreement: Agreement | None = None
+    fix: Fix | None = None
+    unverified: tuple[Unverified, ...] = ()
 
 
 @frozen
 class Verdict:
     """
-    The answer to one candidate.
+    What selection concludes about one candidate.
 
     Attributes:
         id: ``backend/variant``.
-        status: ``chosen``, ``eligible`` (it could serve too), ``refused`` (it cannot serve this),
-            ``absent`` (not installed), ``missing_dependency`` (it could serve, and something that it requires is
-            missing) or ``broken``.
-        reasons: Everything that stands against it, not only the first.
-        emulated: Asked-for features that it emulates, and at what cost.
+        status: ``chosen``, ``eligible`` (it could serve too), ``refused`` (it cannot serve this request), ``absent``
+            (not installed), ``missing_dependency`` (it could serve, and something that it requires is missing) or
+            ``broken``.
+        reasons: Everything that refuses it, not only the first.
+        emulated: Requested features that it emulates, and at what cost.
         distribution: The distribution that offers it, with its version.
 
-    The agreement, the fix and what is unverified are worked out when they are first read, since most never are.
+    The agreement, the fix and what is unverified are computed when they are first read, since most never are.
     """
 
     id: str
@@ -189,36 +259,22 @@ class Verdict:
     reasons: tuple[Reason, ...] = ()
     emulated: Mapping[str, str] = field(factory=dict, hash=False)
     distribution: str = ""
-    _agree: Callable[[], Agreement | None] = field(default=_nothing, repr=False, eq=False, alias="agree")
-    _find_fix: Callable[[], Fix | None] = field(default=_nothing, repr=False, eq=False, alias="find_fix")
-    _find_unverified: Callable[[Agreement], tuple[Unverified, ...]] = field(
-        default=_nothing_unverified, repr=False, eq=False, alias="find_unverified"
-    )
-    _found: dict[str, Any] = field(factory=dict, init=False, repr=False, eq=False)
+    _details: Details = field(default=RecordedDetails(), repr=False, eq=False, alias="details")
 
     @property
     def agreement(self) -> Agreement | None:
-        """The terms, where it is chosen or eligible."""
-        if "agreement" not in self._found:
-            self._found["agreement"] = self._agree()
-        return cast("Agreement | None", self._found["agreement"])
+        """The settled terms, where it is chosen or eligible."""
+        return self._details.agreement
 
     @property
     def fix(self) -> Fix | None:
         """The smallest change that makes the candidate serve; None where it already does."""
-        if "fix" not in self._found:
-            self._found["fix"] = self._find_fix()
-        return cast("Fix | None", self._found["fix"])
+        return self._details.fix
 
     @property
     def unverified(self) -> tuple[Unverified, ...]:
-        """
-        What was asked for and no evidence covers on this device, where it is chosen or eligible. It decides nothing.
-        """
-        if "unverified" not in self._found:
-            agreed = self.agreement
-            self._found["unverified"] = () if agreed is None else self._find_unverified(agreed)
-        return cast("tuple[Unverified, ...]", self._found["unverified"])
+        """What is requested and no evidence covers on this device, where it is chosen or eligible. Decides nothing."""
+        return self._details.unverified
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, the fix and what is unverified included."""
@@ -236,18 +292,17 @@ class Verdict:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Verdict:
         """Read what `to_dict` wrote."""
-        unverified = tuple(Unverified.from_dict(item) for item in data["unverified"])
-        fix = Fix.from_dict(data["fix"]) if data["fix"] else None
-        agreement = Agreement.from_dict(data["agreement"]) if data["agreement"] else None
         return cls(
             id=data["id"],
             status=data["status"],
             reasons=tuple(Reason.from_dict(reason) for reason in data["reasons"]),
             emulated=data["emulated"],
             distribution=data["distribution"],
-            agree=lambda: agreement,
-            find_fix=lambda: fix,
-            find_unverified=lambda _: unverified,
+            details=RecordedDetails(
+                Agreement.from_dict(data["agreement"]) if data["agreement"] else None,
+                Fix.from_dict(data["fix"]) if data["fix"] else None,
+                tuple(Unverified.from_dict(item) for item in data["unverified"]),
+            ),
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -122,7 +122,7 @@ class Requirements:
 
     _key: tuple[Any, ...] = field(init=False, repr=False)
     _hash: int = field(init=False, repr=False)
-    _asked: tuple[tuple[str, Any], ...] = field(init=False, repr=False)
+    _requested: tuple[tuple[str, Any], ...] = field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         put = object.__setattr__
@@ -136,11 +136,11 @@ class Requirements:
         put(self, "_hash", hash(self._key))
         put(
             self,
-            "_asked",
+            "_requested",
             tuple(
                 (item.name, value)
                 for item, value in zip(_REQUESTED, self._key, strict=True)
-                if _is_asked(self, item, value)
+                if _is_requested(self, item, value)
             ),
         )
 
@@ -155,11 +155,11 @@ class Requirements:
         """Query heads per key and value head."""
         return self.num_q_heads // self.num_kv_heads
 
-    def asked(self) -> tuple[tuple[str, Any], ...]:
+    def requested(self) -> tuple[tuple[str, Any], ...]:
         """
-        Return the fields that ask for something, with their values: required ones, and those that are not neutral.
+        Return the fields that request something, with their values: required ones, and those that are not neutral.
         """
-        return self._asked
+        return self._requested
 
     def facts(self) -> dict[str, Any]:
         """Return every field and derived field with its value."""
@@ -239,7 +239,7 @@ def _default(requirements: Requirements, item: Field) -> Any:
     return settle(requirements) if settle else _DEFAULTS.get(item.name)
 
 
-def _is_asked(requirements: Requirements, item: Field, value: Any) -> bool:
+def _is_requested(requirements: Requirements, item: Field, value: Any) -> bool:
     if item.free:
         return False
     facts = {"head_size": requirements.head_size, "dtype": requirements.dtype, "attn_type": requirements.attn_type}

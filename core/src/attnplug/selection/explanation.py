@@ -1,10 +1,10 @@
-"""Every candidate's answer to one question, ready to read."""
+"""The verdict on every candidate for one request, ready to read."""
 
 from __future__ import annotations
 
 import shutil
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
 
@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
     from attnplug.selection.selection import Selection
 
-_INDENT = "    "
+NOT_INSTALLED: Final = "not installed (not evaluated)"
+"""The heading of known plugins that are absent."""
+
+_INDENT: Final = "    "
 
 
 @frozen
@@ -25,10 +28,10 @@ class Explanation:
     What would be chosen, and why not the others. Printing it gives a table.
 
     Attributes:
-        requirements: What was asked.
+        requirements: What was requested.
         device: Where it should run.
         chosen: The decision, or None where nothing can serve.
-        verdicts: The answer of every candidate: the chosen one, the eligible ones as ranked, then the rest by name.
+        verdicts: The verdict on every candidate: the chosen one, the eligible ones as ranked, then the rest by name.
         assumed_installed: Whether missing kernel libraries were supposed to be there.
         listed: The backends that were permitted, in order; empty for all.
         origins: The (field, origin) pairs of requirements that a setting has stated, and not the caller.
@@ -72,7 +75,7 @@ class Explanation:
         return "\n".join(self._lines(min(shutil.get_terminal_size().columns, 120)))
 
     def _lines(self, width: int) -> Iterator[str]:
-        yield from _wrapped(f"asked: {_asked(self.requirements.to_dict())}", width, "")
+        yield from _wrapped(f"requested: {_assigned(self.requirements.to_dict())}", width, "")
         yield f"device: {self.device}" + (", kernel libraries assumed installed" if self.assumed_installed else "")
         for name, origin in self.origins:
             yield f"set: {name}={getattr(self.requirements, name)} by {origin}"
@@ -89,7 +92,7 @@ class Explanation:
                 yield from _wrapped(line, width, _INDENT)
         if absent:
             yield ""
-            yield "not installed, so not asked:"
+            yield f"{NOT_INSTALLED}:"
             longest = max(len(verdict.id) for verdict in absent)
             for verdict in absent:
                 yield f"{_INDENT}{verdict.id:<{longest}}  {verdict.fix}"
@@ -104,9 +107,9 @@ class Explanation:
 
 
 def describe(selection: Selection, width: int) -> Iterator[str]:
-    """Yield a decision, what was asked, and its verdict."""
+    """Yield a decision, what was requested, and its verdict."""
     decided = f" (decided by {selection.decided_by})" if selection.decided_by else ""
-    yield from _wrapped(f"asked: {_asked(selection.requirements.to_dict())}", width, _INDENT)
+    yield from _wrapped(f"requested: {_assigned(selection.requirements.to_dict())}", width, _INDENT)
     yield f"{_INDENT}chosen: {selection.id}{decided}"
     for verdict in selection.verdicts:
         if verdict.id == selection.id:
@@ -131,7 +134,7 @@ def detail(verdict: Verdict) -> Iterator[str]:
         yield f"fix: {verdict.fix}"
 
 
-def _asked(values: Mapping[str, Any]) -> str:
+def _assigned(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items())
 
 

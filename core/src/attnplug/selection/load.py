@@ -1,18 +1,17 @@
 """
-A plugin's probe: asked after the import what no metadata can tell, and believed as far as it goes.
+`load`: import the chosen plugin, check it, call its probe, and make the backend; select again where that fails.
 
-A reason of the code ``broken`` holds for everything, as does what it raises; any other for the agreement and the device
-that the probe takes.
+A plugin's probe is called after the import, for what no metadata can say. The code of its reason says how far a refusal
+goes: this request on this device, every request on this device, or everything.
 """
 
 from __future__ import annotations
 
 import logging
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.discovery.plugin import BY_HAND
-from attnplug.discovery.probe_refusals import ProbeRefusal
 from attnplug.errors import (
     AttnplugError,
     NoBackendError,
@@ -22,17 +21,17 @@ from attnplug.errors import (
     RequirementsError,
     SettingsError,
 )
-from attnplug.negotiation.evaluation import Question, graph_level, judge_terms, negotiate
+from attnplug.negotiation.matching import Request, graph_level, judge_terms, negotiate
+from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.ranking import AUTO
 from attnplug.negotiation.verdict import Reason
 from attnplug.request.device import is_unseen
-from attnplug.selection import process
+from attnplug.selection.process import current_state, registry
 from attnplug.selection.scope import overrides
 from attnplug.selection.select import context, select
 from attnplug.selection.selection import Selection
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import ModuleType
 
     from attnplug.contract.backend import Backend
@@ -42,61 +41,7 @@ if TYPE_CHECKING:
     from attnplug.request.requirements import Requirements
     from attnplug.request.settings import BackendNames, Options
 
-
-def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
-    """
-    Ask the plugin whether it can carry out a decision; None where it can, or has no probe.
-
-    Args:
-        manager: The plugin's own manager of hooks.
-        selection: The decision.
-
-    Raises:
-        PluginLoadError: The probe raised something.
-        PluginContractError: It returned neither a reason nor None.
-    """
-    asked = {"variant": selection.variant, "agreement": selection.agreement, "device": selection.device}
-    hook = manager.hook.attnplug_probe
-    try:
-        refused = hook(**asked)
-    except (Exception, SystemExit) as error:
-        raise PluginLoadError(
-            f"{selection.id!r} was probed",
-            f"its probe raised {type(error).__name__}: {error}",
-            "repair the plugin, or block it",
-        ) from error
-    if refused is None:
-        return None
-    if not isinstance(refused, Reason):
-        raise PluginContractError(
-            f"{selection.id!r} was probed", f"its probe returned {refused!r}", "return None, or an attnplug Reason"
-        )
-    taken = {name for implementation in hook.get_hookimpls() for name in implementation.argnames}
-    return _about(refused, {name: value for name, value in asked.items() if name in taken})
-
-
-def _about(reason: Reason, taken: Mapping[str, Any]) -> ProbeRefusal:
-    """Return a refusal of what its probe spoke of. What a probe does not take, its answer does not depend on."""
-    return (
-        ProbeRefusal(reason)
-        if reason.code == "broken"
-        else ProbeRefusal(reason, taken.get("agreement"), taken.get("device"))
-    )
-
-
-def refused(selection: Selection, refusal: ProbeRefusal) -> PluginLoadError:
-    """Return the error for a decision that the plugin's probe refuses."""
-    asked = selection.requirements.to_dict() if refusal.agreement is not None else {}
-    given = " ".join(f"{name}={value}" for name, value in asked.items())
-    where = f" on {selection.device}" if refusal.device is not None else ""
-    return PluginLoadError(
-        f"{selection.id!r} was probed{where}{f' for {given}' if given else ''}",
-        f"it refuses {'this machine' if refusal.agreement is None else 'this request'}: {refusal.told}",
-        refusal.fix,
-    )
-
-
-_log = logging.getLogger("attnplug")
+_log: Final = logging.getLogger("attnplug")
 
 
 def load(
@@ -107,11 +52,11 @@ def load(
     options: Options | None = None,
 ) -> Backend:
     """
-    Select, import, probe; select again without a candidate that failed, until one stands. Arguments as for `select`.
+    Select, import, probe; select again without a candidate that failed, until one loads. Arguments as for `select`.
 
     A backend named alone is never replaced: its failure is raised. So is any failure under the strict setting.
 
-    A decision that was made before, a `Selection`, is loaded exactly as it stands: ``load(selection)`` is
+    A decision that was made before, a `Selection`, is loaded exactly as it is: ``load(selection)`` is
     ``selection.load()``.
 
     Returns:
@@ -134,7 +79,7 @@ def load(
             selection = select(requirements, device, backend=backend, options=options)
         except NoBackendError as error:
             raise error from failure
-        _import_contract(repr(selection.id))  # every backend needs it: without it, leaving this one out helps nobody
+        _import_contract(repr(selection.id))  # every backend needs it: to select another one would not help
         try:
             return load_selection(selection)
         except PluginError as error:
@@ -148,7 +93,7 @@ def load(
 
 
 def _check_decided(selection: Selection, **keywords: object) -> None:
-    """Make sure that nothing is asked of a decision that was made without it."""
+    """Refuse keywords for a decision that was made without them."""
     given = [name for name, value in keywords.items() if value is not None]
     if given:
         raise RequirementsError(
@@ -163,7 +108,7 @@ def load_selection(selection: Selection) -> Backend:
     Load exactly this decision, which may come from another process.
 
     A failure marks the candidate as broken in this process, so that no later selection picks it. What its probe refuses
-    is remembered of what the probe was asked about: later selections of that, and of nothing else, leave it out.
+    is remembered as far as the probe's reason goes: later selections of that, and of nothing else, leave it out.
 
     Raises:
         PluginLoadError: The plugin is not here as it was decided on, does not import, or its probe refuses.
@@ -177,13 +122,50 @@ def load_selection(selection: Selection) -> Backend:
         if refusal is None:
             return _construct(_backend_class(manager, selection), selection)
     except PluginError as error:
-        process.registry().mark_broken(
-            selection.id,
-            Reason("probe" if error.__cause__ is None else "broken", selection.id, None, error.problem, error.expected),
-        )
+        registry().mark_broken(selection.id, Reason("broken", selection.id, None, error.problem, error.expected))
         raise
-    process.registry().mark_refused(selection.id, refusal)
-    raise refused(selection, refusal)
+    registry().mark_refused(selection.id, refusal)
+    raise _refused(selection, refusal)
+
+
+def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
+    """
+    Call the plugin's probe for a decision; return what it refuses, or None where it refuses nothing or there is none.
+
+    Args:
+        manager: The plugin's own manager of hooks.
+        selection: The decision.
+
+    Raises:
+        PluginLoadError: The probe raised something.
+        PluginContractError: It returned neither a reason nor None.
+    """
+    agreement, device = selection.agreement, selection.device
+    try:
+        reason = manager.hook.attnplug_probe(variant=selection.variant, agreement=agreement, device=device)
+    except (Exception, SystemExit) as error:
+        raise PluginLoadError(
+            f"the probe of {selection.id!r} raised {type(error).__name__}: {error}",
+            "",
+            "repair the plugin, or block it",
+        ) from error
+    if reason is None:
+        return None
+    if not isinstance(reason, Reason):
+        raise PluginContractError(
+            f"the probe of {selection.id!r} returned {reason!r}", "", "return None, or an attnplug Reason"
+        )
+    return ProbeRefusal.of(reason, agreement, device)
+
+
+def _refused(selection: Selection, refusal: ProbeRefusal) -> PluginLoadError:
+    """Return the error for a decision that the plugin's probe refuses."""
+    if refusal.agreement is not None:
+        values = selection.requirements.to_dict().items()
+        subject = f"{' '.join(f'{name}={value}' for name, value in values)} on {selection.device}"
+    else:
+        subject = str(selection.device) if refusal.device is not None else "this machine"
+    return PluginLoadError(f"the probe of {selection.id!r} refuses {subject}: {refusal.finding}", "", refusal.fix)
 
 
 def _import_contract(what: str) -> None:
@@ -192,85 +174,90 @@ def _import_contract(what: str) -> None:
     except Exception as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         raise PluginLoadError(
-            f"{what} was to be loaded",
-            f"the contract is written in torch, which {'is not installed' if absent else _complaint(error)}",
-            "pip install 'attnplug[torch]'" if absent else _torch_remedy(error),
+            f"{what} cannot be loaded: the contract needs torch, which"
+            f" {'is not installed' if absent else _failure_of(error)}",
+            "",
+            "pip install 'attnplug[torch]'" if absent else _torch_fix(error),
         ) from error
 
 
-def _complaint(error: BaseException) -> str:
+def _failure_of(error: BaseException) -> str:
     return f"does not import: {type(error).__name__}: {error}"
 
 
-def _torch_remedy(error: Exception) -> str:
+def _torch_fix(error: Exception) -> str:
     """Say what to repair: torch reads the entry points of everything installed, and stops at the first odd one."""
     if isinstance(error, (TypeError, ValueError)):
         return (
-            "repair what is installed beside it: torch reads everybody's entry_points.txt, and `attnplug doctor` names "
-            "those that cannot be read; TORCH_DEVICE_BACKEND_AUTOLOAD=0 lets torch do without"
+            "repair what is installed beside it: torch reads every entry_points.txt, and `attnplug doctor` names those"
+            " that cannot be read; TORCH_DEVICE_BACKEND_AUTOLOAD=0 makes torch read none"
         )
     return "repair the installation of torch"
 
 
 def _same_plugin(selection: Selection) -> Plugin:
-    """Find the plugin here, and make sure that it would agree to the same terms."""
+    """Return the plugin here, which is the one that was decided on and agrees to the same terms."""
     try:
-        plugin = process.registry().plugin(selection.backend)
+        plugin = registry().plugin(selection.backend)
     except AttnplugError as error:
         raise PluginLoadError(
-            f"{selection.id!r} was selected",
-            f"it is not installed here: {error.problem}",
+            f"{selection.id!r} is not installed here: {error.problem}",
+            error.expected,
             "call attnplug.register in this process too"
             if selection.distribution == BY_HAND
             else f"install {selection.distribution or 'it'}",
         ) from error
-    candidates = process.registry().candidates(process.current().settings)
+    candidate = _same_candidate(selection, plugin)
+    if candidate.refusals is not None:
+        refusal = candidate.refusals.find(selection.agreement, selection.device)
+        if refusal is not None:
+            raise _refused(selection, refusal)
+    request = Request(selection.requirements, selection.device)
+    terms = {"block_size": selection.agreement.block_size, "kv_layout": selection.agreement.kv_layout}
+    reasons = (
+        *candidate.reasons,
+        *negotiate(candidate, request).objections,
+        *judge_terms(candidate, request, terms),
+    )
+    if reasons:
+        raise PluginLoadError(
+            f"{selection.id!r} cannot serve here: {'; '.join(map(str, reasons))}", "", "select again in this process"
+        )
+    _check_terms(selection, candidate, request)
+    return plugin
+
+
+def _same_candidate(selection: Selection, plugin: Plugin) -> Candidate:
+    """Return the candidate of a decision, of the same distribution and version, where it may be used here."""
+    candidates = registry().candidates(current_state().settings)
     candidate = next((c for c in candidates if c.id == selection.id), None)
     wanted, here = selection.distribution, candidate.distribution if candidate else ""
     if candidate is None or (wanted and wanted != here):
         raise PluginLoadError(
-            f"{selection.id!r} of {wanted!r} was selected",
-            f"{here or plugin.distribution!r} is what is here",
+            f"{selection.id!r} of {wanted!r} was selected, and {here or plugin.distribution!r} is installed here",
+            "",
             "install the same version, or register the same module, on every rank",
         )
     if candidate.availability in ("refused", "broken"):
-        why = "; ".join(map(str, candidate.reasons))
-        raise PluginLoadError(
-            f"{selection.id!r} was selected", f"it may not be used here: {why}", candidate.fix or "select again"
-        )
-    refusals = process.registry().refusals.get(selection.id)
-    refusal = None if refusals is None else refusals.find(selection.agreement, selection.device)
-    if refusal is not None:
-        raise refused(selection, refusal)
-    question = Question(selection.requirements, selection.device)
-    terms = {"block_size": selection.agreement.block_size, "kv_layout": selection.agreement.kv_layout}
-    objections = (
-        *candidate.reasons,
-        *negotiate(candidate, question).objections,
-        *judge_terms(candidate, question, terms),
-    )
-    if objections:
-        raise PluginLoadError(
-            f"{selection.id!r} was selected",
-            f"here it cannot serve: {'; '.join(map(str, objections))}",
-            "select again in this process",
-        )
-    _check_terms(selection, candidate, question)
-    return plugin
+        reasons = "; ".join(map(str, candidate.reasons))
+        raise PluginLoadError(f"{selection.id!r} may not be used here: {reasons}", "", candidate.fix or "select again")
+    return candidate
 
 
-def _check_terms(selection: Selection, candidate: Candidate, question: Question) -> None:
-    """Make sure that the candidate would agree here to exactly what was agreed on there."""
-    agreed, asked = selection.agreement, selection.requirements
+def _check_terms(selection: Selection, candidate: Candidate, request: Request) -> None:
+    """Check that the candidate would agree here to exactly what was agreed on there."""
+    agreed, wanted = selection.agreement, selection.requirements
     origins = dict.fromkeys(agreed.options, "the decision")
     try:
         options = candidate.manifest.read_options(agreed.options, origins) if candidate.manifest else {}
     except SettingsError as error:
-        raise PluginLoadError(f"{selection.id!r} was selected: {error.problem}", error.expected, error.fix) from error
+        raise PluginLoadError(
+            f"{selection.id!r} cannot be loaded here: {error.problem}", error.expected, error.fix
+        ) from error
     here = {
-        "block_size and kv_layout": bool(asked.paged),
-        "kv_cache_dtype": asked.kv_cache_dtype,
-        "cudagraph": graph_level(candidate, question),
+        "block_size and kv_layout": bool(wanted.paged),
+        "kv_cache_dtype": wanted.kv_cache_dtype,
+        "cudagraph": graph_level(candidate, request),
         "options": options,
     }
     there = {
@@ -282,8 +269,8 @@ def _check_terms(selection: Selection, candidate: Candidate, question: Question)
     differing = [f"{name} would be {here[name]!r}, not {there[name]!r}" for name in here if here[name] != there[name]]
     if differing:
         raise PluginLoadError(
-            f"{selection.id!r} was selected on other terms",
-            f"here {'; '.join(differing)}",
+            f"{selection.id!r} was selected on other terms: here {'; '.join(differing)}",
+            "",
             "select again in this process",
         )
 
@@ -293,8 +280,8 @@ def _import(plugin: Plugin) -> ModuleType:
         return import_module(plugin.module)
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
-            f"the backend {plugin.name!r} was selected",
-            f"its module {plugin.module!r} ({plugin.distribution}) {_complaint(error)}",
+            f"the module {plugin.module!r} of the backend {plugin.name!r} ({plugin.distribution}) {_failure_of(error)}",
+            "",
             f"repair {plugin.part}, then attnplug.refresh(); or set ATTNPLUG_BLOCK={plugin.name}",
         ) from error
 
@@ -314,14 +301,15 @@ def _register(module: ModuleType, plugin: Plugin) -> Any:
         manager.check_pending()
     except PluginValidationError as error:
         raise PluginContractError(
-            f"the plugin {plugin.name!r} ({plugin.distribution}) was loaded",
-            f"a hook does not match its specification: {error}",
+            f"a hook of the plugin {plugin.name!r} ({plugin.distribution}) does not match its specification: {error}",
+            "",
             "correct the hook",
         ) from error
     if not manager.hook.attnplug_backend.get_hookimpls():
         raise PluginContractError(
-            f"the plugin {plugin.name!r} ({plugin.distribution}) was loaded",
-            f"its module {plugin.module!r} implements no hook attnplug_backend",
+            f"the module {plugin.module!r} of the plugin {plugin.name!r} ({plugin.distribution}) implements no hook"
+            " attnplug_backend",
+            "",
             "define attnplug_backend(variant, agreement) there, marked with @hookimpl",
         )
     return manager
@@ -334,8 +322,8 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
         found = manager.hook.attnplug_backend(variant=selection.variant, agreement=selection.agreement)
     except (Exception, SystemExit) as error:
         raise PluginLoadError(
-            f"{selection.id!r} was selected",
-            f"its hook attnplug_backend raised {type(error).__name__}: {error}",
+            f"the hook attnplug_backend of {selection.id!r} raised {type(error).__name__}: {error}",
+            "",
             "repair the plugin, or block it",
         ) from error
     check_backend_class(found, selection.id)

@@ -1,10 +1,9 @@
-"""A backend's own settings: collected from every level, validated by its manifest, never dropped."""
+"""What settings name for backends: their options, checked by their manifests, and the profile of measured times."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +14,7 @@ from attnplug.request.toml import parse_toml
 
 if TYPE_CHECKING:
     from attnplug.discovery.registry import Registry
-    from attnplug.manifest.schema import Manifest
-    from attnplug.negotiation.evaluation import Question
+    from attnplug.negotiation.matching import Request
     from attnplug.request.settings import Settings
 
 
@@ -34,7 +32,7 @@ def check_options(registry: Registry, settings: Settings) -> None:
         check_owner(registry, name)
     for plugin in registry.plugins if settings.options else ():
         if plugin.manifest is not None:
-            options_of(plugin.manifest, settings)
+            plugin.manifest.options_under(settings)
 
 
 def check_owner(registry: Registry, name: str) -> None:
@@ -51,36 +49,13 @@ def check_owner(registry: Registry, name: str) -> None:
             "options belong to a backend, and hold for all of its variants",
             f"give them to {name.partition('/')[0]!r}",
         )
-    registry.resolve(name)
-
-
-def options_of(manifest: Manifest, settings: Settings) -> Mapping[str, Any]:
-    """
-    Return every option of a backend with its value: set under its name, under an alias, or the default. Whichever name
-    was used, a call comes before `using`, that before the environment, that before the configuration file.
-
-    Raises:
-        SettingsError: An option is unknown or its value is not allowed.
-    """
-    if not settings.options:
-        return manifest.default_options  # nearly always, and for every candidate that can serve
-    places = {key: place for place, key in enumerate(settings.sources)}
-    found = [
-        (places.get(f"options.{name}.{option}", -1), option, value, f"options.{name}.{option}")
-        for name in (*manifest.aliases, manifest.name)
-        for option, value in settings.options.get(name, {}).items()
-    ]
-    found.sort(key=itemgetter(0))  # by precedence; of equals, the backend's own name has the last word
-    given = {option: value for _, option, value, _ in found}
-    return manifest.read_options(
-        given, {option: settings.sources.get(key, "the settings") for _, option, _, key in found}
-    )
+    registry.check_name(name)
 
 
 Table = tuple[tuple[Condition, ...], Mapping[str, float]]
 
 
-def measured(path: str | None, question: Question) -> Mapping[str, float]:
+def measured(path: str | None, request: Request) -> Mapping[str, float]:
     """
     Return microseconds by candidate id, from the first table of the profile whose conditions hold.
 
@@ -88,7 +63,9 @@ def measured(path: str | None, question: Question) -> Mapping[str, float]:
         SettingsError: The file cannot be read or is not a profile.
     """
     for when, times in read_profile(path) if path else ():
-        if all(condition.holds(question.facts, question.names, frozenset(), absent=False) for condition in when):
+        if all(
+            condition.holds(request.facts, request.requested_names, frozenset(), absent=False) for condition in when
+        ):
             return times
     return {}
 
@@ -121,7 +98,7 @@ def _table(path: str, table: Any) -> Table:
         raise _malformed(path, f"microseconds = {times!r}")
     try:
         return parse_conditions(
-            lambda _, given, allowed, fix: ManifestError(given, allowed, fix, path), table.get("when", {}), ()
+            lambda _, problem, expected, fix: ManifestError(problem, expected, fix, path), table.get("when", {}), ()
         ), times
     except ManifestError as error:
         raise SettingsError(f"the profile {path!r} is set: {error.problem}", error.expected, error.fix) from error

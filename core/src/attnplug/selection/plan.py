@@ -1,4 +1,4 @@
-"""One decision for a whole model: groups of layers that share a backend, a cache shape and a plan."""
+"""One decision for a whole model: groups of layers that share a backend, the terms of the KV cache and a plan."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from attrs import field, frozen
 
 from attnplug.errors import NoBackendError, RequirementsError, UnknownLayerError
 from attnplug.negotiation.common_cache import passing_terms, share_terms
+from attnplug.negotiation.matching import build_request
 from attnplug.request.fields import GRAPH_LEVELS, near
 from attnplug.request.requirements import Requirements
 from attnplug.selection.explanation import describe
-from attnplug.selection.kv_layout import pose
 from attnplug.selection.scope import overrides
-from attnplug.selection.select import Answers, ask, conclude, context, log_decision, no_backend, refused_terms
+from attnplug.selection.select import Evaluations, context, evaluate_all, explain_choice, log_decision, no_backend
 from attnplug.selection.selection import Selection, no_decision
 
 if TYPE_CHECKING:
-    from attnplug.negotiation.evaluation import Question
+    from attnplug.negotiation.evaluation import Evaluation
+    from attnplug.negotiation.matching import Request
     from attnplug.request.device import Device
     from attnplug.request.settings import BackendNames, Options, Settings
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 @frozen
 class Group:
     """
-    Layers with the same backend, agreement and plan arguments: loaded once, built once a step.
+    Layers with the same backend, agreement and plan arguments: loaded once, their metadata built once a step.
 
     Attributes:
         layers: Names of the layers, in the model's order.
@@ -168,32 +169,17 @@ def plan(
         NoBackendError: A layer cannot be served, or no choice gives a common block size and layout.
         RequirementsError: `layers` is empty.
     """
-    if not isinstance(layers, Mapping) or not all(isinstance(asked, Requirements) for asked in layers.values()):
-        raise RequirementsError(
-            f"layers={reprlib.repr(layers)} was given",
-            "a plan is for the layers of one model, by name: {layer name: Requirements}",
-            "build a Requirements for each layer",
-        )
-    if not layers:
-        raise RequirementsError(
-            "no layers were given", "a plan is for the layers of one model", "pass {layer name: Requirements}"
-        )
+    _check_layers(layers)
     state, where, settings = context(overrides("the call", backend, options, device))
-    groups = _by_question(layers, where, settings)
-    answers = [ask(state.registry, question, settings, assume_installed=assume_installed) for question in groups]
-    for names, answer in zip(groups.values(), answers, strict=True):
-        if not answer.ranked.candidates:
-            raise no_backend(conclude(answer, settings), settings, layer=names[0])
-    shared = share_terms(
-        [(answer.question, answer.ranked.candidates) for answer in answers],
-        lambda candidate, question: refused_terms(state.registry, candidate, question, settings),
-    )
-    if shared is None:
-        raise _nothing_common(list(groups.values()), answers, settings)
-    explanations = [
-        conclude(answer, settings, terms=terms, pick=candidate, assume_installed=assume_installed)
-        for answer, (candidate, terms) in zip(answers, shared, strict=True)
-    ]
+    groups = _by_request(layers, where, settings)
+    found = [evaluate_all(state, request, assume_installed=assume_installed) for request in groups]
+    for names, each in zip(groups.values(), found, strict=True):
+        if not each.ranked.evaluations:
+            raise no_backend(explain_choice(each), settings, layer=names[0])
+    picks = share_terms([each.ranked.evaluations for each in found])
+    if picks is None:
+        raise _nothing_common(list(groups.values()), found)
+    explanations = [explain_choice(each, pick) for each, pick in zip(found, picks, strict=True)]
     for explanation in explanations if not assume_installed else ():
         log_decision(explanation)
     return Plan(
@@ -205,51 +191,64 @@ def plan(
     )
 
 
+def _check_layers(layers: Mapping[str, Requirements]) -> None:
+    if not isinstance(layers, Mapping) or not all(isinstance(each, Requirements) for each in layers.values()):
+        raise RequirementsError(
+            f"layers={reprlib.repr(layers)} was given",
+            "a plan is for the layers of one model, by name: {layer name: Requirements}",
+            "build a Requirements for each layer",
+        )
+    if not layers:
+        raise RequirementsError(
+            "no layers were given", "a plan is for the layers of one model", "pass {layer name: Requirements}"
+        )
+
+
 def _unknown(layer: object, layers: tuple[str, ...]) -> UnknownLayerError:
     shown = ", ".join(map(repr, layers[:8])) + (f" and {len(layers) - 8} more" if len(layers) > 8 else "")
     return UnknownLayerError(
-        f"the layer {reprlib.repr(layer)} was asked for{near(str(layer), layers)}",
+        f"the layer {reprlib.repr(layer)} was requested{near(str(layer), layers)}",
         f"the plan is for {shown}",
         "name one of these; iterating over a plan gives them all",
     )
 
 
-def _by_question(
+def _by_request(
     layers: Mapping[str, Requirements], device: Device, settings: Settings
-) -> dict[Question, tuple[str, ...]]:
+) -> dict[Request, tuple[str, ...]]:
     """
-    Collect the layers that ask for the same under these settings; most layers first, since their preference counts
-    most.
+    Group the layers whose requests are the same under these settings; the group with most layers first, since its
+    preference counts most.
     """
-    posed = {asked: pose(asked, device, settings) for asked in dict.fromkeys(layers.values())}
-    first: dict[Requirements, Question] = {}
-    for question in sorted(posed.values(), key=lambda question: not question.origins):
-        first.setdefault(question.requirements, question)
-    found: dict[Question, list[str]] = {}
-    for name, asked in layers.items():
-        found.setdefault(first[posed[asked].requirements], []).append(name)
-    return {question: tuple(names) for question, names in sorted(found.items(), key=lambda item: -len(item[1]))}
+    requests = {each: build_request(each, device, settings) for each in dict.fromkeys(layers.values())}
+    # Of equal requests the one whose layout comes from the setting stands for all: its origin is reported.
+    first: dict[Requirements, Request] = {}
+    for request in sorted(requests.values(), key=lambda request: not request.origins):
+        first.setdefault(request.requirements, request)
+    found: dict[Request, list[str]] = {}
+    for name, each in layers.items():
+        found.setdefault(first[requests[each].requirements], []).append(name)
+    return {request: tuple(names) for request, names in sorted(found.items(), key=lambda item: -len(item[1]))}
 
 
-def _nothing_common(names: Sequence[tuple[str, ...]], answers: Sequence[Answers], settings: Settings) -> NoBackendError:
-    lines = []
-    for layers, answer in zip(names, answers, strict=True):
-        if answer.question.requirements.paged:
-            lines += [
-                f"{layers[0]} ({len(layers)} layers), {c.id}: {_sizes(c, answer.question)}"
-                for c in answer.ranked.candidates
-            ]
+def _nothing_common(names: Sequence[tuple[str, ...]], found: Sequence[Evaluations]) -> NoBackendError:
+    lines = [
+        f"{layers[0]} ({len(layers)} layers), {evaluation.candidate.id}: {_accepted_terms(evaluation)}"
+        for layers, each in zip(names, found, strict=True)
+        if each.request.requirements.paged
+        for evaluation in each.ranked.evaluations
+    ]
     text = "\n    ".join(lines)
     return NoBackendError(
         "the layers of this model were planned together",
         f"no choice of backends gives them one block size and one layout\n    {text}",
         "name a backend that serves them all, or plan the layers in separate calls with a cache each",
-        conclude(answers[0], settings),
+        explain_choice(found[0]),
     )
 
 
-def _sizes(candidate: Any, question: Question) -> str:
-    terms = passing_terms(candidate, question)
+def _accepted_terms(evaluation: Evaluation) -> str:
+    terms = passing_terms(evaluation.candidate, evaluation.request)
     sizes = list(dict.fromkeys(str(size) for size, _ in terms))
     layouts = list(dict.fromkeys(str(layout) for _, layout in terms))
     shown = ", ".join(sizes[:6]) + (", ..." if len(sizes) > 6 else "")

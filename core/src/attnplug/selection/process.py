@@ -1,18 +1,19 @@
 """
-What this process knows: installed backends, settings, the device, and the decisions that were made on them.
+The state of this process: installed backends, settings, the device, and the decisions that were made on them.
 
-One immutable-looking snapshot is replaced as a whole, so that threads see either the old world or the new one.
-Nothing here survives `refresh` but the backends that were registered by hand: nothing else could bring them back.
+A state is replaced as a whole, so that threads see either the old one or the new one. Nothing of it survives `refresh`
+but the backends that were registered by hand: nothing else could restore them.
 """
 
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
-from attrs import define, field
+from attrs import define, field, frozen
 
 from attnplug.discovery.plugin import BY_HAND, Plugin
 from attnplug.discovery.registry import Registry
@@ -25,25 +26,56 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
     from types import ModuleType
 
+    from attnplug.evidence.store import EvidenceStore
+    from attnplug.negotiation.agreement import Agreement
+    from attnplug.negotiation.candidate import Candidate
+    from attnplug.negotiation.verdict import Unverified
     from attnplug.request.requirements import Requirements
     from attnplug.selection.explanation import Explanation
     from attnplug.selection.selection import Selection
 
+_MOST_DECISIONS: Final = 4096
 
-_MOST_DECISIONS = 4096
+
+@frozen(eq=False, slots=False)
+class ShippedEvidence:
+    """
+    The evidence that plugins ship and the user has, for what evaluations leave unverified. Nothing is read, nor the
+    code that reads it imported, before that is looked up.
+
+    Attributes:
+        registry: The installed backends.
+        folders: The user's folders.
+    """
+
+    registry: Registry
+    folders: tuple[str, ...]
+
+    @cached_property
+    def store(self) -> EvidenceStore:
+        """The store, which reads each folder once."""
+        from attnplug.evidence.store import EvidenceStore  # noqa: PLC0415 - deciding does without, and has a budget
+
+        return EvidenceStore(self.registry.plugins, self.folders)
+
+    def find_unverified(self, candidate: Candidate, agreement: Agreement, device: Device) -> tuple[Unverified, ...]:
+        """Return what of an agreement no evidence covers on a device."""
+        return self.store.find_unverified(candidate, agreement, device)
 
 
 @define(eq=False)
-class State:
+class ProcessState:
     """
-    One snapshot.
+    One state.
 
     Attributes:
         registry: The installed backends.
         settings: The environment and the configuration file.
         generation: The registry's generation when `hot` and `decisions` were begun.
-        hot: Decisions on the default device without any keyword: the path of every repeated question.
-        decisions: All decisions, by question, device and settings.
+        hot: Decisions on this process's device without any keyword: the path of every repeated request.
+        decisions: All decisions, by requirements, device and settings.
+        own_device: The device of this process, once it is known.
+        evidence: What was verified.
     """
 
     registry: Registry
@@ -51,24 +83,25 @@ class State:
     generation: int
     hot: dict[Requirements, Selection] = field(factory=dict)
     decisions: dict[Hashable, Explanation] = field(factory=dict)
-    _device: Device | None = None
+    own_device: Device | None = None
+    evidence: ShippedEvidence = field(init=False)
+
+    @evidence.default
+    def _evidence(self) -> ShippedEvidence:
+        return ShippedEvidence(self.registry, self.settings.evidence)
 
     @property
     def device(self) -> Device:
         """
-        The device of this process, looked for when first needed. A CPU that was named only because nothing could see
+        The device of this process, looked up when first needed. A CPU that was named only because nothing could see
         the GPU is not kept: torch may be imported later, and see it.
         """
-        if self._device is not None:
-            return self._device
+        if self.own_device is not None:
+            return self.own_device
         found = Device.current()
         if found.type != "cpu" or not is_unseen():
-            self._device = found
+            self.own_device = found
         return found
-
-    def is_own(self, device: Device) -> bool:
-        """Whether a device is the one of this process. It is not looked for to answer: that takes NVML 10 to 30 ms."""
-        return device is self._device
 
     def remember(self, key: Hashable, explanation: Explanation) -> bool:
         """Keep a decision; return whether it is a new one. The oldest goes when there are too many."""
@@ -78,20 +111,64 @@ class State:
         return self.decisions.setdefault(key, explanation) is explanation
 
 
-_lock = RLock()
-_state: State | None = None
-_by_hand: tuple[Plugin, ...] = ()  # between a refresh and the next use
+class Process:
+    """
+    The holder of the state. `PROCESS` is the only one.
+
+    Attributes:
+        state: The state; None before the first use and after a refresh. It may be out of date: `current` renews it.
+        by_hand: Plugins that were registered by hand, between a refresh and the next use.
+    """
+
+    def __init__(self) -> None:
+        self.state: ProcessState | None = None
+        self.by_hand: tuple[Plugin, ...] = ()
+        self._lock = RLock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._unlock)
+
+    def current(self) -> ProcessState:
+        """
+        Return the state: what is installed is scanned on first use, and a new state begins after the registry has
+        changed.
+        """
+        state = self.state
+        if state is None or state.registry.generation != state.generation:
+            return self._renew()
+        return state
+
+    def clear(self) -> None:
+        """Forget the state, but for the plugins that were registered by hand."""
+        with self._lock:
+            if self.state is not None:
+                self.by_hand = self.state.registry.by_hand
+            self.state = None
+
+    def _renew(self) -> ProcessState:
+        with self._lock:
+            state = self.state
+            if state is None:
+                settings = Settings.read()
+                registry = Registry.scan(settings, self.by_hand)
+                self.by_hand = ()
+                state = ProcessState(registry, settings, registry.generation)
+            elif state.registry.generation != state.generation:
+                registry = state.registry
+                state = ProcessState(registry, state.settings, registry.generation, own_device=state.own_device)
+            self.state = state
+            return state
+
+    def _unlock(self) -> None:
+        """Make a new lock in a forked child: the copied one may be held by a thread that the child does not have."""
+        self._lock = RLock()
 
 
-def current() -> State:
-    """
-    Return the snapshot, scanning what is installed on first use and starting a new one after the registry has
-    changed.
-    """
-    state = _state
-    if state is None or state.registry.generation != state.generation:
-        return _renew()
-    return state
+PROCESS: Final = Process()
+
+
+def current_state() -> ProcessState:
+    """Return the state of this process."""
+    return PROCESS.current()
 
 
 def refresh() -> None:
@@ -101,12 +178,8 @@ def refresh() -> None:
     """
     from attnplug.selection.options import read_profile  # noqa: PLC0415 - only a refresh needs it
 
-    global _by_hand, _state  # noqa: PLW0603 - the process-wide names of this project; see the module docstring
-    with _lock:
-        if _state is not None:
-            _by_hand = _state.registry.by_hand
-        _state = None
-        read_profile.cache_clear()
+    PROCESS.clear()
+    read_profile.cache_clear()
 
 
 def current_device() -> Device:
@@ -115,35 +188,12 @@ def current_device() -> Device:
 
     Passing it to `select` costs what passing none does.
     """
-    return current().device
+    return current_state().device
 
 
 def registry() -> Registry:
     """Return the registry of this process."""
-    return current().registry
-
-
-def _renew() -> State:
-    global _by_hand, _state  # noqa: PLW0603 - the process-wide names of this project; see the module docstring
-    with _lock:
-        if _state is None:
-            settings = Settings.read()
-            found = Registry.scan(settings, _by_hand)
-            _by_hand = ()
-            _state = State(found, settings, found.generation)
-        elif _state.registry.generation != _state.generation:
-            _state = State(_state.registry, _state.settings, _state.registry.generation, device=_state._device)  # noqa: SLF001
-        return _state
-
-
-def _unlock_in_child() -> None:
-    """A fork may copy a lock that another thread holds; nobody would ever release it in the child."""
-    global _lock  # noqa: PLW0603 - as above
-    _lock = RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unlock_in_child)
+    return current_state().registry
 
 
 def register(module: ModuleType | str, *, manifest: Path | str) -> str:
@@ -151,7 +201,7 @@ def register(module: ModuleType | str, *, manifest: Path | str) -> str:
     Offer a backend to this process, as if its distribution were installed.
 
     Registering the same thing again changes nothing, so that it may run in every worker. An edited manifest of the
-    same module takes the place of the former one. It stays over `refresh`, and ends with the process.
+    same module replaces the former one. It stays over `refresh`, and ends with the process.
 
     Args:
         module: The plugin module, or its dotted name; it is imported only when its backend is loaded.
@@ -172,11 +222,10 @@ def register(module: ModuleType | str, *, manifest: Path | str) -> str:
 
 def _existing(path: Path) -> Path:
     if not path.is_file():
+        seen_from = "" if path.is_absolute() else f", seen from {str(Path.cwd())!r}"
         raise ManifestError(
             f"manifest={str(path)!r} was given",
-            f"there is no such file, seen from {str(Path.cwd())!r}"
-            if not path.is_absolute()
-            else "there is no such file",
+            f"there is no such file{seen_from}",
             "name the attnplug.toml that describes the module; for one beside it: Path(module.__file__).with_name(...)",
         )
     return path

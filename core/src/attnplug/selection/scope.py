@@ -1,8 +1,8 @@
 """
-What a call asks besides requirements and a device: the same keywords for `select`, `load`, `explain`, `plan` and
+What a call requests besides requirements and a device: the same keywords for `select`, `load`, `explain`, `plan` and
 `using`.
 
-`using` lays its keywords over the calls of this context only; threads and tasks started elsewhere do not see them.
+`using` applies its keywords to the calls of this context only; threads and tasks started elsewhere do not see them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, field, frozen
 
@@ -18,6 +18,7 @@ from attnplug.errors import SettingsError
 from attnplug.request.device import Device, foreign_device
 from attnplug.request.fields import read_only
 from attnplug.request.settings import BackendNames, layered, parse_layout
+from attnplug.selection.process import current_state
 
 if TYPE_CHECKING:
     from attnplug.request.settings import Options, Settings
@@ -32,7 +33,7 @@ class Overrides:
         backend: Backends in order of preference; empty means not given.
         device: The device, or None.
         options: Options by backend.
-        kv_layout: The layout that paged caches are asked for where their requirements leave it open, or None.
+        kv_layout: The layout of paged KV caches whose requirements leave it open, or None.
         sources: Where each came from.
     """
 
@@ -71,9 +72,26 @@ class Overrides:
         )
 
 
-_SCOPE: ContextVar[Overrides | None] = ContextVar("attnplug_scope", default=None)
+_SCOPE: Final[ContextVar[Overrides | None]] = ContextVar("attnplug_scope", default=None)
 
 current_scope = _SCOPE.get
+
+
+def kv_cache_layout() -> str:
+    """
+    Return the layout that is requested of paged KV caches in this scope: ``"NHD"`` or ``"HND"``.
+
+    It is that of the innermost `using`, else that of ATTNPLUG_KV_LAYOUT, else that of the configuration file, which are
+    read once a process, else NHD. Where nothing is set, a backend may prefer the other one: the layout of a cache that
+    is made is its ``agreement.kv_layout``.
+
+    Raises:
+        SettingsError: A setting is wrong.
+    """
+    scope = current_scope()
+    if scope is not None and scope.kv_layout is not None:
+        return scope.kv_layout
+    return current_state().settings.kv_layout or "NHD"
 
 
 def overrides(
@@ -88,7 +106,7 @@ def overrides(
 
     Raises:
         SettingsError: A list of backends is empty or holds something else than names, options are not
-            tables by backend, or the layout is none.
+            tables by backend, or the layout is invalid.
     """
     names = _names(backend)
     if (backend is not None and not names) or not all(isinstance(name, str) and name for name in names):
@@ -143,22 +161,22 @@ def using(
     Args:
         backend: A name (that one or nothing), or names in order; ``"auto"`` among them permits any other.
         options: Options by backend.
-        device: The device to ask about, or its text.
-        kv_layout: ``"NHD"`` or ``"HND"``: what paged caches are asked for where their requirements leave it open.
+        device: The device to select for, or its text.
+        kv_layout: ``"NHD"`` or ``"HND"``: the layout of paged KV caches whose requirements leave it open.
         source: Where the keywords come from, for messages, such as ``"--backend"``.
 
     Raises:
         SettingsError: A keyword is wrong.
-        DeviceError: The device is none.
+        DeviceError: The device is invalid.
     """
     with overlaid(overrides(source, backend, options, device, kv_layout)):
         yield
 
 
 @contextmanager
-def overlaid(asked: Overrides) -> Iterator[None]:
+def overlaid(keywords: Overrides) -> Iterator[None]:
     """Do as `using` does, with keywords that were checked already and say where they come from."""
-    token = _SCOPE.set(asked.over(_SCOPE.get()))
+    token = _SCOPE.set(keywords.over(_SCOPE.get()))
     try:
         yield
     finally:

@@ -16,7 +16,7 @@ from attnplug.request.fields import read_only
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
-    from attnplug.negotiation.unverified import Unverified
+    from attnplug.negotiation.verdict import Unverified
     from attnplug.request.requirements import Requirements
 
 
@@ -26,9 +26,9 @@ class Selection:
     The chosen candidate.
 
     Attributes:
-        agreement: The terms; `make_impl` and `build` hold layers and batches against them.
-        device: The device that was asked about.
-        verdicts: The answer of every candidate, the chosen one first.
+        agreement: The terms; `make_impl` and `build` check layers and batches against them.
+        device: The device that was selected for.
+        verdicts: The verdict on every candidate, the chosen one first.
         decided_by: The criterion that put the winner before the next; empty where only one could serve.
         provenance: Where each setting that took part came from, e.g. ``{"backend": "environment variable
             ATTNPLUG_BACKEND"}``.
@@ -57,7 +57,7 @@ class Selection:
 
     @property
     def requirements(self) -> Requirements:
-        """What was asked for."""
+        """What was requested."""
         return self.agreement.requirements
 
     @property
@@ -67,12 +67,12 @@ class Selection:
 
     @property
     def unverified(self) -> tuple[Unverified, ...]:
-        """What was asked for and no evidence covers on this device."""
+        """What was requested and no evidence covers on this device."""
         return next((verdict.unverified for verdict in self.verdicts if verdict.id == self.id), ())
 
     def load(self) -> Backend:
         """
-        Import the plugin, check it, ask its probe, and return the backend. Never substitutes another one.
+        Import the plugin, check it, call its probe, and return the backend. Never substitutes another one.
 
         Raises:
             PluginLoadError: The plugin is not here in the same version, does not import, or its probe refuses.
@@ -104,7 +104,7 @@ class Selection:
 
         Raises:
             DecisionError: It is something else.
-            RequestError: Its requirements or its device are none.
+            RequestError: Its requirements or its device are invalid.
         """
         if not isinstance(data, Mapping) or set(data) != _KEYS:
             raise no_decision(data)

@@ -27,8 +27,8 @@ def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
 @hookimpl
 def attnplug_probe(variant: str, device: Device) -> Reason | None:
     """
-    Ask torch for the device, and for Triton a C compiler: it compiles a launcher for its kernels, and no wheel brings
-    one. What is missing is missing whatever is agreed on, and so no agreement is taken.
+    Look for the device with torch, and for the C compiler with which Triton compiles a launcher for its kernels. What
+    is missing refuses every request on the device.
     """
     missing = _missing_device(device)
     if missing is not None:
@@ -37,7 +37,7 @@ def attnplug_probe(variant: str, device: Device) -> Reason | None:
     if variant != "flex" or any(shutil.which(compiler) for compiler in compilers):
         return None
     because = "install gcc or clang, or set CC to a C compiler"
-    return Reason("probe", variant, None, "Triton needs a C compiler, and none is on the PATH", because)
+    return Reason("probe_device", variant, None, "Triton needs a C compiler, and none is on the PATH", because)
 
 
 def _missing_device(device: Device) -> Reason | None:
@@ -49,4 +49,4 @@ def _missing_device(device: Device) -> Reason | None:
     is_built = torch.version.cuda is not None or torch.version.hip is not None
     found = f"this torch ({torch.__version__}) {'' if is_built else 'is built without CUDA, and '}sees no cuda device"
     way = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if is_built else "install a torch that is built for CUDA"
-    return Reason("probe", "torch", None, found, f"{way}, or select for Device.cpu()")
+    return Reason("probe_device", "torch", None, found, f"{way}, or select for Device.cpu()")

@@ -41,7 +41,7 @@ class Choice:
         if self.threads is not None and self.threads < 1:
             raise RequestError(f"--threads {self.threads} was given", "it is a whole number from 1 on", "leave it out")
         if self.backend is not None:
-            installed().resolve(self.backend)
+            installed().check_name(self.backend)
 
     def words(self) -> list[str]:
         """Return the options that say the same."""

@@ -6,7 +6,7 @@ from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import RequirementsError
-from attnplug.manifest import Holds, IsAsked
+from attnplug.manifest import Holds, IsRequested
 from attnplug.request import FIELDS, Flag, Names, Requirements, Table
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _beside(fields: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
 
 def _values(condition: Condition) -> Iterator[Any]:
     item = FIELDS[condition.field]
-    if isinstance(condition, IsAsked) and not condition.asked:
+    if isinstance(condition, IsRequested) and not condition.requested:
         yield from () if item.neutral is None and item.required else (item.neutral,)
     elif isinstance(condition, Holds):
         yield from condition.constraint.choices()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from packaging.utils import canonicalize_name
 
-from attnplug.manifest import Alternative, Constraint, Exact, Holds, IsAsked, IsInstalled, Range
+from attnplug.manifest import Alternative, Constraint, Exact, Holds, IsInstalled, IsRequested, Range
 from attnplug.request import FIELDS, Integer, Names
 from attnplug_kit.check.versions import contradict, follows, parsed
 
@@ -29,8 +29,8 @@ def can_hold(condition: Condition, variant: Variant) -> bool:
     """Whether a condition holds for something that the variant declares."""
     if isinstance(condition, IsInstalled):
         return any(_can_be_installed(text, variant) for text in condition.requirements)
-    if isinstance(condition, IsAsked):
-        return not condition.asked or _can_be_asked(condition.field, variant)
+    if isinstance(condition, IsRequested):
+        return not condition.requested or _can_be_asked(condition.field, variant)
     values = values_of(condition.field, variant)
     return values is None or bool(condition.constraint.intersect(values).alternatives)
 
@@ -39,8 +39,8 @@ def always_holds(condition: Condition, variant: Variant, *, absent: bool = False
     """Whether a condition holds for everything that the variant declares; `absent` as for `Holds.holds`."""
     if isinstance(condition, IsInstalled):
         return any(_is_always_installed(text, variant) for text in condition.requirements)
-    if isinstance(condition, IsAsked):
-        return not condition.asked and not _can_be_asked(condition.field, variant)
+    if isinstance(condition, IsRequested):
+        return not condition.requested and not _can_be_asked(condition.field, variant)
     values = values_of(condition.field, variant)
     if values is None or isinstance(values.domain, Names) or (_may_be_absent(condition.field, variant) and not absent):
         return False
@@ -121,13 +121,13 @@ def _contains(domain: Any, outer: Range, low: Any, inner: Range) -> bool:
 
 
 def _can_be_installed(text: str, variant: Variant) -> bool:
-    asked = parsed(text)
-    return asked is None or not contradict([asked, *_required(asked.name, variant)])
+    requirement = parsed(text)
+    return requirement is None or not contradict([requirement, *_required(requirement.name, variant)])
 
 
 def _is_always_installed(text: str, variant: Variant) -> bool:
-    asked = parsed(text)
-    return asked is not None and follows(_required(asked.name, variant), asked)
+    requirement = parsed(text)
+    return requirement is not None and follows(_required(requirement.name, variant), requirement)
 
 
 def _required(name: str, variant: Variant) -> list[Any]:

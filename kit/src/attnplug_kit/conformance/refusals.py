@@ -11,7 +11,7 @@ from attnplug import NoBackendError, select
 from attnplug.contract import Layer
 from attnplug.errors import ContractError, RequestError
 from attnplug.manifest import Range
-from attnplug.negotiation import Question
+from attnplug.negotiation import Request
 from attnplug.request import FIELDS, Flag, Integer, Name, Number, Requirements, fields_of
 from attnplug_kit.conformance.field_values import Capability, field_values_of
 from attnplug_kit.conformance.pairwise import refused_pairs
@@ -96,7 +96,7 @@ def _request(subject: Subject, name: str, value: Any) -> Requirements | None:
             requirements = Requirements(**asked)
         except RequestError:
             continue
-        if FIELDS[name].free or any(field == name for field, _ in requirements.asked()):
+        if FIELDS[name].free or any(field == name for field, _ in requirements.requested()):
             return requirements
     return None
 
@@ -114,9 +114,9 @@ def _without_features(subject: Subject) -> dict[str, Any]:
 
 
 def _is_about(rule: Rule, requirements: Requirements, subject: Subject) -> bool:
-    question = Question(requirements, subject.device)
+    request = Request(requirements, subject.device)
     installed = subject.candidate.installed
-    return all(one.holds(question.facts, question.names, installed, absent=False) for one in rule.when)
+    return all(one.holds(request.facts, request.requested_names, installed, absent=False) for one in rule.when)
 
 
 class Refusals(Tier):

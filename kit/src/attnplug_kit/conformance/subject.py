@@ -8,8 +8,8 @@ from attrs import field, frozen
 
 from attnplug import load, registry
 from attnplug.errors import RequirementsError, UnknownBackendError
-from attnplug.manifest import IsAsked
-from attnplug.negotiation import Candidate, Fix, Question, negotiate
+from attnplug.manifest import IsRequested
+from attnplug.negotiation import Candidate, Fix, Request, negotiate
 from attnplug.request import FIELDS, Device, near
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ class Subject:
     def rules_that_need_features(self) -> tuple[Rule, ...]:
         """The rules that refuse requests without any open feature."""
         rules = self.candidate.variant.rules if self.candidate.variant else ()
-        needing, lacking = IsAsked("features", asked=True), IsAsked("features", asked=False)
+        needing, lacking = IsRequested("features", requested=True), IsRequested("features", requested=False)
         return tuple(rule for rule in rules if needing in rule.need or (lacking in rule.when and not rule.need))
 
     def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
         """Return why the candidate does not serve the requirements; nothing where it does."""
-        return negotiate(self.candidate, Question(requirements, self.device)).objections
+        return negotiate(self.candidate, Request(requirements, self.device)).objections
 
     def load(self, requirements: Requirements) -> Backend:
         """Return the backend for requirements, by way of the public entry."""

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from attnplug.commands import NO, OK, say_json
+from attnplug.commands import NO, OK, STYLES, console, is_terminal, readable, say, say_json, wrapped
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator, Mapping
+
+    from attnplug.cli.doctor.report import Report
+    from attnplug.negotiation.candidate import Candidate
 
 _EPILOG: Final = """\
 What is odd and does no harm is a note; a setting that has no effect is a warning; what is broken is a problem.
 
 exit codes: 0 nothing is broken, 1 something is
 """
+_INDENT: Final = "    "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = (
-        "Report interpreter, device, settings with their sources, and every plugin; say what is broken, and the way\n"
-        "out. Nothing of a plugin is imported, unless --load asks for it."
+        "Report interpreter, device, settings with their sources, every plugin, and what is broken with its fix.\n"
+        "No plugin is imported unless --load is given."
     )
     parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--load",
         action="store_true",
-        help="also import the plugins of all ready candidates, and load each for something simple",
+        help="also import the plugins of all ready candidates, and load each for a simple request",
     )
 
 
@@ -39,7 +44,60 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say_json(report.to_dict())
     else:
-        from attnplug.cli.doctor.show import show  # noqa: PLC0415 - JSON does without
-
-        show(report)
+        _show(report)
     return NO if report.problems else OK
+
+
+def _show(report: Report) -> None:
+    for title, lines in _sections(report):
+        if lines:
+            _say_title(title)
+            say("\n".join(line for text in lines for line in wrapped(text, _INDENT)))
+            say()
+    _say_conclusion(len(report.problems))
+
+
+def _sections(report: Report) -> Iterator[tuple[str, list[str]]]:
+    """Yield each section's title and its sentences, the problems last, where a reader looks first in a terminal."""
+    yield "environment", _environment(report.environment)
+    yield "device", [str(report.device.device), report.device.how]
+    yield "settings", [f"{name} = {_value(name, value)}  ({source})" for name, value, source in report.setting_rows()]
+    yield "candidates", [_status(candidate) for candidate in report.candidates]
+    yield "loading", [f"{result.id}  {readable(result.status)}  {result.text}" for result in report.loading]
+    yield "notes", [str(note) for note in report.notes]
+    yield "warnings", list(report.warnings)
+    yield "problems", [text for p in report.problems for text in (f"{p.subject}: {p.what}", f"  fix: {p.fix}")]
+
+
+def _environment(facts: Mapping[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    return [versions, f"Python {facts['python']} ({facts['executable']})", facts["platform"]]
+
+
+def _status(candidate: Candidate) -> str:
+    origin = f"  ({candidate.distribution})" if candidate.distribution else ""
+    # Broken ones are among the problems, and of an absent one its name says enough.
+    with_reasons = candidate.availability in ("missing_dependency", "refused")
+    reasons = f": {'; '.join(map(str, candidate.reasons))}" if with_reasons else ""
+    return f"{candidate.id}  {readable(candidate.availability)}{origin}{reasons}"
+
+
+def _value(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(value) or ("automatic" if name == "backend" else "none")
+    return {"allow": "all", "kv_layout": "each backend's own"}.get(name, "none") if value is None else str(value)
+
+
+def _say_title(title: str) -> None:
+    if is_terminal():
+        console().print(title, style=STYLES["broken"] if title == "problems" else "bold")
+    else:
+        say(title)
+
+
+def _say_conclusion(problems: int) -> None:
+    text = f"{problems} problem{'s' * (problems != 1)}" if problems else "nothing is broken"
+    if is_terminal():
+        console().print(text, style=STYLES["broken" if problems else "ready"])
+    else:
+        say(text)

@@ -1,30 +1,59 @@
-"""Everything that doctor finds out, as data."""
+"""Everything that doctor finds, as data: the state of an environment, and what is broken in it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 from attrs import frozen
 
-from attnplug.cli.doctor.collect import collected_warnings
-from attnplug.cli.doctor.configured import problems_of_settings
-from attnplug.cli.doctor.problem import Problem, problems_of
-from attnplug.cli.doctor.trial import Trial, try_all
-from attnplug.cli.look import Sight, look
+from attnplug.cli.device_report import DeviceReport, report_device
+from attnplug.cli.doctor.loading import LoadResult, in_one_line, load_ready
 from attnplug.commands import environment
 from attnplug.discovery.registry import Registry
-from attnplug.errors import DeviceError, SettingsError
+from attnplug.errors import AttnplugError, DeviceError, SettingsError
+from attnplug.evidence.store import EvidenceStore
+from attnplug.negotiation.ranking import AUTO, Policy
+from attnplug.negotiation.verdict import Fix
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
+from attnplug.selection.options import check_owner
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from attnplug.discovery.scan import Diagnostic
+    from attnplug.manifest.schema import Manifest
     from attnplug.negotiation.candidate import Candidate
 
-_NAMES = ("backend", "allow", "block", "strict", "profile", "evidence", "kv_layout")
+_SETTINGS: Final = ("backend", "allow", "block", "strict", "profile", "evidence", "kv_layout")
+
+
+@frozen
+class Problem:
+    """
+    Something broken.
+
+    Attributes:
+        subject: What it is about: the settings, the device, a backend.
+        what: What is wrong.
+        fix: The fix.
+    """
+
+    subject: str
+    what: str
+    fix: str
+
+    @classmethod
+    def of(cls, subject: str, error: AttnplugError) -> Problem:
+        """Return an error as a problem."""
+        return cls(subject, in_one_line(error), error.fix)
+
+    def to_dict(self) -> dict[str, str]:
+        """Return plain JSON values."""
+        return attrs.asdict(self)
 
 
 @frozen
@@ -34,83 +63,106 @@ class Report:
 
     Attributes:
         environment: Interpreter, platform and versions.
-        sight: The device, and how it was found.
+        device: The device, and how it was found.
         settings: What the environment and the configuration file say.
         registry: Everything that is installed.
+        store: The evidence of it.
         candidates: Everything that is installed or known.
         notes: What is odd about the installation and does no harm.
-        warnings: What has no effect, though somebody wrote it.
-        trials: What became of loading, where that was asked for.
+        warnings: Settings that have no effect.
+        loading: What came of loading, where that was requested.
         problems: What is broken.
     """
 
     environment: Mapping[str, Any]
-    sight: Sight
+    device: DeviceReport
     settings: Settings
     registry: Registry
+    store: EvidenceStore
     candidates: tuple[Candidate, ...]
     notes: tuple[Diagnostic, ...]
     warnings: tuple[str, ...]
-    trials: tuple[Trial, ...]
+    loading: tuple[LoadResult, ...]
     problems: tuple[Problem, ...]
 
     def setting_rows(self) -> list[tuple[str, Any, str]]:
         """Return each setting with its value as JSON can carry it, and where it comes from."""
-        rows = [(name, _plain(getattr(self.settings, name))) for name in _NAMES]
+        rows = [(name, _plain(getattr(self.settings, name))) for name in _SETTINGS]
         rows += [
             (f"options.{backend}.{name}", v) for backend, o in self.settings.options.items() for name, v in o.items()
         ]
-        return [(name, value, self._source(name)) for name, value in rows]
-
-    def _source(self, name: str) -> str:
-        return self.settings.sources.get(name, "default")
+        return [(name, value, self.settings.sources.get(name, "default")) for name, value in rows]
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        from attnplug.cli.list import describe  # noqa: PLC0415 - only JSON lists the backends in full
+        from attnplug.cli.list import describe  # noqa: PLC0415 - only JSON lists them in full
 
         return {
             **self.environment,
-            "device": {**self.sight.device.to_dict(), "found": self.sight.how},
+            "device": {**self.device.device.to_dict(), "found": self.device.how},
             "settings": [
                 {"name": name, "value": value, "source": source} for name, value, source in self.setting_rows()
             ],
-            "backends": describe(self.candidates, self.registry),
+            "backends": describe(self.candidates, self.registry, self.store),
             "notes": [attrs.asdict(note) for note in self.notes],
             "warnings": list(self.warnings),
-            "trials": [trial.to_dict() for trial in self.trials],
+            "loading": [result.to_dict() for result in self.loading],
             "problems": [problem.to_dict() for problem in self.problems],
         }
 
 
 def examine(*, load: bool) -> Report:
     """
-    Look at everything. What is wrong becomes a problem of the report, and is not raised.
+    Examine the environment. What is wrong becomes a problem of the report, and is not raised.
 
     Args:
-        load: Also import the plugins of all ready candidates, and load each for something simple.
+        load: Also import the plugins of all ready candidates, and load each for a simple request.
     """
     problems: list[Problem] = []
     with collected_warnings() as warnings:
         settings = _settings(problems)
-        sight = _sight(problems)
+        device = _device(problems)
         registry = Registry.scan(attrs.evolve(settings, strict=False))
         candidates = registry.candidates(attrs.evolve(settings, strict=False))
-        problems += problems_of(candidates)
-        problems += problems_of_settings(registry, candidates, settings)
-        trials = tuple(try_all(candidates, sight.device)) if load else ()
-    problems += [Problem(trial.id, trial.text, trial.fix) for trial in trials if trial.status == "failed"]
+        problems += _problems_of_candidates(candidates)
+        problems += _problems_of_settings(registry, candidates, settings)
+        loading = tuple(load_ready(candidates, device.device)) if load else ()
+    problems += [Problem(result.id, result.text, result.fix) for result in loading if result.status == "failed"]
+    store = EvidenceStore(registry.plugins, settings.evidence)
     return Report(
         environment=environment(),
-        sight=sight,
+        device=device,
         settings=settings,
         registry=registry,
+        store=store,
         candidates=candidates,
-        notes=registry.notes,
+        notes=(*registry.notes, *store.notes()),
         warnings=tuple(warnings),
-        trials=trials,
+        loading=loading,
         problems=tuple(problems),
     )
+
+
+class _Collector(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.found: dict[str, None] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found[record.getMessage()] = None
+
+
+@contextmanager
+def collected_warnings() -> Iterator[dict[str, None]]:
+    """Collect the warnings of this project inside the ``with`` block, each once, instead of letting them be printed."""
+    log, collector = logging.getLogger("attnplug"), _Collector()
+    log.addHandler(collector)
+    propagate, log.propagate = log.propagate, False
+    try:
+        yield collector.found
+    finally:
+        log.propagate = propagate
+        log.removeHandler(collector)
 
 
 def _settings(problems: list[Problem]) -> Settings:
@@ -121,16 +173,128 @@ def _settings(problems: list[Problem]) -> Settings:
         return Settings()
 
 
-def _sight(problems: list[Problem]) -> Sight:
+def _device(problems: list[Problem]) -> DeviceReport:
     try:
-        seen = look()
+        found = report_device()
     except DeviceError as error:
         problems.append(Problem.of("device", error))
-        return Sight(Device.cpu(), "the device could not be read")
-    if seen.overlooked:
-        problems.append(Problem("device", seen.overlooked, seen.fix))
-    return seen
+        return DeviceReport(Device.cpu(), "the device could not be read")
+    if found.overlooked:
+        problems.append(Problem("device", found.overlooked, found.fix))
+    return found
 
 
 def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, frozenset) else list(value) if isinstance(value, tuple) else value
+
+
+# What is installed
+
+
+def _problems_of_candidates(candidates: Sequence[Candidate]) -> Iterator[Problem]:
+    """
+    Yield broken plugins, and that nothing is ready.
+
+    What the settings exclude on purpose is no problem, and a missing dependency is none as long as something is ready.
+    """
+    for candidate in candidates:
+        codes = {reason.code for reason in candidate.reasons}
+        if (candidate.availability == "broken" or "api" in codes) and "blocked" not in codes:
+            yield Problem(candidate.id, "; ".join(map(str, candidate.reasons)), candidate.fix)
+    if not any(candidate.availability == "ready" for candidate in candidates):
+        yield Problem("selection", "no backend is ready, so that nothing can be selected", _first_fix(candidates))
+
+
+def _first_fix(candidates: Sequence[Candidate]) -> str:
+    """Return how to make a backend ready: the built-in one, where an installation is enough for that."""
+    lacking = [c for c in candidates if c.availability == "missing_dependency"]
+    first = next(iter(sorted(lacking, key=lambda c: not c.built_in)), None)
+    if first is None:
+        return "install a backend, or allow one: see `attnplug list`"
+    return f"{first.id}: {Fix(install=first.install, action=first.fix)}"
+
+
+# What the settings request and this installation cannot serve: every selection fails on it
+
+
+def _problems_of_settings(registry: Registry, candidates: Sequence[Candidate], settings: Settings) -> Iterator[Problem]:
+    """Yield what is wrong with the listed backends, the KV-cache layout, and the options of backends."""
+    unknown = tuple(_unknown_backends(registry, settings))
+    yield from unknown
+    if settings.backend and not unknown:
+        yield from _nothing_permitted(candidates, settings)
+    yield from _layout_of_none(candidates, settings)
+    yield from _wrong_options(registry, settings)
+
+
+def _unknown_backends(registry: Registry, settings: Settings) -> Iterator[Problem]:
+    for name in settings.backend:
+        try:
+            registry.check_name(name)
+        except AttnplugError as error:
+            yield Problem.of(_source(settings, "backend"), error)
+
+
+def _nothing_permitted(candidates: Sequence[Candidate], settings: Settings) -> Iterator[Problem]:
+    """Yield that no listed backend is ready. Where nothing at all is ready, that is another problem."""
+    policy = Policy(settings.backend)
+    permitted = [candidate for candidate in candidates if policy.admits(candidate)]
+    ready = [candidate for candidate in candidates if candidate.availability == "ready"]
+    if not ready or any(candidate in permitted for candidate in ready):
+        return
+    why = "; ".join(f"{c.id}: {', '.join(map(str, c.reasons)) or c.availability}" for c in permitted)
+    listed = ", ".join(map(repr, settings.backend))
+    fix = _fix_of_list(permitted, settings)
+    yield Problem(_source(settings, "backend"), f"{listed} and nothing else is permitted; {why}", fix)
+
+
+def _fix_of_list(permitted: Iterable[Candidate], settings: Settings) -> str:
+    fixable = sorted((c for c in permitted if c.install or c.fix), key=lambda c: bool(c.fix))
+    fixes = [f"{c.id}: {Fix(install=c.install, action=c.fix)}" for c in fixable]
+    return "; or ".join([*fixes, f"permit others: {','.join((*settings.backend, AUTO))}"])
+
+
+def _layout_of_none(candidates: Sequence[Candidate], settings: Settings) -> Iterator[Problem]:
+    """Yield that some ready backend has paged caches, and none of them in the layout that is set."""
+    policy, layout = Policy(settings.backend), settings.kv_layout
+    ready = [c for c in candidates if c.availability == "ready" and policy.admits(c)]
+    paged = [c for c in ready if not c.objections((("paged", True),))]
+    if layout is None or not paged or any(not c.objections((("kv_layout", layout),)) for c in paged):
+        return
+    supported = "; ".join(f"{c.id}: {c.supports('kv_layout') or 'declares no layout'}" for c in paged)
+    yield Problem(
+        _source(settings, "kv_layout"),
+        f"kv_layout={layout!r} is requested of every paged KV cache, and no ready backend supports it; {supported}",
+        "set one of these layouts, or unset it",
+    )
+
+
+def _wrong_options(registry: Registry, settings: Settings) -> Iterator[Problem]:
+    manifests = [plugin.manifest for plugin in registry.plugins if plugin.manifest is not None]
+    for backend, values in settings.options.items():
+        owners = [manifest for manifest in manifests if backend in (manifest.name, *manifest.aliases)]
+        if not owners:
+            yield from _wrong_owner(registry, backend, _source(settings, f"options.{backend}.{next(iter(values), '')}"))
+        for manifest in owners:
+            for option, value in values.items():
+                yield from _wrong_option(manifest, option, value, _source(settings, f"options.{backend}.{option}"))
+
+
+def _wrong_owner(registry: Registry, backend: str, source: str) -> Iterator[Problem]:
+    """Yield that nothing reads these options. Those of a known backend that is not installed wait for it."""
+    try:
+        check_owner(registry, backend)
+    except AttnplugError as error:
+        yield Problem.of(source, error)
+
+
+def _wrong_option(manifest: Manifest, option: str, value: object, source: str) -> Iterator[Problem]:
+    try:
+        manifest.read_options({option: value}, {option: source})
+    except SettingsError as error:
+        yield Problem.of("settings", error)
+
+
+def _source(settings: Settings, name: str) -> str:
+    default = "the settings" if not name.startswith("options.") else "the configuration file"
+    return settings.sources.get(name, default)

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from attnplug.cli.explain.answer import answer
-from attnplug.cli.explain.field_options import add_field_options
-from attnplug.cli.explain.question import asked_devices, asked_layers, asked_options
-from attnplug.cli.look import look
-from attnplug.commands import NO, OK, complain, say_json
+from attnplug.cli.device_report import report_device
+from attnplug.cli.explain.request import (
+    ONE_LAYER,
+    add_field_options,
+    requested_devices,
+    requested_layers,
+    requested_options,
+)
+from attnplug.cli.explain.result import explain_layers
+from attnplug.commands import (
+    NO,
+    OK,
+    STYLES,
+    Row,
+    abbreviated,
+    complain,
+    console,
+    is_terminal,
+    readable,
+    say,
+    say_json,
+    table,
+    wrapped,
+)
+from attnplug.selection.explanation import NOT_INSTALLED, detail
 
 if TYPE_CHECKING:
     import argparse
+    from collections.abc import Iterator, Sequence
 
-    from attnplug.cli.explain.answer import Answer
+    from attnplug.cli.explain.result import LayerGroup, Result
+    from attnplug.negotiation.verdict import Verdict
     from attnplug.request.device import Device
+    from attnplug.selection.explanation import Explanation
 
 _EPILOG: Final = """\
 examples:
@@ -23,8 +46,10 @@ examples:
   attnplug explain --config path/to/config.json --dtype bfloat16 --block-size 16
   attnplug explain --requirements @layer.json --backend flash_attn/fa3 --backend auto
 
-exit codes: 0 everything asked can be served, 1 something cannot, 2 the question is wrong
+exit codes: 0 everything requested can be served, 1 something cannot, 2 the request is wrong
 """
+
+Grid = list[tuple[str, list["Verdict"]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,11 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON")
-    asked = parser.add_argument_group("the question, instead of or before the options of its fields")
-    asked.add_argument("--requirements", metavar="JSON", help="requirements as a JSON object, or @FILE; options win")
-    asked.add_argument("--config", metavar="FILE", help="a model's config.json, or its folder: all of its layers")
-    asked.add_argument("--assume", metavar="TYPE", help="read an unknown model type as this one, such as llama")
-    asked.add_argument("--partial", action="store_true", help="describe the attention layers of a hybrid model alone")
+    requested = parser.add_argument_group("the request, instead of or before the options of its fields")
+    requested.add_argument(
+        "--requirements", metavar="JSON", help="requirements as a JSON object, or @FILE; options win"
+    )
+    requested.add_argument("--config", metavar="FILE", help="a model's config.json, or its folder: all of its layers")
+    requested.add_argument("--assume", metavar="TYPE", help="read an unknown model type as this one, such as llama")
+    requested.add_argument(
+        "--partial", action="store_true", help="describe the attention layers of a hybrid model alone"
+    )
     there = parser.add_argument_group("where, and with what")
     there.add_argument(
         "--device", action="append", metavar="DEVICE", help="cpu, cuda:9.0, ...; repeatable; default: this machine's"
@@ -61,27 +90,155 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, on each device."""
-    layers = asked_layers(arguments)
-    devices = asked_devices(arguments.device) or (_this_device(),)
-    keywords = {"backend": arguments.backend, "options": asked_options(arguments.option)}
-    answers = [answer(layers, device, assume_installed=arguments.assume_installed, **keywords) for device in devices]
+    layers = requested_layers(arguments)
+    devices = requested_devices(arguments.device) or (_this_device(),)
+    keywords = {"backend": arguments.backend, "options": requested_options(arguments.option)}
+    results = [
+        explain_layers(layers, device, assume_installed=arguments.assume_installed, **keywords) for device in devices
+    ]
     if arguments.json:
-        say_json(_describe(answers))
+        say_json(_describe(results))
     else:
-        from attnplug.cli.explain.show import show  # noqa: PLC0415 - JSON does without
-
-        show(answers)
-    return OK if all(found.serves for found in answers) else NO
+        _show(results)
+    return OK if all(result.serves for result in results) else NO
 
 
 def _this_device() -> Device:
-    seen = look()
-    if seen.overlooked:
-        complain(f"attnplug explain: the device is {seen.device}, though {seen.overlooked}: {seen.fix}")
-    return seen.device
+    report = report_device()
+    if report.overlooked:
+        complain(f"attnplug explain: the device is {report.device}, though {report.overlooked}: {report.fix}")
+    return report.device
 
 
-def _describe(answers: list[Answer]) -> dict[str, object]:
-    parts = [part.to_dict() for found in answers for part in found.parts]
-    planned = [found for found in answers if found.plan is not None or found.failure is not None]
-    return {"explanations": parts, "plans": [found.plan_to_dict() for found in planned]}
+def _describe(results: Sequence[Result]) -> dict[str, object]:
+    planned = [result for result in results if result.plan is not None or result.failure is not None]
+    return {
+        "explanations": [group.to_dict() for result in results for group in result.groups],
+        "plans": [result.plan_to_dict() for result in planned],
+    }
+
+
+# What a person reads: devices side by side, then each candidate with its reasons and its fix
+
+
+def _show(results: Sequence[Result]) -> None:
+    if len(results) > 1:
+        for index, group in enumerate(results[0].groups):
+            _show_side_by_side(results, group, index)
+    for result in results:
+        for group in result.groups:
+            _show_group(group)
+        if result.plan is not None or result.failure is not None:
+            say("\n".join(_plan_lines(result)))
+            say()
+
+
+def _side_by_side(results: Sequence[Result], index: int) -> Grid:
+    """Return the verdict on each installed candidate on every device, for one group of layers."""
+    columns = [{verdict.id: verdict for verdict in result.groups[index].explanation.verdicts} for result in results]
+    installed = sorted(id_ for id_, verdict in columns[0].items() if verdict.status != "absent")
+    return [(id_, [column[id_] for column in columns]) for id_ in installed]
+
+
+def _brief(verdict: Verdict) -> str:
+    """
+    Return a verdict in a few words: its status, and the fields that refuse it or whether something is unverified.
+    """
+    fields = dict.fromkeys(reason.field for reason in verdict.reasons)
+    brief = f"refused: {', '.join(fields)}" if verdict.status == "refused" else readable(verdict.status)
+    return f"{brief}, unverified" if verdict.unverified else brief
+
+
+def _show_side_by_side(results: Sequence[Result], group: LayerGroup, index: int) -> None:
+    grid = _side_by_side(results, index)
+    heads = ["candidate", *(str(result.device) for result in results)]
+    _show_layers(group)
+    if is_terminal():
+        _print_grid(heads, grid)
+    else:
+        lines = [heads, *([id_, *map(_brief, verdicts)] for id_, verdicts in grid)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        say("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines))
+    say()
+
+
+def _print_grid(heads: Sequence[str], grid: Grid) -> None:
+    from rich.table import Table  # noqa: PLC0415 - only a terminal needs rich
+
+    found = Table(*heads, box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
+    for id_, verdicts in grid:
+        found.add_row(f"[bold]{id_}[/]", *(f"[{STYLES[v.status]}]{_brief(v)}[/]" for v in verdicts))
+    console().print(found)
+
+
+def _show_group(group: LayerGroup) -> None:
+    _show_layers(group)
+    if is_terminal():
+        _print_explanation(group.explanation)
+    else:
+        say(f"{group.explanation}\n")
+
+
+def _print_explanation(explanation: Explanation) -> None:
+    from rich.markup import escape  # noqa: PLC0415 - only a terminal needs rich
+    from rich.table import Table  # noqa: PLC0415 - only a terminal needs rich
+
+    heading = Table.grid(padding=(0, 2, 0, 0))
+    for name, text in _heading(explanation):
+        heading.add_row(f"[dim]{name}[/]", escape(text))
+    heading.add_row("[dim]chosen[/]", f"{_chosen(explanation)}\n")
+    console().print(heading)
+    installed = [verdict for verdict in explanation.verdicts if verdict.status != "absent"]
+    absent = [verdict for verdict in explanation.verdicts if verdict.status == "absent"]
+    console().print(table([_row(verdict) for verdict in installed], "terms, reasons, and the fix"))
+    if absent:
+        longest = max(len(verdict.id) for verdict in absent)
+        listed = [f"{verdict.id:{longest}}  {verdict.fix}" for verdict in absent]
+        console().print("\n".join(["", NOT_INSTALLED, *map(escape, listed)]), style="dim")
+    if explanation.tie:
+        say("\n".join(["", *wrapped(explanation.tie)]))
+    say()
+
+
+def _heading(explanation: Explanation) -> Iterator[tuple[str, str]]:
+    yield "requested", " ".join(f"{name}={value}" for name, value in explanation.requirements.to_dict().items())
+    assumed = ", kernel libraries assumed installed" if explanation.assumed_installed else ""
+    yield "device", f"{explanation.device}{assumed}"
+    for name, origin in explanation.origins:
+        yield "set", f"{name}={getattr(explanation.requirements, name)} by {origin}"
+    if explanation.listed:
+        yield "permitted", ", ".join(explanation.listed)
+
+
+def _show_layers(group: LayerGroup) -> None:
+    if group.layers != (ONE_LAYER,):
+        say("\n".join(wrapped(abbreviated(group.layers))))
+
+
+def _chosen(explanation: Explanation) -> str:
+    chosen = explanation.chosen
+    if chosen is None:
+        return "[bold red]none[/]"
+    decided = f"  decided by {chosen.decided_by}" if chosen.decided_by else ""
+    return f"[bold green]{chosen.id}[/]{decided}"
+
+
+def _row(verdict: Verdict) -> Row:
+    return Row(verdict.id, verdict.status, tuple(detail(verdict)), verdict.distribution)
+
+
+def _plan_lines(result: Result) -> Iterator[str]:
+    """Yield the common terms of a model, or why it has none."""
+    if result.plan is None:
+        yield f"plan on {result.device}: none"
+        # Where each group can be served by itself, the error says what they do not share.
+        failure = str(result.failure).splitlines()
+        yield from failure if all(group.explanation.chosen for group in result.groups) else failure[:1]
+        return
+    found = result.plan
+    terms = f"block_size={found.block_size} kv_layout={found.kv_layout} cudagraph={found.cudagraph}"
+    yield f"plan on {result.device}: {terms}"
+    if len({group.selection.agreement.cudagraph for group in found.groups}) > 1:
+        yield f"    the graph level is that of {found.weakest.selection.id}"
+    for group in found.groups:
+        yield from wrapped(f"{group.selection.id}  {abbreviated(group.layers)}", "    ")

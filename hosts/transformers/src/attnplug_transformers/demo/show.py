@@ -109,7 +109,7 @@ def _groups(decisions: Mapping[str, Selection]) -> list[tuple[list[str], Selecti
 
 def _asked(selection: Selection) -> str:
     """Return what the layers ask for beside their shape, and which criterion decided."""
-    asked = [f"{name}={value}" for name, value in selection.requirements.asked() if name not in _SHAPE]
+    asked = [f"{name}={value}" for name, value in selection.requirements.requested() if name not in _SHAPE]
     words = [f"asked for {', '.join(asked)}"] if asked else []
     words.append(f"decided by {selection.decided_by}" if selection.decided_by else "the only one that serves this")
     return f"  ({'; '.join(words)})"

@@ -1,4 +1,4 @@
-"""What one device answers: an explanation for each group of layers, and the plan that they share."""
+"""The result for one device: an explanation for each group of layers, and the plan that they share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 
-from attnplug.cli.explain.question import ONE_LAYER
+from attnplug.cli.explain.request import ONE_LAYER
 from attnplug.commands import describe_error
 from attnplug.errors import NoBackendError
 from attnplug.selection.plan import Plan, plan
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Part:
+class LayerGroup:
     """
-    Layers that ask for the same, and what became of it.
+    Layers that request the same, and the explanation of what is chosen for them.
 
     Attributes:
         layers: Their names; one empty name where a single layer was described by options.
-        explanation: Every candidate's answer.
+        explanation: The verdict on every candidate.
     """
 
     layers: tuple[str, ...]
     explanation: Explanation
 
-    def decided(self, selection: Selection) -> Part:
-        """Return the part as a plan decided it, which may be otherwise than for these layers alone."""
-        return Part(self.layers, evolve(self.explanation, chosen=selection, verdicts=selection.verdicts))
+    def decided(self, selection: Selection) -> LayerGroup:
+        """Return the group as a plan decided it, which may be otherwise than for these layers alone."""
+        return LayerGroup(self.layers, evolve(self.explanation, chosen=selection, verdicts=selection.verdicts))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -44,26 +44,26 @@ class Part:
 
 
 @frozen
-class Answer:
+class Result:
     """
-    The answer of one device.
+    The result for one device.
 
     Attributes:
         device: The device.
-        parts: One part for each distinct group of layers; the one with most layers first.
+        groups: The groups of layers; the one with most layers first.
         plan: The decision for all of them together; None where there is one layer, or no such decision.
         failure: Why there is none.
     """
 
     device: Device
-    parts: tuple[Part, ...]
+    groups: tuple[LayerGroup, ...]
     plan: Plan | None = None
     failure: NoBackendError | None = None
 
     @property
     def serves(self) -> bool:
-        """Whether everything that was asked can be served."""
-        return self.failure is None and all(part.explanation.chosen is not None for part in self.parts)
+        """Whether everything requested can be served."""
+        return self.failure is None and all(group.explanation.chosen is not None for group in self.groups)
 
     def plan_to_dict(self) -> dict[str, Any]:
         """Return the plan, or why there is none, as plain JSON values."""
@@ -81,30 +81,32 @@ class Answer:
         }
 
 
-def answer(layers: Mapping[str, Requirements], device: Device, *, assume_installed: bool, **keywords: Any) -> Answer:
+def explain_layers(
+    layers: Mapping[str, Requirements], device: Device, *, assume_installed: bool, **keywords: Any
+) -> Result:
     """
-    Ask one device about all layers.
+    Explain the choice for all layers on one device.
 
     Args:
-        layers: What each layer asks, by name.
+        layers: What each layer requests, by name.
         device: The device.
         assume_installed: Suppose that the kernel libraries that installed plugins require are there.
         keywords: ``backend`` and ``options``, as for `select`.
     """
-    parts = _each(layers, device, assume_installed=assume_installed, **keywords)
+    groups = _groups(layers, device, assume_installed=assume_installed, **keywords)
     if ONE_LAYER in layers:
-        return Answer(device, parts)
+        return Result(device, groups)
     try:
         decided = plan(layers, device, assume_installed=assume_installed, **keywords)
     except NoBackendError as failure:
-        return Answer(device, parts, failure=failure)
+        return Result(device, groups, failure=failure)
     chosen = {group.selection.requirements: group.selection for group in decided.groups}
-    return Answer(device, tuple(part.decided(chosen[part.explanation.requirements]) for part in parts), decided)
+    return Result(device, tuple(group.decided(chosen[group.explanation.requirements]) for group in groups), decided)
 
 
-def _each(layers: Mapping[str, Requirements], device: Device, **keywords: Any) -> tuple[Part, ...]:
+def _groups(layers: Mapping[str, Requirements], device: Device, **keywords: Any) -> tuple[LayerGroup, ...]:
     names: dict[Requirements, list[str]] = {}
-    for name, asked in layers.items():
-        names.setdefault(asked, []).append(name)
+    for name, requirements in layers.items():
+        names.setdefault(requirements, []).append(name)
     groups = sorted(names.items(), key=lambda item: -len(item[1]))
-    return tuple(Part(tuple(group), explain(asked, device, **keywords)) for asked, group in groups)
+    return tuple(LayerGroup(tuple(group), explain(each, device, **keywords)) for each, group in groups)

@@ -1,4 +1,4 @@
-"""The device that this machine offers, how it was found, and whether one may have been overlooked."""
+"""The device of this machine, how it was found, and whether one may have been overlooked."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from attnplug.request.device import Device
 
 _DRIVER: Final = Path("/proc/driver/nvidia/version")
 _OVERLOOKED: Final = (
-    "an NVIDIA driver is installed, and only torch or NVML's Python bindings can ask it for the device",
+    "an NVIDIA driver is installed, and only torch or NVML's Python bindings can read the device from it",
     "pip install 'attnplug[nvml]', or name the device: --device cuda:9.0",
 )
 
 
 @frozen
-class Sight:
+class DeviceReport:
     """
-    What was seen.
+    The device that a selection is for where none is named.
 
     Attributes:
-        device: The device that a selection is for unless told otherwise.
+        device: The device.
         how: How it was found.
-        overlooked: What may have been missed; empty where nothing was.
-        fix: How to see it.
+        overlooked: What may have been overlooked; empty where nothing was.
+        fix: How to find it.
     """
 
     device: Device
@@ -38,24 +38,24 @@ class Sight:
     fix: str = ""
 
 
-def look() -> Sight:
+def report_device() -> DeviceReport:
     """
-    Look at this machine as `Device.current` does. No CUDA context is created, and torch is not imported.
+    Find the device as `Device.current` does. No CUDA context is created, and torch is not imported.
 
     Raises:
         DeviceError: CUDA_VISIBLE_DEVICES names a device that is not there.
     """
     device = Device.current()
     if device.type != "cpu":
-        return Sight(device, "torch" if _is_from_torch() else "NVML")
+        return DeviceReport(device, "torch" if _is_from_torch() else "NVML")
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1", "NoDevFiles"):
-        return Sight(device, "CUDA_VISIBLE_DEVICES hides every NVIDIA device")
+        return DeviceReport(device, "CUDA_VISIBLE_DEVICES hides every NVIDIA device")
     if find_spec("pynvml") is not None:
-        return Sight(device, "NVML finds no NVIDIA device")
+        return DeviceReport(device, "NVML finds no NVIDIA device")
     if "torch" in sys.modules:
-        return Sight(device, "torch finds no accelerator")
+        return DeviceReport(device, "torch finds no accelerator")
     how = "no NVIDIA device was looked for: NVML's Python bindings are not installed"
-    return Sight(device, how, *_OVERLOOKED) if _has_driver() else Sight(device, how)
+    return DeviceReport(device, how, *_OVERLOOKED) if _has_driver() else DeviceReport(device, how)
 
 
 def _is_from_torch() -> bool:

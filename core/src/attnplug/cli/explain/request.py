@@ -1,0 +1,190 @@
+"""From the options of ``attnplug explain`` to what is requested: one layer, or every layer of a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from attnplug.errors import RequestError
+from attnplug.request.device import Device
+from attnplug.request.fields import FIELDS, Flag, Integer, Name, Names, Number, Table, fields_of
+from attnplug.request.requirements import Requirements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from attnplug.request.fields import Domain, Field
+
+ONE_LAYER: Final = ""
+"""The name of the layer that options describe."""
+
+_ABOUT_MODELS: Final = ("assume", "partial")
+_METAVARS: Final = {Integer: "N", Number: "X", Table: "JSON"}
+
+
+def requested_layers(arguments: argparse.Namespace) -> Mapping[str, Requirements]:
+    """
+    Return what each layer requests, by its name; a layer that is described by options has none.
+
+    Raises:
+        RequestError: Nothing is requested, or in two ways at once.
+        RequirementsError: The requirements are unknown, contradictory or impossible.
+    """
+    fields = given_fields(arguments)
+    if arguments.config is not None:
+        return _of_model(arguments, fields)
+    for name in _ABOUT_MODELS:
+        if getattr(arguments, name):
+            raise RequestError(
+                f"{option_of(name)} was given without --config",
+                f"{option_of(name)} says how a model's configuration is read",
+                "add --config FILE, or leave it out",
+            )
+    whole = {**(read_object(arguments.requirements) if arguments.requirements else {}), **fields}
+    if not whole:
+        raise RequestError(
+            "no requirements were given",
+            "they are options, JSON (--requirements), or a model's configuration (--config)",
+            "write, for example, "
+            "`attnplug explain --head-size 64 --num-q-heads 64 --num-kv-heads 8 --dtype bfloat16 --sinks`",
+        )
+    return {ONE_LAYER: Requirements.from_dict(whole)}
+
+
+def requested_devices(texts: list[str] | None) -> tuple[Device, ...]:
+    """
+    Return the devices that were named; none where this machine's own is meant.
+
+    Raises:
+        DeviceError: A text is no device.
+    """
+    return tuple(dict.fromkeys(Device.parse(text) for text in texts or ()))
+
+
+def requested_options(texts: list[str] | None) -> dict[str, dict[str, str]] | None:
+    """
+    Read ``BACKEND.OPTION=VALUE``.
+
+    Raises:
+        RequestError: A text has another form.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        backend, dot, option = name.partition(".")
+        if not (backend and dot and option and equals):
+            raise RequestError(
+                f"--option {text!r} was given",
+                "an option is BACKEND.OPTION=VALUE",
+                "write, for example, --option flashinfer.workspace_mib=512",
+            )
+        found.setdefault(backend, {})[option] = value
+    return found or None
+
+
+def _of_model(arguments: argparse.Namespace, fields: dict[str, Any]) -> Mapping[str, Requirements]:
+    from attnplug.models import requirements_from_json  # noqa: PLC0415 - only models need it
+
+    if arguments.requirements:
+        raise RequestError(
+            "--requirements and --config were given",
+            "a model's configuration describes all of its layers",
+            "leave one of them out",
+        )
+    for name in fields:
+        if FIELDS[name].kind == "model" and name != "dtype":
+            raise RequestError(
+                f"{option_of(name)} and --config were given",
+                f"{name} belongs to the model, and follows from its configuration",
+                f"leave {option_of(name)} out, or describe one layer without --config",
+            )
+    return requirements_from_json(
+        arguments.config,
+        **{"paged": True, **fields},
+        **{name: getattr(arguments, name) for name in _ABOUT_MODELS},
+    )
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """
+    Read a JSON object, given as text or as ``@FILE``.
+
+    Raises:
+        RequestError: The file does not open, or the text is no JSON object.
+    """
+    try:
+        data = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+    except OSError as error:
+        raise RequestError(f"{text!r} does not open: {error.strerror}", "", "correct the path") from error
+    except ValueError as error:
+        raise RequestError(
+            f"{text!r} is not JSON: {error}", "", """write '{"head_size": 64, ...}', or @FILE"""
+        ) from error
+    if not isinstance(data, dict):
+        raise RequestError(f"{text!r} was given", "requirements are one JSON object, field to value", "write {...}")
+    return data
+
+
+# Requirements as options: one for each model and engine field
+
+
+def add_field_options(parser: argparse.ArgumentParser) -> None:
+    """Add one option for each field that can be requested. One that is not given is not in the parsed arguments."""
+    for kind, title in (("model", "what the model requests"), ("engine", "what the engine requests")):
+        group = parser.add_argument_group(title)
+        for item in fields_of(kind):  # type: ignore[arg-type]
+            _add_option(group, item)
+
+
+def given_fields(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields that were given as options."""
+    return {name: value for name, value in vars(arguments).items() if name in FIELDS}
+
+
+def option_of(name: str) -> str:
+    """Return the option of a field."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _add_option(group: argparse._ArgumentGroup, item: Field) -> None:
+    option, default = option_of(item.name), argparse.SUPPRESS
+    text = _described(item)
+    if isinstance(item.domain, Flag):
+        group.add_argument(option, action=argparse.BooleanOptionalAction, default=default, help=text)
+    elif isinstance(item.domain, Names):
+        action, names = _AddNames, (option, option.removesuffix("s"))
+        group.add_argument(*names, action=action, default=default, metavar="NAME", help=f"{text}; repeatable")
+    else:
+        metavar = _METAVARS.get(type(item.domain), "NAME")
+        group.add_argument(option, type=_reader(item.domain), default=default, metavar=metavar, help=text)
+
+
+def _described(item: Field) -> str:
+    """Return the help of a field, with the values of a closed list. A single ``%`` would be a directive of argparse."""
+    domain = item.domain
+    listed = f": {', '.join(domain.values)}" if isinstance(domain, Name) and domain.values else ""
+    return f"{item.help}{listed}{' (required)' if item.required else ''}".replace("%", "%%")
+
+
+def _reader(domain: Domain) -> Callable[[str], Any]:
+    """Return what turns an option's text into a value. Whether the value is allowed is for `Requirements` to say."""
+    readers: dict[type, Callable[[str], Any]] = {Integer: int, Number: float, Table: json.loads}
+    read = readers.get(type(domain), str)
+
+    def parse(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {domain.text}") from None
+
+    return parse
+
+
+class _AddNames(argparse.Action):
+    """Collects names over repeated options; commas separate them too."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
+        del parser, option
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values.split(",")])
