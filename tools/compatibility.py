@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import frozen
@@ -12,6 +11,7 @@ from packaging.utils import canonicalize_name
 from tools.toml import read_toml
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 

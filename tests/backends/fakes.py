@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 import attnplug
 from attnplug.request.device import Device
-from attnplug.selection import process
+from attnplug.selection.process import PROCESS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -144,11 +144,11 @@ class FakeEnvironment:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Put the fakes in place of the libraries while the body runs."""
-        outside, path = (process._state, process._by_hand), list(sys.path)
+        outside, path = (PROCESS.state, PROCESS.by_hand), list(sys.path)
         fakes, modules = self._fakes, self._fakes.modules  # adapters keep the modules that they were made with
         sys.path[:0] = [self._folder.name, str(fakes.folder)]
         sys.modules.update(modules)
-        process._state, process._by_hand = self._state, ()
+        PROCESS.state, PROCESS.by_hand = self._state, ()
         try:
             if self._state is None:
                 importlib.invalidate_caches()
@@ -156,10 +156,10 @@ class FakeEnvironment:
             fakes.prepare(self._versions)
             yield
         finally:
-            self._state = process._state
+            self._state = PROCESS.state
             sys.path[:] = path
             modules.update({name: sys.modules.pop(name) for name in list(sys.modules) if fakes.is_fake(name)})
-            process._state, process._by_hand = outside
+            PROCESS.state, PROCESS.by_hand = outside
 
     def close(self) -> None:
         """Remove its files."""

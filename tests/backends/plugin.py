@@ -13,7 +13,7 @@ from attrs import frozen
 
 import attnplug
 from attnplug.errors import DuplicateBackendError
-from attnplug.selection import process
+from attnplug.selection.process import PROCESS
 from tests.backends.fakes import manifest_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RealPlugin:
 
     def register(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Register it in this process for one test, unless it is installed."""
-        monkeypatch.setattr(process, "_state", None)
+        monkeypatch.setattr(PROCESS, "state", None)
         register_unless_installed(self.name, self.package)
 
     def load_fixture(self) -> Any:

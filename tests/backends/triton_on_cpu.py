@@ -24,7 +24,7 @@ from attrs import frozen
 
 import attnplug
 from attnplug.ops import Kernel
-from attnplug.selection import process
+from attnplug.selection.process import PROCESS
 from tests.backends.fakes import edited_manifest
 from tests.backends.plugin import register_unless_installed
 
@@ -192,7 +192,7 @@ class TritonPlugin:
         @pytest.fixture
         def registered(monkeypatch: pytest.MonkeyPatch) -> None:
             if not INTERPRETED:
-                monkeypatch.setattr(process, "_state", None)
+                monkeypatch.setattr(PROCESS, "state", None)
                 register_unless_installed(self.name, self.package)
 
         return registered

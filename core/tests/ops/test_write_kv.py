@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attnplug.errors import TensorError
-from attnplug.ops import write_pages, write_kv
+from attnplug.ops import write_kv, write_pages
 from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, run_interpreted
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attnplug.errors import TensorError
-from attnplug.ops import quantize, write_pages, write_kv
+from attnplug.ops import quantize, write_kv, write_pages
 from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS
 
 if TYPE_CHECKING:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
-    from attnplug.negotiation.unverified import Unverified
-    from attnplug.negotiation.verdict import Verdict
+    from attnplug.negotiation.verdict import Unverified, Verdict
     from attnplug.request.device import Device
 
 

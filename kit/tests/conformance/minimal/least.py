@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.contract import AttentionImpl, Backend
-from attnplug.contract import hookimpl
+from attnplug.contract import AttentionImpl, Backend, hookimpl
 
 
 class LeastImpl(AttentionImpl):

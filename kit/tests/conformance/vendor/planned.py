@@ -8,8 +8,7 @@ import attrs
 import torch
 
 from attnplug.batching.pages import pad_pages, pages_of
-from attnplug.contract import AttentionImpl, Backend, MetadataBuilder
-from attnplug.contract import hookimpl
+from attnplug.contract import AttentionImpl, Backend, MetadataBuilder, hookimpl
 from attnplug.contract.inputs.kv_cache import CacheTensor, is_narrow_float
 from attnplug.ops import key_and_value_pages, merge_attention_states, write_pages
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from minimal.least import LeastImpl
 
-from attnplug.contract import Backend
-from attnplug.contract import hookimpl
+from attnplug.contract import Backend, hookimpl
 
 
 class MutantImpl(LeastImpl):

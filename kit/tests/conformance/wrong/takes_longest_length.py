@@ -6,8 +6,7 @@ import torch
 from attrs import evolve
 from minimal.least import LeastImpl
 
-from attnplug.contract import Backend
-from attnplug.contract import hookimpl
+from attnplug.contract import Backend, hookimpl
 
 
 class MutantImpl(LeastImpl):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.contract import Parallel, null_batch, null_layer, run_null_step
+from attnplug.contract import Parallel, dummy_batch_of, warm_up
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
 def run_warmup(backend: BlocksparseBackend) -> None:
     """Run decodes, and prefills with contiguous and with paged K/V, short and long."""
-    impl = backend.make_impl(null_layer(backend))
-    cache = backend.make_cache(2) if backend.agreement.requirements.paged else None
-    for batch in _batches(backend):
-        run_null_step(backend, batch, impl, cache, _first_rank(backend))
+    warm_up(backend, _batches(backend), parallel=_first_rank(backend))
 
 
 def _first_rank(backend: BlocksparseBackend) -> Parallel:
@@ -35,7 +32,7 @@ def _first_rank(backend: BlocksparseBackend) -> Parallel:
 def _batches(backend: BlocksparseBackend) -> Iterator[Batch]:
     requested = backend.agreement.requirements
     if not requested.paged:
-        yield null_batch(backend, [2])
+        yield dummy_batch_of(backend.agreement, backend.device, [2])
         return
     max_seqlen = int(dict(requested.block_sparse or {})["max_seqlen"])
     steps = []
@@ -48,4 +45,4 @@ def _batches(backend: BlocksparseBackend) -> Iterator[Batch]:
         steps += [(long, long + 1)] if backend.hopper_tiles is not None else []
     for query_len, seq_len in steps:
         if seq_len <= max_seqlen:
-            yield null_batch(backend, [query_len], [seq_len])
+            yield dummy_batch_of(backend.agreement, backend.device, [query_len], [seq_len])

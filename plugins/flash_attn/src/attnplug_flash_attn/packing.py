@@ -82,7 +82,7 @@ def packed_rows(part: KernelPass, keys: Tensor, values: Tensor) -> tuple[Tensor,
     """Pack the keys and values of a call, and return them: ``(keys, kv_heads, size)`` each."""
     assert part.buffers is not None and part.slots is not None  # noqa: PT018, S101 - it is one that `packed` has made
     key, value = part.buffers
-    return gather_slots(keys, part.slots, out=key), pages_as_tokens(values, part.slots, out=value)
+    return gather_slots(keys, part.slots, out=key), gather_slots(values, part.slots, out=value)
 
 
 def _ends(lens: Sequence[int], most: int) -> list[int]:

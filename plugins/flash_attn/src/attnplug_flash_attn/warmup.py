@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from attrs import evolve
 
-from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
+from attnplug.contract import Batch, dummy_batch_of, dummy_layer, torch_dtype, warm_up
 from attnplug_flash_attn import dcp
 from attnplug_flash_attn.kernels.interface import VarlenCall
 from attnplug_flash_attn.passes import adapted, cumulative, leftpad_of
@@ -30,21 +30,11 @@ def run_each_pass(backend: FlashAttentionBackend) -> None:
     Where sequences are spread over ranks, the calls of one rank are run: nobody is asked to take part.
     """
     asked = backend.agreement.requirements
-    impl = backend.make_impl(_layer(backend))
-    cache = backend.make_cache(2) if asked.paged else None
     if asked.dcp_size > 1:
-        _run_shard(backend, cast("FlashAttentionImpl", impl), cast("Tensor", cache))
-        return
-    for batch in _batches(backend):
-        tokens = batch.num_actual_tokens
-        limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
-        query = _zeros(impl, tokens, impl.num_q_heads, impl.head_size)
-        key = _zeros(impl, tokens, impl.num_kv_heads, impl.head_size)
-        value = _zeros(impl, tokens, impl.num_kv_heads, impl.head_size_v)
-        output = query.new_empty(tokens, impl.output_width)
-        lse = torch.empty(tokens, impl.num_q_heads, device=query.device) if asked.return_lse else None
-        metadata = backend.make_builder([impl], backend.make_state(limits)).build(batch)
-        impl.forward(query, key, value, cache, metadata, output, lse=lse)
+        impl = backend.make_impl(dummy_layer(backend))
+        _run_shard(backend, cast("FlashAttentionImpl", impl), cast("Tensor", backend.make_cache(2)))
+    else:
+        warm_up(backend, _batches(backend))
 
 
 def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: Tensor) -> None:
@@ -73,49 +63,18 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
         backend.kernels.attend(query, given, found, out, call, params, lse)
 
 
-def _layer(backend: Backend) -> Layer:
-    asked, device = backend.agreement.requirements, backend.device
-    heads, scales = asked.num_q_heads, dict[str, Any]()
-    if asked.per_head_scales:
-        scales = {f"{letter}_scale_tensor": torch.ones(asked.num_kv_heads, device=device) for letter in "qkv"}
-    return Layer(
-        name="warmup",
-        sinks=torch.zeros(heads, device=device) if asked.sinks else None,
-        alibi_slopes=torch.zeros(heads, device=device) if asked.alibi else None,
-        **scales,
-    )
-
-
 def _batches(backend: Backend) -> Iterator[Batch]:
     asked = backend.agreement.requirements
-    causal, size = bool(asked.causal), backend.agreement.block_size or 1
+    agreement, device, size = backend.agreement, backend.device, backend.agreement.block_size or 1
     if not asked.paged:
-        yield Batch.from_lengths([2], device=backend.device, causal=causal)
+        yield dummy_batch_of(agreement, device, [2])
         return
     lens = _query_lens(asked)
-    yield _paged(backend, lens, lens)  # prompts in one piece: their keys may be read as they come with the call
-    yield _paged(backend, lens, [length + 1 for length in lens])
+    # Without context: the keys may be read as they come with the call.
+    yield dummy_batch_of(agreement, device, lens, lens)
+    yield dummy_batch_of(agreement, device, lens, [length + 1 for length in lens])
     if asked.cascade:
-        yield _paged(backend, lens, [length + size for length in lens], common_prefix_len=size)
-
-
-def _paged(backend: Backend, query_lens: list[int], seq_lens: list[int], **more: Any) -> Batch:
-    """Every page is the null block, and no row has a slot."""
-    asked, size = backend.agreement.requirements, backend.agreement.block_size or 1
-    rows = 0 if asked.attn_type == "encoder_decoder" else sum(query_lens)
-    if asked.attn_type == "encoder_decoder":
-        encoders = torch.ones(len(query_lens), dtype=torch.int32)
-        more |= {"encoder_seq_lens": encoders.to(backend.device), "encoder_seq_lens_cpu": encoders}
-    return Batch.from_lengths(
-        query_lens,
-        seq_lens,
-        block_table=torch.zeros(len(query_lens), -(-max(seq_lens) // size), dtype=torch.int32),
-        slot_mapping=torch.full((rows,), PAD_SLOT_ID, dtype=torch.int64),
-        device=backend.device,
-        causal=bool(asked.causal),
-        dummy=True,
-        **more,
-    )
+        yield dummy_batch_of(agreement, device, lens, [length + size for length in lens], common_prefix_len=size)
 
 
 def _query_lens(asked: Requirements) -> list[int]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnplug.contract import PAD_SLOT_ID, Batch, Layer, Limits, torch_dtype
+from attnplug.contract import Batch, Limits, dummy_batch_of, torch_dtype, warm_up
 from attnplug_flashinfer import library
 from attnplug_flashinfer.arrays import rows_of_dense
 from attnplug_flashinfer.kinds import make_kind
@@ -21,40 +21,14 @@ if TYPE_CHECKING:
 
 def run_each_kind(backend: Backend) -> None:
     """Run a request of each kind that the agreement has, and a merge for cascades."""
-    asked = backend.agreement.requirements
-    sinks = torch.zeros(asked.num_q_heads, device=backend.device) if asked.sinks else None
-    impl = backend.make_impl(Layer(name="warmup", sinks=sinks))
-    batch = _paged_batch(backend) if asked.paged else _dense_batch(backend)
-    tokens = batch.num_actual_tokens
-    limits = Limits(max_num_reqs=batch.num_reqs, max_num_tokens=tokens, max_seq_len=batch.max_seq_len)
-    query = _zeros(impl, tokens, impl.num_q_heads)
-    keys = _zeros(impl, tokens, impl.num_kv_heads)
-    output = query.new_empty(tokens, impl.output_width)
-    lse = torch.empty(tokens, impl.num_q_heads, device=query.device) if asked.return_lse else None
-    cache = backend.make_cache(2) if asked.paged else None
-    metadata = backend.make_builder([impl], backend.make_state(limits)).build(batch)
-    impl.forward(query, keys, keys, cache, metadata, output, lse=lse)
+    asked, device = backend.agreement.requirements, backend.device
+    lens = _query_lens(backend.agreement) if asked.paged else [2]
+    warm_up(backend, [dummy_batch_of(backend.agreement, device, lens)])
     if asked.cascade:
-        sums = torch.zeros(tokens, impl.num_q_heads, device=query.device)
-        library.merge(query, sums, query.clone(), sums.clone())
-
-
-def _paged_batch(backend: Backend) -> Batch:
-    """All pages are the null block, and no row has a slot."""
-    lens = _query_lens(backend.agreement)
-    size = backend.agreement.block_size or 1
-    return Batch.from_lengths(
-        lens,
-        block_table=torch.zeros(len(lens), -(-max(lens) // size), dtype=torch.int32),
-        slot_mapping=torch.full((sum(lens),), PAD_SLOT_ID, dtype=torch.int64),
-        device=backend.device,
-        causal=bool(backend.agreement.requirements.causal),
-        dummy=True,
-    )
-
-
-def _dense_batch(backend: Backend) -> Batch:
-    return Batch.from_lengths([2], device=backend.device, causal=bool(backend.agreement.requirements.causal))
+        dtype = torch_dtype(asked.dtype)
+        rows = torch.zeros(sum(lens), asked.num_q_heads, asked.head_size, dtype=dtype, device=device)
+        sums = torch.zeros(sum(lens), asked.num_q_heads, device=device)
+        library.merge(rows, sums, rows.clone(), sums.clone())
 
 
 def _query_lens(agreement: Agreement) -> list[int]:
@@ -62,11 +36,6 @@ def _query_lens(agreement: Agreement) -> list[int]:
     asked = agreement.requirements
     longest = asked.decode_query_len + ("prefill" in asked.phases)
     return [1, 0, *(min(route.longest, longest) for route in routes_of(agreement) if route.kind != "decode")]
-
-
-def _zeros(impl: AttentionImpl, tokens: int, heads: int) -> torch.Tensor:
-    dtype = torch_dtype(impl.agreement.requirements.dtype)
-    return torch.zeros(tokens, heads, impl.head_size, dtype=dtype, device=impl.device)
 
 
 def run_dense(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 import torch
+from attrs import evolve
 
-from attnplug.contract import null_batch, null_layer, run_null_step
+from attnplug.contract import dummy_batch_of, dummy_layer, warm_up
 
 if TYPE_CHECKING:
     from attnplug_int8_ixformer.backend import Int8Backend
@@ -21,12 +22,13 @@ _SPLIT: Final = (1024, 8192)
 def run_warmup(backend: Int8Backend) -> None:
     """Run decodes with one, few and many splits, and prefills."""
     target = "earlier" if backend.agreement.requirements.kv_sharing else None
-    impl = backend.make_impl(null_layer(backend, LAYER, kv_sharing_target=target))
+    layer = evolve(dummy_layer(backend, LAYER), kv_sharing_target=target)
     cache = backend.make_cache(2)
     if not isinstance(cache, torch.Tensor) and "v_scale" in cache:
         cache["v_scale"].fill_(1.0)
-    for query_len, seq_len in _lengths(backend):
-        run_null_step(backend, null_batch(backend, [query_len], [seq_len]), impl, cache)
+    agreement, device = backend.agreement, backend.device
+    batches = (dummy_batch_of(agreement, device, [query], [seq]) for query, seq in _lengths(backend))
+    warm_up(backend, batches, layer=layer, kv_cache=cache)
 
 
 def _lengths(backend: Int8Backend) -> list[tuple[int, int]]:
