@@ -11,8 +11,7 @@ from packaging.utils import canonicalize_name
 from tools.toml import read_toml
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 CORE: Final = "attnplug"

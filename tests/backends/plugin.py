@@ -56,7 +56,7 @@ def register_unless_installed(name: str, package: str) -> None:
     try:
         attnplug.register(f"{package}.plugin", manifest=manifest_of(package))
     except DuplicateBackendError:
-        assert name in {plugin.name for plugin in process.registry().plugins}
+        assert name in {plugin.name for plugin in attnplug.registry().plugins}
 
 
 @frozen
