@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 
-from attnplug.contract._final import final
-from attnplug.contract.builder import MetadataBuilder
+from attnplug.contract._final import check_made, final, keep_attributes
+from attnplug.contract.builder import MetadataBuilder, check_supports_graphs
 from attnplug.contract.calls.block_copy import check_blocks, copy_between, to_pairs
 from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
-from attnplug.contract.guards.call import ForwardGuard
-from attnplug.contract.guards.classes import check_made, check_supports_graphs, keep_attributes
+from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
 from attnplug.contract.guards.limits import check_limits
 from attnplug.contract.impl import AttentionImpl
@@ -197,7 +196,15 @@ class Backend(ABC):
             )
         check_made(impl, AttentionImpl)
         specs = self._specs(2)
-        impl.bind(ForwardGuard(impl, specs, self.metadata_class, self.device), tuple(specs))
+        form = CallForm(
+            query_dtype=impl.query_dtype,
+            output_dtype=impl.output_dtype,
+            output_width=impl.output_width,
+            host_writes=bool(impl.host_writes),
+            cache=specs,
+            metadata_class=self.metadata_class,
+        )
+        impl.bind(ForwardGuard(completed, form, self.agreement, self.device), tuple(specs))
         return impl
 
     @final

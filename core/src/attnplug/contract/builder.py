@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 import torch
 
-from attnplug.contract._final import final
+from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.calls.advance import DecodeInputs, next_decode_batch
 from attnplug.contract.calls.cascade import cascade_pays
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.shape import graph_level, runs_at
 from attnplug.contract.guards._format import layers_text
 from attnplug.contract.guards.batch import BatchGuard, check_batch
-from attnplug.contract.guards.classes import keep_attributes
-from attnplug.contract.metadata import Metadata
+from attnplug.contract.metadata import assemble
 from attnplug.errors import BatchError, NotNegotiatedError, PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -31,13 +28,11 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits, Parallel
     from attnplug.contract.inputs.phase import BatchSplit
+    from attnplug.contract.metadata import Metadata
     from attnplug.contract.state import State
     from attnplug.negotiation.agreement import Agreement
 
 _T = TypeVar("_T")
-
-# In the order in which they are found: plans are a dict, and only now and then something else.
-_MAPPINGS: Final = (dict, MappingProxyType, Mapping)
 
 
 class MetadataBuilder:
@@ -93,7 +88,7 @@ class MetadataBuilder:
         keep_attributes(self)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({layers_text(self.impls)}, of {self.agreement.id})"
+        return f"{type(self).__name__}({layers_text([impl.layer.name for impl in self.impls])}, of {self.agreement.id})"
 
     # --- what a plugin overrides ---
 
@@ -238,13 +233,13 @@ class MetadataBuilder:
         check_batch(batch, "build")
         if graph is None:
             split = self._guard.check(batch)
-            return self._assemble(split, self.plan_batch(batch, split, fast=fast, graph=None))
+            return assemble(self, split, self.plan_batch(batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
         split = self._guard.check(batch)
         _check_covered(self, graph, batch)
         split = graph.take(split, self)
         fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)
-        return graph.seal(self._assemble(split, fields, graph), self, batch)
+        return graph.seal(assemble(self, split, fields, graph), self, batch)
 
     @final
     def can_run_in_cudagraph(self, batch: Batch) -> bool:
@@ -294,7 +289,7 @@ class MetadataBuilder:
             fields[f"{name}_cpu"] = tensor if cpu is None and tensor.device.type == "cpu" else cpu
         batch: Batch = attrs.evolve(metadata.batch, **fields)
         split = self._guard.check(batch)
-        return self._assemble(split, self.replan_block_table(metadata, batch, split))
+        return assemble(self, split, self.replan_block_table(metadata, batch, split))
 
     @final
     def advance_step(
@@ -339,90 +334,28 @@ class MetadataBuilder:
             advanced = self.build(batch, fast=True, graph=graph)
         else:
             split = self._guard.check(batch)
-            advanced = self._assemble(split, self.plan_next_step(metadata, batch, split))
+            advanced = assemble(self, split, self.plan_next_step(metadata, batch, split))
         if tokens is not None:  # last: a refusal leaves the model's inputs as they were
             tokens.advance(before.seq_lens[:count])
         return advanced
 
-    # --- machinery ---
 
-    def _assemble(self, split: BatchSplit, fields: Mapping[str, Any], graph: GraphBuffers | None = None) -> Metadata:
-        """
-        Return the metadata of a checked batch: the split, and the fields that the plugin planned.
+def check_supports_graphs(builder: MetadataBuilder) -> None:
+    """
+    Check that a builder supports graphs where they were negotiated.
 
-        Raises:
-            PluginContractError: The plugin returned something else, fields that its metadata class lacks, or plans that
-                leave out a plan key.
-        """
-        if not isinstance(fields, _MAPPINGS):
-            _refuse_fields(self, fields)
-        try:
-            metadata = self.backend.metadata_class(
-                agreement=self.agreement,
-                batch=split.batch,
-                num_decodes=split.num_decodes,
-                num_prefills=split.num_prefills,
-                num_decode_tokens=split.num_decode_tokens,
-                num_prefill_tokens=split.num_prefill_tokens,
-                num_key_rows=split.num_key_rows,
-                highest_block=split.highest_block,
-                graph=graph,
-                state=self.state,
-                **fields,
-            )
-        except TypeError:
-            _check_fields(self, fields)
-            raise
-        if fields:
-            _check_plans(self, metadata.plans)
-        return metadata
-
-
-def _check_plans(builder: MetadataBuilder, plans: object) -> None:
-    """Check that there is a plan for every plan key, or none at all."""
-    if not isinstance(plans, _MAPPINGS):
+    Raises:
+        PluginContractError: It does not.
+    """
+    agreement, name = builder.agreement, type(builder).__name__
+    level = agreement.requirements.cudagraph
+    if level != "never" and not builder.supports_graphs:
         raise PluginContractError(
-            f"{type(builder).__name__} returned the plans {reprlib.repr(plans)}",
-            "plans are a mapping: one of each plan key of the builder's layers",
-            "return {'plans': {key: plan for key in self.plan_groups}}",
+            f"cudagraph={level!r} was negotiated with {agreement.id}, and {name} supports no graphs",
+            "a manifest declares cudagraph for what its builder builds for graphs",
+            f"set {name}.supports_graphs = True, and keep what a replay reads in the graph's buffers; "
+            "or declare no cudagraph",
         )
-    if plans and not plans.keys() >= builder.plan_groups.keys():
-        lacking = [impls[0].layer.name for key, impls in builder.plan_groups.items() if key not in plans]
-        raise PluginContractError(
-            f"{type(builder).__name__} made no plan for layer {', '.join(map(repr, lacking))}",
-            "where there are plans, there is one for each plan key of the builder's layers",
-            "plan for every key of self.plan_groups",
-        )
-
-
-def _check_fields(builder: MetadataBuilder, fields: Mapping[str, Any]) -> None:
-    """Check what a plugin planned against its metadata class."""
-    metadata_class = builder.backend.metadata_class
-    general = {field.name for field in attrs.fields(Metadata)}
-    own = {field.alias: field.default for field in attrs.fields(metadata_class) if field.name not in general}
-    wrong = [name for name in fields if name not in own and name != "plans"]
-    lacking = [name for name, default in own.items() if default is attrs.NOTHING and name not in fields]
-    if wrong or lacking:
-        raise PluginContractError(
-            f"{type(builder).__name__} returned {', '.join(map(_name, fields)) or 'no field'}",
-            f"beside plans, {metadata_class.__name__} has {', '.join(own) or 'no field'}"
-            + (f", and needs {', '.join(lacking)}" if lacking else ""),
-            "declare each field in a Metadata subclass (attrs.frozen(eq=False, kw_only=True)), which the backend names "
-            "as metadata_class; core fills in the fields of Metadata itself",
-        )
-
-
-def _name(field: object) -> str:
-    return field if isinstance(field, str) else reprlib.repr(field)
-
-
-def _refuse_fields(builder: MetadataBuilder, found: object) -> NoReturn:
-    name = type(builder).__name__
-    raise PluginContractError(
-        f"{name} returned {'None' if found is None else f'a {type(found).__name__}'} from planning",
-        f"it returns a mapping: plans, and the fields of {builder.backend.metadata_class.__name__} that it adds",
-        f"return {{'plans': {{...}}}} from {name}, or {{}} where nothing is planned",
-    )
 
 
 def _check_graph(builder: MetadataBuilder, graph: GraphBuffers) -> None:

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 import torch
 
-from attnplug.contract._final import final
+from attnplug.contract._final import final, keep_attributes
 from attnplug.contract.calls.op import enlist, tensors_of
 from attnplug.contract.guards.cache import cache_writers
-from attnplug.contract.guards.classes import keep_attributes
 from attnplug.contract.guards.scales import UNQUANTIZED
 from attnplug.contract.inputs.kv_cache import torch_dtype
 from attnplug.errors import LayerError, PluginContractError

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import torch
 from attrs import frozen
 
+from attnplug.contract._final import keep_attributes
 from attnplug.contract.graphs.buffers import GraphBuffers
 from attnplug.contract.graphs.persistent import PersistentInputs
 from attnplug.contract.graphs.shape import check_key, graph_level
 from attnplug.contract.guards.batch import check_batches
-from attnplug.contract.guards.classes import keep_attributes
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.contract.inputs.limits import Parallel
 from attnplug.errors import LimitsError, NotNegotiatedError

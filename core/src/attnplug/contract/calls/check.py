@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import attrs
 
+from attnplug.contract._final import check_made, clashes
 from attnplug.contract.backend import Backend
 from attnplug.contract.builder import MetadataBuilder
 from attnplug.contract.guards.cache import CHOICES, by_phase
-from attnplug.contract.guards.classes import check_made, clashes, misfits
 from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
 from attnplug.errors import PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 
 _PARTS = {"builder_class": MetadataBuilder, "metadata_class": Metadata, "state_class": State}
@@ -145,4 +145,51 @@ def _signatures(cls: type[Backend]) -> Iterator[str]:
     for part, base, names in _CALLED:
         owner = getattr(cls, part, None) if part else cls
         if isinstance(owner, type) and issubclass(owner, base):
-            yield from misfits(owner, base, names)
+            yield from _misfits(owner, base, names)
+
+
+_BY_NAME: Final = (inspect.Parameter.KEYWORD_ONLY,)
+
+
+_BY_PLACE: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def _misfits(cls: type, base: type, names: Iterable[str]) -> Iterator[str]:
+    """Yield what is wrong with those of these methods of `base` that `cls` overrides."""
+    for name in names:
+        own = inspect.getattr_static(cls, name, None)
+        if own is inspect.getattr_static(base, name):
+            continue
+        found = getattr(cls, name, None)
+        if not callable(found):
+            yield f"{cls.__name__}.{name} is {found!r}, no method"
+        elif inspect.isfunction(own) and not _fits(inspect.signature(own), _called(base, name)):
+            wanted = ", ".join(_text(parameter) for parameter in _called(base, name))
+            yield f"{cls.__name__}.{name}{_bare(inspect.signature(own))} is called with ({wanted})"
+
+
+def _called(base: type, name: str) -> list[inspect.Parameter]:
+    """The arguments of a call: those of the contract's own method, without what it takes in any number."""
+    parameters = list(inspect.signature(getattr(base, name)).parameters.values())
+    return [parameter for parameter in parameters[1:] if parameter.kind in (*_BY_PLACE, *_BY_NAME)]
+
+
+def _fits(signature: inspect.Signature, called: list[inspect.Parameter]) -> bool:
+    placed = [None for parameter in called if parameter.kind in _BY_PLACE]
+    named: dict[str, Any] = {parameter.name: None for parameter in called if parameter.kind in _BY_NAME}
+    try:
+        signature.bind(None, *placed, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _text(parameter: inspect.Parameter) -> str:
+    return f"{parameter.name}=..." if parameter.kind in _BY_NAME else parameter.name
+
+
+def _bare(signature: inspect.Signature) -> str:
+    """The signature without its types, which are long."""
+    empty = inspect.Parameter.empty
+    parameters = [parameter.replace(annotation=empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty))

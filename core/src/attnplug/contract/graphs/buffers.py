@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from attrs import evolve
 
-from attnplug.contract.graphs.invariants import check_frozen, snapshots
+from attnplug.contract.graphs.invariants import changed_fields, snapshots
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
-from attnplug.contract.graphs.shape import check_fits, fits, split_of_shape
+from attnplug.contract.graphs.shape import query_range, split_of_shape
+from attnplug.contract.guards.uniform import uniform_query_lens
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
+from attnplug.errors import BatchError, PluginContractError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
     from attnplug.contract.builder import MetadataBuilder
     from attnplug.contract.graphs.shape import GraphShape
@@ -73,7 +75,7 @@ class GraphBuffers:
 
     def fits(self, batch: Batch) -> bool:
         """Whether a batch can be padded to this shape."""
-        return fits(self, batch)
+        return next(_misfits(self, batch), None) is None
 
     def is_captured(self, builder: MetadataBuilder) -> bool:
         """Whether this builder has built into the slot."""
@@ -87,7 +89,7 @@ class GraphBuffers:
         Raises:
             BatchError: The batch does not fit the shape, or its tensors moved though the host owns them.
         """
-        check_fits(self, split.batch)
+        _check_fits(self, split.batch)
         return split_of_shape(self.key, split, self._as_seen(split.batch, builder), builder.agreement.requirements)
 
     def _as_seen(self, batch: Batch, builder: MetadataBuilder) -> Batch:
@@ -112,10 +114,104 @@ class GraphBuffers:
         if captured is None:
             self._kept["captured", builder] = snapshots(metadata)
         else:
-            check_frozen(captured, metadata, builder)
+            changed = changed_fields(captured, metadata)
+            if changed:
+                _refuse_changed(builder, changed)
         self._kept["given", builder] = given
         return metadata
 
     def given(self, builder: MetadataBuilder) -> Batch:
         """Return the batch that this builder last built into the slot, as the host gave it."""
         return cast("Batch", self._kept["given", builder])
+
+
+def _check_fits(graph: GraphBuffers, batch: Batch) -> None:
+    """
+    Check a batch against the shape of a slot.
+
+    Raises:
+        BatchError: It cannot be padded to it.
+    """
+    for given, expected in _misfits(graph, batch):
+        raise BatchError(
+            f"a batch with {given} was given for the slot {graph.key}",
+            expected,
+            "pass a batch that the slot fits (State.find_graph finds one), or build with graph=None",
+        )
+
+
+def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Yield what the batch has, and what the slot takes in its place."""
+    key = graph.key
+    for name, most in (
+        ("num_reqs", key.num_reqs),
+        ("num_actual_tokens", key.num_tokens),
+        ("max_seq_len", graph.max_seq_len),
+    ):
+        if getattr(batch, name) > most:
+            yield f"{name}={getattr(batch, name)}", f"it takes up to {most}"
+    if key.query_len is not None:
+        yield from _query_misfits(key.query_len, batch)
+    if batch.common_prefix_len:
+        yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
+    if batch.custom_mask is not None:
+        yield "a custom_mask", "its size differs from step to step"
+    if batch.extra:
+        yield f"extra {', '.join(map(repr, batch.extra))}", "what open features bring along is not in the graph"
+    if batch.encoder_seq_lens is not None:
+        yield from _encoder_misfits(graph, batch)
+    if batch.key_start_loc is not None:
+        yield "a key_start_loc", "graphs read K/V from a paged cache"
+    slots = key.num_tokens if batch.encoder_seq_lens is None else 0
+    if graph.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
+        yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
+
+
+def _encoder_misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
+    """Cross attention reads what the encoder wrote at the first step of a request, which is not in the graph."""
+    host = batch.slot_mapping_cpu
+    written = _num_slots(batch) if host is None else int((host >= 0).sum())
+    if written:
+        yield f"{written} encoder tokens to write", "the K/V of the encoder are written eagerly"
+    longest = batch.max_encoder_seq_len or 0
+    if longest > graph.max_seq_len:
+        yield f"max_encoder_seq_len={longest}", f"it takes up to {graph.max_seq_len}"
+
+
+def _num_slots(batch: Batch) -> int:
+    return 0 if batch.slot_mapping is None else batch.slot_mapping.shape[0]
+
+
+def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
+    found = query_range(batch)
+    if found != (query_len, query_len):
+        yield f"queries of {found} tokens at least and at most", f"every query has {query_len}"
+    elif _has_padding_within(batch):
+        yield "a padded request before others", "padded requests stand last: a graph finds each one's rows at its place"
+
+
+def _has_padding_within(batch: Batch) -> bool:
+    """Whether a request without a query stands before one with a query, given that all queries have one length."""
+    host = batch.query_start_loc_cpu
+    if host is None or batch.num_reqs <= 1 or uniform_query_lens(batch) is not None:
+        return False
+    return int(host.diff().diff().amax()) > 0
+
+
+def _refuse_changed(builder: MetadataBuilder, changed: Sequence[str]) -> None:
+    """Raise for metadata whose fields differ from those of the capture; plans are named by their layers."""
+    plans = {f"plans[{key!r}]": impls[0].layer.name for key, impls in builder.plan_groups.items()}
+    raise PluginContractError(
+        f"{builder.agreement.id} built metadata for a captured graph whose "
+        f"{', '.join(_with_layer(path, plans) for path in changed)} changed since the capture",
+        "a replay reads the tensors of the capture, and every Python value is frozen in it",
+        "write into tensors that MetadataBuilder.per_graph keeps, and bound what may grow by the graph's shape",
+    )
+
+
+def _with_layer(path: str, plans: Mapping[str, str]) -> str:
+    """Return the path of a plan by its layer: plan keys are long."""
+    for prefix, layer in plans.items():
+        if path.startswith(prefix):
+            return f"plan of layer {layer!r}{path.removeprefix(prefix)}"
+    return path

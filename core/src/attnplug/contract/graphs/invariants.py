@@ -11,13 +11,8 @@ import attrs
 import torch
 from attrs import frozen
 
-from attnplug.errors import PluginContractError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
-
-    from attnplug.contract.builder import MetadataBuilder
-    from attnplug.contract.metadata import Metadata
 
 # The batch has a guard of its own; block numbers are looked at by guards, not by kernels.
 _UNREAD: Final = ("batch", "highest_block", "graph", "agreement", "state")
@@ -81,41 +76,15 @@ def snapshot(value: Any) -> Snapshot:
     return Snapshot(value, _fact(value), parts, _is_fixed(value))
 
 
-def snapshots(metadata: Metadata) -> dict[str, Snapshot]:
+def snapshots(metadata: Any) -> dict[str, Snapshot]:
     """Return a snapshot of each field of metadata that a graph may read."""
     names = (field.name for field in attrs.fields(type(metadata)))
     return {name: snapshot(getattr(metadata, name)) for name in names if name not in _UNREAD}
 
 
-def check_frozen(captured: Mapping[str, Snapshot], metadata: Metadata, builder: MetadataBuilder) -> None:
-    """
-    Compare metadata with that of the capture.
-
-    Args:
-        captured: The snapshots of the capture.
-        metadata: What is to be replayed with.
-        builder: Who built both.
-
-    Raises:
-        PluginContractError: They differ; the message names the fields.
-    """
-    changed = [path for name, before in captured.items() for path in before.changes(getattr(metadata, name), name)]
-    if changed:
-        plans = {f"plans[{key!r}]": impls[0].layer.name for key, impls in builder.plan_groups.items()}
-        named = ", ".join(_with_layer(path, plans) for path in changed)
-        raise PluginContractError(
-            f"{builder.agreement.id} built metadata for a graph slot whose {named} changed since the capture",
-            "a replay reads the tensors of the capture, and every Python value is frozen in it",
-            "write into tensors that MetadataBuilder.once keeps, and bound what may grow by the slot's key",
-        )
-
-
-def _with_layer(path: str, plans: Mapping[str, str]) -> str:
-    """The path of a plan by its layer: plan keys are long."""
-    for prefix, layer in plans.items():
-        if path.startswith(prefix):
-            return f"plan of layer {layer!r}{path.removeprefix(prefix)}"
-    return path
+def changed_fields(captured: Mapping[str, Snapshot], metadata: object) -> list[str]:
+    """Return the paths of what differs in metadata, field by field, from the snapshots of the capture."""
+    return [path for name, before in captured.items() for path in before.changes(getattr(metadata, name), name)]
 
 
 def _fact(value: Any) -> Any:

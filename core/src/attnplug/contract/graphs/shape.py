@@ -8,13 +8,10 @@ from attrs import frozen
 
 from attnplug.contract.guards.uniform import uniform_query_lens
 from attnplug.contract.inputs.phase import BatchSplit
-from attnplug.errors import BatchError, LimitsError
+from attnplug.errors import LimitsError
 from attnplug.request.fields import GRAPH_LEVELS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from attnplug.contract.graphs.buffers import GraphBuffers
     from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
@@ -96,29 +93,9 @@ def runs_at(level: str, batch: Batch, decode_query_len: int) -> bool:
     """Whether a graph level covers a batch. Padded requests, of query length 0, count for nothing."""
     if level in {"never", "always"}:
         return level == "always"
-    shortest, longest = _query_range(batch)
+    shortest, longest = query_range(batch)
     most = 1 if level == "single_token_decode" else decode_query_len
     return shortest == longest <= most
-
-
-def fits(graph: GraphBuffers, batch: Batch) -> bool:
-    """Whether a batch can be padded to the shape of a slot."""
-    return next(_misfits(graph, batch), None) is None
-
-
-def check_fits(graph: GraphBuffers, batch: Batch) -> None:
-    """
-    Check a batch against the shape of a slot.
-
-    Raises:
-        BatchError: It cannot be padded to it.
-    """
-    for given, expected in _misfits(graph, batch):
-        raise BatchError(
-            f"a batch with {given} was given for the slot {graph.key}",
-            expected,
-            "pass a batch that the slot fits (State.find_graph finds one), or build with graph=None",
-        )
 
 
 def check_key(key: GraphShape, agreement: Agreement, limits: Limits, max_batch_size: int) -> None:
@@ -149,65 +126,7 @@ def _refuse(key: GraphShape, expected: str) -> None:
     )
 
 
-def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
-    """Yield what the batch has, and what the slot takes in its place."""
-    key = graph.key
-    for name, most in (
-        ("num_reqs", key.num_reqs),
-        ("num_actual_tokens", key.num_tokens),
-        ("max_seq_len", graph.max_seq_len),
-    ):
-        if getattr(batch, name) > most:
-            yield f"{name}={getattr(batch, name)}", f"it takes up to {most}"
-    if key.query_len is not None:
-        yield from _query_misfits(key.query_len, batch)
-    if batch.common_prefix_len:
-        yield f"common_prefix_len={batch.common_prefix_len}", "a shared prefix is a number, which a graph would freeze"
-    if batch.custom_mask is not None:
-        yield "a custom_mask", "its size differs from step to step"
-    if batch.extra:
-        yield f"extra {', '.join(map(repr, batch.extra))}", "what open features bring along is not in the graph"
-    if batch.encoder_seq_lens is not None:
-        yield from _encoder_misfits(graph, batch)
-    if batch.key_start_loc is not None:
-        yield "a key_start_loc", "graphs read K/V from a paged cache"
-    slots = key.num_tokens if batch.encoder_seq_lens is None else 0
-    if graph.host_owned_inputs and (batch.num_reqs, _num_slots(batch)) != (key.num_reqs, slots):
-        yield f"num_reqs={batch.num_reqs} and {_num_slots(batch)} slots", "the host pads its own tensors to the shape"
-
-
-def _encoder_misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
-    """Cross attention reads what the encoder wrote at the first step of a request, which is not in the graph."""
-    host = batch.slot_mapping_cpu
-    written = _num_slots(batch) if host is None else int((host >= 0).sum())
-    if written:
-        yield f"{written} encoder tokens to write", "the K/V of the encoder are written eagerly"
-    longest = batch.max_encoder_seq_len or 0
-    if longest > graph.max_seq_len:
-        yield f"max_encoder_seq_len={longest}", f"it takes up to {graph.max_seq_len}"
-
-
-def _num_slots(batch: Batch) -> int:
-    return 0 if batch.slot_mapping is None else batch.slot_mapping.shape[0]
-
-
-def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
-    found = _query_range(batch)
-    if found != (query_len, query_len):
-        yield f"queries of {found} tokens at least and at most", f"every query has {query_len}"
-    elif _has_padding_within(batch):
-        yield "a padded request before others", "padded requests stand last: a graph finds each one's rows at its place"
-
-
-def _has_padding_within(batch: Batch) -> bool:
-    """Whether a request without a query stands before one with a query, given that all queries have one length."""
-    host = batch.query_start_loc_cpu
-    if host is None or batch.num_reqs <= 1 or uniform_query_lens(batch) is not None:
-        return False
-    return int(host.diff().diff().amax()) > 0
-
-
-def _query_range(batch: Batch) -> tuple[int, int]:
+def query_range(batch: Batch) -> tuple[int, int]:
     """Return the shortest and the longest query of the requests that have one."""
     host = batch.query_start_loc_cpu
     if host is None:

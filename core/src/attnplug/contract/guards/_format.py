@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from attnplug.contract.impl import AttentionImpl
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return ``"bfloat16"`` for ``torch.bfloat16``."""
@@ -28,7 +26,7 @@ def describe(tensor: Tensor) -> str:
     return f"{shape_text(tensor.shape)} {dtype_name(tensor.dtype)} on {tensor.device}"
 
 
-def layers_text(impls: Sequence[AttentionImpl]) -> str:
+def layers_text(names: Sequence[str]) -> str:
     """Return ``"layer 'a'"``, or ``"32 layers from 'a' to 'z'"``."""
-    first, last = impls[0].layer.name, impls[-1].layer.name
-    return f"layer {first!r}" if len(impls) == 1 else f"{len(impls)} layers from {first!r} to {last!r}"
+    first, last = names[0], names[-1]
+    return f"layer {first!r}" if len(names) == 1 else f"{len(names)} layers from {first!r} to {last!r}"

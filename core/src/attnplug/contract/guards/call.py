@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
+from attrs import frozen
 
 from attnplug.contract.guards._format import describe, dtype_name
 from attnplug.contract.guards.cache import CacheGuard
@@ -16,43 +17,79 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from attnplug.contract.impl import AttentionImpl
+    from attnplug.contract.inputs.batch import Batch
     from attnplug.contract.inputs.kv_cache import Cache, CacheTensor
-    from attnplug.contract.metadata import Metadata
+    from attnplug.contract.inputs.layer import Layer
+    from attnplug.negotiation.agreement import Agreement
+
+
+class StepMetadata(Protocol):
+    """What a call reads of `attnplug.contract.Metadata`."""
+
+    @property
+    def agreement(self) -> Agreement:
+        """What was negotiated."""
+
+    @property
+    def batch(self) -> Batch:
+        """The batch of the step."""
+
+    @property
+    def num_key_rows(self) -> int:
+        """K/V rows that the call has at least."""
+
+    @property
+    def highest_block(self) -> int:
+        """An upper bound of the block numbers in use."""
+
+
+@frozen(kw_only=True)
+class CallForm:
+    """
+    What one implementation takes and writes.
+
+    Attributes:
+        query_dtype: Dtype of the queries.
+        output_dtype: Dtype of the output.
+        output_width: Elements of one output row.
+        host_writes: Whether the host writes the KV cache in some phase.
+        cache: The tensors of the layer's KV cache, by role.
+        metadata_class: The class of the backend's metadata.
+    """
+
+    query_dtype: torch.dtype
+    output_dtype: torch.dtype
+    output_width: int
+    host_writes: bool
+    cache: Mapping[str, CacheTensor]
+    metadata_class: type[Any]
 
 
 class ForwardGuard:
     """Checks the calls of one implementation."""
 
-    def __init__(
-        self,
-        impl: AttentionImpl,
-        specs: Mapping[str, CacheTensor],
-        metadata_class: type[Metadata],
-        device: torch.device,
-    ) -> None:
-        asked = impl.agreement.requirements
-        self._name = impl.layer.name
-        self._agreement = impl.agreement
-        self._metadata_class = metadata_class
+    def __init__(self, layer: Layer, form: CallForm, agreement: Agreement, device: torch.device) -> None:
+        requested = agreement.requirements
+        head_size, kv_heads = requested.head_size, requested.num_kv_heads
+        self._name = layer.name
+        self._agreement = agreement
+        self._metadata_class = form.metadata_class
         self._device_type = device.type
         self._device: torch.device | None = None
-        self._dtype: torch.dtype = TORCH_DTYPES[asked.dtype]
-        self._query_dtype = impl.query_dtype
-        self._output_dtype = impl.output_dtype
-        self._output_width = impl.output_width
-        self._query_heads = (impl.num_q_heads, impl.head_size)
-        self._key_heads = (impl.num_kv_heads, impl.head_size)
-        self._value_heads = (impl.num_kv_heads, impl.head_size_v)
-        self._num_q_heads = impl.num_q_heads
-        self._paged = bool(asked.paged)
-        self._may_lack_keys = impl.layer.kv_sharing_target is not None or (
-            self._paged and asked.attn_type == "encoder_decoder"
-        )
-        self._shares = impl.layer.kv_sharing_target is not None
-        self._return_lse = asked.return_lse
-        self._cache = CacheGuard(specs, impl.agreement)
-        self._host_writes = bool(impl.host_writes)
+        self._dtype: torch.dtype = TORCH_DTYPES[requested.dtype]
+        self._query_dtype = form.query_dtype
+        self._output_dtype = form.output_dtype
+        self._output_width = form.output_width
+        self._num_q_heads = requested.num_q_heads
+        self._query_heads = (requested.num_q_heads, head_size)
+        self._key_heads = (kv_heads, head_size)
+        self._value_heads = (kv_heads, head_size if requested.head_size_v is None else requested.head_size_v)
+        self._paged = bool(requested.paged)
+        self._shares = layer.kv_sharing_target is not None
+        self._may_lack_keys = self._shares or (self._paged and requested.attn_type == "encoder_decoder")
+        self._return_lse = requested.return_lse
+        self._cache = CacheGuard(form.cache, agreement)
+        self._host_writes = form.host_writes
 
     def check_call(
         self,
@@ -60,7 +97,7 @@ class ForwardGuard:
         key: Tensor | None,
         value: Tensor | None,
         kv_cache: Cache | None,
-        metadata: Metadata | None,
+        metadata: StepMetadata | None,
         output: Tensor,
         lse: Tensor | None,
     ) -> bool:
@@ -178,7 +215,7 @@ class ForwardGuard:
         ):
             self._refuse("lse", lse, (tokens, self._num_q_heads), torch.float32, device)
 
-    def _check_metadata(self, metadata: Metadata, tokens: int, keys: int | None) -> None:
+    def _check_metadata(self, metadata: StepMetadata, tokens: int, keys: int | None) -> None:
         if not isinstance(metadata, self._metadata_class) or (
             metadata.agreement is not self._agreement and metadata.agreement != self._agreement
         ):
@@ -204,7 +241,7 @@ class ForwardGuard:
                 "pass the K/V of the batch that the metadata was built for",
             )
 
-    def _check_cache(self, kv_cache: Cache | None, metadata: Metadata, device: torch.device) -> None:
+    def _check_cache(self, kv_cache: Cache | None, metadata: StepMetadata, device: torch.device) -> None:
         if not self._paged:
             if kv_cache is not None and not is_empty(kv_cache):
                 raise CacheError(
