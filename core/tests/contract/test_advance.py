@@ -26,9 +26,9 @@ def tokens(rows, sampled):
     padding=st.integers(0, 2),
     steps=st.integers(1, 6),
     dropped=st.integers(0, 4),
-    slotted=st.booleans(),
+    in_graph=st.booleans(),
 )
-def test_steps_follow_each_other(lens, padding, steps, dropped, slotted):
+def test_steps_follow_each_other(lens, padding, steps, dropped, in_graph):
     """Against lists of numbers: lengths, positions, slots and inputs of every step."""
     _, _, builder = world("single_token_decode")
     rows = len(lens) + padding
@@ -42,7 +42,7 @@ def test_steps_follow_each_other(lens, padding, steps, dropped, slotted):
     batch.slot_mapping.copy_(torch.tensor(place))
     if len(set(place)) < len(place):
         return
-    graph = capture(builder, GraphShape(rows, rows, 1))[0][0] if slotted else None
+    graph = capture(builder, GraphShape(rows, rows, 1))[0][0] if in_graph else None
     metadata = builder.build(batch, graph=graph)
     for step in range(1, steps + 1):
         inputs = tokens(rows, [1000 * step + row for row in range(rows)])
@@ -59,10 +59,10 @@ def test_steps_follow_each_other(lens, padding, steps, dropped, slotted):
         assert seen.seq_lens.tolist() == seen.seq_lens_cpu.tolist() == expected + [0] * (rows - going)
         assert seen.query_start_loc.tolist() == [min(row, going) for row in range(rows + 1)]
         assert seen.query_start_loc_cpu.tolist() == seen.query_start_loc.tolist()
-        assert seen.slot_mapping.tolist() == slots + [-1] * (rows - going if slotted else 0)
+        assert seen.slot_mapping.tolist() == slots + [-1] * (rows - going if in_graph else 0)
         assert inputs.input_ids.tolist() == inputs.sampled[:going].tolist() + [99] * (rows - going)
         assert inputs.positions.tolist() == [n - 1 for n in expected] + [77] * (rows - going)
-        if not slotted:
+        if not in_graph:
             assert (seen.num_actual_tokens, seen.max_query_len, seen.max_seq_len) == (going, 1, max(expected))
     assert batch.seq_lens.tolist() == lens + [0] * padding
 
@@ -94,7 +94,7 @@ def test_prefills_become_decodes_when_told():
     _, _, builder = world()
     metadata = builder.build(make_batch([1, 5], [4, 5], width=WIDTH))
     metadata.batch.block_table[0, 1] = 20
-    with refused(BatchError, given="a query of 5 tokens", fix="prefills_to_decodes=True"):
+    with refused(BatchError, problem="a query of 5 tokens", fix="prefills_to_decodes=True"):
         builder.advance_step(metadata)
 
     inputs = tokens(6, [5, 6])
@@ -120,10 +120,10 @@ def test_no_room_is_refused_before_anything_moves():
     _, _, builder = world()
     metadata = builder.build(make_batch([1], [BLOCK_SIZE]))
     inputs = tokens(1, [5])
-    with refused(BatchError, given="a sequence of 5 tokens", allowed="1 columns of 4", fix="allocate"):
+    with refused(BatchError, problem="a sequence of 5 tokens", expected="1 columns of 4", fix="allocate"):
         builder.advance_step(metadata, tokens=inputs)
     short = DecodeInputs(torch.tensor([1]), torch.tensor([99]), torch.zeros(0, dtype=torch.int64))
-    with refused(TensorError, given="positions", allowed="1 requests"):
+    with refused(TensorError, problem="positions", expected="1 requests"):
         builder.advance_step(builder.build(make_batch([1], [3])), tokens=short)
     assert (inputs.input_ids.tolist(), short.input_ids.tolist()) == ([99], [99])
 
@@ -131,20 +131,20 @@ def test_no_room_is_refused_before_anything_moves():
 @pytest.mark.parametrize("count", [0, 3, True, 1.5])
 def test_as_many_go_on_as_there_were(count):
     _, _, builder = world()
-    with refused(BatchError, given="num_queries=", allowed="2 requests"):
+    with refused(BatchError, problem="num_queries=", expected="2 requests"):
         builder.advance_step(builder.build(make_batch([1, 1], [2, 3])), num_queries=count)
 
 
 def test_what_cannot_be_advanced_is_refused():
     _, _, builder = world()
-    with refused(BatchError, given="request 0 is padding", fix="at the end"):
+    with refused(BatchError, problem="request 0 is padding", fix="at the end"):
         builder.advance_step(builder.build(make_batch([0, 1], [0, 3])))
-    with refused(BatchError, given="metadata", allowed="toy/plain"):
+    with refused(BatchError, problem="metadata", expected="toy/plain"):
         builder.advance_step(make_builder(make_backend(sliding_window=3)).build(make_batch([1], [2])))
-    with refused(NotNegotiatedError, given="custom mask"):
+    with refused(NotNegotiatedError, problem="custom mask"):
         masked = make_builder(make_backend(custom_mask=True))
         masked.advance_step(masked.build(make_batch([1], [3], custom_mask=torch.ones(3, dtype=torch.bool))))
-    with refused(NotNegotiatedError, given="extra 'acme.rope'"):  # positions of the step before, say
+    with refused(NotNegotiatedError, problem="extra 'acme.rope'"):  # positions of the step before, say
         open_ended = make_builder(make_backend(features=("acme.rope",)))
         open_ended.advance_step(open_ended.build(make_batch([1], [3], extra={"acme.rope": torch.tensor([2])})))
 
@@ -189,15 +189,15 @@ def test_metadata_is_reused_for_another_group():
 def test_other_pages_are_checked():
     _, _, builder = world()
     metadata = builder.build(make_batch([1], [6]))
-    with refused(BatchError, allowed="2 blocks"):
+    with refused(BatchError, expected="2 blocks"):
         builder.update_block_table(metadata, metadata.batch.block_table[:, :1], metadata.batch.slot_mapping)
-    with refused(BatchError, given="metadata"):
+    with refused(BatchError, problem="metadata"):
         other = make_builder(make_backend(sliding_window=3))
         other.update_block_table(metadata, metadata.batch.block_table, metadata.batch.slot_mapping)
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
-    slotted = builder.build(metadata.batch, graph=graph)
-    with refused(BatchError, given="GraphBuffers", fix="graph=graph"):
-        builder.update_block_table(slotted, metadata.batch.block_table, metadata.batch.slot_mapping)
+    in_graph = builder.build(metadata.batch, graph=graph)
+    with refused(BatchError, problem="GraphBuffers", fix="graph=graph"):
+        builder.update_block_table(in_graph, metadata.batch.block_table, metadata.batch.slot_mapping)
 
 
 def test_a_host_advances_its_own_inputs():
@@ -205,15 +205,15 @@ def test_a_host_advances_its_own_inputs():
     with builder.state.graph_capture(2):
         graph = builder.state.graph(GraphShape(2, 2, 1), host_owned_inputs=True)
         metadata = builder.build(make_batch([1, 1], [5, 3], width=WIDTH), graph=graph)
-    with refused(BatchError, given="GraphBuffers", allowed="the host's own", fix="graph=graph"):
+    with refused(BatchError, problem="GraphBuffers", expected="the host's own", fix="graph=graph"):
         builder.advance_step(metadata)
 
 
-@pytest.mark.parametrize("slotted", [False, True])
-def test_a_batch_that_stands_in_goes_on_standing_in(slotted):
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_batch_that_stands_in_goes_on_standing_in(in_graph):
     """A rank without requests runs as many steps as the others; its pages and lengths never grow."""
     backend, _, builder = world("single_token_decode")
-    graph = capture(builder, GraphShape(2, 2, 1))[0][0] if slotted else None
+    graph = capture(builder, GraphShape(2, 2, 1))[0][0] if in_graph else None
     batch = backend.dummy_batch(GraphShape(2, 2, 1))
     metadata = builder.build(batch, graph=graph)
     for _ in range(2 * BLOCK_SIZE):

@@ -36,11 +36,11 @@ def test_defaults_claim_nothing():
 @pytest.mark.parametrize("served", [True, False])
 def test_who_serves_sinks_and_lse_says_whether_they_meet(served):
     layer = Layer(name="layers.0", sinks=torch.zeros(4))
-    asked = {"sinks": True, "return_lse": True}
+    requested = {"sinks": True, "return_lse": True}
 
     with pytest.raises(PluginContractError, match="lse_includes_sink"):
-        make_backend(with_impl(), **asked).make_impl(layer)
-    impl = make_backend(with_impl(lse_includes_sink=served), **asked).make_impl(layer)
+        make_backend(with_impl(), **requested).make_impl(layer)
+    impl = make_backend(with_impl(lse_includes_sink=served), **requested).make_impl(layer)
     assert impl.lse_includes_sink is served
 
 
@@ -140,11 +140,11 @@ def test_a_builder_has_layers_of_its_own_agreement():
     backend, other = make_backend(), make_backend(sliding_window=4)
     state = backend.make_state(limits())
 
-    with refused(LayerError, given="no layers"):
+    with refused(LayerError, problem="no layers"):
         backend.make_builder([], state)
-    with refused(LayerError, given="layer 'layers.0', made by toy/plain", allowed="share one agreement"):
+    with refused(LayerError, problem="layer 'layers.0', made by toy/plain", expected="share one agreement"):
         backend.make_builder([make_layer(other)], state)
-    with refused(LayerError, given="layers ['layers.0', 'layers.0']", allowed="unique"):
+    with refused(LayerError, problem="layers ['layers.0', 'layers.0']", expected="unique"):
         backend.make_builder([make_layer(backend), make_layer(backend)], state)
 
 
@@ -152,16 +152,16 @@ def test_a_builder_has_a_state_of_its_own_backend():
     backend = make_backend()
     impl = make_layer(backend)
 
-    with refused(LimitsError, given="a state of toy/plain on meta", fix="make_state"):
+    with refused(LimitsError, problem="a state of toy/plain on meta", fix="make_state"):
         backend.make_builder([impl], make_backend(device="meta").make_state(limits()))
-    with refused(LimitsError, given="capture_sizes", allowed="without CUDA graphs"):
+    with refused(LimitsError, problem="capture_sizes", expected="without CUDA graphs"):
         backend.make_builder([impl], make_backend(agreed_graphs="always").make_state(limits(capture_sizes=[1])))
     shared = make_backend(sliding_window=4).make_state(limits())
     assert backend.make_builder([impl], shared).state is shared
 
 
 @pytest.mark.parametrize(
-    ("fields", "asked", "differs"),
+    ("fields", "requested", "differs"),
     [
         ({}, {}, False),
         ({"scale": 2.0}, {}, True),
@@ -172,13 +172,13 @@ def test_a_builder_has_a_state_of_its_own_backend():
         ({}, {"attention_chunk": 8}, True),
     ],
 )
-def test_the_plan_key_holds_what_libraries_plan_for(fields, asked, differs):
+def test_the_plan_key_holds_what_libraries_plan_for(fields, requested, differs):
     plain = make_layer(make_backend()).plan_key
 
-    key = make_layer(make_backend(**asked), **fields).plan_key
+    key = make_layer(make_backend(**requested), **fields).plan_key
 
     assert (key != plain) is differs
-    assert hash(key) == hash(make_layer(make_backend(**asked), **fields).plan_key)
+    assert hash(key) == hash(make_layer(make_backend(**requested), **fields).plan_key)
 
 
 def test_a_layer_fills_its_own_part_of_the_cache():
@@ -200,10 +200,10 @@ def test_metadata_leads_to_its_state():
 
 
 @pytest.mark.parametrize(
-    ("asked", "limit", "is_invariant"), [(False, None, False), (True, None, True), (True, False, False)]
+    ("requested", "limit", "is_invariant"), [(False, None, False), (True, None, True), (True, False, False)]
 )
-def test_batch_invariance_is_as_agreed_or_less(asked, limit, is_invariant):
-    backend = make_backend(batch_invariant=asked)
+def test_batch_invariance_is_as_agreed_or_less(requested, limit, is_invariant):
+    backend = make_backend(batch_invariant=requested)
     assert make_builder(backend, batch_invariant=limit).batch_invariant is is_invariant
 
 
@@ -226,5 +226,5 @@ def test_a_shared_state_has_room_for_all():
 
     small, large = make_backend(Working), make_backend(Working, sliding_window=8)
     assert small.make_builder([make_layer(small)], large.make_state(limits())).state.workspace.numel() == 128
-    with refused(LimitsError, given="a workspace of 16 bytes", allowed="needs 128", fix="needs most"):
+    with refused(LimitsError, problem="a workspace of 16 bytes", expected="needs 128", fix="needs most"):
         large.make_builder([make_layer(large)], small.make_state(limits()))

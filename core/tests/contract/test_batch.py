@@ -94,7 +94,7 @@ def test_padding_is_minus_one():
 
 
 @pytest.mark.parametrize(
-    ("lens", "given", "allowed"),
+    ("lens", "problem", "expected"),
     [
         (([1, 2], [3]), "2 query_lens and 1 seq_lens", "the query too"),
         (([], [3]), "0 query_lens and 1 seq_lens", "the query too"),
@@ -104,8 +104,8 @@ def test_padding_is_minus_one():
         ((3, 3), "query_lens=3", "whole number per request"),
     ],
 )
-def test_lengths_that_are_none_are_refused(lens, given, allowed):
-    with refused(BatchError, given, allowed):
+def test_lengths_that_are_none_are_refused(lens, problem, expected):
+    with refused(BatchError, problem, expected):
         Batch.from_lengths(*lens)
 
 

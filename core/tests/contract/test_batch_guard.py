@@ -66,13 +66,13 @@ def test_a_true_batch_is_described(batch, builder):
 @pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len"])
 @pytest.mark.parametrize("value", [3.0, torch.tensor(3), True, None])
 def test_counts_are_python_ints(batch, builder, name, value):
-    with refused(BatchError, given=f"{name}={value!r}", allowed="Python int", fix="int(...)"):
+    with refused(BatchError, problem=f"{name}={value!r}", expected="Python int", fix="int(...)"):
         builder.build(evolve(batch, **{name: value}))
 
 
 @pytest.mark.parametrize("counts", [{"num_reqs": 0}, {"num_actual_tokens": 0}, {"num_reqs": -1}])
 def test_an_empty_batch_is_refused(batch, builder, counts):
-    with refused(BatchError, allowed="at least one request and one token", fix="skip the step"):
+    with refused(BatchError, expected="at least one request and one token", fix="skip the step"):
         builder.build(evolve(batch, **counts))
 
 
@@ -87,7 +87,7 @@ def test_an_empty_batch_is_refused(batch, builder, counts):
 def test_a_batch_stays_within_the_limits(batch, bound, most, count):
     builder = make_builder(make_backend(), **{bound: most})
 
-    with refused(BatchError, given=count, allowed=f"{bound}={most}", fix=f"Limits({bound}="):
+    with refused(BatchError, problem=count, expected=f"{bound}={most}", fix=f"Limits({bound}="):
         builder.build(batch)
 
 
@@ -101,7 +101,7 @@ def test_a_batch_stays_within_the_limits(batch, bound, most, count):
     ],
 )
 def test_query_start_loc_starts_at_0_rises_and_ends_at_the_tokens(batch, builder, starts, found):
-    with refused(BatchError, given=found, allowed="num_actual_tokens=5", fix="Batch.from_lengths"):
+    with refused(BatchError, problem=found, expected="num_actual_tokens=5", fix="Batch.from_lengths"):
         builder.build(changed(batch, query_start_loc=int32(*starts)))
 
 
@@ -122,42 +122,42 @@ def test_query_start_loc_starts_at_0_rises_and_ends_at_the_tokens(batch, builder
     ],
 )
 def test_index_tensors_have_one_form(batch, builder, name, tensor):
-    with refused(TensorError, given=f"{name} of", allowed="on cpu", fix="that shape, dtype and device"):
+    with refused(TensorError, problem=f"{name} of", expected="on cpu", fix="that shape, dtype and device"):
         builder.build(changed(batch, **{name: tensor}))
 
 
 def test_the_blocks_of_a_request_lie_side_by_side(batch, builder):
-    with refused(TensorError, given="strides", fix=".contiguous()"):
+    with refused(TensorError, problem="strides", fix=".contiguous()"):
         builder.build(changed(batch, block_table=batch.block_table.t().contiguous().t()))
 
 
 @pytest.mark.parametrize(("name", "true"), [("max_query_len", 3), ("max_seq_len", 9)])
 @pytest.mark.parametrize("change", [-1, 1])
 def test_longest_lengths_are_true(batch, builder, name, true, change):
-    with refused(BatchError, given=f"{name}={true + change}", fix=f"pass {name}={true}"):
+    with refused(BatchError, problem=f"{name}={true + change}", fix=f"pass {name}={true}"):
         builder.build(evolve(batch, **{name: true + change}))
 
 
 @pytest.mark.parametrize(("index", "length"), [(2, 2), (0, 0), (0, -5)])
 def test_a_sequence_counts_its_query(batch, builder, index, length):
     with refused(
-        BatchError, given=f"request {index} has a sequence of {length} tokens", allowed="seq_len >= query_len"
+        BatchError, problem=f"request {index} has a sequence of {length} tokens", expected="seq_len >= query_len"
     ):
         builder.build(other(batch, "seq_lens", index, length))
 
 
 def test_computed_tokens_follow_from_the_lengths(batch, builder):
     assert builder.build(evolve(batch, num_computed_tokens_cpu=int32(4, 8, 4))).num_decodes == 2
-    with refused(BatchError, given="request 1 has num_computed_tokens=7", allowed="leave 8"):
+    with refused(BatchError, problem="request 1 has num_computed_tokens=7", expected="leave 8"):
         builder.build(evolve(batch, num_computed_tokens_cpu=int32(4, 7, 4)))
-    with refused(TensorError, given="num_computed_tokens_cpu of (2,)"):
+    with refused(TensorError, problem="num_computed_tokens_cpu of (2,)"):
         builder.build(evolve(batch, num_computed_tokens_cpu=int32(4, 8)))
 
 
 def test_a_host_copy_says_what_its_tensor_says(batch, builder):
-    with refused(BatchError, given="seq_lens and seq_lens_cpu", allowed="host copy", fix="leave seq_lens_cpu out"):
+    with refused(BatchError, problem="seq_lens and seq_lens_cpu", expected="host copy", fix="leave seq_lens_cpu out"):
         builder.build(evolve(batch, seq_lens_cpu=int32(5, 9, 8)))
-    with refused(TensorError, given="query_start_loc_cpu of (2,)"):
+    with refused(TensorError, problem="query_start_loc_cpu of (2,)"):
         builder.build(evolve(batch, query_start_loc_cpu=int32(0, 5)))
 
 
@@ -166,12 +166,14 @@ def test_lengths_on_a_device_need_their_host_copy(name):
     builder = make_builder(make_backend(device="meta"))
     batch = make_batch(QUERIES, LENGTHS, device="meta")
 
-    with refused(BatchError, given=f"no {name}_cpu was given", allowed="never waits", fix=f"pass {name}_cpu="):
+    with refused(BatchError, problem=f"no {name}_cpu was given", expected="never waits", fix=f"pass {name}_cpu="):
         builder.build(evolve(batch, **{f"{name}_cpu": None}))
 
 
 def test_a_decode_stands_before_the_prefills(builder):
-    with refused(BatchError, given="request 1 is a decode of 1 tokens behind the prefill of request 0", fix="reorder"):
+    with refused(
+        BatchError, problem="request 1 is a decode of 1 tokens behind the prefill of request 0", fix="reorder"
+    ):
         builder.build(make_batch([3, 1], [3, 5]))
 
 
@@ -191,7 +193,7 @@ def test_a_prefill_was_negotiated(batch):
     builder = make_builder(make_backend(phases=("decode",)))
 
     assert builder.build(make_batch([1, 1], [5, 9])).num_decodes == 2
-    with refused(NotNegotiatedError, given="a query of 3 tokens", allowed="decodes alone", fix="phases="):
+    with refused(NotNegotiatedError, problem="a query of 3 tokens", expected="decodes alone", fix="phases="):
         builder.build(batch)
 
 
@@ -203,18 +205,18 @@ def test_without_a_decode_phase_a_short_sequence_is_a_prefill():
 
 @pytest.mark.parametrize("causal", [False, None, 1])
 def test_causality_is_as_negotiated(batch, builder, causal):
-    with refused(NotNegotiatedError, given=f"causal={causal!r}", allowed="causal=True was negotiated"):
+    with refused(NotNegotiatedError, problem=f"causal={causal!r}", expected="causal=True was negotiated"):
         builder.build(evolve(batch, causal=causal))
 
 
 def test_a_block_table_reaches_the_longest_sequence(batch, builder):
-    with refused(BatchError, given="2 blocks per request", allowed="needs 3 blocks of 4", fix="at least 3 columns"):
+    with refused(BatchError, problem="2 blocks per request", expected="needs 3 blocks of 4", fix="at least 3 columns"):
         builder.build(changed(batch, block_table=batch.block_table[:, :2].contiguous()))
 
 
 @pytest.mark.parametrize("name", ["block_table", "slot_mapping"])
 def test_pages_are_there(batch, builder, name):
-    with refused(BatchError, given=f"without {name}", fix="paged=False"):
+    with refused(BatchError, problem=f"without {name}", fix="paged=False"):
         builder.build(changed(batch, **{name: None}))
 
 
@@ -225,7 +227,7 @@ def test_pages_are_there(batch, builder, name):
 def test_used_blocks_are_in_the_cache(batch, builder, row, column, block, allowed):
     given = f"request {row} has block {block} at column {column}"
 
-    with refused(CacheError, given=given, allowed=allowed, fix="Limits"):
+    with refused(CacheError, problem=given, expected=allowed, fix="Limits"):
         builder.build(other(batch, "block_table", (row, column), block))
 
 
@@ -244,9 +246,9 @@ def test_blocks_that_left_the_window_may_be_the_null_block():
     # The first query of request 1 is token 12; with window 5 it attends tokens 8 to 12, blocks 2 and 3.
     assert make_builder(make_backend(sliding_window=5)).build(batch).num_decodes == 1
     assert make_builder(make_backend(attention_chunk=4)).build(batch).num_decodes == 1
-    for asked in ({"sliding_window": 6}, {"attention_chunk": 16}, {}):
-        with refused(CacheError, allowed="null block"):
-            make_builder(make_backend(**asked)).build(batch)
+    for requested in ({"sliding_window": 6}, {"attention_chunk": 16}, {}):
+        with refused(CacheError, expected="null block"):
+            make_builder(make_backend(**requested)).build(batch)
 
 
 @pytest.mark.parametrize("slot", [NUM_BLOCKS * BLOCK_SIZE, 3, 0, -2])
@@ -256,7 +258,7 @@ def test_slots_are_in_the_cache(batch, builder, slot, padded):
     if padded:
         batch = other(batch, "slot_mapping", 0, -1)
 
-    with refused(CacheError, given=f"token 2 has slot {slot}", allowed="slots are 4 to 127", fix="block table"):
+    with refused(CacheError, problem=f"token 2 has slot {slot}", expected="slots are 4 to 127", fix="block table"):
         builder.build(batch)
 
 
@@ -264,23 +266,23 @@ def test_slots_are_in_the_cache(batch, builder, slot, padded):
 def test_a_slot_belongs_to_one_token(batch, num_blocks):
     builder = make_builder(make_backend(), num_blocks=num_blocks)
 
-    with refused(CacheError, given="slot 28 was given to two tokens", fix="a slot of its own"):
+    with refused(CacheError, problem="slot 28 was given to two tokens", fix="a separate slot"):
         builder.build(other(batch, "slot_mapping", slice(2, 4), 28))
 
 
 def test_the_null_blocks_slots_are_refused_where_the_cache_is_unknown(batch):
-    with refused(CacheError, given="token 0 has slot 3", allowed="slots are 4:"):
+    with refused(CacheError, problem="token 0 has slot 3", expected="slots are 4:"):
         make_builder(make_backend(), num_blocks=None).build(other(batch, "slot_mapping", 0, 3))
 
 
 def test_a_huge_slot_is_refused_where_the_cache_is_unknown(batch):
-    with refused(CacheError, given=f"token 0 has slot {2**50}"):
+    with refused(CacheError, problem=f"token 0 has slot {2**50}"):
         make_builder(make_backend(), num_blocks=None).build(other(batch, "slot_mapping", 0, 2**50))
 
 
 @pytest.mark.parametrize(("queries", "lengths"), [(QUERIES, LENGTHS), ([1, 1], [5, 9])])
 def test_a_slot_is_where_the_block_table_says(builder, queries, lengths):
-    with refused(CacheError, given="token 1 has slot 41", allowed="puts it into slot 20", fix="block table"):
+    with refused(CacheError, problem="token 1 has slot 41", expected="puts it into slot 20", fix="block table"):
         builder.build(other(make_batch(queries, lengths), "slot_mapping", 1, 41))
 
 
@@ -293,17 +295,17 @@ def test_tokens_without_a_slot_are_not_written(batch, builder):
 
 
 def test_a_slot_for_each_token_and_none_for_padding(batch, builder):
-    with refused(BatchError, given="slot_mapping of 4 slots", fix="-1"):
+    with refused(BatchError, problem="slot_mapping of 4 slots", fix="-1"):
         builder.build(changed(batch, slot_mapping=batch.slot_mapping[:4]))
-    with refused(BatchError, given="beyond its 5 actual tokens", fix="-1"):
+    with refused(BatchError, problem="beyond its 5 actual tokens", fix="-1"):
         builder.build(changed(batch, slot_mapping=torch.cat([batch.slot_mapping, torch.tensor([100])])))
 
 
-# --- what has to be asked for ------------------------------------------------------------------------------------
+# --- what has to be requested ------------------------------------------------------------------------------------
 
 
 def test_a_shared_prefix_was_negotiated(batch, builder):
-    with refused(NotNegotiatedError, given="common_prefix_len=4", allowed="cascade was not asked for"):
+    with refused(NotNegotiatedError, problem="common_prefix_len=4", expected="cascade was not requested"):
         builder.build(evolve(batch, common_prefix_len=4))
 
 
@@ -315,15 +317,15 @@ def test_a_shared_prefix_is_whole_blocks_that_all_requests_have_computed(batch):
     builder = make_builder(make_backend(cascade=True))
 
     assert builder.build(evolve(shared(batch), common_prefix_len=4)).batch.common_prefix_len == 4
-    with refused(BatchError, given="common_prefix_len=3", allowed="multiple of the block size 4", fix="pass 0"):
+    with refused(BatchError, problem="common_prefix_len=3", expected="multiple of the block size 4", fix="pass 0"):
         builder.build(evolve(shared(batch), common_prefix_len=3))
-    with refused(BatchError, given="common_prefix_len=-4", allowed="multiple of the block size"):
+    with refused(BatchError, problem="common_prefix_len=-4", expected="multiple of the block size"):
         builder.build(evolve(shared(batch), common_prefix_len=-4))
-    with refused(BatchError, given="the first 1 blocks differ", allowed="same blocks"):
+    with refused(BatchError, problem="the first 1 blocks differ", expected="same blocks"):
         builder.build(evolve(batch, common_prefix_len=4))
-    with refused(BatchError, given="common_prefix_len=8", allowed="a request has 4 tokens computed"):
+    with refused(BatchError, problem="common_prefix_len=8", expected="a request has 4 tokens computed"):
         builder.build(evolve(shared(batch, 2), common_prefix_len=8))
-    with refused(BatchError, given="common_prefix_len=8", allowed="a request has 4 tokens computed"):
+    with refused(BatchError, problem="common_prefix_len=8", expected="a request has 4 tokens computed"):
         computed = torch.tensor([4, 8, 4], dtype=torch.int32)
         builder.build(evolve(shared(batch, 2), common_prefix_len=8, num_computed_tokens_cpu=computed))
 
@@ -333,9 +335,9 @@ def test_a_shared_prefix_is_read_from_a_table_of_the_right_form(batch, table):
     builder = make_builder(make_backend(cascade=True))
     table = batch.block_table.to("meta") if isinstance(table, str) else table
 
-    with refused(TensorError, given="block_table"):
+    with refused(TensorError, problem="block_table"):
         builder.build(changed(evolve(batch, common_prefix_len=BLOCK_SIZE), block_table=table))
-    with refused(TensorError, given="block_table_cpu"):
+    with refused(TensorError, problem="block_table_cpu"):
         builder.build(evolve(batch, common_prefix_len=BLOCK_SIZE, block_table_cpu=table))
 
 
@@ -352,7 +354,7 @@ def test_a_shared_prefix_is_checked_as_far_as_the_host_knows():
     unknown = evolve(batch, seq_lens_cpu=None, block_table_cpu=None, common_prefix_len=4)
 
     assert builder.build(unknown).batch.common_prefix_len == 4
-    with refused(BatchError, given="common_prefix_len=4", allowed="a request has 3 tokens computed"):
+    with refused(BatchError, problem="common_prefix_len=4", expected="a request has 3 tokens computed"):
         builder.build(evolve(unknown, num_computed_tokens_cpu=int32(4, 3)))
 
 
@@ -361,17 +363,17 @@ def test_a_mask_was_negotiated(batch, builder):
     masked = make_builder(make_backend(custom_mask=True))
 
     assert masked.build(evolve(batch, custom_mask=mask)).batch.custom_mask is mask
-    with refused(NotNegotiatedError, given="custom_mask", allowed="was not asked for"):
+    with refused(NotNegotiatedError, problem="custom_mask", expected="was not requested"):
         builder.build(evolve(batch, custom_mask=mask))
-    with refused(BatchError, given="no custom_mask"):
+    with refused(BatchError, problem="no custom_mask"):
         masked.build(batch)
     for wrong in (mask[:-1], mask.int(), mask.reshape(5, 7)):
-        with refused(TensorError, given="custom_mask of", allowed="(35,) bool"):
+        with refused(TensorError, problem="custom_mask of", expected="(35,) bool"):
             masked.build(evolve(batch, custom_mask=wrong))
 
 
-def parallel_builder(**asked):
-    backend = make_backend(dcp_size=2, **asked)
+def parallel_builder(**requested):
+    backend = make_backend(dcp_size=2, **requested)
     return backend.make_builder([make_layer(backend)], backend.make_state(limits(), Parallel(dcp_size=2)))
 
 
@@ -381,15 +383,15 @@ def test_local_lengths_were_negotiated(batch, builder):
     here = changed(batch, slot_mapping=torch.tensor([6, -1, 26, -1, 27]), dcp_local_seq_lens=local)
 
     assert parallel_builder().build(here).highest_block == 7
-    with refused(NotNegotiatedError, given="dcp_local_seq_lens of", allowed="dcp_size=1 was negotiated"):
+    with refused(NotNegotiatedError, problem="dcp_local_seq_lens of", expected="dcp_size=1 was negotiated"):
         builder.build(here)
-    with refused(BatchError, given="no dcp_local_seq_lens"):
+    with refused(BatchError, problem="no dcp_local_seq_lens"):
         parallel_builder().build(changed(here, dcp_local_seq_lens=None))
-    with refused(BatchError, given="beyond seq_lens"):
+    with refused(BatchError, problem="beyond seq_lens"):
         parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5, 8)))
-    with refused(BatchError, given="the value -1", allowed="not negative"):
+    with refused(BatchError, problem="the value -1", expected="not negative"):
         parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5, -1)))
-    with refused(TensorError, given="dcp_local_seq_lens of (2,)"):
+    with refused(TensorError, problem="dcp_local_seq_lens of (2,)"):
         parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5)))
 
 
@@ -402,7 +404,7 @@ def test_a_rank_needs_blocks_for_its_part_alone(batch):
     )
 
     assert parallel_builder().build(here).highest_block == 6
-    with refused(BatchError, given="1 blocks per request", allowed="needs 2 blocks"):
+    with refused(BatchError, problem="1 blocks per request", expected="needs 2 blocks"):
         parallel_builder().build(changed(here, dcp_local_seq_lens=int32(3, 5, 4)))
 
 
@@ -416,8 +418,8 @@ def test_local_lengths_on_a_device_may_lack_their_host_copy():
     assert metadata.highest_block == NUM_BLOCKS - 1
 
 
-def cross_builder(**asked):
-    return make_builder(make_backend(attn_type="encoder_decoder", **asked))
+def cross_builder(**requested):
+    return make_builder(make_backend(attn_type="encoder_decoder", **requested))
 
 
 def cross_batch(encoder_lens, slots):
@@ -446,24 +448,24 @@ def test_slots_that_are_none_have_a_host_copy_that_says_so():
 
     assert builder.build(none).num_key_rows == 0
     for host in (torch.tensor([4, 5]), torch.empty(0, 2, dtype=torch.int64)):
-        with refused(TensorError, given="slot_mapping_cpu of"):
+        with refused(TensorError, problem="slot_mapping_cpu of"):
             builder.build(evolve(none, slot_mapping_cpu=host))
 
 
 def test_encoder_lengths_belong_to_cross_attention(batch, builder):
     good = cross_batch([6, 5], [])
 
-    with refused(NotNegotiatedError, given="encoder_seq_lens of", allowed="attn_type='decoder'"):
+    with refused(NotNegotiatedError, problem="encoder_seq_lens of", expected="attn_type='decoder'"):
         builder.build(evolve(batch, encoder_seq_lens=int32(1, 1, 1)))
-    with refused(BatchError, given="no encoder_seq_lens"):
+    with refused(BatchError, problem="no encoder_seq_lens"):
         cross_builder().build(changed(good, encoder_seq_lens=None))
-    with refused(BatchError, given="the value -1"):
+    with refused(BatchError, problem="the value -1"):
         cross_builder().build(changed(good, encoder_seq_lens=int32(6, -1)))
-    with refused(TensorError, given="encoder_seq_lens of (1,)"):
+    with refused(TensorError, problem="encoder_seq_lens of (1,)"):
         cross_builder().build(changed(good, encoder_seq_lens=int32(6)))
-    with refused(BatchError, given="2 blocks per request", allowed="9 tokens needs 3 blocks"):
+    with refused(BatchError, problem="2 blocks per request", expected="9 tokens needs 3 blocks"):
         cross_builder().build(changed(good, encoder_seq_lens=int32(6, 9)))
-    with refused(CacheError, given="request 1 has block 0"):
+    with refused(CacheError, problem="request 1 has block 0"):
         cross_builder().build(other(good, "block_table", (1, 1), 0))
 
 
@@ -483,7 +485,7 @@ def test_a_mask_is_as_long_as_the_host_can_tell():
     batch = make_batch(QUERIES, LENGTHS)
 
     assert builder.build(evolve(batch, custom_mask=torch.ones(99, dtype=torch.bool))).num_decodes == 2
-    with refused(TensorError, given="custom_mask of (9, 9)"):
+    with refused(TensorError, problem="custom_mask of (9, 9)"):
         builder.build(evolve(batch, custom_mask=torch.ones(9, 9, dtype=torch.bool)))
 
 
@@ -496,7 +498,7 @@ def test_encoder_lengths_need_a_host_copy_where_lengths_are_exact():
     }
 
     assert builder.build(evolve(batch, **moved)).num_decodes == 1
-    with refused(BatchError, given="no encoder_seq_lens_cpu"):
+    with refused(BatchError, problem="no encoder_seq_lens_cpu"):
         builder.build(evolve(batch, **moved, encoder_seq_lens_cpu=None))
 
 
@@ -510,13 +512,13 @@ def test_an_upper_bound_may_be_above_the_truth(batch):
 
     assert builder.build(bounded).highest_block == NUM_BLOCKS - 1
     assert builder.build(evolve(bounded, num_computed_tokens_cpu=int32(4, 8, 4))).num_decodes == 2
-    with refused(BatchError, given="different values", allowed="or an upper bound"):
+    with refused(BatchError, problem="different values", expected="or an upper bound"):
         builder.build(evolve(batch, seq_lens_cpu=int32(4, 9, 7)))
-    with refused(BatchError, given="max_seq_len=8", allowed="at least that", fix="9 or more"):
+    with refused(BatchError, problem="max_seq_len=8", expected="at least that", fix="9 or more"):
         builder.build(evolve(batch, max_seq_len=8))
-    with refused(BatchError, given="num_computed_tokens=9", allowed="at most"):
+    with refused(BatchError, problem="num_computed_tokens=9", expected="at most"):
         builder.build(evolve(bounded, num_computed_tokens_cpu=int32(4, 9, 4)))
-    with refused(BatchError, given="3 blocks per request", allowed="needs 4 blocks"):
+    with refused(BatchError, problem="3 blocks per request", expected="needs 4 blocks"):
         builder.build(evolve(bounded, max_seq_len=13))
 
 
@@ -525,7 +527,9 @@ def test_computed_tokens_are_not_negative_where_sequences_may_be_shorter_than_qu
     dense = Batch.from_lengths([3, 2], [1, 4], causal=False)
 
     builder.build(dense)
-    with refused(BatchError, given="request 0 has num_computed_tokens=-2", allowed="leave -2: seq_len - query_len, at"):
+    with refused(
+        BatchError, problem="request 0 has num_computed_tokens=-2", expected="leave -2: seq_len - query_len, at"
+    ):
         builder.build(evolve(dense, num_computed_tokens_cpu=int32(-2, 2)))
 
 
@@ -535,7 +539,7 @@ def test_computed_tokens_have_a_form_where_lengths_are_absent(batch, computed):
     absent = evolve(batch, seq_lens_cpu=None, num_computed_tokens_cpu=computed)
 
     for length in (0, BLOCK_SIZE):
-        with refused(TensorError, given="num_computed_tokens_cpu of"):
+        with refused(TensorError, problem="num_computed_tokens_cpu of"):
             builder.build(evolve(absent, common_prefix_len=length))
 
 
@@ -544,7 +548,7 @@ def test_lengths_may_be_absent_from_the_host():
     batch = evolve(make_batch(QUERIES, LENGTHS, device="meta"), seq_lens_cpu=None)
 
     assert builder.build(batch).highest_block == 7  # from the slots
-    with refused(BatchError, given="max_seq_len=2", allowed="the longest sequence has 3 tokens"):
+    with refused(BatchError, problem="max_seq_len=2", expected="the longest sequence has 3 tokens"):
         builder.build(evolve(batch, max_seq_len=2))
 
 
@@ -553,7 +557,7 @@ def test_tables_on_a_device_are_checked_where_host_copies_are_given():
     batch = make_batch(QUERIES, LENGTHS, device="meta")
     bad = evolve(batch, block_table_cpu=torch.full_like(batch.block_table_cpu, 99))
 
-    with refused(CacheError, given="block 99"):
+    with refused(CacheError, problem="block 99"):
         builder.build(bad)
     alone = evolve(batch, block_table_cpu=None, slot_mapping_cpu=None)
     assert builder.build(alone).highest_block == NUM_BLOCKS - 1
@@ -571,12 +575,12 @@ def test_a_dense_batch_says_where_keys_start():
 
     assert (metadata.num_decodes, metadata.num_prefills, metadata.num_key_rows) == (0, 2, 7)
     assert metadata.highest_block == -1
-    with refused(BatchError, given="without key_start_loc", fix="Batch.from_lengths"):
+    with refused(BatchError, problem="without key_start_loc", fix="Batch.from_lengths"):
         builder.build(changed(batch, key_start_loc=None))
     for starts in ([0, 4, 8], [1, 5, 8], [0, 5, 4]):
-        with refused(BatchError, given="contradicts seq_lens"):
+        with refused(BatchError, problem="contradicts seq_lens"):
             builder.build(changed(batch, key_start_loc=int32(*starts)))
-    with refused(TensorError, given="key_start_loc of (2,)"):
+    with refused(TensorError, problem="key_start_loc of (2,)"):
         builder.build(changed(batch, key_start_loc=int32(0, 7)))
 
 
@@ -585,9 +589,9 @@ def test_pages_belong_to_paged_agreements(batch, builder):
     whole = Batch.from_lengths([1, 3], [4, 3])
 
     for pages in ({"block_table": int32([1], [2])}, {"slot_mapping": torch.tensor([4, 8])}):
-        with refused(NotNegotiatedError, given=f"with a {next(iter(pages))}", allowed="paged=False was negotiated"):
+        with refused(NotNegotiatedError, problem=f"with a {next(iter(pages))}", expected="paged=False was negotiated"):
             dense.build(changed(whole, **pages))
-    with refused(NotNegotiatedError, given="with a key_start_loc", allowed="paged=True was negotiated"):
+    with refused(NotNegotiatedError, problem="with a key_start_loc", expected="paged=True was negotiated"):
         builder.build(changed(batch, key_start_loc=int32(0, 5, 14, 21)))
 
 
@@ -595,7 +599,7 @@ def test_keys_of_an_encoder_may_be_fewer_than_queries():
     builder = make_builder(make_backend(attn_type="encoder_decoder", paged=False))
 
     assert builder.build(Batch.from_lengths([3, 4], [2, 9], causal=False)).num_key_rows == 11
-    with refused(BatchError, given="a sequence of 2 tokens and a query of 3"):
+    with refused(BatchError, problem="a sequence of 2 tokens and a query of 3"):
         make_builder(make_backend(paged=False)).build(Batch.from_lengths([3], [2]))
 
 
@@ -623,7 +627,7 @@ def test_a_batch_that_changed_is_checked_again(batch, builder):
     builder.build(batch)
     batch.block_table[0, 0] = 0
 
-    with refused(CacheError, given="block 0"):
+    with refused(CacheError, problem="block 0"):
         builder.build(batch)
 
 
@@ -635,30 +639,30 @@ def test_the_longest_encoder_is_known_and_within_the_limits():
     good, builder = cross_batch([6, 5], []), cross_builder()
     assert good.max_encoder_seq_len == 6
     for wrong in (5, 7, None):
-        with refused(BatchError, given=f"max_encoder_seq_len={wrong}", allowed="has 6 tokens"):
+        with refused(BatchError, problem=f"max_encoder_seq_len={wrong}", expected="has 6 tokens"):
             builder.build(evolve(good, max_encoder_seq_len=wrong))
-    with refused(BatchError, given="max_encoder_seq_len=6.0", allowed="max_seq_len=64"):
+    with refused(BatchError, problem="max_encoder_seq_len=6.0", expected="max_seq_len=64"):
         builder.build(evolve(good, max_encoder_seq_len=6.0))
-    with refused(BatchError, given="max_encoder_seq_len=65", fix="max_seq_len=65"):
+    with refused(BatchError, problem="max_encoder_seq_len=65", fix="max_seq_len=65"):
         builder.build(evolve(good, max_encoder_seq_len=65))
     absent = cross_builder(seq_lens_cpu_kind="absent", device="meta")
     names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens")
     moved = {name: getattr(good, name).to("meta") for name in names}
     unknown = {"seq_lens_cpu": None, "encoder_seq_lens_cpu": None, "max_encoder_seq_len": None}
-    with refused(BatchError, given="no max_encoder_seq_len"):
+    with refused(BatchError, problem="no max_encoder_seq_len"):
         absent.build(evolve(good, **moved, **unknown))
 
 
 def test_what_open_features_bring_is_asked_for():
     table = torch.zeros(3)
-    with refused(NotNegotiatedError, given="a batch with extra 'acme.rope'", fix="features=('acme.rope',)"):
+    with refused(NotNegotiatedError, problem="a batch with extra 'acme.rope'", fix="features=('acme.rope',)"):
         make_builder(make_backend()).build(make_batch([1], [3], extra={"acme.rope": table}))
     backend = make_backend(features=("acme.rope",))
     assert (
         make_builder(backend).build(make_batch([1], [3], extra={"acme.rope": table})).batch.extra["acme.rope"] is table
     )
     assert make_layer(backend, extra={"acme.rope": table}).layer.extra["acme.rope"] is table
-    with refused(NotNegotiatedError, given="layer 'layers.0' with extra 'acme.nope'", allowed="acme.rope"):
+    with refused(NotNegotiatedError, problem="layer 'layers.0' with extra 'acme.nope'", expected="acme.rope"):
         make_layer(backend, extra={"acme.nope": table})
 
 
@@ -668,9 +672,9 @@ def test_a_dummy_names_the_null_block_alone():
     assert builder.build(dummy).highest_block == 0
     assert dummy.query_start_loc.tolist() == [0, 2, 5]
     for wrong in ({"block_table": torch.ones_like(dummy.block_table)}, {"slot_mapping": torch.arange(5)}):
-        with refused(BatchError, given="dummy=True", fix="Backend.dummy_batch"):
+        with refused(BatchError, problem="dummy=True", fix="Backend.dummy_batch"):
             builder.build(changed(dummy, **wrong))
-    with refused(CacheError, given="block 0"):
+    with refused(CacheError, problem="block 0"):
         builder.build(evolve(dummy, dummy=False))
 
 

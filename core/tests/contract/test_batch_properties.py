@@ -42,9 +42,9 @@ def batches(draw, stale=(0, -1, 10**9, 1)):
     )
 
 
-def build(block_size, batch, **asked):
+def build(block_size, batch, **requested):
     bounds = {"num_blocks": NUM_BLOCKS, "max_num_tokens": MAX_TOKENS}
-    return make_builder(make_backend(block_size=block_size, **asked), **bounds).build(batch)
+    return make_builder(make_backend(block_size=block_size, **requested), **bounds).build(batch)
 
 
 def used_entries(block_size, batch):
@@ -147,9 +147,9 @@ def test_blocks_before_the_window_are_free(sized, window):
     assert refusal(block_size, batch, sliding_window=window) is CacheError
 
 
-def refusal(block_size, batch, **asked):
+def refusal(block_size, batch, **requested):
     """Return the kind of error that refuses the batch, whose sentences are all there."""
     with pytest.raises(ContractError) as caught:
-        build(block_size, batch, **asked)
+        build(block_size, batch, **requested)
     assert all((caught.value.problem, caught.value.expected, caught.value.fix))
     return caught.type

@@ -129,7 +129,7 @@ def test_a_swap_that_does_not_fit_moves_nothing(pairs, given, allowed):
     backend = make_backend()
     src, dst = numbered(backend), numbered(backend, 4)
 
-    with refused(CacheError, given=given, allowed=allowed):
+    with refused(CacheError, problem=given, expected=allowed):
         backend.swap_blocks(src, dst, pairs)
 
     assert (numbers(src), numbers(dst)) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3])
@@ -139,7 +139,7 @@ def test_a_swap_that_does_not_fit_moves_nothing(pairs, given, allowed):
 def test_the_null_block_is_not_copied(pair):
     backend = make_backend()
 
-    with refused(CacheError, given="block 0", allowed="null block"):
+    with refused(CacheError, problem="block 0", expected="null block"):
         backend.copy_blocks([numbered(backend)], [pair])
 
 
@@ -147,7 +147,7 @@ def test_one_cache_that_does_not_fit_stops_them_all():
     backend = make_backend()
     caches = [numbered(backend), torch.zeros(3)]
 
-    with refused(CacheError, allowed="num_blocks"):
+    with refused(CacheError, expected="num_blocks"):
         backend.copy_blocks(caches, [(1, 2)])
 
     assert numbers(caches[0]) == list(range(BLOCKS))

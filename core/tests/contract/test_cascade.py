@@ -52,8 +52,8 @@ def test_waves_are_compared(prefix, reqs, heads, num_sms):
     q, kv = heads
     cascade = ceil(q * ceil(reqs / 128) / num_sms) * ceil(prefix / 128)
     flash = ceil(reqs * kv * ceil(q // kv / 128) * ceil(prefix / 128) / num_sms)
-    facts = {**FACTS, "num_q_heads": q, "num_kv_heads": kv, "num_sms": num_sms}
-    assert cascade_pays(prefix, [1] * reqs, **facts) == (cascade < flash)
+    split = {**FACTS, "num_q_heads": q, "num_kv_heads": kv, "num_sms": num_sms}
+    assert cascade_pays(prefix, [1] * reqs, **split) == (cascade < flash)
 
 
 def test_a_builder_asks_the_rule_where_cascade_was_negotiated():

@@ -1,6 +1,8 @@
-"""The short cut through the guard of batches: it takes the ordinary decode step, and nothing that the guard refuses."""
+"""Small decode batches are checked as Python numbers: with the same outcome as on tensors."""
 
 from __future__ import annotations
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.contract import Batch
-from attnplug.contract.guards import few
+from attnplug.contract.guards import pages
 from attnplug.contract.guards.batch import BatchGuard
-from attnplug.contract.guards.few import FewDecodes
+from attnplug.contract.guards.pages import PageGuard
+from attnplug.errors import ContractError
 from core.tests.contract.world import limits, make_backend
 
 SIZE, NUM_BLOCKS = 4, 32
@@ -19,12 +22,9 @@ TENSORS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "num_co
 COUNTS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len", "common_prefix_len")
 
 
-def make_guard(*, short_cut=True, **asked):
-    backend = make_backend(block_size=SIZE, **asked)
-    guard = BatchGuard(backend.agreement, limits(num_blocks=NUM_BLOCKS), torch.device("cpu"))
-    if not short_cut:
-        guard._few = None
-    return guard
+def make_guard(**requested):
+    backend = make_backend(block_size=SIZE, **requested)
+    return BatchGuard(backend.agreement, limits(num_blocks=NUM_BLOCKS), torch.device("cpu"))
 
 
 def decodes(lengths, columns=6, **fields):
@@ -46,16 +46,35 @@ def decodes(lengths, columns=6, **fields):
     )
 
 
-def numbers(split):
-    return {name: value for name, value in asdict(split, recurse=False).items() if name != "batch"}
+def outcome(guard, batch):
+    """Return the numbers of the split that a guard makes, or the class and the text of its refusal."""
+    try:
+        split = guard.check(batch)
+    except ContractError as refusal:
+        return type(refusal), str(refusal)
+    return {
+        name: value for name, value in asdict(split, recurse=False).items() if name not in {"batch", "highest_block"}
+    }
+
+
+@contextmanager
+def tensors_alone():
+    """Have every batch checked on tensors, however small it is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pages, "_FEW_REQUESTS", 0)
+        yield
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=6))
-def test_ordinary_decodes_are_recognised(lengths):
-    batch = decodes(lengths)
+def test_ordinary_decodes_are_checked_as_python_numbers(lengths):
+    batch, guard = decodes(lengths), make_guard()
 
-    assert make_guard()._few.highest_block(batch) == sum(-(-length // SIZE) for length in lengths)
-    assert numbers(make_guard().check(batch)) == numbers(make_guard(short_cut=False).check(batch))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PageGuard, "_check_blocks", lambda *_: pytest.fail("checked on tensors"))
+        found = guard.check(batch)
+    assert found.highest_block == sum(-(-length // SIZE) for length in lengths)
+    with tensors_alone():
+        assert outcome(guard, batch) == outcome(make_guard(), batch)
 
 
 @st.composite
@@ -77,55 +96,34 @@ def altered(draw):
 
 
 @given(altered(), st.sampled_from([{}, {"sliding_window": 6}]))
-def test_what_the_short_cut_takes_the_guard_takes(batch, asked):
-    found = make_guard(**asked)._few.highest_block(batch)
-    if found is None:
-        return
+def test_small_batches_are_checked_as_large_ones_are(batch, requested):
+    small = outcome(make_guard(**requested), batch)
 
-    facts = make_guard(short_cut=False, **asked).check(batch)
-    assert (facts.num_decodes, facts.num_prefills) == (batch.num_reqs, 0)
-    assert (facts.num_decode_tokens, facts.num_prefill_tokens) == (batch.num_reqs, 0)
-    assert facts.num_key_rows == batch.num_reqs
-    assert found <= facts.highest_block
+    with tensors_alone():
+        assert outcome(make_guard(**requested), batch) == small
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"causal": False},
-        {"extra": {"feature": 1}},
-        {"dummy": True},
-        {"key_start_loc": torch.zeros(3, dtype=torch.int32)},
-        {"custom_mask": torch.ones(9, dtype=torch.bool)},
-        {"encoder_seq_lens": torch.ones(2, dtype=torch.int32)},
-        {"max_encoder_seq_len": 3},
-        {"dcp_local_seq_lens": torch.ones(2, dtype=torch.int32)},
-        {"block_table": None},
         {"block_table_cpu": None},
         {"slot_mapping_cpu": None},
-        {"seq_lens_cpu": None},
-        {"max_seq_len": 10**6},
+        {"dummy": True},
+        {"max_query_len": 2},
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_the_extraordinary_goes_to_the_whole_guard(fields):
-    assert make_guard()._few.highest_block(evolve(decodes([5, 4]), **fields)) is None
+def test_a_batch_without_all_copies_is_checked_as_a_large_one(fields):
+    batch = evolve(decodes([5, 4]), **fields)
+    small = outcome(make_guard(), batch)
+
+    with tensors_alone():
+        assert outcome(make_guard(), batch) == small
 
 
-def test_many_requests_and_wide_tables_go_to_the_whole_guard(monkeypatch):
-    assert make_guard()._few.highest_block(decodes([5, 4], columns=few._MOST_ENTRIES)) is None
-    monkeypatch.setattr(few, "_MOST_REQUESTS", 1)
-    assert make_guard()._few.highest_block(decodes([5, 4])) is None
-    assert make_guard()._few.highest_block(decodes([5])) == 2
+@pytest.mark.parametrize("bound", ["_FEW_REQUESTS", "_FEW_ENTRIES"])
+def test_many_requests_and_wide_tables_are_checked_on_tensors(monkeypatch, bound):
+    monkeypatch.setattr(pages, bound, 1)
+    monkeypatch.setattr(PageGuard, "_highest_of_decodes", lambda *_: pytest.fail("checked as Python numbers"))
 
-
-@pytest.mark.parametrize(
-    "asked",
-    [{"seq_lens_cpu_kind": "upper_bound"}, {"phases": ("prefill",)}, {"custom_mask": True}, {"paged": False}],
-    ids=str,
-)
-def test_agreements_without_ordinary_decodes_have_no_short_cut(asked):
-    backend = make_backend(**asked)
-
-    assert not FewDecodes.suits(backend.agreement, limits(num_blocks=NUM_BLOCKS))
-    assert not FewDecodes.suits(make_backend().agreement, limits(num_blocks=None))
+    assert make_guard().check(decodes([5, 4])).num_decodes == 2

@@ -15,8 +15,8 @@ from core.tests.contract.world import NUM_BLOCKS, make_backend, make_batch, make
 class Call:
     """A paged call of three requests and five tokens, whose parts a test may replace."""
 
-    def __init__(self, cls=ToyBackend, device="cpu", **asked):
-        self.backend = make_backend(cls, device=device, **asked)
+    def __init__(self, cls=ToyBackend, device="cpu", **requested):
+        self.backend = make_backend(cls, device=device, **requested)
         self.impl = make_layer(self.backend)
         self.builder = make_builder(self.backend, self.impl)
         query, key, value, output = make_qkv(self.backend, 5)
@@ -73,7 +73,7 @@ def test_tensors_have_one_form(name, tensor, allowed):
     call = Call()
     output = call.parts["output"]
 
-    with refused(TensorError, given=f"'layers.0' was given {name} of", allowed=allowed):
+    with refused(TensorError, problem=f"'layers.0' was given {name} of", expected=allowed):
         call.run(**{name: tensor})
 
     assert call.is_untouched()
@@ -97,7 +97,7 @@ def test_keys_and_values_come_together(key, value, given):
     call = Call()
     change = {name: None for name, kind in (("key", key), ("value", value)) if kind is None}
 
-    with refused(TensorError, given=given, allowed="KV sharing", fix="kv_sharing_target"):
+    with refused(TensorError, problem=given, expected="KV sharing", fix="kv_sharing_target"):
         call.run(**change)
 
     assert call.is_untouched()
@@ -139,7 +139,7 @@ def test_keys_of_cross_attention_may_be_absent_after_its_first_step():
         max_encoder_seq_len=3,
     )
     first = make_builder(call.backend, call.impl).build(batch)
-    with refused(TensorError, given="no K/V", allowed="slots for 1 rows", fix="first step"):
+    with refused(TensorError, problem="no K/V", expected="slots for 1 rows", fix="first step"):
         call.run(key=None, value=None, metadata=first)
     batch.slot_mapping.fill_(PAD_SLOT_ID)
     metadata = make_builder(call.backend, call.impl).build(batch)
@@ -170,7 +170,7 @@ def test_a_backend_may_profile_its_own_way():
 
 
 def test_a_profiling_run_checks_its_tensors_too():
-    with refused(TensorError, given="query of"):
+    with refused(TensorError, problem="query of"):
         Call().run(metadata=None, query=torch.zeros(5, 4, 4))
 
 
@@ -190,7 +190,7 @@ def test_lse_is_written_where_it_was_negotiated(tokens):
 def test_lse_was_negotiated():
     call = Call()
 
-    with refused(NotNegotiatedError, given="an lse tensor", allowed="return_lse was not asked for", fix="lse=None"):
+    with refused(NotNegotiatedError, problem="an lse tensor", expected="return_lse was not requested", fix="lse=None"):
         call.run(lse=torch.zeros(5, 4))
 
     assert call.is_untouched()
@@ -202,7 +202,7 @@ def test_lse_was_negotiated():
 def test_lse_has_one_form(lse):
     call = Call(return_lse=True)
 
-    with refused(TensorError, given="lse of", allowed="(5, 4) float32 on cpu"):
+    with refused(TensorError, problem="lse of", expected="(5, 4) float32 on cpu"):
         call.run(lse=lse)
 
     assert call.is_untouched()
@@ -214,7 +214,7 @@ def test_a_quantized_output_has_its_dtype():
     call.impl = backend.make_impl(Layer(name="layers.0", output_scale=torch.ones(1)))
     metadata = make_builder(backend, call.impl).build(make_batch([1, 1, 3], [5, 9, 3]))
 
-    with refused(TensorError, given="output of", allowed="float8_e4m3fn"):
+    with refused(TensorError, problem="output of", expected="float8_e4m3fn"):
         call.run(metadata=metadata)
     call.run(output=torch.zeros(5, 32, dtype=torch.float8_e4m3fn))
     assert call.impl.seen[0] == "forward"
@@ -225,7 +225,7 @@ def test_queries_that_the_host_quantizes_have_the_caches_dtype():
     cls = type("Backend", (ToyBackend,), {"impl_class": impl})
     call = Call(cls, kv_cache_dtype="fp8_e4m3")
 
-    with refused(TensorError, given="query of", allowed="float8_e4m3fn"):
+    with refused(TensorError, problem="query of", expected="float8_e4m3fn"):
         call.run()
     call.run(query=torch.zeros(5, 4, 8, dtype=torch.float8_e4m3fn))
     assert call.impl.seen[0] == "forward"
@@ -237,7 +237,7 @@ def test_there_is_no_backward_pass(name):
     call = Call()
     tensor = call.parts[name].requires_grad_()
 
-    with refused(TensorError, given="require a gradient", allowed="no backward", fix="torch.inference_mode()"):
+    with refused(TensorError, problem="require a gradient", expected="no backward", fix="torch.inference_mode()"):
         call.run()
     assert call.is_untouched()
     with torch.no_grad():
@@ -248,7 +248,7 @@ def test_rows_of_the_output_are_rows_of_their_own():
     call = Call()
     width = call.parts["output"].shape[1]
 
-    with refused(TensorError, given="output", allowed="(5, 32)"):
+    with refused(TensorError, problem="output", expected="(5, 32)"):
         call.run(output=torch.zeros(1, width).expand(5, width))
     assert call.is_untouched()
 
@@ -261,7 +261,7 @@ def test_metadata_comes_from_a_builder_of_the_same_agreement():
     foreign = make_builder(make_backend(sliding_window=4)).build(make_batch([1, 1, 3], [5, 9, 3]))
     twin = make_builder(make_backend()).build(make_batch([1, 1, 3], [5, 9, 3]))
 
-    with refused(BatchError, given="of another builder", fix="this layer's backend"):
+    with refused(BatchError, problem="of another builder", fix="this layer's backend"):
         call.run(metadata=foreign)
     assert call.is_untouched()
     call.run(metadata=twin)  # an equal agreement is the same agreement
@@ -276,7 +276,7 @@ def test_metadata_is_of_the_backends_class():
     plain = make_builder(make_backend()).build(metadata.batch)
 
     assert type(metadata) is Own
-    with refused(BatchError, given="metadata (Metadata)", allowed="a Own"):
+    with refused(BatchError, problem="metadata (Metadata)", expected="a Own"):
         call.run(metadata=plain)
 
 
@@ -284,16 +284,16 @@ def test_the_batch_is_covered_by_the_tensors():
     call = Call()
     query, key, value, output = make_qkv(call.backend, 4)
 
-    with refused(TensorError, given="a query of 4 rows", allowed="5 actual tokens"):
+    with refused(TensorError, problem="a query of 4 rows", expected="5 actual tokens"):
         call.run(query=query, output=output)
     call = Call()
-    with refused(TensorError, given="K/V of 4 rows", allowed="5 key rows"):
+    with refused(TensorError, problem="K/V of 4 rows", expected="5 key rows"):
         call.run(key=key, value=value)
     assert call.is_untouched()
 
 
 def test_a_paged_call_has_its_cache():
-    with refused(CacheError, given="no cache", allowed="profiling run", fix="make_cache"):
+    with refused(CacheError, problem="no cache", expected="profiling run", fix="make_cache"):
         Call().run(kv_cache=None)
 
 
@@ -303,7 +303,7 @@ def test_a_dense_call_has_none():
     metadata = make_builder(backend, impl).build(Batch.from_lengths([2]))
     query, key, value, output = make_qkv(backend, 2)
 
-    with refused(CacheError, given="was given a cache", allowed="paged=False", fix="kv_cache=None"):
+    with refused(CacheError, problem="was given a cache", expected="paged=False", fix="kv_cache=None"):
         impl.forward(query, key, value, torch.zeros(3), metadata, output)
     assert output.eq(7).all()
     impl.forward(query, key, value, torch.empty(0), metadata, output)
@@ -315,7 +315,7 @@ def test_blocks_that_the_host_cannot_see_are_as_many_as_the_limits_say():
     unseen = make_batch([1, 1, 3], [5, 9, 3], device="meta")
     metadata = call.builder.build(evolve(unseen, block_table_cpu=None, slot_mapping_cpu=None))
 
-    with refused(CacheError, given="a cache of 31 blocks", allowed="uses block 31"):
+    with refused(CacheError, problem="a cache of 31 blocks", expected="uses block 31"):
         call.run(metadata=metadata, kv_cache=call.backend.make_cache(NUM_BLOCKS - 1))
     call.run(kv_cache=call.backend.make_cache(NUM_BLOCKS))
 
@@ -326,7 +326,7 @@ def test_a_cache_smaller_than_the_blocks_in_use_is_refused():
 
     unlimited = make_builder(call.backend, call.impl, num_blocks=None).build(batch)
 
-    with refused(CacheError, given="a cache of 6 blocks", allowed="uses block 6"):
+    with refused(CacheError, problem="a cache of 6 blocks", expected="uses block 6"):
         call.run(metadata=unlimited, kv_cache=call.backend.make_cache(6))
     assert call.is_untouched()
     call.run(kv_cache=call.backend.make_cache(7))
@@ -351,7 +351,7 @@ def test_a_cache_is_what_make_cache_makes(cache, allowed):
     call = Call()
     call.run()
 
-    with refused(CacheError, allowed=allowed, fix="make_cache"):
+    with refused(CacheError, expected=allowed, fix="make_cache"):
         call.run(kv_cache=cache)
 
     assert call.is_untouched()
@@ -363,11 +363,11 @@ def test_a_cache_of_several_roles_is_a_mapping():
 
     call.run()
     assert call.impl.seen == ("forward", False, False)
-    with refused(CacheError, given="a cache tensor of", allowed="'k', 'v'"):
+    with refused(CacheError, problem="a cache tensor of", expected="'k', 'v'"):
         call.run(kv_cache=cache["k"])
-    with refused(CacheError, given="the tensors 'k'"):
+    with refused(CacheError, problem="the tensors 'k'"):
         call.run(kv_cache={"k": cache["k"]})
-    with refused(CacheError, given="block counts {'k': 32, 'v': 31}"):
+    with refused(CacheError, problem="block counts {'k': 32, 'v': 31}"):
         call.run(kv_cache={"k": cache["k"], "v": cache["v"][:31]})
 
 
@@ -393,7 +393,7 @@ def test_an_implementation_is_made_by_its_backend():
         lambda: alone.forward(query, key, value, None, None, output),
         lambda: alone.write_kv(key, value, backend.make_cache(2), torch.tensor([4])),
     ):
-        with refused(LayerError, given="constructed by itself", fix="make_impl"):
+        with refused(LayerError, problem="constructed by itself", fix="make_impl"):
             call()
 
 

@@ -1,4 +1,4 @@
-"""Graph slots: what a captured graph reads stays where it is, and holds the step's values."""
+"""Graph buffers: what a captured graph reads stays where it is, and holds the step's values."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class CapturingBackend(ToyBackend):
     builder_class = Capturing
 
 
-def world(level="always", cls=CapturingBackend, **asked):
+def world(level="always", cls=CapturingBackend, **requested):
     """Return a backend, a layer, and its builder."""
-    backend = make_backend(cls, agreed_graphs=level, **asked)
+    backend = make_backend(cls, agreed_graphs=level, **requested)
     impl = make_layer(backend)
     return backend, impl, make_builder(backend, impl)
 
 
 def capture(builder, *keys, **how):
     with builder.state.graph_capture(builder.limits.max_num_reqs):
-        slots = [builder.state.graph(key, **how) for key in keys]
-        return slots, [builder.build(graph.dummy_batch(), graph=graph) for graph in slots]
+        graphs = [builder.state.graph(key, **how) for key in keys]
+        return graphs, [builder.build(graph.dummy_batch(), graph=graph) for graph in graphs]
 
 
 def run(impl, metadata, query, key, value, pages):
@@ -113,7 +113,7 @@ def test_mixed_batches_are_captured_whole():
     assert (captured.num_decodes, captured.num_prefills, captured.num_prefill_tokens) == (0, 4, 16)
 
 
-def test_slots_of_one_builder_read_one_memory():
+def test_graphs_of_one_builder_read_one_memory():
     _, _, builder = world()
     (small, large), (first, second) = capture(builder, GraphShape(2, 2, 1), GraphShape(8, 8, 1))
 
@@ -135,7 +135,7 @@ def test_builders_have_memory_of_their_own():
     assert theirs.batch.seq_lens.tolist() == [2, 2]
 
 
-def test_a_bad_batch_leaves_the_slot_alone():
+def test_a_bad_batch_leaves_the_buffers_alone():
     _, _, builder = world()
     (graph,), (captured,) = capture(builder, GraphShape(2, 2, 1))
     builder.build(make_batch([1, 1], [8, 9]), graph=graph)
@@ -166,7 +166,7 @@ def test_a_host_may_own_the_inputs():
     batch.slot_mapping.copy_(torch.tensor([7, 14]))
     builder.build(evolve(batch, max_seq_len=4), graph=graph)
 
-    with refused(BatchError, given="block_table", allowed="captured with", fix="host_owned_inputs=False"):
+    with refused(BatchError, problem="block_table", expected="captured with", fix="host_owned_inputs=False"):
         builder.build(evolve(batch, block_table=table, block_table_cpu=table, max_seq_len=4), graph=graph)
 
 
@@ -174,14 +174,14 @@ def test_a_host_pads_the_inputs_that_it_owns():
     _, _, builder = world()
     with builder.state.graph_capture(4):
         graph = builder.state.graph(GraphShape(4, 4, 1), host_owned_inputs=True)
-        with refused(BatchError, given="num_reqs=2", allowed="the host pads"):
+        with refused(BatchError, problem="num_reqs=2", expected="the host pads"):
             builder.build(make_batch([1, 1], [5, 3]), graph=graph)
 
 
-# --- which slot ---------------------------------------------------------------------------------------------------
+# --- which graph ---------------------------------------------------------------------------------------------------
 
 
-def test_the_smallest_slot_is_found():
+def test_the_smallest_graph_is_found():
     _, _, builder = world("uniform_batch", decode_query_len=4)
     keys = [GraphShape(8, 8, 1), GraphShape(2, 2, 1), GraphShape(4, 4, 1, 32), GraphShape(4, 16, 4)]
     capture(builder, *keys)
@@ -223,7 +223,7 @@ def test_a_lower_level_of_the_host_counts():
     builder = backend.make_builder([impl], backend.make_state(limits(cudagraph="single_token_decode")))
     assert builder.graph_level == "single_token_decode"
     assert not builder.can_run_in_cudagraph(make_batch([2], [3]))
-    with builder.state.graph_capture(2), refused(LimitsError, given="GraphShape", allowed="'always'"):
+    with builder.state.graph_capture(2), refused(LimitsError, problem="GraphShape", expected="'always'"):
         builder.state.graph(GraphShape(2, 4))
 
 
@@ -235,14 +235,14 @@ def test_a_plugin_may_exclude_batches():
     assert builder.state.find_graph({builder: make_batch([1], [5])}) is None
 
 
-def test_a_host_may_name_the_slot():
+def test_a_host_may_name_the_graph():
     _, _, builder = world()
     keys = [GraphShape(2, 2, 1), GraphShape(8, 8, 1)]
     capture(builder, *keys)
     batches = {builder: make_batch([1], [4])}
     assert builder.state.begin_forward(batches).graph.key == keys[0]
     assert builder.state.begin_forward(batches, key=keys[1]).graph.key == keys[1]
-    with refused(LimitsError, given="GraphShape"):
+    with refused(LimitsError, problem="GraphShape"):
         builder.state.begin_forward(batches, key=GraphShape(3, 3, 1))
 
 
@@ -254,50 +254,50 @@ def test_padding_within_runs_eagerly():
 
     assert builder.state.find_graph({builder: within}) is None
     assert builder.state.find_graph({builder: last}) is graph
-    with refused(BatchError, given="padded request before others", allowed="stand last", fix="graph=None"):
+    with refused(BatchError, problem="padded request before others", expected="stand last", fix="graph=None"):
         builder.build(within, graph=graph)
 
 
 @pytest.mark.parametrize("level", ["uniform_batch", "always"])
 @pytest.mark.parametrize("name", ["num_reqs", "num_actual_tokens", "max_query_len"])
 @pytest.mark.parametrize("value", [None, "2", 2.0])
-def test_counts_are_python_ints_in_a_slot(level, name, value):
+def test_counts_are_python_ints_in_a_graph(level, name, value):
     _, _, builder = world(level)
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = evolve(make_batch([1, 1], [5, 9]), **{name: value})
 
     assert builder.can_run_in_cudagraph(batch)
-    with refused(BatchError, given=f"{name}={value!r}", allowed="Python int"):
+    with refused(BatchError, problem=f"{name}={value!r}", expected="Python int"):
         builder.build(batch, graph=graph)
 
 
 def test_a_plugin_is_asked_of_batches_that_were_checked():
     """Starts that are nowhere, and a batch that contradicts itself, are told by the guard, in its words."""
-    asked = []
-    picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: asked.append(batch) or True})
+    requested = []
+    picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: requested.append(batch) or True})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
-    asked.clear()
+    requested.clear()
     true = make_batch([1, 1], [5, 9])
     for starts in (true.query_start_loc.to("meta"), true.query_start_loc[:0]):
-        with refused(TensorError, given="query_start_loc"):
+        with refused(TensorError, problem="query_start_loc"):
             builder.build(evolve(true, query_start_loc_cpu=starts), graph=graph)
-    with refused(BatchError, given="max_seq_len=8"):
+    with refused(BatchError, problem="max_seq_len=8"):
         builder.build(evolve(true, max_seq_len=8), graph=graph)
 
-    assert not asked
+    assert not requested
     builder.build(true, graph=graph)
-    assert asked == [true]
+    assert requested == [true]
 
 
 @pytest.mark.parametrize("num_reqs", [0, -1])
-def test_whether_a_slot_fits_is_asked_of_batches_that_were_not_checked(num_reqs):
+def test_fits_takes_batches_that_were_not_checked(num_reqs):
     _, _, builder = world()
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = evolve(make_batch([1], [5]), num_reqs=num_reqs)
 
     assert graph.fits(batch)
-    with refused(BatchError, allowed="at least one request"):
+    with refused(BatchError, expected="at least one request"):
         builder.build(batch, graph=graph)
 
 
@@ -307,11 +307,11 @@ def test_extras_run_eagerly():
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     batch = make_batch([1], [4], extra={"acme.rope": 1})
     assert builder.state.find_graph({builder: batch}) is None
-    with refused(BatchError, given="extra 'acme.rope'"):
+    with refused(BatchError, problem="extra 'acme.rope'"):
         builder.build(batch, graph=graph)
 
 
-def test_what_is_kept_for_a_slot_is_the_builders_own():
+def test_per_graph_keeps_for_one_builder():
     backend, impl, builder = world()
     other = backend.make_builder([impl], builder.state)
     with builder.state.graph_capture(2):
@@ -332,18 +332,18 @@ def test_only_what_was_captured_is_found():
 # --- capture ------------------------------------------------------------------------------------------------------
 
 
-def test_slots_are_made_inside_a_capture():
+def test_graph_buffers_are_made_inside_a_capture():
     _, _, builder = world()
     state, key = builder.state, GraphShape(2, 2, 1)
-    with refused(LimitsError, given="GraphShape", allowed="inside State.graph_capture"):
+    with refused(LimitsError, problem="GraphShape", expected="inside State.graph_capture"):
         state.graph(key)
     (graph,), _ = capture(builder, key)
     assert state.graph(key) is graph
-    with refused(LimitsError, given="host_owned_inputs=True", allowed="the other value"):
+    with refused(LimitsError, problem="host_owned_inputs=True", expected="the other value"):
         state.graph(key, host_owned_inputs=True)
 
 
-def test_a_failed_capture_leaves_no_slot():
+def test_a_failed_capture_leaves_no_buffers():
     _, _, builder = world()
     (before,), _ = capture(builder, GraphShape(2, 2, 1))
 
@@ -389,28 +389,28 @@ def test_what_was_captured_in_inference_mode_is_built_into_outside_of_it():
 @pytest.mark.parametrize("size", [0, 17, True, 2.0])
 def test_a_capture_is_within_the_limits(size):
     _, _, builder = world()
-    with refused(LimitsError, given="graph_capture", allowed="max_num_reqs=16"), builder.state.graph_capture(size):
+    with refused(LimitsError, problem="graph_capture", expected="max_num_reqs=16"), builder.state.graph_capture(size):
         pass
 
 
 def test_one_capture_at_a_time():
     _, _, builder = world()
     with builder.state.graph_capture(4):
-        with refused(LimitsError, given="graph_capture(4)", allowed="under way"), builder.state.graph_capture(4):
+        with refused(LimitsError, problem="graph_capture(4)", expected="under way"), builder.state.graph_capture(4):
             pass
         builder.state.graph(GraphShape(4, 4, 1))
-    with refused(LimitsError, allowed="made for 4"), builder.state.graph_capture(8):
+    with refused(LimitsError, expected="made for 4"), builder.state.graph_capture(8):
         pass
 
 
-def test_released_slots_are_refused_and_freed():
+def test_released_buffers_are_refused_and_freed():
     _, _, builder = world()
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     gone = weakref.ref(graph)
 
     builder.state.release_graphs()
 
-    with refused(BatchError, given="GraphBuffers", allowed="until they are released"):
+    with refused(BatchError, problem="GraphBuffers", expected="until they are released"):
         builder.build(make_batch([1], [2]), graph=graph)
     del graph, _
     gc.collect()
@@ -421,16 +421,16 @@ def test_released_slots_are_refused_and_freed():
 
 def test_no_graphs_without_an_agreement():
     _, _, builder = world("never")
-    with refused(NotNegotiatedError, given="capture", fix="cudagraph"), builder.state.graph_capture(2):
+    with refused(NotNegotiatedError, problem="capture", fix="cudagraph"), builder.state.graph_capture(2):
         pass
 
 
-def test_a_builder_that_takes_no_slots_refuses_them():
+def test_a_builder_without_graphs_refuses_buffers():
     _, _, taking = world()
     (graph,), _ = capture(taking, GraphShape(2, 2, 1))
     builder = make_builder(make_backend(agreed_graphs="always"))
     assert builder.graph_level == "never"
-    with refused(NotNegotiatedError, given="graph buffers", allowed="supports no graphs", fix="graph=None"):
+    with refused(NotNegotiatedError, problem="graph buffers", expected="supports no graphs", fix="graph=None"):
         builder.build(make_batch([1], [3]), graph=graph)
 
 
@@ -439,7 +439,7 @@ def test_graph_buffers_of_another_state_are_refused():
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     other = make_builder(backend, impl)
     for wrong in (graph, "graph"):
-        with refused(BatchError, given="graph buffers", allowed="belong to the state"):
+        with refused(BatchError, problem="graph buffers", expected="belong to the state"):
             other.build(make_batch([1], [3]), graph=wrong)
 
 
@@ -453,13 +453,13 @@ def test_graph_buffers_of_another_state_are_refused():
 )
 def test_a_shape_is_within_the_limits(key, allowed):
     _, _, builder = world()
-    with builder.state.graph_capture(16), refused(LimitsError, given="GraphShape", allowed=allowed):
+    with builder.state.graph_capture(16), refused(LimitsError, problem="GraphShape", expected=allowed):
         builder.state.graph(key)
 
 
 def test_a_decode_shape_has_at_most_the_agreed_query_length():
     _, _, builder = world("uniform_batch", decode_query_len=2)
-    with builder.state.graph_capture(16), refused(LimitsError, allowed="decode_query_len=2"):
+    with builder.state.graph_capture(16), refused(LimitsError, expected="decode_query_len=2"):
         builder.state.graph(GraphShape(2, 6, 3))
 
 
@@ -468,7 +468,7 @@ def test_a_decode_shape_has_at_most_the_agreed_query_length():
     [(0, 1), (1, 0), (2, 1), (2, 3, 1), (1, 1, 0), (1, 1, 1, 0), (1, 4, 4, 3), (True, 1), (1.0, 1), (1, 1, True)],
 )
 def test_impossible_shapes_are_refused(fields):
-    with refused(LimitsError, given="GraphShape"):
+    with refused(LimitsError, problem="GraphShape"):
         GraphShape(*fields)
 
 
@@ -480,13 +480,13 @@ def test_shapes_name_their_level():
     ]
 
 
-@pytest.mark.parametrize("asked", [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}])
-def test_the_dummy_batch_is_valid_and_writes_nothing(asked):
-    backend, impl, builder = world("uniform_batch", decode_query_len=3, **asked)
+@pytest.mark.parametrize("requested", [{}, {"attn_type": "encoder_decoder"}, {"sliding_window": 3}])
+def test_the_dummy_batch_is_valid_and_writes_nothing(requested):
+    backend, impl, builder = world("uniform_batch", decode_query_len=3, **requested)
     for key in (GraphShape(3, 3, 1), GraphShape(3, 9, 3), GraphShape(3, 9, 3, 3)):
         _, (metadata,) = capture(builder, key)
         assert not (metadata.batch.slot_mapping >= 0).any()
-    if not asked:
+    if not requested:
         pages = torch.zeros(backend.make_cache(2).shape)
         query, key, value, _ = make_qkv(backend, 9)
         _, cache = run(impl, metadata, query, key, value, pages)
@@ -529,7 +529,7 @@ class Part:
 
 
 def plugin(make):
-    """Return a world whose builder returns Rich metadata of ``make(batch, slot)``."""
+    """Return a world whose builder returns Rich metadata of ``make(batch, graph)``."""
 
     class Builder(Capturing):
         def plan_batch(self, batch, split, *, fast, graph):
@@ -545,7 +545,7 @@ def steady(batch, graph):
     return {"number": batch.num_reqs, "tensor": buffer, "nested": {"part": Part(buffer[2:]), "tail": tail}}
 
 
-def test_metadata_in_the_slot_is_taken():
+def test_metadata_of_the_buffers_is_accepted():
     _, _, builder = plugin(steady)
     (graph,), (captured,) = capture(builder, GraphShape(2, 2, 1))
     builder.build(make_batch([1, 1], [8, 9]), graph=graph)
@@ -577,14 +577,14 @@ def test_metadata_that_a_graph_would_not_see_is_refused(name, change):
         builder.build(make_batch([1, 1], [4, 5]), graph=graph)
 
 
-def test_slots_show_what_they_are():
+def test_graph_buffers_have_a_repr():
     _, _, builder = world()
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     assert repr(graph) == f"GraphBuffers({graph.key}, of toy/plain)"
     assert attrs.asdict(graph.key)["num_reqs"] == 2
 
 
-def test_tensors_of_a_step_are_kept_for_the_slot():
+def test_tensors_of_a_step_persist_in_the_buffers():
     _, _, builder = world()
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
     first, second = torch.arange(3), torch.arange(3) + 5
@@ -608,11 +608,11 @@ def test_a_builder_with_other_blocks_has_columns_of_its_own():
     assert backend.agreement.block_size == 4
 
 
-def test_a_batch_that_no_graph_covers_is_refused_in_a_slot():
+def test_a_batch_that_no_graph_covers_is_refused():
     picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: batch.max_seq_len < 5})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
-    with refused(BatchError, given="GraphShape", allowed="'always'", fix="graph=None"):
+    with refused(BatchError, problem="GraphShape", expected="'always'", fix="graph=None"):
         builder.build(make_batch([1], [5]), graph=graph)
 
 
@@ -627,5 +627,5 @@ def test_a_plan_that_changed_is_named_by_its_layer():
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": Counting}))
     (graph,), _ = capture(builder, GraphShape(2, 2, 1))
 
-    with refused(PluginContractError, given="whose plan of layer 'layers.0'['builds'] changed since the capture"):
+    with refused(PluginContractError, problem="whose plan of layer 'layers.0'['builds'] changed since the capture"):
         builder.build(make_batch([1], [3]), graph=graph)

@@ -35,7 +35,7 @@ def test_a_layer_may_repeat_what_was_agreed():
 
 
 @pytest.mark.parametrize(
-    ("asked", "window"),
+    ("requested", "window"),
     [
         ({}, (-1, -1)),
         ({"sliding_window": 1}, (0, 0)),
@@ -43,12 +43,12 @@ def test_a_layer_may_repeat_what_was_agreed():
         ({"sliding_window": 4, "attn_type": "encoder"}, (3, 0)),
     ],
 )
-def test_a_published_window_counts_the_token_itself(asked, window):
-    assert make_layer(make_backend(**asked)).window == window
+def test_a_published_window_counts_the_token_itself(requested, window):
+    assert make_layer(make_backend(**requested)).window == window
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "asked"),
+    ("field", "value", "requested"),
     [
         ("num_q_heads", 8, {}),
         ("num_kv_heads", 1, {}),
@@ -62,32 +62,32 @@ def test_a_published_window_counts_the_token_itself(asked, window):
         ("block_sparse", {"stride": 3}, {"block_sparse": {"stride": 2}}),
     ],
 )
-def test_a_value_that_was_not_negotiated_is_refused(field, value, asked):
-    backend = make_backend(**asked)
+def test_a_value_that_was_not_negotiated_is_refused(field, value, requested):
+    backend = make_backend(**requested)
     agreed = getattr(backend.agreement.requirements, field)
 
     with refused(
         NotNegotiatedError,
-        given=f"'layers.0' has {field}=",
-        allowed=f"{field}={agreed!r} was negotiated" if agreed is not None else f"{field} was not asked for",
+        problem=f"'layers.0' has {field}=",
+        expected=f"{field}={agreed!r} was negotiated" if agreed is not None else f"{field} was not requested",
         fix="select again with",
     ):
         make_layer(backend, **{field: value})
 
 
 @pytest.mark.parametrize(
-    ("field", "asked", "tensor"),
+    ("field", "requested", "tensor"),
     [
         ("sinks", {"sinks": True}, torch.zeros(HEADS)),
         ("alibi_slopes", {"alibi": "linear"}, torch.zeros(HEADS)),
         ("output_scale", {"output_quant": "fp8_e4m3"}, torch.ones(1)),
     ],
 )
-def test_a_learned_tensor_comes_exactly_where_it_was_asked_for(field, asked, tensor):
-    assert getattr(make_layer(make_backend(**asked), **{field: tensor}).layer, field) is tensor
-    with refused(LayerError, given=f"no {field}", allowed="was asked for", fix="select again without"):
-        make_layer(make_backend(**asked))
-    with refused(NotNegotiatedError, given=f"has {field} of", allowed="was not asked for", fix="select again with"):
+def test_a_learned_tensor_comes_exactly_where_it_was_asked_for(field, requested, tensor):
+    assert getattr(make_layer(make_backend(**requested), **{field: tensor}).layer, field) is tensor
+    with refused(LayerError, problem=f"no {field}", expected="was requested", fix="select again without"):
+        make_layer(make_backend(**requested))
+    with refused(NotNegotiatedError, problem=f"has {field} of", expected="was not requested", fix="select again with"):
         make_layer(make_backend(), **{field: tensor})
 
 
@@ -96,7 +96,7 @@ def test_a_learned_tensor_comes_exactly_where_it_was_asked_for(field, asked, ten
     [torch.zeros(3), torch.zeros(1, HEADS), torch.zeros(HEADS, dtype=torch.float16), torch.zeros(HEADS, device="meta")],
 )
 def test_sinks_have_one_shape_and_device(sinks):
-    with refused(TensorError, given="sinks of", allowed="(4,) float32 or bfloat16 on cpu", fix="sinks.to("):
+    with refused(TensorError, problem="sinks of", expected="(4,) float32 or bfloat16 on cpu", fix="sinks.to("):
         make_layer(make_backend(sinks=True, dtype="bfloat16"), sinks=sinks)
 
 
@@ -111,46 +111,46 @@ def test_sinks_come_in_float32_or_the_layers_dtype(dtype):
 def test_learned_values_are_finite(value):
     tensor = torch.tensor([0.0, value, 0.0, 0.0])
 
-    with refused(LayerError, given="not finite", fix="-1e4"):
+    with refused(LayerError, problem="not finite", fix="-1e4"):
         make_layer(make_backend(sinks=True), sinks=tensor)
-    with refused(LayerError, given="not finite", fix="slope 0"):
+    with refused(LayerError, problem="not finite", fix="slope 0"):
         make_layer(make_backend(alibi="sqrt"), alibi_slopes=tensor)
 
 
 @pytest.mark.parametrize("shape", [(2,), (1, 1)])
 def test_an_output_scale_is_one_element(shape):
-    with refused(TensorError, given="output_scale of"):
+    with refused(TensorError, problem="output_scale of"):
         make_layer(make_backend(output_quant="fp8_e4m3"), output_scale=torch.ones(shape))
 
 
 def test_a_block_scale_needs_a_quantized_output():
-    with refused(NotNegotiatedError, given="output_block_scale", fix="output_quant"):
+    with refused(NotNegotiatedError, problem="output_block_scale", fix="output_quant"):
         make_layer(make_backend(), output_block_scale=torch.ones(4))
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), True, "1"])
 def test_a_scale_is_a_positive_number(scale):
-    with refused(LayerError, given=f"scale={scale!r}", fix="leave it out"):
+    with refused(LayerError, problem=f"scale={scale!r}", fix="leave it out"):
         make_layer(make_backend(), scale=scale)
 
 
 def test_a_shared_cache_was_negotiated():
     assert make_layer(make_backend(kv_sharing=True), kv_sharing_target="layers.9").layer.kv_sharing_target == "layers.9"
-    with refused(NotNegotiatedError, given="reads the cache of 'layers.9'", allowed="kv_sharing was not asked for"):
+    with refused(NotNegotiatedError, problem="reads the cache of 'layers.9'", expected="kv_sharing was not requested"):
         make_layer(make_backend(), kv_sharing_target="layers.9")
-    with refused(LayerError, given="shares the cache of itself"):
+    with refused(LayerError, problem="shares the cache of itself"):
         make_layer(make_backend(kv_sharing=True), kv_sharing_target="layers.0")
 
 
 @pytest.mark.parametrize("name", ["", None, 3])
 def test_a_layer_has_a_name(name):
-    with refused(LayerError, given=f"named {name!r}"):
+    with refused(LayerError, problem=f"named {name!r}"):
         make_backend().make_impl(Layer(name=name))
 
 
 @pytest.mark.parametrize("pattern", [3, "xy", [1]])
 def test_a_pattern_is_a_table(pattern):
-    with refused(LayerError, given=f"block_sparse={pattern!r}"):
+    with refused(LayerError, problem=f"block_sparse={pattern!r}"):
         Layer(name="layers.0", block_sparse=pattern)
 
 

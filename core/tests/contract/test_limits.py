@@ -10,25 +10,25 @@ from core.tests.contract.world import ToyBackend, limits, make_backend, refused
 @pytest.mark.parametrize("name", ["max_num_reqs", "max_num_tokens", "max_seq_len", "max_num_splits"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, True])
 def test_bounds_are_positive(name, value):
-    with refused(LimitsError, given=f"{name}={value!r}", allowed="a whole number from 1 on"):
+    with refused(LimitsError, problem=f"{name}={value!r}", expected="a whole number from 1 on"):
         limits(**{name: value})
 
 
 @pytest.mark.parametrize("value", [1, 0, 2.5])
 def test_a_cache_has_a_block_beside_the_null_block(value):
-    with refused(LimitsError, given=f"num_blocks={value!r}", allowed="null block"):
+    with refused(LimitsError, problem=f"num_blocks={value!r}", expected="null block"):
         limits(num_blocks=value)
 
 
 def test_capture_sizes_are_sorted_and_within_the_tokens():
     assert limits(capture_sizes=[8, 1, 8, 4]).capture_sizes == (1, 4, 8)
     for sizes in ([0], [65], ["8"]):
-        with refused(LimitsError, given="capture_sizes=", allowed="max_num_tokens=64"):
+        with refused(LimitsError, problem="capture_sizes=", expected="max_num_tokens=64"):
             limits(capture_sizes=sizes)
 
 
 def test_a_graph_level_is_known():
-    with refused(LimitsError, given="cudagraph='sometimes'", allowed="'uniform_batch'"):
+    with refused(LimitsError, problem="cudagraph='sometimes'", expected="'uniform_batch'"):
         limits(cudagraph="sometimes")
 
 
@@ -44,7 +44,7 @@ def test_a_graph_level_is_known():
     ],
 )
 def test_ranks_are_below_their_size(ranks, given):
-    with refused(LimitsError, given=given):
+    with refused(LimitsError, problem=given):
         Parallel(**ranks)
 
 
@@ -63,12 +63,12 @@ def test_limits_fit_the_agreement():
     [
         ({"cudagraph": "uniform_batch"}, {}, "cudagraph='uniform_batch'", "captures up to 'never'"),
         ({"capture_sizes": [1]}, {}, "capture_sizes=(1,)", "without CUDA graphs"),
-        ({"batch_invariant": True}, {}, "batch_invariant=True", "was not asked for"),
+        ({"batch_invariant": True}, {}, "batch_invariant=True", "was not requested"),
         ({}, {"dcp_size": 2}, "dcp_size=2", "dcp_size=1 was negotiated"),
     ],
 )
 def test_limits_that_were_not_negotiated_are_refused(changes, ranks, given, allowed):
-    with refused(LimitsError, given=given, allowed=allowed, fix="select again"):
+    with refused(LimitsError, problem=given, expected=allowed, fix="select again"):
         make_backend().make_state(limits(**changes), Parallel(**ranks))
 
 
@@ -79,8 +79,8 @@ def test_a_bound_of_splits_is_kept_or_refused():
     assert make_backend(Keeping).make_state(limits(max_num_splits=4)).limits.max_num_splits == 4
     with refused(
         LimitsError,
-        given="max_num_splits=4",
-        allowed="toy/plain takes no such bound",
+        problem="max_num_splits=4",
+        expected="toy/plain takes no such bound",
         fix="leave max_num_splits out",
     ):
         make_backend().make_state(limits(max_num_splits=4))

@@ -117,13 +117,13 @@ def test_no_metadata_is_an_error_that_says_so():
     impl = make_layer(backend)
     query, key, value, output = make_qkv(backend, 1)
     call = (query, key, value, backend.make_cache(4), output)
-    with refused(BatchError, given="'layers.0'", allowed="no forward_context", fix="forward_context("):
+    with refused(BatchError, problem="'layers.0'", expected="no forward_context", fix="forward_context("):
         impl.forward_op(*call)
-    with forward_context({"layers.7": None}), refused(BatchError, allowed="'layers.7'"):
+    with forward_context({"layers.7": None}), refused(BatchError, expected="'layers.7'"):
         impl.forward_op(*call)
     with forward_context({"layers.0": None}):
         impl.forward_op(*call)
-        with ThreadPoolExecutor() as pool, refused(BatchError, allowed="no forward_context"):
+        with ThreadPoolExecutor() as pool, refused(BatchError, expected="no forward_context"):
             pool.submit(impl.forward_op, *call).result()
 
 
@@ -132,7 +132,7 @@ def test_refusals_pass_through():
     impl = make_layer(backend)
     query, key, value, output = make_qkv(backend, 1)
     metadata = make_builder(backend, impl).build(make_batch([1], [5]))
-    with forward_context({"layers.0": metadata}), refused(CacheError, given="no cache"):
+    with forward_context({"layers.0": metadata}), refused(CacheError, problem="no cache"):
         impl.forward_op(query, key, value, None, output)
 
 
@@ -142,11 +142,11 @@ def test_a_layer_that_is_gone_is_named():
     handle = impl._handle
     query, key, value, output = make_qkv(backend, 1)
     unbound = ToyImpl(impl.layer, backend)
-    with refused(LayerError, given="constructed by itself"):
+    with refused(LayerError, problem="constructed by itself"):
         unbound.forward_op(query, key, value, None, output)
     del impl
     gc.collect()
-    with refused(LayerError, given=f"layer number {handle}", allowed="gone"):
+    with refused(LayerError, problem=f"layer number {handle}", expected="gone"):
         torch.ops.attnplug.forward(query, key, value, [], output, None, handle)
     assert isinstance(backend.make_impl(Layer(name="new")), ToyImpl)
 

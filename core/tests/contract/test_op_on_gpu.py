@@ -17,8 +17,8 @@ CASE = Case(query_lens=(1, 1, 7), context_lens=(40, 5, 20), head_size=64, dtype=
 
 
 def load(case, **engine):
-    asked = case.requirements(block_size=case.block_size, kv_layout="NHD", **engine)
-    return attnplug.load(asked, Device.current(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, kv_layout="NHD", **engine)
+    return attnplug.load(requested, Device.current(), backend="torch/sdpa")
 
 
 def close(output, scene):

@@ -44,8 +44,8 @@ def test_a_builder_without_the_contracts_constructor_is_refused():
 
     with refused(
         PluginContractError,
-        given="Builder was constructed",
-        allowed="MetadataBuilder.__init__",
+        problem="Builder was constructed",
+        expected="MetadataBuilder.__init__",
         fix="super().__init__(backend, impls, state)",
     ):
         make_builder(backend)
@@ -99,7 +99,7 @@ def test_fields_without_a_default_are_planned():
     builder = building(lambda self, batch: {})
     builder.backend.metadata_class = OwnMetadata
 
-    with refused(PluginContractError, "returned no field", allowed="needs mine", fix="metadata_class"):
+    with refused(PluginContractError, "returned no field", expected="needs mine", fix="metadata_class"):
         builder.build(make_batch([1], [5]))
 
 

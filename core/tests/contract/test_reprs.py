@@ -30,7 +30,7 @@ def test_objects_say_what_they_are_of():
 
     assert repr(backend) == "Own('toy/plain', on cpu)"
     assert repr(impl) == "ToyImpl('layers.0', of toy/plain)"
-    assert repr(state) == "State(of toy/plain on cpu, for 16 requests and 64 tokens, 0 slots)"
+    assert repr(state) == "State(of toy/plain on cpu, for 16 requests and 64 tokens, 0 graphs)"
     assert repr(builder) == "MetadataBuilder(layer 'layers.0', of toy/plain)"
 
 

@@ -16,8 +16,8 @@ class ScalingBackend(ToyBackend):
     impl_class = ScalingImpl
 
 
-def fp8(**asked):
-    return make_backend(ScalingBackend, kv_cache_dtype="fp8_e4m3", **asked)
+def fp8(**requested):
+    return make_backend(ScalingBackend, kv_cache_dtype="fp8_e4m3", **requested)
 
 
 def test_scales_default_to_one_on_host_and_device():
@@ -37,7 +37,7 @@ def test_the_host_float_and_the_tensor_follow_from_each_other():
 
 def test_equal_float_and_tensor_are_one_scale():
     assert make_layer(fp8(), k_scale=0.1, k_scale_tensor=torch.tensor([0.1])).layer.k_scale == pytest.approx(0.1)
-    with refused(LayerError, given="k_scale=0.1 and k_scale_tensor=0.5", fix="pass one"):
+    with refused(LayerError, problem="k_scale=0.1 and k_scale_tensor=0.5", fix="pass one"):
         make_layer(fp8(), k_scale=0.1, k_scale_tensor=torch.tensor([0.5]))
 
 
@@ -49,13 +49,13 @@ def test_scales_per_head_are_tensors():
 
     assert layer.k_scale is None
     assert layer.k_scale_tensor is heads
-    with refused(LayerError, given="k_scale=0.5 and a tensor too", fix="k_scale_tensor of (2,) alone"):
+    with refused(LayerError, problem="k_scale=0.5 and a tensor too", fix="k_scale_tensor of (2,) alone"):
         make_layer(backend, k_scale=0.5, k_scale_tensor=heads)
-    with refused(LayerError, given="k_scale=None and no tensor", allowed="per_head_scales was asked for"):
+    with refused(LayerError, problem="k_scale=None and no tensor", expected="per_head_scales was requested"):
         make_layer(backend)
-    with refused(LayerError, given="v_scale_tensor=-1.0"):
+    with refused(LayerError, problem="v_scale_tensor=-1.0"):
         make_layer(backend, k_scale_tensor=heads, v_scale_tensor=torch.tensor([1.0, -1.0]))
-    with refused(TensorError, given="k_scale_tensor of (2,)", fix="per_head_scales=True"):
+    with refused(TensorError, problem="k_scale_tensor of (2,)", fix="per_head_scales=True"):
         make_layer(fp8(), k_scale_tensor=heads)
 
 
@@ -64,24 +64,24 @@ def test_scales_per_head_are_tensors():
     [torch.ones(2), torch.ones(1, 1), torch.ones(1, dtype=torch.float64), torch.ones(1, device="meta")],
 )
 def test_a_scale_tensor_has_one_form(tensor):
-    with refused(TensorError, given="v_scale_tensor of", allowed="float32 on cpu"):
+    with refused(TensorError, problem="v_scale_tensor of", expected="float32 on cpu"):
         make_layer(fp8(), v_scale_tensor=tensor)
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
 def test_scales_are_positive(value):
-    with refused(LayerError, given="k_scale="):
+    with refused(LayerError, problem="k_scale="):
         make_layer(fp8(), k_scale=value)
-    with refused(LayerError, given="k_scale_tensor="):
+    with refused(LayerError, problem="k_scale_tensor="):
         make_layer(fp8(), k_scale_tensor=torch.tensor([value]))
 
 
 @pytest.mark.parametrize("scale", [{"k_scale": 0.5}, {"k_scale_tensor": torch.tensor([1.0])}])
 def test_a_scale_without_effect_is_refused(scale):
     (name,) = scale
-    with refused(NotNegotiatedError, given=name, allowed="takes no scales", fix="kv_cache_dtype"):
+    with refused(NotNegotiatedError, problem=name, expected="takes no scales", fix="kv_cache_dtype"):
         make_layer(make_backend(ScalingBackend), **scale)
-    with refused(NotNegotiatedError, given=name, allowed="toy/plain applies no static k_scale to a fp8_e4m3 cache"):
+    with refused(NotNegotiatedError, problem=name, expected="toy/plain applies no static k_scale to a fp8_e4m3 cache"):
         make_layer(make_backend(kv_cache_dtype="fp8_e4m3"), **scale)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attnplug.contract import Batch
-from attnplug.contract.guards.uniform import uniform_query_lens
+from attnplug.contract.inputs.phase import uniform_query_lens
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=5))

@@ -33,20 +33,20 @@ def test_a_writer_is_declared_per_phase():
 
 @pytest.mark.parametrize(("declared", "wanted"), [("forward", "host"), ("host", "forward")])
 def test_a_writer_that_is_not_there_is_refused(declared, wanted):
-    with refused(NotNegotiatedError, given=f"cache_write={wanted!r}", allowed=f"written by {declared!r}"):
+    with refused(NotNegotiatedError, problem=f"cache_write={wanted!r}", expected=f"written by {declared!r}"):
         make_layer(writing(declared), cache_write=wanted)
 
 
 def test_a_writer_is_forward_or_the_host():
-    with refused(LayerError, given="cache_write='nobody'"):
+    with refused(LayerError, problem="cache_write='nobody'"):
         make_layer(make_backend(), cache_write="nobody")
 
 
 @pytest.mark.parametrize(
-    ("asked", "fields"), [({"kv_sharing": True}, {"kv_sharing_target": "layers.9"}), ({"paged": False}, {})]
+    ("requested", "fields"), [({"kv_sharing": True}, {"kv_sharing_target": "layers.9"}), ({"paged": False}, {})]
 )
-def test_a_layer_without_a_cache_of_its_own_writes_nothing(asked, fields):
-    impl = make_layer(make_backend(**asked), **fields)
+def test_a_layer_without_a_cache_of_its_own_writes_nothing(requested, fields):
+    impl = make_layer(make_backend(**requested), **fields)
 
     assert (impl.forward_writes, impl.host_writes) == (set(), set())
 
@@ -85,7 +85,9 @@ def test_nothing_is_written_twice():
     cache = backend.make_cache(NUM_BLOCKS)
     _, key, value, _ = make_qkv(backend, 1)
 
-    with refused(CacheError, given="write_kv was called", allowed="nothing is written twice", fix="cache_write='host'"):
+    with refused(
+        CacheError, problem="write_kv was called", expected="nothing is written twice", fix="cache_write='host'"
+    ):
         make_layer(backend).write_kv(key, value, cache, torch.tensor([4]))
 
     assert not cache.any()
@@ -119,7 +121,7 @@ def test_a_write_that_does_not_fit_writes_nothing(kind, given, change):
     call = {"key": key, "value": value, "kv_cache": backend.make_cache(NUM_BLOCKS), "slot_mapping": torch.tensor([4])}
     call |= change
 
-    with refused(kind, given=given):
+    with refused(kind, problem=given):
         impl.write_kv(**call)
 
     assert not call["kv_cache"].any()

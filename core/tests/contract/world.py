@@ -20,9 +20,11 @@ BLOCK_SIZE = 4
 NUM_BLOCKS = 32
 
 
-def agree(*, agreed_graphs="never", device="cpu", **asked):
+def agree(*, agreed_graphs="never", device="cpu", **requested):
     """Return the selection of the toy for these requirements, as if it had declared them all."""
-    requirements = Requirements(**{"head_size": 8, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "float32", **asked})
+    requirements = Requirements(
+        **{"head_size": 8, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "float32", **requested}
+    )
     paged = requirements.paged
     agreement = Agreement(
         backend="toy",
@@ -36,8 +38,8 @@ def agree(*, agreed_graphs="never", device="cpu", **asked):
     return Selection(agreement=agreement, device=Device(device))
 
 
-def make_backend(cls=ToyBackend, **asked):
-    selection = agree(**asked)
+def make_backend(cls=ToyBackend, **requested):
+    selection = agree(**requested)
     return cls(selection.agreement, selection.device)
 
 
@@ -78,23 +80,23 @@ def make_batch(query_lens, seq_lens, *, block_size=BLOCK_SIZE, width=None, devic
 
 def make_qkv(backend, tokens, keys=None):
     """Return query, key, value and output of a call."""
-    asked = backend.agreement.requirements
-    dtype = getattr(torch, asked.dtype)
+    requested = backend.agreement.requirements
+    dtype = getattr(torch, requested.dtype)
     rows = tokens if keys is None else keys
-    query = torch.randn(tokens, asked.num_q_heads, asked.head_size).to(dtype)
-    key = torch.randn(rows, asked.num_kv_heads, asked.head_size).to(dtype)
-    value = torch.randn(rows, asked.num_kv_heads, asked.head_size_v).to(dtype)
-    return query, key, value, torch.full((tokens, asked.num_q_heads * asked.head_size_v), 7.0, dtype=dtype)
+    query = torch.randn(tokens, requested.num_q_heads, requested.head_size).to(dtype)
+    key = torch.randn(rows, requested.num_kv_heads, requested.head_size).to(dtype)
+    value = torch.randn(rows, requested.num_kv_heads, requested.head_size_v).to(dtype)
+    return query, key, value, torch.full((tokens, requested.num_q_heads * requested.head_size_v), 7.0, dtype=dtype)
 
 
 @contextmanager
-def refused(kind, given="", allowed="", fix=""):
+def refused(kind, problem="", expected="", fix=""):
     """Expect an error whose three sentences hold these texts, and which survives pickling."""
     with pytest.raises(kind) as caught:
         yield
     error = caught.value
     assert type(error) is kind
-    for part, text in ((error.problem, given), (error.expected, allowed), (error.fix, fix)):
+    for part, text in ((error.problem, problem), (error.expected, expected), (error.fix, fix)):
         assert part
         assert text in part
     copy = pickle.loads(pickle.dumps(error))

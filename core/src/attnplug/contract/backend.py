@@ -14,10 +14,9 @@ from attnplug.contract.graphs.dummy import dummy_batch
 from attnplug.contract.guards.cache import CacheGuard, checked_specs
 from attnplug.contract.guards.call import CallForm, ForwardGuard
 from attnplug.contract.guards.layer import complete_layer
-from attnplug.contract.guards.limits import check_limits
 from attnplug.contract.impl import AttentionImpl
 from attnplug.contract.inputs.kv_cache import Cache, CacheTensor, device_of, tensor_of, torch_dtype
-from attnplug.contract.inputs.limits import Parallel
+from attnplug.contract.inputs.limits import Parallel, check_limits
 from attnplug.contract.metadata import Metadata
 from attnplug.contract.state import State
 from attnplug.errors import CacheError, LayerError, LimitsError, PluginContractError
@@ -109,17 +108,17 @@ class Backend(ABC):
         Args:
             num_blocks: Blocks of the cache, the null block 0 included.
         """
-        asked = self.agreement.requirements
-        if not asked.paged:
+        requested = self.agreement.requirements
+        if not requested.paged:
             return {}
-        dtype, heads = torch_dtype(self.agreement.kv_cache_dtype), asked.num_kv_heads
+        dtype, heads = torch_dtype(self.agreement.kv_cache_dtype), requested.num_kv_heads
         size = self.agreement.block_size or 1  # settled wherever there are pages
         heads_first = self.agreement.kv_layout == "HND"
-        if asked.head_size_v == asked.head_size:
-            shape = (2, num_blocks, size, heads, asked.head_size)
+        if requested.head_size_v == requested.head_size:
+            shape = (2, num_blocks, size, heads, requested.head_size)
             return {"kv": CacheTensor(shape, dtype, 1, (0, 1, 3, 2, 4) if heads_first else (0, 1, 2, 3, 4))}
         order = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
-        widths = {"k": asked.head_size, "v": asked.head_size_v or asked.head_size}
+        widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
         return {role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order) for role, width in widths.items()}
 
     @property
@@ -181,7 +180,7 @@ class Backend(ABC):
         Values of its tensors are read and checked: call it after the weights are loaded.
 
         Raises:
-            NotNegotiatedError: The layer brings what was not asked for, or lacks what was.
+            NotNegotiatedError: The layer brings what was not requested, or lacks what was.
             LayerError: A value of the layer is wrong in itself.
             TensorError: A tensor has the wrong shape, dtype or device.
         """
@@ -232,21 +231,21 @@ class Backend(ABC):
         """
         if not impls:
             raise LayerError(
-                "a builder for no layers was asked for",
+                "a builder for no layers was requested",
                 "a builder serves at least one layer",
                 "pass the results of make_impl",
             )
         for impl in impls:
             if not isinstance(impl, self.impl_class) or impl.agreement != self.agreement:
                 raise LayerError(
-                    f"a builder of {self.id} was asked for layer {impl.layer.name!r}, made by {impl.agreement.id}",
+                    f"a builder of {self.id} was requested layer {impl.layer.name!r}, made by {impl.agreement.id}",
                     "the layers of a builder share one agreement",
                     "make one builder per backend object: attnplug.plan groups the layers",
                 )
         names = [impl.layer.name for impl in impls]
         if len(set(names)) < len(names):
             raise LayerError(
-                f"a builder for layers {names} was asked for",
+                f"a builder for layers {names} was requested",
                 "layer names are unique in a model",
                 "name each layer once",
             )
@@ -315,8 +314,8 @@ class Backend(ABC):
             copy_between(spec, tensor_of(src, role), tensor_of(dst, role), pairs)
 
     def _check_sink_lse(self) -> None:
-        asked = self.agreement.requirements
-        if asked.sinks and asked.return_lse and self.impl_class.lse_includes_sink is None:
+        requested = self.agreement.requirements
+        if requested.sinks and requested.return_lse and self.impl_class.lse_includes_sink is None:
             raise PluginContractError(
                 f"{self.impl_class.__name__} serves sinks and LSE, and does not say whether its LSE counts the sink",
                 "lse_includes_sink is True or False where both are served: merging counts a sink once",

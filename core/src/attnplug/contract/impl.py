@@ -94,21 +94,21 @@ class AttentionImpl(ABC):
 
     def __init__(self, layer: Layer, backend: Backend) -> None:
         agreement = backend.agreement
-        asked = agreement.requirements
+        requested = agreement.requirements
         self.layer = layer
         self.backend = backend
         self.agreement = agreement
         self.device = backend.device
-        self.num_q_heads = asked.num_q_heads
-        self.num_kv_heads = asked.num_kv_heads
+        self.num_q_heads = requested.num_q_heads
+        self.num_kv_heads = requested.num_kv_heads
         self.num_queries_per_kv = self.num_q_heads // self.num_kv_heads
-        self.head_size = asked.head_size
-        self.head_size_v = asked.head_size if asked.head_size_v is None else asked.head_size_v
+        self.head_size = requested.head_size
+        self.head_size_v = requested.head_size if requested.head_size_v is None else requested.head_size_v
         self.scale = self.head_size**-0.5 if layer.scale is None else layer.scale
         self.window = layer.window
         self.logits_soft_cap = layer.logits_soft_cap
-        self.causal = bool(asked.causal)
-        self.is_paged = bool(asked.paged)
+        self.causal = bool(requested.causal)
+        self.is_paged = bool(requested.paged)
         self.forward_writes, self.host_writes = cache_writers(self.cache_write, layer, agreement)
         keep_attributes(self)
 
@@ -118,17 +118,17 @@ class AttentionImpl(ABC):
     @property
     def plan_key(self) -> Hashable:
         """What a library fixes when it plans; layers with equal keys share a plan. Override it for other values."""
-        asked = self.agreement.requirements
+        requested = self.agreement.requirements
         return (
             self.window,
-            asked.attention_chunk,
+            requested.attention_chunk,
             self.logits_soft_cap,
             self.scale,
             self.causal,
-            asked.alibi,
-            asked.sinks,
-            asked.block_sparse,
-            asked.dtype,
+            requested.alibi,
+            requested.sinks,
+            requested.block_sparse,
+            requested.dtype,
             self.agreement.kv_cache_dtype,
         )
 
@@ -141,8 +141,8 @@ class AttentionImpl(ABC):
     @property
     def output_dtype(self) -> torch.dtype:
         """Dtype of the output: the layer's, or the agreed quantized one."""
-        asked = self.agreement.requirements
-        return torch_dtype(asked.output_quant or asked.dtype)
+        requested = self.agreement.requirements
+        return torch_dtype(requested.output_quant or requested.dtype)
 
     @property
     def output_width(self) -> int:

@@ -38,7 +38,7 @@ class Step:
     One step, built.
 
     Attributes:
-        slot: The slot whose graph is to be replayed; None runs eagerly.
+        graph: The buffers of the graph to replay; None runs eagerly.
         metadata: What each builder built.
     """
 
@@ -51,9 +51,9 @@ class Step:
 
 class State:
     """
-    Owns the workspace and the graph slots that all builders of one backend share. Plugins subclass it for what else
+    Owns the workspace and the graph buffers that all builders of one backend share. Plugins subclass it for what else
     must outlive a step. Everything in it is used in the order of one stream: microbatches on streams of their own have
-    a state each. In the tensors of a slot padded requests have neither query nor keys: a kernel that needs a key per
+    a state each. In graph buffers, padded requests have neither query nor keys: a kernel that needs a key per
     request pads to the null block in a tensor of its own.
 
     Attributes:
@@ -90,7 +90,7 @@ class State:
 
     def __repr__(self) -> str:
         most = f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens"
-        return f"{type(self).__name__}(of {self.backend.id} on {self.device}, for {most}, {len(self._graphs)} slots)"
+        return f"{type(self).__name__}(of {self.backend.id} on {self.device}, for {most}, {len(self._graphs)} graphs)"
 
     @property
     def workspace(self) -> Tensor:
@@ -103,22 +103,22 @@ class State:
 
     @property
     def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
-        """The slots that have been captured, by their shape."""
+        """The buffers of all captured graphs, by their shape."""
         return MappingProxyType(self._graphs)
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
         """
-        Make slots inside this context, and capture with them. They live on afterwards, until `release_graphs`.
+        Make graph buffers inside this context, and capture with them. They are kept afterwards, until `release_graphs`.
 
-        If the body raises, the slots that it made are dropped.
+        If the body raises, the buffers that it made are released.
 
         Args:
             max_batch_size: Most requests of a captured batch.
 
         Raises:
             NotNegotiatedError: No graph level was agreed on.
-            LimitsError: `max_batch_size` is beyond the limits, differs from that of slots that still live, or a
+            LimitsError: `max_batch_size` is beyond the limits, differs from that of buffers that are still held, or a
                 capture is under way.
         """
         self._check_capture(max_batch_size)
@@ -137,7 +137,7 @@ class State:
 
     def graph(self, key: GraphShape, *, host_owned_inputs: bool | None = None) -> GraphBuffers:
         """
-        Return the slot of a shape; inside `graph_capture` it is made if need be.
+        Return the buffers of a shape; inside `graph_capture` it is made if need be.
 
         Args:
             key: The shape.
@@ -152,22 +152,23 @@ class State:
             return found
         if found is not None or not self._is_capturing:
             raise LimitsError(
-                f"a slot for {key} was asked for" + (f" with host_owned_inputs={host_owned_inputs}" if found else ""),
-                "it was made with the other value" if found else "slots are made inside State.graph_capture",
-                "enter state.graph_capture(max_batch_size) first, and ask for each shape in one way",
+                f"graph buffers for {key} were requested"
+                + (f" with host_owned_inputs={host_owned_inputs}" if found else ""),
+                "they were made with the other value" if found else "graph buffers are made inside State.graph_capture",
+                "enter state.graph_capture(max_batch_size) first, and request each shape with one value",
             )
         check_key(key, self.backend.agreement, self.limits, self._max_batch_size)
         self._graphs[key] = GraphBuffers(self, key, host_owned_inputs=bool(host_owned_inputs))
         return self._graphs[key]
 
     def release_graphs(self) -> None:
-        """Drop all slots and what they hold. No graph that was captured with them may be replayed any more."""
+        """Release all graph buffers and what they hold. The graphs that were captured with them cannot be replayed."""
         self._graphs.clear()
         self._inputs.clear()
 
     def find_graph(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphBuffers | None:
         """
-        Return the smallest slot that all these builders have captured and all their batches fit, or None.
+        Return the smallest graph that all these builders have captured and all their batches fit, or None.
 
         Args:
             batches: One step's batch of each builder.
@@ -177,16 +178,16 @@ class State:
 
     def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphShape | None = None) -> Step:
         """
-        Pick a slot, or none, and build the step.
+        Pick a graph, or none, and build the step.
 
         Args:
             batches: One step's batch of each builder.
-            key: The slot to take, for hosts whose layers have several states, or whose ranks agree on a shape; None
+            key: The graph to take, for hosts whose layers have several states, or whose ranks agree on a shape; None
                 takes the smallest that fits.
 
         Raises:
             ContractError: A batch is refused; see `MetadataBuilder.build`.
-            LimitsError: There is no slot for the key.
+            LimitsError: There is no graph for the key.
         """
         check_batches(batches)
         graph = self.graph(key) if key is not None else self.find_graph(batches) if self._graphs else None
@@ -213,7 +214,7 @@ class State:
         if self._is_capturing:
             self._refuse(max_batch_size, "another capture of this state is under way")
         if self._graphs and max_batch_size != self._max_batch_size:
-            self._refuse(max_batch_size, f"its slots were made for {self._max_batch_size}, and live")
+            self._refuse(max_batch_size, f"its graph buffers were made for {self._max_batch_size}, and are still held")
 
     def _refuse(self, max_batch_size: int, expected: str) -> None:
         raise LimitsError(

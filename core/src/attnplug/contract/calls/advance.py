@@ -104,12 +104,12 @@ def next_decode_batch(
 
 
 def _check_kind(before: Batch, agreement: Agreement) -> None:
-    asked = agreement.requirements
+    requested = agreement.requirements
     for found, what in (
         (before.block_table is None, "a batch without pages"),
         (before.custom_mask is not None, "a batch with a custom mask"),
         (bool(before.extra), f"a batch with extra {', '.join(map(repr, before.extra))}"),
-        (asked.dcp_size > 1, f"a cache spread over dcp_size={asked.dcp_size} ranks"),
+        (requested.dcp_size > 1, f"a cache spread over dcp_size={requested.dcp_size} ranks"),
     ):
         if found:
             raise NotNegotiatedError(

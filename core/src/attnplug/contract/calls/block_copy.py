@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from attnplug.contract.guards._format import describe
+from attnplug.contract.guards._format import describe, duplicate_of
 from attnplug.contract.inputs.kv_cache import CacheTensor, is_narrow_float
 from attnplug.errors import CacheError
 
@@ -53,11 +53,10 @@ def to_pairs(pairs: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, i
     if tensor.ndim != 2 or tensor.shape[1] != 2 or tensor.dtype not in (torch.int32, torch.int64):
         _refuse(f"block pairs of {describe(tensor)}")
     tensor = tensor.to("cpu", torch.int64)
-    targets = tensor[:, 1].sort().values
-    twice = targets[1:][targets.diff() == 0]
-    if twice.numel():
+    twice = duplicate_of(tensor[:, 1])
+    if twice is not None:
         raise CacheError(
-            f"block {int(twice[0])} was given as the destination of several sources",
+            f"block {twice} was given as the destination of several sources",
             "a block holds one block's values",
             "give each destination one source",
         )

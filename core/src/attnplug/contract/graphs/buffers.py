@@ -9,8 +9,8 @@ from attrs import evolve
 from attnplug.contract.graphs.invariants import changed_fields, snapshots
 from attnplug.contract.graphs.persistent import addresses, as_captured, check_unmoved
 from attnplug.contract.graphs.shape import query_range, split_of_shape
-from attnplug.contract.guards.uniform import uniform_query_lens
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
+from attnplug.contract.inputs.phase import uniform_query_lens
 from attnplug.errors import BatchError, PluginContractError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class GraphBuffers:
 
     def share(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """
-        Return `make()`, called once in the life of this slot.
+        Return `make()`, called once in the life of these buffers.
 
         All builders of the state share what is kept here; `MetadataBuilder.per_graph` keeps what one builder needs.
         """
@@ -78,7 +78,7 @@ class GraphBuffers:
         return next(_misfits(self, batch), None) is None
 
     def is_captured(self, builder: MetadataBuilder) -> bool:
-        """Whether this builder has built into the slot."""
+        """Whether this builder has built into these buffers."""
         return ("captured", builder) in self._kept
 
     def take(self, split: BatchSplit, builder: MetadataBuilder) -> BatchSplit:
@@ -121,27 +121,27 @@ class GraphBuffers:
         return metadata
 
     def given(self, builder: MetadataBuilder) -> Batch:
-        """Return the batch that this builder last built into the slot, as the host gave it."""
+        """Return the batch that this builder last built into these buffers, as the host gave it."""
         return cast("Batch", self._kept["given", builder])
 
 
 def _check_fits(graph: GraphBuffers, batch: Batch) -> None:
     """
-    Check a batch against the shape of a slot.
+    Check a batch against the shape of a graph.
 
     Raises:
         BatchError: It cannot be padded to it.
     """
     for given, expected in _misfits(graph, batch):
         raise BatchError(
-            f"a batch with {given} was given for the slot {graph.key}",
+            f"a batch with {given} was given for the graph {graph.key}",
             expected,
-            "pass a batch that the slot fits (State.find_graph finds one), or build with graph=None",
+            "pass a batch that fits the graph (State.find_graph finds one), or build with graph=None",
         )
 
 
 def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
-    """Yield what the batch has, and what the slot takes in its place."""
+    """Yield what the batch has, and what the graph takes in its place."""
     key = graph.key
     for name, most in (
         ("num_reqs", key.num_reqs),

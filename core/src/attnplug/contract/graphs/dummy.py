@@ -54,14 +54,14 @@ def dummy_batch_of(
         seq_lens: Keys per request, its queries included; None is `query_lens`.
         fields: Further fields of `Batch`, by name.
     """
-    asked, seq_lens = agreement.requirements, query_lens if seq_lens is None else seq_lens
-    fields = {"device": device, "causal": bool(asked.causal), **fields}
-    if not asked.paged:
+    requested, seq_lens = agreement.requirements, query_lens if seq_lens is None else seq_lens
+    fields = {"device": device, "causal": bool(requested.causal), **fields}
+    if not requested.paged:
         return Batch.from_lengths(query_lens, seq_lens, **fields)
-    cross, reqs = asked.attn_type == "encoder_decoder", len(query_lens)
+    cross, reqs = requested.attn_type == "encoder_decoder", len(query_lens)
     rest = {"encoder_seq_lens": torch.ones(reqs, dtype=torch.int32)} if cross else {}
-    if asked.dcp_size > 1:
-        rest["dcp_local_seq_lens"] = torch.tensor([-(-n // asked.dcp_size) for n in seq_lens], dtype=torch.int32)
+    if requested.dcp_size > 1:
+        rest["dcp_local_seq_lens"] = torch.tensor([-(-n // requested.dcp_size) for n in seq_lens], dtype=torch.int32)
     for name, tensor in rest.items():
         fields |= {name: tensor.to(device), f"{name}_cpu": tensor}
     return Batch.from_lengths(

@@ -24,7 +24,7 @@ _LENGTHS = ("seq_lens", *_OPTIONAL)
 
 class PersistentInputs:
     """
-    The index tensors of one builder's graphs. All its slots read the same memory, each as much as its shape takes.
+    The index tensors of one builder's graphs. All of them read the same memory, each as much as its shape takes.
 
     A padded request has no query, no keys and the null block; a padded token has no slot. Writing is ordered with the
     stream, after whatever replay still reads.
@@ -120,9 +120,9 @@ def check_unmoved(before: dict[str, int], batch: Batch) -> None:
     moved = [name for name, place in addresses(batch).items() if before.get(name) != place]
     if moved:
         raise BatchError(
-            f"a batch whose {', '.join(moved)} moved was given for a slot with host_owned_inputs=True",
-            "the graph reads the tensors that the slot was captured with",
-            "write this step's values into those, or make the slot with host_owned_inputs=False",
+            f"a batch whose {', '.join(moved)} moved was given for a graph with host_owned_inputs=True",
+            "the graph reads the tensors that it was captured with",
+            "write this step's values into those, or make its buffers with host_owned_inputs=False",
         )
 
 

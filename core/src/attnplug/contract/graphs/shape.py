@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from attnplug.contract.guards.uniform import uniform_query_lens
-from attnplug.contract.inputs.phase import BatchSplit
+from attnplug.contract.inputs.phase import BatchSplit, uniform_query_lens
 from attnplug.errors import LimitsError
 from attnplug.request.fields import GRAPH_LEVELS
 
@@ -106,11 +105,11 @@ def check_key(key: GraphShape, agreement: Agreement, limits: Limits, max_batch_s
         LimitsError: The level does not allow it, or it is larger than the limits.
     """
     level = graph_level(agreement, limits)
-    asked = agreement.requirements
+    requested = agreement.requirements
     if GRAPH_LEVELS.index(key.level) > GRAPH_LEVELS.index(level):
         _refuse(key, f"it needs the graph level {key.level!r}, and {level!r} is in use")
-    if key.query_len is not None and level != "always" and key.query_len > asked.decode_query_len:
-        _refuse(key, f"decode_query_len={asked.decode_query_len} was negotiated")
+    if key.query_len is not None and level != "always" and key.query_len > requested.decode_query_len:
+        _refuse(key, f"decode_query_len={requested.decode_query_len} was negotiated")
     for name, given, most in (
         ("max_batch_size", key.num_reqs, max_batch_size),
         ("max_num_tokens", key.num_tokens, limits.max_num_tokens),
@@ -122,7 +121,9 @@ def check_key(key: GraphShape, agreement: Agreement, limits: Limits, max_batch_s
 
 def _refuse(key: GraphShape, expected: str) -> None:
     raise LimitsError(
-        f"a slot for {key} was asked for", expected, "ask for a smaller shape, or select and limit for larger ones"
+        f"graph buffers for {key} were requested",
+        expected,
+        "ask for a smaller shape, or select and limit for larger ones",
     )
 
 

@@ -1,14 +1,21 @@
-"""How guards describe tensors and dtypes in their messages."""
+"""What all guards use: how they describe tensors, and the form and range of index tensors."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, NoReturn
+
+import torch
+
+from attnplug.errors import BatchError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    import torch
     from torch import Tensor
+
+
+# Below so many elements Python finds the ends of a list before torch has launched an operation.
+_FEW: Final = 16
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -30,3 +37,68 @@ def layers_text(names: Sequence[str]) -> str:
     """Return ``"layer 'a'"``, or ``"32 layers from 'a' to 'z'"``."""
     first, last = names[0], names[-1]
     return f"layer {first!r}" if len(names) == 1 else f"{len(names)} layers from {first!r} to {last!r}"
+
+
+def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> None:
+    """
+    Check one index tensor.
+
+    Raises:
+        TensorError: Its shape, dtype or device differ.
+    """
+    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != device_type:
+        raise TensorError(
+            f"{name} of {describe(tensor)} was given",
+            f"it is {shape} {dtype_name(dtype)} on {device_type}",
+            "pass a tensor of that shape, dtype and device; Batch.from_lengths makes one",
+        )
+
+
+def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool = True) -> Tensor:
+    """
+    Return the host copy of a tensor, which the guards read in its place.
+
+    Raises:
+        BatchError: There is none, or it contradicts a tensor that is on the CPU itself.
+        TensorError: It has another shape or dtype, or is not on the CPU.
+    """
+    if host is None:
+        raise BatchError(
+            f"no {name}_cpu was given, and {name} is on {tensor.device}",
+            "build reads host copies alone, so that it never waits for the device",
+            f"pass {name}_cpu=..., the values that the host computed {name} from"
+            + ("; or select with seq_lens_cpu_kind='absent'" if name == "seq_lens" else ""),
+        )
+    if host is tensor:
+        return host
+    check_index(f"{name}_cpu", host, tuple(tensor.shape), tensor.dtype, "cpu")
+    if tensor.is_cpu and not (torch.equal(tensor, host) if exact else bool((tensor <= host).all())):
+        raise BatchError(
+            f"{name} and {name}_cpu were given with different values",
+            f"{name}_cpu is the host copy of {name}" + ("" if exact else ", or an upper bound of it"),
+            f"leave {name}_cpu out where {name} is on the CPU",
+        )
+    return host
+
+
+def extremes(tensor: Tensor) -> tuple[int, int]:
+    """Return the smallest and the largest element of an integer tensor on the CPU that is not empty."""
+    if tensor.numel() <= _FEW and tensor.ndim == 1:
+        values = tensor.tolist()
+        return min(values), max(values)
+    low, high = torch.aminmax(tensor)
+    return int(low), int(high)
+
+
+def duplicate_of(values: Tensor) -> int | None:
+    """Return an element of a one-dimensional tensor that occurs twice, or None."""
+    ordered = values.sort().values
+    twice = ordered[1:][ordered.diff() == 0]
+    return int(twice[0]) if twice.numel() else None
+
+
+def refuse_unrequested(given: str, expected: str, wanted: str) -> NoReturn:
+    """Raise for what a batch has without its requirement."""
+    raise NotNegotiatedError(
+        f"{given} was given", expected, f"select again with {wanted} in the requirements, or leave it out of the batch"
+    )

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attnplug.contract.guards.few import FewDecodes
-from attnplug.contract.guards.negotiated import check_negotiated
-from attnplug.contract.guards.pages import PageGuard, check_dense, check_index, check_mirror
-from attnplug.contract.guards.uniform import uniform_query_lens
+from attnplug.contract.guards._format import check_index, check_mirror, extremes, refuse_unrequested
+from attnplug.contract.guards.layer import check_extra
+from attnplug.contract.guards.pages import PageGuard, check_encoder, check_local
 from attnplug.contract.inputs.batch import Batch
-from attnplug.contract.inputs.phase import BatchSplit
+from attnplug.contract.inputs.phase import BatchSplit, count_decodes, uniform_query_lens
 from attnplug.errors import BatchError, NotNegotiatedError
 
 if TYPE_CHECKING:
@@ -63,17 +62,18 @@ class BatchGuard:
     def __init__(
         self, agreement: Agreement, limits: Limits, device: torch.device, *, requires_uniform_decodes: bool = False
     ) -> None:
-        asked = agreement.requirements
+        requested = agreement.requirements
         self._agreement = agreement
-        self._asked = asked
+        self._requested = requested
         self._uniform = requires_uniform_decodes
         self._limits = limits
         self._device_type = device.type
-        self._pages = PageGuard(agreement, limits.num_blocks, device.type) if asked.paged else None
+        self._pages = PageGuard(agreement, limits.num_blocks, device.type) if requested.paged else None
         # Without a cache, or without a decode phase, there are no decodes: a short sequence is a short prefill.
-        self._threshold = asked.decode_query_len if asked.paged and "decode" in asked.phases else 0
-        self._few = FewDecodes(agreement, limits, device.type) if FewDecodes.suits(agreement, limits) else None
-        self._orders_keys = asked.attn_type != "encoder_decoder" and (bool(asked.paged) or bool(asked.causal))
+        self._threshold = requested.decode_query_len if requested.paged and "decode" in requested.phases else 0
+        self._orders_keys = requested.attn_type != "encoder_decoder" and (
+            bool(requested.paged) or bool(requested.causal)
+        )
 
     def check(self, batch: Batch) -> BatchSplit:
         """
@@ -82,22 +82,25 @@ class BatchGuard:
         Raises:
             ContractError: The batch contradicts itself, the agreement or the limits; see `MetadataBuilder.build`.
         """
-        highest = None if self._few is None else self._few.highest_block(batch)
-        if highest is not None:
-            count = batch.num_reqs
-            return _split_of(batch, count, count, count, highest)
         self._check_counts(batch)
         query_lens = self._check_queries(batch)
         seq_lens, contexts = self._check_lengths(batch, query_lens)
-        check_negotiated(batch, self._agreement, query_lens, self._device_type)
-        num_decodes = self._split(batch, query_lens)
-        if self._uniform:
-            num_decodes = _alike(query_lens[:num_decodes].tolist())
+        _check_negotiated(batch, self._agreement, query_lens, self._device_type)
+        num_decodes = self._num_decodes(batch, query_lens)
+        num_decode_tokens = _tokens_of(batch, num_decodes)
         if self._pages is not None:
             rows, highest = self._pages.check(batch, query_lens, seq_lens, contexts)
         else:
-            rows, highest = check_dense(batch, seq_lens, self._device_type), -1
-        return _split_of(batch, num_decodes, _tokens_of(batch, num_decodes), rows, highest)
+            rows, highest = _check_dense(batch, seq_lens, self._device_type), -1
+        return BatchSplit(
+            batch=batch,
+            num_decodes=num_decodes,
+            num_prefills=batch.num_reqs - num_decodes,
+            num_decode_tokens=num_decode_tokens,
+            num_prefill_tokens=batch.num_actual_tokens - num_decode_tokens,
+            num_key_rows=rows,
+            highest_block=highest,
+        )
 
     def _check_counts(self, batch: Batch) -> None:
         for name in _COUNTS:
@@ -151,7 +154,7 @@ class BatchGuard:
             return uniform
         starts: list[int] = host.tolist()
         lens = host.diff()
-        low, high = (int(end) for end in torch.aminmax(lens))
+        low, high = extremes(lens)
         if starts[0] != 0 or low < 0 or starts[-1] != batch.num_actual_tokens:
             _refuse_starts(batch, starts)
         if high != batch.max_query_len:
@@ -166,14 +169,14 @@ class BatchGuard:
         """Return the exact lengths on the host, and what of them is cached; None where the host does not know."""
         shape = (batch.num_reqs,)
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
-        exact = self._asked.seq_lens_cpu_kind == "exact"
+        exact = self._requested.seq_lens_cpu_kind == "exact"
         if batch.seq_lens_cpu is None and not exact:
             _check_longest(batch, batch.max_query_len if self._orders_keys else 0, exact=False)
             if batch.num_computed_tokens_cpu is not None:
                 check_index("num_computed_tokens_cpu", batch.num_computed_tokens_cpu, shape, torch.int32, "cpu")
             return None, None
         host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
-        low, high = (int(end) for end in torch.aminmax(host))
+        low, high = extremes(host)
         contexts = host - query_lens
         _check_longest(batch, high, exact=exact)
         # Where the shortest sequence is as long as the longest query, all are as long as their own.
@@ -183,12 +186,10 @@ class BatchGuard:
             _check_computed(batch.num_computed_tokens_cpu, contexts, exact=exact)
         return (host, contexts) if exact else (None, None)
 
-    def _split(self, batch: Batch, query_lens: Tensor) -> int:
-        """Return the number of decodes; they stand first, and padded requests may stand anywhere."""
+    def _num_decodes(self, batch: Batch, query_lens: Tensor) -> int:
+        """Return the number of decodes; they come first, and padded requests may be anywhere."""
         threshold = self._threshold
-        if batch.max_query_len <= threshold:
-            return batch.num_reqs
-        if "prefill" not in self._asked.phases:
+        if batch.max_query_len > threshold and "prefill" not in self._requested.phases:
             raise NotNegotiatedError(
                 f"a batch with a query of {batch.max_query_len} tokens was given",
                 f"{self._agreement.id} was selected for decodes alone, of at most {threshold} tokens",
@@ -196,33 +197,18 @@ class BatchGuard:
             )
         if threshold == 0:
             return 0
+        if batch.max_query_len <= threshold and not self._uniform:
+            return batch.num_reqs
         lens: list[int] = query_lens.tolist()
-        first = next(index for index, length in enumerate(lens) if length > threshold)
+        first = count_decodes(lens, threshold, uniform=False)
         for index in range(first, len(lens)):
             if 0 < lens[index] <= threshold:
                 raise BatchError(
                     f"request {index} is a decode of {lens[index]} tokens behind the prefill of request {first}",
-                    f"decodes (queries of at most {threshold} tokens) stand first in every batch",
+                    f"decodes (queries of at most {threshold} tokens) come first in every batch",
                     "reorder with attnplug.batching.reorder_batch_to_split_decodes_and_prefills",
                 )
-        return first
-
-
-def _split_of(batch: Batch, num_decodes: int, num_decode_tokens: int, num_key_rows: int, highest: int) -> BatchSplit:
-    return BatchSplit(
-        batch=batch,
-        num_decodes=num_decodes,
-        num_prefills=batch.num_reqs - num_decodes,
-        num_decode_tokens=num_decode_tokens,
-        num_prefill_tokens=batch.num_actual_tokens - num_decode_tokens,
-        num_key_rows=num_key_rows,
-        highest_block=highest,
-    )
-
-
-def _alike(lens: list[int]) -> int:
-    """Return how many requests at the front have the first one's query length. Padding counts to the prefills."""
-    return next((index for index, length in enumerate(lens) if not length or length != lens[0]), len(lens))
+        return count_decodes(lens, threshold, uniform=True) if self._uniform else first
 
 
 def _tokens_of(batch: Batch, num_decodes: int) -> int:
@@ -278,3 +264,115 @@ def _check_computed(computed: Tensor, contexts: Tensor, *, exact: bool) -> None:
             f"its lengths leave {int(contexts[index])}: seq_len - query_len" + ("" if exact else ", at most"),
             "leave num_computed_tokens_cpu out, and it follows from the lengths",
         )
+
+
+def _check_negotiated(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
+    """Check that the batch has what was requested beyond lengths and pages, and nothing else."""
+    requested = agreement.requirements
+    if batch.causal is not requested.causal:
+        refuse_unrequested(
+            f"a batch with causal={batch.causal!r}",
+            f"causal={requested.causal} was negotiated",
+            f"causal={batch.causal}",
+        )
+    if batch.common_prefix_len:
+        _check_prefix(batch, agreement, query_lens)
+    if batch.encoder_seq_lens is not None or requested.attn_type == "encoder_decoder":
+        check_encoder(batch, agreement, device_type)
+    if batch.dcp_local_seq_lens is not None or requested.dcp_size > 1:
+        check_local(batch, agreement, device_type)
+    if batch.custom_mask is not None or requested.custom_mask:
+        _check_mask(batch, agreement, query_lens, device_type)
+    if batch.extra:
+        check_extra("a batch", batch.extra, agreement)
+
+
+def _check_prefix(batch: Batch, agreement: Agreement, query_lens: Tensor) -> None:
+    length, size = batch.common_prefix_len, agreement.block_size
+    if not agreement.requirements.cascade or size is None:
+        refuse_unrequested(f"a batch with common_prefix_len={length}", "cascade was not requested", "cascade=True")
+    if length < 0 or length % size:
+        raise BatchError(
+            f"common_prefix_len={length} was given",
+            f"it is a multiple of the block size {size}",
+            f"pass {max(0, length // size * size)}",
+        )
+    running = query_lens > 0  # padded requests attend nothing
+    _check_prefix_blocks(batch, running, length // size)
+    _check_prefix_is_computed(batch, running, query_lens)
+
+
+def _check_prefix_blocks(batch: Batch, running: Tensor, blocks: int) -> None:
+    table = batch.block_table_cpu
+    if table is None or not table.is_cpu or table.ndim != 2 or table.shape[0] != batch.num_reqs:
+        return  # of another form, which the guard of pages refuses
+    table = table[running, :blocks]
+    if not bool((table == table[:1]).all()):
+        raise BatchError(
+            f"common_prefix_len={batch.common_prefix_len} was given, and the first {blocks} blocks differ",
+            "a shared prefix lies in the same blocks for every request",
+            "pass the length that is really shared, or 0",
+        )
+
+
+def _check_prefix_is_computed(batch: Batch, running: Tensor, query_lens: Tensor) -> None:
+    computed = batch.num_computed_tokens_cpu
+    if computed is None:
+        if batch.seq_lens_cpu is None:
+            return
+        computed = batch.seq_lens_cpu - query_lens
+    shortest = int(computed[running].amin())
+    if batch.common_prefix_len > shortest:
+        raise BatchError(
+            f"common_prefix_len={batch.common_prefix_len} was given",
+            f"a request has {shortest} tokens computed, and every query of the batch attends the whole prefix",
+            "pass at most that, cut to whole blocks",
+        )
+
+
+def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_type: str) -> None:
+    if not agreement.requirements.custom_mask:
+        refuse_unrequested("a batch with a custom_mask", "custom_mask was not requested", "custom_mask=True")
+    if batch.custom_mask is None:
+        raise BatchError(
+            "no custom_mask was given", "custom_mask was negotiated: each batch brings its mask", "pass custom_mask=..."
+        )
+    size = batch.custom_mask.numel()
+    if batch.seq_lens_cpu is not None and agreement.requirements.seq_lens_cpu_kind == "exact":
+        size = int((batch.seq_lens_cpu.long() * query_lens.long()).sum())
+    check_index("custom_mask", batch.custom_mask, (size,), torch.bool, device_type)
+
+
+def _check_dense(batch: Batch, seq_lens: Tensor | None, device_type: str) -> int:
+    """
+    Return the number of K/V rows that a call brings.
+
+    Raises:
+        BatchError: key_start_loc is absent or contradicts the lengths.
+        NotNegotiatedError: The batch brings pages.
+        TensorError: key_start_loc has the wrong shape, dtype or device.
+    """
+    for name in ("block_table", "slot_mapping"):
+        if getattr(batch, name) is not None:
+            raise NotNegotiatedError(
+                f"a batch with a {name} was given",
+                "paged=False was negotiated: K/V come whole with each call",
+                f"select again with paged=True, or leave {name} out of the batch",
+            )
+    if batch.key_start_loc is None:
+        raise BatchError(
+            "a dense batch without key_start_loc was given",
+            "key_start_loc says where each request's K/V rows start",
+            "pass key_start_loc=query_start_loc where keys are as long as queries, or use Batch.from_lengths",
+        )
+    check_index("key_start_loc", batch.key_start_loc, (batch.num_reqs + 1,), torch.int32, device_type)
+    host = check_mirror("key_start_loc", batch.key_start_loc, batch.key_start_loc_cpu)
+    starts: list[int] = host.tolist()
+    lens = host.diff()
+    if starts[0] != 0 or int(lens.amin()) < 0 or (seq_lens is not None and not torch.equal(lens, seq_lens)):
+        raise BatchError(
+            "a key_start_loc was given that contradicts seq_lens",
+            "it starts at 0, never falls, and its steps are seq_lens",
+            "pass [0, *itertools.accumulate(seq_lens)], or use Batch.from_lengths",
+        )
+    return starts[-1]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from attrs import frozen
 
-from attnplug.contract.guards._format import describe, dtype_name
+from attnplug.contract.guards._format import describe, dtype_name, duplicate_of, extremes
 from attnplug.contract.guards.cache import CacheGuard
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
@@ -204,7 +204,7 @@ class ForwardGuard:
         if not self._return_lse:
             raise NotNegotiatedError(
                 f"an lse tensor was given to layer {self._name!r}",
-                "return_lse was not asked for, so the chosen backend may not fill it",
+                "return_lse was not requested, so the chosen backend may not fill it",
                 "select again with return_lse=True, or pass lse=None",
             )
         if (
@@ -266,18 +266,17 @@ class ForwardGuard:
 
     def _check_slots(self, slots: Tensor, blocks: int) -> None:
         size = self._agreement.block_size or 1
-        low, high = (int(end) for end in torch.aminmax(slots))
+        low, high = extremes(slots)
         if low < -1 or high >= blocks * size or bool(((slots >= 0) & (slots < size)).any()):
             raise CacheError(
                 f"slots from {low} to {high} were given",
                 f"slots are {size} to {blocks * size - 1}, or -1 for rows not written; block 0 is a null block",
                 "compute slots from the block table (attnplug.batching)",
             )
-        written = slots[slots >= 0].sort().values
-        twice = written[1:][written.diff() == 0]
-        if twice.numel():
+        twice = duplicate_of(slots[slots >= 0])
+        if twice is not None:
             raise CacheError(
-                f"slot {int(twice[0])} was given to two tokens",
+                f"slot {twice} was given to two tokens",
                 "each slot holds the K/V of one token",
                 "pass a slot of its own for every token",
             )

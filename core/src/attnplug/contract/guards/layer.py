@@ -9,12 +9,12 @@ import torch
 from attrs import evolve
 
 from attnplug.contract.guards._format import describe, dtype_name
-from attnplug.contract.guards.negotiated import check_extra
 from attnplug.contract.guards.scales import complete_scales
 from attnplug.contract.inputs.kv_cache import TORCH_DTYPES
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from collections.abc import Set as AbstractSet
 
     from torch import Tensor
@@ -52,20 +52,36 @@ def complete_layer(layer: Layer, agreement: Agreement, device: torch.device, sta
         static_scales: Which of ``"q"``, ``"k"``, ``"v"`` the implementation scales by the layer's scales.
 
     Raises:
-        NotNegotiatedError: The layer brings what was not asked for.
-        LayerError: The layer lacks a tensor that was asked for, or a value is wrong in itself.
+        NotNegotiatedError: The layer brings what was not requested.
+        LayerError: The layer lacks a tensor that was requested, or a value is wrong in itself.
         TensorError: A tensor has the wrong shape, dtype or device.
     """
-    asked = agreement.requirements
+    requested = agreement.requirements
     _check_name(layer)
-    inherited = {name: _inherit(layer, name, getattr(asked, name)) for name in _INHERITED}
+    inherited = {name: _inherit(layer, name, getattr(requested, name)) for name in _INHERITED}
     check_extra(f"layer {layer.name!r}", layer.extra, agreement)
-    _check_sharing(layer, asked)
-    _check_learned(layer, asked, device)
-    _check_output_scales(layer, asked, device)
+    _check_sharing(layer, requested)
+    _check_learned(layer, requested, device)
+    _check_output_scales(layer, requested, device)
     return evolve(
-        layer, **inherited, scale=_scale(layer, asked), **complete_scales(layer, agreement, device, static_scales)
+        layer, **inherited, scale=_scale(layer, requested), **complete_scales(layer, agreement, device, static_scales)
     )
+
+
+def check_extra(what: str, extra: Mapping[str, object], agreement: Agreement) -> None:
+    """
+    Check that only open features that were requested bring something along.
+
+    Raises:
+        NotNegotiatedError: Another one does.
+    """
+    for name in extra:
+        if name not in agreement.requirements.features:
+            raise NotNegotiatedError(
+                f"{what} with extra {name!r} was given",
+                f"features={agreement.requirements.features} were negotiated",
+                f"select again with features=({name!r},) in the requirements, or leave it out",
+            )
 
 
 def check_tensor(
@@ -110,17 +126,17 @@ def _inherit(layer: Layer, name: str, agreed: Any) -> Any:
     given = getattr(layer, name)
     if given is None or given == agreed:
         return agreed
-    asked = f"{name}={agreed!r} was negotiated" if agreed is not None else f"{name} was not asked for"
+    requested = f"{name}={agreed!r} was negotiated" if agreed is not None else f"{name} was not requested"
     raise NotNegotiatedError(
         f"layer {layer.name!r} has {name}={given!r}",
-        asked,
+        requested,
         f"select again with {name}={given!r} in the requirements of this layer, or leave {name} out of the layer",
     )
 
 
-def _scale(layer: Layer, asked: Requirements) -> float:
+def _scale(layer: Layer, requested: Requirements) -> float:
     if layer.scale is None:
-        return float(asked.head_size**-0.5)
+        return float(requested.head_size**-0.5)
     if (
         isinstance(layer.scale, bool)
         or not isinstance(layer.scale, (int, float))
@@ -130,19 +146,19 @@ def _scale(layer: Layer, asked: Requirements) -> float:
         raise LayerError(
             f"layer {layer.name!r} has scale={layer.scale!r}",
             "a scale is a positive finite Python number",
-            f"leave it out for head_size ** -0.5 = {asked.head_size**-0.5:.6g}",
+            f"leave it out for head_size ** -0.5 = {requested.head_size**-0.5:.6g}",
         )
     return float(layer.scale)
 
 
-def _check_sharing(layer: Layer, asked: Requirements) -> None:
+def _check_sharing(layer: Layer, requested: Requirements) -> None:
     target = layer.kv_sharing_target
     if target is None:
         return
-    if not asked.kv_sharing:
+    if not requested.kv_sharing:
         raise NotNegotiatedError(
             f"layer {layer.name!r} reads the cache of {target!r}",
-            "kv_sharing was not asked for",
+            "kv_sharing was not requested",
             "select again with kv_sharing=True in the requirements of this layer, or leave kv_sharing_target out",
         )
     if target == layer.name:
@@ -153,44 +169,44 @@ def _check_sharing(layer: Layer, asked: Requirements) -> None:
         )
 
 
-def _check_learned(layer: Layer, asked: Requirements, device: torch.device) -> None:
-    heads = (asked.num_q_heads,)
-    sinks = _expected(layer, "sinks", "sinks", "sinks=True", asked=asked.sinks)
+def _check_learned(layer: Layer, requested: Requirements, device: torch.device) -> None:
+    heads = (requested.num_q_heads,)
+    sinks = _expected(layer, "sinks", "sinks", "sinks=True", requested=requested.sinks)
     if sinks is not None:
-        dtypes = dict.fromkeys((torch.float32, TORCH_DTYPES[asked.dtype]))
+        dtypes = dict.fromkeys((torch.float32, TORCH_DTYPES[requested.dtype]))
         check_tensor(layer, "sinks", sinks, heads, tuple(dtypes), device)
-    slopes = _expected(layer, "alibi_slopes", "alibi", "alibi='linear'", asked=asked.alibi is not None)
+    slopes = _expected(layer, "alibi_slopes", "alibi", "alibi='linear'", requested=requested.alibi is not None)
     if slopes is not None:
         check_tensor(layer, "alibi_slopes", slopes, heads, (torch.float32,), device)
 
 
-def _check_output_scales(layer: Layer, asked: Requirements, device: torch.device) -> None:
-    quantized = asked.output_quant is not None
-    scale = _expected(layer, "output_scale", "output_quant", "output_quant='fp8_e4m3'", asked=quantized)
+def _check_output_scales(layer: Layer, requested: Requirements, device: torch.device) -> None:
+    quantized = requested.output_quant is not None
+    scale = _expected(layer, "output_scale", "output_quant", "output_quant='fp8_e4m3'", requested=quantized)
     if scale is not None:
         shape = () if scale.ndim == 0 else (1,)
         check_tensor(layer, "output_scale", scale, shape, (torch.float32,), device)
     if layer.output_block_scale is not None and not quantized:
-        _refuse_unasked(layer, "output_block_scale", "output_quant", "output_quant='nvfp4'")
+        _refuse_unrequested(layer, "output_block_scale", "output_quant", "output_quant='nvfp4'")
 
 
-def _expected(layer: Any, name: str, requirement: str, example: str, *, asked: bool) -> Tensor | None:
-    """Return the tensor that was asked for, None where none was; refuses one without the other."""
+def _expected(layer: Any, name: str, requirement: str, example: str, *, requested: bool) -> Tensor | None:
+    """Return the tensor that was requested, None where none was; refuses one without the other."""
     given = getattr(layer, name)
-    if given is not None and not asked:
-        _refuse_unasked(layer, name, requirement, example)
-    if asked and given is None:
+    if given is not None and not requested:
+        _refuse_unrequested(layer, name, requirement, example)
+    if requested and given is None:
         raise LayerError(
             f"layer {layer.name!r} has no {name}",
-            f"{requirement} was asked for, and every layer of the agreement brings its {name}",
+            f"{requirement} was requested, and every layer of the agreement brings its {name}",
             f"pass Layer({name}=...), or select again without {requirement} for this layer",
         )
     return given  # type: ignore[no-any-return]
 
 
-def _refuse_unasked(layer: Layer, name: str, requirement: str, example: str) -> None:
+def _refuse_unrequested(layer: Layer, name: str, requirement: str, example: str) -> None:
     raise NotNegotiatedError(
         f"layer {layer.name!r} has {name} of {describe(getattr(layer, name))}",
-        f"{requirement} was not asked for, so the chosen backend may not know it",
+        f"{requirement} was not requested, so the chosen backend may not know it",
         f"select again with {example} in the requirements of this layer, or leave {name} out of the layer",
     )

@@ -1,12 +1,19 @@
-"""Shapes, dtypes and devices of the index tensors of a batch, and their host copies."""
+"""Checks the paged side of a batch: block table, slots, and how many keys its pages hold."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 
-from attnplug.contract.guards._format import describe, dtype_name
+from attnplug.contract.guards._format import (
+    check_index,
+    check_mirror,
+    describe,
+    duplicate_of,
+    extremes,
+    refuse_unrequested,
+)
 from attnplug.contract.inputs.batch import PAD_SLOT_ID
 from attnplug.contract.inputs.kv_cache import outside_inference_mode
 from attnplug.errors import BatchError, CacheError, NotNegotiatedError, TensorError
@@ -18,97 +25,25 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
 
 
-def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device_type: str) -> None:
-    """
-    Check one index tensor.
-
-    Raises:
-        TensorError: Its shape, dtype or device differ.
-    """
-    if tensor.shape != shape or tensor.dtype != dtype or tensor.device.type != device_type:
-        raise TensorError(
-            f"{name} of {describe(tensor)} was given",
-            f"it is {shape} {dtype_name(dtype)} on {device_type}",
-            "pass a tensor of that shape, dtype and device; Batch.from_lengths makes one",
-        )
-
-
-def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool = True) -> Tensor:
-    """
-    Return the host copy of a tensor, which the guards read in its place.
-
-    Raises:
-        BatchError: There is none, or it contradicts a tensor that is on the CPU itself.
-        TensorError: It has another shape or dtype, or is not on the CPU.
-    """
-    if host is None:
-        raise BatchError(
-            f"no {name}_cpu was given, and {name} is on {tensor.device}",
-            "build reads host copies alone, so that it never waits for the device",
-            f"pass {name}_cpu=..., the values that the host computed {name} from"
-            + ("; or select with seq_lens_cpu_kind='absent'" if name == "seq_lens" else ""),
-        )
-    if host is tensor:
-        return host
-    check_index(f"{name}_cpu", host, tuple(tensor.shape), tensor.dtype, "cpu")
-    if tensor.is_cpu and not (torch.equal(tensor, host) if exact else bool((tensor <= host).all())):
-        raise BatchError(
-            f"{name} and {name}_cpu were given with different values",
-            f"{name}_cpu is the host copy of {name}" + ("" if exact else ", or an upper bound of it"),
-            f"leave {name}_cpu out where {name} is on the CPU",
-        )
-    return host
-
-
-def check_dense(batch: Batch, seq_lens: Tensor | None, device_type: str) -> int:
-    """
-    Return the number of K/V rows that a call brings.
-
-    Raises:
-        BatchError: key_start_loc is absent or contradicts the lengths.
-        NotNegotiatedError: The batch brings pages.
-        TensorError: key_start_loc has the wrong shape, dtype or device.
-    """
-    for name in ("block_table", "slot_mapping"):
-        if getattr(batch, name) is not None:
-            raise NotNegotiatedError(
-                f"a batch with a {name} was given",
-                "paged=False was negotiated: K/V come whole with each call",
-                f"select again with paged=True, or leave {name} out of the batch",
-            )
-    if batch.key_start_loc is None:
-        raise BatchError(
-            "a dense batch without key_start_loc was given",
-            "key_start_loc says where each request's K/V rows start",
-            "pass key_start_loc=query_start_loc where keys are as long as queries, or use Batch.from_lengths",
-        )
-    check_index("key_start_loc", batch.key_start_loc, (batch.num_reqs + 1,), torch.int32, device_type)
-    host = check_mirror("key_start_loc", batch.key_start_loc, batch.key_start_loc_cpu)
-    starts: list[int] = host.tolist()
-    lens = host.diff()
-    if starts[0] != 0 or int(lens.amin()) < 0 or (seq_lens is not None and not torch.equal(lens, seq_lens)):
-        raise BatchError(
-            "a key_start_loc was given that contradicts seq_lens",
-            "it starts at 0, never falls, and its steps are seq_lens",
-            "pass [0, *itertools.accumulate(seq_lens)], or use Batch.from_lengths",
-        )
-    return starts[-1]
+# Torch takes about a microsecond per operation, whatever the size: smaller batches than these are read as Python lists.
+_FEW_REQUESTS: Final = 8
+_FEW_ENTRIES: Final = 512
 
 
 class PageGuard:
     """Checks the paged side of one builder's batches."""
 
     def __init__(self, agreement: Agreement, num_blocks: int | None, device_type: str) -> None:
-        asked = agreement.requirements
-        self._asked = asked
+        requested = agreement.requirements
+        self._requested = requested
         self._size = agreement.block_size or 1  # settled wherever there are pages
         self._num_blocks = num_blocks
         self._device_type = device_type
-        self._is_cross = asked.attn_type == "encoder_decoder"
+        self._is_cross = requested.attn_type == "encoder_decoder"
         # Keys to the left of a query that no query of its request attends: hosts may free their blocks.
-        self._window = asked.sliding_window if not self._is_cross and asked.dcp_size == 1 else None
-        self._chunk = asked.attention_chunk if not self._is_cross and asked.dcp_size == 1 else None
-        self._places = not self._is_cross and asked.dcp_size == 1
+        self._window = requested.sliding_window if not self._is_cross and requested.dcp_size == 1 else None
+        self._chunk = requested.attention_chunk if not self._is_cross and requested.dcp_size == 1 else None
+        self._places = not self._is_cross and requested.dcp_size == 1
         # Kept between steps: a number in an operation, or a tensor that is made for it, takes as long as the operation.
         self._block = torch.tensor(self._size, device="cpu")
         is_power = self._size & (self._size - 1) == 0  # as nearly all are: shifts take half as long as divisions
@@ -143,15 +78,18 @@ class PageGuard:
         if batch.dummy:
             return self._check_dummy(batch)
         highest = -1 if self._num_blocks is None else self._num_blocks - 1
-        host_table = batch.block_table_cpu
+        host_table, host_slots = batch.block_table_cpu, batch.slot_mapping_cpu
         if host_table is not None:
             check_mirror("block_table", table, host_table)
-            if keys is not None and width:
-                used = host_table if host_table.shape[1] == width else host_table[:, :width]
-                highest = self._check_blocks(used, keys, self._first_keys(contexts))
-        host_slots = batch.slot_mapping_cpu
         if host_slots is not None:
             check_mirror("slot_mapping", slots, host_slots)
+        if host_table is not None and keys is not None and width:
+            if self._is_small_decode(batch, host_table) and host_slots is not None:
+                found = self._highest_of_decodes(host_table.tolist(), host_slots.tolist(), keys.tolist())
+                if found is not None:
+                    return len(slots), found
+            used = host_table if host_table.shape[1] == width else host_table[:, :width]
+            highest = self._check_blocks(used, keys, self._first_keys(contexts))
         if host_slots is not None and slots.shape[0]:
             places = None
             if self._places and host_table is not None and contexts is not None:
@@ -162,6 +100,33 @@ class PageGuard:
                 highest = max(highest, self._check_slots(batch, host_slots))
                 self._check_places(places, host_slots[: batch.num_actual_tokens])
         return self._num_key_rows(slots, host_slots), highest
+
+    def _is_small_decode(self, batch: Batch, table: Tensor) -> bool:
+        """Whether every request decodes one token, and the table is so small that Python reads it faster than torch."""
+        return (
+            self._places
+            and table.numel() <= _FEW_ENTRIES
+            and batch.max_query_len == 1
+            and batch.num_actual_tokens == batch.num_reqs <= _FEW_REQUESTS
+        )
+
+    def _highest_of_decodes(self, table: list[list[int]], slots: list[int], lens: list[int]) -> int | None:
+        """
+        Return the highest block of decodes whose blocks and slots are all as they should be.
+
+        None says nothing: the checks on tensors then decide, and word the error. Blocks that a window leaves out may
+        be the null block, which only those checks know.
+        """
+        size, highest = self._size, 0
+        if self._num_blocks is None or len(slots) != len(lens) or len(set(slots)) < len(slots):
+            return None
+        for length, slot, row in zip(lens, slots, table, strict=True):
+            last = (length - 1) // size
+            used = row[: last + 1]
+            if min(used) < 1 or slot != row[last] * size + (length - 1) % size:
+                return None
+            highest = max(highest, *used)
+        return highest if highest < self._num_blocks else None
 
     def _num_key_rows(self, slots: Tensor, host: Tensor | None) -> int:
         """Return the K/V rows of a call. For cross attention none where the encoder's are cached already."""
@@ -216,7 +181,7 @@ class PageGuard:
             return None
         if self._is_cross:
             return batch.encoder_seq_lens_cpu
-        return batch.dcp_local_seq_lens_cpu if self._asked.dcp_size > 1 else seq_lens
+        return batch.dcp_local_seq_lens_cpu if self._requested.dcp_size > 1 else seq_lens
 
     def _check_width(self, batch: Batch, table: Tensor, keys: Tensor | None) -> int:
         """Return the columns that the longest request needs."""
@@ -225,7 +190,7 @@ class PageGuard:
         elif self._is_cross:
             longest = 0
         else:
-            longest = batch.max_seq_len // self._asked.dcp_size
+            longest = batch.max_seq_len // self._requested.dcp_size
         width = -(-longest // self._size)
         if table.shape[1] < width:
             raise BatchError(
@@ -303,7 +268,7 @@ class PageGuard:
 
     def _check_slots(self, batch: Batch, slots: Tensor) -> int:
         """Return the highest block that is written, -1 for none."""
-        low, high = (int(end) for end in torch.aminmax(slots))
+        low, high = extremes(slots)
         written = slots
         if low == PAD_SLOT_ID:
             written = slots[slots != PAD_SLOT_ID]
@@ -321,19 +286,13 @@ class PageGuard:
         return high // self._size
 
     def _check_unique(self, slots: Tensor) -> None:
-        twice = self._twice(slots) if self._num_blocks is None else self._twice_in_cache(slots, self._num_blocks)
+        twice = duplicate_of(slots) if self._num_blocks is None else self._twice_in_cache(slots, self._num_blocks)
         if twice is not None:
             raise CacheError(
                 f"slot {twice} was given to two tokens",
                 "each slot holds the K/V of one token",
-                "pass a slot of its own for every token",
+                "pass a separate slot for every token",
             )
-
-    def _twice(self, slots: Tensor) -> int | None:
-        """Return a slot that occurs twice, in a cache of unknown size."""
-        ordered = slots.sort().values
-        twice = ordered[1:][ordered.diff() == 0]
-        return int(twice[0]) if twice.numel() else None
 
     def _twice_in_cache(self, slots: Tensor, num_blocks: int) -> int | None:
         """The same without sorting: each slot remembers the last token that names it, so all find themselves or not."""
@@ -398,3 +357,80 @@ class PageGuard:
                 f"the block table of its request puts it into slot {int(places[token])}, where attention reads it",
                 "compute slots from the block table (attnplug.batching)",
             )
+
+
+def check_encoder(batch: Batch, agreement: Agreement, device_type: str) -> None:
+    """Check the encoder's lengths, which paged cross attention needs and nothing else has."""
+    requested = agreement.requirements
+    if batch.encoder_seq_lens is None:
+        if requested.paged:
+            raise BatchError(
+                "no encoder_seq_lens was given",
+                "paged cross attention reads as many keys per request as the encoder has tokens",
+                "pass encoder_seq_lens=..., (num_reqs,) int32",
+            )
+        return
+    if requested.attn_type != "encoder_decoder" or not requested.paged:
+        paged, attn_type = requested.paged, requested.attn_type
+        refuse_unrequested(
+            f"encoder_seq_lens of {describe(batch.encoder_seq_lens)}",
+            f"attn_type={attn_type!r}, paged={paged} was negotiated; dense calls have key_start_loc",
+            "attn_type='encoder_decoder' and paged=True",
+        )
+    exact = requested.seq_lens_cpu_kind == "exact"
+    host = _check_lens("encoder_seq_lens", batch, device_type, exact=exact, needed=exact)
+    given = batch.max_encoder_seq_len
+    if host is None:
+        if given is None:
+            raise BatchError(
+                "no max_encoder_seq_len was given, and no encoder_seq_lens_cpu",
+                "kernels are launched for the longest encoder, which is unknown without either",
+                "pass either",
+            )
+        return
+    longest = int(host.amax())
+    if given is None or given < longest or (exact and given != longest):
+        raise BatchError(
+            f"max_encoder_seq_len={given} was given",
+            f"the longest encoder has {longest} tokens",
+            f"pass max_encoder_seq_len={longest}, or leave it out: it follows from encoder_seq_lens_cpu",
+        )
+
+
+def check_local(batch: Batch, agreement: Agreement, device_type: str) -> None:
+    """Check the lengths of this rank's share of each sequence, which decode context parallelism alone has."""
+    requested = agreement.requirements
+    if batch.dcp_local_seq_lens is None:
+        raise BatchError(
+            "no dcp_local_seq_lens was given",
+            f"dcp_size={requested.dcp_size} was negotiated, and each rank holds a part of every sequence",
+            "pass attnplug.batching.num_local_tokens_per_dcp_rank(...)",
+        )
+    if requested.dcp_size == 1:
+        found = f"dcp_local_seq_lens of {describe(batch.dcp_local_seq_lens)}"
+        refuse_unrequested(found, "dcp_size=1 was negotiated", "dcp_size=...")
+    exact = requested.seq_lens_cpu_kind == "exact"
+    host = _check_lens("dcp_local_seq_lens", batch, device_type, exact=exact, needed=False)
+    if host is not None and exact and batch.seq_lens_cpu is not None and bool((host > batch.seq_lens_cpu).any()):
+        raise BatchError(
+            "dcp_local_seq_lens with a value beyond seq_lens was given",
+            "a rank holds a part of each sequence",
+            "pass attnplug.batching.num_local_tokens_per_dcp_rank(...)",
+        )
+
+
+def _check_lens(name: str, batch: Batch, device_type: str, *, exact: bool, needed: bool) -> Tensor | None:
+    """Check a tensor of lengths, and return its CPU copy; None where there is none and none is needed."""
+    tensor, host = getattr(batch, name), getattr(batch, f"{name}_cpu")
+    check_index(name, tensor, (batch.num_reqs,), torch.int32, device_type)
+    if host is None and not needed:
+        return None
+    host = check_mirror(name, tensor, host, exact=exact)
+    low = int(host.amin())
+    if low < 0:
+        raise BatchError(
+            f"{name} with the value {low} was given",
+            "lengths are not negative",
+            "pass the number of keys of each request",
+        )
+    return host

@@ -69,7 +69,7 @@ class Batch:
     """
     One step's requests, decodes first. All index tensors are int32, slots are int64.
 
-    A batch describes one step: its tensors are not changed while it is in use (a graph slot's persistent tensors belong
+    A batch describes one step: its tensors are not changed while it is in use (graph buffers belong
     to `State`). Every name ending in ``_cpu`` is the host's copy of the device tensor of that name; where the tensor
     itself is on the CPU it is its own copy and need not be given twice. The guards of `MetadataBuilder.build` read host
     copies alone.
@@ -105,7 +105,7 @@ class Batch:
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
             another, True attends.
         max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
-        extra: What open features bring along, by the feature's name. Only features that were asked for. Such a batch
+        extra: What open features bring along, by the feature's name. Only features that were requested. Such a batch
             runs eagerly.
         dummy: Whether it stands in for a real batch: its pages are the null block, and it writes nothing.
     """

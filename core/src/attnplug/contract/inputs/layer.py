@@ -31,7 +31,7 @@ class Layer:
     One layer's values and learned tensors.
 
     A value left None means "as agreed": `Backend.make_impl` fills it in from the agreement, and refuses a value that
-    differs from it. A tensor that was asked for in the requirements has to be there, and one that was not is refused.
+    differs from it. A tensor that was requested in the requirements has to be there, and one that was not is refused.
 
     Attributes:
         name: The layer's name in the model, unique there.
@@ -54,7 +54,7 @@ class Layer:
         k_scale: The same for keys.
         v_scale: The same for values.
         q_scale_tensor: The same on the device, float32 with one element, or ``(num_kv_heads,)`` where per-head scales
-            were asked for: one per group of query heads. Those have no default, and no host float.
+            were requested: one per group of query heads. Those have no default, and no host float.
         k_scale_tensor: The same for keys, ``(num_kv_heads,)`` per head.
         v_scale_tensor: The same for values, ``(num_kv_heads,)`` per head.
         output_scale: Scale of a quantized output, float32, one element.
@@ -62,7 +62,7 @@ class Layer:
         cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), in the phases for
             which the implementation leaves the choice; None is its own way.
         extra: What open features bring along, by the feature's name: tables of a fused rotary embedding, say. Only
-            features that were asked for.
+            features that were requested.
     """
 
     name: str

@@ -191,12 +191,12 @@ class FlashInferBuilder(MetadataBuilder):
         return flashinfer.GraphDecode(self.state.workspace, *buffers, kv_layout=self.agreement.kv_layout)
 
     def _values(self, impl):
-        asked = self.agreement.requirements
+        requested = self.agreement.requirements
         return {
             "num_qo_heads": impl.num_q_heads, "num_kv_heads": impl.num_kv_heads, "head_dim": impl.head_size,
             "page_size": self.agreement.block_size, "window_left": impl.window[0],
             "logits_soft_cap": impl.logits_soft_cap, "sm_scale": impl.scale,
-            "q_data_type": torch_dtype(asked.dtype), "kv_data_type": torch_dtype(self.agreement.kv_cache_dtype),
+            "q_data_type": torch_dtype(requested.dtype), "kv_data_type": torch_dtype(self.agreement.kv_cache_dtype),
         }  # fmt: skip
 
 
@@ -205,9 +205,9 @@ class FlashInferBackend(Backend):
     builder_class = FlashInferBuilder
 
     def cache_tensors(self, num_blocks):
-        asked, agreed = self.agreement.requirements, self.agreement
+        requested, agreed = self.agreement.requirements, self.agreement
         order = (0, 1, 3, 2, 4) if agreed.kv_layout == "HND" else (0, 1, 2, 3, 4)
-        shape = (num_blocks, 2, agreed.block_size, asked.num_kv_heads, asked.head_size)
+        shape = (num_blocks, 2, agreed.block_size, requested.num_kv_heads, requested.head_size)
         return {"kv": CacheTensor(shape, torch_dtype(agreed.kv_cache_dtype), 0, order)}
 
     def workspace_bytes(self, limits):

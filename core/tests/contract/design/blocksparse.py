@@ -48,10 +48,18 @@ class Pattern:
 
     @classmethod
     def of(cls, impl, parallel):
-        asked = dict(impl.layer.block_sparse)
-        step = 0 if asked.get("homo_head") else max(1, asked["vert_stride"] // (impl.num_q_heads * parallel.tp_size))
+        requested = dict(impl.layer.block_sparse)
+        step = (
+            0
+            if requested.get("homo_head")
+            else max(1, requested["vert_stride"] // (impl.num_q_heads * parallel.tp_size))
+        )
         return cls(
-            asked["block_size"], asked["local_blocks"], asked["vert_stride"], parallel.tp_rank * impl.num_q_heads, step
+            requested["block_size"],
+            requested["local_blocks"],
+            requested["vert_stride"],
+            parallel.tp_rank * impl.num_q_heads,
+            step,
         )
 
     def visited(self, seq_lens, num_q_heads, num_kv_heads, max_blocks):
@@ -114,9 +122,9 @@ class BlockSparseBuilder(MetadataBuilder):
     def _visited(self, key, pattern, decodes, graph):
         if decodes is None:
             return None
-        asked = self.agreement.requirements
+        requested = self.agreement.requirements
         blocks = -(-decodes.max_seq_len // pattern.block_size)
-        found = pattern.visited(decodes.seq_lens, asked.num_q_heads, asked.num_kv_heads, blocks)
+        found = pattern.visited(decodes.seq_lens, requested.num_q_heads, requested.num_kv_heads, blocks)
         return self.persist(graph, key, found)
 
     def can_capture(self, batch):

@@ -158,13 +158,13 @@ class Int8Backend(Backend):
     metadata_class = Int8Metadata
 
     def cache_tensors(self, num_blocks):
-        asked, size = self.agreement.requirements, self.agreement.block_size
-        pages, heads = (num_blocks, asked.num_kv_heads, size, asked.head_size), asked.num_kv_heads
+        requested, size = self.agreement.requirements, self.agreement.block_size
+        pages, heads = (num_blocks, requested.num_kv_heads, size, requested.head_size), requested.num_kv_heads
         scales = {"k_scale": CacheTensor(pages[:3], torch.float32, 0)}
         if self.agreement.kv_cache_dtype == "int8":  # level 1
-            scales["v_scale"] = CacheTensor((heads, asked.head_size), torch.float32, None, fill=1.0)
+            scales["v_scale"] = CacheTensor((heads, requested.head_size), torch.float32, None, fill=1.0)
             return {"kv": CacheTensor((2, *pages), torch.int8, 1), **scales}
-        values = CacheTensor(pages, torch_dtype(asked.dtype), 0)
+        values = CacheTensor(pages, torch_dtype(requested.dtype), 0)
         return {"k": CacheTensor(pages, torch.int8, 0), "v": values, **scales}
 
 

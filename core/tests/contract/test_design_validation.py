@@ -1,4 +1,4 @@
-"""Five systems on the contract, through its public names alone; the page docs/explanation/contract.md walks them."""
+"""Five systems on the contract, through its public names alone; the page docs/explanation/contract.md explains them."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from attnplug.contract import (
     forward_context,
 )
 from attnplug.errors import BatchError, LimitsError, NotNegotiatedError
-from core.tests.contract.paper import blocksparse, flash_attn, flashinfer, int8, vllm
+from core.tests.contract.design import blocksparse, flash_attn, flashinfer, int8, vllm
 from core.tests.contract.toy import ToyBackend, ToyImpl
 from core.tests.contract.world import NUM_BLOCKS, agree, limits, make_backend, make_batch, make_qkv, page_out
 
-PAPER = Path(__file__).parent / "paper"
+DESIGN = Path(__file__).parent / "design"
 BACKENDS = {
     "flashinfer": flashinfer.FlashInferBackend,
     "flash_attn": flash_attn.FlashAttentionBackend,
@@ -47,8 +47,8 @@ def _fresh_doubles(monkeypatch):
 class World:
     """A backend, its layers, their builder and a cache of each, as a host makes them."""
 
-    def __init__(self, cls, *layers, limited=None, parallel=None, options=None, level="uniform_batch", **asked):
-        selection = agree(agreed_graphs=level, **asked)
+    def __init__(self, cls, *layers, limited=None, parallel=None, options=None, level="uniform_batch", **requested):
+        selection = agree(agreed_graphs=level, **requested)
         self.backend = cls(evolve(selection.agreement, options=options or {}), selection.device)
         self.impls = [self.backend.make_impl(layer) for layer in layers or [Layer(name="layers.0")]]
         self.state = self.backend.make_state(limits(**(limited or {})), parallel)
@@ -69,8 +69,8 @@ class World:
 
     def capture(self, *keys, **how):
         with self.state.graph_capture(self.state.limits.max_num_reqs):
-            slots = [self.state.graph(key, **how) for key in keys]
-            return [(graph, self.builder.build(graph.dummy_batch(self.builder), graph=graph)) for graph in slots]
+            graphs = [self.state.graph(key, **how) for key in keys]
+            return [(graph, self.builder.build(graph.dummy_batch(self.builder), graph=graph)) for graph in graphs]
 
 
 # --- all -----------------------------------------------------------------------------------------------------------
@@ -78,12 +78,12 @@ class World:
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_sketch_is_a_backend(name):
-    assert check_backend_class(BACKENDS[name], f"{name}/paper") is BACKENDS[name]
+    assert check_backend_class(BACKENDS[name], f"{name}/design") is BACKENDS[name]
 
 
 def test_sketches_take_public_names_alone():
     """No module of the contract but the packages themselves, and no name that starts with an underscore."""
-    for path in PAPER.glob("*.py"):
+    for path in DESIGN.glob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("attnplug"):
@@ -96,8 +96,8 @@ def test_sketches_take_public_names_alone():
 # --- FlashInfer -----------------------------------------------------------------------------------------------------
 
 
-def flash_infer(*layers, **asked):
-    return World(flashinfer.FlashInferBackend, *layers, **asked)
+def flash_infer(*layers, **requested):
+    return World(flashinfer.FlashInferBackend, *layers, **requested)
 
 
 def test_flashinfer_plans_each_phase_once_per_plan_key_and_step():
@@ -234,7 +234,7 @@ def test_flashinfer_advances_by_planning_again_on_the_host(in_graph):
     wrapper = world.impls[0].plan_of(advanced).decode
     indptr, indices, last = wrapper.plans[-1]["arrays"]
     assert (indptr.tolist()[:3], indices.tolist()[:5]) == ([0, 3, 5], [1, 2, 3, 4, 20])
-    assert set(indptr.tolist()[3:]) == ({5} if in_graph else set())  # in a slot the request that is done is padding
+    assert set(indptr.tolist()[3:]) == ({5} if in_graph else set())  # in a graph the finished request is padding
     assert last.tolist() == ([2, 1, 1] if in_graph else [2, 1])
     assert advanced.batch.slot_mapping.tolist() == [3 * 4 + 1, 20 * 4] + [-1] * in_graph
     assert (tokens.input_ids.tolist(), tokens.positions.tolist()) == ([5, 6, 0], [9, 4, 6])
@@ -265,8 +265,8 @@ def test_flashinfer_cascades_in_two_levels():
 # --- FlashAttention -------------------------------------------------------------------------------------------------
 
 
-def flash_attention(*layers, **asked):
-    return World(flash_attn.FlashAttentionBackend, *layers, **asked)
+def flash_attention(*layers, **requested):
+    return World(flash_attn.FlashAttentionBackend, *layers, **requested)
 
 
 def test_flash_attention_gets_each_phase_with_its_own_schedule():
@@ -441,13 +441,13 @@ def test_flash_attention_reads_what_the_encoder_left():
 # --- ixformer -------------------------------------------------------------------------------------------------------
 
 
-def calibrated(tmp_path, **asked):
+def calibrated(tmp_path, **requested):
     """Level 1, with value scales from a calibration file."""
     scales = {f"layers.{i}": torch.full((2, 8), 0.02 * (i + 1)) for i in range(2)}
     torch.save(scales, tmp_path / "scales.pt")
     layers = [Layer(name=name) for name in scales]
     options = {"value_scales": str(tmp_path / "scales.pt")}
-    return World(int8.Int8Backend, *layers, options=options, kv_cache_dtype="int8", **asked), scales
+    return World(int8.Int8Backend, *layers, options=options, kv_cache_dtype="int8", **requested), scales
 
 
 def test_int8_caches_have_roles_with_and_without_blocks(tmp_path):
@@ -578,11 +578,11 @@ def test_int8_calibrates_around_a_backend_that_the_selector_chose():
 PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 64}
 
 
-def block_sparse(rank=0, size=1, limited=None, **asked):
+def block_sparse(rank=0, size=1, limited=None, **requested):
     parallel = Parallel(tp_rank=rank, tp_size=size)
     return World(
         blocksparse.BlockSparseBackend, parallel=parallel, limited=limited, level="single_token_decode",
-        **{"block_sparse": PATTERN, **asked},
+        **{"block_sparse": PATTERN, **requested},
     )  # fmt: skip
 
 
@@ -650,11 +650,11 @@ class Model:
 
     def __init__(self, groups, rows):
         impl = groups[0].impls[0]
-        asked = impl.agreement.requirements
+        requested = impl.agreement.requirements
         self.groups = groups
         self.query, self.key, self.value, _ = make_qkv(impl.backend, rows)
         self.outputs = {each.layer.name: torch.full((rows, 32), 7.0) for group in groups for each in group.impls}
-        self.heads = asked.num_q_heads
+        self.heads = requested.num_q_heads
 
     def __call__(self):
         for group in self.groups:
@@ -666,9 +666,9 @@ class Model:
                 impl.forward_op(self.query, key, value, cache, self.outputs[impl.layer.name])
 
 
-def runner(rows, *groups, level="uniform_batch", **asked):
+def runner(rows, *groups, level="uniform_batch", **requested):
     """Return a runner over groups of layers of one backend."""
-    backend = make_backend(GraphBackend, agreed_graphs=level, **asked)
+    backend = make_backend(GraphBackend, agreed_graphs=level, **requested)
     state = backend.make_state(limits(num_blocks=2 * NUM_BLOCKS))
     made = []
     for layers in groups:
@@ -815,8 +815,8 @@ def test_levels_of_graphs_are_those_of_the_engine(key, level):
 
 def test_agreements_that_share_a_state_have_pages_of_their_own_size():
     """Windowed and full layers are two agreements of one backend, one workspace, and one graph."""
-    asked = {}, {"sliding_window": 9, "block_size": 2}
-    full, windowed = (make_backend(GraphBackend, agreed_graphs="always", **each) for each in asked)
+    requested = {}, {"sliding_window": 9, "block_size": 2}
+    full, windowed = (make_backend(GraphBackend, agreed_graphs="always", **each) for each in requested)
     state = full.make_state(limits(num_blocks=None))
     builders = [each.make_builder([each.make_impl(Layer(name="layers.0"))], state) for each in (full, windowed)]
     with state.graph_capture(2):

@@ -1,4 +1,4 @@
-"""Builds of the paper walk's plugins do not wait for a GPU: what they take from the contract does not."""
+"""Builds of the plugins of the design validation do not wait for a GPU: what they take from the contract does not."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import torch
 
 from attnplug.contract import Backend, GraphShape, Layer
 from attnplug.request.device import Device
-from core.tests.contract.paper.blocksparse import BlockSparseBackend
-from core.tests.contract.paper.flash_attn import FlashAttentionBackend
-from core.tests.contract.paper.flashinfer import FlashInferBackend
-from core.tests.contract.paper.int8 import Int8Backend
+from core.tests.contract.design.blocksparse import BlockSparseBackend
+from core.tests.contract.design.flash_attn import FlashAttentionBackend
+from core.tests.contract.design.flashinfer import FlashInferBackend
+from core.tests.contract.design.int8 import Int8Backend
 from core.tests.contract.world import agree, limits, make_batch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
@@ -18,7 +18,7 @@ PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 6
 
 
 @pytest.mark.parametrize(
-    ("cls", "asked"),
+    ("cls", "requested"),
     [
         (FlashInferBackend, {}),
         (FlashAttentionBackend, {"cascade": True}),
@@ -26,8 +26,8 @@ PATTERN = {"block_size": 4, "local_blocks": 2, "vert_stride": 8, "max_seqlen": 6
         (BlockSparseBackend, {"block_sparse": PATTERN}),
     ],
 )
-def test_builds_do_not_wait(cls: type[Backend], asked: dict[str, object]) -> None:
-    selection = agree(agreed_graphs="single_token_decode", **asked)
+def test_builds_do_not_wait(cls: type[Backend], requested: dict[str, object]) -> None:
+    selection = agree(agreed_graphs="single_token_decode", **requested)
     backend = cls(selection.agreement, Device.cuda("9.0"))
     impl = backend.make_impl(Layer(name="layers.0"))
     builder = backend.make_builder([impl], backend.make_state(limits()))
