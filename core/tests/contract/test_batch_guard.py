@@ -46,7 +46,7 @@ def other(batch, name, index, value):
 
 
 def changed(batch, **fields):
-    """Return the batch with other fields; host copies follow their tensors."""
+    """Return the batch with other fields; CPU copies follow their tensors."""
     copies = {f"{name}_cpu": value for name, value in fields.items() if hasattr(batch, f"{name}_cpu")}
     if fields.get("encoder_seq_lens") is not None:
         fields["max_encoder_seq_len"] = int(fields["encoder_seq_lens"].max())
@@ -155,7 +155,7 @@ def test_computed_tokens_follow_from_the_lengths(batch, builder):
 
 
 def test_a_host_copy_says_what_its_tensor_says(batch, builder):
-    with refused(BatchError, problem="seq_lens and seq_lens_cpu", expected="host copy", fix="leave seq_lens_cpu out"):
+    with refused(BatchError, problem="seq_lens and seq_lens_cpu", expected="CPU copy", fix="leave seq_lens_cpu out"):
         builder.build(evolve(batch, seq_lens_cpu=int32(5, 9, 8)))
     with refused(TensorError, problem="query_start_loc_cpu of (2,)"):
         builder.build(evolve(batch, query_start_loc_cpu=int32(0, 5)))
@@ -505,7 +505,7 @@ def test_encoder_lengths_need_a_host_copy_where_lengths_are_exact():
 # --- lengths that the host knows in part, or not at all -----------------------------------------------------------
 
 
-def test_an_upper_bound_may_be_above_the_truth(batch):
+def test_an_upper_bound_may_be_above_the_lengths(batch):
     builder = make_builder(make_backend(seq_lens_cpu_kind="upper_bound"))
 
     bounded = evolve(batch, seq_lens_cpu=int32(6, 9, 8), max_seq_len=11)
@@ -607,7 +607,7 @@ def test_keys_of_an_encoder_may_be_fewer_than_queries():
 
 
 def test_build_reads_no_device_tensor():
-    """Reading a value of a meta tensor is impossible, so a build that succeeds on one reads host copies alone."""
+    """Reading a value of a meta tensor is impossible, so a build that succeeds on one reads CPU copies alone."""
     builder = make_builder(make_backend(device="meta"))
     batch = make_batch(QUERIES, LENGTHS, device="meta")
 

@@ -28,7 +28,7 @@ def make_guard(**requested):
 
 
 def decodes(lengths, columns=6, **fields):
-    """Return decodes of so many keys, each in blocks of its own."""
+    """Return decodes of so many keys, each in separate blocks."""
     blocks = iter(range(1, NUM_BLOCKS))
     table = torch.zeros(len(lengths), columns, dtype=torch.int32)
     for row, length in enumerate(lengths):

@@ -254,7 +254,7 @@ def test_padding_within_runs_eagerly():
 
     assert builder.state.find_graph({builder: within}) is None
     assert builder.state.find_graph({builder: last}) is graph
-    with refused(BatchError, problem="padded request before others", expected="stand last", fix="graph=None"):
+    with refused(BatchError, problem="padded request before others", expected="come last", fix="graph=None"):
         builder.build(within, graph=graph)
 
 
@@ -272,7 +272,7 @@ def test_counts_are_python_ints_in_a_graph(level, name, value):
 
 
 def test_a_plugin_is_asked_of_batches_that_were_checked():
-    """Starts that are nowhere, and a batch that contradicts itself, are told by the guard, in its words."""
+    """Starts that are nowhere, and a batch that contradicts itself, are refused by the guard, in its words."""
     requested = []
     picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: requested.append(batch) or True})
     _, _, builder = world(cls=type("B", (ToyBackend,), {"builder_class": picky}))
@@ -396,7 +396,7 @@ def test_a_capture_is_within_the_limits(size):
 def test_one_capture_at_a_time():
     _, _, builder = world()
     with builder.state.graph_capture(4):
-        with refused(LimitsError, problem="graph_capture(4)", expected="under way"), builder.state.graph_capture(4):
+        with refused(LimitsError, problem="graph_capture(4)", expected="active"), builder.state.graph_capture(4):
             pass
         builder.state.graph(GraphShape(4, 4, 1))
     with refused(LimitsError, expected="made for 4"), builder.state.graph_capture(8):

@@ -47,13 +47,13 @@ def test_a_dense_agreement_has_no_cache():
     backend = make_backend(paged=False)
 
     assert (backend.cache_tensors(5), backend.bytes_per_block) == ({}, 0)
-    with refused(CacheError, problem="a cache of 5 blocks", expected="paged=False", fix="kv_cache=None"):
+    with refused(CacheError, problem="a KV cache of 5 blocks", expected="paged=False", fix="kv_cache=None"):
         backend.make_cache(5)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3, 2.0, True])
 def test_a_cache_has_a_block_beside_the_null_block(num_blocks):
-    with refused(CacheError, problem=f"a cache of {num_blocks} blocks", expected="block 0", fix="bytes_per_block"):
+    with refused(CacheError, problem=f"a KV cache of {num_blocks} blocks", expected="block 0", fix="bytes_per_block"):
         make_backend().make_cache(num_blocks)
 
 

@@ -72,7 +72,7 @@ def test_limits_that_were_not_negotiated_are_refused(changes, ranks, given, allo
         make_backend().make_state(limits(**changes), Parallel(**ranks))
 
 
-def test_a_bound_of_splits_is_kept_or_refused():
+def test_a_split_kv_limit_is_kept_or_refused():
     class Keeping(ToyBackend):
         supports_max_num_splits = True
 
@@ -80,7 +80,7 @@ def test_a_bound_of_splits_is_kept_or_refused():
     with refused(
         LimitsError,
         problem="max_num_splits=4",
-        expected="toy/plain takes no such bound",
+        expected="toy/plain does not support a split-KV limit",
         fix="leave max_num_splits out",
     ):
         make_backend().make_state(limits(max_num_splits=4))

@@ -136,7 +136,7 @@ def test_refusals_pass_through():
         impl.forward_op(query, key, value, None, output)
 
 
-def test_a_layer_that_is_gone_is_named():
+def test_a_layer_that_was_collected_is_named():
     backend = make_backend()
     impl = make_layer(backend)
     handle = impl._handle
@@ -146,7 +146,7 @@ def test_a_layer_that_is_gone_is_named():
         unbound.forward_op(query, key, value, None, output)
     del impl
     gc.collect()
-    with refused(LayerError, problem=f"layer number {handle}", expected="gone"):
+    with refused(LayerError, problem=f"layer number {handle}", expected="garbage-collected"):
         torch.ops.attnplug.forward(query, key, value, [], output, None, handle)
     assert isinstance(backend.make_impl(Layer(name="new")), ToyImpl)
 

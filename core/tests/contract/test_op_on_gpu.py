@@ -1,4 +1,4 @@
-"""The opaque op on a GPU: a compiled model on the built-in backend, and steps that follow each other in flight."""
+"""The opaque op on a GPU: a compiled model on the built-in backend, and steps that overlap."""
 
 from __future__ import annotations
 

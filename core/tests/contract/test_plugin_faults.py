@@ -1,4 +1,4 @@
-"""What a plugin's author may get wrong beyond the classes' form is told in the author's words."""
+"""What a plugin's author may get wrong beyond the classes' form is reported in the author's words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Equal query lengths are told by one comparison, with what the differences of the starts say."""
+"""Equal query lengths are found by one comparison, and agree with the differences of the starts."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class RecordingBackend(TorchBackend):
 def make(monkeypatch):
     monkeypatch.setattr(RecordingImpl, "calls", [], raising=False)
 
-    def backend(**asked):
-        fields = {"head_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "bfloat16", **asked}
+    def backend(**requested):
+        fields = {"head_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "bfloat16", **requested}
         return RecordingBackend(attnplug.select(attnplug.Requirements(**fields), "cpu", backend="torch/sdpa"))
 
     return backend
@@ -46,19 +46,19 @@ def make(monkeypatch):
     ],
     ids=str,
 )
-def test_each_batch_is_built_and_run(make, asked):
-    backend = make(**asked)
+def test_each_batch_is_built_and_run(make, requested):
+    backend = make(**requested)
 
     warm_up(backend, [backend.dummy_batch(GraphShape(3, 3, 1)), backend.dummy_batch(GraphShape(2, 9))])
 
     assert [call[0].shape for call in RecordingImpl.calls] == [(3, 4, 16), (9, 4, 16)]
     for query, key, value, kv_cache, metadata, output, lse in RecordingImpl.calls:
         assert not query.any()
-        assert (key.shape[2], value.shape[2]) == (16, asked.get("head_size_v", 16))
-        assert (kv_cache is None) == (asked.get("paged") is False)
-        assert output.shape == (query.shape[0], 4 * asked.get("head_size_v", 16))
-        assert (lse is None) == ("return_lse" not in asked)
-        assert metadata.batch.dummy == (asked.get("paged") is not False)
+        assert (key.shape[2], value.shape[2]) == (16, requested.get("head_size_v", 16))
+        assert (kv_cache is None) == (requested.get("paged") is False)
+        assert output.shape == (query.shape[0], 4 * requested.get("head_size_v", 16))
+        assert (lse is None) == ("return_lse" not in requested)
+        assert metadata.batch.dummy == (requested.get("paged") is not False)
 
 
 def test_a_layer_that_shares_a_kv_cache_is_run_without_keys(make):

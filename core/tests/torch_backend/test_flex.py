@@ -204,6 +204,6 @@ def test_a_bound_of_splits_is_refused_and_not_dropped() -> None:
     )
     limits = Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=2)
 
-    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=2 was given.*takes no such bound"):
+    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=2 was given.*does not support a split-KV limit"):
         FlexBackend(selection.agreement, selection.device).make_state(limits)
     TorchBackend(selection.agreement, selection.device).make_state(limits)

@@ -277,7 +277,7 @@ def test_a_shared_prefix_has_to_be_negotiated(load_fake) -> None:
     batch = setting.batch([1, 1], [40, 36])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
 
-    with pytest.raises(NotNegotiatedError, match="cascade was not asked for"):
+    with pytest.raises(NotNegotiatedError, match="cascade was not requested"):
         setting.builder.build(_sharing(batch, 32))
 
 
@@ -326,5 +326,5 @@ def _sharing(batch: Batch, length: int) -> Batch:
 def test_a_bound_of_splits_is_refused_and_not_dropped(load_fake) -> None:
     backend = Harness(load_fake).backend
 
-    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=4 was given.*takes no such bound"):
+    with pytest.raises(LimitsError, match=r"(?s)max_num_splits=4 was given.*does not support a split-KV limit"):
         backend.make_state(Limits(max_num_reqs=1, max_num_tokens=8, max_seq_len=64, max_num_splits=4))

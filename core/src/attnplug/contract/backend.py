@@ -150,7 +150,7 @@ class Backend(ABC):
         specs = self._specs(num_blocks) if type(num_blocks) is int and num_blocks >= 2 else {}
         if not specs:
             raise CacheError(
-                f"a cache of {num_blocks!r} blocks was asked of {self.id}",
+                f"a KV cache of {num_blocks!r} blocks was requested of {self.id}",
                 "a cache has at least 2 blocks, since no request gets block 0"
                 if self.agreement.requirements.paged
                 else "paged=False was negotiated",
@@ -180,7 +180,7 @@ class Backend(ABC):
         Values of its tensors are read and checked: call it after the weights are loaded.
 
         Raises:
-            NotNegotiatedError: The layer brings what was not requested, or lacks what was.
+            NotNegotiatedError: The layer has what was not requested, or lacks what was.
             LayerError: A value of the layer is wrong in itself.
             TensorError: A tensor has the wrong shape, dtype or device.
         """
@@ -212,7 +212,7 @@ class Backend(ABC):
         Return the state that the builders of this backend share.
 
         Raises:
-            LimitsError: The limits contradict the agreement, or name a bound of splits that the backend does not keep.
+            LimitsError: The limits contradict the agreement, or name a split-KV limit without support.
         """
         ranks = Parallel() if parallel is None else parallel
         check_limits(limits, ranks, self.agreement, supports_splits=self.supports_max_num_splits)

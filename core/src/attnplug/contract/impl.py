@@ -41,7 +41,7 @@ class AttentionImpl(ABC):
             layer says; forward if it does not), or a mapping of these by phase. Rows whose slot is PAD_SLOT_ID are
             never written; a kernel that finds the place by itself, from lengths and block table, writes those of padded
             requests into the null block, which is what their rows of the block table name.
-        lse_includes_sink: Whether the LSE that forward returns counts the sink; has to be said by who serves both.
+        lse_includes_sink: Whether the LSE that forward returns counts the sink; required where both are supported.
         static_scales: Which of ``"q"``, ``"k"`` and ``"v"`` are scaled by the layer's scales when the cache is
             quantized; other scales are refused.
         query_quantization: Who quantizes queries for a quantized cache: the ``"impl"``, or the ``"host"``, which then
@@ -58,10 +58,10 @@ class AttentionImpl(ABC):
         scale: Factor of the scores.
         window: Tokens attended to the left and right, ``(-1, -1)`` for all.
         logits_soft_cap: The soft cap; None for none.
-        causal: Whether a token attends no later token.
-        is_paged: Whether K/V live in a paged cache; otherwise they come whole with each call.
+        causal: Whether a token attends to no later token.
+        is_paged: Whether K/V live in a paged cache; otherwise each call gets contiguous (non-paged) K/V.
         forward_writes: The phases in which `run` writes the given K/V into the cache; empty where the host does,
-            or the layer has no cache of its own.
+            or the layer has no separate cache.
         host_writes: The phases in which the host does, through `write_kv`.
         cache_roles: The roles of its cache, in order.
     """
@@ -181,7 +181,7 @@ class AttentionImpl(ABC):
         Raises:
             TensorError: A tensor has the wrong shape, dtype or device.
             CacheError: The cache is not what `make_cache` makes, or smaller than the blocks in use.
-            NotNegotiatedError: LSE is asked for and was not negotiated.
+            NotNegotiatedError: LSE is requested and was not negotiated.
             BatchError: The metadata is not from a builder of this layer's agreement.
         """
         guard = self._guard or self._refuse_unbound()
@@ -241,7 +241,7 @@ class AttentionImpl(ABC):
             slot_mapping: ``(tokens,)`` int64; PAD_SLOT_ID rows are skipped.
 
         Raises:
-            CacheError: Forward writes the cache itself, the layer has no cache of its own, or a slot is outside it
+            CacheError: Forward writes the cache itself, the layer has no separate cache, or a slot is outside it
                 (slots on the CPU).
             TensorError: A tensor has the wrong shape, dtype or device.
         """

@@ -1,4 +1,4 @@
-"""What outlives a step: one object per backend, variant and device, which owns the workspace and the graphs' inputs."""
+"""Owns the workspace and the graph buffers: one object per backend, variant and device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class State:
     Owns the workspace and the graph buffers that all builders of one backend share. Plugins subclass it for what else
     must outlive a step. Everything in it is used in the order of one stream: microbatches on streams of their own have
     a state each. In graph buffers, padded requests have neither query nor keys: a kernel that needs a key per
-    request pads to the null block in a tensor of its own.
+    request pads to the null block in a separate tensor.
 
     Attributes:
         backend: The backend that it serves.
@@ -119,7 +119,7 @@ class State:
         Raises:
             NotNegotiatedError: No graph level was agreed on.
             LimitsError: `max_batch_size` is beyond the limits, differs from that of buffers that are still held, or a
-                capture is under way.
+                capture is active.
         """
         self._check_capture(max_batch_size)
         before = set(self._graphs)
@@ -212,7 +212,7 @@ class State:
         if type(max_batch_size) is not int or not 1 <= max_batch_size <= self.limits.max_num_reqs:
             self._refuse(max_batch_size, f"the state was made for max_num_reqs={self.limits.max_num_reqs}")
         if self._is_capturing:
-            self._refuse(max_batch_size, "another capture of this state is under way")
+            self._refuse(max_batch_size, "another capture of this state is active")
         if self._graphs and max_batch_size != self._max_batch_size:
             self._refuse(max_batch_size, f"its graph buffers were made for {self._max_batch_size}, and are still held")
 

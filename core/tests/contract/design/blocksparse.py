@@ -1,4 +1,4 @@
-"""A block-sparse backend, and a recording double of its kernels."""
+"""A block-sparse backend, and a recording fake of its kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnplug.contract import AttentionImpl, Backend, Metadata, MetadataBuilder,
 from attnplug.errors import LimitsError
 from attnplug.ops import write_pages
 
-# --- the double -----------------------------------------------------------------------------------------------------
+# --- the fake -------------------------------------------------------------------------------------------------------
 
 
 class Kernels:

@@ -1,4 +1,4 @@
-"""A backend on FlashAttention 3's calls, and a recording double of those."""
+"""A backend on FlashAttention 3's calls, and a recording fake of those."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attnplug.batching import max_local_tokens_per_dcp_rank, num_local_tokens_pe
 from attnplug.contract import AttentionImpl, Backend, Metadata, MetadataBuilder, torch_dtype, upload
 from attnplug.ops import merge_attention_states, write_pages
 
-# --- the double -----------------------------------------------------------------------------------------------------
+# --- the fake -------------------------------------------------------------------------------------------------------
 
 
 class Library:

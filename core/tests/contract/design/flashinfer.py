@@ -1,4 +1,4 @@
-"""A backend on FlashInfer's wrappers, and a recording double of those."""
+"""A backend on FlashInfer's wrappers, and a recording fake of those."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attnplug.batching import pages_of
 from attnplug.contract import AttentionImpl, Backend, CacheTensor, MetadataBuilder, torch_dtype
 from attnplug.ops import write_pages
 
-# --- the double -----------------------------------------------------------------------------------------------------
+# --- the fake -------------------------------------------------------------------------------------------------------
 
 
 class Wrapper:

@@ -1,4 +1,4 @@
-"""A backend on ixformer's int8 attention, and a recording double of that."""
+"""A backend on ixformer's int8 attention, and a recording fake of that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from attnplug.contract import AttentionImpl, Backend, CacheTensor, Metadata, MetadataBuilder, torch_dtype
 from attnplug.ops import write_pages
 
-# --- the double -----------------------------------------------------------------------------------------------------
+# --- the fake -------------------------------------------------------------------------------------------------------
 
 
 class Library:

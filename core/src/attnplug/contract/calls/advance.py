@@ -73,7 +73,7 @@ def next_decode_batch(
 
     Raises:
         BatchError: There are prefills, or a request has no room for another token.
-        NotNegotiatedError: The batch has no pages, a custom mask, what an open feature brings for one step, or a cache
+        NotNegotiatedError: The batch has no pages, a custom mask, values of an open feature, or a cache
             that is spread over ranks.
     """
     _check_kind(before, agreement)
@@ -126,7 +126,7 @@ def _check_queries(before: Batch, num_queries: int | None, *, prefills_to_decode
     if 0 in lens[:running]:
         raise BatchError(
             f"a batch whose request {lens.index(0)} is padding, before others, was given to advance_step",
-            "padded requests stand last: the first requests are those that go on",
+            "padded requests come last: the first requests are those that go on",
             "put padding at the end (attnplug.batching.pad_batch does)",
         )
     count = running if num_queries is None else num_queries
@@ -157,7 +157,7 @@ def _longest(before: Batch, count: int) -> tuple[int, Tensor | None]:
 
 
 def _grown(before: Batch, lens: Tensor, count: int) -> Tensor:
-    """Return the lengths of the next step. Those of a batch that stands in stay: it has the null block alone."""
+    """Return the lengths of the next step. Those of a dummy batch do not grow: it has the null block alone."""
     more = torch.zeros_like(lens)
     torch.add(lens[:count], 0 if before.dummy else 1, out=more[:count])
     return more

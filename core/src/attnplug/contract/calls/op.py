@@ -35,7 +35,7 @@ _handles: Final = count(1)
 @contextmanager
 def forward_context(metadata: Mapping[str, Metadata | None]) -> Iterator[None]:
     """
-    Put a step's metadata in force, for `AttentionImpl.attend`, in this thread or task alone.
+    Put a step's metadata in force, for `AttentionImpl.forward_op`, in this thread or task alone.
 
     Args:
         metadata: What each layer's builder returned, by layer name; None is a profiling run.
@@ -118,7 +118,7 @@ def _enlisted(layer: int) -> AttentionImpl:
     if impl is None:
         raise LayerError(
             f"layer number {layer} was run by a compiled graph",
-            "its implementation is gone",
+            "its implementation has been garbage-collected",
             "keep the implementations as long as the graphs, and compile again for new ones",
         )
     return impl
@@ -129,7 +129,7 @@ def _cache_of(impl: AttentionImpl, tensors: list[Tensor]) -> Any:
 
 
 def _fake(*arguments: Any) -> None:
-    """Tell the compiler all that there is to know: nothing is returned, and the schema names what is written."""
+    """Return nothing, as the op does; the schema names what is written."""
     del arguments
 
 

@@ -42,9 +42,9 @@ def warm_up(
         kv_cache: Its KV cache of 2 blocks; None is a fresh one.
         parallel: The rank that is run; None is a single one.
     """
-    asked = backend.agreement.requirements
+    requested = backend.agreement.requirements
     impl = backend.make_impl(dummy_layer(backend) if layer is None else layer)
-    if kv_cache is None and asked.paged:
+    if kv_cache is None and requested.paged:
         kv_cache = backend.make_cache(2, impl=impl)
     for batch in batches:
         tokens = batch.num_actual_tokens
@@ -53,21 +53,21 @@ def warm_up(
         query = torch.zeros(tokens, impl.num_q_heads, impl.head_size, dtype=impl.query_dtype, device=impl.device)
         key, value = _rows(impl, tokens, impl.head_size), _rows(impl, tokens, impl.head_size_v)
         output = torch.empty(tokens, impl.output_width, dtype=impl.output_dtype, device=impl.device)
-        lse = torch.empty(tokens, impl.num_q_heads, device=impl.device) if asked.return_lse else None
+        lse = torch.empty(tokens, impl.num_q_heads, device=impl.device) if requested.return_lse else None
         impl.forward(query, key, value, kv_cache, builder.build(batch), output, lse=lse)
 
 
 def dummy_layer(backend: Backend, name: str = "warm_up") -> Layer:
     """Return a layer with the tensors that the requirements name: sinks and slopes of 0, scales of 1 per head."""
-    asked, device = backend.agreement.requirements, backend.device
+    requested, device = backend.agreement.requirements, backend.device
     scales: dict[str, Any] = {}
-    if asked.per_head_scales:
-        ones = torch.ones(asked.num_kv_heads, device=device)
+    if requested.per_head_scales:
+        ones = torch.ones(requested.num_kv_heads, device=device)
         scales = {f"{one}_scale_tensor": ones for one in backend.impl_class.static_scales}
     return Layer(
         name=name,
-        sinks=torch.zeros(asked.num_q_heads, device=device) if asked.sinks else None,
-        alibi_slopes=torch.zeros(asked.num_q_heads, device=device) if asked.alibi else None,
+        sinks=torch.zeros(requested.num_q_heads, device=device) if requested.sinks else None,
+        alibi_slopes=torch.zeros(requested.num_q_heads, device=device) if requested.alibi else None,
         **scales,
     )
 

@@ -1,4 +1,4 @@
-"""What must outlive a captured graph: the tensors that its replays read, and what a plugin keeps beside them."""
+"""The buffers of a captured graph: the tensors that its replays read, and what a plugin keeps beside them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _misfits(graph: GraphBuffers, batch: Batch) -> Iterator[tuple[str, str]]:
     if batch.custom_mask is not None:
         yield "a custom_mask", "its size differs from step to step"
     if batch.extra:
-        yield f"extra {', '.join(map(repr, batch.extra))}", "what open features bring along is not in the graph"
+        yield f"extra {', '.join(map(repr, batch.extra))}", "values of open features are not in the graph"
     if batch.encoder_seq_lens is not None:
         yield from _encoder_misfits(graph, batch)
     if batch.key_start_loc is not None:
@@ -187,11 +187,14 @@ def _query_misfits(query_len: int, batch: Batch) -> Iterator[tuple[str, str]]:
     if found != (query_len, query_len):
         yield f"queries of {found} tokens at least and at most", f"every query has {query_len}"
     elif _has_padding_within(batch):
-        yield "a padded request before others", "padded requests stand last: a graph finds each one's rows at its place"
+        yield (
+            "a padded request before others",
+            "padded requests come last: a graph computes the rows of each from its index",
+        )
 
 
 def _has_padding_within(batch: Batch) -> bool:
-    """Whether a request without a query stands before one with a query, given that all queries have one length."""
+    """Whether a request without a query comes before one with a query, given that all queries have one length."""
     host = batch.query_start_loc_cpu
     if host is None or batch.num_reqs <= 1 or uniform_query_lens(batch) is not None:
         return False

@@ -1,4 +1,4 @@
-"""Recording a call, to be replayed on the same tensors."""
+"""Captures a call in a CUDA graph, to replay it on the same tensors."""
 
 from __future__ import annotations
 

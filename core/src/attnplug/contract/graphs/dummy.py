@@ -1,4 +1,4 @@
-"""Batches that stand in for real ones: for warm-up, and while a graph is captured."""
+"""Dummy batches: for warm-up, and while a graph is captured."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def dummy_batch(agreement: Agreement, key: GraphShape, device: torch.device) -> 
     Return a valid batch of this shape, full, that writes nothing into a cache.
 
     With pages, every request has a token of context (or none, where the longest sequence is its query), all of them in
-    the null block: requests that are under way are not touched, whatever a kernel writes for padding. Where sequences
-    are spread over ranks, it has the largest share that any rank holds where tokens are dealt out one by one.
+    the null block: pages of running requests are not written, whatever a kernel writes for padding. Where sequences
+    are spread over ranks, it has the largest share of a rank if tokens are distributed round-robin.
 
     Args:
         agreement: What was negotiated.

@@ -1,4 +1,4 @@
-"""Notices metadata whose tensors moved, or whose numbers changed, since a graph was captured with it."""
+"""Compares metadata with that of a graph's capture: addresses of tensors, and Python values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attrs import frozen
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-# The batch has a guard of its own; block numbers are looked at by guards, not by kernels.
+# The batch is checked by `_check_fits`; guards read block numbers, kernels do not.
 _UNREAD: Final = ("batch", "highest_block", "graph", "agreement", "state")
 _NUMBERS: Final = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device, slice)
 _LEAVES: Final = (torch.Tensor, *_NUMBERS)
@@ -28,7 +28,7 @@ class Snapshot:
 
     Attributes:
         value: The value. It is held, so that no other object gets its identity.
-        fact: What of it a graph has frozen: where a tensor lies, a number itself; None where the parts say all.
+        fact: What a graph freezes of it: the address and form of a tensor, or a number; None where `parts` has it.
         parts: Snapshots of what is inside, by name.
         is_fixed: Whether the value itself, found again, is unchanged: no attribute of it can be set.
     """

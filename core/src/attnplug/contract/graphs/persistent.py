@@ -115,7 +115,7 @@ def check_unmoved(before: dict[str, int], batch: Batch) -> None:
     Check that a host which owns the graph's inputs passes them again.
 
     Raises:
-        BatchError: A tensor lies elsewhere than at capture.
+        BatchError: A tensor has another address than at capture.
     """
     moved = [name for name, place in addresses(batch).items() if before.get(name) != place]
     if moved:

@@ -1,4 +1,4 @@
-"""The shape of a batch that is prepared ahead."""
+"""The shape of a batch that a graph is captured for."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _refuse(key: GraphShape, expected: str) -> None:
     raise LimitsError(
         f"graph buffers for {key} were requested",
         expected,
-        "ask for a smaller shape, or select and limit for larger ones",
+        "request a smaller shape, or select and set limits for larger ones",
     )
 
 

@@ -56,7 +56,7 @@ def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.
 
 def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool = True) -> Tensor:
     """
-    Return the host copy of a tensor, which the guards read in its place.
+    Return the CPU copy of a tensor, which the guards read in its place.
 
     Raises:
         BatchError: There is none, or it contradicts a tensor that is on the CPU itself.
@@ -65,7 +65,7 @@ def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool 
     if host is None:
         raise BatchError(
             f"no {name}_cpu was given, and {name} is on {tensor.device}",
-            "build reads host copies alone, so that it never waits for the device",
+            "build reads CPU copies alone, so that it never waits for the device",
             f"pass {name}_cpu=..., the values that the host computed {name} from"
             + ("; or select with seq_lens_cpu_kind='absent'" if name == "seq_lens" else ""),
         )
@@ -75,7 +75,7 @@ def check_mirror(name: str, tensor: Tensor, host: Tensor | None, *, exact: bool 
     if tensor.is_cpu and not (torch.equal(tensor, host) if exact else bool((tensor <= host).all())):
         raise BatchError(
             f"{name} and {name}_cpu were given with different values",
-            f"{name}_cpu is the host copy of {name}" + ("" if exact else ", or an upper bound of it"),
+            f"{name}_cpu is the CPU copy of {name}" + ("" if exact else ", or an upper bound of it"),
             f"leave {name}_cpu out where {name} is on the CPU",
         )
     return host

@@ -1,4 +1,4 @@
-"""Compares a batch with itself, the agreement and the limits, from host copies alone: nothing waits for a device."""
+"""Checks a batch against itself, the agreement and the limits, from CPU copies: it never waits for a device."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ def _check_prefix(batch: Batch, agreement: Agreement, query_lens: Tensor) -> Non
             f"it is a multiple of the block size {size}",
             f"pass {max(0, length // size * size)}",
         )
-    running = query_lens > 0  # padded requests attend nothing
+    running = query_lens > 0  # padded requests attend to nothing
     _check_prefix_blocks(batch, running, length // size)
     _check_prefix_is_computed(batch, running, query_lens)
 
@@ -310,7 +310,7 @@ def _check_prefix_blocks(batch: Batch, running: Tensor, blocks: int) -> None:
     if not bool((table == table[:1]).all()):
         raise BatchError(
             f"common_prefix_len={batch.common_prefix_len} was given, and the first {blocks} blocks differ",
-            "a shared prefix lies in the same blocks for every request",
+            "a shared prefix is in the same blocks for every request",
             "pass the length that is really shared, or 0",
         )
 
@@ -325,7 +325,7 @@ def _check_prefix_is_computed(batch: Batch, running: Tensor, query_lens: Tensor)
     if batch.common_prefix_len > shortest:
         raise BatchError(
             f"common_prefix_len={batch.common_prefix_len} was given",
-            f"a request has {shortest} tokens computed, and every query of the batch attends the whole prefix",
+            f"a request has {shortest} tokens computed, and every query of the batch attends to the whole prefix",
             "pass at most that, cut to whole blocks",
         )
 
@@ -335,7 +335,7 @@ def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_t
         refuse_unrequested("a batch with a custom_mask", "custom_mask was not requested", "custom_mask=True")
     if batch.custom_mask is None:
         raise BatchError(
-            "no custom_mask was given", "custom_mask was negotiated: each batch brings its mask", "pass custom_mask=..."
+            "no custom_mask was given", "custom_mask was negotiated: each batch has its mask", "pass custom_mask=..."
         )
     size = batch.custom_mask.numel()
     if batch.seq_lens_cpu is not None and agreement.requirements.seq_lens_cpu_kind == "exact":
@@ -345,18 +345,18 @@ def _check_mask(batch: Batch, agreement: Agreement, query_lens: Tensor, device_t
 
 def _check_dense(batch: Batch, seq_lens: Tensor | None, device_type: str) -> int:
     """
-    Return the number of K/V rows that a call brings.
+    Return the number of K/V rows of a call.
 
     Raises:
         BatchError: key_start_loc is absent or contradicts the lengths.
-        NotNegotiatedError: The batch brings pages.
+        NotNegotiatedError: The batch has pages.
         TensorError: key_start_loc has the wrong shape, dtype or device.
     """
     for name in ("block_table", "slot_mapping"):
         if getattr(batch, name) is not None:
             raise NotNegotiatedError(
                 f"a batch with a {name} was given",
-                "paged=False was negotiated: K/V come whole with each call",
+                "paged=False was negotiated: each call gets contiguous (non-paged) K/V",
                 f"select again with paged=True, or leave {name} out of the batch",
             )
     if batch.key_start_loc is None:

@@ -148,7 +148,7 @@ class ForwardGuard:
             raise CacheError(
                 f"write_kv was called for layer {self._name!r}",
                 f"in {self._agreement.id} forward writes this layer's cache, or nobody does: nothing is written twice",
-                "call it where impl.host_writes names a phase; Layer(cache_write='host') asks for it",
+                "call it where impl.host_writes names a phase; Layer(cache_write='host') requests it",
             )
         if key is None or value is None:
             raise TensorError(
@@ -246,7 +246,7 @@ class ForwardGuard:
             if kv_cache is not None and not is_empty(kv_cache):
                 raise CacheError(
                     f"layer {self._name!r} was given a cache",
-                    "paged=False was negotiated: K/V come whole with each call",
+                    "paged=False was negotiated: each call gets contiguous (non-paged) K/V",
                     "pass kv_cache=None",
                 )
             return
@@ -278,7 +278,7 @@ class ForwardGuard:
             raise CacheError(
                 f"slot {twice} was given to two tokens",
                 "each slot holds the K/V of one token",
-                "pass a slot of its own for every token",
+                "pass a separate slot for every token",
             )
 
     def _check_device(self, name: str, tensor: Tensor) -> None:
@@ -327,6 +327,6 @@ class ForwardGuard:
 
 def is_empty(kv_cache: Cache) -> bool:
     """Whether a cache has no elements: a profiling run's placeholder."""
-    if isinstance(kv_cache, torch.Tensor):  # asked first: an abstract class takes ten times as long to ask for
+    if isinstance(kv_cache, torch.Tensor):  # first, since isinstance with an abstract class takes ten times as long
         return kv_cache.numel() == 0
     return all(tensor.numel() == 0 for tensor in kv_cache.values())

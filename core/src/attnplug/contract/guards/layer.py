@@ -52,7 +52,7 @@ def complete_layer(layer: Layer, agreement: Agreement, device: torch.device, sta
         static_scales: Which of ``"q"``, ``"k"``, ``"v"`` the implementation scales by the layer's scales.
 
     Raises:
-        NotNegotiatedError: The layer brings what was not requested.
+        NotNegotiatedError: The layer has what was not requested.
         LayerError: The layer lacks a tensor that was requested, or a value is wrong in itself.
         TensorError: A tensor has the wrong shape, dtype or device.
     """
@@ -70,7 +70,7 @@ def complete_layer(layer: Layer, agreement: Agreement, device: torch.device, sta
 
 def check_extra(what: str, extra: Mapping[str, object], agreement: Agreement) -> None:
     """
-    Check that only open features that were requested bring something along.
+    Check that there are values of requested open features only.
 
     Raises:
         NotNegotiatedError: Another one does.
@@ -198,7 +198,7 @@ def _expected(layer: Any, name: str, requirement: str, example: str, *, requeste
     if requested and given is None:
         raise LayerError(
             f"layer {layer.name!r} has no {name}",
-            f"{requirement} was requested, and every layer of the agreement brings its {name}",
+            f"{requirement} was requested, and every layer of the agreement has its {name}",
             f"pass Layer({name}=...), or select again without {requirement} for this layer",
         )
     return given  # type: ignore[no-any-return]
@@ -207,6 +207,6 @@ def _expected(layer: Any, name: str, requirement: str, example: str, *, requeste
 def _refuse_unrequested(layer: Layer, name: str, requirement: str, example: str) -> None:
     raise NotNegotiatedError(
         f"layer {layer.name!r} has {name} of {describe(getattr(layer, name))}",
-        f"{requirement} was not requested, so the chosen backend may not know it",
+        f"{requirement} was not requested, so the chosen backend may not support it",
         f"select again with {example} in the requirements of this layer, or leave {name} out of the layer",
     )

@@ -40,7 +40,7 @@ class PageGuard:
         self._num_blocks = num_blocks
         self._device_type = device_type
         self._is_cross = requested.attn_type == "encoder_decoder"
-        # Keys to the left of a query that no query of its request attends: hosts may free their blocks.
+        # Keys to the left of a query that no query of its request attends to: hosts may free their blocks.
         self._window = requested.sliding_window if not self._is_cross and requested.dcp_size == 1 else None
         self._chunk = requested.attention_chunk if not self._is_cross and requested.dcp_size == 1 else None
         self._places = not self._is_cross and requested.dcp_size == 1
@@ -139,8 +139,8 @@ class PageGuard:
         table, slots = batch.block_table_cpu, batch.slot_mapping_cpu
         if table is None or slots is None or bool(table.any()) or bool((slots != PAD_SLOT_ID).any()):
             raise BatchError(
-                "a batch with dummy=True and pages or slots of its own was given",
-                f"a batch that stands in names the null block alone, and has {PAD_SLOT_ID} for every slot",
+                "a batch with dummy=True and real pages or slots was given",
+                f"a dummy batch has the null block alone, and {PAD_SLOT_ID} for every slot",
                 "make it with Backend.dummy_batch, or leave dummy out",
             )
         return slots.shape[0], 0
@@ -201,7 +201,7 @@ class PageGuard:
         return width
 
     def _first_keys(self, contexts: Tensor | None) -> Tensor | None:
-        """``(num_reqs,)`` the first key that a query attends, or None where that is 0."""
+        """``(num_reqs,)`` the first key that a query attends to, or None where that is 0."""
         if contexts is None or (self._window is None and self._chunk is None):
             return None
         first = torch.zeros_like(contexts) if self._window is None else (contexts - (self._window - 1)).clamp_(min=0)

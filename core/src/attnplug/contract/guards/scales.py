@@ -91,7 +91,7 @@ def _per_head(
     if tensor is None or host is not None:
         raise LayerError(
             f"layer {layer.name!r} has {name}={host!r} and " + ("no tensor" if tensor is None else "a tensor too"),
-            "per_head_scales was requested, and one host float cannot stand for the scales of all heads",
+            "per_head_scales was requested, and one host float cannot replace the scales of all heads",
             f"pass {name}_tensor of ({heads},) alone, or select again with per_head_scales=False",
         )
     _check_form(layer, f"{name}_tensor", tensor, ((heads,),), agreement, device)

@@ -1,4 +1,4 @@
-"""What a host hands over in Python: lists of lengths, tensors, batches. Looked at by type alone."""
+"""One step's requests, as a host passes them: tensors, their CPU copies, and numbers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PAD_SLOT_ID: Final = -1
 
 
 def _mirror(name: str, device_copy: Tensor | None) -> Tensor | None:
-    """A tensor that lives on the CPU is its own host copy."""
+    """Return a tensor on the CPU as its own CPU copy; None for a tensor on a device."""
     if device_copy is None:
         return None
     check_tensor(name, device_copy)
@@ -80,7 +80,7 @@ class Batch:
         seq_lens: ``(num_reqs,)`` keys per request, this step's included. For dense calls: the lengths of the given K/V.
             For paged cross attention: the decoder's tokens, and `encoder_seq_lens` counts the keys.
         num_reqs: Requests, padded ones included. A padded request has query length 0; in graphs, and where a step is
-            advanced, they stand last.
+            advanced, they come last.
         num_actual_tokens: Query tokens; rows beyond are padding and never touched.
         max_query_len: The longest query.
         max_seq_len: The longest sequence; an upper bound where the requirements say so (`seq_lens_cpu_kind`).
@@ -88,26 +88,26 @@ class Batch:
             Entries beyond a request's length are not read.
         slot_mapping: ``(tokens,)`` int64, the cache slot of each K/V row of the call, PAD_SLOT_ID where none is
             written; None for dense calls.
-        causal: Whether a token attends no later token. It is the agreement's: a host that needs both has two.
+        causal: Whether a token attends to no later token. It is the agreement's: a host that needs both has two.
         common_prefix_len: Tokens at the start that all requests share, in the same blocks (cascade); 0 for none.
-        query_start_loc_cpu: Host copy, always needed.
-        seq_lens_cpu: Host copy; exact, an upper bound or absent, as the requirements' `seq_lens_cpu_kind` says.
+        query_start_loc_cpu: CPU copy, always needed.
+        seq_lens_cpu: CPU copy; exact, an upper bound or absent, as the requirements' `seq_lens_cpu_kind` says.
         num_computed_tokens_cpu: ``(num_reqs,)`` keys cached before this step; None derives it from the lengths.
-        block_table_cpu: Host copy, optional on a device: with it block numbers are checked.
-        slot_mapping_cpu: Host copy, optional on a device: with it slots are checked.
+        block_table_cpu: CPU copy, optional on a device: with it block numbers are checked.
+        slot_mapping_cpu: CPU copy, optional on a device: with it slots are checked.
         encoder_seq_lens: ``(num_reqs,)`` encoder tokens per request (paged cross attention).
-        encoder_seq_lens_cpu: Host copy.
+        encoder_seq_lens_cpu: CPU copy.
         dcp_local_seq_lens: ``(num_reqs,)`` keys that this rank holds (decode context parallelism).
-        dcp_local_seq_lens_cpu: Host copy.
+        dcp_local_seq_lens_cpu: CPU copy.
         key_start_loc: ``(num_reqs + 1,)`` as `query_start_loc`, for the K/V rows of dense calls.
-        key_start_loc_cpu: Host copy.
+        key_start_loc_cpu: CPU copy.
         derived: What `once` has derived from this batch.
         custom_mask: ``(sum(query_len * seq_len),)`` bool, the requests' ``(query_len, seq_len)`` masks one after
-            another, True attends.
+            another, True where a key is attended to.
         max_encoder_seq_len: The longest encoder, for paged cross attention; follows from `encoder_seq_lens_cpu`.
-        extra: What open features bring along, by the feature's name. Only features that were requested. Such a batch
+        extra: Values of open features, by the feature's name. Only features that were requested. Such a batch
             runs eagerly.
-        dummy: Whether it stands in for a real batch: its pages are the null block, and it writes nothing.
+        dummy: Whether it takes the place of a real batch: its pages are the null block, and it writes nothing.
     """
 
     query_start_loc: Tensor
@@ -190,7 +190,7 @@ class Batch:
             block_table: ``(num_reqs, max_blocks)`` int32, on any device; None makes a dense batch with `key_start_loc`.
             slot_mapping: ``(tokens,)`` int64, on any device.
             device: Where the batch's tensors go; None is the block table's, else the CPU. Tensors given on the CPU are
-                kept as host copies.
+                kept as CPU copies.
             rest: Further fields of `Batch`, by name.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The dtypes that requirements and agreements name, as torch has them."""
+"""KV caches: dtypes, the tensors of a layer's cache, and views that a layer derives from them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def torch_dtype(name: str) -> torch.dtype:
     Return the torch dtype of a canonical dtype name.
 
     Raises:
-        PluginContractError: The name stands for more than one tensor format.
+        PluginContractError: The name means more than one tensor format.
     """
     if name not in TORCH_DTYPES:
         raise PluginContractError(
@@ -163,7 +163,7 @@ class CacheTensor:
         )
 
     def is_ordered(self, tensor: Tensor) -> bool:
-        """Whether a tensor of this shape lies in memory as described, alone or as one layer of `with_layers`."""
+        """Whether a tensor of this shape is laid out in memory as described, alone or as one layer of `with_layers`."""
         layered = tuple(axis - 1 for axis in self.layer_stride_order if axis > 0)
         return any(_is_descending(tensor, order) for order in {self.stride_order, layered})
 
@@ -225,7 +225,7 @@ class CacheViews(Generic[_V]):
     """
     Keeps what a layer derives from its cache tensor: each view takes a microsecond of the host, call after call.
 
-    What is kept is made anew for another tensor, and for the same one where it lies elsewhere, or in another form. It
+    What is kept is made anew for another tensor, and for the same one at another address, or in another form. It
     keeps no memory: when the tensor goes, it goes too. Only where the memory of a tensor that stays is exchanged
     (`Tensor.set_`, ``tensor.data = ...``) is the old memory held, until the next call.
 

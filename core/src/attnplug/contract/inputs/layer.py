@@ -1,4 +1,4 @@
-"""One attention layer of a model, as its host describes it."""
+"""One attention layer of a model, as the host describes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _as_pairs(value: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None) -> 
     except (TypeError, ValueError):
         raise LayerError(
             f"block_sparse={value!r} was given",
-            "a pattern is a table of names to numbers, truth values or texts",
+            "a pattern is a table of names to numbers, booleans or strings",
             "pass a mapping, as in the requirements",
         ) from None
 
@@ -41,14 +41,14 @@ class Layer:
         head_size: Size of a query and key head.
         head_size_v: Size of a value head.
         alibi_slopes: ``(num_q_heads,)`` float32, finite.
-        sliding_window: Tokens that a token attends, itself included.
+        sliding_window: Tokens that a token attends to, itself included.
         attention_chunk: Tokens of a chunk of chunked-local attention.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``.
         attn_type: decoder, encoder, encoder_only or encoder_decoder.
         sinks: ``(num_q_heads,)`` in float32 or the layer's dtype, finite: one logit per head in the softmax
             denominator. A head without a sink has a large negative one such as -1e4; infinities are refused, since
             kernels differ in what they make of them.
-        kv_sharing_target: Name of the layer whose cache this layer reads; it then writes none of its own.
+        kv_sharing_target: Name of the layer whose cache this layer reads; it then writes no cache.
         block_sparse: The block-sparse pattern's parameters.
         q_scale: Quantization scale of queries, on the host: ``x ~ scale * quantized``.
         k_scale: The same for keys.
@@ -61,7 +61,7 @@ class Layer:
         output_block_scale: Where the output's block scales are written, for formats that have them.
         cache_write: Who writes K/V into the cache, ``"forward"`` or ``"host"`` (through `write_kv`), in the phases for
             which the implementation leaves the choice; None is its own way.
-        extra: What open features bring along, by the feature's name: tables of a fused rotary embedding, say. Only
+        extra: Values of open features, by the feature's name: tables of a fused rotary embedding, say. Only
             features that were requested.
     """
 

@@ -1,4 +1,4 @@
-"""The most that a host will ask for, and the ranks that it runs on: plain data, no host-engine types."""
+"""The limits of a host's batches, and the ranks that it runs on: plain data, no host-engine types."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement, *, su
     if limits.max_num_splits is not None and not supports_splits:
         raise LimitsError(
             f"max_num_splits={limits.max_num_splits} was given in the limits",
-            f"{agreement.id} takes no such bound: its kernels decide how many pieces a request's keys are cut into",
-            "leave max_num_splits out, or select a backend that keeps it",
+            f"{agreement.id} does not support a split-KV limit: its kernels choose the number of splits",
+            "leave max_num_splits out, or select a backend with `supports_max_num_splits`",
         )
     requested = agreement.requirements
     if limits.batch_invariant and not requested.batch_invariant:

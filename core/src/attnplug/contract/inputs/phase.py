@@ -66,15 +66,15 @@ class Phase:
         max_query_len: The longest query of the phase.
         max_seq_len: The longest sequence of the phase; the batch's bound where the host's lengths are not exact.
         query_start_loc: ``(num_reqs + 1,)`` int32, from 0.
-        query_start_loc_cpu: Host copy.
+        query_start_loc_cpu: CPU copy.
         seq_lens: ``(num_reqs,)``.
-        seq_lens_cpu: Host copy, as exact as the batch's.
+        seq_lens_cpu: CPU copy, as exact as the batch's.
         block_table: ``(num_reqs, max_blocks)``, None for dense calls.
         encoder_seq_lens: ``(num_reqs,)``, for paged cross attention.
-        encoder_seq_lens_cpu: Host copy.
+        encoder_seq_lens_cpu: CPU copy.
         max_encoder_seq_len: The longest encoder of the batch.
         dcp_local_seq_lens: ``(num_reqs,)``, for decode context parallelism.
-        dcp_local_seq_lens_cpu: Host copy.
+        dcp_local_seq_lens_cpu: CPU copy.
     """
 
     first_req: int
@@ -189,7 +189,7 @@ def uniform_query_lens(batch: Batch) -> Tensor | None:
     Return the query lengths if all of them are `max_query_len`, else None. The batch need not have been checked.
 
     Args:
-        batch: A batch, with or without a host copy of `query_start_loc`.
+        batch: A batch, with or without a CPU copy of `query_start_loc`.
 
     Returns:
         ``(num_reqs,)`` int32 on the CPU, kept from step to step: it is read only.

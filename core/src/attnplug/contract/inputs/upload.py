@@ -1,4 +1,4 @@
-"""Brings host tensors to a device without making the host wait, or overwriting what is still under way."""
+"""Copies CPU tensors to a device without waiting, and without overwriting a copy that has not finished."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def upload(host: Tensor, device: torch.device, *, out: Tensor | None = None) -> 
     """
     Return the tensor on the device; the copy is ordered with the current stream.
 
-    Each upload goes through pinned memory of its own. torch's host allocator hands that memory out again when its copy
+    Each upload goes through separate pinned memory. torch's host allocator hands that memory out again when its copy
     is done, so that building step N + 1 overwrites nothing which step N still has to read, and `host` may be changed as
     soon as this returns.
 
