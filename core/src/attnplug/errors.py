@@ -30,10 +30,7 @@ Each one has three parts: the problem, what was expected (left out where it adds
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from attnplug.selection.explanation import Explanation
+from typing import Any, Protocol
 
 __all__ = [
     "ApiVersionError",
@@ -145,15 +142,26 @@ class UnknownBackendError(RegistryError, LookupError):
     """No installed or known backend has this name."""
 
 
+class _Explanation(Protocol):
+    """What an `attnplug.Explanation` is here: a type-only import would put the whole of core into one circle."""
+
+    @property
+    def verdicts(self) -> tuple[Any, ...]:
+        """The `attnplug.Verdict` on every candidate."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+
+
 class NoBackendError(AttnplugError):
     """
     Nothing can serve the requirements.
 
     Attributes:
-        explanation: The verdict on every candidate, with its reasons and its fix.
+        explanation: The `attnplug.Explanation`: the verdict on every candidate, with its reasons and its fix.
     """
 
-    def __init__(self, problem: str, expected: str, fix: str, explanation: Explanation | None = None) -> None:
+    def __init__(self, problem: str, expected: str, fix: str, explanation: _Explanation | None = None) -> None:
         super().__init__(problem, expected, fix)
         self.explanation = explanation
 

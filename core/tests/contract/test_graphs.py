@@ -271,7 +271,7 @@ def test_counts_are_python_ints_in_a_graph(level, name, value):
         builder.build(batch, graph=graph)
 
 
-def test_a_plugin_is_asked_of_batches_that_were_checked():
+def test_can_capture_gets_checked_batches():
     """Starts that are nowhere, and a batch that contradicts itself, are refused by the guard, in its words."""
     requested = []
     picky = type("Picky", (Capturing,), {"can_capture": lambda _, batch: requested.append(batch) or True})

@@ -118,7 +118,7 @@ def test_a_tensor_lies_in_its_stride_order(order, data):
 
 
 @pytest.mark.parametrize("layer_order", [(2, 0, 1, 3, 4, 5), (2, 4, 0, 1, 3, 5), (0, 1, 2, 3, 4, 5)])
-def test_a_cache_for_all_layers_puts_layers_where_asked(layer_order):
+def test_a_cache_for_all_layers_has_the_order_requested(layer_order):
     spec = CacheTensor((2, 5, 4, 2, 8), torch.float32, 1, layer_stride_order=layer_order)
 
     layers = spec.with_layers(3)

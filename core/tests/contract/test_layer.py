@@ -83,7 +83,7 @@ def test_a_value_that_was_not_negotiated_is_refused(field, value, requested):
         ("output_scale", {"output_quant": "fp8_e4m3"}, torch.ones(1)),
     ],
 )
-def test_a_learned_tensor_comes_exactly_where_it_was_asked_for(field, requested, tensor):
+def test_a_learned_tensor_is_there_exactly_where_requested(field, requested, tensor):
     assert getattr(make_layer(make_backend(**requested), **{field: tensor}).layer, field) is tensor
     with refused(LayerError, problem=f"no {field}", expected="was requested", fix="select again without"):
         make_layer(make_backend(**requested))

@@ -29,13 +29,14 @@ def make(monkeypatch):
 
     def backend(**requested):
         fields = {"head_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "dtype": "bfloat16", **requested}
-        return RecordingBackend(attnplug.select(attnplug.Requirements(**fields), "cpu", backend="torch/sdpa"))
+        selection = attnplug.select(attnplug.Requirements(**fields), "cpu", backend="torch/sdpa")
+        return RecordingBackend(selection.agreement, selection.device)
 
     return backend
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {},
         {"paged": False},
