@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 class Backend(ABC):
     """
     A backend, bound to what was negotiated. A plugin sets `impl_class`, and the other classes where the defaults do not
-    suit.
+    suit. `attnplug_backend`, the plugin's hook, returns the class; `attnplug.load` constructs it.
 
     Attributes:
-        impl_class: One layer's attention.
-        builder_class: What turns a batch into metadata.
-        metadata_class: What it returns.
-        state_class: What owns workspaces.
+        impl_class: The attention of one layer, with the kernels.
+        builder_class: Turns a batch into metadata, once per step; override it where the kernels plan.
+        metadata_class: What the builder returns; extend it for tensors that the kernels read besides the batch.
+        state_class: Owns workspace and graph buffers; extend it for what else outlives a step.
         agreement: What was negotiated.
         device_properties: The device that was selected for: vendor, compute capability, number of multiprocessors.
         selection: The decision that this backend carries out. `attnplug.load` sets it, after the constructor.
@@ -55,7 +55,7 @@ class Backend(ABC):
     metadata_class: ClassVar[type[Metadata]] = Metadata
     state_class: ClassVar[type[State]] = State
 
-    # Core sets these; a plugin that reuses one of the names is refused.
+    # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
     agreement: Agreement
     device_properties: Device
     selection: Decision
@@ -63,10 +63,98 @@ class Backend(ABC):
     def __init__(self, agreement: Agreement, device: Device) -> None:
         self.agreement = agreement
         self.device_properties = device
-        keep_attributes(self)
+        keep_attributes(self)  # last: `check_backend` compares these with what a subclass's constructor leaves
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id!r}, on {self.device})"
+
+    # --- what a plugin overrides ---
+
+    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
+        """
+        Describe one layer's cache.
+
+        The default is one role, ``"kv"``, of logical shape ``(2, num_blocks, block_size, num_kv_heads, head_size)``,
+        keys first; where values have another head size, the roles ``"k"`` and ``"v"`` without the leading axis. The
+        agreed layout sets the order in memory. Dense agreements have no cache.
+
+        Args:
+            num_blocks: Blocks of the cache, the null block 0 included.
+        """
+        requested = self.agreement.requirements
+        if not requested.paged:
+            return {}
+        dtype, heads = torch_dtype(self.agreement.kv_cache_dtype), requested.num_kv_heads
+        size = self.agreement.block_size or 1  # an agreement with pages always has a block size
+        heads_first = self.agreement.kv_layout == "HND"
+        if requested.head_size_v == requested.head_size:
+            shape = (2, num_blocks, size, heads, requested.head_size)
+            return {"kv": CacheTensor(shape, dtype, 1, (0, 1, 3, 2, 4) if heads_first else (0, 1, 2, 3, 4))}
+        order = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
+        widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
+        return {role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order) for role, width in widths.items()}
+
+    def workspace_bytes(self, limits: Limits) -> int:
+        """Return the size of the workspace that batches within these limits need."""
+        del limits
+        return 0
+
+    @property
+    def supports_max_num_splits(self) -> bool:
+        """Whether `Limits.max_num_splits` is kept. Where it is not, limits that name one are refused."""
+        return False
+
+    def warmup(self, shapes: Sequence[GraphShape]) -> None:
+        """Compile and load what the first use of these batch shapes would. The default has nothing to prepare."""
+        del shapes
+
+    def dummy_batch(self, key: GraphShape) -> Batch:
+        """
+        Return a valid batch of this shape that touches nothing but the null block: for warm-up, captures, and ranks
+        that have to run the model without having requests.
+        """
+        return dummy_batch(self.agreement, key, self.device)
+
+    def swap_blocks(self, src: Cache, dst: Cache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
+        """
+        Copy whole blocks of one layer from one cache to another, between devices too.
+
+        Every role that has a block axis moves. All sources are read before any block is written, so that overlapping
+        pairs mean what they say.
+
+        Args:
+            src: The cache that is read.
+            dst: The cache that is written; may be `src`.
+            src_to_dst: ``(n, 2)`` pairs of source and destination block.
+
+        Raises:
+            CacheError: A block is outside its cache, or is the destination of two sources.
+        """
+        pairs = to_pairs(src_to_dst)
+        self._check_move(src, dst, pairs, first=0)
+        self._move(src, dst, pairs)
+
+    def copy_blocks(
+        self, caches: Iterable[Cache], src_to_dsts: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]
+    ) -> None:
+        """
+        Copy whole blocks inside each layer's cache.
+
+        Args:
+            caches: One cache per layer.
+            src_to_dsts: Destinations of each source, or ``(n, 2)`` pairs; one source may have several destinations.
+
+        Raises:
+            CacheError: As for `swap_blocks`; the null block neither gives nor takes here.
+        """
+        pairs = to_pairs(src_to_dsts)
+        layers = list(caches)
+        for cache in layers:
+            self._check_move(cache, cache, pairs, first=1)
+        for cache in layers:
+            self._move(cache, cache, pairs)
+
+    # --- what a plugin uses ---
 
     @property
     @final
@@ -87,49 +175,18 @@ class Backend(ABC):
         return self.agreement.id
 
     @property
-    def supports_max_num_splits(self) -> bool:
-        """Whether `Limits.max_num_splits` is kept. Where it is not, limits that name one are refused."""
-        return False
-
-    @property
     @final
     def device(self) -> torch.device:
         """The device type that was selected for."""
         return torch.device(self.device_properties.type)
 
-    def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
-        """
-        Describe one layer's cache.
-
-        The default is one role, ``"kv"``, of logical shape ``(2, num_blocks, block_size, num_kv_heads, head_size)``,
-        keys first; where values have another head size, the roles ``"k"`` and ``"v"`` without the leading axis. The
-        agreed layout sets the order in memory. Dense agreements have no cache.
-
-        Args:
-            num_blocks: Blocks of the cache, the null block 0 included.
-        """
-        requested = self.agreement.requirements
-        if not requested.paged:
-            return {}
-        dtype, heads = torch_dtype(self.agreement.kv_cache_dtype), requested.num_kv_heads
-        size = self.agreement.block_size or 1  # settled wherever there are pages
-        heads_first = self.agreement.kv_layout == "HND"
-        if requested.head_size_v == requested.head_size:
-            shape = (2, num_blocks, size, heads, requested.head_size)
-            return {"kv": CacheTensor(shape, dtype, 1, (0, 1, 3, 2, 4) if heads_first else (0, 1, 2, 3, 4))}
-        order = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
-        widths = {"k": requested.head_size, "v": requested.head_size_v or requested.head_size}
-        return {role: CacheTensor((num_blocks, size, heads, width), dtype, 0, order) for role, width in widths.items()}
+    # --- what a host calls ---
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes that one block adds to one layer's cache; 0 without a cache."""
+        # A difference: tensors without a block axis, such as static scales, do not grow with the blocks.
         return self._cache_bytes(3) - self._cache_bytes(2)
-
-    def workspace_bytes(self, limits: Limits) -> int:
-        """Return the size of the workspace that batches within these limits need."""
-        del limits
-        return 0
 
     @final
     def make_cache(
@@ -165,13 +222,6 @@ class Backend(ABC):
             impl.init_cache(cache)
         return cache
 
-    def dummy_batch(self, key: GraphShape) -> Batch:
-        """
-        Return a valid batch of this shape that touches nothing but the null block: for warm-up, captures, and ranks
-        that have to run the model without having requests.
-        """
-        return dummy_batch(self.agreement, key, self.device)
-
     @final
     def make_impl(self, layer: Layer) -> AttentionImpl:
         """
@@ -186,6 +236,7 @@ class Backend(ABC):
         """
         completed = complete_layer(layer, self.agreement, self.device, self.impl_class.static_scales)
         self._check_sink_lse()
+        # The layer is complete before the plugin sees it, so that no plugin has to resolve defaults.
         impl = self.impl_class(completed, self)
         if getattr(impl, "layer", None) is not completed:
             raise PluginContractError(
@@ -255,48 +306,7 @@ class Backend(ABC):
         check_supports_graphs(builder)
         return builder
 
-    def swap_blocks(self, src: Cache, dst: Cache, src_to_dst: Tensor | Sequence[tuple[int, int]]) -> None:
-        """
-        Copy whole blocks of one layer from one cache to another, between devices too.
-
-        Every role that has a block axis moves. All sources are read before any block is written, so that overlapping
-        pairs mean what they say.
-
-        Args:
-            src: The cache that is read.
-            dst: The cache that is written; may be `src`.
-            src_to_dst: ``(n, 2)`` pairs of source and destination block.
-
-        Raises:
-            CacheError: A block is outside its cache, or is the destination of two sources.
-        """
-        pairs = to_pairs(src_to_dst)
-        self._check_move(src, dst, pairs, first=0)
-        self._move(src, dst, pairs)
-
-    def copy_blocks(
-        self, caches: Iterable[Cache], src_to_dsts: Mapping[int, Sequence[int]] | Tensor | Sequence[tuple[int, int]]
-    ) -> None:
-        """
-        Copy whole blocks inside each layer's cache.
-
-        Args:
-            caches: One cache per layer.
-            src_to_dsts: Destinations of each source, or ``(n, 2)`` pairs; one source may have several destinations.
-
-        Raises:
-            CacheError: As for `swap_blocks`; the null block neither gives nor takes here.
-        """
-        pairs = to_pairs(src_to_dsts)
-        layers = list(caches)
-        for cache in layers:
-            self._check_move(cache, cache, pairs, first=1)
-        for cache in layers:
-            self._move(cache, cache, pairs)
-
-    def warmup(self, shapes: Sequence[GraphShape]) -> None:
-        """Compile and load what the first use of these batch shapes would. The default has nothing to prepare."""
-        del shapes
+    # --- machinery ---
 
     def _cache_bytes(self, num_blocks: int) -> int:
         return sum(spec.nbytes for spec in self._specs(num_blocks).values())

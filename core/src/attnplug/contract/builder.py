@@ -61,7 +61,7 @@ class MetadataBuilder:
     supports_graphs: ClassVar[bool] = False
     requires_uniform_decodes: ClassVar[bool] = False
 
-    # Core sets these; a plugin that reuses one of the names is refused.
+    # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
     backend: Backend
     agreement: Agreement
     impls: tuple[AttentionImpl, ...]
@@ -78,6 +78,7 @@ class MetadataBuilder:
         self.state = state
         self.limits = state.limits
         self.parallel = state.parallel
+        # Layers with equal plan keys share a plan: planning costs host time in every step, so it runs once per key.
         groups: dict[Hashable, tuple[AttentionImpl, ...]] = {}
         for impl in self.impls:
             groups[impl.plan_key] = (*groups.get(impl.plan_key, ()), impl)
@@ -235,7 +236,7 @@ class MetadataBuilder:
             split = self._guard.check(batch)
             return assemble(self, split, self.plan_batch(batch, split, fast=fast, graph=None))
         _check_graph(self, graph)
-        split = self._guard.check(batch)
+        split = self._guard.check(batch)  # before anything is written: a refused batch leaves the buffers as they were
         _check_covered(self, graph, batch)
         split = graph.take(split, self)
         fields = self.plan_batch(split.batch, split, fast=fast, graph=graph)

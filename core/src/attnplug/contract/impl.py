@@ -71,7 +71,7 @@ class AttentionImpl(ABC):
     static_scales: ClassVar[frozenset[str]] = frozenset()
     query_quantization: ClassVar[Literal["impl", "host"]] = "impl"
 
-    # Core sets these; a plugin that reuses one of the names is refused.
+    # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
     layer: Layer
     backend: Backend
     agreement: Agreement
@@ -101,6 +101,7 @@ class AttentionImpl(ABC):
         self.device = backend.device
         self.num_q_heads = requested.num_q_heads
         self.num_kv_heads = requested.num_kv_heads
+        # Queries are grouped: `num_queries_per_kv` neighbors read the same KV head.
         self.num_queries_per_kv = self.num_q_heads // self.num_kv_heads
         self.head_size = requested.head_size
         self.head_size_v = requested.head_size if requested.head_size_v is None else requested.head_size_v
@@ -114,6 +115,44 @@ class AttentionImpl(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.layer.name!r}, of {self.agreement.id})"
+
+    # --- what a plugin overrides ---
+
+    @abstractmethod
+    def run(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Any,
+        metadata: Any,
+        output: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        """Attend. Everything is checked; `metadata` is never None, `kv_cache` is None for dense calls only."""
+
+    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
+        """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
+        del key, value, kv_cache, slot_mapping
+        raise PluginContractError(
+            f"{type(self).__name__} has no update_kv_cache",
+            f"cache_write={self.cache_write!r} lets the host write the cache",
+            "override update_kv_cache, or declare cache_write='forward'",
+        )
+
+    def init_cache(self, kv_cache: Any) -> None:
+        """
+        Write what is this layer's own into its fresh cache: roles that belong to no block, such as static scales.
+
+        `Backend.make_cache` calls it where it is given the implementation. The default has nothing to write.
+        """
+        del kv_cache
+
+    def run_profile(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
+    ) -> None:
+        """Run what a profiling run measures. The default leaves the output untouched."""
+        del query, key, value, output, lse
 
     @property
     def plan_key(self) -> Hashable:
@@ -148,6 +187,29 @@ class AttentionImpl(ABC):
     def output_width(self) -> int:
         """Elements of one output row. Override it for packed quantized outputs."""
         return self.num_q_heads * self.head_size_v
+
+    # --- what a plugin uses ---
+
+    @final
+    def plan_of(self, metadata: Metadata) -> Any:
+        """
+        Return the plan that the builder made for this layer.
+
+        Raises:
+            LayerError: It made none.
+        """
+        try:
+            return metadata.plans[self.plan_key]
+        except KeyError:
+            raise LayerError(
+                f"no plan for layer {self.layer.name!r} is in the metadata that it was given",
+                f"its builder has plans ({len(metadata.plans)}) for layers with other windows, scales or soft caps"
+                if metadata.plans
+                else "its builder made no plans",
+                "give this layer's implementation to make_builder, whose metadata it runs on",
+            ) from None
+
+    # --- what a host calls ---
 
     @final
     def forward(
@@ -184,50 +246,12 @@ class AttentionImpl(ABC):
             NotNegotiatedError: LSE is requested and was not negotiated.
             BatchError: The metadata is not from a builder of this layer's agreement.
         """
+        # The hot path: the guard reads attributes of the tensors only, and nothing else runs before the kernels.
         guard = self._guard or self._refuse_unbound()
         if guard.check_call(query, key, value, kv_cache, metadata, output, lse):
             self.run_profile(query, key, value, output, lse)
         else:
             self.run(query, key, value, kv_cache if self.is_paged else None, metadata, output, lse)
-
-    @final
-    def forward_op(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Cache | None,
-        output: Tensor,
-        *,
-        lse: Tensor | None = None,
-    ) -> None:
-        """
-        Do what `forward` does, as one opaque op that ``torch.compile(fullgraph=True)`` takes into its graph.
-
-        The metadata is the one in force (`attnplug.contract.forward_context`), so that a compiled model serves every
-        step. Arguments and errors are those of `forward`.
-        """
-        if not self._handle:
-            self._refuse_unbound()
-        tensors = tensors_of(kv_cache, self.cache_roles)
-        torch.ops.attnplug.forward(query, key, value, tensors, output, lse, self._handle)
-
-    @final
-    def write_kv_op(self, key: Tensor, value: Tensor, kv_cache: Cache) -> None:
-        """
-        Do what `write_kv` does, as one opaque op, in the phases that `host_writes` names.
-
-        The metadata in force (`attnplug.contract.forward_context`) says where the rows go; in a profiling run nothing
-        is written.
-
-        Args:
-            key: ``(tokens, num_kv_heads, head_size)``, the rows of the step, of all phases.
-            value: ``(tokens, num_kv_heads, head_size_v)``.
-            kv_cache: What `Backend.make_cache` returned.
-        """
-        if not self._handle:
-            self._refuse_unbound()
-        torch.ops.attnplug.write_kv(key, value, tensors_of(kv_cache, self.cache_roles), self._handle)
 
     @final
     def write_kv(self, key: Tensor, value: Tensor, kv_cache: Cache, slot_mapping: Tensor) -> None:
@@ -250,66 +274,53 @@ class AttentionImpl(ABC):
             self.update_kv_cache(key, value, kv_cache, slot_mapping)
 
     @final
+    def forward_op(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Cache | None,
+        output: Tensor,
+        *,
+        lse: Tensor | None = None,
+    ) -> None:
+        """
+        Do what `forward` does, as one opaque op that ``torch.compile(fullgraph=True)`` takes into its graph.
+
+        The metadata is the one in force (`attnplug.contract.forward_context`), so that a compiled model serves every
+        step. Arguments and errors are those of `forward`.
+        """
+        if not self._handle:
+            self._refuse_unbound()
+        # An op takes tensors and numbers, no objects: the handle names this implementation inside the graph.
+        tensors = tensors_of(kv_cache, self.cache_roles)
+        torch.ops.attnplug.forward(query, key, value, tensors, output, lse, self._handle)
+
+    @final
+    def write_kv_op(self, key: Tensor, value: Tensor, kv_cache: Cache) -> None:
+        """
+        Do what `write_kv` does, as one opaque op, in the phases that `host_writes` names.
+
+        The metadata in force (`attnplug.contract.forward_context`) says where the rows go; in a profiling run nothing
+        is written.
+
+        Args:
+            key: ``(tokens, num_kv_heads, head_size)``, the rows of the step, of all phases.
+            value: ``(tokens, num_kv_heads, head_size_v)``.
+            kv_cache: What `Backend.make_cache` returned.
+        """
+        if not self._handle:
+            self._refuse_unbound()
+        torch.ops.attnplug.write_kv(key, value, tensors_of(kv_cache, self.cache_roles), self._handle)
+
+    # --- machinery ---
+
+    @final
     def bind(self, guard: ForwardGuard, cache_roles: tuple[str, ...]) -> None:
         """Take the guard of this layer's calls and the roles of its cache; `Backend.make_impl` hands them over."""
         self._guard = guard
         self.cache_roles = cache_roles
         self._handle = enlist(self)
-
-    def init_cache(self, kv_cache: Any) -> None:
-        """
-        Write what is this layer's own into its fresh cache: roles that belong to no block, such as static scales.
-
-        `Backend.make_cache` calls it where it is given the implementation. The default has nothing to write.
-        """
-        del kv_cache
-
-    @final
-    def plan_of(self, metadata: Metadata) -> Any:
-        """
-        Return the plan that the builder made for this layer.
-
-        Raises:
-            LayerError: It made none.
-        """
-        try:
-            return metadata.plans[self.plan_key]
-        except KeyError:
-            raise LayerError(
-                f"no plan for layer {self.layer.name!r} is in the metadata that it was given",
-                f"its builder has plans ({len(metadata.plans)}) for layers with other windows, scales or soft caps"
-                if metadata.plans
-                else "its builder made no plans",
-                "give this layer's implementation to make_builder, whose metadata it runs on",
-            ) from None
-
-    @abstractmethod
-    def run(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Any,
-        metadata: Any,
-        output: Tensor,
-        lse: Tensor | None,
-    ) -> None:
-        """Attend. Everything is checked; `metadata` is never None, `kv_cache` is None for dense calls only."""
-
-    def run_profile(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
-    ) -> None:
-        """Run what a profiling run measures. The default leaves the output untouched."""
-        del query, key, value, output, lse
-
-    def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
-        """Write K/V into the cache. Everything is checked. Needed where `cache_write` says host or either."""
-        del key, value, kv_cache, slot_mapping
-        raise PluginContractError(
-            f"{type(self).__name__} has no update_kv_cache",
-            f"cache_write={self.cache_write!r} lets the host write the cache",
-            "override update_kv_cache, or declare cache_write='forward'",
-        )
 
     def _refuse_unbound(self) -> NoReturn:
         raise LayerError(

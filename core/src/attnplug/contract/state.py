@@ -52,18 +52,18 @@ class Step:
 class State:
     """
     Owns the workspace and the graph buffers that all builders of one backend share. Plugins subclass it for what else
-    must outlive a step. Everything in it is used in the order of one stream: microbatches on streams of their own have
-    a state each. In graph buffers, padded requests have neither query nor keys: a kernel that needs a key per
+    must outlive a step. Everything in it is used in the order of one stream: microbatches on separate streams have
+    separate states. In graph buffers, padded requests have neither query nor keys: a kernel that needs a key per
     request pads to the null block in a separate tensor.
 
     Attributes:
         backend: The backend that it serves.
         limits: The most that batches will need.
         parallel: The ranks that share the model.
-        device: Where it lives.
+        device: Where its tensors are.
     """
 
-    # Core sets these; a plugin that reuses one of the names is refused.
+    # Core sets these, and `attnplug.load` refuses a plugin that reuses one of the names: it would shadow core's value.
     backend: Backend
     limits: Limits
     device: torch.device
@@ -83,7 +83,7 @@ class State:
         self.parallel = Parallel() if parallel is None else parallel
         self._workspace = None
         self._graphs = {}
-        self._inputs = WeakKeyDictionary()
+        self._inputs = WeakKeyDictionary()  # a builder that is garbage-collected frees its graphs' inputs
         self._max_batch_size = 0
         self._is_capturing = False
         keep_attributes(self)
@@ -91,6 +91,8 @@ class State:
     def __repr__(self) -> str:
         most = f"{self.limits.max_num_reqs} requests and {self.limits.max_num_tokens} tokens"
         return f"{type(self).__name__}(of {self.backend.id} on {self.device}, for {most}, {len(self._graphs)} graphs)"
+
+    # --- what a plugin uses ---
 
     @property
     def workspace(self) -> Tensor:
@@ -101,10 +103,34 @@ class State:
                 self._workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return self._workspace
 
-    @property
-    def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
-        """The buffers of all captured graphs, by their shape."""
-        return MappingProxyType(self._graphs)
+    # --- what a host calls ---
+
+    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphShape | None = None) -> Step:
+        """
+        Pick a graph, or none, and build the step.
+
+        Args:
+            batches: One step's batch of each builder.
+            key: The graph to take, for hosts whose layers have several states, or whose ranks agree on a shape; None
+                takes the smallest that fits.
+
+        Raises:
+            ContractError: A batch is refused; see `MetadataBuilder.build`.
+            LimitsError: There is no graph for the key.
+        """
+        check_batches(batches)
+        graph = self.graph(key) if key is not None else self.find_graph(batches) if self._graphs else None
+        return Step(graph, {builder: builder.build(batch, graph=graph) for builder, batch in batches.items()})
+
+    def find_graph(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphBuffers | None:
+        """
+        Return the smallest graph that all these builders have captured and all their batches fit, or None.
+
+        Args:
+            batches: One step's batch of each builder.
+        """
+        found = [graph for graph in self._graphs.values() if _serves(graph, batches)]
+        return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
 
     @contextmanager
     def graph_capture(self, max_batch_size: int) -> Iterator[None]:
@@ -161,37 +187,17 @@ class State:
         self._graphs[key] = GraphBuffers(self, key, host_owned_inputs=bool(host_owned_inputs))
         return self._graphs[key]
 
+    @property
+    def graphs(self) -> Mapping[GraphShape, GraphBuffers]:
+        """The buffers of all captured graphs, by their shape."""
+        return MappingProxyType(self._graphs)
+
     def release_graphs(self) -> None:
         """Release all graph buffers and what they hold. The graphs that were captured with them cannot be replayed."""
         self._graphs.clear()
         self._inputs.clear()
 
-    def find_graph(self, batches: Mapping[MetadataBuilder, Batch]) -> GraphBuffers | None:
-        """
-        Return the smallest graph that all these builders have captured and all their batches fit, or None.
-
-        Args:
-            batches: One step's batch of each builder.
-        """
-        found = [graph for graph in self._graphs.values() if _serves(graph, batches)]
-        return min(found, key=lambda graph: (graph.key.num_tokens, graph.key.num_reqs, graph.max_seq_len), default=None)
-
-    def begin_forward(self, batches: Mapping[MetadataBuilder, Batch], *, key: GraphShape | None = None) -> Step:
-        """
-        Pick a graph, or none, and build the step.
-
-        Args:
-            batches: One step's batch of each builder.
-            key: The graph to take, for hosts whose layers have several states, or whose ranks agree on a shape; None
-                takes the smallest that fits.
-
-        Raises:
-            ContractError: A batch is refused; see `MetadataBuilder.build`.
-            LimitsError: There is no graph for the key.
-        """
-        check_batches(batches)
-        graph = self.graph(key) if key is not None else self.find_graph(batches) if self._graphs else None
-        return Step(graph, {builder: builder.build(batch, graph=graph) for builder, batch in batches.items()})
+    # --- machinery ---
 
     def inputs(self, builder: MetadataBuilder) -> PersistentInputs:
         """Return the tensors that the graphs of a builder read."""

@@ -18,50 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 
-def whole_numbers(name: str, given: Iterable[int]) -> list[int]:
-    """
-    Return lengths as Python numbers.
-
-    Raises:
-        BatchError: They are no lengths, or not whole.
-    """
-    try:
-        return list(map(index, given))
-    except TypeError:
-        raise BatchError(
-            f"{name}={reprlib.repr(given)} was given",
-            f"{name} is a list with a whole number per request",
-            "pass Python ints, one per request",
-        ) from None
-
-
-def check_tensor(name: str, given: object) -> None:
-    """
-    Check that what should be a tensor is one.
-
-    Raises:
-        TensorError: It is something else.
-    """
-    if not isinstance(given, Tensor):
-        raise TensorError(
-            f"{name}={reprlib.repr(given)} was given",
-            f"{name} is a tensor",
-            f"pass torch.tensor({name}, dtype={'torch.int64' if name == 'slot_mapping' else 'torch.int32'})",
-        )
-
-
 _T = TypeVar("_T")
 
 PAD_SLOT_ID: Final = -1
 """The slot of a token whose K/V are not written."""
-
-
-def _mirror(name: str, device_copy: Tensor | None) -> Tensor | None:
-    """Return a tensor on the CPU as its own CPU copy; None for a tensor on a device."""
-    if device_copy is None:
-        return None
-    check_tensor(name, device_copy)
-    return device_copy if device_copy.device.type == "cpu" else None
 
 
 @frozen(eq=False, kw_only=True)
@@ -242,6 +202,49 @@ class Batch:
         if key not in self.derived:
             self.derived[key] = compute()
         return cast("_T", self.derived[key])
+
+
+# --- machinery ---
+
+
+def whole_numbers(name: str, given: Iterable[int]) -> list[int]:
+    """
+    Return lengths as Python numbers.
+
+    Raises:
+        BatchError: They are no lengths, or not whole.
+    """
+    try:
+        return list(map(index, given))
+    except TypeError:
+        raise BatchError(
+            f"{name}={reprlib.repr(given)} was given",
+            f"{name} is a list with a whole number per request",
+            "pass Python ints, one per request",
+        ) from None
+
+
+def check_tensor(name: str, given: object) -> None:
+    """
+    Check that what should be a tensor is one.
+
+    Raises:
+        TensorError: It is something else.
+    """
+    if not isinstance(given, Tensor):
+        raise TensorError(
+            f"{name}={reprlib.repr(given)} was given",
+            f"{name} is a tensor",
+            f"pass torch.tensor({name}, dtype={'torch.int64' if name == 'slot_mapping' else 'torch.int32'})",
+        )
+
+
+def _mirror(name: str, device_copy: Tensor | None) -> Tensor | None:
+    """Return a tensor on the CPU as its own CPU copy; None for a tensor on a device."""
+    if device_copy is None:
+        return None
+    check_tensor(name, device_copy)
+    return device_copy if device_copy.device.type == "cpu" else None
 
 
 def _check_alike(queries: Sequence[int], lengths: Sequence[int]) -> None:

@@ -48,18 +48,6 @@ def torch_dtype(name: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
-@contextmanager
-def outside_inference_mode() -> Iterator[None]:
-    """
-    Make plain tensors inside this context, whatever mode the caller is in.
-
-    Tensors that are made under `torch.inference_mode` cannot be written outside of it: a host that captures under it
-    could not build a replay without it.
-    """
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
-
-
 Cache: TypeAlias = Tensor | Mapping[str, Tensor]
 """A layer's cache: the tensor, or a mapping of roles to tensors where there are several."""
 
@@ -179,43 +167,9 @@ class CacheTensor:
         return tuple(strides), step
 
 
-def device_of(cache: Cache) -> torch.device | None:
-    """Return where a cache is; None for an empty mapping."""
-    if isinstance(cache, Tensor):
-        return cache.device
-    return next((tensor.device for tensor in cache.values()), None)
-
-
-def tensor_of(cache: Cache, role: str) -> Tensor:
-    """Return the tensor of a role; a cache of one role is that tensor itself."""
-    return cache if isinstance(cache, Tensor) else cache[role]
-
-
-def _check_order(name: str, order: tuple[int, ...], axes: int) -> None:
-    if sorted(order) != list(range(axes)):
-        raise PluginContractError(
-            f"{name}={order} was given",
-            f"it names each of the {axes} axes once",
-            f"{tuple(range(axes))} keeps them in order",
-        )
-
-
 def is_narrow_float(dtype: torch.dtype) -> bool:
     """Whether a dtype is an 8-bit float: not every device fills or indexes those, so they are handled as bytes."""
     return dtype.is_floating_point and dtype.itemsize == 1
-
-
-def _is_descending(tensor: Tensor, order: tuple[int, ...]) -> bool:
-    """Whether the axes follow each other in memory in this order without overlap, the last one dense."""
-    needed = 1
-    for place, axis in enumerate(reversed(order)):
-        size, stride = tensor.shape[axis], tensor.stride(axis)
-        if size == 1:
-            continue
-        if stride < needed or (place == 0 and stride != 1):
-            return False
-        needed = stride * size
-    return True
 
 
 _V = TypeVar("_V")
@@ -264,3 +218,52 @@ class CacheViews(Generic[_V]):
         kept = self._kept
         if kept is not None and kept[0] is gone:
             self._kept = None
+
+
+# --- machinery ---
+
+
+@contextmanager
+def outside_inference_mode() -> Iterator[None]:
+    """
+    Make plain tensors inside this context, whatever mode the caller is in.
+
+    Tensors that are made under `torch.inference_mode` cannot be written outside of it: a host that captures under it
+    could not build a replay without it.
+    """
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+def device_of(cache: Cache) -> torch.device | None:
+    """Return where a cache is; None for an empty mapping."""
+    if isinstance(cache, Tensor):
+        return cache.device
+    return next((tensor.device for tensor in cache.values()), None)
+
+
+def tensor_of(cache: Cache, role: str) -> Tensor:
+    """Return the tensor of a role; a cache of one role is that tensor itself."""
+    return cache if isinstance(cache, Tensor) else cache[role]
+
+
+def _check_order(name: str, order: tuple[int, ...], axes: int) -> None:
+    if sorted(order) != list(range(axes)):
+        raise PluginContractError(
+            f"{name}={order} was given",
+            f"it names each of the {axes} axes once",
+            f"{tuple(range(axes))} keeps them in order",
+        )
+
+
+def _is_descending(tensor: Tensor, order: tuple[int, ...]) -> bool:
+    """Whether the axes follow each other in memory in this order without overlap, the last one dense."""
+    needed = 1
+    for place, axis in enumerate(reversed(order)):
+        size, stride = tensor.shape[axis], tensor.stride(axis)
+        if size == 1:
+            continue
+        if stride < needed or (place == 0 and stride != 1):
+            return False
+        needed = stride * size
+    return True

@@ -17,17 +17,6 @@ def _to_sizes(sizes: Any) -> tuple[int, ...]:
     return tuple(sorted(set(sizes)))
 
 
-def _refuse(name: str, value: object, expected: str) -> None:
-    raise LimitsError(f"{name}={value!r} was given", f"{name} is {expected}", f"pass another {name}")
-
-
-def _check_counts(owner: object, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if type(value) is not int or value < 1:
-            _refuse(name, value, "a whole number from 1 on")
-
-
 @frozen(kw_only=True)
 class Limits:
     """
@@ -102,6 +91,9 @@ class Parallel:
                 _refuse(f"{kind}_rank", rank, f"a whole number from 0 to {size - 1}, below {kind}_size={size}")
 
 
+# --- machinery ---
+
+
 def check_limits(limits: Limits, parallel: Parallel, agreement: Agreement, *, supports_splits: bool) -> None:
     """
     Check that limits and ranks fit the agreement.
@@ -145,3 +137,14 @@ def _check_graphs(limits: Limits, agreement: Agreement) -> None:
             f"{agreement.id} runs without CUDA graphs in this agreement",
             "select again with the cudagraph level that you need, or leave capture_sizes out",
         )
+
+
+def _check_counts(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if type(value) is not int or value < 1:
+            _refuse(name, value, "a whole number from 1 on")
+
+
+def _refuse(name: str, value: object, expected: str) -> None:
+    raise LimitsError(f"{name}={value!r} was given", f"{name} is {expected}", f"pass another {name}")

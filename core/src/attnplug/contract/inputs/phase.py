@@ -161,7 +161,7 @@ _PER_REQUEST = (
 )
 
 
-# --- query lengths, for guards and graphs ---
+# --- machinery: query lengths, for guards and graphs ---
 
 
 def count_decodes(query_lens: Sequence[int], threshold: int, *, uniform: bool) -> int:
