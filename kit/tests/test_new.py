@@ -136,7 +136,7 @@ def test_the_name_of_a_known_backend_is_refused(run, here: Path) -> None:
     outcome = run("new", "flashinfer")
 
     assert outcome.code == 2
-    assert "the backend 'flashinfer' of attnplug-flashinfer, which is known" in outcome.err
+    assert "the backend 'flashinfer' of attnplug-flashinfer" in outcome.err  # known everywhere, and perhaps installed
     assert not _files(here)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from attnplug_kit.conformance.choice import LeftOut
 
-_KIT: Final = Path(__file__).parents[1] / "testing"
+_KIT: Final = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _names_the_kit(argument: str, config: pytest.Config) -> bool:
     """Whether an argument of pytest is the kit itself: its package, or a file of it."""
     place = argument.partition("::")[0]
-    is_the_package = config.getoption("pyargs") and f"{place}.".startswith("attnplug_kit.oracle.")
+    is_the_package = config.getoption("pyargs") and f"{place}.".startswith("attnplug_kit.")
     return is_the_package or Path(place).resolve().is_relative_to(_KIT)
 
 

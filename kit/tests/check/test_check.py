@@ -195,7 +195,7 @@ def test_all_mistakes_are_told_at_once(check) -> None:
         ("auto", "another name of this backend"),
         ("a/b", "a slash leads to a variant"),
         ("TORCH_SDPA", "an alias of the backend 'torch' of attnplug,"),
-        ("flashinfer", "the name of the backend 'flashinfer' of attnplug-flashinfer, which is known"),
+        ("flashinfer", "the name of the backend 'flashinfer' of attnplug-flashinfer"),
         ("FLASH_ATTN", "an alias of the backend 'flash_attn'"),
         ("local", "the name of the backend 'local' of attnplug-local,"),
     ],

@@ -69,7 +69,7 @@ class Folder:
         """Return the exit code, and the findings as (file, line, everything that is said)."""
         outcome = self.run("check", str(self.folder / path), "--json")
         found = [*outcome.json["problems"], *outcome.json["notes"]]
-        told = [(Path(f["path"]).name, f["line"], f"{f['given']}; {f['allowed']}; {f['fix']}") for f in found]
+        told = [(Path(f["path"]).name, f["line"], f"{f['problem']}; {f['expected']}; {f['fix']}") for f in found]
         return outcome.code, told
 
 
