@@ -1,6 +1,6 @@
 """
-What ``attnplug new`` writes is a plugin: built and installed by pip into a scratch folder, it is listed, checked and
-chosen, and its own tests, which are the conformance kit, pass.
+What ``attnplug new`` writes is a plugin: in a fresh environment with only what its README installs, it is listed,
+checked and chosen, and its own tests, which are the conformance kit, pass.
 """
 
 from __future__ import annotations
@@ -9,114 +9,170 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 from attrs import frozen
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from attnplug_kit.new.project import FILES
 
-CORE = Path(__file__).parents[1] / "core"
-OURS = ("ATTNPLUG_", "COV", "PYTEST")  # settings and measurements of this run
+ROOT = Path(__file__).parents[1]
+CORE, KIT = ROOT / "core", ROOT / "kit"
+OURS = ("ATTNPLUG_", "COV", "PYTEST", "PYTHONPATH")  # settings, measurements and paths of this run
 BUILD = """
 import sys
 from hatchling.builders.wheel import WheelBuilder
 next(WheelBuilder(sys.argv[1]).build(directory=sys.argv[2]))
 """
 
-ASKED = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "2", "--dtype", "bfloat16", "--device", "cpu")
+REQUEST = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "2", "--dtype", "bfloat16", "--device", "cpu")
 
 
 @frozen
-class Installed:
-    """A new project, and the folder that it is installed into."""
+class Environment:
+    """A new project, and a Python environment that has it, core, kit, what these require, and nothing else."""
 
-    project: Path
-    site: Path
+    folder: Path
+
+    @property
+    def project(self) -> Path:
+        return self.folder / "attnplug-acme-fast"
+
+    @property
+    def site(self) -> Path:
+        return next(self.folder.glob("venv/lib/python*/site-packages"))
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run a module of Python in the project, with what is installed."""
+        """Run a module of Python in the project."""
         outside = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-        own = {"PYTHONPATH": str(self.site), "HOME": str(self.site), "XDG_CONFIG_HOME": str(self.site)}
-        command = [sys.executable, "-m", *words]
+        own = {"HOME": str(self.project), "XDG_CONFIG_HOME": str(self.project)}
+        command = [str(self.folder / "venv" / "bin" / "python"), "-m", *words]
         return subprocess.run(
             command, cwd=self.project, env={**outside, **own}, capture_output=True, text=True, check=False
         )
 
     def attnplug(self, *words: str) -> object:
-        """Run a verb that has to succeed, and return what it says to a program."""
+        """Run a command that has to succeed, and return its JSON."""
         done = self.run("attnplug", *words, "--json")
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
-    folder = tmp_path_factory.mktemp("new")
-    new = [sys.executable, "-m", "attnplug", "new", "acme_fast"]
-    subprocess.run(new, cwd=folder, check=True, capture_output=True)
-    made = Installed(folder / "attnplug-acme-fast", folder / "site")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """
+    Install as the README says, without an index: pip installs the projects, links stand in for their requirements.
+
+    The links are the closure of the requirements of core and kit, read from the metadata. What is installed beside
+    it here, numpy for one, is not there.
+    """
+    made = Environment(tmp_path_factory.mktemp("fresh"))
+    venv = [sys.executable, "-m", "venv", "--without-pip", str(made.folder / "venv")]
+    new = [sys.executable, "-m", "attnplug", "new", "acme_fast", "--path", str(made.project)]
+    for command in (venv, new):
+        subprocess.run(command, check=True, capture_output=True)
+    for distribution in closure("attnplug-kit", "attnplug[torch]"):
+        link(distribution, made.site)
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(made.site), str(made.project)]
-    subprocess.run(command, check=True)
+    install = [sys.executable, "-m", "pip", "install", *options, "--target", str(made.site)]
+    subprocess.run([*install, str(CORE), str(KIT), str(made.project)], check=True)
     return made
 
 
-def test_the_templates_are_in_the_wheel_of_the_core(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", BUILD, str(CORE), str(tmp_path)], check=True, capture_output=True)
+def closure(*requirements: str) -> list[metadata.Distribution]:
+    """Return the installed distributions that these require, directly or not, without those of this repository."""
+    found: dict[str, metadata.Distribution] = {}
+    waiting, seen = [Requirement(text) for text in requirements], set()
+    while waiting:
+        required = waiting.pop()
+        if (key := (required.name, frozenset(required.extras))) in seen:
+            continue
+        seen.add(key)
+        distribution = metadata.distribution(required.name)
+        found[canonicalize_name(required.name)] = distribution
+        extras = ("", *required.extras)
+        listed = map(Requirement, distribution.requires or ())
+        waiting += [r for r in listed if not r.marker or any(r.marker.evaluate({"extra": extra}) for extra in extras)]
+    return [found[name] for name in found if not name.startswith("attnplug")]
+
+
+def link(distribution: metadata.Distribution, site: Path) -> None:
+    """Put links to all that a distribution installed into another environment."""
+    for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+        target = site / name
+        if not target.is_symlink():  # distributions may share a namespace package
+            target.symlink_to(distribution.locate_file(name))
+
+
+def test_the_templates_are_in_the_wheel_of_the_kit(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", BUILD, str(KIT), str(tmp_path)], check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")
 
     with ZipFile(wheel) as archive:
-        packed = {name for name in archive.namelist() if name.startswith("attnplug/cli/new/template/")}
+        packed = {name for name in archive.namelist() if name.startswith("attnplug_kit/new/template/")}
 
-    assert packed == {f"attnplug/cli/new/template/{template}" for template in FILES.values()}
+    assert packed == {f"attnplug_kit/new/template/{template}" for template in FILES.values()}
 
 
-def test_pip_installs_the_manifest_and_the_modules(installed: Installed) -> None:
-    package = {file.name for file in (installed.site / "attnplug_acme_fast").iterdir() if file.is_file()}
+def test_pip_installs_the_manifest_and_the_modules(fresh: Environment) -> None:
+    package = {file.name for file in (fresh.site / "attnplug_acme_fast").iterdir() if file.is_file()}
 
     assert package == {"__init__.py", "attnplug.toml", "backend.py", "plugin.py"}
 
 
-def test_a_new_plugin_is_listed_as_ready(installed: Installed) -> None:
-    backends = installed.attnplug("list")["backends"]
+def test_a_new_plugin_is_listed_as_ready(fresh: Environment) -> None:
+    backends = fresh.attnplug("list")["backends"]
 
     (found,) = [backend for backend in backends if backend["name"] == "acme_fast"]
     assert found["distribution"] == "attnplug-acme-fast 0.1.0"
     assert [(variant["id"], variant["availability"]) for variant in found["variants"]] == [("acme_fast/plain", "ready")]
 
 
-def test_check_finds_nothing_in_it(installed: Installed) -> None:
-    report = installed.attnplug("check", ".")
+def test_check_finds_nothing_in_it(fresh: Environment) -> None:
+    report = fresh.attnplug("check", ".")
 
     assert (report["backends"], report["problems"], report["notes"]) == (["acme_fast"], [], [])
 
 
-def test_it_is_chosen_by_name(installed: Installed) -> None:
-    (explanation,) = installed.attnplug("explain", *ASKED, "--backend", "acme_fast")["explanations"]
+def test_it_is_chosen_by_name(fresh: Environment) -> None:
+    (explanation,) = fresh.attnplug("explain", *REQUEST, "--backend", "acme_fast")["explanations"]
 
     assert explanation["chosen"] == "acme_fast/plain"
 
 
-def test_it_refuses_what_it_does_not_declare(installed: Installed) -> None:
-    done = installed.run("attnplug", "explain", *ASKED, "--sinks", "--backend", "acme_fast")
+def test_it_refuses_what_it_does_not_declare(fresh: Environment) -> None:
+    done = fresh.run("attnplug", "explain", *REQUEST, "--sinks", "--backend", "acme_fast")
 
     assert done.returncode == 1
-    assert "sinks=True asked, " in done.stdout
+    assert "acme_fast/plain  refused" in done.stdout
+    assert "sinks" in done.stdout.partition("acme_fast/plain")[2].partition("fix:")[0]
 
 
-def test_a_name_that_is_installed_by_now_is_refused(installed: Installed, tmp_path: Path) -> None:
-    done = installed.run("attnplug", "new", "acme_fast", "--path", str(tmp_path / "again"))
+def test_a_name_that_is_installed_by_now_is_refused(fresh: Environment, tmp_path: Path) -> None:
+    done = fresh.run("attnplug", "new", "acme_fast", "--path", str(tmp_path / "again"))
 
     assert done.returncode == 2
     assert "the backend 'acme_fast' of attnplug-acme-fast" in done.stderr
 
 
-def test_its_own_tests_pass(installed: Installed, tmp_path: Path) -> None:
+def test_its_tests_run_without_numpy(fresh: Environment) -> None:
+    missing = fresh.run("numpy")
+    done = fresh.run("pytest", "-q", "-p", "no:cacheprovider", "-k", "one_token")
+
+    assert "No module named numpy" in missing.stderr
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    assert "1 passed" in done.stdout
+
+
+@pytest.mark.slow
+def test_its_own_tests_pass(fresh: Environment, tmp_path: Path) -> None:
     report = tmp_path / "report"
 
-    done = installed.run("pytest", "-q", "-p", "no:cacheprovider", f"--attn-report={report}")
+    done = fresh.run("pytest", "-q", "-p", "no:cacheprovider", f"--attn-report={report}")
 
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     (evidence,) = [json.loads(file.read_text("utf-8")) for file in report.glob("evidence-*.json")]

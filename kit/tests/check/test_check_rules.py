@@ -151,3 +151,57 @@ head_size = 64
 
     assert found == ([] if served else ["the variant 'only' names 'cuda' and no compute_capability"])
     assert served is bool(capability)
+
+
+ALONE = 'paged = true\nfeatures = ["sliding_window"]'
+PAGED = """
+api = "1.0"
+backend = {{ name = "acme", summary = "an example" }}
+[supports]
+device_type = "cpu"
+dtype = "bfloat16"
+head_size = 64
+block_size = 16
+{supports}
+{rule}
+[variants.only]
+"""
+
+
+@pytest.mark.parametrize(
+    ("supports", "rule", "line"),
+    [
+        (ALONE, "", 9),
+        (ALONE, "when = { paged = false, sliding_window = true }", 9),
+        (ALONE, "when = { paged = false }\nneed = { sliding_window = false }", 9),
+        (ALONE, "when = { paged = true }", 9),
+        (ALONE, "when = { paged = false }", None),
+        (ALONE, 'when = { dtype = "bfloat16" }\nneed = { paged = true }', None),
+        ('features = ["paged"]', "", None),
+    ],
+)
+def test_paged_alone_is_noted_where_contiguous_keys_are_served(supports, rule, line) -> None:
+    text = PAGED.format(supports=supports, rule=f'[[rules]]\n{rule}\nbecause = "pages"' if rule else "")
+    manifest = parse_manifest(text)
+    candidate = examine(manifest, manifest.variants[0], lambda _: None)
+    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
+    served = not negotiate(candidate, Question(asked, Device.cpu())).objections
+
+    found = [finding for finding in check_rules(manifest, text) if finding.problem == "paged = true"]
+
+    assert [finding.line for finding in found] == ([line] if line else [])
+    assert served is (line is not None or supports != ALONE)
+    for finding in found:
+        assert finding.kind == "note"
+        assert "when = { paged = false }" in finding.fix
+
+
+def test_what_the_note_about_pages_says_to_write_is_right() -> None:
+    text = PAGED.format(supports=ALONE, rule="")
+    (found,) = check_rules(parse_manifest(text), text)
+    both, alone = found.fix.split("; ")
+    rule = "[[rules]]\n" + alone.partition("with ")[2].replace(" and because", "\nbecause")
+
+    assert both.removeprefix("for both, write ") == 'features = ["paged"]'
+    for changed in (PAGED.format(supports='features = ["paged"]', rule=""), PAGED.format(supports=ALONE, rule=rule)):
+        assert not list(check_rules(parse_manifest(changed), changed))

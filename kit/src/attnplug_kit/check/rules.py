@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from attnplug.manifest import locate
+from attnplug.manifest import Exact, Holds, locate
 from attnplug_kit.check.finding import Finding
 from attnplug_kit.check.possible import contradiction
 from attnplug_kit.check.reach import always_holds, can_be_met, can_hold, exhausted
@@ -23,6 +23,8 @@ def check_rules(manifest: Manifest, text: str) -> Iterator[Finding]:
         line = locate(text, ("variants", variant.name)) or 1
         yield from _check_reach(variant, manifest.path, line)
         yield from _check_capability(variant, manifest.path, line)
+        if _is_paged_alone(variant) and not _refuses_contiguous(variant):
+            yield _paged_and_contiguous(variant, text, manifest.path)
 
 
 def cannot_hold(when: Sequence[Condition], variants: Iterable[Variant]) -> str:
@@ -108,6 +110,41 @@ def _check_capability(variant: Variant, path: str, line: int) -> Iterator[Findin
             path,
             line,
         )
+
+
+def _is_paged_alone(variant: Variant) -> bool:
+    """Whether a variant declares ``paged = true``, which reads as if contiguous K/V were refused."""
+    declared = variant.supports.get("paged")
+    return declared is not None and declared.alternatives == (Exact(value=True),)
+
+
+def _refuses_contiguous(variant: Variant) -> bool:
+    """Whether a rule refuses every request with contiguous K/V."""
+    return any(
+        all(_holds_without_pages(condition, variant) for condition in rule.when)
+        and (not rule.need or any(c.field == "paged" and not _holds_without_pages(c, variant) for c in rule.need))
+        for rule in variant.rules
+    )
+
+
+def _holds_without_pages(condition: Condition, variant: Variant) -> bool:
+    if condition.field == "paged" and isinstance(condition, Holds):
+        return condition.constraint.allows(value=False)
+    return always_holds(condition, variant)
+
+
+def _paged_and_contiguous(variant: Variant, text: str, path: str) -> Finding:
+    places = (("variants", variant.name, "supports", "paged"), ("supports", "paged"))
+    lines, found = text.splitlines(), [locate(text, place) for place in places]
+    return Finding(
+        "paged = true",
+        "it declares paged K/V besides contiguous K/V: requests with paged=False select the variant too",
+        'for both, write features = ["paged"]; for pages only, add [[rules]] with when = { paged = false } and '
+        'because = "the kernels read pages"',
+        path,
+        next((line for line in found if line and "paged" in lines[line - 1]), found[0]),  # its own, or the shared one
+        "note",
+    )
 
 
 def _told(conditions: Sequence[Condition]) -> str:

@@ -79,7 +79,7 @@ class Stepping(Tier):
         first = rig.builder.build(batch)
         second = rig.builder.advance_step(first)
         for step, metadata in enumerate((first, second)):
-            output = run(rig, whole, cache, steps[step], metadata)
+            output = _run(rig, whole, cache, steps[step], metadata)
             _compare(whole, output, exact[step::2], f"{subject}: step {step + 1} of an advanced batch")
 
     @over(_cascades)
@@ -123,10 +123,10 @@ def _slots(whole: Scene, request: int) -> Tensor:
 
 
 def _attend(rig: Rig, whole: Scene, cache: Any, spans: Sequence[tuple[int, int]]) -> Tensor:
-    return run(rig, whole, cache, spans, rig.builder.build(_batch(rig, whole, spans)))
+    return _run(rig, whole, cache, spans, rig.builder.build(_batch(rig, whole, spans)))
 
 
-def run(rig: Rig, whole: Scene, cache: Any, spans: Sequence[tuple[int, int]], metadata: Any) -> Tensor:
+def _run(rig: Rig, whole: Scene, cache: Any, spans: Sequence[tuple[int, int]], metadata: Any) -> Tensor:
     contexts, device = whole.case.context_lens, rig.backend.device
     new = [slice(start - contexts[r], end - contexts[r]) for r, (start, end) in enumerate(spans)]
     query = torch.cat([rows[part] for rows, part in zip(whole.queries, new, strict=True)]).to(device)
