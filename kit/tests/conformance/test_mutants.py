@@ -101,7 +101,7 @@ RED_OF_LEAST: dict[str, tuple[str, str]] = {
     ),
     "trusts_host_lengths": (
         "test_host_lengths[*=upper_bound]",
-        "seq_lens_cpu_kind=upper_bound *: output: * elements differ",
+        "seq_lens_cpu_kind=upper_bound*: output: * elements differ",
     ),
     "takes_longest_length": ("test_host_lengths[*=absent]", "is out of bounds"),
 }
