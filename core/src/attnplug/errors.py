@@ -4,33 +4,36 @@ Every exception that attnplug raises on purpose.
 Each one has three parts: the problem, what was expected (left out where it adds nothing), and the fix.
 
     AttnplugError
-    ├── RequestError (ValueError)           the question itself is wrong
+    ├── RequestError (ValueError)           the request itself is wrong
     │   ├── RequirementsError               unknown, contradictory or impossible requirements
     │   ├── DeviceError                     a device that does not exist or does not parse
     │   ├── UnknownLayerError (KeyError)    a layer that a plan is not for
     │   ├── SettingsError                   an environment variable, a setting or a plugin option
-    │   └── DecisionError                   what another process sent is no decision
+    │   └── DecisionError                   data from another process that is not a decision
     ├── ManifestError (ValueError)          an attnplug.toml breaks a rule; carries the path and the line
-    │   └── ApiVersionError                 it speaks another major version of the contract
+    │   └── ApiVersionError                 it is written for another major version of the contract
     ├── RegistryError                       what is installed contradicts itself
     │   ├── DuplicateBackendError           two distributions offer one name
     │   └── UnknownBackendError (LookupError)
     ├── NoBackendError                      nothing can serve; carries the Explanation with every verdict
     ├── PluginError (RuntimeError)          a plugin's own code failed
     │   ├── PluginLoadError                 its module does not import, or its probe refuses
-    │   └── PluginContractError             it loads, and is not what the contract says
+    │   └── PluginContractError             it loads, and breaks the contract
     └── ContractError (ValueError)          a call that the negotiated agreement does not cover
-        ├── NotNegotiatedError              a layer or batch brings what was not asked for
+        ├── NotNegotiatedError              a layer or batch has what was not requested
         ├── LayerError                      a layer whose values are wrong
         ├── LimitsError                     limits that contradict each other
         ├── BatchError                      a batch whose numbers contradict each other
         ├── TensorError                     a tensor of the wrong shape, dtype or device
-        └── CacheError                      a slot, a block or a cache that does not fit
+        └── CacheError                      a slot, a block or a KV cache that does not fit
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 __all__ = [
     "ApiVersionError",
@@ -81,7 +84,7 @@ class AttnplugError(Exception):
 
 
 class RequestError(AttnplugError, ValueError):
-    """The question itself is wrong."""
+    """The request itself is wrong."""
 
 
 class RequirementsError(RequestError):
@@ -93,7 +96,7 @@ class DeviceError(RequestError):
 
 
 class UnknownLayerError(RequestError, KeyError):
-    """A plan is asked for a layer that it is not for."""
+    """A layer is requested of a plan that is not for it."""
 
 
 class SettingsError(RequestError):
@@ -101,7 +104,7 @@ class SettingsError(RequestError):
 
 
 class DecisionError(RequestError):
-    """What should be a decision of another process is none."""
+    """Data from another process is not a decision."""
 
 
 class ManifestError(AttnplugError, ValueError):
@@ -109,7 +112,7 @@ class ManifestError(AttnplugError, ValueError):
     A manifest breaks a rule.
 
     Attributes:
-        path: The file, as given by whoever read it.
+        path: The file, as its reader names it.
         line: The line of the offending key, counted from 1, or None where the file does not parse that far.
     """
 
@@ -127,7 +130,7 @@ class ManifestError(AttnplugError, ValueError):
 
 
 class ApiVersionError(ManifestError):
-    """A manifest speaks another major version of the contract than this core."""
+    """A manifest is written for another major version of the contract than this core has."""
 
 
 class RegistryError(AttnplugError):
@@ -142,12 +145,16 @@ class UnknownBackendError(RegistryError, LookupError):
     """No installed or known backend has this name."""
 
 
-class _Explanation(Protocol):
-    """What an `attnplug.Explanation` is here: a type-only import would put the whole of core into one circle."""
+class Explained(Protocol):
+    """What a `NoBackendError` carries: an `attnplug.Explanation`. Its module imports this one, not the reverse."""
 
     @property
-    def verdicts(self) -> tuple[Any, ...]:
-        """The `attnplug.Verdict` on every candidate."""
+    def chosen(self) -> Any:
+        """The decision; None where nothing can serve."""
+
+    @property
+    def verdicts(self) -> Sequence[Any]:
+        """The verdict on every candidate, with its reasons and its fix."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -161,7 +168,7 @@ class NoBackendError(AttnplugError):
         explanation: The `attnplug.Explanation`: the verdict on every candidate, with its reasons and its fix.
     """
 
-    def __init__(self, problem: str, expected: str, fix: str, explanation: _Explanation | None = None) -> None:
+    def __init__(self, problem: str, expected: str, fix: str, explanation: Explained | None = None) -> None:
         super().__init__(problem, expected, fix)
         self.explanation = explanation
 
@@ -178,7 +185,7 @@ class PluginLoadError(PluginError):
 
 
 class PluginContractError(PluginError):
-    """A plugin loads, and is not what the contract says."""
+    """A plugin loads, and breaks the contract."""
 
 
 class ContractError(AttnplugError, ValueError):
@@ -186,7 +193,7 @@ class ContractError(AttnplugError, ValueError):
 
 
 class NotNegotiatedError(ContractError):
-    """A layer or a batch brings a feature that was not asked for at selection."""
+    """A layer or a batch has a feature that was not requested at selection."""
 
 
 class LayerError(ContractError):
@@ -206,4 +213,4 @@ class TensorError(ContractError):
 
 
 class CacheError(ContractError):
-    """A slot, a block or a cache does not fit."""
+    """A slot, a block or a KV cache does not fit."""
