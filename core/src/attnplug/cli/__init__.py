@@ -1,1 +1,1 @@
-"""The ``attnplug`` command: a file per verb, each imported only when it is asked for."""
+"""The ``attnplug`` command: a module for each built-in command, imported only when that command runs."""

@@ -1,4 +1,4 @@
-"""The commands: those of the core, and those that installed distributions add (entry points, `attnplug.commands`)."""
+"""The commands: the built-in ones, and those that distributions add (entry points in the group `attnplug.commands`)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from attrs import frozen
 from attnplug.errors import PluginLoadError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from types import ModuleType
 
+    from attnplug.discovery.scan import Entry
+
 BUILT_IN: Final = {
-    "list": "what is installed, and what stands in the way of the rest",
+    "list": "what is installed, and what is missing for the rest",
     "explain": "which backend serves a layer or a model, and why not the others",
     "doctor": "what is wrong with this environment",
 }
-"""The commands of the core with their summaries; each is a module of this package. Nobody can replace them."""
+"""The built-in commands with their summaries; each is a module of this package. No distribution can replace them."""
 
 KNOWN: Final = {
     "attnplug-kit": ("check", "new", "bench"),
@@ -36,7 +38,7 @@ class Command:
     A command that a distribution adds. Nothing of it is imported until `load`.
 
     Attributes:
-        name: The word of the command line.
+        name: The command's name.
         modules: The modules that offer it; more than one is a conflict, and none is used.
         distributions: The distributions that they come from, with their versions.
     """
@@ -60,14 +62,14 @@ class Command:
             )
         try:
             module = import_module(self.modules[0])
+            lacking = [member for member in _MEMBERS if not hasattr(module, member)]
         except (Exception, SystemExit) as error:
             raise PluginLoadError(
                 f"the command {self.name!r} of {self.distributions[0]} cannot be imported:"
                 f" {type(error).__name__}: {error}",
-                f"{self.modules[0]} is a module that can be imported",
+                "",
                 f"reinstall or remove {self.distributions[0].partition(' ')[0]}",
             ) from error
-        lacking = [member for member in _MEMBERS if not hasattr(module, member)]
         if lacking:
             raise PluginLoadError(
                 f"the command {self.name!r} of {self.distributions[0]} lacks {', '.join(lacking)}",
@@ -85,21 +87,36 @@ class Command:
 
 
 def installed_commands() -> dict[str, Command]:
-    """Return what installed distributions add, by name. An entry that names a built-in command is left out."""
-    from attnplug.discovery.scan import scan  # noqa: PLC0415 - the built-in commands do without
-
-    offers: dict[str, list[tuple[str, str]]] = {}
-    for entry in scan(group=_GROUP).entries:
+    """Return the commands that installed distributions add, by name."""
+    offers: dict[str, list[Entry]] = {}
+    for entry in _entries():
         if entry.name not in BUILT_IN:
-            offers.setdefault(entry.name, []).append((entry.module, f"{entry.distribution} {entry.version}".strip()))
+            offers.setdefault(entry.name, []).append(entry)
     return {
-        name: Command(name, tuple(module for module, _ in found), tuple(label for _, label in found))
+        name: Command(name, tuple(entry.module for entry in found), tuple(map(_label, found)))
         for name, found in sorted(offers.items())
     }
 
 
-def missing_commands(installed: dict[str, Command]) -> Iterator[str]:
+def ignored_commands() -> Iterator[str]:
+    """Yield a line for each entry that names a built-in command, and is ignored for that reason."""
+    for entry in _entries():
+        if entry.name in BUILT_IN:
+            yield f"{entry.name} of {_label(entry)} is ignored: a built-in command cannot be replaced"
+
+
+def missing_commands(installed: Collection[str]) -> Iterator[str]:
     """Yield a line for each distribution of this project whose commands are not installed."""
     for distribution, names in KNOWN.items():
         if not set(names) & set(installed):
             yield f"{', '.join(names)}: install {distribution}"
+
+
+def _entries() -> tuple[Entry, ...]:
+    from attnplug.discovery.scan import scan  # noqa: PLC0415 - the built-in commands do without
+
+    return scan(group=_GROUP).entries
+
+
+def _label(entry: Entry) -> str:
+    return f"{entry.distribution} {entry.version}".strip()

@@ -7,15 +7,22 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from attnplug.cli.command import BUILT_IN, KNOWN, Command, installed_commands, missing_commands
+from attnplug.cli.command import (
+    BUILT_IN,
+    KNOWN,
+    Command,
+    ignored_commands,
+    installed_commands,
+    missing_commands,
+)
 from attnplug.commands import OK, WRONG, say
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Sequence
     from types import ModuleType
 
-_DESCRIPTION: Final = "Attention backends as parts: ask which one serves, and why not the others."
+_DESCRIPTION: Final = "Attention backends as parts: which one serves a request, and why not the others."
 _EPILOG: Final = """\
 examples:
   attnplug list
@@ -24,9 +31,9 @@ examples:
   attnplug doctor --load
 
 exit codes:
-  0  the answer is yes
-  1  the answer is no: nothing can serve, something is broken, a budget is missed
-  2  the question is wrong: an unknown option, impossible requirements, a setting that does not parse
+  0  everything requested can be served
+  1  something cannot be served, something is broken, a budget is missed
+  2  the request is wrong: an unknown option, impossible requirements, a setting that does not parse
 
 Every command takes --json, and `attnplug COMMAND --help` describes it. ATTNPLUG_STRICT=1 shows where an error comes
 from.
@@ -34,7 +41,7 @@ from.
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that answers mistakes with an error of this project."""
+    """An argument parser that raises an error of this project instead of exiting."""
 
     def __init__(self, prog: str, description: str, epilog: str = "", usage: str = "") -> None:
         super().__init__(
@@ -62,8 +69,8 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
     Raises:
         RequestError: The command or an option is unknown, or a value is not allowed.
-        PluginLoadError: The command is of another distribution, and broken.
-        SystemExit: Help or the version was asked for, and is printed.
+        PluginLoadError: The command belongs to another distribution, and is broken.
+        SystemExit: Help or the version was requested, and is printed.
     """
     if not words or words[0].startswith("-"):
         _without_command(words)
@@ -90,29 +97,30 @@ def _installed(name: str) -> Command:
             raise RequestError(
                 f"the command {name!r} is not installed",
                 f"it is a command of {distribution}",
-                f"install {distribution}: pip install {distribution}, or its folder of a checkout",
+                f"pip install {distribution}, or its folder of a checkout",
             )
-    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does not come by here
+    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does without
 
-    names = (*BUILT_IN, *installed)
+    commands = (*BUILT_IN, *installed)
+    known = (name for names in KNOWN.values() for name in names)
     raise RequestError(
-        f"the command {name!r} was given{near(name, names)}",
-        f"the commands are {', '.join(names)}",
+        f"the command {name!r} was given{near(name, (*commands, *known))}",
+        f"the commands are {', '.join(commands)}",
         "see `attnplug --help`",
     )
 
 
 def _without_command(words: Sequence[str]) -> NoReturn:
-    """Answer a line that starts with no command: help, the version, or an error."""
+    """Handle a line that starts with no command: help, the version, or an error."""
     is_help = not words or words[0] in {"-h", "--help"}
-    description = f"{_DESCRIPTION}\n\n{_listed(installed_commands())}" if is_help else _DESCRIPTION
+    description = f"{_DESCRIPTION}\n\n{_commands()}" if is_help else _DESCRIPTION
     parser = Parser("attnplug", description, _EPILOG, "attnplug COMMAND [options]")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse_unknown(parser, unknown[0])
     if arguments.version:
-        from attnplug._version import __version__  # noqa: PLC0415 - costs 20 ms, and few ask
+        from attnplug._version import __version__  # noqa: PLC0415 - costs 20 ms, and few request it
 
         say(f"attnplug {__version__}")
         raise SystemExit(OK)
@@ -120,16 +128,24 @@ def _without_command(words: Sequence[str]) -> NoReturn:
     raise SystemExit(WRONG)
 
 
-def _listed(installed: Mapping[str, Command]) -> str:
+def _commands() -> str:
+    """Return every command with its summary, then those of this project that are not installed."""
+    installed = installed_commands()
     summaries = {**BUILT_IN, **{name: command.summary() for name, command in installed.items()}}
-    width = max(len(name) for name in summaries) + 2
+    width = max(map(len, summaries)) + 2
     lines = ["commands:", *(f"  {name:{width}}{summary}" for name, summary in summaries.items())]
-    missing = [*missing_commands(dict(installed))]
-    return "\n".join([*lines, *(["", "not installed:", *(f"  {line}" for line in missing)] if missing else [])])
+    return "\n".join(
+        [*lines, *_section("not installed:", missing_commands(installed)), *_section("ignored:", ignored_commands())]
+    )
+
+
+def _section(title: str, lines: Iterable[str]) -> list[str]:
+    found = [f"  {line}" for line in lines]
+    return ["", title, *found] if found else []
 
 
 def _refuse_unknown(parser: Parser, word: str) -> NoReturn:
-    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does not come by here
+    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does without
 
     name = word.partition("=")[0]
     known = sorted(parser._option_string_actions)  # noqa: SLF001 - argparse has no public list of its options
