@@ -62,7 +62,7 @@ PUBLIC = {
     "attnplug",
     *(f"attnplug.{name}" for name in ("batching", "commands", "contract", "errors", "manifest", "models")),
     *(f"attnplug.{name}" for name in ("negotiation", "ops", "request")),
-    *("attnplug_kit", "attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),
+    *("attnplug_kit.bench", "attnplug_kit.conformance", "attnplug_kit.oracle"),
     *("attnplug_transformers", "attnplug_transformers.engine"),
 }
 DISTRIBUTIONS = {

@@ -16,7 +16,7 @@ from attnplug.ops import write_kv
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attnplug_kit.bench.rig import Planner, Rig
+    from attnplug_kit.bench import Planner, Rig
 
 
 SCHEDULE: Final = "the raw `get_scheduler_metadata`"

@@ -13,7 +13,7 @@ from attnplug_flashinfer.routes import on_tensor_cores
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from attnplug_kit.bench.rig import Planner, Rig
+    from attnplug_kit.bench import Planner, Rig
 
 _WORKSPACE = 256 * 2**20  # bytes
 _LAYOUT = "NHD"
