@@ -183,9 +183,9 @@ block_size = 16
 def test_paged_alone_is_noted_where_contiguous_keys_are_served(supports, rule, line) -> None:
     text = PAGED.format(supports=supports, rule=f'[[rules]]\n{rule}\nbecause = "pages"' if rule else "")
     manifest = parse_manifest(text)
-    candidate = examine(manifest, manifest.variants[0], lambda _: None)
+    candidate = make_candidate(manifest, manifest.variants[0], lambda _: None)
     asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
-    served = not negotiate(candidate, Question(asked, Device.cpu())).objections
+    served = not negotiate(candidate, Request(asked, Device.cpu())).objections
 
     found = [finding for finding in check_rules(manifest, text) if finding.problem == "paged = true"]
 
