@@ -110,5 +110,5 @@ with torch.no_grad():
     )
 
     assert "NoBackendError" in done.stderr
-    assert "flash_attn: known, not published yet" in done.stderr
+    assert "'flash_attn'" in done.stderr  # refused on a CPU, or not installed
     assert "ATTNPLUG_BACKEND" in done.stderr
