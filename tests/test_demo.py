@@ -22,10 +22,11 @@ from attnplug.request.settings import Settings
 from attnplug.selection import process
 from attnplug.selection.selection import Selection
 from attnplug_transformers import mask
-from attnplug_transformers.demo import models as demonstration
-from attnplug_transformers.demo.models import EXAMPLES, demonstrate
-from attnplug_transformers.demo.text import read_text
-from hosts.transformers.tests.forgetful import MANIFEST, ForgetfulImpl
+from attnplug_transformers.demo import example as examples
+from attnplug_transformers.demo import read_text
+from attnplug_transformers.demo.demonstrate import demonstrate
+from attnplug_transformers.demo.example import EXAMPLES
+from hosts.transformers.tests.fakes.faulty import MANIFEST, ForgetfulImpl
 
 pytestmark = pytest.mark.long
 
@@ -63,8 +64,8 @@ def own_process(monkeypatch):
 def forgetful(monkeypatch):
     """Put a backend in place of all others that loses what it is told to."""
     parsed = parse_manifest(MANIFEST, "forgetful/attnplug.toml")
-    registry = Registry([Plugin("forgetful", "hosts.transformers.tests.forgetful", "forgetful", "1.0", parsed)])
-    process.PROCESS.state = process.ProcessState(registry, Settings(), registry.generation, own_device=Device.cpu())
+    registry = Registry([Plugin("forgetful", "hosts.transformers.tests.fakes.faulty", "forgetful", "1.0", parsed)])
+    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
     return lambda lost: monkeypatch.setattr(ForgetfulImpl, "forgets", lost)
 
 
@@ -225,7 +226,7 @@ def test_the_same_backend_agrees_where_it_loses_nothing(text, forgetful, capsys)
 def few(monkeypatch):
     """Leave out models that would say the same again."""
     kept = [example for example in EXAMPLES if example.name in {"Llama", "BERT", "Whisper"}]
-    monkeypatch.setattr(demonstration, "EXAMPLES", kept)
+    monkeypatch.setattr(examples, "EXAMPLES", kept)
 
 
 def test_a_wrong_backend_is_reported(text, forgetful, few, capsys):

@@ -45,14 +45,14 @@ def host():
 def _alone(manifest):
     """Put one backend in place of all others."""
     parsed = parse_manifest(manifest, "mirror/attnplug.toml")
-    registry = Registry([Plugin("mirror", "hosts.transformers.tests.mirror", "mirror", "1.0", parsed)])
-    process.PROCESS.state = process.ProcessState(registry, Settings(), registry.generation, own_device=Device.cpu())
+    registry = Registry([Plugin("mirror", "hosts.transformers.tests.fakes.mirror", "mirror", "1.0", parsed)])
+    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
 
 
 @pytest.fixture
 def mirror():
     """Put a backend in place of all others that serves every dense attention."""
-    from hosts.transformers.tests.mirror import MANIFEST  # noqa: PLC0415 - imports torch
+    from hosts.transformers.tests.fakes.mirror import MANIFEST  # noqa: PLC0415 - imports torch
 
     _alone(MANIFEST)
 
@@ -60,6 +60,6 @@ def mirror():
 @pytest.fixture
 def plain_only():
     """Put a backend in place of all others that serves plain causal attention alone."""
-    from hosts.transformers.tests.mirror import MANIFEST  # noqa: PLC0415 - imports torch
+    from hosts.transformers.tests.fakes.mirror import MANIFEST  # noqa: PLC0415 - imports torch
 
     _alone("\n".join(line for line in MANIFEST.splitlines() if not line.startswith(("features", "attn_type"))))

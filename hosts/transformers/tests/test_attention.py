@@ -18,11 +18,9 @@ from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 from attnplug.request.device import Device
 from attnplug.selection import process
 from attnplug_kit.oracle.attention import attend as attend_densely
-from attnplug_transformers.arguments import HARMLESS, REFUSED
 from attnplug_transformers.attention import attend
-from attnplug_transformers.binding import Group, bound, device_of
-from attnplug_transformers.call import Call
-from attnplug_transformers.described import described
+from attnplug_transformers.binding import Group, bound, described, device_of
+from attnplug_transformers.call import HARMLESS, REFUSED, Call
 from attnplug_transformers.mask import make_mask
 from core.tests.models.published import Phi3SmallConfig
 from hosts.transformers.tests.models import config, generate, model, prompts

@@ -12,15 +12,16 @@ from attnplug.manifest.reader import parse_manifest
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process
-from attnplug_transformers.demo.describe import describe
-from attnplug_transformers.demo.models import EXAMPLES, Arrival, Distance, Outcome, Replay, decoding
-from attnplug_transformers.demo.models.reference import LEAST_MARGIN, Computed, clearest, margin
-from attnplug_transformers.demo.models.traffic import arrivals, drive
-from attnplug_transformers.demo.show import show
+from attnplug_transformers.demo import demonstrate as decoding
+from attnplug_transformers.demo.example import EXAMPLES
+from attnplug_transformers.demo.outcome import LEAST_MARGIN, Computed, Distance, Outcome, Replay, clearest, margin
+from attnplug_transformers.demo.output import describe, show
+from attnplug_transformers.demo.traffic import Arrival, arrivals, drive
 from attnplug_transformers.engine import Engine
-from hosts.transformers.tests.engine.separate import MANIFEST
+from hosts.transformers.tests.fakes.separate_plans import MANIFEST
 from hosts.transformers.tests.models import model
 
+SEPARATE = "hosts.transformers.tests.fakes.separate_plans"
 LLAMA, BERT = EXAMPLES[0], EXAMPLES[5]
 TEXT = bytes(range(256))
 
@@ -191,8 +192,8 @@ def test_no_replay_where_a_backend_has_no_graphs(host):
     assert decoding.decode(LLAMA, TEXT).replay is not None
 
     parsed = parse_manifest(MANIFEST, "separate/attnplug.toml")
-    registry = Registry([Plugin("separate", "hosts.transformers.tests.engine.separate", "separate", "1.0", parsed)])
-    process.PROCESS.state = process.ProcessState(registry, Settings(), registry.generation, own_device=Device.cpu())
+    registry = Registry([Plugin("separate", SEPARATE, "separate", "1.0", parsed)])
+    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
     found = decoding.decode(LLAMA, TEXT)
 
     assert found.agrees

@@ -10,8 +10,7 @@ from transformers import masking_utils
 
 from attnplug.errors import NotNegotiatedError, TensorError
 from attnplug_transformers.mask import DenseMask, asked_by_nobody, make_mask
-from attnplug_transformers.packing import pack
-from attnplug_transformers.pattern import Pattern
+from attnplug_transformers.packing import Pattern, pack
 
 HEADS, SIZE = 2, 3
 CAUSAL = Pattern(causal=True)

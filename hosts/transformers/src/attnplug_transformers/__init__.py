@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.models import requirements, requirements_from_json
 
 if TYPE_CHECKING:
-    from attnplug_transformers.decisions import selections as selections
     from attnplug_transformers.registration import KEY as KEY
     from attnplug_transformers.registration import register as register
+    from attnplug_transformers.registration import selections as selections
 
-_HOMES: Final = {"KEY": "registration", "register": "registration", "selections": "decisions"}
+_HOMES: Final = {"KEY": "registration", "register": "registration", "selections": "registration"}
 
 __all__ = ["KEY", "register", "requirements", "requirements_from_json", "selections"]
 

@@ -8,14 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug_transformers.arguments import check_arguments
-from attnplug_transformers.binding import Binding, bind, bound
-from attnplug_transformers.call import Call
-from attnplug_transformers.described import described
+from attnplug_transformers.binding import Binding, bind, bound, described
+from attnplug_transformers.call import Call, check_arguments, uncompiled
 from attnplug_transformers.mask import AskedMask, DenseMask, asked_by_nobody
-from attnplug_transformers.packing import pack
-from attnplug_transformers.pattern import Pattern
-from attnplug_transformers.uncompiled import uncompiled
+from attnplug_transformers.packing import Pattern, pack
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -55,7 +51,7 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
         softcap: Scores become ``cap * tanh(score / cap)``.
         is_causal: Whether tokens attend no later ones; None asks the module.
         s_aux: ``(num_q_heads,)`` sinks.
-        rest: What else the library hands over: harmless, or refused (see `attnplug_transformers.arguments`).
+        rest: What else the library hands over: harmless, or refused (see `attnplug_transformers.call`).
 
     Returns:
         ``(batch, queries, num_q_heads, head_size_v)``, zero for padded queries; and None, for no weights are returned.

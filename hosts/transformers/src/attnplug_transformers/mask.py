@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
 
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug_transformers.uncompiled import uncompiled
+from attnplug_transformers.call import uncompiled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -14,7 +14,7 @@ from attnplug.contract.builder import MetadataBuilder
 from attnplug.errors import BatchError, CacheError, LimitsError, NotNegotiatedError, UnknownBackendError
 from attnplug_transformers.engine import Engine, Sampling
 from hosts.transformers.tests.engine.reference import NAMES, NEW, reference
-from hosts.transformers.tests.engine.separate import MANIFEST
+from hosts.transformers.tests.fakes.separate_plans import MANIFEST
 from hosts.transformers.tests.models import model
 
 
@@ -256,7 +256,7 @@ def test_engines_in_two_threads(open_engine):
 def test_a_named_backend_whose_layers_plan_apart(open_engine, tmp_path):
     manifest = tmp_path / "attnplug.toml"
     manifest.write_text(MANIFEST)
-    attnplug.register("hosts.transformers.tests.engine.separate", manifest=manifest)
+    attnplug.register("hosts.transformers.tests.fakes.separate_plans", manifest=manifest)
     _, prompts, expected = reference("gemma2")
 
     engine = open_engine("gemma2", backend="separate")

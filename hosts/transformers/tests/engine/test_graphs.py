@@ -15,7 +15,7 @@ from attnplug.errors import NoBackendError
 from attnplug.torch_backend.builder import TorchBuilder
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.graphs import capture_sizes, common_lengths
-from attnplug_transformers.engine.recording import record
+from attnplug_transformers.engine.runner import record
 from hosts.transformers.tests.engine.reference import NEW, reference
 
 

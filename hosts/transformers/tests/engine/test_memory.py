@@ -10,8 +10,7 @@ import torch
 from attnplug.contract import AttentionImpl, CacheTensor, Limits
 from attnplug.errors import LimitsError
 from attnplug_transformers.engine import Engine
-from attnplug_transformers.engine.caches import CPU_BYTES, count_blocks, make_caches
-from attnplug_transformers.engine.memory import free_bytes
+from attnplug_transformers.engine.layers import CPU_BYTES, count_blocks, free_bytes, make_caches
 from hosts.transformers.tests.engine.reference import reference
 
 CPU = torch.device("cpu")

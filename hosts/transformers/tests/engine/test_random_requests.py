@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attnplug.errors import CacheError
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.sampling import NO_TOKEN, Sampling, sample
-from hosts.transformers.tests.engine import fake
+from hosts.transformers.tests.fakes import model as fake
 
 
 def some_request(random: Random, number: int) -> Request:

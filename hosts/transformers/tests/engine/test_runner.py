@@ -6,8 +6,8 @@ import torch
 
 from attnplug.batching import positions_of
 from attnplug_transformers.engine import Engine, Request
-from attnplug_transformers.engine.inputs import InputMaker
-from attnplug_transformers.engine.step import Scheduled, Step
+from attnplug_transformers.engine.runner import InputMaker
+from attnplug_transformers.engine.scheduler import Scheduled, Step
 from hosts.transformers.tests.engine.reference import reference
 
 CPU = torch.device("cpu")

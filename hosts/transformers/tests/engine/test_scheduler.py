@@ -7,7 +7,7 @@ import pytest
 from attnplug.errors import BatchError, CacheError, LimitsError
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.scheduler import Scheduler
-from hosts.transformers.tests.engine import fake
+from hosts.transformers.tests.fakes import model as fake
 
 _ids = count()
 

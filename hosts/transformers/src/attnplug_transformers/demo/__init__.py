@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from logging import ERROR
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from attnplug import using
 from attnplug.commands import NO, OK, say_json
-from attnplug_transformers.demo.text import read_text
+from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
-    from attnplug_transformers.demo.models import Outcome
+    from attnplug_transformers.demo.outcome import Outcome
+
+_LEAST: Final = 200
 
 SUMMARY: Final = "real model architectures, served through the chosen backend"
 
@@ -57,18 +60,18 @@ def run(arguments: argparse.Namespace) -> int:
             outcomes.append(found)
     agrees = all(outcome.agrees for outcome in outcomes)
     if arguments.json:
-        from attnplug_transformers.demo.describe import describe  # noqa: PLC0415 - text does without
+        from attnplug_transformers.demo.output import describe  # noqa: PLC0415 - text does without
 
         say_json({"text": origin, "agrees": agrees, "models": [describe(outcome) for outcome in outcomes]})
     else:
-        from attnplug_transformers.demo.show import conclude  # noqa: PLC0415 - JSON does without
+        from attnplug_transformers.demo.output import conclude  # noqa: PLC0415 - JSON does without
 
         conclude(outcomes)
     return OK if agrees else NO
 
 
 def _show(outcome: Outcome, before: Sequence[Outcome], origin: str) -> None:
-    from attnplug_transformers.demo.show import introduce, show  # noqa: PLC0415 - JSON does without
+    from attnplug_transformers.demo.output import introduce, show  # noqa: PLC0415 - JSON does without
 
     if not before:
         introduce(origin)
@@ -81,7 +84,8 @@ def _outcomes(text: bytes) -> Iterator[Outcome]:
     register()  # says what is missing, if something is
     import torch  # noqa: PLC0415 - as above
 
-    from attnplug_transformers.demo.models import EXAMPLES, demonstrate  # noqa: PLC0415 - as above
+    from attnplug_transformers.demo.demonstrate import demonstrate  # noqa: PLC0415 - as above
+    from attnplug_transformers.demo.example import EXAMPLES  # noqa: PLC0415 - as above
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # the models are tiny, and threads that wait for each other are not
@@ -106,3 +110,34 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(before)
+
+
+def read_text(path: str | None) -> tuple[bytes, str]:
+    """
+    Return the text and where it is from: a file, the README of this folder, or the package's own description.
+
+    Args:
+        path: The file; None for one of the others.
+
+    Raises:
+        RequestError: The file does not open, or is too short.
+    """
+    here = Path(path or "README.md")
+    if path is None and not here.is_file():
+        import attnplug  # noqa: PLC0415 - only without a README
+
+        return _long_enough(str(attnplug.__doc__).encode(), "attnplug's own description")
+    try:
+        return _long_enough(here.read_bytes(), str(here))
+    except OSError as error:
+        raise RequestError(
+            f"--text {path} was given", f"it does not open: {error.strerror}", "name a file that holds some text"
+        ) from error
+
+
+def _long_enough(text: bytes, origin: str) -> tuple[bytes, str]:
+    if len(text) < _LEAST:
+        raise RequestError(
+            f"{origin} has {len(text)} bytes", f"prompts are cut from at least {_LEAST}", "pass --text FILE"
+        )
+    return text, origin

@@ -14,8 +14,7 @@ A paged engine over unmodified transformers models: requests join and leave its 
 
 from __future__ import annotations
 
-from attnplug_transformers.engine.counts import Counts
-from attnplug_transformers.engine.engine import Engine
+from attnplug_transformers.engine.engine import Counts, Engine
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.sampling import Sampling
 

@@ -1,50 +1,48 @@
-"""Continuous batching: requests join and leave a model's batch at any step."""
+"""What an engine has done so far."""
 
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
+from contextlib import contextmanager
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from attrs import frozen
 
 from attnplug.contract import GraphShape, Limits
-from attnplug.errors import LimitsError
+from attnplug.errors import LimitsError, TensorError
 from attnplug.models import model_layers
-from attnplug_transformers.engine.arguments import (
-    check_choices,
-    check_known,
-    check_tokens,
-    prompts_of,
-    samplings_of,
-)
-from attnplug_transformers.engine.blocks import BlockPool
-from attnplug_transformers.engine.caches import count_blocks, make_caches
-from attnplug_transformers.engine.callers import OneCaller
-from attnplug_transformers.engine.counts import Counts
-from attnplug_transformers.engine.failing import failed, refuse_failed
-from attnplug_transformers.engine.groups import Groups
-from attnplug_transformers.engine.lending import Loan
-from attnplug_transformers.engine.memory import free_bytes
-from attnplug_transformers.engine.recording import record
-from attnplug_transformers.engine.request import Request, to_stop_tokens
-from attnplug_transformers.engine.runner import Runner, current
-from attnplug_transformers.engine.sampling import Sampling, sample
-from attnplug_transformers.engine.scheduler import Scheduler
-from attnplug_transformers.engine.support import (
+from attnplug_transformers.engine.block_pool import BlockPool
+from attnplug_transformers.engine.inspection import (
     check_call,
     check_kind,
     check_lengths,
     check_model,
     end_of_text,
+    learn,
     longest,
 )
-from attnplug_transformers.engine.trial import learn
+from attnplug_transformers.engine.layers import Groups, count_blocks, free_bytes, make_caches
+from attnplug_transformers.engine.model_attention import Loan
+from attnplug_transformers.engine.request import (
+    Request,
+    check_choices,
+    check_known,
+    check_tokens,
+    prompts_of,
+    samplings_of,
+    to_stop_tokens,
+)
+from attnplug_transformers.engine.runner import Runner, current, record
+from attnplug_transformers.engine.sampling import Sampling, sample
+from attnplug_transformers.engine.scheduler import Scheduler
 from attnplug_transformers.engine.weights import Weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from types import TracebackType
 
     from typing_extensions import Self
@@ -52,6 +50,76 @@ if TYPE_CHECKING:
     from attnplug import Selection
     from attnplug.contract import AttentionImpl
     from attnplug.request import BackendNames, Options
+
+
+@frozen
+class Counts:
+    """
+    The counters of an engine, at one moment.
+
+    Attributes:
+        steps: Times that the model was run.
+        replayed_steps: Those of them that were recorded decode steps, replayed.
+        preemptions: Times that a request gave its blocks to an older one, to be computed again later.
+        blocks_in_use: Blocks that requests own now.
+    """
+
+    steps: int
+    replayed_steps: int
+    preemptions: int
+    blocks_in_use: int
+
+
+class OneCaller:
+    """Lets one call in, and refuses another that comes meanwhile instead of letting it wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def call(self, name: str) -> Iterator[None]:
+        """
+        Run the body alone.
+
+        Raises:
+            LimitsError: Another call is under way.
+        """
+        if not self._lock.acquire(blocking=False):
+            raise LimitsError(
+                f"{name}() was called while another call of this engine was under way",
+                "one engine serves one thread, one call at a time",
+                "call it from the thread that steps the engine, or make an engine for each thread",
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+
+def failed(requests: Sequence[Request]) -> list[Request]:
+    """Return those that have failed."""
+    return [request for request in requests if request.finish_reason == "failed"]
+
+
+def refuse_failed(requests: Sequence[Request]) -> None:
+    """
+    See that none of the requests of a call has failed.
+
+    Args:
+        requests: The request of each prompt.
+
+    Raises:
+        TensorError: One has; its id and the prompt's place are named.
+    """
+    found = failed(requests)
+    if found:
+        places = [place for place, request in enumerate(requests) if request in found]
+        raise TensorError(
+            f"the logits of prompts {places}, as requests {[request.id for request in found]}, choose no token",
+            "logits are numbers, and not all of a row are minus infinity",
+            "look for the first NaN in the model's layers, or submit() each prompt for the tokens of the others",
+        )
+
 
 _GREEDY = Sampling()
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from attnplug.contract import Metadata, MetadataBuilder
-    from attnplug_transformers.engine.inputs import Inputs
+    from attnplug_transformers.engine.runner import Inputs
 
 _DENSE: Final = (1, 2, 4, 8)
 _STEP: Final = 16

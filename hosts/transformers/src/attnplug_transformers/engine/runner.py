@@ -1,26 +1,83 @@
-"""Runs one step on the model: prepare the inputs, build once per group, call the model."""
+"""What the model is given in one step: the tokens of all requests behind one another."""
 
 from __future__ import annotations
 
 import inspect
+import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
+from attnplug.batching import BatchAssembler, positions_of
+from attnplug.contract import Batch, upload
 from attnplug_transformers.engine.graphs import DecodeGraphs
-from attnplug_transformers.engine.inputs import InputMaker, Inputs
-from attnplug_transformers.engine.paged import PagedStep
-from attnplug_transformers.engine.trial import no_mask
+from attnplug_transformers.engine.inspection import no_mask
+from attnplug_transformers.engine.model_attention import PagedStep
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from attnplug.contract import Cache, Metadata, MetadataBuilder
-    from attnplug_transformers.engine.groups import Groups
-    from attnplug_transformers.engine.step import Step
+    from attnplug_transformers.engine.layers import Groups
+    from attnplug_transformers.engine.scheduler import Step
+
+
+@frozen(eq=False)
+class Inputs:
+    """
+    One step as tensors.
+
+    Attributes:
+        input_ids: ``(1, tokens)`` int64.
+        positions: ``(1, tokens)`` int64, of each token in its request.
+        batch: Lengths, pages and slots, for the builders.
+        rows: ``(requests that sample,)`` int64, the tokens whose logits choose the next ones; None for all.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    batch: Batch
+    rows: Tensor | None
+
+
+class InputMaker:
+    """
+    Makes the inputs of one step after another.
+
+    Args:
+        block_size: Tokens per block.
+        device: Where the tensors go.
+    """
+
+    def __init__(self, block_size: int, device: torch.device) -> None:
+        self._draft = BatchAssembler(block_size, device=device)
+        self._device = device
+
+    def make(self, step: Step) -> Inputs:
+        """Return the inputs of a step."""
+        self._draft.clear()  # of a step that was given up half-way
+        tokens: list[int] = []
+        rows: list[int] = []
+        for one in step:
+            request = one.request
+            self._draft.add(one.num_new_tokens, one.start, request.blocks)
+            tokens += request.tokens[one.start : one.stop]
+            if one.samples:
+                rows.append(len(tokens) - 1)
+        batch = self._draft.finish()
+        return Inputs(
+            self._upload(tokens)[None],
+            positions_of(batch)[None],
+            batch,
+            None if len(rows) == len(tokens) else self._upload(rows),
+        )
+
+    def _upload(self, numbers: list[int]) -> Tensor:
+        return upload(torch.tensor(numbers, dtype=torch.int64), self._device)
 
 
 class Runner:
@@ -129,3 +186,38 @@ class Runner:
 def current(device: torch.device) -> AbstractContextManager[object]:
     """Make a device the current one: backends know its type, and a machine may have several of that type."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+_log = logging.getLogger(__name__)
+
+
+def record(model: Any, groups: Groups, runner: Runner, graphs: bool | None) -> str | None:  # noqa: FBT001 - a caller's choice
+    """
+    Record decode steps where they are wanted.
+
+    Args:
+        model: The model.
+        groups: Its backends.
+        runner: What records.
+        graphs: True where they have to be recorded, False where they are not to be; None records where that helps.
+
+    Returns:
+        Why all steps run eagerly, or None where they do not.
+    """
+    if graphs is False:
+        return "graphs=False was asked for"
+    if graphs is None and runner.device.type != "cuda":
+        return f"{runner.device} has no graphs of its own; graphs=True records steps there too"
+    weakest = groups.plan.weakest.selection
+    if weakest.agreement.cudagraph == "never":
+        return f"{weakest.id} runs without graphs here"
+    try:
+        runner.record()
+    except Exception as error:
+        if graphs:
+            raise
+        # A model may look at values on the host, which a graph cannot; its steps are as right without.
+        reason = f"{type(model).__name__} cannot be recorded: {error}"
+        _log.warning("%s; its steps run eagerly", reason)
+        return reason
+    return None

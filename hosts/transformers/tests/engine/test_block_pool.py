@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from attnplug.errors import CacheError, LimitsError
-from attnplug_transformers.engine.blocks import BlockPool
+from attnplug_transformers.engine.block_pool import BlockPool
 
 
 def fill(pool: BlockPool, tokens: list[int]) -> list[int]:

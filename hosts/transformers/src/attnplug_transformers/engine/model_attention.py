@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Protocol
+import threading
+from typing import TYPE_CHECKING, Any, Final, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from attrs import frozen
@@ -10,11 +12,19 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug_transformers.arguments import check_arguments
-from attnplug_transformers.call import Call
+from attnplug.errors import NotNegotiatedError, RequirementsError, TensorError
+from attnplug_transformers.call import Call, check_arguments, uncompiled
 from attnplug_transformers.mask import AskedMask, make_mask
-from attnplug_transformers.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from attnplug.contract import Cache, Metadata
+    from attnplug_transformers.engine.layers import PagedLayer
+    from attnplug_transformers.engine.runner import Runner
+
 
 KEY: Final = "attnplug_engine"
 """The attention implementation's name in transformers."""
@@ -93,7 +103,7 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
         s_aux: ``(num_q_heads,)`` sinks.
         attnplug_step: What answers. It comes down with the model's keywords, so that engines in several threads do not
             meet, not even on one model.
-        rest: What else the library hands over: harmless, or refused (see `attnplug_transformers.arguments`).
+        rest: What else the library hands over: harmless, or refused (see `attnplug_transformers.call`).
 
     Returns:
         ``(1, tokens, num_q_heads, head_size_v)``; and None, for no weights are returned.
@@ -149,3 +159,133 @@ def _not_a_step(name: str) -> NotNegotiatedError:
         " keywords down to its attention",
         "generate through the engine, or end it with engine.close(), which gives the model its own attention back",
     )
+
+
+class PagedStep:
+    """
+    The attention of one step.
+
+    Args:
+        layers: The layer of each attention module.
+        caches: The cache of each layer, by name; empty for a run that measures memory.
+        metadata: The metadata of each group; empty for a run that measures memory.
+        mask: What stands in place of a mask.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[nn.Module, PagedLayer],
+        caches: Mapping[str, Cache],
+        metadata: Sequence[Metadata],
+        mask: Tensor,
+    ) -> None:
+        self._waiting = dict(layers)
+        self._caches = caches
+        self._metadata = metadata
+        self._mask = mask
+
+    def answer(self, asked: Asked) -> Tensor:
+        """
+        Write the keys and values of the step's tokens, and attend.
+
+        Raises:
+            NotNegotiatedError: The call is not what the engine was made for.
+            ContractError: The backend refuses the tensors.
+        """
+        layer = self._waiting.pop(asked.module, None)
+        if layer is None:
+            raise _called_again(asked)
+        learned = layer.learned
+        learned.check(asked, self._mask)
+        output = asked.query.new_empty(asked.query.shape[0], layer.impl.output_width)
+        metadata = self._metadata[layer.group] if self._metadata else None
+        cache = self._caches.get(learned.name)
+        layer.impl.forward(asked.query, asked.key, asked.value, cache, metadata, output)
+        return output
+
+    def check_complete(self) -> None:
+        """
+        See that every layer has asked: another attention would have run without its cache, into wrong tokens.
+
+        Raises:
+            NotNegotiatedError: One has not.
+        """
+        if self._waiting:
+            missing = next(iter(self._waiting.values())).learned.name
+            raise NotNegotiatedError(
+                f"{len(self._waiting)} attention layers, {missing!r} first, did not ask the engine",
+                "while an engine is open, its model is on the attention implementation 'attnplug_engine'",
+                "leave model.set_attn_implementation alone until engine.close()",
+            )
+
+
+def _called_again(asked: Asked) -> NotNegotiatedError:
+    return NotNegotiatedError(
+        f"{type(asked.module).__name__} {getattr(asked.module, 'layer_idx', '')} attends once more",
+        "each attention layer that the engine knows attends once a step",
+        "make a new engine after changing the model",
+    )
+
+
+_lent: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+"""Model -> the attention implementation that each of its engines has found; the first one is the model's own."""
+
+_lock = threading.Lock()
+
+
+class Loan:
+    """
+    One engine's hold on a model. It knows the runner and not the engine, so that it can end after the engine.
+
+    Args:
+        model: The model, which is lent at once.
+
+    Raises:
+        RequirementsError: As `lend`.
+    """
+
+    def __init__(self, model: Any) -> None:
+        lend(model)
+        self._model = model
+        self.runner: Runner | None = None
+
+    def end(self) -> None:
+        """Free caches and graphs, which may hold each other, and give the model back."""
+        try:
+            if self.runner is not None:
+                self.runner.equip((), {})
+        finally:
+            give_back(self._model)
+
+
+def lend(model: Any) -> None:
+    """
+    Put a model on the engine's attention.
+
+    Raises:
+        RequirementsError: Its classes do not let their attention be replaced.
+    """
+    with _lock:
+        register()
+        found = model.config._attn_implementation  # noqa: SLF001 - the library has no public name for it
+        model.set_attn_implementation(KEY)
+        if model.config._attn_implementation != KEY:  # noqa: SLF001 - likewise
+            model.set_attn_implementation(found)  # parts of the model may have taken it
+            raise RequirementsError(
+                f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
+                "the engine answers the attention calls that transformers' AttentionInterface makes, and code that a"
+                " model is published with often calls kernels of its own",
+                "keep the attention that this model came with, or run it from classes that go through the interface",
+            )
+        _lent.setdefault(model, []).append(found)
+
+
+def give_back(model: Any) -> None:
+    """End one engine's loan; after the last one the model has the attention again that it had before the first."""
+    with _lock:
+        first, *rest = _lent[model]
+        if rest:
+            _lent[model] = [first, *rest[1:]]
+        else:
+            del _lent[model]
+            model.set_attn_implementation(first)

@@ -8,8 +8,8 @@ import torch
 
 from attnplug.contract import Backend, MetadataBuilder
 from attnplug.contract.hooks import hookimpl
-from hosts.transformers.tests.mirror import MANIFEST as DENSE
-from hosts.transformers.tests.mirror import MirrorImpl
+from hosts.transformers.tests.fakes.mirror import MANIFEST as DENSE
+from hosts.transformers.tests.fakes.mirror import MirrorImpl
 
 _PAGED = """\
 block_size = [16]

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from attnplug_transformers.engine.blocks import BlockPool
+from attnplug_transformers.engine.block_pool import BlockPool
 from attnplug_transformers.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from attnplug_transformers.engine.request import Request
-    from attnplug_transformers.engine.step import Step
+    from attnplug_transformers.engine.scheduler import Step
 
 VOCABULARY = 3
 _START = 17
