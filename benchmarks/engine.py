@@ -166,7 +166,7 @@ def ours(options: Any, preset: Preset, device: str, backend: list[str] | None) -
         max_num_tokens=max(preset.requests, options.batch_tokens),
         max_seq_len=preset.prompt + preset.new,
         graphs=options.graphs,
-        reuse_prefixes=False,
+        prefix_caching=False,
     )
     ids = sorted({selection.id for selection in engine.selections.values()})
     about = {"backends": ids, "graphs": engine.num_graphs, "why_eager": engine.why_eager}

@@ -26,7 +26,7 @@ from attnplug_transformers.demo import example as examples
 from attnplug_transformers.demo import read_text
 from attnplug_transformers.demo.demonstrate import demonstrate
 from attnplug_transformers.demo.example import EXAMPLES
-from hosts.transformers.tests.fakes.faulty import MANIFEST, ForgetfulImpl
+from hosts.transformers.tests.fakes.faulty import MANIFEST, FaultyImpl
 
 pytestmark = pytest.mark.long
 
@@ -66,7 +66,7 @@ def forgetful(monkeypatch):
     parsed = parse_manifest(MANIFEST, "forgetful/attnplug.toml")
     registry = Registry([Plugin("forgetful", "hosts.transformers.tests.fakes.faulty", "forgetful", "1.0", parsed)])
     process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
-    return lambda lost: monkeypatch.setattr(ForgetfulImpl, "forgets", lost)
+    return lambda lost: monkeypatch.setattr(FaultyImpl, "forgets", lost)
 
 
 def command(*words, **environment):
@@ -138,15 +138,15 @@ def test_json_says_what_the_engine_did(models):
     engines = [found["engine"] for found in models]
     assert [found["replay"] for found in models[5:]] == [None] * 2
     assert engines == [engines[0]] * 5 + [None] * 2  # what is scheduled depends on lengths alone
-    assert engines[0]["num_requests"] > engines[0]["most_in_flight"] == engines[0]["max_num_reqs"] == 4
+    assert engines[0]["num_requests"] > engines[0]["peak_running"] == engines[0]["max_num_reqs"] == 4
     assert engines[0]["last_arrival"] > 0
-    assert engines[0]["most_tokens"] == engines[0]["max_num_tokens"] == 32
-    assert engines[0]["num_chunks"] > engines[0]["num_requests"]
-    assert (engines[0]["num_sharing"], engines[0]["num_reused"]) == (2, 112)
+    assert engines[0]["peak_tokens"] == engines[0]["max_num_tokens"] == 32
+    assert engines[0]["num_prefill_chunks"] > engines[0]["num_requests"]
+    assert (engines[0]["num_prefix_hits"], engines[0]["num_cached_tokens"]) == (2, 112)
     assert engines[0]["num_preemptions"] == 1
     for found in models[:5]:
-        assert found["replay"] == {"num_recorded": 6, "num_equal": 320, "tokens": found["expected"]}
-    assert engines[0]["most_blocks"] <= engines[0]["num_blocks"] == 18
+        assert found["replay"] == {"num_captured": 6, "num_equal": 320, "tokens": found["expected"]}
+    assert engines[0]["peak_blocks"] <= engines[0]["num_blocks"] == 18
 
 
 def test_json_says_what_layers_are(models):

@@ -207,11 +207,11 @@ def _uneven(name):
 @pytest.mark.parametrize("name", sorted(name for name, known in ARCHITECTURES.items() if known.floors))
 def test_modules_that_floor_the_size_of_heads_run_that_way(name):
     config = _uneven(name)
-    described = requirements({**config.to_dict(), "head_dim": None}, dtype="float32")
+    layer_of_module = requirements({**config.to_dict(), "head_dim": None}, dtype="float32")
     made = transformers.AutoModel.from_config(config, attn_implementation="eager", experts_implementation="eager")
-    attention = [module for end in described for path, module in made.named_modules() if path.endswith(end)]
+    attention = [module for end in layer_of_module for path, module in made.named_modules() if path.endswith(end)]
 
     with torch.no_grad():
         made.eval()(torch.ones(1, 4, dtype=torch.long))
 
-    assert {layer.head_size for layer in described.values()} == {module.head_dim for module in attention} == {8}
+    assert {layer.head_size for layer in layer_of_module.values()} == {module.head_dim for module in attention} == {8}

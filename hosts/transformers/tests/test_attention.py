@@ -19,8 +19,8 @@ from attnplug.request.device import Device
 from attnplug.selection import process
 from attnplug_kit.oracle.attention import attend as attend_densely
 from attnplug_transformers.attention import attend
-from attnplug_transformers.binding import Group, bound, described, device_of
-from attnplug_transformers.call import HARMLESS, REFUSED, Call
+from attnplug_transformers.binding import Group, bound, device_of, layer_of_module
+from attnplug_transformers.call import HARMLESS, REFUSED, CallSignature
 from attnplug_transformers.mask import make_mask
 from core.tests.models.published import Phi3SmallConfig
 from hosts.transformers.tests.models import config, generate, model, prompts
@@ -239,26 +239,26 @@ class TestConfiguration:
 
     def test_a_configuration_that_describes_nothing_leaves_it_to_the_call(self):
         hybrid = Qwen2MoeConfig(layer_types=["full_attention"] * 24)
-        assert described(Module(hybrid, index=3)).index == 3
-        assert described(Module(hybrid, index=99)) is None
-        assert described(Module(T5Config())) is None
-        assert described(Module(None)) is None
-        assert described(nn.Linear(2, 2)) is None
+        assert layer_of_module(Module(hybrid, index=3)).index == 3
+        assert layer_of_module(Module(hybrid, index=99)) is None
+        assert layer_of_module(Module(T5Config())) is None
+        assert layer_of_module(Module(None)) is None
+        assert layer_of_module(nn.Linear(2, 2)) is None
 
     def test_roles_of_an_encoder_decoder(self):
         whole = config("bart")
 
         roles = [
-            described(Module(whole, is_causal=True, is_decoder=True)),
-            described(Module(whole, is_causal=False, is_decoder=True)),
-            described(Module(whole, None, is_causal=False)),
+            layer_of_module(Module(whole, is_causal=True, is_decoder=True)),
+            layer_of_module(Module(whole, is_causal=False, is_decoder=True)),
+            layer_of_module(Module(whole, None, is_causal=False)),
         ]
 
         assert [layer.requirements.attn_type for layer in roles] == ["decoder", "encoder_decoder", "encoder"]
 
     def test_a_configuration_is_forgotten_with_its_model(self):
         own = LlamaConfig(num_hidden_layers=1)
-        described(Module(own))
+        layer_of_module(Module(own))
         alive = weakref.ref(own)
 
         del own
@@ -427,7 +427,7 @@ def _counted(method, counts):
 
 def test_facts_of_a_call_are_free_of_tensors():
     query, key, value = tensors()
-    call = Call.of(Module(), query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
+    call = CallSignature.of(Module(), query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
 
     assert call.dtype == "float32"
     assert hash(call) == hash(call)
@@ -439,6 +439,6 @@ def test_queries_of_another_sequence_are_cross_attention():
     query, key, value = tensors(6, keys=3)
     module = Module(is_causal=False)
 
-    call = Call.of(module, query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
+    call = CallSignature.of(module, query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
 
     assert call.requirements(module).attn_type == "encoder_decoder"

@@ -56,51 +56,51 @@ def traffic_of(engine, *coming):
 def test_one_request_alone(open_engine):
     found = traffic_of(open_engine(max_num_tokens=100, num_blocks=12), (0, TEXT[:10], 5))
 
-    assert (found.num_requests, found.num_steps, found.most_in_flight, found.most_tokens) == (1, 5, 1, 10)
-    assert (found.num_chunked, found.num_chunks, found.num_mixed_steps) == (0, 1, 0)
-    assert (found.num_sharing, found.num_reused, found.num_waits, found.num_preemptions) == (0, 0, 0, 0)
-    assert (found.num_blocks, found.block_size, found.most_blocks) == (11, 4, 4)
+    assert (found.num_requests, found.num_steps, found.peak_running, found.peak_tokens) == (1, 5, 1, 10)
+    assert (found.num_chunked_prefills, found.num_prefill_chunks, found.num_mixed_steps) == (0, 1, 0)
+    assert (found.num_prefix_hits, found.num_cached_tokens, found.num_queued, found.num_preemptions) == (0, 0, 0, 0)
+    assert (found.num_blocks, found.block_size, found.peak_blocks) == (11, 4, 4)
 
 
 def test_pieces_of_a_prompt_beside_a_decode(open_engine):
     found = traffic_of(open_engine(max_num_tokens=8, max_num_reqs=8), (0, TEXT[:3], 4), (1, TEXT[20:40], 1))
 
     # 3; 1 + 7; 1 + 7; 1 + 6 of 20
-    assert (found.num_steps, found.most_tokens, found.most_in_flight) == (4, 8, 2)
-    assert (found.num_chunks, found.num_chunked, found.num_mixed_steps) == (4, 1, 3)
+    assert (found.num_steps, found.peak_tokens, found.peak_running) == (4, 8, 2)
+    assert (found.num_prefill_chunks, found.num_chunked_prefills, found.num_mixed_steps) == (4, 1, 3)
 
 
 def test_a_prompt_of_one_token_is_no_piece(open_engine):
     found = traffic_of(open_engine(), (0, TEXT[:1], 2), (1, TEXT[1:2], 2))
 
-    assert (found.num_chunks, found.num_mixed_steps, found.most_tokens) == (0, 0, 2)
+    assert (found.num_prefill_chunks, found.num_mixed_steps, found.peak_tokens) == (0, 0, 2)
 
 
 def test_a_beginning_that_was_computed_before(open_engine):
     engine = open_engine()
     found = traffic_of(engine, (0, TEXT[:17], 3), (1, TEXT[:10] + TEXT[50:60], 2), (2, TEXT[:3], 2))
 
-    assert (found.num_sharing, found.num_reused) == (1, 8)
-    assert found.most_tokens == 17
+    assert (found.num_prefix_hits, found.num_cached_tokens) == (1, 8)
+    assert found.peak_tokens == 17
 
 
 def test_who_waits_for_a_place(open_engine):
     found = traffic_of(open_engine(max_num_reqs=1), (0, TEXT[:4], 3), (0, TEXT[4:8], 3), (9, TEXT[8:12], 3))
 
-    assert (found.num_waits, found.most_in_flight) == (1, 1)
+    assert (found.num_queued, found.peak_running) == (1, 1)
     assert found.num_steps == 12  # three of them with nothing to do
     assert found.last_arrival == 9
 
 
 @pytest.mark.parametrize("num_blocks", [6, 7, 8, 9, 10, 17])
 def test_preemptions_are_those_that_the_scheduler_counts(open_engine, num_blocks):
-    engine = open_engine(num_blocks=num_blocks, reuse_prefixes=False)
+    engine = open_engine(num_blocks=num_blocks, prefix_caching=False)
     found = traffic_of(engine, *((0, TEXT[4 * i : 4 * i + 4], 12) for i in range(4)))
 
     assert found.num_preemptions == engine._scheduler.num_preemptions
     assert (found.num_preemptions > 0) == (num_blocks < 17)
-    assert found.most_blocks <= num_blocks - 1
-    assert found.num_sharing == 0
+    assert found.peak_blocks <= num_blocks - 1
+    assert found.num_prefix_hits == 0
 
 
 def test_requests_come_at_their_step(open_engine):
@@ -179,13 +179,13 @@ def test_a_replay_has_to_agree_too(capsys):
     tried = attrs.evolve(outcome(((1, 2),), ((1, 2),)), replay=Replay(3, ((1, 2),)))
     assert tried.agrees
     assert "all once more, with decodes replayed from 3 recorded steps on graph slots" in shown(tried, capsys)
-    assert describe(tried)["replay"] == {"num_recorded": 3, "num_equal": 2, "tokens": [[1, 2]]}
+    assert describe(tried)["replay"] == {"num_captured": 3, "num_equal": 2, "tokens": [[1, 2]]}
 
     wrong = attrs.evolve(tried, replay=Replay(3, ((1, 7),)))
     assert not wrong.agrees
     assert "WRONG: 2 of 2 tokens agree; 1 of 2 tokens agree where decodes are replayed" in shown(wrong, capsys)
     assert "token 1 of sequence 0 is 7 instead of 2" in shown(wrong, capsys)
-    assert describe(wrong)["replay"] == {"num_recorded": 3, "num_equal": 1, "tokens": [[1, 7]]}
+    assert describe(wrong)["replay"] == {"num_captured": 3, "num_equal": 1, "tokens": [[1, 7]]}
 
 
 def test_no_replay_where_a_backend_has_no_graphs(host):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import masking_utils
 
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug_transformers.mask import DenseMask, asked_by_nobody, make_mask
+from attnplug_transformers.mask import DenseMask, default_mask, make_mask
 from attnplug_transformers.packing import Pattern, pack
 
 HEADS, SIZE = 2, 3
@@ -327,7 +327,7 @@ class TestDenseMask:
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (1, 6)])
 def test_no_mask_means_everything_up_to_the_token_itself(queries, keys):
-    mask = asked_by_nobody(2, queries, keys, causal=True, device=torch.device("cpu"))
+    mask = default_mask(2, queries, keys, causal=True, device=torch.device("cpu"))
 
     assert_same(mask, CAUSAL)
     with pytest.raises(NotNegotiatedError):
@@ -341,5 +341,5 @@ def test_a_call_without_queries_is_refused():
 
 def test_no_mask_and_more_keys_than_queries_is_refused():
     with pytest.raises(NotNegotiatedError, match="only a mask says which positions"):
-        asked_by_nobody(1, 2, 5, causal=True, device=torch.device("cpu"))
-    assert_same(asked_by_nobody(1, 2, 5, causal=False, device=torch.device("cpu")), BOTH_WAYS)
+        default_mask(1, 2, 5, causal=True, device=torch.device("cpu"))
+    assert_same(default_mask(1, 2, 5, causal=False, device=torch.device("cpu")), BOTH_WAYS)

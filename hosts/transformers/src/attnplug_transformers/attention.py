@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug_transformers.binding import Binding, bind, bound, described
-from attnplug_transformers.call import Call, check_arguments, uncompiled
-from attnplug_transformers.mask import AskedMask, DenseMask, asked_by_nobody
+from attnplug_transformers.binding import Binding, bind, bound, layer_of_module
+from attnplug_transformers.call import CallSignature, check_arguments, uncompiled
+from attnplug_transformers.mask import DenseMask, LazyMask, default_mask
 from attnplug_transformers.packing import Pattern, pack
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | AskedMask | None,
+    attention_mask: Tensor | LazyMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
@@ -63,7 +63,7 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
     name = _name(module)
     check_arguments(dropout, rest, name)
     _check_tensors(query, key, value, name)
-    call = Call.of(
+    call = CallSignature.of(
         module,
         query,
         key,
@@ -124,26 +124,31 @@ def _check_tensors(query: Tensor, key: Tensor, value: Tensor, name: str) -> None
 
 
 def _bind(
-    module: nn.Module, call: Call, name: str, scale: float | None, sinks: Tensor | None, device: torch.device
+    module: nn.Module, call: CallSignature, name: str, scale: float | None, sinks: Tensor | None, device: torch.device
 ) -> Binding:
     """A repeated call asks for what it asked before; comparing its facts is cheaper than reading the configuration."""
     last = bound(module)
     if last is not None and last.call == call:
         return bind(module, call, last.requirements, last.impl.layer.name, scale, sinks, device)
-    layer = described(module, is_causal=call.is_causal)
+    layer = layer_of_module(module, is_causal=call.is_causal)
     requirements = call.requirements(module) if layer is None else call.agree(layer)
     known = layer is not None and getattr(module, "layer_idx", None) is not None
     return bind(module, call, requirements, layer.name if layer is not None and known else name, scale, sinks, device)
 
 
 def _mask(
-    given: Tensor | AskedMask | None, module: nn.Module, call: Call, pattern: Pattern, query: Tensor, key: Tensor
+    given: Tensor | LazyMask | None,
+    module: nn.Module,
+    call: CallSignature,
+    pattern: Pattern,
+    query: Tensor,
+    key: Tensor,
 ) -> Mask:
     batch_size, q_length, kv_length = query.shape[0], query.shape[2], key.shape[2]
     if given is None:
         causal = call.is_causal if call.is_causal is not None else getattr(module, "is_causal", pattern.causal)
-        return asked_by_nobody(batch_size, q_length, kv_length, causal=bool(causal), device=query.device)
-    if not isinstance(given, AskedMask):
+        return default_mask(batch_size, q_length, kv_length, causal=bool(causal), device=query.device)
+    if not isinstance(given, LazyMask):
         return DenseMask.of(given, batch_size, q_length, kv_length)
     if given.shape != (batch_size, 1, q_length, kv_length):
         raise TensorError(

@@ -14,7 +14,7 @@ from attnplug.contract import AttentionImpl, Backend, Layer, Limits
 from attnplug.errors import RequirementsError
 from attnplug.models import ModelLayer, model_layers
 from attnplug.request import Device, Requirements
-from attnplug_transformers.call import version_of
+from attnplug_transformers.call import tensor_version
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from attnplug.contract import Batch, Metadata, MetadataBuilder
-    from attnplug_transformers.call import Call
+    from attnplug_transformers.call import CallSignature
 
 
 _ANY_DTYPE: Final = "float32"
@@ -32,7 +32,7 @@ _ANY_DTYPE: Final = "float32"
 _tables: dict[int, tuple[weakref.ref[Any], tuple[ModelLayer, ...]]] = {}
 
 
-def described(module: nn.Module, *, is_causal: bool | None = None) -> ModelLayer | None:
+def layer_of_module(module: nn.Module, *, is_causal: bool | None = None) -> ModelLayer | None:
     """
     Return the layer that a module is, or None where its configuration does not describe it unmistakably.
 
@@ -133,7 +133,7 @@ class Binding:
         device: Where the tensors are.
     """
 
-    call: Call
+    call: CallSignature
     requirements: Requirements
     selection: Selection
     impl: AttentionImpl
@@ -163,7 +163,7 @@ def bound(module: nn.Module) -> Binding | None:
 
 def bind(
     module: nn.Module,
-    call: Call,
+    call: CallSignature,
     requirements: Requirements,
     name: str,
     scale: float | None,
@@ -188,7 +188,7 @@ def bind(
     """
     where = device_of(device)
     found = _bindings.get(module)
-    stamp = (sinks, version_of(sinks))
+    stamp = (sinks, tensor_version(sinks))
     if (
         found is not None
         and _still_holds(found, requirements, stamp, scale, device)

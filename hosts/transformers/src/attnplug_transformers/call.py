@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Call:
+class CallSignature:
     """
     The facts of a call, tensor-free.
 
@@ -61,7 +61,7 @@ class Call:
         softcap: float | None,
         sinks: bool,
         is_causal: bool | None,
-    ) -> Call:
+    ) -> CallSignature:
         """Return the facts of ``(batch, heads, tokens, size)`` tensors and of what came with them."""
         return cls(
             num_q_heads=query.shape[1],
@@ -115,11 +115,11 @@ class Call:
             dtype=self.dtype, kv_cache_dtype="auto", num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads
         )
 
-    def _compare(self, layer: str, what: str, brought: object, described: object) -> None:
-        if brought != described:
+    def _compare(self, layer: str, what: str, brought: object, layer_of_module: object) -> None:
+        if brought != layer_of_module:
             raise NotNegotiatedError(
                 f"{layer}: the call brings {what} {brought}",
-                f"by the model's configuration it is {described}, and the backend was chosen for that",
+                f"by the model's configuration it is {layer_of_module}, and the backend was chosen for that",
                 "build the model from the configuration that it runs with, or use attn_implementation='eager'",
             )
 
@@ -215,6 +215,6 @@ def uncompiled(function: _Function) -> _Function:
     return kept_out
 
 
-def version_of(tensor: Tensor | None) -> int:
+def tensor_version(tensor: Tensor | None) -> int:
     """Count of in-place changes: weights that are loaded again keep their tensor. Inference tensors do not count."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it

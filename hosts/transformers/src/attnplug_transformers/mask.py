@@ -21,7 +21,7 @@ _ROWS_AT_ONCE: Final = 1 << 24
 
 
 @define(eq=False)
-class AskedMask:
+class LazyMask:
     """
     The mask of one step and one kind of layer, as the library describes it.
 
@@ -60,7 +60,7 @@ class AskedMask:
         """The shape that a mask tensor would have: ``(batch, 1, queries, keys)``."""
         return torch.Size((self.batch_size, 1, self.q_length, self.kv_length))
 
-    def contiguous(self) -> AskedMask:
+    def contiguous(self) -> LazyMask:
         """Return itself: generation calls this on prepared masks."""
         return self
 
@@ -176,7 +176,7 @@ class DenseMask:
         return self.mask[:, None].shape
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the mask in one piece, as `AskedMask.rows`."""
+        """Yield the mask in one piece, as `LazyMask.rows`."""
         yield 0, self.mask
 
     def is_padding(self) -> Tensor | None:
@@ -190,7 +190,7 @@ class DenseMask:
 
 
 @lru_cache(maxsize=64)  # layers that bring no mask share this one, and with it what is planned for it
-def asked_by_nobody(batch_size: int, q_length: int, kv_length: int, *, causal: bool, device: torch.device) -> AskedMask:
+def default_mask(batch_size: int, q_length: int, kv_length: int, *, causal: bool, device: torch.device) -> LazyMask:
     """
     Return the mask of a call that brings none: everything, or everything up to the query's own token.
 
@@ -203,7 +203,7 @@ def asked_by_nobody(batch_size: int, q_length: int, kv_length: int, *, causal: b
             "where keys outnumber queries, only a mask says which positions the queries have",
             "pass an attention_mask, or the queries one by one",
         )
-    return AskedMask(
+    return LazyMask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -224,12 +224,12 @@ def make_mask(  # noqa: PLR0913 - the library's signature
     q_offset: int | Tensor = 0,
     kv_offset: int | Tensor = 0,
     mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: Tensor | AskedMask | None = None,
+    attention_mask: Tensor | LazyMask | None = None,
     *,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **hints: object,
-) -> AskedMask:
+) -> LazyMask:
     """
     Keep what the library asks for: the mask function that is registered under the name ``"attnplug"``.
 
@@ -246,10 +246,10 @@ def make_mask(  # noqa: PLR0913 - the library's signature
         hints: What lets other implementations skip the mask or give it a dtype: this one is not skipped and has none.
     """
     del hints
-    if isinstance(attention_mask, AskedMask):
+    if isinstance(attention_mask, LazyMask):
         return attention_mask
     # Read now: a static cache moves its offset on before the first layer looks at the mask.
-    return AskedMask(
+    return LazyMask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from attnplug.request import Requirements
-    from attnplug_transformers.mask import AskedMask, DenseMask
+    from attnplug_transformers.mask import DenseMask, LazyMask
 
 
 @frozen
@@ -79,7 +79,7 @@ class Pattern:
         return " ".join(words)
 
 
-Mask: TypeAlias = "AskedMask | DenseMask"
+Mask: TypeAlias = "LazyMask | DenseMask"
 
 _REMEDY = "use one sequence per row with padding at its ends, or attn_implementation='eager' for this call"
 

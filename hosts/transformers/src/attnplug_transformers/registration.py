@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Final
 
 from attnplug import AttnplugError, select
-from attnplug_transformers.binding import bound, described, device_of
+from attnplug_transformers.binding import bound, device_of, layer_of_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +76,7 @@ def selections(model: PreTrainedModel) -> dict[str, Selection]:
         if binding is not None:
             found[name] = binding.selection
             continue
-        layer = described(module)
+        layer = layer_of_module(module)
         if layer is not None and _is_attention(name, layer):
             asked = layer.requirements.evolve(dtype=str(model.dtype).removeprefix("torch."), kv_cache_dtype="auto")
             found[name] = select(asked, device_of(model.device))

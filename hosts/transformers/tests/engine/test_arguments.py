@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from attnplug.errors import AttnplugError, BatchError, LimitsError, NoBackendError, RequirementsError
-from attnplug_transformers.engine import Counts, Engine, Request, Sampling
+from attnplug_transformers.engine import Engine, EngineStats, Request, Sampling
 from hosts.transformers.tests.models import SIZES, config, model
 
 GREEDY, DRAWING = Sampling(), Sampling(temperature=1.5, seed=4)
@@ -71,7 +71,7 @@ def test_a_known_type_is_not_read_as_another(host):
 
 @pytest.mark.parametrize(
     "choice",
-    [{"graphs": "yes"}, {"graphs": 1}, {"reuse_prefixes": "no"}, {"kv_cache_dtype": None}, {"kv_cache_dtype": 8}],
+    [{"graphs": "yes"}, {"graphs": 1}, {"prefix_caching": "no"}, {"kv_cache_dtype": None}, {"kv_cache_dtype": 8}],
 )
 def test_choices_that_are_none(host, choice):
     name, value = next(iter(choice.items()))
@@ -159,7 +159,7 @@ def test_a_second_thread_is_refused(engine, monkeypatch):
                 "step": engine.step,
                 "submit": lambda: engine.submit([1], max_new_tokens=1),
                 "cancel": lambda: engine.cancel(request),
-                "forget_prefixes": engine.forget_prefixes,
+                "reset_prefix_cache": engine.reset_prefix_cache,
                 "close": engine.close,
             }
             for name, call in calls.items():
@@ -195,22 +195,22 @@ def test_the_end_of_with_closes(host):
 
 def test_counts(host):
     with Engine(model("llama"), block_size=4, num_blocks=6, max_num_reqs=2, max_num_tokens=8) as engine:
-        assert engine.counts == Counts(steps=0, replayed_steps=0, preemptions=0, blocks_in_use=0)
+        assert engine.stats == EngineStats(steps=0, replayed_steps=0, preemptions=0, blocks_in_use=0)
         requests = [engine.submit([token] * 4, max_new_tokens=9) for token in (1, 2)]
         engine.step()
-        assert engine.counts == Counts(steps=1, replayed_steps=0, preemptions=0, blocks_in_use=2)
+        assert engine.stats == EngineStats(steps=1, replayed_steps=0, preemptions=0, blocks_in_use=2)
         while engine.has_work:
             engine.step()
 
         assert engine.step() == []
-        assert engine.counts.steps > 9
-        assert engine.counts.preemptions == engine._scheduler.num_preemptions > 0
-        assert engine.counts.blocks_in_use == 0
+        assert engine.stats.steps > 9
+        assert engine.stats.preemptions == engine._scheduler.num_preemptions > 0
+        assert engine.stats.blocks_in_use == 0
         assert all(request.finish_reason == "length" for request in requests)
 
     with Engine(model("llama"), graphs=True, max_num_reqs=2, max_seq_len=64) as engine:
         engine.generate([[1, 2, 3]], max_new_tokens=5)
-        assert (engine.counts.steps, engine.counts.replayed_steps) == (5, 4)
+        assert (engine.stats.steps, engine.stats.replayed_steps) == (5, 4)
 
 
 def test_selections_bear_the_names_of_the_other_host(host):

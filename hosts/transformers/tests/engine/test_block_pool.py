@@ -83,14 +83,14 @@ def test_the_prefix_that_was_released_first_goes_first() -> None:
 def test_shared_blocks_are_not_evicted() -> None:
     pool = BlockPool(4, 1)
     pool.release(blocks := fill(pool, [1, 2]))
-    assert pool.spare(blocks) == 1
+    assert pool.num_free_without(blocks) == 1
 
     pool.share(blocks)
 
     assert pool.num_free == 1
     with pytest.raises(CacheError, match="1 of 3 blocks are free"):
         pool.allocate(2)
-    assert pool.spare(blocks) == 1
+    assert pool.num_free_without(blocks) == 1
 
 
 def test_a_second_copy_of_a_prefix_stays_private() -> None:
@@ -142,7 +142,7 @@ def test_what_was_begun_before_all_was_forgotten_is_not_found() -> None:
     half = pool.allocate(2)
     pool.release(fill(pool, [5, 6]))
 
-    pool.forget_all()
+    pool.reset_prefix_cache()
     assert pool.num_free == 5
     pool.register(half, [7, 8, 9, 9], 0, 1)
     more = done + pool.allocate(1)

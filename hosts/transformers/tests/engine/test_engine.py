@@ -80,7 +80,7 @@ def test_the_tokens_depend_on_nothing_but_the_prompt(
         block_size=block_size,
         max_num_reqs=max_num_reqs,
         max_num_tokens=max_num_reqs + more_tokens,
-        reuse_prefixes=reuse,
+        prefix_caching=reuse,
         num_blocks=1 + longest + spare,
     )
     try:
@@ -106,7 +106,7 @@ def _arriving(engine, prompts, arrivals):
 
 def test_too_few_blocks_for_all_preempt_and_compute_again(open_engine):
     _, prompts, expected = reference("gemma2")
-    engine = open_engine("gemma2", block_size=4, num_blocks=15, reuse_prefixes=False)
+    engine = open_engine("gemma2", block_size=4, num_blocks=15, prefix_caching=False)
 
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
     assert engine._scheduler.num_preemptions > 0

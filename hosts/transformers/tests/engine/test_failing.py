@@ -45,7 +45,7 @@ def test_the_others_go_on(engine, sampling, caplog):
     assert f"requests [{bad.id}] choose no token" in caplog.text
     # The blocks that held NaN serve others, whole and in part.
     assert engine.generate([GOOD, GOOD[3:], GOOD], max_new_tokens=12, sampling=DRAWING)[::2] == [expected] * 2
-    assert engine.counts.blocks_in_use == 0
+    assert engine.stats.blocks_in_use == 0
 
 
 def test_what_failed_is_not_shared(engine):
@@ -63,7 +63,7 @@ def test_what_failed_is_not_shared(engine):
     again = engine.submit(prompt, max_new_tokens=4)
     finish(engine)
 
-    assert (again.num_reused, again.finish_reason) == (0, "length")
+    assert (again.num_cached_tokens, again.finish_reason) == (0, "length")
 
 
 def test_generate_names_the_prompt_and_the_request(engine):
@@ -74,7 +74,7 @@ def test_generate_names_the_prompt_and_the_request(engine):
 
     finish(engine)
     assert waiting.finish_reason == "length"
-    assert engine.counts.blocks_in_use == 0
+    assert engine.stats.blocks_in_use == 0
 
 
 def test_a_replayed_step_lets_one_fail_too(host):

@@ -7,7 +7,7 @@ import torch
 from attnplug.batching import positions_of
 from attnplug_transformers.engine import Engine, Request
 from attnplug_transformers.engine.runner import InputMaker
-from attnplug_transformers.engine.scheduler import Scheduled, Step
+from attnplug_transformers.engine.scheduler import ScheduledRequest, Step
 from hosts.transformers.tests.engine.reference import reference
 
 CPU = torch.device("cpu")
@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def scheduled(tokens, blocks, start, count):
     request = Request(id=0, tokens=tokens, max_new_tokens=5)
     request.blocks = blocks
-    return Scheduled(request, start, count, samples=start + count == len(tokens))
+    return ScheduledRequest(request, start, count, samples=start + count == len(tokens))
 
 
 def test_requests_stand_behind_one_another():

@@ -60,7 +60,7 @@ def test_equal_prompts_are_computed_once() -> None:
     second = add(host, 10)  # while the first is on its way
 
     assert parts(host) == [(first, 8, 2), (second, 8, 2)]
-    assert second.num_reused == 8
+    assert second.num_cached_tokens == 8
     assert second.blocks[:2] == first.blocks[:2]
     assert second.blocks[2] != first.blocks[2]
     assert second.new_tokens == first.new_tokens
@@ -160,7 +160,7 @@ def test_the_youngest_makes_room_and_is_computed_again() -> None:
     computed = len(second.tokens)
     while second not in host.scheduler.running:
         host.step()
-    assert second.num_computed == computed
+    assert second.num_computed_tokens == computed
     host.finish()
     assert first.new_tokens == fake.generate(range(2), 6)
     assert second.new_tokens == fake.generate(range(50, 52), 6)
@@ -256,7 +256,7 @@ def test_an_answer_that_is_not_a_token_each_is_refused_and_changes_nothing(token
     with pytest.raises(BatchError, match="for the 1 requests that sample"):
         host.scheduler.finish_step(step, tokens)
 
-    assert (request.num_computed, request.new_tokens) == (0, [])
+    assert (request.num_computed_tokens, request.new_tokens) == (0, [])
     assert host.scheduler.finish_step(step, [1]) == [request]
 
 

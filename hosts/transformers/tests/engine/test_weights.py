@@ -46,11 +46,11 @@ def test_prefixes_of_other_weights_are_computed_anew(host, change):
         while engine.has_work:
             engine.step()
 
-        assert after.num_reused == 0
+        assert after.num_cached_tokens == 0
         assert [after.new_tokens] == changed(change) != before
         again = engine.submit(PROMPT, max_new_tokens=1)
         engine.step()
-        assert again.num_reused == 32  # what the new weights have made is shared
+        assert again.num_cached_tokens == 32  # what the new weights have made is shared
 
 
 def test_what_is_not_seen_is_told(host):
@@ -58,7 +58,7 @@ def test_what_is_not_seen_is_told(host):
     with Engine(made) as engine:
         engine.generate([PROMPT], max_new_tokens=8)
         negate_unseen(made)
-        engine.forget_prefixes()
+        engine.reset_prefix_cache()
 
         assert engine.generate([PROMPT], max_new_tokens=8) == changed(negate_unseen)
 

@@ -20,7 +20,7 @@ features = ["paged", \
 MANIFEST = DENSE.replace('"mirror"', '"forgetful"').replace("features = [", _PAGED)
 
 
-class ForgetfulImpl(MirrorImpl):
+class FaultyImpl(MirrorImpl):
     """
     What it may forget, beside a window, a soft cap and sinks.
 
@@ -79,15 +79,15 @@ class ForgetfulImpl(MirrorImpl):
         return key[:length], value[:length]
 
 
-class ForgetfulBuilder(MetadataBuilder):
+class FaultyBuilder(MetadataBuilder):
     supports_graphs = True
 
 
-class ForgetfulBackend(Backend):
-    impl_class = ForgetfulImpl
-    builder_class = ForgetfulBuilder
+class FaultyBackend(Backend):
+    impl_class = FaultyImpl
+    builder_class = FaultyBuilder
 
 
 @hookimpl
 def attnplug_backend(variant, agreement):
-    return ForgetfulBackend
+    return FaultyBackend

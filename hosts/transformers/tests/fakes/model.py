@@ -102,13 +102,13 @@ class Host:
         slots: list[int] = []
         for one in step:
             assert one.request.status == "running"
-            assert one.start == one.request.num_computed
+            assert one.start == one.request.num_computed_tokens
             assert 1 <= one.num_new_tokens <= len(one.request.tokens) - one.start
             assert one.samples == (one.stop == len(one.request.tokens))
             slots += self.slots(one.request, one.start, one.stop)
         assert len(set(slots)) == len(slots)
         written = {slot // pool.block_size for slot in slots}
-        assert all(pool.num_owners(block) == 1 and block not in pool._keys for block in written)
+        assert all(pool.num_owners(block) == 1 and block not in pool._prefixes for block in written)
         assert 0 not in written
 
     def check(self) -> None:
@@ -116,25 +116,29 @@ class Host:
         pool, size = self.pool, self.pool.block_size
         running = self.scheduler.running
         owners = Counter(block for request in running for block in request.blocks)
-        free = [*pool._blank, *pool._idle]
+        free = [*pool._free, *pool._free_cached]
         assert sorted([*owners, *free]) == list(range(1, pool.num_blocks))
         assert all(pool.num_owners(block) == owners[block] for block in range(pool.num_blocks))
         assert pool.num_free == len(free)
-        assert {block: key for key, block in pool._index.items()} == pool._keys
-        assert pool._keys.keys() >= pool._idle.keys()
-        assert not pool._keys.keys() & set(pool._blank)
+        assert {block: key for key, block in pool._cached.items()} == pool._prefixes
+        assert pool._prefixes.keys() >= pool._free_cached.keys()
+        assert not pool._prefixes.keys() & set(pool._free)
         prefixes: dict[int, list[int]] = {}
         for request in running:
             assert request.status == "running"
-            assert pool.blocks_for(request.num_computed) <= len(request.blocks) <= pool.blocks_for(request.num_tokens)
+            assert (
+                pool.blocks_for(request.num_computed_tokens)
+                <= len(request.blocks)
+                <= pool.blocks_for(request.num_tokens)
+            )
             for place, block in enumerate(request.blocks):
                 if owners[block] > 1:
-                    assert request.num_computed >= (place + 1) * size
+                    assert request.num_computed_tokens >= (place + 1) * size
                     prefix = request.tokens[: (place + 1) * size]
                     assert prefixes.setdefault(block, prefix) == prefix
         for request in self.scheduler.waiting:
             assert request.status == "waiting"
             assert not request.blocks
-            assert not request.num_computed
+            assert not request.num_computed_tokens
         ages = [request.id for request in (*running, *self.scheduler.waiting)]
         assert ages == sorted(ages)  # whoever runs came before whoever waits

@@ -58,11 +58,11 @@ class Replay:
     The same requests once more, with decode steps replayed.
 
     Attributes:
-        num_recorded: Steps that were recorded.
+        num_captured: Steps that were recorded.
         tokens: The tokens of each sequence.
     """
 
-    num_recorded: int
+    num_captured: int
     tokens: Tokens
 
 

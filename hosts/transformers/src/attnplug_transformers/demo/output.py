@@ -42,7 +42,7 @@ def show(outcome: Outcome, before: Sequence[Outcome] = ()) -> None:
     if outcome.traffic is None:
         _say(f"dense calls: {outcome.inputs}", "  ")
     elif like is not None:
-        flight = f"at most {outcome.traffic.most_in_flight} in flight"
+        flight = f"at most {outcome.traffic.peak_running} in flight"
         _say(f"paged engine: {outcome.inputs}, {flight}, step by step as for {like.example.name}", "  ")
     else:
         _say(f"paged engine: {outcome.inputs}", "  ")
@@ -76,20 +76,21 @@ def _say(text: str, indent: str = "") -> None:
 def _engine(traffic: Traffic) -> Iterator[str]:
     yield (
         f"{_count(traffic.num_steps, 'step')}, the last request came after {traffic.last_arrival} of them;"
-        f" at most {_count(traffic.most_in_flight, 'request')} in flight ({traffic.max_num_reqs} allowed),"
-        f" {traffic.num_waits} of {traffic.num_requests} had to wait"
+        f" at most {_count(traffic.peak_running, 'request')} in flight ({traffic.max_num_reqs} allowed),"
+        f" {traffic.num_queued} of {traffic.num_requests} had to wait"
     )
     yield (
-        f"at most {_count(traffic.most_tokens, 'token')} a step ({traffic.max_num_tokens} allowed):"
-        f" {_count(traffic.num_chunked, 'prompt')} computed in several pieces, {_count(traffic.num_chunks, 'piece')} in"
-        f" all; {_count(traffic.num_mixed_steps, 'step')} with pieces beside the next tokens of others"
+        f"at most {_count(traffic.peak_tokens, 'token')} a step ({traffic.max_num_tokens} allowed):"
+        f" {_count(traffic.num_chunked_prefills, 'prompt')} computed in several pieces,"
+        f" {_count(traffic.num_prefill_chunks, 'piece')} in all;"
+        f" {_count(traffic.num_mixed_steps, 'step')} with pieces beside the next tokens of others"
     )
     yield (
-        f"{_count(traffic.num_sharing, 'request')} found the beginning of their prompt in blocks of an earlier one,"
-        f" {_count(traffic.num_reused, 'token')} in all"
+        f"{_count(traffic.num_prefix_hits, 'request')} found the beginning of their prompt in blocks of an earlier one,"
+        f" {_count(traffic.num_cached_tokens, 'token')} in all"
     )
     yield (
-        f"at most {traffic.most_blocks} of {_count(traffic.num_blocks, 'block')} of {traffic.block_size} tokens in use;"
+        f"at most {traffic.peak_blocks} of {_count(traffic.num_blocks, 'block')} of {traffic.block_size} tokens in use;"
         f" {_times(traffic.num_preemptions)} a request gave its blocks to an older one, and was computed again later"
     )
 
@@ -139,7 +140,7 @@ def _sentence(outcome: Outcome) -> str:
     total = _count(outcome.num_tokens, "token")
     words = [f"all {total} are those of transformers' {where} (closest choice {outcome.margin:.4f})"]
     if outcome.replay is not None:
-        recorded = _count(outcome.replay.num_recorded, "recorded step")
+        recorded = _count(outcome.replay.num_captured, "recorded step")
         words.append(f"all once more, with decodes replayed from {recorded} on graph slots")
     if outcome.distance is not None:
         far = f"{outcome.distance.largest:.1e} ({outcome.distance.allowed:.0e} allowed)"
@@ -197,7 +198,7 @@ def _replay(outcome: Outcome) -> dict[str, Any] | None:
     if replay is None:
         return None
     return {
-        "num_recorded": replay.num_recorded,
+        "num_captured": replay.num_captured,
         "num_equal": outcome.equal_to(replay.tokens),
         "tokens": list(map(list, replay.tokens)),
     }

@@ -66,16 +66,16 @@ class Traffic:
         num_blocks: Blocks that might be owned.
         block_size: Tokens per block.
         num_steps: Steps until all had ended.
-        most_in_flight: Requests that ran in one step, at most.
-        most_tokens: Tokens of one step, at most.
+        peak_running: Requests that ran in one step, at most.
+        peak_tokens: Tokens of one step, at most.
         num_mixed_steps: Steps that computed pieces of some requests beside the next tokens of others.
-        num_chunked: Prompts that were computed in several pieces.
-        num_chunks: Pieces that all prompts were computed in.
-        num_sharing: Requests that found the beginning of their prompt in the cache when they were first admitted.
-        num_reused: Tokens that they found there.
-        num_waits: Requests that were in line for at least one step.
+        num_chunked_prefills: Prompts that were computed in several pieces.
+        num_prefill_chunks: Pieces that all prompts were computed in.
+        num_prefix_hits: Requests that found the beginning of their prompt in the cache when they were first admitted.
+        num_cached_tokens: Tokens that they found there.
+        num_queued: Requests that were in line for at least one step.
         num_preemptions: Times that a request gave its blocks to an older one, to be computed again later.
-        most_blocks: Blocks that were owned between two steps, at most.
+        peak_blocks: Blocks that were owned between two steps, at most.
     """
 
     num_requests: int
@@ -85,16 +85,16 @@ class Traffic:
     num_blocks: int
     block_size: int
     num_steps: int = 0
-    most_in_flight: int = 0
-    most_tokens: int = 0
+    peak_running: int = 0
+    peak_tokens: int = 0
     num_mixed_steps: int = 0
-    num_chunked: int = 0
-    num_chunks: int = 0
-    num_sharing: int = 0
-    num_reused: int = 0
-    num_waits: int = 0
+    num_chunked_prefills: int = 0
+    num_prefill_chunks: int = 0
+    num_prefix_hits: int = 0
+    num_cached_tokens: int = 0
+    num_queued: int = 0
     num_preemptions: int = 0
-    most_blocks: int = 0
+    peak_blocks: int = 0
 
 
 def drive(engine: Engine, expected: Sequence[Arrival]) -> tuple[list[Request], Traffic]:
@@ -124,7 +124,7 @@ class _Before:
 
     status: str
     num_tokens: int
-    num_computed: int
+    num_computed_tokens: int
 
 
 @frozen
@@ -162,22 +162,23 @@ class _Watch:
     def step(self) -> None:
         """Run one step."""
         before = {
-            request: _Before(request.status, request.num_tokens, request.num_computed) for request in self.requests
+            request: _Before(request.status, request.num_tokens, request.num_computed_tokens)
+            for request in self.requests
         }
         grown = set(self._engine.step())
         running = {request for request in self.requests if request.status == "running"}
         traffic = self.traffic
         traffic.num_steps += 1
-        traffic.most_in_flight = max(traffic.most_in_flight, len(grown | running))
-        traffic.most_blocks = max(traffic.most_blocks, len({block for one in running for block in one.blocks}))
+        traffic.peak_running = max(traffic.peak_running, len(grown | running))
+        traffic.peak_blocks = max(traffic.peak_blocks, len({block for one in running for block in one.blocks}))
         self._count_lines(before)
         self._count_parts({one: self._part(one, before[one], grew=one in grown) for one in grown | running})
 
     def finish(self) -> Traffic:
         """Return what was seen."""
-        self.traffic.num_chunks = sum(self._chunks.values())
-        self.traffic.num_chunked = sum(count > 1 for count in self._chunks.values())
-        self.traffic.num_waits = len(self._waited)
+        self.traffic.num_prefill_chunks = sum(self._chunks.values())
+        self.traffic.num_chunked_prefills = sum(count > 1 for count in self._chunks.values())
+        self.traffic.num_queued = len(self._waited)
         return self.traffic
 
     def _count_lines(self, before: dict[Request, _Before]) -> None:
@@ -187,13 +188,13 @@ class _Watch:
                 self.traffic.num_preemptions += then.status == "running"
             elif request in self._new:
                 self._new.remove(request)
-                self.traffic.num_sharing += request.num_reused > 0
-                self.traffic.num_reused += request.num_reused
+                self.traffic.num_prefix_hits += request.num_cached_tokens > 0
+                self.traffic.num_cached_tokens += request.num_cached_tokens
 
     def _part(self, request: Request, then: _Before, *, grew: bool) -> _Part:
-        start = request.num_reused if then.status == "waiting" else then.num_computed
+        start = request.num_cached_tokens if then.status == "waiting" else then.num_computed_tokens
         # What has ended owns nothing any more, so that it does not say how far it was computed.
-        stop = then.num_tokens if grew else request.num_computed
+        stop = then.num_tokens if grew else request.num_computed_tokens
         is_prompt = then.num_tokens == request.num_prompt_tokens
         return _Part(stop - start, is_chunk=then.num_tokens - start > 1, is_prompt=is_prompt)
 
@@ -204,4 +205,4 @@ class _Watch:
                 self._chunks[request] = self._chunks.get(request, 0) + 1
         kinds = {part.is_chunk for part in parts.values() if part.num_tokens}
         traffic.num_mixed_steps += len(kinds) > 1
-        traffic.most_tokens = max(traffic.most_tokens, sum(part.num_tokens for part in parts.values()))
+        traffic.peak_tokens = max(traffic.peak_tokens, sum(part.num_tokens for part in parts.values()))

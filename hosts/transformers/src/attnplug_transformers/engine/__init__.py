@@ -14,8 +14,8 @@ A paged engine over unmodified transformers models: requests join and leave its 
 
 from __future__ import annotations
 
-from attnplug_transformers.engine.engine import Counts, Engine
+from attnplug_transformers.engine.engine import Engine, EngineStats
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.sampling import Sampling
 
-__all__ = ["Counts", "Engine", "Request", "Sampling"]
+__all__ = ["Engine", "EngineStats", "Request", "Sampling"]

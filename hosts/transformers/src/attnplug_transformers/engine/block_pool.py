@@ -41,10 +41,10 @@ class BlockPool:
         self.block_size = block_size
         self.reuse = reuse
         self._owners = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, 0, -1))
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._index: dict[_Prefix, int] = {}
-        self._keys: dict[int, _Prefix] = {}
+        self._free = list(range(num_blocks - 1, 0, -1))
+        self._free_cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: dict[_Prefix, int] = {}
+        self._prefixes: dict[int, _Prefix] = {}
         self._numbers = [_EMPTY] * num_blocks
         self._counter = count(_EMPTY + 1)
         self._root = _EMPTY
@@ -58,7 +58,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that nobody owns."""
-        return len(self._blank) + len(self._idle)
+        return len(self._free) + len(self._free_cached)
 
     def num_owners(self, block: int) -> int:
         """Return how many requests own a block."""
@@ -73,16 +73,16 @@ class BlockPool:
         found: list[int] = []
         number, size = self._root, self.block_size
         for start in range(0, len(tokens) - size + 1, size):
-            block = self._index.get((number, tuple(tokens[start : start + size])))
+            block = self._cached.get((number, tuple(tokens[start : start + size])))
             if block is None:
                 break
             found.append(block)
             number = self._numbers[block]
         return found
 
-    def spare(self, blocks: Iterable[int]) -> int:
+    def num_free_without(self, blocks: Iterable[int]) -> int:
         """Return how many blocks stay free when these are shared."""
-        return self.num_free - sum(block in self._idle for block in blocks)
+        return self.num_free - sum(block in self._free_cached for block in blocks)
 
     def share(self, blocks: Iterable[int]) -> None:
         """
@@ -93,12 +93,12 @@ class BlockPool:
         """
         blocks = list(blocks)
         for block in blocks:
-            if block not in self._keys:
+            if block not in self._prefixes:
                 raise CacheError(
                     f"block {block} was shared", "a shared block holds a known prefix", "share what match() returned"
                 )
         for block in blocks:
-            self._idle.pop(block, None)
+            self._free_cached.pop(block, None)
             self._owners[block] += 1
 
     def allocate(self, num_blocks: int) -> list[int]:
@@ -114,7 +114,7 @@ class BlockPool:
                 f"{self.num_free} of {self.num_usable} blocks are free",
                 "wait until a request ends, or make the cache larger",
             )
-        blocks = [self._blank.pop() if self._blank else self._evict() for _ in range(num_blocks)]
+        blocks = [self._free.pop() if self._free else self._evict() for _ in range(num_blocks)]
         for block in blocks:
             self._owners[block] = 1
             self._roots[block] = self._root
@@ -155,38 +155,38 @@ class BlockPool:
     def forget(self, blocks: Iterable[int]) -> None:
         """Find these blocks no more, nor those that continue them. Whoever owns them keeps them."""
         for block in blocks:
-            key = self._keys.pop(block, None)
+            key = self._prefixes.pop(block, None)
             if key is not None:
-                del self._index[key]
-                if block in self._idle:
-                    del self._idle[block]
-                    self._blank.append(block)
+                del self._cached[key]
+                if block in self._free_cached:
+                    del self._free_cached[block]
+                    self._free.append(block)
 
-    def forget_all(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Find nothing more that was computed, or begun, before now."""
         self._root = next(self._counter)
-        self.forget(tuple(self._keys))
+        self.forget(tuple(self._prefixes))
 
     def _learn(self, block: int, key: _Prefix) -> int:
         """Return the number of the prefix. A second block of one prefix gets its number, and stays private."""
-        known = self._index.get(key)
+        known = self._cached.get(key)
         if known is None:
-            self._index[key] = block
-            self._keys[block] = key
+            self._cached[key] = block
+            self._prefixes[block] = key
             self._numbers[block] = next(self._counter)
         else:
             self._numbers[block] = self._numbers[known]
         return self._numbers[block]
 
     def _set_free(self, block: int) -> None:
-        if block in self._keys:
-            self._idle[block] = None
+        if block in self._prefixes:
+            self._free_cached[block] = None
         else:
-            self._blank.append(block)
+            self._free.append(block)
 
     def _evict(self) -> int:
-        block, _ = self._idle.popitem(last=False)
-        del self._index[self._keys.pop(block)]
+        block, _ = self._free_cached.popitem(last=False)
+        del self._cached[self._prefixes.pop(block)]
         return block
 
 

@@ -21,19 +21,19 @@ from attnplug_transformers.engine.inspection import (
     check_kind,
     check_lengths,
     check_model,
-    end_of_text,
-    learn,
+    eos_tokens,
+    inspect_layers,
     longest,
 )
 from attnplug_transformers.engine.layers import Groups, count_blocks, free_bytes, make_caches
-from attnplug_transformers.engine.model_attention import Loan
+from attnplug_transformers.engine.model_attention import ModelAttention
 from attnplug_transformers.engine.request import (
     Request,
     check_choices,
     check_known,
     check_tokens,
-    prompts_of,
-    samplings_of,
+    to_prompts,
+    to_samplings,
     to_stop_tokens,
 )
 from attnplug_transformers.engine.runner import Runner, current, record
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 
 
 @frozen
-class Counts:
+class EngineStats:
     """
     The counters of an engine, at one moment.
 
@@ -70,7 +70,7 @@ class Counts:
     blocks_in_use: int
 
 
-class OneCaller:
+class ExclusiveCall:
     """Lets one call in, and refuses another that comes meanwhile instead of letting it wait."""
 
     def __init__(self) -> None:
@@ -148,7 +148,7 @@ class Engine:
         features: Open features that every layer asks for, by dotted name.
         backend: As for `attnplug.plan`.
         options: As for `attnplug.plan`.
-        reuse_prefixes: Whether full blocks of equal prefixes are computed once.
+        prefix_caching: Whether full blocks of equal prefixes are computed once.
         graphs: Whether decode steps are recorded once and replayed, from CUDA graphs on CUDA: a step then costs the
             host next to nothing. True asks it of the backends; None takes it on CUDA where backends and model allow
             it, and `why_eager` says why not.
@@ -175,12 +175,12 @@ class Engine:
         features: Sequence[str] = (),
         backend: BackendNames | None = None,
         options: Options | None = None,
-        reuse_prefixes: bool = True,
+        prefix_caching: bool = True,
         graphs: bool | None = None,
         memory_fraction: float = 0.9,
         assume: str | None = None,
     ) -> None:
-        check_choices(graphs, reuse_prefixes, kv_cache_dtype)
+        check_choices(graphs, prefix_caching, kv_cache_dtype)
         check_kind(model)
         self.model = model
         dtype = str(model.dtype).removeprefix("torch.")
@@ -203,17 +203,17 @@ class Engine:
             num_blocks=num_blocks,
         )
         check_lengths(model, limits.max_seq_len, max_num_tokens)
-        loan = Loan(model)
+        loan = ModelAttention(model)
         self._end = weakref.finalize(self, loan.end)
         try:
             check_call(model)  # behind the attention: code that a model is published with often lacks both
             with current(model.device):
-                self._groups = Groups.of(learn(model, layers, kv_cache_dtype), model.device, backend, options)
+                self._groups = Groups.of(inspect_layers(model, layers, kv_cache_dtype), model.device, backend, options)
                 self._runner = loan.runner = Runner(model, self._groups)
                 self.limits = self._equip(limits, memory_fraction)
                 self.why_eager = record(model, self._groups, self._runner, graphs)
             self._scheduler = Scheduler(
-                BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=reuse_prefixes),
+                BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=prefix_caching),
                 max_num_reqs=max_num_reqs,
                 max_num_tokens=max_num_tokens,
                 max_seq_len=limits.max_seq_len,
@@ -225,7 +225,7 @@ class Engine:
         self._known: weakref.WeakSet[Request] = weakref.WeakSet()
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._weights = Weights(model)
-        self._caller = OneCaller()
+        self._caller = ExclusiveCall()
         self._num_steps = 0
 
     def __enter__(self) -> Self:
@@ -239,7 +239,7 @@ class Engine:
     @property
     def selections(self) -> dict[str, Selection]:
         """The decision for each attention layer, by its module's name as `model.named_modules()` has it."""
-        return {name: self._groups.plan[layer.learned.name] for name, layer in self._groups.named(self.model).items()}
+        return {name: self._groups.plan[layer.spec.name] for name, layer in self._groups.named(self.model).items()}
 
     @property
     def implementations(self) -> dict[str, AttentionImpl]:
@@ -247,10 +247,10 @@ class Engine:
         return {name: layer.impl for name, layer in self._groups.named(self.model).items()}
 
     @property
-    def counts(self) -> Counts:
+    def stats(self) -> EngineStats:
         """What was done so far."""
         pool = self._scheduler.pool
-        return Counts(
+        return EngineStats(
             steps=self._num_steps,
             replayed_steps=self._runner.num_replays,
             preemptions=self._scheduler.num_preemptions,
@@ -307,8 +307,8 @@ class Engine:
     ) -> Request:
         self._check_open()
         if self._weights.have_changed(self.num_graphs):
-            self._scheduler.pool.forget_all()
-        stops = end_of_text(self.model) if stop_tokens is None else stop_tokens
+            self._scheduler.pool.reset_prefix_cache()
+        stops = eos_tokens(self.model) if stop_tokens is None else stop_tokens
         request = Request(
             id=next(self._ids),
             tokens=prompt_ids,
@@ -355,7 +355,7 @@ class Engine:
         with self._caller.call("cancel"):
             self._scheduler.cancel(request)
 
-    def forget_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """
         Compute every prompt anew from now on, as after a change of the model.
 
@@ -363,8 +363,8 @@ class Engine:
         does not see are writes into a parameter's `data`, and changes of anything else. Requests under way keep what
         they have computed: let them end first, or cancel them.
         """
-        with self._caller.call("forget_prefixes"):
-            self._scheduler.pool.forget_all()
+        with self._caller.call("reset_prefix_cache"):
+            self._scheduler.pool.reset_prefix_cache()
 
     def generate(
         self,
@@ -387,11 +387,11 @@ class Engine:
             AttnplugError: As for `submit`, or while the model runs; none of these requests stays then.
             TensorError: The logits of one of these requests choose no token; none of them stays.
         """
-        asked = prompts_of(prompts)
+        asked = to_prompts(prompts)
         stops = None if stop_tokens is None else to_stop_tokens(stop_tokens)
         requests: list[Request] = []
         try:
-            for prompt, how in zip(asked, samplings_of(sampling, len(asked)), strict=True):
+            for prompt, how in zip(asked, to_samplings(sampling, len(asked)), strict=True):
                 requests.append(self.submit(prompt, max_new_tokens=max_new_tokens, sampling=how, stop_tokens=stops))
             while not all(request.is_finished for request in requests):
                 self.step()

@@ -44,7 +44,7 @@ def common_lengths(given: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 
 @frozen(eq=False)
-class Recorded:
+class CapturedStep:
     """
     One recorded decode step.
 
@@ -80,7 +80,7 @@ class DecodeGraphs:
         self._device = device
         most = builders[0].limits.max_num_reqs
         self._ids, self._positions = torch.zeros(2, 1, most, dtype=torch.int64, device=device)
-        self._recorded: dict[tuple[int, int], Recorded] = {}
+        self._recorded: dict[tuple[int, int], CapturedStep] = {}
         # The smallest that fits is looked for: sizes and lengths rise.
         self._sizes = capture_sizes(most)
         self._lengths = common_lengths([builder.graph_lengths for builder in self._builders])
@@ -89,7 +89,7 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._recorded)
 
-    def find(self, inputs: Inputs) -> Recorded | None:
+    def find(self, inputs: Inputs) -> CapturedStep | None:
         """Return the recorded step that this one can be replayed from, or None."""
         batch = inputs.batch
         if batch.max_query_len > 1 or inputs.rows is not None:
@@ -100,7 +100,7 @@ class DecodeGraphs:
             return None
         return self._recorded.get((size, length))
 
-    def run(self, recorded: Recorded, inputs: Inputs) -> Tensor:
+    def run(self, recorded: CapturedStep, inputs: Inputs) -> Tensor:
         """Write the step's inputs where the recorded one reads them, replay it, and return its logits."""
         count = inputs.batch.num_reqs
         self._ids[:, :count].copy_(inputs.input_ids)
@@ -117,7 +117,7 @@ class DecodeGraphs:
             for size in reversed(self._sizes):
                 self._recorded[size, length] = self._record(GraphShape(size, size, 1, length), pool)
 
-    def _record(self, key: GraphShape, pool: Any) -> Recorded:
+    def _record(self, key: GraphShape, pool: Any) -> CapturedStep:
         graphs, metadata = [], []
         for builder in self._builders:
             with builder.state.graph_capture(builder.limits.max_num_reqs):
@@ -125,4 +125,4 @@ class DecodeGraphs:
                 metadata.append(builder.build(graphs[-1].dummy_batch(builder), graph=graphs[-1]))
         call, ids, positions = self._call, self._ids[:, : key.num_reqs], self._positions[:, : key.num_reqs]
         logits, replay = capture(lambda: call(ids, positions, metadata), self._device, pool=pool)
-        return Recorded(tuple(graphs), logits, replay)
+        return CapturedStep(tuple(graphs), logits, replay)

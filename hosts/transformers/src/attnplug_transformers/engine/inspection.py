@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from attnplug.errors import LimitsError, NotNegotiatedError, RequirementsError
-from attnplug_transformers.call import version_of
-from attnplug_transformers.engine.layers import Learned
-from attnplug_transformers.mask import AskedMask
+from attnplug_transformers.call import tensor_version
+from attnplug_transformers.engine.layers import LayerSpec
+from attnplug_transformers.mask import LazyMask
 from attnplug_transformers.packing import Pattern
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from attnplug.models import ModelLayer
-    from attnplug_transformers.engine.model_attention import Asked
+    from attnplug_transformers.engine.model_attention import AttentionCall
 
 
 _KEEP = "keep transformers' own attention for this model"
@@ -104,7 +104,7 @@ def longest(model: Any, asked: int | None) -> int:
     return most
 
 
-def end_of_text(model: Any) -> tuple[int, ...]:
+def eos_tokens(model: Any) -> tuple[int, ...]:
     """Return the tokens that end a text by the model's generation_config."""
     found = model.generation_config.eos_token_id
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)
@@ -201,7 +201,7 @@ _ALIKE: Final = 0.05
 """Same token, same position: so far, of the largest value, may rows differ by the rounding of a narrow dtype."""
 
 
-def learn(model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str) -> tuple[Learned, ...]:
+def inspect_layers(model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str) -> tuple[LayerSpec, ...]:
     """
     Run the model twice on a few tokens, without attending, and return what its attention calls brought.
 
@@ -217,11 +217,11 @@ def learn(model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str) -> tupl
         RequirementsError: A layer was not called, or the model's computation depends on where in a row a token stands.
         NotNegotiatedError: A call brings what the configuration does not say.
     """
-    looking = _Looking(layers, kv_cache_dtype)
+    looking = LayerRecorder(layers, kv_cache_dtype)
     ids = torch.arange(1, _TOKENS + 1, device=model.device) % model.config.get_text_config().vocab_size
     positions = torch.arange(_TOKENS, device=model.device)
-    mask = no_mask(model.device)
-    packed = _Packed(mask)
+    mask = placeholder_mask(model.device)
+    packed = PackingCheck(mask)
     with torch.inference_mode():
         _call(model, ids, positions, looking, None)
         looking.check_complete()
@@ -229,7 +229,7 @@ def learn(model: Any, layers: Sequence[ModelLayer], kv_cache_dtype: str) -> tupl
     return tuple(attrs.evolve(found, takes_mask=packed.masked[found.module]) for found in looking.found.values())
 
 
-def no_mask(device: torch.device) -> Tensor:
+def placeholder_mask(device: torch.device) -> Tensor:
     """Return what goes in place of a mask: four axes let the library take it for a prepared one, and make none."""
     return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
@@ -244,19 +244,19 @@ def _call(model: Any, ids: Tensor, positions: Tensor, answering: Any, mask: Tens
     )
 
 
-def _zeros(asked: Asked) -> Tensor:
+def _zeros(asked: AttentionCall) -> Tensor:
     return asked.query.new_zeros(asked.query.shape[0], asked.query.shape[1] * asked.value.shape[2])
 
 
-class _Looking:
+class LayerRecorder:
     """Answers with nothing, and remembers who asked for what."""
 
     def __init__(self, layers: Sequence[ModelLayer], kv_cache_dtype: str) -> None:
-        self.found: dict[int, Learned] = {}
+        self.found: dict[int, LayerSpec] = {}
         self._layers = {layer.index: layer for layer in layers}
         self._kv_cache_dtype = kv_cache_dtype
 
-    def answer(self, asked: Asked) -> Tensor:
+    def answer(self, asked: AttentionCall) -> Tensor:
         """Learn from the first call of a module."""
         index = getattr(asked.module, "layer_idx", None)
         layer = self._layers.get(index) if isinstance(index, int) else None
@@ -268,8 +268,8 @@ class _Looking:
             )
         _check_mask(asked, layer)
         requirements = asked.call.agree(layer).evolve(kv_cache_dtype=self._kv_cache_dtype)
-        sinks = (asked.sinks, version_of(asked.sinks))
-        self.found[layer.index] = Learned(
+        sinks = (asked.sinks, tensor_version(asked.sinks))
+        self.found[layer.index] = LayerSpec(
             layer.name, asked.module, requirements, asked.call, asked.scale, sinks, takes_mask=True
         )
         return _zeros(asked)
@@ -285,14 +285,14 @@ class _Looking:
             )
 
 
-class _Packed:
+class PackingCheck:
     """Answers with nothing, and compares the second half of the row with the first."""
 
     def __init__(self, mask: Tensor) -> None:
         self.masked: dict[nn.Module, bool] = {}
         self._mask = mask
 
-    def answer(self, asked: Asked) -> Tensor:
+    def answer(self, asked: AttentionCall) -> Tensor:
         """Hold equal tokens at equal positions against each other."""
         name = f"{type(asked.module).__name__} {asked.module.layer_idx}"
         for rows in (asked.query, asked.key, asked.value):
@@ -314,14 +314,14 @@ class _Packed:
         return _zeros(asked)
 
 
-def _check_mask(asked: Asked, layer: ModelLayer) -> None:
+def _check_mask(asked: AttentionCall, layer: ModelLayer) -> None:
     """Hold the mask that the model asks for against what was negotiated, beyond the reach of windows and chunks."""
     pattern = Pattern.of(layer.requirements)
     if asked.mask is None and not pattern.is_local:
         return
     reach = 2 * ((pattern.left or 0) + (pattern.chunk or 0)) + _TOKENS
     rows = min(reach, _ROWS)
-    if isinstance(asked.mask, AskedMask):
+    if isinstance(asked.mask, LazyMask):
         far = attrs.evolve(asked.mask, q_length=rows, kv_length=reach, q_offset=reach - rows, packings={})
         queries, keys = torch.arange(reach - rows, reach), torch.arange(reach)
         expected = pattern.attends(queries[:, None], keys[None, :])

@@ -11,7 +11,7 @@ from attnplug import Plan, plan
 from attnplug.contract import Backend, Layer
 from attnplug.errors import LimitsError, NotNegotiatedError
 from attnplug_transformers.binding import device_of
-from attnplug_transformers.call import version_of
+from attnplug_transformers.call import tensor_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from attnplug.contract import AttentionImpl, Cache, Limits, MetadataBuilder
     from attnplug.request import BackendNames, Options, Requirements
-    from attnplug_transformers.call import Call
-    from attnplug_transformers.engine.model_attention import Asked
+    from attnplug_transformers.call import CallSignature
+    from attnplug_transformers.engine.model_attention import AttentionCall
 
 
 @frozen(eq=False)
-class Learned:
+class LayerSpec:
     """
     One attention module, as a trial run has met it.
 
@@ -42,28 +42,28 @@ class Learned:
     name: str
     module: nn.Module
     requirements: Requirements
-    call: Call
+    call: CallSignature
     scale: float | None
     sinks: tuple[Tensor | None, int]
     takes_mask: bool
 
-    def check(self, asked: Asked, mask: Tensor) -> None:
+    def check(self, asked: AttentionCall, mask: Tensor) -> None:
         """
-        Hold a call against what was learned.
+        Hold a call against what was spec.
 
         Raises:
             NotNegotiatedError: It brings something else.
         """
         self._compare("the facts", asked.call, self.call)
         self._compare("scaling", asked.scale, self.scale)
-        if asked.sinks is not self.sinks[0] or version_of(asked.sinks) != self.sinks[1]:
+        if asked.sinks is not self.sinks[0] or tensor_version(asked.sinks) != self.sinks[1]:
             self._refuse("other sinks (s_aux)", "a backend keeps the sinks that a layer was made with")
         if asked.mask is not (mask if self.takes_mask else None):
             self._refuse("a mask of its own", "a step attends as the layer was negotiated")
 
-    def _compare(self, what: str, brought: object, learned: object) -> None:
-        if brought != learned:
-            self._refuse(f"{what} {brought}", f"the layer was made for {learned}")
+    def _compare(self, what: str, brought: object, spec: object) -> None:
+        if brought != spec:
+            self._refuse(f"{what} {brought}", f"the layer was made for {spec}")
 
     def _refuse(self, brought: str, expected: str) -> None:
         raise NotNegotiatedError(
@@ -79,12 +79,12 @@ class PagedLayer:
     One attention layer, ready to run.
 
     Attributes:
-        learned: What its calls are held against.
+        spec: What its calls are held against.
         impl: Its implementation.
         group: The number of its group.
     """
 
-    learned: Learned
+    spec: LayerSpec
     impl: AttentionImpl
     group: int
 
@@ -109,7 +109,7 @@ class Groups:
     @classmethod
     def of(
         cls,
-        learned: Sequence[Learned],
+        spec: Sequence[LayerSpec],
         device: torch.device,
         backend: BackendNames | None = None,
         options: Options | None = None,
@@ -122,17 +122,17 @@ class Groups:
             PluginError: What was chosen does not load.
         """
         chosen = plan(
-            {layer.name: layer.requirements for layer in learned}, device_of(device), backend=backend, options=options
+            {layer.name: layer.requirements for layer in spec}, device_of(device), backend=backend, options=options
         )
         backends = tuple(group.selection.load() for group in chosen.groups)
         numbers = {name: number for number, group in enumerate(chosen.groups) for name in group.layers}
-        layers = tuple(_ready(layer, backends[numbers[layer.name]], numbers[layer.name]) for layer in learned)
+        layers = tuple(_ready(layer, backends[numbers[layer.name]], numbers[layer.name]) for layer in spec)
         return cls(chosen, backends, layers, chosen.block_size or 1)
 
     def named(self, model: Any) -> dict[str, PagedLayer]:
         """Return the layers by the names of their modules in the model."""
         names = {module: name for name, module in model.named_modules()}
-        return {names[layer.learned.module]: layer for layer in self.layers}
+        return {names[layer.spec.module]: layer for layer in self.layers}
 
     @property
     def bytes_per_block(self) -> int:
@@ -157,10 +157,10 @@ class Groups:
         return {backend.id: backend for backend in ordered}
 
 
-def _ready(learned: Learned, backend: Backend, group: int) -> PagedLayer:
-    sinks = learned.sinks[0]
-    layer = Layer(name=learned.name, scale=learned.scale, sinks=None if sinks is None else sinks.detach())
-    return PagedLayer(learned, backend.make_impl(layer), group)
+def _ready(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
+    sinks = spec.sinks[0]
+    layer = Layer(name=spec.name, scale=spec.scale, sinks=None if sinks is None else sinks.detach())
+    return PagedLayer(spec, backend.make_impl(layer), group)
 
 
 CPU_BYTES: Final = 2**30
@@ -176,7 +176,7 @@ def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[s
     """
     try:
         return {
-            layer.learned.name: groups.backends[layer.group].make_cache(num_blocks, device, impl=layer.impl)
+            layer.spec.name: groups.backends[layer.group].make_cache(num_blocks, device, impl=layer.impl)
             for layer in groups.layers
         }
     except torch.OutOfMemoryError as error:

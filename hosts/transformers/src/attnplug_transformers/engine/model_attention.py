@@ -13,8 +13,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from attnplug.errors import NotNegotiatedError, RequirementsError, TensorError
-from attnplug_transformers.call import Call, check_arguments, uncompiled
-from attnplug_transformers.mask import AskedMask, make_mask
+from attnplug_transformers.call import CallSignature, check_arguments, uncompiled
+from attnplug_transformers.mask import LazyMask, make_mask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,7 +38,7 @@ def register() -> str:
 
 
 @frozen(eq=False)
-class Asked:
+class AttentionCall:
     """
     One attention call of the model.
 
@@ -54,19 +54,19 @@ class Asked:
     """
 
     module: nn.Module
-    call: Call
+    call: CallSignature
     query: Tensor
     key: Tensor
     value: Tensor
-    mask: Tensor | AskedMask | None
+    mask: Tensor | LazyMask | None
     scale: float | None
     sinks: Tensor | None
 
 
-class Answering(Protocol):
+class AttentionHandler(Protocol):
     """What a model is called with, to answer the attention calls of that one run."""
 
-    def answer(self, asked: Asked) -> Tensor:
+    def answer(self, asked: AttentionCall) -> Tensor:
         """Return ``(tokens, num_q_heads * head_size_v)``."""
 
 
@@ -76,14 +76,14 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | AskedMask | None,
+    attention_mask: Tensor | LazyMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,  # noqa: FBT001 - the library's signature
     s_aux: Tensor | None = None,
-    attnplug_step: Answering | None = None,
+    attnplug_step: AttentionHandler | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
     """
@@ -117,7 +117,7 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
     if attnplug_step is None:
         raise _not_a_step(name)
     _check_tensors(query, key, value, name)
-    call = Call.of(
+    call = CallSignature.of(
         module,
         query,
         key,
@@ -127,7 +127,7 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
         sinks=s_aux is not None,
         is_causal=is_causal,
     )
-    asked = Asked(module, call, _rows(query), _rows(key), _rows(value), attention_mask, scaling, s_aux)
+    asked = AttentionCall(module, call, _rows(query), _rows(key), _rows(value), attention_mask, scaling, s_aux)
     output = attnplug_step.answer(asked)
     return output.view(1, query.shape[2], query.shape[1], value.shape[3]), None
 
@@ -161,7 +161,7 @@ def _not_a_step(name: str) -> NotNegotiatedError:
     )
 
 
-class PagedStep:
+class StepAttention:
     """
     The attention of one step.
 
@@ -184,7 +184,7 @@ class PagedStep:
         self._metadata = metadata
         self._mask = mask
 
-    def answer(self, asked: Asked) -> Tensor:
+    def answer(self, asked: AttentionCall) -> Tensor:
         """
         Write the keys and values of the step's tokens, and attend.
 
@@ -195,7 +195,7 @@ class PagedStep:
         layer = self._waiting.pop(asked.module, None)
         if layer is None:
             raise _called_again(asked)
-        learned = layer.learned
+        learned = layer.spec
         learned.check(asked, self._mask)
         output = asked.query.new_empty(asked.query.shape[0], layer.impl.output_width)
         metadata = self._metadata[layer.group] if self._metadata else None
@@ -211,7 +211,7 @@ class PagedStep:
             NotNegotiatedError: One has not.
         """
         if self._waiting:
-            missing = next(iter(self._waiting.values())).learned.name
+            missing = next(iter(self._waiting.values())).spec.name
             raise NotNegotiatedError(
                 f"{len(self._waiting)} attention layers, {missing!r} first, did not ask the engine",
                 "while an engine is open, its model is on the attention implementation 'attnplug_engine'",
@@ -219,7 +219,7 @@ class PagedStep:
             )
 
 
-def _called_again(asked: Asked) -> NotNegotiatedError:
+def _called_again(asked: AttentionCall) -> NotNegotiatedError:
     return NotNegotiatedError(
         f"{type(asked.module).__name__} {getattr(asked.module, 'layer_idx', '')} attends once more",
         "each attention layer that the engine knows attends once a step",
@@ -233,7 +233,7 @@ _lent: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-class Loan:
+class ModelAttention:
     """
     One engine's hold on a model. It knows the runner and not the engine, so that it can end after the engine.
 

@@ -76,8 +76,8 @@ class Request:
         stop_tokens: Generating one of these ends the request; it is kept as the last token.
         seed: What its draws follow from: the one of `sampling`, or one of its own.
         num_prompt_tokens: Tokens of the prompt.
-        num_computed: Tokens at the front whose keys and values are cached.
-        num_reused: Those of them that the last admission found in the cache.
+        num_computed_tokens: Tokens at the front whose keys and values are cached.
+        num_cached_tokens: Those of them that the last admission found in the cache.
         blocks: The blocks that hold its tokens, in order.
         status: Where it is. A preempted request is waiting again.
         finish_reason: Why it ended: a stop token, its length, the host cancelled it, or its logits were no numbers.
@@ -90,8 +90,8 @@ class Request:
     stop_tokens: frozenset[int] = field(default=frozenset(), converter=to_stop_tokens)
     seed: int = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    num_computed: int = field(init=False, default=0)
-    num_reused: int = field(init=False, default=0)
+    num_computed_tokens: int = field(init=False, default=0)
+    num_cached_tokens: int = field(init=False, default=0)
     blocks: list[int] = field(init=False, factory=list)
     status: Status = field(init=False, default="waiting")
     finish_reason: FinishReason | None = field(init=False, default=None)
@@ -138,7 +138,7 @@ class Request:
             self.finish_reason = "length"
 
 
-def check_choices(graphs: object, reuse_prefixes: object, kv_cache_dtype: object) -> None:
+def check_choices(graphs: object, prefix_caching: object, kv_cache_dtype: object) -> None:
     """
     See that the choices of an engine are of their kind.
 
@@ -147,8 +147,8 @@ def check_choices(graphs: object, reuse_prefixes: object, kv_cache_dtype: object
     """
     if graphs is not None and not isinstance(graphs, bool):
         _refuse_choice("graphs", graphs, "True, False or None", "leave graphs out to record steps where that helps")
-    if not isinstance(reuse_prefixes, bool):
-        _refuse_choice("reuse_prefixes", reuse_prefixes, "True or False", "leave reuse_prefixes out for True")
+    if not isinstance(prefix_caching, bool):
+        _refuse_choice("prefix_caching", prefix_caching, "True or False", "leave prefix_caching out for True")
     if not isinstance(kv_cache_dtype, str):
         _refuse_choice("kv_cache_dtype", kv_cache_dtype, "the name of a dtype, or 'auto'", "pass 'auto', or 'fp8'")
 
@@ -186,7 +186,7 @@ def check_known(request: object, known: Container[Request]) -> None:
         )
 
 
-def prompts_of(prompts: Any) -> list[Iterable[Any]]:
+def to_prompts(prompts: Any) -> list[Iterable[Any]]:
     """
     Return prompts as a list of prompts.
 
@@ -203,7 +203,7 @@ def prompts_of(prompts: Any) -> list[Iterable[Any]]:
     return found
 
 
-def samplings_of(sampling: Any, count: int) -> Sequence[Sampling]:
+def to_samplings(sampling: Any, count: int) -> Sequence[Sampling]:
     """
     Return the sampling of each prompt, from one for all or a list with one for each.
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from attnplug.batching import BatchAssembler, positions_of
 from attnplug.contract import Batch, upload
 from attnplug_transformers.engine.graphs import DecodeGraphs
-from attnplug_transformers.engine.inspection import no_mask
-from attnplug_transformers.engine.model_attention import PagedStep
+from attnplug_transformers.engine.inspection import placeholder_mask
+from attnplug_transformers.engine.model_attention import StepAttention
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -99,9 +99,9 @@ class Runner:
     def __init__(self, model: Any, groups: Groups) -> None:
         self.device: torch.device = model.device
         self._model = model
-        self._layers = {layer.learned.module: layer for layer in groups.layers}
+        self._layers = {layer.spec.module: layer for layer in groups.layers}
         self._inputs = InputMaker(groups.block_size, self.device)
-        self._mask = no_mask(self.device)
+        self._mask = placeholder_mask(self.device)
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._builders: Sequence[MetadataBuilder] = ()
         self._graphs: DecodeGraphs | None = None
@@ -150,7 +150,7 @@ class Runner:
         ids = torch.zeros(1, num_tokens, dtype=torch.int64, device=self.device)
         positions = torch.arange(num_tokens, device=self.device)[None] % max_seq_len
         rows = torch.arange(min(num_rows, num_tokens), device=self.device)
-        self._call(ids, positions, rows, PagedStep(self._layers, {}, (), self._mask))
+        self._call(ids, positions, rows, StepAttention(self._layers, {}, (), self._mask))
 
     def prepare(self, step: Step) -> Inputs:
         """Return the step's tensors."""
@@ -162,13 +162,13 @@ class Runner:
 
     def forward(self, inputs: Inputs, metadata: Sequence[Metadata]) -> Tensor:
         """Call the model, and return the logits of the rows that sample."""
-        step = PagedStep(self._layers, self._caches, metadata, self._mask)
+        step = StepAttention(self._layers, self._caches, metadata, self._mask)
         return self._call(inputs.input_ids, inputs.positions, inputs.rows, step)
 
     def _decode(self, ids: Tensor, positions: Tensor, metadata: Sequence[Metadata]) -> Tensor:
-        return self._call(ids, positions, None, PagedStep(self._layers, self._caches, metadata, self._mask))
+        return self._call(ids, positions, None, StepAttention(self._layers, self._caches, metadata, self._mask))
 
-    def _call(self, ids: Tensor, positions: Tensor, rows: Tensor | None, step: PagedStep) -> Tensor:
+    def _call(self, ids: Tensor, positions: Tensor, rows: Tensor | None, step: StepAttention) -> Tensor:
         keep = {"logits_to_keep": 0 if rows is None else rows} if self._keeps else {}
         output = self._model(
             input_ids=ids,

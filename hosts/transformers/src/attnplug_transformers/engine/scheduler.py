@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @frozen(eq=False)
-class Scheduled:
+class ScheduledRequest:
     """
     One request's part of a step: its tokens from `start` on, as many as `num_new_tokens`.
 
@@ -48,9 +48,9 @@ class Step:
         scheduled: One entry for each request, at least one.
     """
 
-    scheduled: tuple[Scheduled, ...]
+    scheduled: tuple[ScheduledRequest, ...]
 
-    def __iter__(self) -> Iterator[Scheduled]:
+    def __iter__(self) -> Iterator[ScheduledRequest]:
         return iter(self.scheduled)
 
     def __len__(self) -> int:
@@ -178,29 +178,29 @@ class Scheduler:
                     grown.append(one.request)
         return grown
 
-    def _schedule_decodes(self) -> list[Scheduled]:
+    def _schedule_decodes(self) -> list[ScheduledRequest]:
         chosen = []
         for request in tuple(self._running):
             if request.status != "running":
                 break  # preempted just now, like all that are younger
-            if len(request.tokens) - request.num_computed == 1 and self._make_room(request):
-                chosen.append(Scheduled(request, request.num_computed, 1, samples=True))
+            if len(request.tokens) - request.num_computed_tokens == 1 and self._make_room(request):
+                chosen.append(ScheduledRequest(request, request.num_computed_tokens, 1, samples=True))
         return chosen
 
-    def _schedule_chunks(self, budget: int) -> list[Scheduled]:
-        chosen: list[Scheduled] = []
+    def _schedule_chunks(self, budget: int) -> list[ScheduledRequest]:
+        chosen: list[ScheduledRequest] = []
         for request in self._running:
             if budget < 1:
                 break
-            if len(request.tokens) - request.num_computed > 1:
+            if len(request.tokens) - request.num_computed_tokens > 1:
                 chosen.append(_chunk(request, budget))
                 budget -= chosen[-1].num_new_tokens
         return chosen
 
-    def _admit(self, budget: int) -> list[Scheduled]:
+    def _admit(self, budget: int) -> list[ScheduledRequest]:
         if not self._waiting:
             return []
-        chosen: list[Scheduled] = []
+        chosen: list[ScheduledRequest] = []
         # Each of the running may need one more block: an admission into those would soon be undone.
         kept = sum(map(self._may_grow, self._running))
         while self._waiting and budget > 0 and len(self._running) < self.max_num_reqs:
@@ -220,11 +220,11 @@ class Scheduler:
         # The last token is computed even if it is cached: its logits choose the next one.
         reused = pool.match(request.tokens)[: (request.num_tokens - 1) // pool.block_size]
         needed = pool.blocks_for(request.num_tokens) - len(reused)
-        if pool.spare(reused) < needed + kept:
+        if pool.num_free_without(reused) < needed + kept:
             return False
         pool.share(reused)
         request.blocks = reused + pool.allocate(needed)
-        request.num_computed = request.num_reused = len(reused) * pool.block_size
+        request.num_computed_tokens = request.num_cached_tokens = len(reused) * pool.block_size
         request.status = "running"
         del self._waiting[request]
         self._running[request] = None
@@ -232,7 +232,7 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> bool:
         """Give a decode the slot of its token; the youngest make room for it, and it may be the youngest itself."""
-        if len(request.blocks) * self.pool.block_size > request.num_computed:
+        if len(request.blocks) * self.pool.block_size > request.num_computed_tokens:
             return True
         while not self.pool.num_free:
             youngest = next(reversed(self._running))
@@ -253,9 +253,9 @@ class Scheduler:
         del self._running[request]
         self.pool.release(request.blocks)
         request.blocks = []
-        request.num_computed = 0
+        request.num_computed_tokens = 0
 
-    def _move(self, one: Scheduled, token: int | None) -> None:
+    def _move(self, one: ScheduledRequest, token: int | None) -> None:
         if token is not None and token < 0:
             self._fail(one.request)
             return
@@ -269,9 +269,9 @@ class Scheduler:
         self._leave(request)
         request.status, request.finish_reason = "finished", "failed"
 
-    def _advance(self, one: Scheduled) -> None:
+    def _advance(self, one: ScheduledRequest) -> None:
         request, size = one.request, self.pool.block_size
-        request.num_computed = one.stop
+        request.num_computed_tokens = one.stop
         if one.start // size < one.stop // size:
             self.pool.register(request.blocks, request.tokens, one.start // size, one.stop // size)
 
@@ -327,10 +327,10 @@ class Scheduler:
             )
 
 
-def _chunk(request: Request, budget: int) -> Scheduled:
-    left = len(request.tokens) - request.num_computed
+def _chunk(request: Request, budget: int) -> ScheduledRequest:
+    left = len(request.tokens) - request.num_computed_tokens
     size = min(left, budget)
-    return Scheduled(request, request.num_computed, size, samples=size == left)
+    return ScheduledRequest(request, request.num_computed_tokens, size, samples=size == left)
 
 
 def _check_limits(max_num_reqs: int, max_num_tokens: int, max_seq_len: int) -> None:
