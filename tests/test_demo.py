@@ -24,7 +24,7 @@ from attnplug.selection.selection import Selection
 from attnplug_transformers import mask
 from attnplug_transformers.demo import example as examples
 from attnplug_transformers.demo import read_text
-from attnplug_transformers.demo.demonstrate import demonstrate
+from attnplug_transformers.demo.compare import compare
 from attnplug_transformers.demo.example import EXAMPLES
 from hosts.transformers.tests.fakes.faulty import MANIFEST, FaultyImpl
 
@@ -103,22 +103,22 @@ def test_every_architecture_agrees_token_for_token():
     shown = " ".join(done.stdout.split())
     for words in (
         "10 requests with prompts of 5 to 90 tokens",
-        "at most 4 requests in flight (4 allowed)",
+        "max concurrency 4 (4 allowed)",
         "at most 32 tokens a step (32 allowed)",
-        "2 requests found the beginning of their prompt in blocks of an earlier one, 112 tokens in all",
-        "once a request gave its blocks to an older one, and was computed again later",
-        "at most 4 in flight, step by step as for Llama",
+        "prefix caching: 2 requests found the beginning of their prompt in blocks of an earlier one, 112 tokens in all",
+        "1 preemption, recomputed later",
+        "max concurrency 4, step by step as for Llama",
         "layers.{0..3}.self_attn (4 layers) -> torch/",
-        "asked for sliding_window=16, logits_soft_cap=5.0",
+        "requires sliding_window=16, logits_soft_cap=5.0",
         "torch/sdpa emulates paged: gathers the used pages",
         "torch/flex refused: ",
         "all 320 tokens are those of transformers' generate of each prompt alone",
-        "all once more, with decodes replayed from 6 recorded steps on graph slots",
+        "all once more, with decodes replayed from 6 captured steps on graph buffers",
         "4 sentences of 96, 23, 67, 5 tokens in one batch, padded to 96, every third token masked",
-        "asked for attn_type=encoder_only",
+        "requires attn_type=encoder_only",
         "hidden states and logits differ by at most ",
-        "model.encoder.layers.{0,1}.self_attn (2 layers) -> torch/sdpa (asked for attn_type=encoder;",
-        "model.decoder.layers.{0,1}.encoder_attn (2 layers) -> torch/sdpa (asked for attn_type=encoder_decoder;",
+        "model.encoder.layers.{0,1}.self_attn (2 layers) -> torch/sdpa (requires attn_type=encoder;",
+        "model.decoder.layers.{0,1}.encoder_attn (2 layers) -> torch/sdpa (requires attn_type=encoder_decoder;",
     ):
         assert words in shown
 
@@ -134,7 +134,7 @@ def test_json(models):
     assert (asked.sinks, asked.sliding_window, asked.paged) == (True, 16, True)
 
 
-def test_json_says_what_the_engine_did(models):
+def test_json_has_the_counters_of_the_engine(models):
     engines = [found["engine"] for found in models]
     assert [found["replay"] for found in models[5:]] == [None] * 2
     assert engines == [engines[0]] * 5 + [None] * 2  # what is scheduled depends on lengths alone
@@ -149,7 +149,7 @@ def test_json_says_what_the_engine_did(models):
     assert engines[0]["peak_blocks"] <= engines[0]["num_blocks"] == 18
 
 
-def test_json_says_what_layers_are(models):
+def test_json_has_the_type_of_each_layer(models):
     bert, whisper = models[5:]
     assert set(kinds(bert).values()) == {"encoder_only"}
     assert set(kinds(whisper).values()) == {"encoder", "decoder", "encoder_decoder"}
@@ -182,39 +182,39 @@ def decisions(found):
         ("Whisper", "cross"),
     ],
 )
-def test_a_backend_that_loses_something_is_noticed(name, lost, forgetful):
+def test_a_faulty_backend_is_detected(name, lost, forgetful):
     example = next(example for example in EXAMPLES if example.name == name)
     forgetful(lost)
 
-    outcome = demonstrate(example, TEXT.encode())
+    outcome = compare(example, TEXT.encode())
 
     assert not outcome.agrees
     assert outcome.num_equal < 0.7 * outcome.num_tokens
 
 
-def test_a_host_that_attends_padding_is_noticed(monkeypatch):
+def test_a_host_that_attends_to_padding_is_detected(monkeypatch):
     def without_padding(**asked):
         return masking_utils.sdpa_mask(**asked | {"attention_mask": None})
 
     monkeypatch.setattr(mask, "sdpa_mask", without_padding)
 
-    outcome = demonstrate(EXAMPLES[5], TEXT.encode())
+    outcome = compare(EXAMPLES[5], TEXT.encode())
 
     assert not outcome.agrees
     assert not outcome.distance.is_small
 
 
 @pytest.mark.parametrize("lost", ["graphs", "padding"])
-def test_a_backend_that_is_wrong_in_graphs_alone_is_noticed(lost, forgetful):
+def test_a_backend_that_is_wrong_in_graphs_alone_is_detected(lost, forgetful):
     forgetful(lost)
 
-    outcome = demonstrate(EXAMPLES[0], TEXT.encode())
+    outcome = compare(EXAMPLES[0], TEXT.encode())
 
     assert outcome.tokens == outcome.expected
     assert not outcome.agrees
 
 
-def test_the_same_backend_agrees_where_it_loses_nothing(text, forgetful, capsys):
+def test_the_same_backend_without_a_fault_agrees(text, forgetful, capsys):
     forgetful("")
 
     assert main(["demo", "--text", str(text)]) == 0
@@ -255,7 +255,7 @@ def test_a_named_backend_is_used(models):
     assert {(selection.id, selection.provenance["backend"]) for selection in chosen} == {("torch/sdpa", "--backend")}
 
 
-def test_a_backend_that_is_not_here(text, capsys):
+def test_a_backend_that_does_not_support_the_models(text, capsys):
     assert main(["demo", "--text", str(text), "--backend", "flash_attn"]) == 1
 
     assert "flash_attn" in capsys.readouterr().err
@@ -274,7 +274,7 @@ def test_without_transformers_the_extra_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "said"), [("missing.md", "does not open"), ("short.md", "has 3 bytes")])
-def test_a_text_that_will_not_do(tmp_path, name, said, capsys):
+def test_invalid_texts(tmp_path, name, said, capsys):
     (tmp_path / "short.md").write_text("abc")
 
     assert main(["demo", "--text", str(tmp_path / name)]) == 2
@@ -291,7 +291,7 @@ def test_without_a_readme_the_package_describes_itself(tmp_path, monkeypatch):
     assert text == str(attnplug.__doc__).encode()
 
 
-def test_what_nobody_can_serve_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_backend_names_the_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--backend", "flashinfer"]) == 1
 
     assert "among 'flashinfer' (--backend)" in capsys.readouterr().err

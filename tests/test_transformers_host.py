@@ -31,7 +31,7 @@ def run(code):
     )
 
 
-def test_two_calls_and_a_model_runs_through_attnplug():
+def test_two_calls_run_a_model_through_attnplug():
     done = run(
         MODEL
         + """
@@ -54,14 +54,14 @@ print({name: selection.backend for name, selection in decisions.items()})
     assert done.stdout.strip() == str({f"model.layers.{i}.self_attn": "torch" for i in range(2)})
 
 
-def test_without_registering_the_library_does_not_know_the_name():
+def test_without_register_the_name_is_unknown():
     done = run(MODEL + "transformers.AutoModelForCausalLM.from_config(config, attn_implementation='attnplug')")
 
     assert "ValueError" in done.stderr
     assert "attnplug" in done.stderr
 
 
-def test_the_library_does_not_take_the_name_for_its_own():
+def test_the_name_is_not_one_of_the_library():
     done = run(
         MODEL
         + """
@@ -80,7 +80,7 @@ assert AttentionMaskInterface()[key] is not AttentionMaskInterface()["sdpa"]
 
 
 @pytest.mark.parametrize("missing", ["transformers", "torch"])
-def test_a_missing_library_is_named_with_the_way_out(missing):
+def test_a_missing_library_is_named_with_its_fix(missing):
     done = run(
         f"""
 import sys

@@ -115,7 +115,7 @@ def attended(asked, queries, keys):
 
 
 @pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS, *ENCODER_DECODERS])
-def test_requirements_are_what_the_modules_ask_for(host, witness, model_type):
+def test_requirements_are_those_of_the_modules(host, witness, model_type):
     name, notes = witness
     config = tiny(model_type)
     auto = transformers.AutoModelForCausalLM if model_type in DECODERS else transformers.AutoModel
@@ -140,7 +140,7 @@ def test_requirements_are_what_the_modules_ask_for(host, witness, model_type):
 
 
 @pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])
-def test_padded_sequences_come_out_the_same(host, mirror, model_type):
+def test_padded_sequences(host, mirror, model_type):
     auto = transformers.AutoModelForCausalLM if model_type in DECODERS else transformers.AutoModel
     made = sharpen(auto.from_config(tiny(model_type), attn_implementation="eager"))
     ids = torch.randint(3, 300, (3, TOKENS), generator=torch.Generator().manual_seed(0))
@@ -163,7 +163,7 @@ def _match(found, name):
 
 
 @pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS, *ENCODER_DECODERS])
-def test_a_saved_configuration_says_the_same(model_type):
+def test_a_saved_configuration(model_type):
     config = tiny(model_type)
     saved = json.loads(config.to_json_string())
 
@@ -171,7 +171,7 @@ def test_a_saved_configuration_says_the_same(model_type):
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "cohere2", "qwen2", "qwen3", "olmo3", "llama4_text"])
-def test_a_configuration_from_before_layer_types_says_the_same(model_type):
+def test_a_configuration_from_before_layer_types(model_type):
     config = CONFIG_MAPPING[model_type]()
     old = {name: value for name, value in config.to_dict().items() if name != "layer_types"}
 
@@ -179,7 +179,7 @@ def test_a_configuration_from_before_layer_types_says_the_same(model_type):
 
 
 @pytest.mark.parametrize("model_type", sorted(set(ARCHITECTURES) & set(CONFIG_MAPPING)))
-def test_numbers_that_the_library_would_fill_in_have_to_be_written_out(model_type):
+def test_defaults_of_the_library_have_to_be_written_out(model_type):
     cls, architecture = CONFIG_MAPPING[model_type], ARCHITECTURES[model_type]
     deciding = {"head_dim", "num_key_value_heads"}
     if architecture.pattern is not full:
@@ -205,7 +205,7 @@ def _uneven(name):
 
 
 @pytest.mark.parametrize("name", sorted(name for name, known in ARCHITECTURES.items() if known.floors))
-def test_modules_that_floor_the_size_of_heads_run_that_way(name):
+def test_modules_that_floor_the_head_size(name):
     config = _uneven(name)
     layer_of_module = requirements({**config.to_dict(), "head_dim": None}, dtype="float32")
     made = transformers.AutoModel.from_config(config, attn_implementation="eager", experts_implementation="eager")

@@ -19,7 +19,7 @@ from attnplug.request.device import Device
 from attnplug.selection import process
 from attnplug_kit.oracle.attention import attend as attend_densely
 from attnplug_transformers.attention import attend
-from attnplug_transformers.binding import Group, bound, device_of, layer_of_module
+from attnplug_transformers.binding import Group, device_of, find_binding, layer_of_module
 from attnplug_transformers.call import HARMLESS, REFUSED, CallSignature
 from attnplug_transformers.mask import make_mask
 from core.tests.models.published import Phi3SmallConfig
@@ -96,7 +96,7 @@ class TestArguments:
         torch.testing.assert_close(found, expected(query, key, value))
 
     @pytest.mark.parametrize("name", sorted(HARMLESS))
-    def test_what_is_harmless_changes_nothing(self, name):
+    def test_harmless_arguments_change_nothing(self, name):
         query, key, value = tensors()
 
         plain, _ = attend(Module(), query, key, value, None)
@@ -106,7 +106,7 @@ class TestArguments:
         assert " " in HARMLESS[name]  # a reason, and not a word
 
     @pytest.mark.parametrize("name", sorted(REFUSED))
-    def test_what_cannot_be_served_is_refused(self, name):
+    def test_unsupported_arguments_are_refused(self, name):
         query, key, value = tensors()
         because, fix = REFUSED[name]
 
@@ -117,7 +117,7 @@ class TestArguments:
         attend(Module(), query, key, value, None, **{name: None})
         attend(Module(), query, key, value, None, **{name: False})
 
-    def test_what_nobody_knows_is_refused(self):
+    def test_unknown_arguments_are_refused(self):
         with pytest.raises(NotNegotiatedError, match=r"magic=<Tensor of shape \(3,\)> was given"):
             attend(Module(), *tensors(), None, magic=torch.ones(3))
 
@@ -152,7 +152,7 @@ class TestArguments:
 
         torch.testing.assert_close(found, expected(query, key, value, is_causal=False))
 
-    def test_sinks_that_are_no_logit_per_head_are_refused(self, mirror):
+    def test_sinks_of_another_shape_are_refused(self, mirror):
         with pytest.raises((LayerError, TensorError), match="sinks"):
             attend(Module(), *tensors(), None, s_aux=torch.ones(3))
 
@@ -177,39 +177,39 @@ class TestConfiguration:
             attend(Module(configured), query, key, value, None, **call)
 
     def test_another_window(self):
-        self.brings(config("mistral"), "the call brings sliding_window 7", sliding_window=7)
+        self.brings(config("mistral"), "the call has sliding_window 7", sliding_window=7)
 
     def test_a_window_where_there_is_none(self):
-        self.brings(configuration(), "the call brings sliding_window 7", sliding_window=7)
+        self.brings(configuration(), "the call has sliding_window 7", sliding_window=7)
 
     def test_a_soft_cap_that_is_missing(self):
-        self.brings(config("gemma2"), "the call brings softcap None")
+        self.brings(config("gemma2"), "the call has softcap None")
 
     def test_sinks_that_are_missing(self):
-        self.brings(config("gpt_oss"), "the call brings sinks (s_aux) False")
+        self.brings(config("gpt_oss"), "the call has sinks (s_aux) False")
 
-    def test_sinks_that_nobody_configured(self):
-        self.brings(configuration(), "the call brings sinks (s_aux) True", s_aux=torch.zeros(4))
+    def test_sinks_that_are_not_configured(self):
+        self.brings(configuration(), "the call has sinks (s_aux) True", s_aux=torch.zeros(4))
 
     def test_another_head_size(self):
-        self.brings(configuration(head_dim=16), "the call brings head_size 8")
+        self.brings(configuration(head_dim=16), "the call has head_size 8")
 
     def test_other_heads(self):
-        self.brings(configuration(), "the call brings query heads 3", heads=3, kv_heads=1)
-        self.brings(configuration(), "the call brings key and value heads 4", kv_heads=4)
+        self.brings(configuration(), "the call has query heads 3", heads=3, kv_heads=1)
+        self.brings(configuration(), "the call has key and value heads 4", kv_heads=4)
 
     def test_other_causality(self):
-        self.brings(configuration(), "the call brings is_causal False", is_causal=False)
+        self.brings(configuration(), "the call has is_causal False", is_causal=False)
 
-    def test_the_heads_of_one_rank_are_welcome(self):
+    def test_the_heads_of_one_rank(self):
         query, key, value = tensors(heads=2, kv_heads=1)
 
         attend(module := Module(configuration()), query, key, value, None)
 
-        asked = bound(module).requirements
+        asked = find_binding(module).requirements
         assert (asked.num_q_heads, asked.num_kv_heads) == (2, 1)
 
-    def test_a_window_that_only_the_mask_brings(self, mirror):
+    def test_a_window_of_the_mask_alone(self, mirror):
         query, key, value = tensors(9)
 
         found, _ = attend(Module(config("mistral")), query, key, value, windowed(9, 6))
@@ -218,7 +218,7 @@ class TestConfiguration:
         with pytest.raises(NotNegotiatedError, match="a window of 6 was negotiated"):
             attend(Module(config("mistral")), query, key, value, make_mask(2, 9, 9))
 
-    def test_a_window_that_only_the_call_brings_is_held_against_the_mask(self, mirror):
+    def test_a_window_of_the_call_alone_is_compared_with_the_mask(self, mirror):
         query, key, value = tensors(9)
 
         found, _ = attend(Module(), query, key, value, windowed(9, 6), sliding_window=6)
@@ -227,7 +227,7 @@ class TestConfiguration:
         with pytest.raises(NotNegotiatedError, match="causal attention was negotiated"):
             attend(Module(), query, key, value, windowed(9, 6))
 
-    def test_a_mask_of_the_wrong_kind_in_a_whole_model(self, host):
+    def test_another_mask_in_a_whole_model(self, host):
         made = model("llama")
         made.set_attn_implementation("attnplug")
         ids, _ = prompts(7)
@@ -237,7 +237,7 @@ class TestConfiguration:
         with torch.no_grad(), pytest.raises(NotNegotiatedError, match=r"layers\.0\.self_attn: by the mask"):
             made(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3]]), use_cache=False)  # two packed sequences
 
-    def test_a_configuration_that_describes_nothing_leaves_it_to_the_call(self):
+    def test_a_layer_that_the_configuration_does_not_describe(self):
         hybrid = Qwen2MoeConfig(layer_types=["full_attention"] * 24)
         assert layer_of_module(Module(hybrid, index=3)).index == 3
         assert layer_of_module(Module(hybrid, index=99)) is None
@@ -256,7 +256,7 @@ class TestConfiguration:
 
         assert [layer.requirements.attn_type for layer in roles] == ["decoder", "encoder_decoder", "encoder"]
 
-    def test_a_configuration_is_forgotten_with_its_model(self):
+    def test_a_configuration_is_garbage_collected(self):
         own = LlamaConfig(num_hidden_layers=1)
         layer_of_module(Module(own))
         alive = weakref.ref(own)
@@ -274,22 +274,22 @@ class TestBinding:
         module = Module()
 
         attend(module, *tensors(), None)
-        first = bound(module)
+        first = find_binding(module)
         attend(module, *tensors(7), None)
 
-        assert bound(module) is first
+        assert find_binding(module) is first
 
-    def test_another_dtype_is_another_question(self):
+    def test_another_dtype_is_another_decision(self):
         module = Module()
         attend(module, *tensors(), None)
-        first = bound(module)
+        first = find_binding(module)
 
         attend(module, *tensors(dtype=torch.bfloat16), None)
 
-        assert bound(module) is not first
-        assert bound(module).requirements.dtype == "bfloat16"
+        assert find_binding(module) is not first
+        assert find_binding(module).requirements.dtype == "bfloat16"
 
-    def test_sinks_are_taken_again_when_their_values_change(self, mirror):
+    def test_changed_sinks_make_a_new_binding(self, mirror):
         module, sinks = Module(), torch.zeros(4)
         query, key, value = tensors()
         attend(module, query, key, value, None, s_aux=sinks)
@@ -310,18 +310,18 @@ class TestBinding:
     def test_using_another_backend_applies_at_once(self):
         module = Module()
         attend(module, *tensors(), None)
-        first = bound(module).selection
+        first = find_binding(module).selection
 
         with attnplug.using(backend=["torch/sdpa", "auto"]):
             attend(module, *tensors(), None)
-            inside = bound(module).selection
+            inside = find_binding(module).selection
         attend(module, *tensors(), None)
 
         assert inside.provenance["backend"] == "using"
         assert first.provenance["backend"] != "using"
-        assert bound(module).selection == first
+        assert find_binding(module).selection == first
 
-    def test_layers_that_ask_for_the_same_share_a_build(self, host, monkeypatch):
+    def test_layers_with_equal_requirements_share_a_build(self, host, monkeypatch):
         built = []
         monkeypatch.setattr(Group, "_builder", _counted(Group._builder, built))
         made = model("gemma2")
@@ -352,9 +352,9 @@ class TestBinding:
             found, _ = attend(module, query, key, value, None)
             torch.testing.assert_close(found, expected(query, key, value))
 
-        assert bound(module).group._local.limits == (4, 128, 64)
+        assert find_binding(module).group._local.limits == (4, 128, 64)
 
-    def test_limits_stay_with_what_a_pattern_covers(self):
+    def test_limits_stay_within_a_sparse_pattern(self):
         attnplug.register(
             "kit.tests.conformance.sparse.patterned", manifest=Path(sparse.__file__).with_name("attnplug.toml")
         )
@@ -369,7 +369,7 @@ class TestBinding:
                 found, _ = attend(module, *rows, None)
                 wanted = attend_densely(*(part[0].transpose(0, 1) for part in rows), scale=0.25, block_sparse=pattern)
                 torch.testing.assert_close(found[0].double(), wanted.output, rtol=1e-5, atol=1e-5)
-                assert bound(module).group._local.limits[2] == limit
+                assert find_binding(module).group._local.limits[2] == limit
 
     def test_threads_do_not_share_plans(self):
         module = Module()
@@ -390,26 +390,26 @@ class TestBinding:
 
         assert found == [True] * 40
 
-    def test_a_binding_goes_with_its_module(self):
+    def test_a_binding_is_garbage_collected_with_its_module(self):
         module = Module()
         attend(module, *tensors(), None)
-        group = weakref.ref(bound(module).group)
+        group = weakref.ref(find_binding(module).group)
 
         del module
         gc.collect()
 
         assert group() is None
 
-    def test_the_device_of_the_tensors_is_asked_about(self):
-        process.current_state().own_device = Device.cuda("9.0")
+    def test_the_device_is_that_of_the_tensors(self):
+        process.current()._device = Device.cuda("9.0")
 
         assert device_of(torch.device("cpu")) == Device.cpu()
         assert device_of(torch.device("cuda", 0)) is attnplug.current_device()  # which select() takes without a copy
         attend(module := Module(), *tensors(), None)
-        assert bound(module).selection.device == Device.cpu()
+        assert find_binding(module).selection.device == Device.cpu()
 
-    def test_a_device_that_came_to_life_after_the_process_looked(self):
-        process.current_state().own_device = Device.cpu()
+    def test_a_device_that_appears_after_the_process_looked(self):
+        process.current()._device = Device.cpu()
 
         assert device_of(torch.device("cpu")) is attnplug.current_device()
         assert device_of(torch.device("meta")) == Device("meta")
@@ -425,7 +425,7 @@ def _counted(method, counts):
     return counting
 
 
-def test_facts_of_a_call_are_free_of_tensors():
+def test_a_signature_has_no_tensors():
     query, key, value = tensors()
     call = CallSignature.of(Module(), query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
 

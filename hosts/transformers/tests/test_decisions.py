@@ -25,7 +25,7 @@ def test_decisions_before_the_first_run_are_those_after_it(host):
     assert {s.id for s in after.values()} == {"torch/sdpa"}
 
 
-def test_names_are_the_modules_own(host):
+def test_names_are_those_of_the_modules(host):
     made = model("gpt2")
     made.set_attn_implementation("attnplug")
 
@@ -48,7 +48,7 @@ def test_modules_without_a_number_are_all_found(host, mirror):
     ]
 
 
-def test_the_models_dtype_is_asked_for(host):
+def test_the_models_dtype_is_required(host):
     made = model("llama", dtype=torch.bfloat16)
     made.set_attn_implementation("attnplug")
 
@@ -71,7 +71,7 @@ def test_a_model_on_another_attention_has_no_decisions(host):
     assert host.selections(made) == {}
 
 
-def test_published_code_that_attends_by_functions_of_its_own_has_no_decisions(host):
+def test_published_code_with_its_own_attention_has_no_decisions(host):
     made = published.model()
 
     made.set_attn_implementation("attnplug")  # of which the library says in its log that it has no effect

@@ -76,7 +76,7 @@ def test_beam_search(host, name):
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
-def test_a_prompt_in_pieces_through_a_cache(host, name):
+def test_chunked_prefill_through_a_kv_cache(host, name):
     made = model(name)
     ids, mask = prompts(21, 15)
 
@@ -207,7 +207,7 @@ def test_audio_encoder_decoder(host, server):
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generation_from_sound(host, server, cache):
+def test_generation_from_audio(host, server, cache):
     config = model("whisper").config
     made = transformers.WhisperForConditionalGeneration._from_config(config, attn_implementation="eager")
     made.generation_config.eos_token_id = None
@@ -237,7 +237,7 @@ def test_generation_from_sound(host, server, cache):
     assert kinds["model.decoder.layers.1.encoder_attn"] == "encoder_decoder"
 
 
-def test_a_model_that_nothing_serves_says_why(host, plain_only):
+def test_a_model_that_no_backend_supports(host, plain_only):
     made = model("mistral")
     made.set_attn_implementation("attnplug")
     ids, mask = prompts(4)
@@ -283,7 +283,7 @@ def test_compiling_into_one_graph_is_refused(host):
         assert "call torch.compile without fullgraph=True" in str(caught.value)
 
 
-def test_padding_is_what_the_mask_says_and_not_a_token(host):
+def test_padding_follows_the_mask_and_not_the_token(host):
     made = model("llama")
     ids, mask = prompts(6)
     ids[0, 2] = PAD  # a padding token that the mask counts

@@ -120,7 +120,7 @@ def test_attention_through_the_packing_is_attention_under_the_mask(step):
 
 
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.booleans(), st.data())
-def test_encoders_likewise(batch, tokens, side, windowed, data):
+def test_encoders_through_the_packing(batch, tokens, side, windowed, data):
     lengths = data.draw(st.lists(st.integers(1, tokens), min_size=batch, max_size=batch))
     padding = torch.arange(tokens) < torch.tensor(lengths)[:, None]
     function = (
@@ -139,7 +139,7 @@ def test_cross_attention_keeps_every_query():
     assert_same(ask(masking_utils.bidirectional_mask_function, 5, 3, batch=2, padding=padding), BOTH_WAYS)
 
 
-def test_decodes_stand_first():
+def test_decodes_come_first():
     padding = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
 
     batch = pack_up(ask(causal(), 4, 4, batch=4, padding=padding), CAUSAL).batch
@@ -148,7 +148,7 @@ def test_decodes_stand_first():
     assert batch.seq_lens.tolist() == [1, 1, 3, 4]
 
 
-def test_keys_that_nobody_attends_are_left_out():
+def test_unused_keys_are_left_out():
     window = Pattern(True, left=2)
 
     batch = pack_up(ask(causal(3), 1, 10, q_offset=9), window).batch
@@ -171,13 +171,13 @@ def test_a_mask_is_packed_once_for_all_layers():
     assert pack_up(mask, CAUSAL, "a") is pack_up(mask, CAUSAL, "b")
 
 
-def test_a_large_mask_is_looked_at_in_pieces(monkeypatch):
+def test_a_large_mask_is_evaluated_in_slices(monkeypatch):
     monkeypatch.setattr("attnplug_transformers.mask._ROWS_AT_ONCE", 16)
     padding = torch.ones(2, 8, dtype=torch.bool)
     padding[0, :5] = False
 
     assert_same(ask(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=2), padding)
-    with pytest.raises(NotNegotiatedError, match="query 3 of sequence 1 does not attend key 0"):
+    with pytest.raises(NotNegotiatedError, match="query 3 of sequence 1 does not attend to key 0"):
         pack_up(ask(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=3))
 
 
@@ -217,7 +217,7 @@ def anti_causal(batch, head, query, key):
     ],
 )
 @pytest.mark.parametrize("vmap", [False, True])
-def test_another_mask_than_the_negotiated_one_is_refused(function, pattern, vmap):
+def test_a_mask_that_differs_from_the_pattern_is_refused(function, pattern, vmap):
     with pytest.raises(NotNegotiatedError, match=r"layers\.3: by the mask") as refused:
         pack_up(ask(function, 7, 7, use_vmap=vmap), pattern, "layers.3")
 
@@ -270,7 +270,7 @@ class TestDenseMask:
     def lower(self, queries=4, keys=4):
         return torch.ones(1, 1, queries, keys, dtype=torch.bool).tril(keys - queries)
 
-    def test_booleans_and_additive_masks_mean_the_same(self):
+    def test_boolean_and_additive_masks_are_equal(self):
         lowest = torch.zeros(1, 1, 4, 4).masked_fill(~self.lower(), torch.finfo(torch.float32).min)
         infinite = torch.zeros(1, 1, 4, 4).masked_fill(~self.lower(), -torch.inf)
 
@@ -290,11 +290,11 @@ class TestDenseMask:
 
         assert_same(DenseMask.of(one_row, 2, 3, 3), BOTH_WAYS)
 
-    def test_right_padding_cannot_be_told_from_a_lost_query(self):
+    def test_right_padding_looks_like_a_lost_query(self):
         prepared = self.lower()
         prepared[..., 2:] = False
 
-        with pytest.raises(NotNegotiatedError, match="query 2 of sequence 0 sees nothing newer"):
+        with pytest.raises(NotNegotiatedError, match="query 2 of sequence 0 attends to nothing newer"):
             pack_up(DenseMask.of(prepared, 1, 4, 4), CAUSAL)
 
     def test_heads_that_differ_are_refused(self):
@@ -318,7 +318,7 @@ class TestDenseMask:
 
         assert_same(DenseMask.of(near, 2, 5, 5), Pattern(False, 1, 1))
 
-    def test_a_window_needs_to_know_which_key_is_the_querys_own(self):
+    def test_a_window_requires_the_key_of_each_query(self):
         near = torch.ones(4, 6, dtype=torch.bool).tril(1).triu(-1)[None, None]
 
         with pytest.raises(NotNegotiatedError):
@@ -326,7 +326,7 @@ class TestDenseMask:
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(4, 4), (1, 6)])
-def test_no_mask_means_everything_up_to_the_token_itself(queries, keys):
+def test_without_a_mask_tokens_attend_up_to_themselves(queries, keys):
     mask = default_mask(2, queries, keys, causal=True, device=torch.device("cpu"))
 
     assert_same(mask, CAUSAL)
@@ -340,6 +340,6 @@ def test_a_call_without_queries_is_refused():
 
 
 def test_no_mask_and_more_keys_than_queries_is_refused():
-    with pytest.raises(NotNegotiatedError, match="only a mask says which positions"):
+    with pytest.raises(NotNegotiatedError, match="only a mask determines the positions"):
         default_mask(1, 2, 5, causal=True, device=torch.device("cpu"))
     assert_same(default_mask(1, 2, 5, causal=False, device=torch.device("cpu")), BOTH_WAYS)

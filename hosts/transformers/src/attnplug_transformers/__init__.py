@@ -3,34 +3,65 @@ Run the attention of transformers' models through attnplug.
 
     import attnplug_transformers as host
 
-    host.requirements(config)                         # what each layer asks for, from the configuration alone
+    host.requirements(config)                         # what each layer requires, from the configuration alone
     host.register()
     model.set_attn_implementation("attnplug")         # or attn_implementation="attnplug" when the model is made
     model.generate(...)
     host.selections(model)                            # which backend each layer runs on, and why
 
-Reading configurations needs neither transformers nor torch; the other names are imported when first used.
+Importing this and reading configurations needs neither transformers nor torch.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
+from attnplug.errors import AttnplugError
 from attnplug.models import requirements, requirements_from_json
 
 if TYPE_CHECKING:
-    from attnplug_transformers.registration import KEY as KEY
-    from attnplug_transformers.registration import register as register
-    from attnplug_transformers.registration import selections as selections
-
-_HOMES: Final = {"KEY": "registration", "register": "registration", "selections": "registration"}
+    from attnplug_transformers.binding import selections as selections
 
 __all__ = ["KEY", "register", "requirements", "requirements_from_json", "selections"]
 
+KEY: Final = "attnplug"
+"""The attention implementation's name; with "flash" or "sdpa" in it the library would take it for one of its own."""
+
+
+def register() -> str:
+    """
+    Register the attention function and its mask function with transformers. A second call changes nothing.
+
+    Then ``from_pretrained(..., attn_implementation="attnplug")`` works, and so does
+    ``model.set_attn_implementation("attnplug")``.
+
+    Returns:
+        The name.
+
+    Raises:
+        AttnplugError: transformers or torch is not installed.
+    """
+    try:
+        from transformers import AttentionInterface  # noqa: PLC0415 - only this function needs the library
+        from transformers.masking_utils import AttentionMaskInterface  # noqa: PLC0415 - likewise
+    except ImportError as error:
+        raise AttnplugError(
+            "the host 'transformers' was requested",
+            f"it requires transformers 5.17 or newer, and torch: {error}",
+            "pip install 'attnplug[transformers]'",
+        ) from error
+    from attnplug_transformers.attention import attend  # noqa: PLC0415 - imports torch and transformers
+    from attnplug_transformers.mask import make_mask  # noqa: PLC0415 - likewise
+
+    AttentionMaskInterface.register(KEY, make_mask)
+    AttentionInterface.register(KEY, attend)
+    return KEY
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name != "selections":
         message = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(message)
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    from attnplug_transformers.binding import selections  # noqa: PLC0415 - imports torch
+
+    return selections

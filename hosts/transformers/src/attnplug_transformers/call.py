@@ -1,4 +1,4 @@
-"""What one attention call brings, and whether it is what the model's configuration says of the layer."""
+"""One attention call of the library: its signature, compared with the model's configuration, and its arguments."""
 
 from __future__ import annotations
 
@@ -13,29 +13,138 @@ from attnplug.errors import NotNegotiatedError
 from attnplug.request import Requirements
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor, nn
 
     from attnplug.models import ModelLayer
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+_EAGER: Final = "use attn_implementation='eager' for this model"
+_ONE_PER_ROW: Final = "pass one sequence per row, with a two-dimensional padding mask"
+_PACKED: Final = ("sequences packed into one row are not the negotiated attention", _ONE_PER_ROW)
+_PAGED: Final = ("the dense function does not support the paged KV caches of continuous batching", "use generate()")
+
+NO_FULLGRAPH: Final = (
+    "attnplug does not support torch.compile(fullgraph=True) of a transformers model yet; "
+    "call torch.compile without fullgraph=True, which breaks the graph around the attention, or run without it"
+)
+
+HARMLESS: Final[dict[str, str]] = {
+    "position_ids": "rotary embeddings were applied before the call; sequences packed by position show in the mask",
+    "cache_position": "it is where the KV cache was written, which happened before the call",
+    "use_cache": "each call has all keys, cached or not",
+    "past_key_values": "each call has all keys, those of the KV cache included",
+    "output_hidden_states": "hidden states are collected by the layers",
+    "output_router_logits": "router logits are collected by the experts",
+    "return_dict": "it shapes the model's output",
+    "logits_to_keep": "it trims the model's output",
+    "num_items_in_batch": "it scales the loss",
+    "labels": "they are used by the loss",
+    "token_type_ids": "they were embedded; attention that depends on them shows in the mask",
+    "mm_token_type_ids": "attention that depends on them shows in the mask",
+    "layer_idx": "the module has its own number",
+}
+"""Argument -> why ignoring it loses nothing."""
+
+REFUSED: Final[dict[str, tuple[str, str]]] = {
+    "output_attentions": (
+        "no backend returns the attention weights",
+        "use attn_implementation='eager' where the weights are needed",
+    ),
+    "position_bias": ("a bias on the scores was not negotiated", _EAGER),
+    "indices": ("a choice of keys per query was not negotiated", _EAGER),
+    "block_indices": ("a choice of key blocks per query was not negotiated", _EAGER),
+    "sinks": ("sinks are passed as s_aux, one logit per head", _EAGER),
+    "head_mask": ("scaling heads of the attention weights was not negotiated", _EAGER),
+    "cache": _PAGED,
+    "block_table": _PAGED,
+    "cu_seq_lens_q": _PACKED,
+    "cu_seq_lens_k": _PACKED,
+    "max_length_q": _PACKED,
+    "max_length_k": _PACKED,
+    "seq_idx": _PACKED,
+    "deterministic": ("the order of summation of a backward pass is outside this contract", "leave it out"),
+}
+"""Argument -> why it is refused where it is set, and the fix."""
+
+
+def check_arguments(dropout: float, rest: Mapping[str, Any], layer: str) -> None:
+    """
+    Refuse arguments that would otherwise be ignored.
+
+    Args:
+        dropout: Probability of dropping an attention weight.
+        rest: The keyword arguments that the attention function has no parameter for.
+        layer: The layer, for the message.
+
+    Raises:
+        NotNegotiatedError: One of them changes the attention. None and False change nothing.
+    """
+    if dropout:
+        raise NotNegotiatedError(
+            f"{layer}: dropout={dropout} was given",
+            "attention dropout is a training feature",
+            "call model.eval() first",
+        )
+    for name, value in rest.items():
+        if name in HARMLESS or value is None or value is False:
+            continue
+        because, fix = REFUSED.get(name, ("this argument is unknown", "leave it out, or " + _EAGER))
+        shape = getattr(value, "shape", None)
+        shown = repr(value) if shape is None else f"<{type(value).__name__} of shape {tuple(shape)}>"
+        raise NotNegotiatedError(f"{layer}: {name}={shown} was given", because, fix)
+
+
+def check_no_gradients(layer: str, tensors: Iterable[Tensor], fix: str) -> None:
+    """
+    Refuse a call through which gradients are recorded.
+
+    Raises:
+        NotNegotiatedError: A tensor requires gradients, and they are enabled.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise NotNegotiatedError(
+            f"{layer}: gradients are recorded through this call", "contract 1.0 has no backward pass", fix
+        )
+
+
+def module_name(module: nn.Module) -> str:
+    """Return the name of an attention module for messages: its class, and its number where it has one."""
+    index = getattr(module, "layer_idx", None)
+    return type(module).__name__ if index is None else f"{type(module).__name__} {index}"
+
+
+def tensor_version(tensor: Tensor | None) -> int:
+    """Return the count of in-place changes, since a reloaded weight keeps its tensor; inference tensors have none."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Exclude a function from torch.compile, with a reason for fullgraph=True where this torch takes one."""
+    disable: Any = torch.compiler.disable
+    takes_reason = "reason" in inspect.signature(disable).parameters
+    excluded: _Function = disable(function, reason=NO_FULLGRAPH) if takes_reason else disable(function)
+    return excluded
+
 
 @frozen
 class CallSignature:
     """
-    The facts of a call, tensor-free.
+    What of a call is not a tensor.
 
     Attributes:
-        num_q_heads: Query heads given.
-        num_kv_heads: Key and value heads given.
+        num_q_heads: Query heads.
+        num_kv_heads: Key and value heads.
         head_size: Size of a query head.
         head_size_v: Size of a value head.
-        dtype: Dtype of the query, in the words of `Requirements`.
-        sliding_window: The window handed over; None where none was, though the mask may have one.
-        softcap: The soft cap handed over.
-        sinks: Whether sinks were handed over.
-        is_causal: What the caller said; None where it said nothing.
-        is_cross: Whether keys and queries are different sequences, as far as the call tells.
+        dtype: Dtype of the query, as `Requirements` names it.
+        sliding_window: The argument; where it is None the mask may still have a window.
+        softcap: The argument.
+        sinks: Whether sinks were passed.
+        is_causal: The argument; None leaves it to the module.
+        is_cross: Whether keys and queries are of different sequences, as far as the call shows.
     """
 
     num_q_heads: int
@@ -62,7 +171,7 @@ class CallSignature:
         sinks: bool,
         is_causal: bool | None,
     ) -> CallSignature:
-        """Return the facts of ``(batch, heads, tokens, size)`` tensors and of what came with them."""
+        """Return the signature of a call with ``(batch, heads, tokens, size)`` tensors."""
         return cls(
             num_q_heads=query.shape[1],
             num_kv_heads=key.shape[1],
@@ -77,7 +186,7 @@ class CallSignature:
         )
 
     def requirements(self, module: nn.Module) -> Requirements:
-        """Return what the call alone asks for, where the configuration says nothing; the mask is held against it."""
+        """Return what the call requires, where the configuration does not describe the layer."""
         causal = bool(getattr(module, "is_causal", True)) if self.is_causal is None else self.is_causal
         return Requirements(
             head_size=self.head_size,
@@ -92,129 +201,33 @@ class CallSignature:
             paged=False,
         )
 
-    def agree(self, layer: ModelLayer) -> Requirements:
+    def narrow(self, layer: ModelLayer) -> Requirements:
         """
-        Return the layer's requirements as this call has them: its dtype, and the heads of this tensor-parallel rank.
+        Return the layer's requirements with the dtype of this call, and the heads of its tensor-parallel rank.
 
         Raises:
-            NotNegotiatedError: The call brings something else than the configuration says.
+            NotNegotiatedError: The call differs from the model's configuration.
         """
-        asked = layer.requirements
-        self._compare(layer.name, "head_size", self.head_size, asked.head_size)
-        self._compare(layer.name, "head_size of the values", self.head_size_v, asked.head_size_v)
-        self._compare(layer.name, "softcap", self.softcap, asked.logits_soft_cap)
-        self._compare(layer.name, "sinks (s_aux)", self.sinks, asked.sinks)
-        if self.sliding_window is not None:
-            self._compare(layer.name, "sliding_window", self.sliding_window, asked.sliding_window)
-        if self.is_causal is not None:
-            self._compare(layer.name, "is_causal", self.is_causal, asked.causal)
-        ranks = max(1, asked.num_q_heads // self.num_q_heads)
-        self._compare(layer.name, "query heads", self.num_q_heads * ranks, asked.num_q_heads)
-        self._compare(layer.name, "key and value heads", self.num_kv_heads, max(1, asked.num_kv_heads // ranks))
-        return asked.evolve(
+        configured = layer.requirements
+        ranks = max(1, configured.num_q_heads // self.num_q_heads)
+        window = configured.sliding_window if self.sliding_window is None else self.sliding_window
+        causal = configured.causal if self.is_causal is None else self.is_causal
+        for what, found, expected in (
+            ("head_size", self.head_size, configured.head_size),
+            ("head_size of the values", self.head_size_v, configured.head_size_v),
+            ("softcap", self.softcap, configured.logits_soft_cap),
+            ("sinks (s_aux)", self.sinks, configured.sinks),
+            ("sliding_window", window, configured.sliding_window),
+            ("is_causal", causal, configured.causal),
+            ("query heads", self.num_q_heads * ranks, configured.num_q_heads),
+            ("key and value heads", self.num_kv_heads, max(1, configured.num_kv_heads // ranks)),
+        ):
+            if found != expected:
+                raise NotNegotiatedError(
+                    f"{layer.name}: the call has {what} {found}",
+                    f"by the model's configuration it is {expected}, and the backend was chosen for that",
+                    "build the model from the configuration that it runs with, or use attn_implementation='eager'",
+                )
+        return configured.evolve(
             dtype=self.dtype, kv_cache_dtype="auto", num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads
         )
-
-    def _compare(self, layer: str, what: str, brought: object, layer_of_module: object) -> None:
-        if brought != layer_of_module:
-            raise NotNegotiatedError(
-                f"{layer}: the call brings {what} {brought}",
-                f"by the model's configuration it is {layer_of_module}, and the backend was chosen for that",
-                "build the model from the configuration that it runs with, or use attn_implementation='eager'",
-            )
-
-
-HARMLESS: Final[dict[str, str]] = {
-    "position_ids": "rotary embeddings were applied before the call; sequences packed by position show in the mask",
-    "cache_position": "it says where the cache was written, which happened before the call",
-    "use_cache": "the keys come whole with each call, cached or not",
-    "past_key_values": "the keys in it come whole with each call",
-    "output_hidden_states": "hidden states are collected by the layers",
-    "output_router_logits": "router logits are collected by the experts",
-    "return_dict": "it shapes the model's output",
-    "logits_to_keep": "it trims the model's output",
-    "num_items_in_batch": "it scales the loss",
-    "labels": "they make the loss",
-    "token_type_ids": "they were embedded; attention that depends on them shows in the mask",
-    "mm_token_type_ids": "attention that depends on them shows in the mask",
-    "layer_idx": "the module knows its own number",
-}
-"""Name -> why nothing is lost when it is not looked at."""
-
-_ONE_PER_ROW: Final = "pass one sequence per row, with a two-dimensional padding mask"
-_EAGER: Final = "use attn_implementation='eager' for this model"
-
-REFUSED: Final[dict[str, tuple[str, str]]] = {
-    "output_attentions": (
-        "no backend returns the attention weights",
-        "use attn_implementation='eager' where the weights are needed",
-    ),
-    "position_bias": ("a bias on the scores was not negotiated", _EAGER),
-    "indices": ("a choice of keys per query was not negotiated", _EAGER),
-    "block_indices": ("a choice of key blocks per query was not negotiated", _EAGER),
-    "sinks": ("sinks come as s_aux, one logit per head", _EAGER),
-    "head_mask": ("scaling heads of the attention weights was not negotiated", _EAGER),
-    "cache": ("paged caches of continuous batching are not served by the dense function", "generate with generate()"),
-    "block_table": (
-        "paged caches of continuous batching are not served by the dense function",
-        "generate with generate()",
-    ),
-    "cu_seq_lens_q": ("sequences packed into one row are another attention than the negotiated one", _ONE_PER_ROW),
-    "cu_seq_lens_k": ("sequences packed into one row are another attention than the negotiated one", _ONE_PER_ROW),
-    "max_length_q": ("sequences packed into one row are another attention than the negotiated one", _ONE_PER_ROW),
-    "max_length_k": ("sequences packed into one row are another attention than the negotiated one", _ONE_PER_ROW),
-    "seq_idx": ("sequences packed into one row are another attention than the negotiated one", _ONE_PER_ROW),
-    "deterministic": ("the order of summation of a backward pass is not this contract's", "leave it out"),
-}
-"""Name -> why it is refused where it is set, and the fix."""
-
-
-def check_arguments(dropout: float, rest: Mapping[str, Any], layer: str) -> None:
-    """
-    Refuse what would otherwise be lost.
-
-    Args:
-        dropout: Probability of dropping an attention weight.
-        rest: The keyword arguments that the attention function has no parameter for.
-        layer: The layer, for the message.
-
-    Raises:
-        NotNegotiatedError: One of them asks for something. None and False ask for nothing.
-    """
-    if dropout:
-        raise NotNegotiatedError(
-            f"{layer}: dropout={dropout} was given",
-            "attention dropout is a training feature",
-            "call model.eval() first",
-        )
-    for name, value in rest.items():
-        if name in HARMLESS or value is None or value is False:
-            continue
-        because, fix = REFUSED.get(name, ("nothing here knows what it asks for", "drop it, or " + _EAGER))
-        raise NotNegotiatedError(f"{layer}: {name}={_shown(value)} was given", because, fix)
-
-
-def _shown(value: object) -> str:
-    shape = getattr(value, "shape", None)
-    return repr(value) if shape is None else f"<{type(value).__name__} of shape {tuple(shape)}>"
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-REASON: Final = (
-    "attnplug does not support torch.compile(fullgraph=True) of a transformers model yet; "
-    "call torch.compile without fullgraph=True, which breaks the graph around the attention, or run without it"
-)
-
-
-def uncompiled(function: _Function) -> _Function:
-    """Keep torch.compile out of a function. Who asks for one graph is told why there is none, where torch can say."""
-    disable: Any = torch.compiler.disable
-    says_why = "reason" in inspect.signature(disable).parameters
-    kept_out: _Function = disable(function, reason=REASON) if says_why else disable(function)
-    return kept_out
-
-
-def tensor_version(tensor: Tensor | None) -> int:
-    """Count of in-place changes: weights that are loaded again keep their tensor. Inference tensors do not count."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version  # noqa: SLF001 - torch has no public name for it

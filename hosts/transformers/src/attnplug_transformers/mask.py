@@ -1,4 +1,4 @@
-"""The masks that the library asks for, kept as a question until a layer compares them with what it negotiated."""
+"""The masks of the library, evaluated only where a layer compares them with its pattern."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _ROWS_AT_ONCE: Final = 1 << 24
 @define(eq=False)
 class LazyMask:
     """
-    The mask of one step and one kind of layer, as the library describes it.
+    The mask of one step and one kind of layer, as the function that the library describes it by.
 
-    It stands where a mask tensor would, and is none: computing with it is refused.
+    It takes the place of a mask tensor, and refuses to be computed with.
 
     Attributes:
         batch_size: Sequences.
@@ -37,7 +37,7 @@ class LazyMask:
         padding: ``(batch, positions)`` bool, False for padded tokens; None for no padding.
         use_vmap: Whether `mask_function` works on scalars only.
         device: Where the mask is evaluated.
-        packings: What layers made of it, by pattern.
+        packings: The results of `pack`, by pattern and device.
     """
 
     batch_size: int
@@ -61,11 +61,11 @@ class LazyMask:
         return torch.Size((self.batch_size, 1, self.q_length, self.kv_length))
 
     def contiguous(self) -> LazyMask:
-        """Return itself: generation calls this on prepared masks."""
+        """Return itself: `generate` calls this on prepared masks."""
         return self
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield ``(first query, (batch, queries, keys) bool)``, a piece at a time, True attends, padding included."""
+        """Yield ``(first query, (batch, queries, keys) bool)`` in slices of queries; True attends, padding included."""
         step = max(1, _ROWS_AT_ONCE // max(1, self.batch_size * self.kv_length))
         if step >= self.q_length > 0:
             self._whole = self._evaluate(0, self.q_length) if self._whole is None else self._whole
@@ -84,7 +84,7 @@ class LazyMask:
         return ~real.expand(self.batch_size, -1)
 
     def own_keys(self) -> Tensor | None:
-        """Return ``(queries,)``: which key is the query's own token; negative before the first key given."""
+        """Return ``(queries,)``: which key is the query's own token; negative before the first key of the call."""
         return torch.arange(self.q_length, device=self.device) + (self.q_offset - self.kv_offset)
 
     def _evaluate(self, start: int, length: int) -> Tensor:
@@ -110,14 +110,14 @@ class LazyMask:
 
     @classmethod
     def __torch_function__(cls, *_: object) -> NoReturn:
-        """Refuse to stand in for a tensor in a computation."""
+        """Refuse any computation in place of a tensor."""
         raise _not_a_tensor()
 
 
 def _not_a_tensor() -> NotNegotiatedError:
     return NotNegotiatedError(
         "the model computes with its attention mask",
-        "masks go to the attention function as they were asked for, and are held against what each layer negotiated",
+        "masks reach the attention function as functions, and each layer compares them with what it negotiated",
         "use attn_implementation='eager' for this model",
     )
 
@@ -125,11 +125,11 @@ def _not_a_tensor() -> NotNegotiatedError:
 @define(eq=False)
 class DenseMask:
     """
-    A mask that came as a tensor: prepared by the caller or by the model itself.
+    A mask tensor, prepared by the caller or by the model itself.
 
     Attributes:
         mask: ``(batch, queries, keys)`` bool, True attends.
-        packings: What layers made of it, by pattern.
+        packings: The results of `pack`, by pattern and device.
     """
 
     mask: Tensor
@@ -138,7 +138,7 @@ class DenseMask:
     @classmethod
     def of(cls, given: Tensor, batch_size: int, q_length: int, kv_length: int) -> DenseMask:
         """
-        Return the mask that a tensor stands for: booleans, or 0 and a very negative number.
+        Return the mask of a tensor of booleans, or of 0 and a very negative number.
 
         Args:
             given: ``(batch or 1, 1, queries or 1, keys)``.
@@ -148,26 +148,26 @@ class DenseMask:
 
         Raises:
             TensorError: The tensor has another shape.
-            NotNegotiatedError: It differs between heads, or is a bias and no mask.
+            NotNegotiatedError: It differs between heads, or is a bias.
         """
         sizes = ((1, batch_size), tuple(given.shape[1:2]), (1, q_length), (kv_length,))
         if given.ndim != 4 or any(size not in fits for size, fits in zip(given.shape, sizes, strict=True)):
             raise TensorError(
                 f"an attention_mask of shape {tuple(given.shape)} was given",
                 f"a prepared mask of this call is of shape {(batch_size, 1, q_length, kv_length)}",
-                "pass the two-dimensional padding mask to the model, which makes the rest of it",
+                "pass the two-dimensional padding mask to the model, which builds the others from it",
             )
         if given.shape[1] != 1 and given.stride(1) != 0:
             raise NotNegotiatedError(
                 f"an attention_mask of shape {tuple(given.shape)} was given",
-                "all heads of a layer see the same keys",
+                "all heads of a layer attend to the same keys",
                 "pass a mask with one head, or use attn_implementation='eager'",
             )
         return cls(_as_bool(given[:, 0]).expand(batch_size, q_length, kv_length))
 
     @property
     def device(self) -> torch.device:
-        """Where it lives."""
+        """The device of the tensor."""
         return self.mask.device
 
     @property
@@ -176,31 +176,31 @@ class DenseMask:
         return self.mask[:, None].shape
 
     def rows(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the mask in one piece, as `LazyMask.rows`."""
+        """Yield the whole mask, as `LazyMask.rows` does."""
         yield 0, self.mask
 
     def is_padding(self) -> Tensor | None:
-        """Return None: a dense mask does not tell padded queries apart."""
+        """Return None: a dense mask does not mark padded queries."""
         return None
 
     def own_keys(self) -> Tensor | None:
-        """Return which key is the query's own token: known where both are the same sequence."""
+        """Return which key is the query's own token; None where queries and keys differ in number."""
         queries, keys = self.mask.shape[1:]
         return torch.arange(queries, device=self.device) if queries == keys else None
 
 
-@lru_cache(maxsize=64)  # layers that bring no mask share this one, and with it what is planned for it
+@lru_cache(maxsize=64)  # layers without a mask share this one, and with it its packing and plans
 def default_mask(batch_size: int, q_length: int, kv_length: int, *, causal: bool, device: torch.device) -> LazyMask:
     """
-    Return the mask of a call that brings none: everything, or everything up to the query's own token.
+    Return the mask of a call without one: all keys, or causally those up to the query's own token.
 
     Raises:
-        NotNegotiatedError: Several queries meet more keys than queries, causally: which keys are theirs is not said.
+        NotNegotiatedError: Keys outnumber several causal queries, whose positions are ambiguous then.
     """
     if causal and q_length not in (1, kv_length):
         raise NotNegotiatedError(
             f"{q_length} queries and {kv_length} keys were given, causal and without an attention_mask",
-            "where keys outnumber queries, only a mask says which positions the queries have",
+            "where keys outnumber queries, only a mask determines the positions of the queries",
             "pass an attention_mask, or the queries one by one",
         )
     return LazyMask(
@@ -231,24 +231,24 @@ def make_mask(  # noqa: PLR0913 - the library's signature
     **hints: object,
 ) -> LazyMask:
     """
-    Keep what the library asks for: the mask function that is registered under the name ``"attnplug"``.
+    Return the mask that the library requests, unevaluated. Registered under the name ``"attnplug"``.
 
     Args:
         batch_size: Sequences.
         q_length: Queries per sequence.
         kv_length: Keys per sequence.
-        q_offset: Position of the first query; static caches keep it in a tensor that they advance in place.
+        q_offset: Position of the first query; static KV caches keep it in a tensor that they advance in place.
         kv_offset: Position of the first key.
-        mask_function: Who attends whom, padding apart.
-        attention_mask: ``(batch, positions)`` bool, False for padding; or a mask that this function already made.
+        mask_function: Whether a query attends to a key, padding apart.
+        attention_mask: ``(batch, positions)`` bool, False for padding; or a mask that this function returned before.
         use_vmap: Whether `mask_function` works on scalars only.
         device: Where the mask is evaluated.
-        hints: What lets other implementations skip the mask or give it a dtype: this one is not skipped and has none.
+        hints: Whether implementations may skip the mask, and its dtype: this one is not skipped, and has none.
     """
     del hints
     if isinstance(attention_mask, LazyMask):
         return attention_mask
-    # Read now: a static cache moves its offset on before the first layer looks at the mask.
+    # Read now: a static KV cache advances its offset before the first layer evaluates the mask.
     return LazyMask(
         batch_size=batch_size,
         q_length=q_length,
@@ -266,11 +266,11 @@ def _as_bool(mask: Tensor) -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     attends = mask == 0
-    # Libraries write the most negative number of a dtype, or of a smaller one; a bias is nowhere near.
+    # Libraries write the most negative number of a dtype, or of a smaller one; a bias is far above it.
     if not mask.is_floating_point() or bool((~attends & (mask > -1e4)).any()):
         raise NotNegotiatedError(
             f"a {mask.dtype} attention_mask with values between 0 and the most negative number was given",
-            "a mask says which keys are attended; a bias on the scores was not negotiated",
+            "a mask has the keys to attend to; a bias on the scores was not negotiated",
             "use attn_implementation='eager' for this model",
         )
     return attends

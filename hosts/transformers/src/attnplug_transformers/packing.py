@@ -1,4 +1,4 @@
-"""What negotiated attention lets a token attend: the yardstick that the library's masks are held against."""
+"""Packs padded tensors into concatenated sequences, after comparing the mask with the negotiated pattern."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from attnplug.contract import Batch
 from attnplug.errors import NotNegotiatedError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from attnplug.request import Requirements
     from attnplug_transformers.mask import DenseMask, LazyMask
+
+Mask: TypeAlias = "LazyMask | DenseMask"
+
+_FIX = "use one sequence per row with padding at its ends, or attn_implementation='eager' for this call"
 
 
 @frozen
 class Pattern:
     """
-    Which keys a query attends, by position alone.
+    Which keys a query attends to, by position alone: what a layer negotiated.
 
     Attributes:
         causal: No later ones.
         left: At most so many earlier ones; None for all.
         right: At most so many later ones; None for all.
-        chunk: Only those of the query's own chunk, of so many tokens; None for no chunks.
+        chunk: Only those of the query's own chunk, of so many tokens; None without chunks.
     """
 
     causal: bool
@@ -37,7 +39,7 @@ class Pattern:
 
     @classmethod
     def of(cls, requirements: Requirements) -> Pattern:
-        """Return what these requirements say. A window is left ``w - 1``; encoders look as far to the right."""
+        """Return the pattern of requirements: a window has ``w - 1`` earlier keys, in encoders as many later ones."""
         width = requirements.sliding_window
         left = None if width is None else width - 1
         right = left if requirements.attn_type == "encoder_only" else None
@@ -50,25 +52,25 @@ class Pattern:
 
     def attends(self, queries: Tensor, keys: Tensor) -> Tensor:
         """
-        Return who attends whom.
+        Return whether queries attend to keys, bool.
 
         Args:
             queries: Positions of the queries, broadcast against `keys`.
             keys: Positions of the keys.
         """
-        seen = torch.ones((), dtype=torch.bool, device=keys.device)
+        attends = torch.ones((), dtype=torch.bool, device=keys.device)
         if self.causal:
-            seen = seen & (keys <= queries)
+            attends = attends & (keys <= queries)
         if self.left is not None:
-            seen = seen & (queries - keys <= self.left)
+            attends = attends & (queries - keys <= self.left)
         if self.right is not None:
-            seen = seen & (keys - queries <= self.right)
+            attends = attends & (keys - queries <= self.right)
         if self.chunk is not None:
-            # Floor division, so that what stands before the first key has a chunk of its own.
-            seen = seen & (
+            # Floor division gives the positions before the first key, which are negative, another chunk.
+            attends = attends & (
                 queries.div(self.chunk, rounding_mode="floor") == keys.div(self.chunk, rounding_mode="floor")
             )
-        return seen
+        return attends
 
     def __str__(self) -> str:
         words = ["causal" if self.causal else "bidirectional", "attention"]
@@ -79,11 +81,6 @@ class Pattern:
         return " ".join(words)
 
 
-Mask: TypeAlias = "LazyMask | DenseMask"
-
-_REMEDY = "use one sequence per row with padding at its ends, or attn_implementation='eager' for this call"
-
-
 @frozen(eq=False)
 class Packing:
     """
@@ -91,7 +88,7 @@ class Packing:
 
     Attributes:
         batch: The sequences, without their padding; None where every query is padding.
-        queries: Sequence and column of each packed query; None where the padded tensor is packed as it is.
+        queries: Sequence and column of each packed query; None where there is nothing to leave out or reorder.
         keys: The same for keys.
     """
 
@@ -116,21 +113,26 @@ class Packing:
         return padded
 
 
+def _pack(padded: Tensor, rows: tuple[Tensor, Tensor] | None) -> Tensor:
+    tokens = padded.transpose(1, 2)
+    return tokens.flatten(0, 1) if rows is None else tokens[rows]
+
+
 def pack(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
     """
-    Hold the mask against the pattern, and return the sequences that it consists of.
+    Compare the mask with the pattern, and return the sequences that it consists of.
 
-    Padding at either end falls away; so do cached keys that no query attends. What remains are sequences whose queries
-    are their last tokens, as the contract has them, and the mask has to be what the pattern says of them, key by key.
+    Padding at either end is left out; so are cached keys that no query attends to. The queries of the remaining
+    sequences are their last tokens, as in the contract, and the mask has to be their pattern, key by key.
 
     Args:
-        mask: What the library asks for.
+        mask: The mask of the call.
         pattern: What the layer negotiated.
         layer: The layer's name, for the message.
-        device: Where the layer is; parts of a model may be elsewhere than its masks.
+        device: The layer's device; the mask may be on another one where a model is spread over several.
 
     Raises:
-        NotNegotiatedError: The mask is another one.
+        NotNegotiatedError: The mask differs from the pattern.
     """
     if (pattern, device) not in mask.packings:
         mask.packings[pattern, device] = _pack_mask(mask, pattern, layer, device)
@@ -138,91 +140,87 @@ def pack(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Pack
     return packing
 
 
-def _pack(padded: Tensor, rows: tuple[Tensor, Tensor] | None) -> Tensor:
-    tokens = padded.transpose(1, 2)
-    return tokens.flatten(0, 1) if rows is None else tokens[rows]
-
-
 def _pack_mask(mask: Mask, pattern: Pattern, layer: str, device: torch.device) -> Packing:
-    queries, keys = _visible(mask, pattern)
+    queries, keys = _real_tokens(mask, pattern)
     _refuse_lost_queries(mask, queries, pattern, layer)
     query_lens, key_lens = queries.sum(1), keys.sum(1)
     key_positions = keys.cumsum(1) - 1
     query_positions = queries.cumsum(1) - 1 + (key_lens - query_lens)[:, None]
-    for start, asked in mask.rows():
-        rows = slice(start, start + asked.shape[1])
+    for start, attends in mask.rows():
+        rows = slice(start, start + attends.shape[1])
         expected = pattern.attends(query_positions[:, rows, None], key_positions[:, None, :]) & keys[:, None, :]
-        differs = (expected != asked) & queries[:, rows, None]
+        differs = (expected != attends) & queries[:, rows, None]
         if bool(differs.any()):
-            raise _mismatch(differs, asked, start, pattern, layer)
+            raise _mismatch(differs, attends, start, pattern, layer)
     return _rows_of(queries.to(device), keys.to(device), torch.stack([query_lens, key_lens]).tolist(), pattern)
 
 
-def _visible(mask: Mask, pattern: Pattern) -> tuple[Tensor, Tensor]:
-    """Return ``(batch, queries)`` and ``(batch, keys)`` bool: the tokens that take part."""
+def _real_tokens(mask: Mask, pattern: Pattern) -> tuple[Tensor, Tensor]:
+    """Return ``(batch, queries)`` and ``(batch, keys)`` bool: the queries and keys that are not padding."""
     queries, keys = [], None
-    last = None
-    for start, asked in mask.rows():
-        piece, last = _taking_part(mask, pattern, asked, start, last)
-        seen = (asked & piece[:, :, None]).any(1)
-        keys = seen if keys is None else keys | seen
-        queries.append(piece)
+    newest = None
+    for start, attends in mask.rows():
+        real, newest = _real_queries(mask, pattern, attends, start, newest)
+        used = (attends & real[:, :, None]).any(1)
+        keys = used if keys is None else keys | used
+        queries.append(real)
     if keys is None:
         raise NotNegotiatedError("a call without queries was made", "there is at least one", "skip the call")
     return torch.cat(queries, 1), keys
 
 
-def _taking_part(
-    mask: Mask, pattern: Pattern, asked: Tensor, start: int, last: Tensor | None
+def _real_queries(
+    mask: Mask, pattern: Pattern, attends: Tensor, start: int, newest: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """
-    Return which queries of a piece are real tokens.
+    Return which queries of a slice of the mask are real tokens, and the newest key up to here.
 
-    Causally, a real token is the newest that it sees, so that the newest key moves on from row to row; padding on the
-    right repeats its predecessor's. Otherwise a real token of a windowed layer sees itself; elsewhere all rows are
-    alike.
+    Causally, a real token is the newest key that it attends to, which rises from row to row; padding on the right
+    repeats that of its predecessor. Otherwise a real token of a windowed layer attends to itself; without a window all
+    rows are equal.
     """
     if pattern.causal:
-        columns = torch.arange(asked.shape[2], dtype=torch.int32, device=asked.device)
-        newest = torch.where(asked, columns, -1).amax(2)
-        before = newest.new_full((len(newest), 1), -1) if last is None else last
-        highest = torch.cat([before, newest], 1).cummax(1).values
-        return newest > highest[:, :-1], highest[:, -1:]
+        columns = torch.arange(attends.shape[2], dtype=torch.int32, device=attends.device)
+        last = torch.where(attends, columns, -1).amax(2)
+        before = last.new_full((len(last), 1), -1) if newest is None else newest
+        highest = torch.cat([before, last], 1).cummax(1).values
+        return last > highest[:, :-1], highest[:, -1:]
     own = mask.own_keys() if pattern.is_local else None
     if own is None:
-        return asked.any(2), None
-    own = own[start : start + asked.shape[1]]
-    inside = (own >= 0) & (own < asked.shape[2])
-    picked = asked.gather(2, own.clamp(0, asked.shape[2] - 1).expand(len(asked), -1)[:, :, None])[:, :, 0]
-    return picked & inside, None
+        return attends.any(2), None
+    own = own[start : start + attends.shape[1]]
+    inside = (own >= 0) & (own < attends.shape[2])
+    itself = attends.gather(2, own.clamp(0, attends.shape[2] - 1).expand(len(attends), -1)[:, :, None])[:, :, 0]
+    return itself & inside, None
 
 
 def _refuse_lost_queries(mask: Mask, queries: Tensor, pattern: Pattern, layer: str) -> None:
-    """A row that sees keys and is no real token has to be padding by the padding mask: its result is not computed."""
+    """Check that a row which has keys and is not a real token is padding by the padding mask: it gets no result."""
     padding = mask.is_padding()
-    for start, asked in mask.rows():
-        rows = slice(start, start + asked.shape[1])
-        lost = asked.any(2) & ~queries[:, rows]
+    for start, attends in mask.rows():
+        rows = slice(start, start + attends.shape[1])
+        lost = attends.any(2) & ~queries[:, rows]
         if padding is not None:
             lost = lost & ~padding[:, rows]
         if bool(lost.any()):
             sequence, query = (int(i) for i in lost.nonzero()[0])
-            how = "sees nothing newer than the query before it" if pattern.causal else "attends keys, and not itself"
+            how = "attends to nothing newer than the query before it" if pattern.causal else "does not attend to itself"
             raise NotNegotiatedError(
                 f"{layer}: by the mask of this call query {start + query} of sequence {sequence} {how}",
                 f"{pattern} was negotiated, where only what the padding mask marks as padding may do so",
-                _REMEDY,
+                _FIX,
             )
 
 
-def _mismatch(differs: Tensor, asked: Tensor, start: int, pattern: Pattern, layer: str) -> NotNegotiatedError:
+def _mismatch(differs: Tensor, attends: Tensor, start: int, pattern: Pattern, layer: str) -> NotNegotiatedError:
     sequence, row, key = (int(i) for i in differs.nonzero()[0])
-    wanted = "attends" if bool(asked[sequence, row, key]) else "does not attend"
+    found = bool(attends[sequence, row, key])
     return NotNegotiatedError(
-        f"{layer}: by the mask of this call query {start + row} of sequence {sequence} {wanted} key {key}",
-        f"{pattern} was negotiated, where it {'does not' if wanted == 'attends' else 'does'}; packed"
-        " sequences, prefixes, holes in the padding of windowed layers and custom masks are other masks",
-        _REMEDY,
+        f"{layer}: by the mask of this call query {start + row} of sequence {sequence}"
+        f" {'attends' if found else 'does not attend'} to key {key}",
+        f"{pattern} was negotiated, where it {'does not' if found else 'does'}; packed sequences, prefixes, holes in"
+        " the padding of windowed layers and custom masks are other masks",
+        _FIX,
     )
 
 
@@ -240,9 +238,9 @@ def _rows_of(queries: Tensor, keys: Tensor, lengths: list[list[int]], pattern: P
     return Packing(batch, _indices(queries, order), _indices(keys, order))
 
 
-def _indices(taking_part: Tensor, order: list[int]) -> tuple[Tensor, Tensor] | None:
-    if order == list(range(len(taking_part))) and bool(taking_part.all()):
+def _indices(real: Tensor, order: list[int]) -> tuple[Tensor, Tensor] | None:
+    if order == list(range(len(real))) and bool(real.all()):
         return None
-    rows = torch.tensor(order, device=taking_part.device)
-    sequence, column = taking_part[rows].nonzero(as_tuple=True)
+    rows = torch.tensor(order, device=real.device)
+    sequence, column = real[rows].nonzero(as_tuple=True)
     return rows[sequence], column

@@ -29,18 +29,18 @@ def refusal(call, kind=AttnplugError):
 
 
 @pytest.mark.parametrize("made", [torch.nn.Linear(2, 2), config("llama"), None, "gpt2", transformers.LlamaForCausalLM])
-def test_what_is_no_model(made):
+def test_objects_that_are_not_models(made):
     assert "AutoModelForCausalLM" in refusal(lambda: Engine(made), RequirementsError)
 
 
-def test_a_compiled_model_and_one_without_numbers(host):
+def test_a_compiled_model_and_one_on_the_meta_device(host):
     made = model("llama")
     compiled = torch.compile(made, backend="eager")
     assert "pass the model that was compiled" in refusal(lambda: Engine(compiled), RequirementsError)
     assert "on the meta device" in refusal(lambda: Engine(made.to("meta")), RequirementsError)
 
 
-def test_the_kind_comes_before_the_length(host):
+def test_the_class_is_checked_before_the_length(host):
     """A fix that leads to the next refusal is none."""
     states = transformers.AutoModelForCausalLM.from_config(
         transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
@@ -73,19 +73,19 @@ def test_a_known_type_is_not_read_as_another(host):
     "choice",
     [{"graphs": "yes"}, {"graphs": 1}, {"prefix_caching": "no"}, {"kv_cache_dtype": None}, {"kv_cache_dtype": 8}],
 )
-def test_choices_that_are_none(host, choice):
+def test_options_of_another_type(host, choice):
     name, value = next(iter(choice.items()))
 
     assert f"{name}={value!r} was given" in refusal(lambda: Engine(model("llama"), **choice), RequirementsError)
 
 
 @pytest.mark.parametrize("prompts", [[1, 2, 3], 5, None, "text", ["text"], [[1, 2], 3], torch.tensor([1, 2])])
-def test_what_is_no_list_of_prompts(engine, prompts):
+def test_objects_that_are_not_lists_of_prompts(engine, prompts):
     assert "pass [ids] for one prompt" in refusal(lambda: engine.generate(prompts, max_new_tokens=1), BatchError)
     assert not engine.has_work
 
 
-def test_prompts_may_come_one_by_one(engine):
+def test_prompts_from_a_generator(engine):
     expected = engine.generate([[1, 2], [3]], max_new_tokens=2)
 
     assert engine.generate((bytes(prompt) for prompt in ([1, 2], [3])), max_new_tokens=2) == expected
@@ -93,7 +93,7 @@ def test_prompts_may_come_one_by_one(engine):
 
 
 @pytest.mark.parametrize("stop_tokens", [5, 2.5, "a", [None]])
-def test_what_are_no_stop_tokens(engine, stop_tokens):
+def test_invalid_stop_tokens(engine, stop_tokens):
     for call in (engine.generate, lambda prompts, **how: engine.submit(prompts[0], **how)):
         said = refusal(lambda call=call: call([[1]], max_new_tokens=1, stop_tokens=stop_tokens), BatchError)
         assert "a flat list of token ids" in said
@@ -101,7 +101,7 @@ def test_what_are_no_stop_tokens(engine, stop_tokens):
 
 
 @pytest.mark.parametrize("sampling", [None, {"temperature": 1.0}, 0.5, [None], [{}]])
-def test_what_is_no_sampling(engine, sampling):
+def test_objects_that_are_not_a_sampling(engine, sampling):
     said = refusal(lambda: engine.generate([[1]], max_new_tokens=1, sampling=sampling), BatchError)
     assert "it is a Sampling" in said
     assert "it is a Sampling" in refusal(lambda: engine.submit([1], max_new_tokens=1, sampling=sampling), BatchError)
@@ -124,12 +124,14 @@ def test_a_sampling_for_each_prompt(engine):
     )
 
 
-def test_requests_of_others_are_not_cancelled(engine):
+def test_requests_of_another_engine_are_not_cancelled(engine):
     foreign = Request(id=0, tokens=[1], max_new_tokens=1)
     with Engine(model("llama")) as other:
         theirs = other.submit([1], max_new_tokens=1)
         for request in (foreign, theirs, 0, None, [theirs]):
-            assert "no request of this engine" in refusal(lambda request=request: engine.cancel(request), BatchError)
+            assert "it takes a request of this engine" in refusal(
+                lambda request=request: engine.cancel(request), BatchError
+            )
         assert theirs.finish_reason is None
 
     own = engine.submit([1], max_new_tokens=1)
@@ -138,7 +140,7 @@ def test_requests_of_others_are_not_cancelled(engine):
     assert own.finish_reason == "length"
 
 
-def test_a_second_thread_is_refused(engine, monkeypatch):
+def test_a_concurrent_call_is_refused(engine, monkeypatch):
     entered, left = Event(), Event()
     head = engine.model.lm_head
     run = head.forward
@@ -164,7 +166,7 @@ def test_a_second_thread_is_refused(engine, monkeypatch):
             }
             for name, call in calls.items():
                 said = refusal(call, LimitsError)
-                assert f"{name}() was called while" in said
+                assert f"{name}() was called during" in said
                 assert "one engine serves one thread" in said
         finally:
             left.set()
@@ -174,7 +176,7 @@ def test_a_second_thread_is_refused(engine, monkeypatch):
     assert request.finish_reason == "length"
 
 
-def test_the_end_of_with_closes(host):
+def test_leaving_the_with_block_closes_the_engine(host):
     made = model("llama")
     requests = []
 
@@ -193,7 +195,7 @@ def test_the_end_of_with_closes(host):
         engine.step()
 
 
-def test_counts(host):
+def test_stats(host):
     with Engine(model("llama"), block_size=4, num_blocks=6, max_num_reqs=2, max_num_tokens=8) as engine:
         assert engine.stats == EngineStats(steps=0, replayed_steps=0, preemptions=0, blocks_in_use=0)
         requests = [engine.submit([token] * 4, max_new_tokens=9) for token in (1, 2)]
@@ -213,7 +215,7 @@ def test_counts(host):
         assert (engine.stats.steps, engine.stats.replayed_steps) == (5, 4)
 
 
-def test_selections_bear_the_names_of_the_other_host(host):
+def test_selections_have_the_names_of_dense_attention(host):
     made = model("gemma2")
     with Engine(made) as engine:
         names = list(engine.selections)
@@ -223,7 +225,7 @@ def test_selections_bear_the_names_of_the_other_host(host):
     assert names == list(host.selections(made)) == [f"model.layers.{index}.self_attn" for index in range(4)]
 
 
-def test_implementations_bear_the_same_names(host):
+def test_implementations_have_the_same_names(host):
     with Engine(model("gemma2")) as engine:
         found = engine.implementations
 
@@ -231,7 +233,7 @@ def test_implementations_bear_the_same_names(host):
         assert [impl.layer.name for impl in found.values()] == [f"layers.{index}.self_attn" for index in range(4)]
 
 
-def test_features_are_asked_for_in_every_layer(host):
+def test_features_are_required_of_every_layer(host):
     """One that nobody has is told by name, and not dropped."""
     said = refusal(lambda: Engine(model("llama"), features=("acme.rope_fused",)), NoBackendError)
 

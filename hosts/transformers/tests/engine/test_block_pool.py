@@ -13,24 +13,24 @@ def fill(pool: BlockPool, tokens: list[int]) -> list[int]:
     return blocks
 
 
-def test_every_block_but_the_null_block_is_given_once() -> None:
+def test_each_block_but_the_null_block_is_allocated_once() -> None:
     pool = BlockPool(5, 2)
 
     assert sorted(pool.allocate(3) + pool.allocate(1)) == [1, 2, 3, 4]
     assert pool.num_free == 0
 
 
-def test_too_many_blocks_are_refused_and_none_is_taken() -> None:
+def test_too_many_blocks_are_refused_and_none_is_allocated() -> None:
     pool = BlockPool(5, 2)
     pool.allocate(1)
 
-    with pytest.raises(CacheError, match=r"4 blocks were asked for[\s\S]*3 of 4 blocks are free"):
+    with pytest.raises(CacheError, match=r"4 blocks were requested[\s\S]*3 of 4 blocks are free"):
         pool.allocate(4)
 
     assert pool.num_free == 3
 
 
-def test_the_longest_prefix_of_whole_blocks_is_found() -> None:
+def test_the_longest_prefix_of_whole_blocks_is_matched() -> None:
     pool = BlockPool(10, 2)
     blocks = fill(pool, [1, 2, 3, 4, 5])
 
@@ -54,7 +54,7 @@ def test_branches_share_their_trunk() -> None:
     assert [pool.num_owners(block) for block in trunk] == [3, 3]
 
 
-def test_released_blocks_are_found_until_they_are_needed() -> None:
+def test_released_blocks_are_matched_until_they_are_reused() -> None:
     pool = BlockPool(4, 2)
     pool.release(blocks := fill(pool, [1, 2, 3, 4]))
     assert pool.num_free == 3
@@ -67,7 +67,7 @@ def test_released_blocks_are_found_until_they_are_needed() -> None:
     assert pool.match([1, 2, 3, 4]) == []
 
 
-def test_the_prefix_that_was_released_first_goes_first() -> None:
+def test_the_prefix_that_was_released_first_is_evicted_first() -> None:
     pool = BlockPool(4, 1)
     held = [fill(pool, [token]) for token in (1, 2, 3)]
     for blocks in held:
@@ -102,11 +102,11 @@ def test_a_second_copy_of_a_prefix_stays_private() -> None:
 
     pool.release(second)
     assert pool.match([1, 2]) == first
-    with pytest.raises(CacheError, match="a shared block holds a known prefix"):
+    with pytest.raises(CacheError, match="a shared block holds a cached prefix"):
         pool.share(second)
 
 
-def test_an_evicted_trunk_hides_its_branches_and_takes_nothing_else_for_them() -> None:
+def test_an_evicted_trunk_hides_its_branches() -> None:
     pool = BlockPool(5, 1)
     first, second = fill(pool, [1]), fill(pool, [1])
     tail = pool.allocate(1)
@@ -122,21 +122,21 @@ def test_an_evicted_trunk_hides_its_branches_and_takes_nothing_else_for_them() -
     assert pool.num_free == 1
 
 
-def test_blocks_that_are_forgotten_are_free_and_hide_what_continues_them() -> None:
+def test_evicted_blocks_hide_longer_prefixes() -> None:
     pool = BlockPool(6, 2)
     blocks = fill(pool, [1, 2, 3, 4, 5, 6])
     pool.share(blocks[:1])
-    pool.forget(blocks[1:2])
+    pool.evict(blocks[1:2])
     assert pool.match([1, 2, 3, 4, 5, 6]) == blocks[:1]
 
     pool.release(blocks)
-    pool.forget(blocks[2:])
-    pool.forget([0])
+    pool.evict(blocks[2:])
+    pool.evict([0])
     assert pool.num_free == 4
     assert sorted(pool.allocate(4) + blocks[:1]) == [1, 2, 3, 4, 5]
 
 
-def test_what_was_begun_before_all_was_forgotten_is_not_found() -> None:
+def test_prefixes_begun_before_a_reset_are_not_matched() -> None:
     pool = BlockPool(10, 2)
     done = fill(pool, [1, 2, 3, 4])
     half = pool.allocate(2)
@@ -155,19 +155,19 @@ def test_what_was_begun_before_all_was_forgotten_is_not_found() -> None:
     assert pool.match([7, 8, 9, 9]) == anew
 
 
-def test_without_reuse_nothing_is_found() -> None:
-    pool = BlockPool(4, 1, reuse=False)
+def test_without_prefix_caching_nothing_is_matched() -> None:
+    pool = BlockPool(4, 1, prefix_caching=False)
     pool.release(fill(pool, [1, 2]))
 
     assert pool.match([1, 2]) == []
 
 
-def test_a_block_that_nobody_owns_is_not_released() -> None:
+def test_a_block_without_an_owner_is_not_released() -> None:
     pool = BlockPool(4, 1)
     blocks = pool.allocate(2)
     pool.release(blocks[:1])
 
-    with pytest.raises(CacheError, match=rf"block {blocks[0]} was released[\s\S]*nobody owns it"):
+    with pytest.raises(CacheError, match=rf"block {blocks[0]} was released[\s\S]*it has no owner"):
         pool.release(blocks[::-1])
 
     assert pool.num_owners(blocks[1]) == 1

@@ -56,7 +56,7 @@ def test_their_text_continues_as_in_transformers(host, name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_window_of_null_is_no_window(name):
+def test_a_window_of_null_is_none(name):
     found = host_module.requirements(CONFIGS[name](), dtype="float32")
 
     assert {asked.sliding_window for asked in found.values()} == {None}

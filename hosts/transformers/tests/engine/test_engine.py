@@ -65,13 +65,13 @@ def test_learned_positions_and_chunks(open_engine, name):
     block_size=st.sampled_from([1, 3, 8, 16, 32]),
     max_num_reqs=st.integers(1, 9),
     more_tokens=st.integers(0, 40),
-    reuse=st.booleans(),
+    prefix_caching=st.booleans(),
     spare=st.sampled_from([0, 1, 3, 100]),
     order=st.permutations(range(9)),
     arrivals=st.lists(st.integers(0, 12), min_size=9, max_size=9),
 )
 def test_the_tokens_depend_on_nothing_but_the_prompt(
-    name, block_size, max_num_reqs, more_tokens, reuse, spare, order, arrivals
+    name, block_size, max_num_reqs, more_tokens, prefix_caching, spare, order, arrivals
 ):
     made, prompts, expected = reference(name)
     longest = -(-(max(map(len, prompts)) + NEW) // block_size)
@@ -80,7 +80,7 @@ def test_the_tokens_depend_on_nothing_but_the_prompt(
         block_size=block_size,
         max_num_reqs=max_num_reqs,
         max_num_tokens=max_num_reqs + more_tokens,
-        prefix_caching=reuse,
+        prefix_caching=prefix_caching,
         num_blocks=1 + longest + spare,
     )
     try:
@@ -104,7 +104,7 @@ def _arriving(engine, prompts, arrivals):
     return [requests[index].new_tokens for index in range(len(prompts))]
 
 
-def test_too_few_blocks_for_all_preempt_and_compute_again(open_engine):
+def test_too_few_blocks_preempt_and_recompute(open_engine):
     _, prompts, expected = reference("gemma2")
     engine = open_engine("gemma2", block_size=4, num_blocks=15, prefix_caching=False)
 
@@ -112,7 +112,7 @@ def test_too_few_blocks_for_all_preempt_and_compute_again(open_engine):
     assert engine._scheduler.num_preemptions > 0
 
 
-def test_a_step_says_who_got_a_token(open_engine):
+def test_a_step_returns_the_requests_that_got_a_token(open_engine):
     engine = open_engine(max_num_tokens=8, max_num_reqs=2)
     _, prompts, expected = reference("mistral")
     short, long = (engine.submit(prompts[index], max_new_tokens=2) for index in (4, 0))
@@ -141,7 +141,7 @@ def test_stop_tokens_end_a_request(open_engine, monkeypatch):
     assert engine.generate(prompts[:1], max_new_tokens=NEW, stop_tokens=()) == expected[:1]
 
 
-def test_sampling_is_reproduced_by_its_seed_in_any_company(open_engine):
+def test_sampling_with_a_seed_is_batch_invariant(open_engine):
     _, prompts, _ = reference("llama")
     sampling = Sampling(temperature=1.5, top_k=50, top_p=0.9, seed=7)
     alone = open_engine("llama").generate(prompts[:1], max_new_tokens=NEW, sampling=sampling)
@@ -156,7 +156,7 @@ def test_sampling_is_reproduced_by_its_seed_in_any_company(open_engine):
     assert_idle(crowded)
 
 
-def test_a_cancelled_request_keeps_what_it_has(open_engine):
+def test_a_cancelled_request_keeps_its_tokens(open_engine):
     _, prompts, expected = reference("mistral")
     engine = open_engine()
     requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
@@ -173,7 +173,7 @@ def test_a_cancelled_request_keeps_what_it_has(open_engine):
     assert_idle(engine)
 
 
-def test_what_never_fits_is_refused(open_engine):
+def test_requests_that_never_fit_are_refused(open_engine):
     engine = open_engine(num_blocks=4, block_size=8, max_seq_len=64)
 
     with pytest.raises(CacheError, match="3 of the cache's 4 blocks"):
@@ -189,7 +189,7 @@ def test_what_never_fits_is_refused(open_engine):
     assert_idle(engine)
 
 
-def test_a_failed_step_is_done_again(open_engine, monkeypatch):
+def test_a_failed_step_is_repeated(open_engine, monkeypatch):
     made, prompts, expected = reference("gemma2")
     engine = open_engine("gemma2", block_size=4, num_blocks=40)
     requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts]
@@ -215,7 +215,7 @@ def test_a_failed_step_is_done_again(open_engine, monkeypatch):
     assert_idle(engine)
 
 
-def test_a_failure_takes_the_requests_of_generate_with_it(open_engine, monkeypatch):
+def test_a_failure_cancels_the_requests_of_generate(open_engine, monkeypatch):
     made, prompts, expected = reference("llama")
     engine = open_engine("llama")
     before = engine.submit(prompts[3], max_new_tokens=NEW)
@@ -253,7 +253,7 @@ def test_engines_in_two_threads(open_engine):
     assert found == [reference(name)[2] for name, _ in jobs]
 
 
-def test_a_named_backend_whose_layers_plan_apart(open_engine, tmp_path):
+def test_a_named_backend_with_a_plan_per_layer(open_engine, tmp_path):
     manifest = tmp_path / "attnplug.toml"
     manifest.write_text(MANIFEST)
     attnplug.register("hosts.transformers.tests.fakes.separate_plans", manifest=manifest)
@@ -295,7 +295,7 @@ def test_a_model_without_logits_to_keep(open_engine):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_caches_of_8_bit_floats(open_engine, name):
+def test_fp8_kv_caches(open_engine, name):
     _, prompts, expected = reference(name)
     engine = open_engine(name, kv_cache_dtype="fp8_e4m3", max_num_tokens=64)
 
@@ -318,7 +318,7 @@ def test_half_precision(open_engine):
 class TestClosing:
     """A model belongs to its engines until the last one is closed."""
 
-    def test_the_model_gets_its_attention_back(self, host):
+    def test_the_last_engine_restores_the_models_attention(self, host):
         made, prompts, _ = reference("llama")
         first, second = Engine(made), Engine(made)
 
@@ -333,7 +333,7 @@ class TestClosing:
         with pytest.raises(LimitsError, match="closed engine"):
             first.step()
 
-    def test_requests_under_way_are_cancelled(self, host):
+    def test_unfinished_requests_are_cancelled(self, host):
         engine = Engine(reference("llama")[0])
         request = engine.submit([1, 2], max_new_tokens=5)
         engine.step()
@@ -342,7 +342,7 @@ class TestClosing:
 
         assert request.finish_reason == "cancelled"
 
-    def test_an_engine_that_is_gone_gives_the_model_back(self, host):
+    def test_a_garbage_collected_engine_restores_the_attention(self, host):
         made = reference("llama")[0]
         engine = Engine(made)
         assert made.config._attn_implementation == "attnplug_engine"
@@ -351,7 +351,7 @@ class TestClosing:
 
         assert made.config._attn_implementation == "eager"
 
-    def test_an_engine_that_was_refused_gives_the_model_back(self, host):
+    def test_a_refused_engine_restores_the_attention(self, host):
         made = reference("llama")[0]
 
         with pytest.raises(UnknownBackendError):
@@ -359,16 +359,16 @@ class TestClosing:
 
         assert made.config._attn_implementation == "eager"
 
-    def test_others_may_not_call_the_model_meanwhile(self, open_engine):
+    def test_a_call_of_the_model_by_other_code_is_refused(self, open_engine):
         engine = open_engine("llama")
 
         with pytest.raises(NotNegotiatedError, match=r"engine\.close\(\)"):
             engine.model(input_ids=torch.tensor([[1, 2]]), use_cache=False)
 
-    def test_another_attention_meanwhile_is_found_out(self, open_engine):
+    def test_another_attention_meanwhile_is_detected(self, open_engine):
         engine = open_engine("llama")
         engine.model.set_attn_implementation("eager")
 
-        with pytest.raises(NotNegotiatedError, match="did not ask the engine"):
+        with pytest.raises(NotNegotiatedError, match="did not call the engine"):
             engine.generate([[1, 2]], max_new_tokens=1)
         assert_idle(engine)

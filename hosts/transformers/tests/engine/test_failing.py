@@ -32,7 +32,7 @@ def finish(engine):
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWING])
-def test_the_others_go_on(engine, sampling, caplog):
+def test_other_requests_go_on(engine, sampling, caplog):
     expected = engine.generate([GOOD], max_new_tokens=12, sampling=DRAWING)[0]
     bad = engine.submit([*GOOD[:3], BAD, *range(30, 60)], max_new_tokens=12, sampling=sampling)
     good = engine.submit(GOOD, max_new_tokens=12, sampling=DRAWING)
@@ -42,13 +42,13 @@ def test_the_others_go_on(engine, sampling, caplog):
     assert (bad.finish_reason, bad.status, bad.new_tokens, bad.blocks) == ("failed", "finished", [], [])
     assert moved.count(bad) == 1
     assert (good.finish_reason, good.new_tokens) == ("length", expected)
-    assert f"requests [{bad.id}] choose no token" in caplog.text
+    assert f"requests [{bad.id}] have failed" in caplog.text
     # The blocks that held NaN serve others, whole and in part.
     assert engine.generate([GOOD, GOOD[3:], GOOD], max_new_tokens=12, sampling=DRAWING)[::2] == [expected] * 2
     assert engine.stats.blocks_in_use == 0
 
 
-def test_what_failed_is_not_shared(engine):
+def test_blocks_of_a_failed_request_are_not_shared(engine):
     prompt = [*GOOD, *GOOD[:9]]
     weights = engine.model.lm_head.weight
     before = weights.detach().clone()
@@ -69,7 +69,7 @@ def test_what_failed_is_not_shared(engine):
 def test_generate_names_the_prompt_and_the_request(engine):
     waiting = engine.submit(GOOD, max_new_tokens=12)
 
-    with pytest.raises(TensorError, match=r"prompts \[1\], as requests \[2\], choose no token"):
+    with pytest.raises(TensorError, match=r"prompts \[1\], as requests \[2\], are non-finite"):
         engine.generate([GOOD, [BAD], GOOD[2:]], max_new_tokens=12)
 
     finish(engine)
@@ -77,7 +77,7 @@ def test_generate_names_the_prompt_and_the_request(engine):
     assert engine.stats.blocks_in_use == 0
 
 
-def test_a_replayed_step_lets_one_fail_too(host):
+def test_a_request_fails_in_a_replayed_step(host):
     made = model("llama")
     with Engine(made, graphs=True, max_num_reqs=4, max_seq_len=64) as engine:
         requests = [engine.submit([token, 1], max_new_tokens=5, stop_tokens=()) for token in (5, 6)]

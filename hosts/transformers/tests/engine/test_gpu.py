@@ -43,7 +43,7 @@ def test_the_tokens_are_those_of_transformers(on_gpu, name, backend):
     engine.close()
 
 
-def test_caches_take_what_is_free(host):
+def test_kv_caches_fill_the_free_memory(host):
     made = model("llama", head_dim=64, num_key_value_heads=4).cuda()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -73,7 +73,7 @@ def test_sampling_on_the_gpu(on_gpu):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-def test_a_decoding_step_waits_for_the_device_once(on_gpu):
+def test_a_decode_step_synchronizes_once(on_gpu):
     """The tokens come back; nothing else does."""
     made, asked, _ = on_gpu("gemma2")
     engine = Engine(made)
@@ -93,7 +93,7 @@ def test_a_decoding_step_waits_for_the_device_once(on_gpu):
     engine.close()
 
 
-def test_engines_are_made_while_others_run_in_their_threads(on_gpu):
+def test_engines_are_made_while_others_run_in_threads(on_gpu):
     """A capture that minded other threads would fail, and so would their steps."""
     made, asked, expected = on_gpu("llama")
     sizes = {"max_num_tokens": 24, "max_num_reqs": 4, "backend": "torch/sdpa", "max_seq_len": 64, "graphs": True}

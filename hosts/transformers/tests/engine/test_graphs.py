@@ -15,7 +15,6 @@ from attnplug.errors import NoBackendError
 from attnplug.torch_backend.builder import TorchBuilder
 from attnplug_transformers.engine import Engine
 from attnplug_transformers.engine.graphs import capture_sizes, common_lengths
-from attnplug_transformers.engine.runner import record
 from hosts.transformers.tests.engine.reference import NEW, reference
 
 
@@ -39,8 +38,8 @@ def test_the_tokens_are_the_same(graphed, name):
     engine = graphed(name)
 
     replayed = []
-    run = engine._runner._graphs.run
-    engine._runner._graphs.run = lambda recorded, inputs: (
+    run = engine._runner._graphs.replay
+    engine._runner._graphs.replay = lambda recorded, inputs: (
         replayed.append(inputs.batch.num_reqs) or run(recorded, inputs)
     )
 
@@ -50,7 +49,7 @@ def test_the_tokens_are_the_same(graphed, name):
     assert set(replayed) & {3, 4}  # sizes that were padded too
 
 
-def test_sequences_move_on_to_longer_graphs_and_beyond_them(graphed, monkeypatch):
+def test_sequences_grow_into_longer_graphs_and_beyond(graphed, monkeypatch):
     monkeypatch.setattr(TorchBuilder, "graph_lengths", (16, 24, 40))
     _, prompts, expected = reference("mistral")
     engine = graphed("mistral")
@@ -92,22 +91,20 @@ def test_sizes_pad_little():
         assert all(b <= max(2 * a, a + 16) for a, b in pairwise(sizes))
 
 
-def test_without_graphs_it_says_why(graphed):
-    assert graphed("llama", graphs=False).why_eager == "graphs=False was asked for"
-    assert (
-        graphed("llama", graphs=None).why_eager == "cpu has no graphs of its own; graphs=True records steps there too"
-    )
+def test_why_eager_has_the_reason(graphed):
+    assert graphed("llama", graphs=False).why_eager == "graphs=False was requested"
+    assert graphed("llama", graphs=None).why_eager == "cpu has no graphs; graphs=True captures steps there too"
     assert graphed("llama", graphs=None).num_graphs == 0
 
 
-def test_graphs_are_asked_of_the_backends(graphed):
+def test_graphs_are_required_of_the_backends(graphed):
     engine = graphed("llama")
     assert {one.requirements.cudagraph for one in engine.selections.values()} == {"single_token_decode"}
     with pytest.raises(NoBackendError, match="cudagraph"):
         graphed("llama", backend="torch/flex")
 
 
-def test_a_model_that_cannot_be_recorded_runs_eagerly_unless_told(graphed, monkeypatch, caplog):
+def test_a_model_that_cannot_be_captured_runs_eagerly(graphed, monkeypatch, caplog):
     def fail(*_, **__):
         message = "reads a value"
         raise RuntimeError(message)
@@ -117,9 +114,9 @@ def test_a_model_that_cannot_be_recorded_runs_eagerly_unless_told(graphed, monke
         graphed("llama")
     engine = graphed("llama", graphs=None)
     engine._runner.device = torch.device("cuda")
-    monkeypatch.setattr(engine._runner, "record", fail)
-    reason = record(engine.model, engine._groups, engine._runner, None)
-    assert "cannot be recorded: reads a value" in reason
+    monkeypatch.setattr(engine._runner, "_capture", fail)
+    reason = engine._runner.capture(None)
+    assert "cannot be captured: reads a value" in reason
     assert reason in caplog.text
 
 
@@ -135,7 +132,7 @@ def test_a_closed_engine_has_freed_its_memory(graphed):
         gc.enable()
 
 
-def test_an_engine_that_is_gone_has_freed_its_memory(host):
+def test_a_garbage_collected_engine_has_freed_its_memory(host):
     """At once as well, though the recorded steps and what runs them hold each other."""
     engine = Engine(reference("llama")[0], graphs=True, max_num_reqs=2, max_seq_len=64)
     engine.generate([[1, 2, 3]], max_new_tokens=3)
@@ -160,11 +157,11 @@ def test_an_engine_that_is_gone_has_freed_its_memory(host):
         ([(256, 700), (512, 4096)], (256, 512, 700)),
     ],
 )
-def test_groups_with_other_lengths_are_recorded_together(given, common):
+def test_groups_of_different_lengths_are_captured_together(given, common):
     assert common_lengths(given) == common
 
 
-def test_a_failed_recording_leaves_no_slot(graphed, monkeypatch):
+def test_a_failed_capture_releases_graph_buffers(graphed, monkeypatch):
     def fail(*_, **__):
         message = "reads a value"
         raise RuntimeError(message)
@@ -172,7 +169,7 @@ def test_a_failed_recording_leaves_no_slot(graphed, monkeypatch):
     engine = graphed("llama", graphs=None)
     monkeypatch.setattr("attnplug_transformers.engine.graphs.capture", fail)
     with pytest.raises(RuntimeError, match="reads a value"):
-        engine._runner.record()
+        engine._runner.capture(True)
     assert engine.num_graphs == 0
     assert not any(builder.state.graphs for builder in engine._runner._builders)
     assert len(engine.generate([[1, 2, 3]], max_new_tokens=3)[0]) == 3

@@ -23,12 +23,12 @@ def groups(bytes_per_block, workspace=0, block_size=16):
     )
 
 
-def test_no_more_than_all_requests_can_fill():
+def test_no_more_blocks_than_all_requests_can_fill():
     assert count_blocks(groups(10), LIMITS, CPU, None) == 4 * 7 + 1
     assert count_blocks(groups(10, block_size=100), LIMITS, CPU, 10**6) == 4 + 1
 
 
-def test_what_memory_holds_beside_the_workspaces():
+def test_blocks_that_fit_beside_the_workspaces():
     assert count_blocks(groups(2**28), LIMITS, CPU, None) == CPU_BYTES // 2**28
     assert count_blocks(groups(10, workspace=90), LIMITS, CPU, 190) == 10
 
@@ -52,7 +52,7 @@ def test_caches_that_do_not_fit(host, monkeypatch):
     engine.close()
 
 
-def test_each_layer_writes_what_is_its_own_into_its_cache(host, monkeypatch):
+def test_each_layer_initializes_its_kv_cache(host, monkeypatch):
     """Scales of a quantized cache, for one: left at their fill they make attention NaN."""
     written = {}
     monkeypatch.setattr(
@@ -77,16 +77,16 @@ def test_the_default_of_an_engine(host):
 
 
 @pytest.mark.parametrize("fraction", [0, -0.1, 1.01, "0.5", True])
-def test_a_fraction_is_a_share(fraction):
+def test_fractions_out_of_range(fraction):
     with pytest.raises(LimitsError, match="memory_fraction"):
         free_bytes(CPU, fraction, lambda: None)
 
 
-def test_a_device_that_does_not_say():
+def test_a_device_that_does_not_report_its_memory():
     assert free_bytes(CPU, 0.9, lambda: pytest.fail("nothing is measured")) is None
 
 
-def test_what_cuda_says(monkeypatch):
+def test_free_memory_on_cuda(monkeypatch):
     """The largest step takes 30 on top of what is in use; 400 of 1000 are, and 900 may be."""
     peak = {"now": 100}
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

@@ -34,22 +34,22 @@ def check_result(request: Request) -> None:
         assert request.finish_reason == ("stop" if wanted[-1] in request.stop_tokens else "length")
 
 
-def small_host(random: Random, *, reuse: bool) -> fake.Host:
+def small_host(random: Random, *, prefix_caching: bool) -> fake.Host:
     size = random.randint(1, 4)
     return fake.Host(
         random.randint(22 // size + 2, 44 // size + 2),  # any one request fits, and never many
         size,
-        reuse=reuse,
+        prefix_caching=prefix_caching,
         max_num_reqs=random.randint(1, 8),
         max_num_tokens=random.randint(8, 24),
     )
 
 
-@pytest.mark.parametrize("reuse", [True, False])
-def test_ten_thousand_requests_leave_no_block_behind(reuse: bool) -> None:
-    random, seen = Random(20 + reuse), Counter[str]()
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_ten_thousand_requests_leak_no_block(prefix_caching: bool) -> None:
+    random, seen = Random(20 + prefix_caching), Counter[str]()
     for _ in range(100):
-        host, alive = small_host(random, reuse=reuse), list[Request]()
+        host, alive = small_host(random, prefix_caching=prefix_caching), list[Request]()
         left = 100
         while left or alive:
             if left and random.random() < 0.3:
@@ -71,7 +71,7 @@ def test_ten_thousand_requests_leave_no_block_behind(reuse: bool) -> None:
     assert seen["finished"] + seen["cancelled"] == 10_000
     assert seen["cancelled"] > 100
     assert seen["preempted"] > 300
-    assert (seen["reused"] > 1000) if reuse else not seen["reused"]
+    assert (seen["reused"] > 1000) if prefix_caching else not seen["reused"]
 
 
 prompts = st.lists(
@@ -91,11 +91,11 @@ prompts = st.lists(
     st.lists(st.integers(0, 5), max_size=8),
 )
 @settings(max_examples=150)
-def test_tokens_do_not_depend_on_how_they_were_scheduled(
+def test_tokens_do_not_depend_on_the_schedule(
     prompts: list[tuple[list[int], int]],
     block_size: int,
     spare_blocks: int,
-    reuse: bool,
+    prefix_caching: bool,
     max_num_reqs: int,
     spare_tokens: int,
     pauses: list[int],
@@ -103,7 +103,7 @@ def test_tokens_do_not_depend_on_how_they_were_scheduled(
     host = fake.Host(
         30 // block_size + 2 + spare_blocks,
         block_size,
-        reuse=reuse,
+        prefix_caching=prefix_caching,
         max_num_reqs=max_num_reqs,
         max_num_tokens=max_num_reqs + spare_tokens,
     )
@@ -122,7 +122,7 @@ def test_tokens_do_not_depend_on_how_they_were_scheduled(
 
 @given(prompts, st.integers(1, 4), st.data())
 @settings(max_examples=100)
-def test_whoever_was_added_ends_whatever_is_cancelled(
+def test_every_request_finishes_whatever_is_cancelled(
     prompts: list[tuple[list[int], int]], block_size: int, data: st.DataObject
 ) -> None:
     host = fake.Host(data.draw(st.integers(3, 20)), block_size, max_num_reqs=4, max_num_tokens=5)
@@ -175,10 +175,10 @@ def drawn_tokens(host: fake.Host, lengths: list[int], *, together: bool) -> list
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 4), st.integers(0, 6), st.integers(6, 20))
 @settings(max_examples=40)
-def test_drawn_tokens_do_not_depend_on_it_either(
+def test_drawn_tokens_do_not_depend_on_the_schedule(
     lengths: list[int], block_size: int, spare_blocks: int, max_num_tokens: int
 ) -> None:
-    alone = fake.Host(1000, 4, reuse=False, max_num_reqs=1, max_num_tokens=1000, choose=choose_by_logits)
+    alone = fake.Host(1000, 4, prefix_caching=False, max_num_reqs=1, max_num_tokens=1000, choose=choose_by_logits)
     crowd = fake.Host(
         20 // block_size + 2 + spare_blocks,
         block_size,

@@ -90,7 +90,7 @@ def test_training_mode():
     assert "call model.eval() first" in refusal(model("llama").train())
 
 
-def test_unknown_model_types_are_read_as_another_where_the_caller_says_so():
+def test_unknown_model_types_are_read_as_assume():
     made = model("llama")
     made.config.__class__ = type("NobodyKnows", (transformers.LlamaConfig,), {"model_type": "nobody_knows"})
 
@@ -113,7 +113,7 @@ def test_classes_that_do_not_take_an_attention_implementation(monkeypatch):
     assert "does not take an attention implementation" in refusal(made)
 
 
-def test_published_code_that_attends_by_functions_of_its_own():
+def test_published_code_with_its_own_attention():
     told = refusal(published.model())
 
     assert "Phi3SmallForCausalLM was given to the engine: it does not take an attention implementation" in told
@@ -121,11 +121,11 @@ def test_published_code_that_attends_by_functions_of_its_own():
     assert "run it from classes that go through the interface" in told
 
 
-def test_a_layer_that_attends_by_itself(monkeypatch):
+def test_a_layer_that_does_not_call_its_attention(monkeypatch):
     made = model("llama")
     monkeypatch.setattr(made.model.layers[2].self_attn, "forward", lambda hidden_states, **_: (hidden_states, None))
 
-    assert "'layers.2.self_attn' first, did not ask the engine" in refusal(made)
+    assert "'layers.2.self_attn' first, did not call the engine" in refusal(made)
 
 
 def test_a_layer_that_attends_twice(monkeypatch):
@@ -158,7 +158,7 @@ def _both_ways(create):
 def test_masks_of_another_pattern(monkeypatch):
     monkeypatch.setattr(modeling_llama, "create_causal_mask", _both_ways(masking_utils.create_causal_mask))
 
-    assert "other keys are attended" in refusal(model("llama"))
+    assert "tokens attend to other keys" in refusal(model("llama"))
 
 
 def test_masks_that_the_model_computes_with(monkeypatch):
@@ -179,10 +179,10 @@ def test_masks_that_the_model_computes_with(monkeypatch):
         (lambda attention: setattr(attention, "scaling", 0.1), "scaling 0.1"),
         (lambda attention: setattr(attention, "sinks", torch.nn.Parameter(torch.ones(4))), "other sinks"),
         (lambda attention: _in_place(attention.sinks), "other sinks"),
-        (lambda attention: setattr(attention, "sliding_window", 3), "the facts"),
+        (lambda attention: setattr(attention, "sliding_window", 3), "the signature"),
     ],
 )
-def test_changes_of_a_model_under_way(change, found):
+def test_changes_of_a_model_in_use(change, found):
     made = model("gpt_oss")
     engine = Engine(made)
     engine.generate([[1, 2]], max_new_tokens=2)
@@ -235,7 +235,7 @@ def test_a_model_on_several_devices():
     made = sharpen(model("llama"))
     made.model.layers[1].to("meta")
 
-    assert "it lies on cpu, meta" in refusal(made)
+    assert "its weights are on cpu, meta" in refusal(made)
 
 
 def test_forwards_that_the_step_cannot_pass_through():
@@ -252,17 +252,17 @@ def test_forwards_that_the_step_cannot_pass_through():
     assert "takes no further keywords" in refusal(NoKeywords(config).eval())
 
 
-def test_a_model_that_masks_nothing_by_itself(monkeypatch):
+def test_a_model_without_a_mask(monkeypatch):
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_: None)
     engine = Engine(model("llama"))
 
     assert len(engine.generate([[1, 2, 3]], max_new_tokens=2)[0]) == 2
     monkeypatch.undo()
-    with pytest.raises(NotNegotiatedError, match="a mask of its own"):
+    with pytest.raises(NotNegotiatedError, match="another mask"):
         engine.generate([[1, 2, 3]], max_new_tokens=2)
 
 
-def test_a_layer_that_attends_once_more_than_the_engine_knows():
+def test_a_layer_that_attends_once_more():
     made = model("llama")
     engine = Engine(made)
     made.model.layers[3].self_attn = made.model.layers[2].self_attn
@@ -271,11 +271,11 @@ def test_a_layer_that_attends_once_more_than_the_engine_knows():
         engine.generate([[1, 2, 3]], max_new_tokens=2)
 
 
-def test_calls_that_are_no_step():
+def test_calls_without_a_step():
     engine = Engine(model("llama"))
     rows, step = torch.tensor([[1, 2], [3, 4]]), object()
 
-    with torch.no_grad(), pytest.raises(TensorError, match="brings one row of tokens"):
+    with torch.no_grad(), pytest.raises(TensorError, match="has one row of tokens"):
         engine.model(input_ids=rows, use_cache=False, attnplug_step=step)
     with torch.no_grad(), pytest.raises(TensorError, match="its own key and value"):
         engine.model(input_ids=rows[:1], past_key_values=_cached(engine.model), attnplug_step=step)

@@ -18,7 +18,7 @@ def test_a_new_request_waits_with_its_prompt() -> None:
     assert request.new_tokens == [8]
 
 
-def test_it_ends_with_a_stop_token_that_it_keeps() -> None:
+def test_a_stop_token_finishes_it_and_is_kept() -> None:
     request = Request(id=1, tokens=[9], max_new_tokens=1, stop_tokens=[9])
     assert not request.is_finished  # a stop token of the prompt stops nothing
 
@@ -28,7 +28,7 @@ def test_it_ends_with_a_stop_token_that_it_keeps() -> None:
     assert request.new_tokens == [9]
 
 
-def test_it_ends_at_its_length() -> None:
+def test_its_length_finishes_it() -> None:
     request = Request(id=1, tokens=[1, 2], max_new_tokens=2)
     reasons = []
     for token in (3, 4):
@@ -38,7 +38,7 @@ def test_it_ends_at_its_length() -> None:
     assert reasons == [None, "length"]
 
 
-def test_two_requests_of_equal_values_are_two() -> None:
+def test_requests_are_compared_by_identity() -> None:
     first, second = (Request(id=1, tokens=[1], max_new_tokens=1) for _ in range(2))
 
     assert first != second
@@ -46,7 +46,7 @@ def test_two_requests_of_equal_values_are_two() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[1.0], ["a"], [True], [-1], [None], torch.tensor([1, 2]), [[1, 2]], 7.5, None])
-def test_what_is_no_token_is_refused(tokens: object) -> None:
+def test_invalid_tokens_are_refused(tokens: object) -> None:
     with pytest.raises(BatchError, match=r"an int from 0 on[\s\S]*a flat list"):
         Request(id=1, tokens=tokens, max_new_tokens=1)
     with pytest.raises(BatchError, match="an int from 0 on"):
@@ -59,6 +59,6 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.0, None, True])
-def test_nothing_to_generate_is_refused(value: object) -> None:
+def test_invalid_max_new_tokens_are_refused(value: object) -> None:
     with pytest.raises(LimitsError, match=f"max_new_tokens={value!r} was given"):
         Request(id=1, tokens=[1], max_new_tokens=value)

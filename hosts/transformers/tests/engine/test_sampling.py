@@ -93,7 +93,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(sampling: Sampling) -> Non
 
 
 @pytest.mark.parametrize(("draws", "wanted"), [(0.0, 1), (0.2499, 1), (0.25, 3), (1 - 2**-53, 3)])
-def test_what_is_ruled_out_is_not_picked_at_the_edges_either(draws: float, wanted: int) -> None:
+def test_excluded_tokens_are_not_picked_at_the_edges(draws: float, wanted: int) -> None:
     probabilities = torch.tensor([[0.0, 0.1, 0.0, 0.3, 0.0]], dtype=torch.float64)
 
     assert _pick(probabilities, [draws]).tolist() == [wanted]
@@ -109,7 +109,7 @@ def test_draws_fill_the_unit_interval_evenly() -> None:
 
 
 @given(st.lists(rows, min_size=1, max_size=4), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_greedy_takes_the_lowest_of_the_likeliest(batch: list[list[float]], dtype: torch.dtype) -> None:
+def test_greedy_takes_the_lowest_of_equal_tokens(batch: list[list[float]], dtype: torch.dtype) -> None:
     found = sample(torch.tensor(batch, dtype=dtype), [request(Sampling()) for _ in batch])
 
     assert found.dtype == torch.int64
@@ -117,7 +117,7 @@ def test_greedy_takes_the_lowest_of_the_likeliest(batch: list[list[float]], dtyp
 
 
 @given(st.lists(st.tuples(rows, drawn | st.just(Sampling()), st.integers(0, 99)), min_size=2, max_size=6))
-def test_neighbors_change_nothing(batch: list[tuple[list[float], Sampling, int]]) -> None:
+def test_rows_are_independent(batch: list[tuple[list[float], Sampling, int]]) -> None:
     logits = torch.tensor([row for row, _, _ in batch])
     requests = [request(evolve(sampling, seed=seed)) for _, sampling, seed in batch]
 
@@ -127,14 +127,14 @@ def test_neighbors_change_nothing(batch: list[tuple[list[float], Sampling, int]]
     assert together == sample(logits, requests).tolist()  # a step that is repeated
 
 
-def test_the_next_position_draws_anew() -> None:
+def test_each_position_has_its_own_draw() -> None:
     logits, sampling = torch.zeros(1, 1000), Sampling(temperature=1.0, seed=4)
     tokens = [sample(logits, [request(sampling, (1,) * length)]).item() for length in range(1, 30)]
 
     assert len(set(tokens)) > 25
 
 
-def test_without_a_seed_each_request_has_its_own() -> None:
+def test_without_a_seed_each_request_draws_one() -> None:
     sampling = Sampling(temperature=1.0)
 
     assert len({request(sampling).seed for _ in range(20)}) == 20
@@ -154,7 +154,7 @@ def test_the_two_zeros_are_equally_likely() -> None:
     assert (found > 0).tolist() == [[False, True, False]]
 
 
-def test_top_k_alone_keeps_the_unlikeliest_of_its_tokens() -> None:
+def test_top_k_alone_keeps_unlikely_tokens() -> None:
     logits = torch.tensor([[1.0, -60.0, -70.0]], dtype=torch.float64)
     before = logits.clone()
 
@@ -189,7 +189,7 @@ def test_logits_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0), Sampling(temperature=2.0, top_p=0.5)])
 @pytest.mark.parametrize("bad", [[nan] * 8, [-inf] * 8, [inf] + [0.0] * 7, [0.0] * 7 + [nan]])
-def test_rows_without_a_likeliest_token_get_none_and_the_others_theirs(sampling: Sampling, bad: list[float]) -> None:
+def test_rows_of_non_finite_logits_get_no_token(sampling: Sampling, bad: list[float]) -> None:
     good = torch.arange(8.0)
     requests = [request(evolve(sampling, seed=3)) for _ in range(3)]
 

@@ -4,6 +4,7 @@ from itertools import count
 
 import pytest
 
+from attnplug.contract import Limits
 from attnplug.errors import BatchError, CacheError, LimitsError
 from attnplug_transformers.engine.request import Request
 from attnplug_transformers.engine.scheduler import Scheduler
@@ -30,7 +31,7 @@ def parts(host: fake.Host) -> list[tuple[Request, int, int]]:
     return found
 
 
-def test_a_prompt_is_computed_in_chunks_beside_decodes() -> None:
+def test_a_prompt_is_prefilled_in_chunks_beside_decodes() -> None:
     host = fake.Host(100, 4, max_num_tokens=10)
     first = add(host, 6)
     assert parts(host) == [(first, 0, 6)]
@@ -53,7 +54,7 @@ def test_the_last_token_of_a_prompt_counts_as_a_decode() -> None:
     assert parts(host) == [(first, 7, 1), (second, 0, 3), (third, 0, 3)]
 
 
-def test_equal_prompts_are_computed_once() -> None:
+def test_equal_prompts_share_their_prefix() -> None:
     host = fake.Host(100, 4, max_num_tokens=8)
     first = add(host, 10)
     assert parts(host) == [(first, 0, 8)]
@@ -66,7 +67,7 @@ def test_equal_prompts_are_computed_once() -> None:
     assert second.new_tokens == first.new_tokens
 
 
-def test_blocks_are_shared_once_they_are_computed_and_not_before() -> None:
+def test_blocks_are_shared_once_they_are_computed() -> None:
     host = fake.Host(100, 4, max_num_tokens=20)
     first, second = add(host, 8), add(host, 8)
 
@@ -74,7 +75,7 @@ def test_blocks_are_shared_once_they_are_computed_and_not_before() -> None:
     assert not set(first.blocks) & set(second.blocks)
 
 
-def test_of_a_prompt_that_is_known_whole_its_last_block_is_computed() -> None:
+def test_the_last_block_of_a_cached_prompt_is_recomputed() -> None:
     host = fake.Host(100, 4)
     add(host, 8)
     host.finish()
@@ -95,8 +96,8 @@ def test_generated_tokens_are_reused_too() -> None:
     assert parts(host) == [(more, 8, 2)]
 
 
-def test_without_reuse_everything_is_computed() -> None:
-    host = fake.Host(100, 4, reuse=False)
+def test_without_prefix_caching_everything_is_computed() -> None:
+    host = fake.Host(100, 4, prefix_caching=False)
     add(host, 8)
     host.finish()
 
@@ -105,7 +106,7 @@ def test_without_reuse_everything_is_computed() -> None:
     assert parts(host) == [(again, 0, 8)]
 
 
-def test_who_finds_no_room_waits_and_is_not_overtaken() -> None:
+def test_a_waiting_request_is_not_overtaken() -> None:
     host = fake.Host(11, 1, max_num_tokens=20)
     first = add(host, 6, max_new_tokens=1)
     second = add(host, 6, max_new_tokens=2, first=50)
@@ -116,7 +117,7 @@ def test_who_finds_no_room_waits_and_is_not_overtaken() -> None:
     assert parts(host) == [(second, 0, 6), (third, 0, 2)]
 
 
-def test_who_comes_in_leaves_room_for_those_that_grow() -> None:
+def test_admission_reserves_blocks_for_running_requests() -> None:
     host = fake.Host(10, 2, max_num_tokens=20)
     first, second = (add(host, 4, max_new_tokens=4, first=first) for first in (0, 50))
     third = add(host, 7, max_new_tokens=2, first=80)
@@ -129,7 +130,7 @@ def test_who_comes_in_leaves_room_for_those_that_grow() -> None:
     assert host.scheduler.num_preemptions == 0
 
 
-def test_the_last_block_is_given_to_who_needs_one() -> None:
+def test_the_last_block_is_allocated() -> None:
     host = fake.Host(2, 4)
     request = add(host, 3, max_new_tokens=2)
     host.finish()
@@ -137,7 +138,7 @@ def test_the_last_block_is_given_to_who_needs_one() -> None:
     assert request.new_tokens == fake.generate(range(3), 2)
 
 
-def test_no_more_run_than_allowed() -> None:
+def test_max_num_reqs_run_concurrently() -> None:
     host = fake.Host(100, 4, max_num_reqs=2)
     requests = [add(host, 2, max_new_tokens=1, first=10 * number) for number in range(3)]
 
@@ -145,8 +146,8 @@ def test_no_more_run_than_allowed() -> None:
     assert [part[0] for part in parts(host)] == requests[2:]
 
 
-def test_the_youngest_makes_room_and_is_computed_again() -> None:
-    host = fake.Host(9, 1, reuse=False, max_num_tokens=20)
+def test_the_youngest_is_preempted_and_recomputed() -> None:
+    host = fake.Host(9, 1, prefix_caching=False, max_num_tokens=20)
     first = add(host, 2, max_new_tokens=6)
     second = add(host, 2, max_new_tokens=6, first=50)
     third = add(host, 5, first=80)
@@ -166,8 +167,8 @@ def test_the_youngest_makes_room_and_is_computed_again() -> None:
     assert second.new_tokens == fake.generate(range(50, 52), 6)
 
 
-def test_the_youngest_may_be_the_one_that_needs_room() -> None:
-    host = fake.Host(6, 2, reuse=False, max_num_tokens=20)
+def test_a_decode_may_preempt_itself() -> None:
+    host = fake.Host(6, 2, prefix_caching=False, max_num_tokens=20)
     first = add(host, 4, max_new_tokens=5)  # grows into a third and fourth block
     second = add(host, 2, max_new_tokens=5, first=50)
     host.step()
@@ -183,7 +184,7 @@ def test_the_youngest_may_be_the_one_that_needs_room() -> None:
     assert second.new_tokens == fake.generate([50, 51], 5)
 
 
-def test_a_request_that_just_fits_ends() -> None:
+def test_a_request_that_just_fits_finishes() -> None:
     host = fake.Host(4, 2)
     request = add(host, 3, max_new_tokens=4)  # the last token is never computed
     host.finish()
@@ -191,7 +192,7 @@ def test_a_request_that_just_fits_ends() -> None:
     assert request.new_tokens == fake.generate(range(3), 4)
 
 
-def test_a_cancelled_request_frees_its_blocks_wherever_it_is() -> None:
+def test_a_cancelled_request_releases_its_blocks() -> None:
     host = fake.Host(10, 2, max_num_reqs=1, max_num_tokens=4)
     running, waiting = add(host, 6), add(host, 6)
     host.step()
@@ -205,7 +206,7 @@ def test_a_cancelled_request_frees_its_blocks_wherever_it_is() -> None:
     assert [(request.status, request.finish_reason) for request in (running, waiting)] == [("cancelled",) * 2] * 2
 
 
-def test_a_request_that_is_cancelled_during_its_step_gets_no_token() -> None:
+def test_a_request_cancelled_during_its_step_gets_no_token() -> None:
     host = fake.Host(10, 2)
     first, second = add(host, 3), add(host, 3, first=50)
     step = host.scheduler.schedule()
@@ -217,7 +218,7 @@ def test_a_request_that_is_cancelled_during_its_step_gets_no_token() -> None:
     assert second.new_tokens == fake.generate(range(50, 53), 1)
 
 
-def test_cancelling_what_has_ended_or_is_unknown_changes_nothing() -> None:
+def test_cancelling_a_finished_or_unknown_request() -> None:
     host = fake.Host(10, 2)
     ended = add(host, 3, max_new_tokens=1)
     host.finish()
@@ -248,7 +249,7 @@ def test_a_step_that_failed_is_scheduled_again() -> None:
 
 
 @pytest.mark.parametrize("tokens", [[], [1, 2], ["1"], [1.0], [True]])
-def test_an_answer_that_is_not_a_token_each_is_refused_and_changes_nothing(tokens: list[object]) -> None:
+def test_results_without_a_token_each_are_refused(tokens: list[object]) -> None:
     host = fake.Host(20, 2)
     request = add(host, 3)
     step = host.scheduler.schedule()
@@ -260,7 +261,7 @@ def test_an_answer_that_is_not_a_token_each_is_refused_and_changes_nothing(token
     assert host.scheduler.finish_step(step, [1]) == [request]
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers() -> None:
+def test_a_request_that_can_never_fit_is_refused() -> None:
     host = fake.Host(5, 4, max_seq_len=18)
     with pytest.raises(LimitsError, match=r"17 tokens of prompt and max_new_tokens=2[\s\S]*max_seq_len=18") as caught:
         add(host, 17, max_new_tokens=2)
@@ -285,16 +286,8 @@ def test_a_request_is_added_once() -> None:
     assert not host.scheduler.has_work
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ((0, 8, 8), "max_num_reqs=0 was given"),
-        ((1, 8.0, 8), "max_num_tokens=8.0 was given"),
-        ((1, 8, True), "max_seq_len=True was given"),
-        ((9, 8, 8), "max_num_tokens=8 was given with max_num_reqs=9"),
-    ],
-)
-def test_impossible_limits_are_refused(limits: tuple[int, int, int], message: str) -> None:
-    names = ("max_num_reqs", "max_num_tokens", "max_seq_len")
-    with pytest.raises(LimitsError, match=message):
-        Scheduler(fake.BlockPool(10, 2), **dict(zip(names, limits, strict=True)))
+def test_a_step_has_a_token_for_each_request() -> None:
+    limits = Limits(max_num_reqs=9, max_num_tokens=8, max_seq_len=8)
+
+    with pytest.raises(LimitsError, match="max_num_tokens=8 was given with max_num_reqs=9"):
+        Scheduler(fake.BlockPool(10, 2), limits)

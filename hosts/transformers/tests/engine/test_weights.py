@@ -36,7 +36,7 @@ def changed(change):
 
 
 @pytest.mark.parametrize("change", [negate, replace])
-def test_prefixes_of_other_weights_are_computed_anew(host, change):
+def test_prefixes_of_other_weights_are_recomputed(host, change):
     made = model("llama")
     with Engine(made) as engine:
         before = engine.generate([PROMPT], max_new_tokens=8)
@@ -53,7 +53,7 @@ def test_prefixes_of_other_weights_are_computed_anew(host, change):
         assert again.num_cached_tokens == 32  # what the new weights have made is shared
 
 
-def test_what_is_not_seen_is_told(host):
+def test_undetected_changes_require_a_reset(host):
     made = model("llama")
     with Engine(made) as engine:
         engine.generate([PROMPT], max_new_tokens=8)
@@ -63,7 +63,7 @@ def test_what_is_not_seen_is_told(host):
         assert engine.generate([PROMPT], max_new_tokens=8) == changed(negate_unseen)
 
 
-def test_requests_under_way_hand_nothing_on(host):
+def test_unfinished_requests_share_nothing_after_a_change(host):
     """One that has begun before adds to what is known: nobody is to find that either."""
     made = model("llama")
     with Engine(made, max_num_tokens=8, max_num_reqs=4) as engine:
@@ -78,7 +78,7 @@ def test_requests_under_way_hand_nothing_on(host):
         assert engine.generate([PROMPT], max_new_tokens=8) == changed(negate)
 
 
-def test_recorded_steps_would_read_the_old_ones(host):
+def test_captured_steps_read_the_old_parameters(host):
     made = model("llama")
     with Engine(made, graphs=True, max_num_reqs=2, max_seq_len=64) as engine:
         negate(made)
@@ -90,7 +90,7 @@ def test_recorded_steps_would_read_the_old_ones(host):
                 engine.submit(PROMPT, max_new_tokens=8)
 
 
-def test_a_look_at_the_weights():
+def test_changes_are_detected_once():
     made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
     with torch.inference_mode():
         made[1].weight = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from attnplug.contract import Limits
 from attnplug_transformers.engine.block_pool import BlockPool
 from attnplug_transformers.engine.scheduler import Scheduler
 
@@ -53,16 +54,15 @@ class Host:
         num_blocks: int = 12,
         block_size: int = 2,
         *,
-        reuse: bool = True,
+        prefix_caching: bool = True,
         max_num_reqs: int = 8,
         max_num_tokens: int = 16,
         max_seq_len: int = 1000,
         choose: Callable[[list[int], list[Request]], list[int]] | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, block_size, reuse=reuse)
-        self.scheduler = Scheduler(
-            self.pool, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len
-        )
+        self.pool = BlockPool(num_blocks, block_size, prefix_caching=prefix_caching)
+        self.limits = Limits(max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens, max_seq_len=max_seq_len)
+        self.scheduler = Scheduler(self.pool, self.limits)
         self.choose = choose or (lambda states, _: [next_token(state) for state in states])
         self.cache = [0] * (num_blocks * block_size)
 
@@ -93,9 +93,9 @@ class Host:
         return self.choose(states, step.sampling)
 
     def check_step(self, step: Step) -> None:
-        pool, scheduler = self.pool, self.scheduler
-        assert 1 <= len(step) <= scheduler.max_num_reqs
-        assert step.num_tokens <= scheduler.max_num_tokens
+        pool = self.pool
+        assert 1 <= len(step) <= self.limits.max_num_reqs
+        assert step.num_tokens <= self.limits.max_num_tokens
         assert len({one.request for one in step}) == len(step)
         lengths = [one.num_new_tokens for one in step]
         assert lengths[: lengths.count(1)] == [1] * lengths.count(1)

@@ -1,4 +1,4 @@
-"""``attnplug demo``: real model architectures through the chosen backend, held against transformers' own attention."""
+"""``attnplug demo``: a decision between backends, then real model architectures compared with transformers alone."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from attnplug_transformers.demo.outcome import Outcome
 
-_LEAST: Final = 200
-
-SUMMARY: Final = "real model architectures, served through the chosen backend"
+SUMMARY: Final = "a decision between backends, and real model architectures on the chosen one"
 
 _EPILOG: Final = """\
-Each model is small, its weights are random and its tokens are bytes, so that nothing is downloaded.
+First one request is decided for this CPU and for GPUs of three generations, between all installed plugins. Nothing of
+them is imported, and the kernel libraries of the GPUs are assumed to be installed.
 
-A decoder runs in the paged engine. More requests than fit at once arrive at different steps, cut from a text: long
-prompts are computed in pieces, equal beginnings once, and blocks are scarce. Every token has to be the one that
-transformers' eager attention generates for that prompt alone. BERT (an encoder) and Whisper (with cross attention) run
-through dense calls: tokens have to be the same, and hidden states within rounding.
+Then small models run, with random weights and a token per byte, so that nothing is downloaded. A decoder runs in the
+paged engine: more requests than fit at once arrive at different steps, with chunked prefill, prefix caching and
+preemption, and a second time with captured decode steps. Each token is compared with that of transformers' eager
+attention for that prompt alone. BERT (an encoder) and Whisper (with cross attention) run through dense calls: tokens
+are compared, and hidden states within rounding.
 
-exit codes: 0 everything agrees, 1 something does not, or nothing can serve, 2 the question is wrong
+exit codes: 0 everything agrees, 1 a token differs or no backend supports a model, 2 an option is invalid
 """
+
+_MIN_BYTES: Final = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.description = "Run real model architectures through the chosen backend, and compare every token."
+    parser.description = "Decide one request for several devices, run real model architectures, and compare each token."
     parser.epilog = _EPILOG
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -50,58 +52,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run every architecture both ways."""
+    """Print the decisions and the comparison of each architecture, and return the exit code."""
+    from attnplug_transformers.demo.decisions import decide, to_dict  # noqa: PLC0415 - the parser does without
+    from attnplug_transformers.demo.output import describe, show, show_decisions, summarize  # noqa: PLC0415 - likewise
+
     text, origin = read_text(arguments.text)
     outcomes: list[Outcome] = []
     with _quiet(), using(backend=arguments.backend, source="--backend"):
-        for found in _outcomes(text):
+        decisions = decide()
+        if not arguments.json:
+            show_decisions(decisions, origin)
+        for outcome in _outcomes(text):
             if not arguments.json:
-                _show(found, outcomes, origin)
-            outcomes.append(found)
+                show(outcome, outcomes)
+            outcomes.append(outcome)
     agrees = all(outcome.agrees for outcome in outcomes)
     if arguments.json:
-        from attnplug_transformers.demo.output import describe  # noqa: PLC0415 - text does without
-
-        say_json({"text": origin, "agrees": agrees, "models": [describe(outcome) for outcome in outcomes]})
+        models = [describe(outcome) for outcome in outcomes]
+        say_json({"decisions": to_dict(decisions), "text": origin, "agrees": agrees, "models": models})
     else:
-        from attnplug_transformers.demo.output import conclude  # noqa: PLC0415 - JSON does without
-
-        conclude(outcomes)
+        summarize(outcomes)
     return OK if agrees else NO
 
 
-def _show(outcome: Outcome, before: Sequence[Outcome], origin: str) -> None:
-    from attnplug_transformers.demo.output import introduce, show  # noqa: PLC0415 - JSON does without
-
-    if not before:
-        introduce(origin)
-    show(outcome, before)
-
-
 def _outcomes(text: bytes) -> Iterator[Outcome]:
-    from attnplug_transformers.registration import register  # noqa: PLC0415 - imports torch and transformers
+    from attnplug_transformers import register  # noqa: PLC0415 - an error names what is missing
 
-    register()  # says what is missing, if something is
-    import torch  # noqa: PLC0415 - as above
+    register()
+    import torch  # noqa: PLC0415 - only the models need it
 
-    from attnplug_transformers.demo.demonstrate import demonstrate  # noqa: PLC0415 - as above
-    from attnplug_transformers.demo.example import EXAMPLES  # noqa: PLC0415 - as above
+    from attnplug_transformers.demo.compare import compare  # noqa: PLC0415 - imports torch and transformers
+    from attnplug_transformers.demo.example import EXAMPLES  # noqa: PLC0415 - likewise
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the models are tiny, and threads that wait for each other are not
+    torch.set_num_threads(1)  # faster than several, for models as small as these
     try:
         for example in EXAMPLES:
-            yield demonstrate(example, text)
+            yield compare(example, text)
     finally:
         torch.set_num_threads(threads)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' remarks on generation out of the output."""
+    """Keep transformers' warnings about generation out of the output."""
     try:
-        from transformers.utils import logging  # noqa: PLC0415 - as above
-    except ImportError:  # `register` says so
+        from transformers.utils import logging  # noqa: PLC0415 - only the models need it
+    except ImportError:  # `register` raises for it
         yield
         return
     before = logging.get_verbosity()
@@ -114,30 +111,26 @@ def _quiet() -> Iterator[None]:
 
 def read_text(path: str | None) -> tuple[bytes, str]:
     """
-    Return the text and where it is from: a file, the README of this folder, or the package's own description.
+    Return the text that prompts and sentences are cut from, and its origin.
 
     Args:
-        path: The file; None for one of the others.
+        path: The file; None for the README of this folder, or else the package's own description.
 
     Raises:
         RequestError: The file does not open, or is too short.
     """
-    here = Path(path or "README.md")
-    if path is None and not here.is_file():
+    file = Path(path or "README.md")
+    if path is None and not file.is_file():
         import attnplug  # noqa: PLC0415 - only without a README
 
-        return _long_enough(str(attnplug.__doc__).encode(), "attnplug's own description")
-    try:
-        return _long_enough(here.read_bytes(), str(here))
-    except OSError as error:
+        text, origin = str(attnplug.__doc__).encode(), "attnplug's own description"
+    else:
+        try:
+            text, origin = file.read_bytes(), str(file)
+        except OSError as error:
+            raise RequestError(f"--text {path} does not open: {error.strerror}", "", "name a text file") from error
+    if len(text) < _MIN_BYTES:
         raise RequestError(
-            f"--text {path} was given", f"it does not open: {error.strerror}", "name a file that holds some text"
-        ) from error
-
-
-def _long_enough(text: bytes, origin: str) -> tuple[bytes, str]:
-    if len(text) < _LEAST:
-        raise RequestError(
-            f"{origin} has {len(text)} bytes", f"prompts are cut from at least {_LEAST}", "pass --text FILE"
+            f"{origin} has {len(text)} bytes", f"prompts are cut from at least {_MIN_BYTES}", "pass --text FILE"
         )
     return text, origin

@@ -1,4 +1,4 @@
-"""The architectures that are shown, as configurations of a few layers."""
+"""The architectures of the demonstration: configurations of a few layers, and models with random weights."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-
 Kind = Literal["decoder", "encoder", "encoder_decoder"]
 
 PADDING: Final = 256
-"""The token that fills rows up."""
+"""The padding token."""
 
 SPECIAL: Final = 257
-"""The token that masks others in an encoder, and that a transcription starts with."""
+"""The mask token of the encoder, and the start token of a transcription."""
 
 MEL_BINS: Final = 16
-"""Frequencies of a sound."""
+"""Mel bins of the audio."""
 
 FRAMES: Final = 96
-"""Frames of a sound; the encoder makes half as many tokens of them."""
+"""Frames of the audio; the encoder has half as many tokens."""
 
 _VOCABULARY: Final = 258
 _WINDOW: Final = 16
@@ -75,9 +74,9 @@ class Example:
 
     Attributes:
         name: Its name.
-        about: What is special about its attention.
-        config: Makes its configuration.
-        kind: What its layers are; a decoder runs in the paged engine, the others through dense calls.
+        about: What distinguishes its attention.
+        config: Returns its configuration.
+        kind: A decoder runs in the paged engine, the others through dense calls.
     """
 
     name: str
@@ -108,33 +107,34 @@ EXAMPLES: Final = (
     Example("Qwen3", "normalized queries and keys", lambda: transformers.Qwen3Config(**_SIZES)),
     Example(
         "BERT",
-        "an encoder, whose tokens attend the whole of their sentence",
+        "an encoder, whose tokens attend to their whole sentence",
         lambda: transformers.BertConfig(**_ENCODER),
         "encoder",
     ),
     Example(
         "Whisper",
-        "an encoder of sound, and a decoder with cross attention to it",
+        "an audio encoder, and a decoder with cross attention to it",
         lambda: transformers.WhisperConfig(**_SPEECH),
         "encoder_decoder",
     ),
 )
-"""The architectures that are shown."""
+"""The architectures, in the order of the output."""
 
-
-_MAKERS: Final[dict[str, Any]] = {
+_AUTO_CLASSES: Final[dict[str, Any]] = {
     "decoder": transformers.AutoModelForCausalLM,
     "encoder": transformers.AutoModelForMaskedLM,
     "encoder_decoder": transformers.AutoModelForSpeechSeq2Seq,
 }
-_SHARP: Final = ("q_proj.weight", "k_proj.weight", "query.weight", "key.weight")
+_QUERIES_AND_KEYS: Final = ("q_proj.weight", "k_proj.weight", "query.weight", "key.weight")
 
 
-def draw(example: Example, seed: int) -> Any:
-    """Return a model on eager attention: every weight of unit gain, those of queries and keys sharper."""
+def make_model(example: Example, seed: int) -> Any:
+    """Return a model on eager attention. Queries and keys have a gain of 3, so that tokens depend on their context."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _MAKERS[example.kind].from_config(example.config(), attn_implementation="eager", dtype=torch.float32)
+        model = _AUTO_CLASSES[example.kind].from_config(
+            example.config(), attn_implementation="eager", dtype=torch.float32
+        )
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
@@ -142,10 +142,10 @@ def draw(example: Example, seed: int) -> Any:
             if name.endswith("sinks"):
                 weight.copy_(noise + 2)
             elif weight.ndim > 1:
-                weight.copy_(noise * (3.0 if name.endswith(_SHARP) else 1.0) * _inputs(name, weight) ** -0.5)
+                weight.copy_(noise * (3.0 if name.endswith(_QUERIES_AND_KEYS) else 1.0) * _fan_in(name, weight) ** -0.5)
     return model.eval()
 
 
-def _inputs(name: str, weight: Tensor) -> int:
-    """Return how many numbers are summed into one: a convolution sums over its width too."""
+def _fan_in(name: str, weight: Tensor) -> int:
+    """Return the numbers that are summed into one output: a convolution sums over its width too."""
     return weight[0].numel() if "conv" in name else weight.shape[-1]

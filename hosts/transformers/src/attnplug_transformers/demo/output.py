@@ -1,4 +1,4 @@
-"""The demonstration as text: what ran, on which backend and why, and how it compares."""
+"""The demonstration as text and as JSON: the decisions, then what each architecture ran on and how it compares."""
 
 from __future__ import annotations
 
@@ -7,66 +7,116 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 
 from attnplug.commands import abbreviated, say, wrapped
+from attnplug_transformers.demo.decisions import FIELDS, GPUS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from attnplug import Selection
+    from attnplug import Selection, Verdict
+    from attnplug_transformers.demo.decisions import Decision
     from attnplug_transformers.demo.outcome import Outcome, Tokens
     from attnplug_transformers.demo.traffic import Traffic
 
-
-_NOT_HERE: Final = ("absent", "missing_dependency")
+_NOT_INSTALLED: Final = ("absent", "missing_dependency")
 _SHAPE: Final = frozenset({"head_size", "num_q_heads", "num_kv_heads", "dtype", "paged"})
-_SHOWN: Final = 12
+_TOKENS_SHOWN: Final = 12
 
 
-def introduce(origin: str) -> None:
-    """Say what all architectures have in common."""
+def show_decisions(decisions: Sequence[Decision], origin: str) -> None:
+    """
+    Print the decision for each device, the runner-up in a line each, and what all architectures have in common.
+
+    Args:
+        decisions: The decisions.
+        origin: Where the text is from.
+    """
+    candidates = [verdict.id for verdict in decisions[0].explanation.verdicts if verdict.status != "absent"]
+    backends = {candidate.partition("/")[0] for candidate in candidates}
     _say(
-        f"Random weights in float32, a token per byte of {origin}. What attnplug computes is held against transformers'"
-        " own eager attention."
+        f"One request, decided between {_count(len(candidates), 'installed candidate')} of"
+        f" {_count(len(backends), 'backend')}; for GPUs their kernel libraries are assumed to be installed. A layer of"
+        f" gpt-oss: {', '.join(f'{name}={value}' for name, value in FIELDS.items())}"
     )
+    width = max(len(decision.label) for decision in decisions)
+    for decision in decisions:
+        say(f"  {decision.label:<{width}}  {_chosen(decision)}")
+        if decision.runner_up is not None:
+            _say(_runner_up(decision.runner_up, decision.explanation.chosen), " " * (width + 4))
+    say(f"every verdict: {_explain_command()}\n")  # in one line, to be copied
+    _say(
+        f"Small models on this CPU, with random weights in float32 and a token per byte of {origin}, compared with"
+        " transformers' own eager attention."
+    )
+
+
+def _chosen(decision: Decision) -> str:
+    chosen = decision.explanation.chosen
+    if chosen is None:
+        return "no backend supports it"
+    return f"{chosen.id} ({_decided(chosen)})"
+
+
+def _decided(selection: Selection) -> str:
+    return f"decided by {selection.decided_by}" if selection.decided_by else "the only one that supports it"
+
+
+def _runner_up(verdict: Verdict, chosen: Selection | None) -> str:
+    """Return why a candidate was not chosen."""
+    if verdict.status != "eligible" or chosen is None:
+        return f"runner-up {verdict.id}: {verdict.status}, {'; '.join(map(str, verdict.reasons))}"
+    emulated = f"; it emulates {', '.join(verdict.emulated)}" if verdict.emulated else ""
+    return f"runner-up {verdict.id}: eligible, ranked lower by {chosen.decided_by}{emulated}"
+
+
+def _explain_command() -> str:
+    """Return the command that prints all verdicts of the decisions for GPUs."""
+    words = ["attnplug explain"]
+    for name, value in FIELDS.items():
+        words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    words += [f"--device cuda:{capability}" for capability in GPUS]
+    return " ".join([*words, "--assume-installed"])
 
 
 def show(outcome: Outcome, before: Sequence[Outcome] = ()) -> None:
     """
-    Say what an architecture was run on, who served it, and how it compares.
+    Print what an architecture ran on, which backends served it, and how it compares.
 
     Args:
         outcome: The architecture.
-        before: Those that were shown before: what an engine did for one of them is not told again.
+        before: Those that were printed before: equal counters of the engine are not repeated.
     """
     say(f"\n{outcome.example.name}: {outcome.example.about}")
     like = next((other for other in before if other.traffic == outcome.traffic), None)
     if outcome.traffic is None:
         _say(f"dense calls: {outcome.inputs}", "  ")
     elif like is not None:
-        flight = f"at most {outcome.traffic.peak_running} in flight"
-        _say(f"paged engine: {outcome.inputs}, {flight}, step by step as for {like.example.name}", "  ")
+        concurrency = f"max concurrency {outcome.traffic.peak_running}"
+        _say(f"paged engine: {outcome.inputs}, {concurrency}, step by step as for {like.example.name}", "  ")
     else:
         _say(f"paged engine: {outcome.inputs}", "  ")
         for line in _engine(outcome.traffic):
             _say(line, "    ")
     for names, selection in _groups(outcome.decisions):
-        _say(f"{abbreviated(names)} -> {selection.id}{_asked(selection)}", "  ")
+        _say(f"{abbreviated(names)} -> {selection.id}{_requires(selection)}", "  ")
     for line in dict.fromkeys(line for selection in outcome.decisions.values() for line in _others(selection)):
         _say(line, "    ")
-    say(f"  {_verb(outcome)} {' '.join(map(str, outcome.tokens[0][:_SHOWN]))} ...")
-    _say(_sentence(outcome), "  ")
+    verb = "predicts" if outcome.example.kind == "encoder" else "the first continues with"
+    say(f"  {verb} {' '.join(map(str, outcome.tokens[0][:_TOKENS_SHOWN]))} ...")
+    _say(_result(outcome), "  ")
 
 
-def conclude(outcomes: Sequence[Outcome]) -> None:
-    """Say what is not installed, and how many architectures agree."""
-    verdicts = [v for o in outcomes for s in o.decisions.values() for v in s.verdicts if v.status in _NOT_HERE]
-    if verdicts:
+def summarize(outcomes: Sequence[Outcome]) -> None:
+    """Print what is not installed, and how many architectures agree."""
+    verdicts = [verdict for outcome in outcomes for one in outcome.decisions.values() for verdict in one.verdicts]
+    missing = {verdict.id: verdict for verdict in verdicts if verdict.status in _NOT_INSTALLED}
+    if missing:
         say("\nnot installed here:")
-        for verdict in {verdict.id: verdict for verdict in verdicts}.values():
+        for verdict in missing.values():
             _say(f"{verdict.id}: {verdict.fix}", "  ")
-    good = [outcome for outcome in outcomes if outcome.agrees]
+    agreeing = sum(outcome.agrees for outcome in outcomes)
     tokens = sum(outcome.num_equal for outcome in outcomes)
     total = sum(outcome.num_tokens for outcome in outcomes)
-    say(f"\n{len(good)} of {len(outcomes)} architectures agree, {tokens} of {total} tokens")
+    say(f"\n{agreeing} of {len(outcomes)} architectures agree, {tokens} of {total} tokens")
 
 
 def _say(text: str, indent: str = "") -> None:
@@ -75,32 +125,27 @@ def _say(text: str, indent: str = "") -> None:
 
 def _engine(traffic: Traffic) -> Iterator[str]:
     yield (
-        f"{_count(traffic.num_steps, 'step')}, the last request came after {traffic.last_arrival} of them;"
-        f" at most {_count(traffic.peak_running, 'request')} in flight ({traffic.max_num_reqs} allowed),"
-        f" {traffic.num_queued} of {traffic.num_requests} had to wait"
+        f"{_count(traffic.num_steps, 'step')}, the last request arrived after {traffic.last_arrival} of them;"
+        f" max concurrency {traffic.peak_running} ({traffic.max_num_reqs} allowed),"
+        f" {traffic.num_queued} of {traffic.num_requests} requests were queued"
     )
     yield (
-        f"at most {_count(traffic.peak_tokens, 'token')} a step ({traffic.max_num_tokens} allowed):"
-        f" {_count(traffic.num_chunked_prefills, 'prompt')} computed in several pieces,"
-        f" {_count(traffic.num_prefill_chunks, 'piece')} in all;"
-        f" {_count(traffic.num_mixed_steps, 'step')} with pieces beside the next tokens of others"
+        f"at most {_count(traffic.peak_tokens, 'token')} a step ({traffic.max_num_tokens} allowed): chunked prefill of"
+        f" {_count(traffic.num_chunked_prefills, 'prompt')}, {_count(traffic.num_prefill_chunks, 'chunk')} in all;"
+        f" {_count(traffic.num_mixed_steps, 'step')} with chunks beside decodes"
     )
     yield (
-        f"{_count(traffic.num_prefix_hits, 'request')} found the beginning of their prompt in blocks of an earlier one,"
-        f" {_count(traffic.num_cached_tokens, 'token')} in all"
+        f"prefix caching: {_count(traffic.num_prefix_hits, 'request')} found the beginning of their prompt in blocks of"
+        f" an earlier one, {_count(traffic.num_cached_tokens, 'token')} in all"
     )
     yield (
         f"at most {traffic.peak_blocks} of {_count(traffic.num_blocks, 'block')} of {traffic.block_size} tokens in use;"
-        f" {_times(traffic.num_preemptions)} a request gave its blocks to an older one, and was computed again later"
+        f" {_count(traffic.num_preemptions, 'preemption')}, recomputed later"
     )
 
 
 def _count(number: int, word: str) -> str:
     return f"{number} {word}{'s' * (number != 1)}"
-
-
-def _times(count: int) -> str:
-    return {0: "never", 1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _groups(decisions: Mapping[str, Selection]) -> list[tuple[list[str], Selection]]:
@@ -111,62 +156,62 @@ def _groups(decisions: Mapping[str, Selection]) -> list[tuple[list[str], Selecti
     return list(found.values())
 
 
-def _asked(selection: Selection) -> str:
-    """Return what the layers ask for beside their shape, and which criterion decided."""
-    asked = [f"{name}={value}" for name, value in selection.requirements.requested() if name not in _SHAPE]
-    words = [f"asked for {', '.join(asked)}"] if asked else []
-    words.append(f"decided by {selection.decided_by}" if selection.decided_by else "the only one that serves this")
-    return f"  ({'; '.join(words)})"
+def _requires(selection: Selection) -> str:
+    """Return what the layers require beside their shape, and which criterion decided."""
+    fields = [f"{name}={value}" for name, value in selection.requirements.asked() if name not in _SHAPE]
+    words = [f"requires {', '.join(fields)}"] if fields else []
+    return f"  ({'; '.join([*words, _decided(selection)])})"
 
 
 def _others(selection: Selection) -> Iterator[str]:
-    """Yield what the choice has to emulate, and why it is not one of the other candidates that are installed."""
+    """Yield what the chosen candidate emulates, and why other installed ones were not chosen."""
+    elsewhere = 0
     for verdict in selection.verdicts:
         if verdict.id == selection.id:
             yield from (f"{selection.id} emulates {name}: {text}" for name, text in verdict.emulated.items())
-        elif verdict.status not in _NOT_HERE:
-            reasons = "; ".join(map(str, verdict.reasons))
-            yield f"{verdict.id} {verdict.status}" + (f": {reasons}" if reasons else "")
+        elif verdict.status == "eligible":
+            yield f"{verdict.id} eligible"
+        elif verdict.id.startswith(f"{selection.backend}/") and verdict.status not in _NOT_INSTALLED:
+            yield f"{verdict.id} {verdict.status}: {'; '.join(map(str, verdict.reasons))}"
+        else:
+            elsewhere += verdict.status not in _NOT_INSTALLED
+    if elsewhere:
+        yield f"{_count(elsewhere, 'candidate')} of other backends refused"
 
 
-def _verb(outcome: Outcome) -> str:
-    return "predicts" if outcome.example.kind == "encoder" else "the first continues with"
-
-
-def _sentence(outcome: Outcome) -> str:
+def _result(outcome: Outcome) -> str:
     if not outcome.agrees:
-        return f"WRONG: {'; '.join(_complaints(outcome))}"
+        return f"WRONG: {'; '.join(_differences(outcome))}"
     where = "eager attention" if outcome.traffic is None else "generate of each prompt alone"
     total = _count(outcome.num_tokens, "token")
-    words = [f"all {total} are those of transformers' {where} (closest choice {outcome.margin:.4f})"]
+    words = [f"all {total} are those of transformers' {where} (smallest logit margin {outcome.margin:.4f})"]
     if outcome.replay is not None:
-        recorded = _count(outcome.replay.num_captured, "recorded step")
-        words.append(f"all once more, with decodes replayed from {recorded} on graph slots")
+        captured = _count(outcome.replay.num_captured, "captured step")
+        words.append(f"all once more, with decodes replayed from {captured} on graph buffers")
     if outcome.distance is not None:
         far = f"{outcome.distance.largest:.1e} ({outcome.distance.allowed:.0e} allowed)"
         words.append(f"{outcome.distance.what} differ by at most {far}")
     return "; ".join(words)
 
 
-def _complaints(outcome: Outcome) -> Iterator[str]:
+def _differences(outcome: Outcome) -> Iterator[str]:
     yield from _wrong_tokens(outcome, outcome.tokens, "agree")
     if outcome.replay is not None:
-        yield from _wrong_tokens(outcome, outcome.replay.tokens, "agree where decodes are replayed on graph slots")
+        yield from _wrong_tokens(outcome, outcome.replay.tokens, "agree where decodes are replayed on graph buffers")
     distance = outcome.distance
     if distance is not None and not distance.is_small:
         yield f"{distance.what} differ by {distance.largest:.1e}, {distance.allowed:.0e} allowed"
 
 
 def _wrong_tokens(outcome: Outcome, tokens: Tokens, agree: str) -> Iterator[str]:
-    yield f"{outcome.equal_to(tokens)} of {outcome.num_tokens} tokens {agree}"
+    yield f"{outcome.count_equal(tokens)} of {outcome.num_tokens} tokens {agree}"
     for sequence, (expected, found) in enumerate(zip(outcome.expected, tokens, strict=True)):
         if expected != found:
-            yield _first(sequence, expected, found)
+            yield _first_difference(sequence, expected, found)
             return
 
 
-def _first(sequence: int, expected: Sequence[int], found: Sequence[int]) -> str:
-    """Return the first difference of two sequences that are not the same."""
+def _first_difference(sequence: int, expected: Sequence[int], found: Sequence[int]) -> str:
     place = next((i for i, (one, other) in enumerate(zip(expected, found, strict=False)) if one != other), None)
     if place is None:
         return f"sequence {sequence} has {_count(len(found), 'token')} instead of {len(expected)}"
@@ -174,7 +219,15 @@ def _first(sequence: int, expected: Sequence[int], found: Sequence[int]) -> str:
 
 
 def describe(outcome: Outcome) -> dict[str, Any]:
-    """Return an outcome as plain JSON values; `engine`, `replay` and `distance` are None where there is none."""
+    """Return an outcome as plain JSON values; `engine`, `replay` and `distance` are None where they do not apply."""
+    distance = None if outcome.distance is None else attrs.asdict(outcome.distance)
+    if distance is not None and not distance["largest"] < float("inf"):
+        distance["largest"] = None  # JSON has no NaN and no infinity
+    replay = outcome.replay and {
+        "num_captured": outcome.replay.num_captured,
+        "num_equal": outcome.count_equal(outcome.replay.tokens),
+        "tokens": list(map(list, outcome.replay.tokens)),
+    }
     return {
         "name": outcome.example.name,
         "about": outcome.example.about,
@@ -187,24 +240,7 @@ def describe(outcome: Outcome) -> dict[str, Any]:
         "tokens": list(map(list, outcome.tokens)),
         "expected": list(map(list, outcome.expected)),
         "engine": None if outcome.traffic is None else attrs.asdict(outcome.traffic),
-        "replay": _replay(outcome),
-        "distance": None if outcome.distance is None else _finite(attrs.asdict(outcome.distance)),
+        "replay": replay,
+        "distance": distance,
         "layers": {name: selection.to_dict() for name, selection in outcome.decisions.items()},
     }
-
-
-def _replay(outcome: Outcome) -> dict[str, Any] | None:
-    replay = outcome.replay
-    if replay is None:
-        return None
-    return {
-        "num_captured": replay.num_captured,
-        "num_equal": outcome.equal_to(replay.tokens),
-        "tokens": list(map(list, replay.tokens)),
-    }
-
-
-def _finite(distance: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no word for what is no number: it becomes null."""
-    largest = distance["largest"]
-    return {**distance, "largest": largest if largest < float("inf") else None}

@@ -1,4 +1,4 @@
-"""Requests that come and go while others run, and what the engine makes of them, watched from outside."""
+"""Requests that arrive while others run, and counters of how the engine serves them, observed from outside."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 @frozen
 class Arrival:
     """
-    A request that is to come.
+    A request to submit.
 
     Attributes:
-        step: Steps that the engine has run by then.
+        step: Steps of the engine before it arrives.
         prompt: A token per byte.
         new_tokens: Tokens to generate.
     """
@@ -29,7 +29,7 @@ class Arrival:
     new_tokens: int
 
 
-# step, bytes in common with the first prompt, bytes of its own, new tokens
+# step, bytes in common with the first prompt, other bytes, new tokens
 _PLAN: Final = (
     (0, 0, 67, 32),
     (0, 0, 9, 48),
@@ -45,7 +45,7 @@ _PLAN: Final = (
 
 
 def arrivals(text: bytes) -> tuple[Arrival, ...]:
-    """Return requests that are cut from a text: each begins elsewhere, but for two that begin as the first does."""
+    """Return requests cut from a text. Each begins elsewhere, except for two that share a prefix with the first."""
     apart = len(text) // len(_PLAN)
     return tuple(
         Arrival(step, text[:common] + text[place * apart :][:own], new_tokens)
@@ -56,26 +56,26 @@ def arrivals(text: bytes) -> tuple[Arrival, ...]:
 @define(kw_only=True)
 class Traffic:
     """
-    What the engine did.
+    Counters of the engine.
 
     Attributes:
-        num_requests: Requests that came.
-        last_arrival: Steps that were run before the last one came.
-        max_num_reqs: Requests that might run at once.
-        max_num_tokens: Tokens that a step might have.
-        num_blocks: Blocks that might be owned.
+        num_requests: Requests.
+        last_arrival: Steps before the last one arrived.
+        max_num_reqs: Requests that may run concurrently.
+        max_num_tokens: Tokens that a step may have.
+        num_blocks: Blocks that requests can own.
         block_size: Tokens per block.
-        num_steps: Steps until all had ended.
-        peak_running: Requests that ran in one step, at most.
-        peak_tokens: Tokens of one step, at most.
-        num_mixed_steps: Steps that computed pieces of some requests beside the next tokens of others.
-        num_chunked_prefills: Prompts that were computed in several pieces.
-        num_prefill_chunks: Pieces that all prompts were computed in.
-        num_prefix_hits: Requests that found the beginning of their prompt in the cache when they were first admitted.
-        num_cached_tokens: Tokens that they found there.
-        num_queued: Requests that were in line for at least one step.
-        num_preemptions: Times that a request gave its blocks to an older one, to be computed again later.
-        peak_blocks: Blocks that were owned between two steps, at most.
+        num_steps: Steps until all were finished.
+        peak_running: Max concurrency, the most requests of one step.
+        peak_tokens: The most tokens of one step.
+        num_mixed_steps: Steps with both prefill chunks and decodes.
+        num_chunked_prefills: Prompts that were prefilled in several chunks.
+        num_prefill_chunks: Prefill chunks of all prompts.
+        num_prefix_hits: Requests whose first admission found a prefix in the prefix cache.
+        num_cached_tokens: Tokens of these prefixes.
+        num_queued: Requests that were queued for at least one step.
+        num_preemptions: Times that a running request was preempted.
+        peak_blocks: The most blocks with an owner between two steps.
     """
 
     num_requests: int
@@ -99,28 +99,28 @@ class Traffic:
 
 def drive(engine: Engine, expected: Sequence[Arrival]) -> tuple[list[Request], Traffic]:
     """
-    Submit each request when its time has come, run the engine until all have ended, and watch it.
+    Submit each request at its step, and run the engine until all are finished.
 
     Args:
         engine: An idle engine.
-        expected: The requests that are to come, in the order of their arrival.
+        expected: The requests, in the order of their arrival.
 
     Returns:
-        The requests in that order, and what the engine did.
+        The requests in that order, and the counters.
     """
-    watch = _Watch(engine, expected)
+    monitor = _Monitor(engine, expected)
     coming = list(expected)
     while coming or engine.has_work:
-        while coming and coming[0].step <= watch.traffic.num_steps:
+        while coming and coming[0].step <= monitor.traffic.num_steps:
             arrival = coming.pop(0)
-            watch.add(engine.submit(arrival.prompt, max_new_tokens=arrival.new_tokens, stop_tokens=()))
-        watch.step()
-    return watch.requests, watch.finish()
+            monitor.add(engine.submit(arrival.prompt, max_new_tokens=arrival.new_tokens, stop_tokens=()))
+        monitor.step()
+    return monitor.requests, monitor.finish()
 
 
 @frozen
 class _Before:
-    """Where a request stood before a step."""
+    """A request before a step."""
 
     status: str
     num_tokens: int
@@ -128,16 +128,16 @@ class _Before:
 
 
 @frozen
-class _Part:
-    """What a step computed of a request: a piece of several tokens, or its newest one."""
+class _Computed:
+    """What a step computed of a request: a prefill chunk of several tokens, or a decode."""
 
     num_tokens: int
     is_chunk: bool
     is_prompt: bool
 
 
-class _Watch:
-    """Compares the requests after each step with what they were before it."""
+class _Monitor:
+    """Compares the requests after each step with their state before it."""
 
     def __init__(self, engine: Engine, expected: Sequence[Arrival]) -> None:
         self.requests: list[Request] = []
@@ -146,16 +146,16 @@ class _Watch:
             last_arrival=expected[-1].step,
             max_num_reqs=engine.limits.max_num_reqs,
             max_num_tokens=engine.limits.max_num_tokens,
-            num_blocks=(engine.limits.num_blocks or 1) - 1,  # nobody owns the null block
+            num_blocks=(engine.limits.num_blocks or 1) - 1,  # the null block has no owner
             block_size=engine.block_size,
         )
         self._engine = engine
         self._chunks: dict[Request, int] = {}
-        self._waited: set[Request] = set()
+        self._queued: set[Request] = set()
         self._new: set[Request] = set()
 
     def add(self, request: Request) -> None:
-        """Watch a new request."""
+        """Add a submitted request."""
         self.requests.append(request)
         self._new.add(request)
 
@@ -165,44 +165,44 @@ class _Watch:
             request: _Before(request.status, request.num_tokens, request.num_computed_tokens)
             for request in self.requests
         }
-        grown = set(self._engine.step())
+        moved = set(self._engine.step())
         running = {request for request in self.requests if request.status == "running"}
         traffic = self.traffic
         traffic.num_steps += 1
-        traffic.peak_running = max(traffic.peak_running, len(grown | running))
+        traffic.peak_running = max(traffic.peak_running, len(moved | running))
         traffic.peak_blocks = max(traffic.peak_blocks, len({block for one in running for block in one.blocks}))
-        self._count_lines(before)
-        self._count_parts({one: self._part(one, before[one], grew=one in grown) for one in grown | running})
+        self._count_queue(before)
+        self._count_computed({one: self._computed(one, before[one], got_token=one in moved) for one in moved | running})
 
     def finish(self) -> Traffic:
-        """Return what was seen."""
+        """Return the counters."""
         self.traffic.num_prefill_chunks = sum(self._chunks.values())
         self.traffic.num_chunked_prefills = sum(count > 1 for count in self._chunks.values())
-        self.traffic.num_queued = len(self._waited)
+        self.traffic.num_queued = len(self._queued)
         return self.traffic
 
-    def _count_lines(self, before: dict[Request, _Before]) -> None:
+    def _count_queue(self, before: dict[Request, _Before]) -> None:
         for request, then in before.items():
             if request.status == "waiting":
-                self._waited.add(request)
+                self._queued.add(request)
                 self.traffic.num_preemptions += then.status == "running"
             elif request in self._new:
                 self._new.remove(request)
                 self.traffic.num_prefix_hits += request.num_cached_tokens > 0
                 self.traffic.num_cached_tokens += request.num_cached_tokens
 
-    def _part(self, request: Request, then: _Before, *, grew: bool) -> _Part:
+    def _computed(self, request: Request, then: _Before, *, got_token: bool) -> _Computed:
         start = request.num_cached_tokens if then.status == "waiting" else then.num_computed_tokens
-        # What has ended owns nothing any more, so that it does not say how far it was computed.
-        stop = then.num_tokens if grew else request.num_computed_tokens
+        # A finished request owns no blocks, and its num_computed_tokens is 0 again.
+        stop = then.num_tokens if got_token else request.num_computed_tokens
         is_prompt = then.num_tokens == request.num_prompt_tokens
-        return _Part(stop - start, is_chunk=then.num_tokens - start > 1, is_prompt=is_prompt)
+        return _Computed(stop - start, is_chunk=then.num_tokens - start > 1, is_prompt=is_prompt)
 
-    def _count_parts(self, parts: dict[Request, _Part]) -> None:
+    def _count_computed(self, computed: dict[Request, _Computed]) -> None:
         traffic = self.traffic
-        for request, part in parts.items():
+        for request, part in computed.items():
             if part.is_chunk and part.is_prompt and part.num_tokens:
                 self._chunks[request] = self._chunks.get(request, 0) + 1
-        kinds = {part.is_chunk for part in parts.values() if part.num_tokens}
+        kinds = {part.is_chunk for part in computed.values() if part.num_tokens}
         traffic.num_mixed_steps += len(kinds) > 1
-        traffic.peak_tokens = max(traffic.peak_tokens, sum(part.num_tokens for part in parts.values()))
+        traffic.peak_tokens = max(traffic.peak_tokens, sum(part.num_tokens for part in computed.values()))

@@ -1,4 +1,4 @@
-"""What an engine has done so far."""
+"""The engine: continuous batching of requests on one model."""
 
 from __future__ import annotations
 
@@ -13,37 +13,30 @@ import attrs
 from attrs import frozen
 
 from attnplug.contract import GraphShape, Limits
-from attnplug.errors import LimitsError, TensorError
+from attnplug.errors import BatchError, LimitsError, TensorError
 from attnplug.models import model_layers
+from attnplug_transformers.binding import use_device
 from attnplug_transformers.engine.block_pool import BlockPool
 from attnplug_transformers.engine.inspection import (
-    check_call,
-    check_kind,
+    KEEP,
+    check_class,
+    check_keywords,
     check_lengths,
     check_model,
-    eos_tokens,
+    check_options,
     inspect_layers,
-    longest,
+    resolve_max_seq_len,
 )
 from attnplug_transformers.engine.layers import Groups, count_blocks, free_bytes, make_caches
 from attnplug_transformers.engine.model_attention import ModelAttention
-from attnplug_transformers.engine.request import (
-    Request,
-    check_choices,
-    check_known,
-    check_tokens,
-    to_prompts,
-    to_samplings,
-    to_stop_tokens,
-)
-from attnplug_transformers.engine.runner import Runner, current, record
+from attnplug_transformers.engine.request import Request, check_vocabulary, to_prompts, to_samplings, to_stop_tokens
+from attnplug_transformers.engine.runner import Runner
 from attnplug_transformers.engine.sampling import Sampling, sample
 from attnplug_transformers.engine.scheduler import Scheduler
 from attnplug_transformers.engine.weights import Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from typing_extensions import Self
 
@@ -51,16 +44,19 @@ if TYPE_CHECKING:
     from attnplug.contract import AttentionImpl
     from attnplug.request import BackendNames, Options
 
+_GREEDY = Sampling()
+_log = logging.getLogger(__name__)
+
 
 @frozen
 class EngineStats:
     """
-    The counters of an engine, at one moment.
+    The counters of an engine.
 
     Attributes:
-        steps: Times that the model was run.
-        replayed_steps: Those of them that were recorded decode steps, replayed.
-        preemptions: Times that a request gave its blocks to an older one, to be computed again later.
+        steps: Forward passes of the model.
+        replayed_steps: Those of them that were replays of captured decode steps.
+        preemptions: Times that a request released its blocks for an older one, to be recomputed later.
         blocks_in_use: Blocks that requests own now.
     """
 
@@ -71,22 +67,22 @@ class EngineStats:
 
 
 class ExclusiveCall:
-    """Lets one call in, and refuses another that comes meanwhile instead of letting it wait."""
+    """Admits one call at a time, and refuses a concurrent one instead of blocking it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
 
     @contextmanager
-    def call(self, name: str) -> Iterator[None]:
+    def enter(self, name: str) -> Iterator[None]:
         """
-        Run the body alone.
+        Run the body exclusively.
 
         Raises:
-            LimitsError: Another call is under way.
+            LimitsError: Another call has not returned yet.
         """
         if not self._lock.acquire(blocking=False):
             raise LimitsError(
-                f"{name}() was called while another call of this engine was under way",
+                f"{name}() was called during another call of this engine",
                 "one engine serves one thread, one call at a time",
                 "call it from the thread that steps the engine, or make an engine for each thread",
             )
@@ -96,73 +92,49 @@ class ExclusiveCall:
             self._lock.release()
 
 
-def failed(requests: Sequence[Request]) -> list[Request]:
-    """Return those that have failed."""
-    return [request for request in requests if request.finish_reason == "failed"]
-
-
-def refuse_failed(requests: Sequence[Request]) -> None:
-    """
-    See that none of the requests of a call has failed.
-
-    Args:
-        requests: The request of each prompt.
-
-    Raises:
-        TensorError: One has; its id and the prompt's place are named.
-    """
-    found = failed(requests)
-    if found:
-        places = [place for place, request in enumerate(requests) if request in found]
-        raise TensorError(
-            f"the logits of prompts {places}, as requests {[request.id for request in found]}, choose no token",
-            "logits are numbers, and not all of a row are minus infinity",
-            "look for the first NaN in the model's layers, or submit() each prompt for the tokens of the others",
-        )
-
-
-_GREEDY = Sampling()
-_log = logging.getLogger(__name__)
-
-
 class Engine:
     """
-    Generates with an unmodified causal language model of transformers, over paged caches.
+    Generates with an unmodified causal language model of transformers, over paged KV caches.
 
-    The model's attention is the engine's until `close`, until the end of a ``with``, or until the engine is gone. One
-    engine serves one thread; several engines may run side by side, on one model too. Of the model's generation_config
-    the end-of-text tokens are read, and nothing else: how tokens are chosen is what each request says.
+    The engine replaces the model's attention until `close`, until the end of a ``with`` block, or until it is
+    garbage-collected. One engine serves one thread; several engines may run concurrently, on one model too. Of the
+    model's generation_config the end-of-text tokens are read, and nothing else: each request has its own sampling.
 
         with Engine(model) as engine:
             tokens = engine.generate([[1, 2, 3], [4, 5]], max_new_tokens=20)
 
     Args:
         model: A causal language model in evaluation mode, on one device.
-        num_blocks: Blocks of the caches, the null block included. None takes on CUDA what `memory_fraction` leaves,
-            elsewhere up to 1 GiB, and never more than all requests of a step can fill.
-        max_num_reqs: Requests that run at once.
-        max_num_tokens: Tokens of one step; longer prompts are computed in chunks.
-        max_seq_len: Tokens of one request, generated ones included; None is what the model has positions for.
-        block_size: Tokens per block; None lets the backends choose.
-        kv_cache_dtype: Dtype of the caches; ``"auto"`` is the model's.
-        features: Open features that every layer asks for, by dotted name.
+        num_blocks: Blocks of the KV caches, the null block included. None takes on CUDA what `memory_fraction` leaves,
+            elsewhere up to 1 GiB, and never more than the requests of a step can fill.
+        max_num_reqs: Requests that run concurrently.
+        max_num_tokens: Tokens of one step; longer prompts are prefilled in chunks.
+        max_seq_len: Tokens of one request, generated ones included; None is the number of positions of the model.
+        block_size: Tokens per block; None leaves it to the backends.
+        kv_cache_dtype: Dtype of the KV caches; ``"auto"`` is the model's.
+        features: Open features that every layer requires, by dotted name.
         backend: As for `attnplug.plan`.
         options: As for `attnplug.plan`.
-        prefix_caching: Whether full blocks of equal prefixes are computed once.
-        graphs: Whether decode steps are recorded once and replayed, from CUDA graphs on CUDA: a step then costs the
-            host next to nothing. True asks it of the backends; None takes it on CUDA where backends and model allow
-            it, and `why_eager` says why not.
-        memory_fraction: The share of a CUDA device's memory that may be in use with the caches.
+        prefix_caching: Whether requests share the full blocks of equal prefixes.
+        graphs: Whether decode steps are captured once and replayed, as CUDA graphs on CUDA: a step then takes little
+            host time. True requires graphs of the backends; None captures on CUDA where backends and model allow it,
+            and `why_eager` has the reason where they do not.
+        memory_fraction: The share of a CUDA device's memory that may be in use, KV caches included.
         assume: Read a model type that attnplug does not know as this one; refused for a type that it knows.
 
     Raises:
-        RequirementsError: The engine does not run this kind of model, or a choice is none; the reason is said.
-        NotNegotiatedError: The model attends otherwise than its configuration says.
-        NoBackendError: Nothing can serve a layer.
+        RequirementsError: The engine does not run this kind of model, or an option is invalid.
+        NotNegotiatedError: The model's attention differs from its configuration.
+        NoBackendError: No backend supports a layer.
         LimitsError: A number is out of its range, or memory does not suffice.
+
+    Attributes:
+        model: The model.
+        limits: The limits of a step, the number of blocks included.
+        why_eager: Why all steps run eagerly; None where decode steps are replayed.
     """
 
-    def __init__(  # noqa: PLR0913 - each is a choice of whoever runs the engine, with a default
+    def __init__(  # noqa: PLR0913 - each is an option of the engine, with a default
         self,
         model: Any,
         *,
@@ -180,75 +152,85 @@ class Engine:
         memory_fraction: float = 0.9,
         assume: str | None = None,
     ) -> None:
-        check_choices(graphs, prefix_caching, kv_cache_dtype)
-        check_kind(model)
-        self.model = model
-        dtype = str(model.dtype).removeprefix("torch.")
+        check_options(graphs, prefix_caching, kv_cache_dtype)
+        check_class(model)
         layers = model_layers(
             model.config,
-            dtype=dtype,
+            dtype=str(model.dtype).removeprefix("torch."),
             paged=True,
             assume=assume,
             block_size=block_size,
             kv_cache_dtype=kv_cache_dtype,
             features=features,
             cudagraph="single_token_decode" if graphs else "never",
-            fix="keep transformers' own attention for this model",
+            fix=KEEP,
         )
         check_model(model, layers)
         limits = Limits(
             max_num_reqs=max_num_reqs,
             max_num_tokens=max_num_tokens,
-            max_seq_len=longest(model, max_seq_len),
+            max_seq_len=resolve_max_seq_len(model, max_seq_len),
             num_blocks=num_blocks,
         )
         check_lengths(model, limits.max_seq_len, max_num_tokens)
-        loan = ModelAttention(model)
-        self._end = weakref.finalize(self, loan.end)
+        self.model = model
+        attention = ModelAttention(model)
+        self._restore = weakref.finalize(self, attention.restore)
         try:
-            check_call(model)  # behind the attention: code that a model is published with often lacks both
-            with current(model.device):
-                self._groups = Groups.of(inspect_layers(model, layers, kv_cache_dtype), model.device, backend, options)
-                self._runner = loan.runner = Runner(model, self._groups)
-                self.limits = self._equip(limits, memory_fraction)
-                self.why_eager = record(model, self._groups, self._runner, graphs)
-            self._scheduler = Scheduler(
-                BlockPool(self.limits.num_blocks or 0, self._groups.block_size, reuse=prefix_caching),
-                max_num_reqs=max_num_reqs,
-                max_num_tokens=max_num_tokens,
-                max_seq_len=limits.max_seq_len,
-            )
+            check_keywords(model)  # after the attention: published code that cannot take it often lacks both
+            with use_device(model.device):
+                specs = inspect_layers(model, layers, kv_cache_dtype)
+                self._groups = Groups.load(specs, model.device, backend, options)
+                self._runner = attention.runner = Runner(model, self._groups)
+                self.limits = self._init_caches(limits, memory_fraction)
+                self.why_eager = self._runner.capture(graphs)
+            num_blocks = self.limits.num_blocks or 0
+            pool = BlockPool(num_blocks, self._groups.block_size, prefix_caching=prefix_caching)
+            self._scheduler = Scheduler(pool, self.limits)
         except BaseException:
-            self._end()
+            self._restore()
             raise
         self._ids = count()
-        self._known: weakref.WeakSet[Request] = weakref.WeakSet()
+        self._submitted: weakref.WeakSet[Request] = weakref.WeakSet()
         self._vocabulary = model.get_input_embeddings().num_embeddings
         self._weights = Weights(model)
-        self._caller = ExclusiveCall()
+        self._exclusive = ExclusiveCall()
         self._num_steps = 0
+
+    def _init_caches(self, limits: Limits, memory_fraction: float) -> Limits:
+        """Size and allocate the KV caches, and return the limits with their number of blocks."""
+        groups, runner, device = self._groups, self._runner, self._runner.device
+        sizes = (limits.max_num_tokens, limits.max_num_reqs, limits.max_seq_len)
+        available = free_bytes(device, memory_fraction, lambda: runner.profile(*sizes))
+        if limits.num_blocks is None:
+            limits = attrs.evolve(limits, num_blocks=count_blocks(groups, limits, device, available))
+        runner.init_caches(groups.make_builders(limits), make_caches(groups, limits.num_blocks or 0, device))
+        if device.type == "cuda":
+            shapes = [GraphShape(limits.max_num_reqs, limits.max_num_reqs, 1), GraphShape(1, limits.max_num_tokens)]
+            for backend in groups.backends:
+                backend.warmup(shapes)
+        return limits
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property
     def selections(self) -> dict[str, Selection]:
-        """The decision for each attention layer, by its module's name as `model.named_modules()` has it."""
-        return {name: self._groups.plan[layer.spec.name] for name, layer in self._groups.named(self.model).items()}
+        """The decision for each attention layer, by its module's name in `model.named_modules()`."""
+        layers = self._groups.by_module_name(self.model)
+        return {name: self._groups.plan[layer.spec.name] for name, layer in layers.items()}
 
     @property
     def implementations(self) -> dict[str, AttentionImpl]:
-        """The implementation of each attention layer, likewise: what a backend notes of a layer is found there."""
-        return {name: layer.impl for name, layer in self._groups.named(self.model).items()}
+        """The implementation of each attention layer, under the same names: some record statistics of their layer."""
+        return {name: layer.impl for name, layer in self._groups.by_module_name(self.model).items()}
 
     @property
     def stats(self) -> EngineStats:
-        """What was done so far."""
+        """The counters of this engine."""
         pool = self._scheduler.pool
         return EngineStats(
             steps=self._num_steps,
@@ -259,7 +241,7 @@ class Engine:
 
     @property
     def num_graphs(self) -> int:
-        """Decode steps that were recorded."""
+        """Decode steps that were captured."""
         return self._runner.num_graphs
 
     @property
@@ -281,57 +263,46 @@ class Engine:
         stop_tokens: Iterable[int] | None = None,
     ) -> Request:
         """
-        Put a request in line.
+        Enqueue a request.
 
         Args:
             prompt_ids: The tokens of the prompt.
-            max_new_tokens: The most that is generated.
-            sampling: How tokens are chosen.
+            max_new_tokens: The most tokens to generate.
+            sampling: How its tokens are sampled.
             stop_tokens: Tokens that end the request; None takes the model's end-of-text tokens, and ``()`` has none.
 
         Raises:
-            BatchError: The prompt is empty, or has tokens that the model does not know.
-            LimitsError: It may grow longer than max_seq_len.
+            BatchError: The prompt is empty, or has tokens that the model's vocabulary lacks.
+            LimitsError: It may grow longer than `max_seq_len`.
             CacheError: It may need more blocks than there are.
-            NotNegotiatedError: The model's parameters were replaced, and recorded steps read the old ones.
+            NotNegotiatedError: The model's parameters were replaced, and captured steps read the old ones.
         """
-        with self._caller.call("submit"):
-            return self._submit(prompt_ids, max_new_tokens, sampling, stop_tokens)
-
-    def _submit(
-        self,
-        prompt_ids: Iterable[int],
-        max_new_tokens: int,
-        sampling: Sampling,
-        stop_tokens: Iterable[int] | None,
-    ) -> Request:
-        self._check_open()
-        if self._weights.have_changed(self.num_graphs):
-            self._scheduler.pool.reset_prefix_cache()
-        stops = eos_tokens(self.model) if stop_tokens is None else stop_tokens
-        request = Request(
-            id=next(self._ids),
-            tokens=prompt_ids,
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop_tokens=stops,
-        )
-        check_tokens(request.tokens, () if stop_tokens is None else request.stop_tokens, self._vocabulary)
-        self._scheduler.add(request)
-        self._known.add(request)
-        return request
+        with self._exclusive.enter("submit"):
+            self._check_open()
+            if self._weights.have_changed(self.num_graphs):
+                self._scheduler.pool.reset_prefix_cache()
+            request = Request(
+                id=next(self._ids),
+                tokens=prompt_ids,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop_tokens=_eos_tokens(self.model) if stop_tokens is None else stop_tokens,
+            )
+            check_vocabulary(request.tokens, () if stop_tokens is None else request.stop_tokens, self._vocabulary)
+            self._scheduler.add(request)
+            self._submitted.add(request)
+            return request
 
     def step(self) -> list[Request]:
         """
-        Run the model once, and return the requests that got a token or failed; none where nothing is to be done.
+        Run the model once, and return the requests that got a token or failed; an empty list without work.
 
-        A request fails, and the others go on without it, where its logits choose no token: they have NaN or infinity,
-        or rule out all tokens. Its `finish_reason` is ``"failed"`` then.
+        A request with non-finite logits (NaN, infinity, or all tokens ruled out) fails: its `finish_reason` is
+        ``"failed"``, and the others go on.
 
-        Whatever is raised on the way, no request has moved: the next step does the same again, unless a request is
-        cancelled before it.
+        After an exception no request has advanced: the next step computes the same again.
         """
-        with self._caller.call("step"):
+        with self._exclusive.enter("step"):
             self._check_open()
             step = self._scheduler.schedule()
             if step is None:
@@ -340,30 +311,36 @@ class Engine:
             tokens = sample(logits, step.sampling).tolist()
             self._num_steps += 1
             moved = self._scheduler.finish_step(step, tokens)
-        if lost := failed(moved):
-            _log.warning("the logits of requests %s choose no token; they have failed", [one.id for one in lost])
+        if failed := [request.id for request in moved if request.finish_reason == "failed"]:
+            _log.warning("requests %s have failed: their logits are non-finite", failed)
         return moved
 
     def cancel(self, request: Request) -> None:
         """
-        End a request; what it has generated stays in it. One that has ended already stays as it is.
+        End a request, which keeps its generated tokens. One that has ended is left unchanged.
 
         Raises:
-            BatchError: It is no request of this engine.
+            BatchError: It was not submitted to this engine.
         """
-        check_known(request, self._known)
-        with self._caller.call("cancel"):
+        if not isinstance(request, Request) or request not in self._submitted:
+            what = f"request {request.id}" if isinstance(request, Request) else repr(request)
+            raise BatchError(
+                f"cancel() was called with {what}",
+                "it takes a request of this engine",
+                "pass what submit() of this engine returned",
+            )
+        with self._exclusive.enter("cancel"):
             self._scheduler.cancel(request)
 
     def reset_prefix_cache(self) -> None:
         """
-        Compute every prompt anew from now on, as after a change of the model.
+        Evict all cached prefixes, as is necessary after a change of the model.
 
-        The engine does so by itself at the next `submit` after a parameter was written in place or replaced; what it
-        does not see are writes into a parameter's `data`, and changes of anything else. Requests under way keep what
-        they have computed: let them end first, or cancel them.
+        The next `submit` does so by itself after a parameter was written in place or replaced. It does not detect
+        writes into a parameter's `data`, nor changes of anything else. Unfinished requests keep what they have
+        computed: let them end first, or cancel them.
         """
-        with self._caller.call("reset_prefix_cache"):
+        with self._exclusive.enter("reset_prefix_cache"):
             self._scheduler.pool.reset_prefix_cache()
 
     def generate(
@@ -375,7 +352,7 @@ class Engine:
         stop_tokens: Iterable[int] | None = None,
     ) -> list[list[int]]:
         """
-        Return what follows each prompt. Requests that were submitted before move on meanwhile.
+        Return the tokens generated from each prompt. Requests that were submitted before advance meanwhile.
 
         Args:
             prompts: The tokens of each prompt.
@@ -384,18 +361,19 @@ class Engine:
             stop_tokens: As for `submit`.
 
         Raises:
-            AttnplugError: As for `submit`, or while the model runs; none of these requests stays then.
-            TensorError: The logits of one of these requests choose no token; none of them stays.
+            AttnplugError: As for `submit`, or from a step; all of these requests are cancelled then.
+            TensorError: The logits of one of these requests are non-finite; all of them are cancelled.
         """
-        asked = to_prompts(prompts)
+        found = to_prompts(prompts)
+        samplings = to_samplings(sampling, len(found))
         stops = None if stop_tokens is None else to_stop_tokens(stop_tokens)
         requests: list[Request] = []
         try:
-            for prompt, how in zip(asked, to_samplings(sampling, len(asked)), strict=True):
+            for prompt, how in zip(found, samplings, strict=True):
                 requests.append(self.submit(prompt, max_new_tokens=max_new_tokens, sampling=how, stop_tokens=stops))
             while not all(request.is_finished for request in requests):
                 self.step()
-                refuse_failed(requests)
+                _check_finite(requests)
         except BaseException:
             for request in requests:
                 self.cancel(request)
@@ -403,34 +381,33 @@ class Engine:
         return [request.new_tokens for request in requests]
 
     def close(self) -> None:
-        """Cancel all requests, free the caches, and give the model its own attention back."""
-        with self._caller.call("close"):
-            if self._end.alive:
+        """Cancel all requests, free the KV caches, and restore the model's own attention."""
+        with self._exclusive.enter("close"):
+            if self._restore.alive:
                 for request in (*self._scheduler.running, *self._scheduler.waiting):
                     self._scheduler.cancel(request)
-                self._end()
-
-    def _equip(self, limits: Limits, memory_fraction: float) -> Limits:
-        """Size the caches, and get the runner ready for its first step."""
-        groups, runner = self._groups, self._runner
-        free = free_bytes(
-            runner.device,
-            memory_fraction,
-            lambda: runner.measure(limits.max_num_tokens, limits.max_num_reqs, limits.max_seq_len),
-        )
-        if limits.num_blocks is None:
-            limits = attrs.evolve(limits, num_blocks=count_blocks(groups, limits, runner.device, free))
-        runner.equip(groups.make_builders(limits), make_caches(groups, limits.num_blocks or 0, runner.device))
-        if runner.device.type == "cuda":
-            shapes = [GraphShape(limits.max_num_reqs, limits.max_num_reqs, 1), GraphShape(1, limits.max_num_tokens)]
-            for backend in groups.backends:
-                backend.warmup(shapes)
-        return limits
+                self._restore()
 
     def _check_open(self) -> None:
-        if not self._end.alive:
+        if not self._restore.alive:
             raise LimitsError(
                 "a closed engine was used",
-                "its caches are freed, and its model has its own attention",
+                "its KV caches are freed, and its model has its own attention",
                 "make a new one",
             )
+
+
+def _eos_tokens(model: Any) -> tuple[int, ...]:
+    """Return the end-of-text tokens of the model's generation_config."""
+    found = model.generation_config.eos_token_id
+    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+
+
+def _check_finite(requests: Sequence[Request]) -> None:
+    failed = {index: request.id for index, request in enumerate(requests) if request.finish_reason == "failed"}
+    if failed:
+        raise TensorError(
+            f"the logits of prompts {list(failed)}, as requests {list(failed.values())}, are non-finite",
+            "each row of logits has a finite highest value",
+            "look for the first NaN in the model's layers, or submit() each prompt for the tokens of the others",
+        )

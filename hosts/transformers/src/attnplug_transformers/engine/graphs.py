@@ -1,4 +1,4 @@
-"""Decode steps recorded once, and replayed: the model's launches cost the host nothing then."""
+"""Graphs of decode steps: captured per batch size and sequence length, and replayed without launching each kernel."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ if TYPE_CHECKING:
     from attnplug.contract import Metadata, MetadataBuilder
     from attnplug_transformers.engine.runner import Inputs
 
-_DENSE: Final = (1, 2, 4, 8)
-_STEP: Final = 16
-_MOST: Final = 256
+_SMALL: Final = (1, 2, 4, 8)
+_INCREMENT: Final = 16
+_LARGEST: Final = 256
 
 
 def capture_sizes(max_num_reqs: int) -> tuple[int, ...]:
     """
-    Return the batch sizes that are recorded: few requests pad little, and so do many in steps of 16.
+    Return the batch sizes to capture, such that few requests are padded little, and many by less than 16.
 
-    Steps of more than 256 requests run eagerly: their work hides the launches, and each graph takes memory.
+    Steps of more than 256 requests run eagerly: kernel time hides their launches, and each graph takes memory.
     """
-    most = min(max_num_reqs, _MOST)
-    sizes = {*_DENSE, *range(_STEP, most, _STEP), most}
-    return tuple(sorted(size for size in sizes if size <= most))
+    largest = min(max_num_reqs, _LARGEST)
+    sizes = {*_SMALL, *range(_INCREMENT, largest, _INCREMENT), largest}
+    return tuple(sorted(size for size in sizes if size <= largest))
 
 
-def common_lengths(given: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def common_lengths(graph_lengths: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """
-    Return the longest sequences that are recorded, rising: all that some builder asks for, up to what each can serve.
+    Return the sequence lengths to capture, rising: those of every builder, up to what each of them supports.
 
     Args:
-        given: The `graph_lengths` of each builder.
+        graph_lengths: The `graph_lengths` of each builder.
     """
-    most = min(max(lengths) for lengths in given)
-    return tuple(sorted({length for lengths in given for length in lengths if length <= most}))
+    longest = min(max(lengths) for lengths in graph_lengths)
+    return tuple(sorted({length for lengths in graph_lengths for length in lengths if length <= longest}))
 
 
 @frozen(eq=False)
 class CapturedStep:
     """
-    One recorded decode step.
+    One captured decode step.
 
     Attributes:
-        slots: The slot of each group.
-        logits: ``(requests, vocabulary)``, which a replay writes.
+        graphs: The graph buffers of each group.
+        logits: ``(requests, vocabulary)``, the output of a replay.
         replay: Runs the step again.
     """
 
@@ -61,36 +61,40 @@ class CapturedStep:
 
 class DecodeGraphs:
     """
-    The recorded decode steps of a model, by number of requests and longest sequence.
+    The captured decode steps of a model, by number of requests and longest sequence.
 
     Args:
         builders: The builder of each group.
-        call: Runs the model on ``(1, requests)`` token ids and positions, and returns the logits of every row.
-        device: Where the model is.
+        forward: `Runner.forward`.
+        device: The model's device.
     """
 
     def __init__(
         self,
         builders: Sequence[MetadataBuilder],
-        call: Callable[[Tensor, Tensor, Sequence[Metadata]], Tensor],
+        forward: Callable[[Tensor, Tensor, None, Sequence[Metadata]], Tensor],
         device: torch.device,
     ) -> None:
         self._builders = tuple(builders)
-        self._call = call
+        self._forward = forward
         self._device = device
         most = builders[0].limits.max_num_reqs
         self._ids, self._positions = torch.zeros(2, 1, most, dtype=torch.int64, device=device)
-        self._recorded: dict[tuple[int, int], CapturedStep] = {}
-        # The smallest that fits is looked for: sizes and lengths rise.
+        # Both rise: `find` takes the first that fits.
         self._sizes = capture_sizes(most)
         self._lengths = common_lengths([builder.graph_lengths for builder in self._builders])
-        self._record_all()
+        self._captured: dict[tuple[int, int], CapturedStep] = {}
+        pool: Any = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        # The largest step first: the smaller ones fit into its memory.
+        for length in reversed(self._lengths):
+            for size in reversed(self._sizes):
+                self._captured[size, length] = self._capture(GraphShape(size, size, 1, length), pool)
 
     def __len__(self) -> int:
-        return len(self._recorded)
+        return len(self._captured)
 
     def find(self, inputs: Inputs) -> CapturedStep | None:
-        """Return the recorded step that this one can be replayed from, or None."""
+        """Return the smallest captured step that this one fits into, or None."""
         batch = inputs.batch
         if batch.max_query_len > 1 or inputs.rows is not None:
             return None
@@ -98,31 +102,24 @@ class DecodeGraphs:
         length = next((length for length in self._lengths if length >= batch.max_seq_len), None)
         if size is None or length is None or not all(one.can_run_in_cudagraph(batch) for one in self._builders):
             return None
-        return self._recorded.get((size, length))
+        return self._captured.get((size, length))
 
-    def run(self, recorded: CapturedStep, inputs: Inputs) -> Tensor:
-        """Write the step's inputs where the recorded one reads them, replay it, and return its logits."""
+    def replay(self, captured: CapturedStep, inputs: Inputs) -> Tensor:
+        """Write a step's inputs where the captured one reads them, replay it, and return its logits."""
         count = inputs.batch.num_reqs
         self._ids[:, :count].copy_(inputs.input_ids)
         self._positions[:, :count].copy_(inputs.positions)
-        for builder, graph in zip(self._builders, recorded.graphs, strict=True):
+        for builder, graph in zip(self._builders, captured.graphs, strict=True):
             builder.build(inputs.batch, graph=graph)
-        recorded.replay()
-        return recorded.logits[:count]
+        captured.replay()
+        return captured.logits[:count]
 
-    def _record_all(self) -> None:
-        """Record the largest step first: the smaller ones fit into its memory."""
-        pool: Any = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
-        for length in reversed(self._lengths):
-            for size in reversed(self._sizes):
-                self._recorded[size, length] = self._record(GraphShape(size, size, 1, length), pool)
-
-    def _record(self, key: GraphShape, pool: Any) -> CapturedStep:
+    def _capture(self, shape: GraphShape, pool: Any) -> CapturedStep:
         graphs, metadata = [], []
         for builder in self._builders:
             with builder.state.graph_capture(builder.limits.max_num_reqs):
-                graphs.append(builder.state.graph(key))
+                graphs.append(builder.state.graph(shape))
                 metadata.append(builder.build(graphs[-1].dummy_batch(builder), graph=graphs[-1]))
-        call, ids, positions = self._call, self._ids[:, : key.num_reqs], self._positions[:, : key.num_reqs]
-        logits, replay = capture(lambda: call(ids, positions, metadata), self._device, pool=pool)
+        forward, ids, positions = self._forward, self._ids[:, : shape.num_reqs], self._positions[:, : shape.num_reqs]
+        logits, replay = capture(lambda: forward(ids, positions, None, metadata), self._device, pool=pool)
         return CapturedStep(tuple(graphs), logits, replay)

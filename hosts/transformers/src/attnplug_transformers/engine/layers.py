@@ -1,4 +1,4 @@
-"""The attention layers of a running model: what each was negotiated as, and its calls held against it."""
+"""The attention layers of a model: what each requires, the backends that serve them, and their KV caches."""
 
 from __future__ import annotations
 
@@ -23,51 +23,52 @@ if TYPE_CHECKING:
     from attnplug_transformers.call import CallSignature
     from attnplug_transformers.engine.model_attention import AttentionCall
 
+CPU_BYTES: Final = 2**30
+"""Most bytes of all KV caches on a device that does not report its free memory."""
+
 
 @frozen(eq=False)
 class LayerSpec:
     """
-    One attention module, as a trial run has met it.
+    One attention layer as `inspect_layers` found it: every later call has to be the same.
 
     Attributes:
         name: The layer's name.
-        module: The module.
-        requirements: What it asks of a backend.
-        call: The facts of its calls.
+        module: The attention module.
+        requirements: What it requires of a backend.
+        signature: The signature of its calls.
         scale: Factor of the scores, as the call has it.
-        sinks: Its sinks, and that tensor's version.
-        takes_mask: Whether the model hands the step's mask to it, or none.
+        sinks: Its sinks, and the version of that tensor.
+        takes_mask: Whether the model passes the step's mask to it, or None.
     """
 
     name: str
     module: nn.Module
     requirements: Requirements
-    call: CallSignature
+    signature: CallSignature
     scale: float | None
     sinks: tuple[Tensor | None, int]
     takes_mask: bool
 
-    def check(self, asked: AttentionCall, mask: Tensor) -> None:
+    def check(self, call: AttentionCall, mask: Tensor) -> None:
         """
-        Hold a call against what was spec.
+        Compare a call with the one that was inspected.
 
         Raises:
-            NotNegotiatedError: It brings something else.
+            NotNegotiatedError: It differs.
         """
-        self._compare("the facts", asked.call, self.call)
-        self._compare("scaling", asked.scale, self.scale)
-        if asked.sinks is not self.sinks[0] or tensor_version(asked.sinks) != self.sinks[1]:
+        if call.signature != self.signature:
+            self._refuse(f"the signature {call.signature}", f"the layer was made for {self.signature}")
+        if call.scale != self.scale:
+            self._refuse(f"scaling {call.scale}", f"the layer was made for {self.scale}")
+        if call.sinks is not self.sinks[0] or tensor_version(call.sinks) != self.sinks[1]:
             self._refuse("other sinks (s_aux)", "a backend keeps the sinks that a layer was made with")
-        if asked.mask is not (mask if self.takes_mask else None):
-            self._refuse("a mask of its own", "a step attends as the layer was negotiated")
+        if call.mask is not (mask if self.takes_mask else None):
+            self._refuse("another mask", "a step attends as the layer was negotiated")
 
-    def _compare(self, what: str, brought: object, spec: object) -> None:
-        if brought != spec:
-            self._refuse(f"{what} {brought}", f"the layer was made for {spec}")
-
-    def _refuse(self, brought: str, expected: str) -> None:
+    def _refuse(self, found: str, expected: str) -> None:
         raise NotNegotiatedError(
-            f"{self.name}: the call brings {brought}",
+            f"{self.name}: the call has {found}",
             f"{expected}, when the engine was made",
             "make a new engine after changing the model",
         )
@@ -79,7 +80,7 @@ class PagedLayer:
     One attention layer, ready to run.
 
     Attributes:
-        spec: What its calls are held against.
+        spec: What its calls are compared with.
         impl: Its implementation.
         group: The number of its group.
     """
@@ -92,12 +93,12 @@ class PagedLayer:
 @frozen(eq=False)
 class Groups:
     """
-    What `attnplug.plan` decided, loaded.
+    What `attnplug.plan` decided, loaded: one backend per group of layers, which builds once per step.
 
     Attributes:
         plan: The decision.
         backends: The backend of each group.
-        layers: The layers in the model's order; each knows the number of its group.
+        layers: The layers in the model's order.
         block_size: Tokens per block, common to all.
     """
 
@@ -107,9 +108,9 @@ class Groups:
     block_size: int
 
     @classmethod
-    def of(
+    def load(
         cls,
-        spec: Sequence[LayerSpec],
+        specs: Sequence[LayerSpec],
         device: torch.device,
         backend: BackendNames | None = None,
         options: Options | None = None,
@@ -118,114 +119,61 @@ class Groups:
         Choose for all layers together, and load each choice once.
 
         Raises:
-            NoBackendError: Nothing can serve a layer.
-            PluginError: What was chosen does not load.
+            NoBackendError: No backend supports a layer.
+            PluginError: The chosen backend does not load.
         """
-        chosen = plan(
-            {layer.name: layer.requirements for layer in spec}, device_of(device), backend=backend, options=options
-        )
-        backends = tuple(group.selection.load() for group in chosen.groups)
-        numbers = {name: number for number, group in enumerate(chosen.groups) for name in group.layers}
-        layers = tuple(_ready(layer, backends[numbers[layer.name]], numbers[layer.name]) for layer in spec)
-        return cls(chosen, backends, layers, chosen.block_size or 1)
+        requirements = {spec.name: spec.requirements for spec in specs}
+        decision = plan(requirements, device_of(device), backend=backend, options=options)
+        backends = tuple(group.selection.load() for group in decision.groups)
+        numbers = {name: number for number, group in enumerate(decision.groups) for name in group.layers}
+        layers = tuple(_make_layer(spec, backends[numbers[spec.name]], numbers[spec.name]) for spec in specs)
+        return cls(decision, backends, layers, decision.block_size or 1)
 
-    def named(self, model: Any) -> dict[str, PagedLayer]:
+    def by_module_name(self, model: Any) -> dict[str, PagedLayer]:
         """Return the layers by the names of their modules in the model."""
         names = {module: name for name, module in model.named_modules()}
         return {names[layer.spec.module]: layer for layer in self.layers}
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block takes in the caches of all layers."""
+        """Bytes of one block in the KV caches of all layers."""
         return sum(self.backends[layer.group].bytes_per_block for layer in self.layers)
 
     def workspace_bytes(self, limits: Limits) -> int:
         """Return the bytes of all workspaces."""
-        return sum(backend.workspace_bytes(limits) for backend in self._owners(limits).values())
+        return sum(backend.workspace_bytes(limits) for backend in self._state_owners(limits).values())
 
     def make_builders(self, limits: Limits) -> tuple[MetadataBuilder, ...]:
         """Return the builder of each group; those of one backend share a state, and with it a workspace."""
-        states = {name: backend.make_state(limits) for name, backend in self._owners(limits).items()}
+        states = {name: backend.make_state(limits) for name, backend in self._state_owners(limits).items()}
         return tuple(
             backend.make_builder([layer.impl for layer in self.layers if layer.group == number], states[backend.id])
             for number, backend in enumerate(self.backends)
         )
 
-    def _owners(self, limits: Limits) -> dict[str, Backend]:
-        """Return by id the backend that needs the largest workspace: its state serves the others."""
+    def _state_owners(self, limits: Limits) -> dict[str, Backend]:
+        """Return by id the backend that needs the largest workspace: its state serves the other groups."""
         ordered = sorted(self.backends, key=lambda backend: backend.workspace_bytes(limits))
         return {backend.id: backend for backend in ordered}
 
 
-def _ready(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
+def _make_layer(spec: LayerSpec, backend: Backend, group: int) -> PagedLayer:
     sinks = spec.sinks[0]
     layer = Layer(name=spec.name, scale=spec.scale, sinks=None if sinks is None else sinks.detach())
     return PagedLayer(spec, backend.make_impl(layer), group)
 
 
-CPU_BYTES: Final = 2**30
-"""Most bytes of all caches on a device that does not say how much memory it has free."""
-
-
-def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[str, Cache]:
-    """
-    Return the cache of each layer, by name.
-
-    Raises:
-        LimitsError: There is not enough memory.
-    """
-    try:
-        return {
-            layer.spec.name: groups.backends[layer.group].make_cache(num_blocks, device, impl=layer.impl)
-            for layer in groups.layers
-        }
-    except torch.OutOfMemoryError as error:
-        raise LimitsError(
-            f"caches of {num_blocks} blocks were asked for, {num_blocks * groups.bytes_per_block / 2**30:.2f} GiB",
-            f"{device} has not enough memory: {error}",
-            "pass a smaller num_blocks or memory_fraction",
-        ) from error
-
-
-def count_blocks(groups: Groups, limits: Limits, device: torch.device, free_bytes: int | None) -> int:
-    """
-    Return how many blocks the caches get where the caller names no number.
-
-    As many as all requests of the largest step may need, and the null block; fewer where memory ends before: on CUDA
-    what is free, elsewhere `CPU_BYTES`.
-
-    Args:
-        groups: The backends.
-        limits: The largest step.
-        device: Where the caches live.
-        free_bytes: Bytes that caches and workspaces may take; None where the device does not say.
-
-    Raises:
-        LimitsError: Not even two blocks fit.
-    """
-    most = limits.max_num_reqs * -(-limits.max_seq_len // groups.block_size) + 1
-    room = CPU_BYTES if free_bytes is None else free_bytes - groups.workspace_bytes(limits)
-    fitting = room // groups.bytes_per_block
-    if fitting < 2:
-        raise LimitsError(
-            f"{max(0, room) / 2**20:.0f} MiB of {device} are left for the caches",
-            f"two blocks, the least, take {2 * groups.bytes_per_block / 2**20:.1f} MiB",
-            "pass a larger memory_fraction, or smaller max_num_tokens, max_num_reqs or block_size",
-        )
-    return min(most, fitting)
-
-
 def free_bytes(device: torch.device, fraction: float, run: Callable[[], object]) -> int | None:
     """
-    Return the bytes that may still be taken, or None on a device that does not say.
+    Return the bytes that KV caches and workspaces may take, or None on a device that does not report its memory.
 
     Args:
         device: The device.
-        fraction: The share of the whole device that may be in use when all is taken, other processes included.
-        run: The largest step that there will be, without caches; what it needs on top of what is in use is kept free.
+        fraction: The share of the device's memory that may be in use in the end, by other processes too.
+        run: Runs the largest step without KV caches; the memory that it takes at its peak stays free.
 
     Raises:
-        LimitsError: The fraction is none.
+        LimitsError: The fraction is not above 0 and at most 1.
     """
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 < fraction <= 1:
         raise LimitsError(
@@ -240,7 +188,52 @@ def free_bytes(device: torch.device, fraction: float, run: Callable[[], object])
     before = torch.cuda.memory_allocated(device)
     run()
     torch.cuda.synchronize(device)
-    needed = torch.cuda.max_memory_allocated(device) - before
+    peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    return int(fraction * total) - (total - free) - needed
+    return int(fraction * total) - (total - free) - peak
+
+
+def count_blocks(groups: Groups, limits: Limits, device: torch.device, available: int | None) -> int:
+    """
+    Return the number of blocks where the caller leaves it open: all that the requests of a step can fill, if they fit.
+
+    Args:
+        groups: The backends.
+        limits: The largest step.
+        device: The device of the KV caches.
+        available: The result of `free_bytes`; None is `CPU_BYTES`.
+
+    Raises:
+        LimitsError: Fewer than two blocks fit.
+    """
+    most = limits.max_num_reqs * -(-limits.max_seq_len // groups.block_size) + 1
+    room = CPU_BYTES if available is None else available - groups.workspace_bytes(limits)
+    fitting = room // groups.bytes_per_block
+    if fitting < 2:
+        raise LimitsError(
+            f"{max(0, room) / 2**20:.0f} MiB of {device} are left for the KV caches",
+            f"two blocks, the least, take {2 * groups.bytes_per_block / 2**20:.1f} MiB",
+            "pass a larger memory_fraction, or smaller max_num_tokens, max_num_reqs or block_size",
+        )
+    return min(most, fitting)
+
+
+def make_caches(groups: Groups, num_blocks: int, device: torch.device) -> dict[str, Cache]:
+    """
+    Return the KV cache of each layer, by name.
+
+    Raises:
+        LimitsError: There is not enough memory.
+    """
+    try:
+        return {
+            layer.spec.name: groups.backends[layer.group].make_cache(num_blocks, device, impl=layer.impl)
+            for layer in groups.layers
+        }
+    except torch.OutOfMemoryError as error:
+        raise LimitsError(
+            f"KV caches of {num_blocks} blocks were requested, {num_blocks * groups.bytes_per_block / 2**30:.2f} GiB",
+            f"{device} has not enough memory: {error}",
+            "pass a smaller num_blocks or memory_fraction",
+        ) from error

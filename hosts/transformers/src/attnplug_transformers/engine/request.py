@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine."""
+"""A request of the engine, and the checks of what callers pass for one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field
 
-from attnplug.errors import BatchError, LimitsError, RequirementsError
+from attnplug.errors import BatchError, LimitsError
 from attnplug_transformers.engine.sampling import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
+    from collections.abc import Sequence
 
 Status = Literal["waiting", "running", "finished", "cancelled"]
 FinishReason = Literal["stop", "length", "cancelled", "failed"]
@@ -23,28 +22,19 @@ def _to_tokens(tokens: Iterable[Any]) -> list[int]:
     try:
         found = list(tokens)
     except TypeError:
-        raise BatchError(
-            f"{tokens!r} of type {type(tokens).__name__} was given for tokens",
-            "tokens come as a list, and a token is an int from 0 on",
-            "pass a flat list of token ids, such as tensor.tolist()",
-        ) from None
+        raise _not_a_token(tokens) from None
     for token in found:
         if type(token) is not int or token < 0:
-            raise BatchError(
-                f"the token {token!r} of type {type(token).__name__} was given",
-                "a token is an int from 0 on",
-                "pass a flat list of token ids, such as tensor.tolist()",
-            )
+            raise _not_a_token(token)
     return found
 
 
-def _check_sampling(sampling: object) -> None:
-    if not isinstance(sampling, Sampling):
-        raise BatchError(
-            f"sampling={sampling!r} was given",
-            "it is a Sampling; Engine.generate also takes a list with one for each prompt",
-            "leave it out for greedy decoding, or pass Sampling(temperature=0.8)",
-        )
+def _not_a_token(value: object) -> BatchError:
+    return BatchError(
+        f"{value!r} of type {type(value).__name__} was given for tokens",
+        "tokens are a list, and each token is an int from 0 on",
+        "pass a flat list of token ids, such as tensor.tolist()",
+    )
 
 
 def to_stop_tokens(tokens: Iterable[Any]) -> frozenset[int]:
@@ -52,7 +42,7 @@ def to_stop_tokens(tokens: Iterable[Any]) -> frozenset[int]:
     Return stop tokens as a set.
 
     Raises:
-        BatchError: Something of it is no token.
+        BatchError: An element is not a token id.
     """
     return frozenset(_to_tokens(tokens))
 
@@ -60,27 +50,27 @@ def to_stop_tokens(tokens: Iterable[Any]) -> frozenset[int]:
 @define(eq=False, kw_only=True)
 class Request:
     """
-    A prompt, what was generated so far, and where its keys and values lie.
+    A prompt, the tokens generated from it, and the blocks of its KV cache.
 
-    The scheduler alone writes the attributes below `stop_tokens`.
+    Only the scheduler writes the attributes below `stop_tokens`.
 
     Raises:
-        BatchError: The prompt is empty, or holds something that is no token; or the sampling is none.
-        LimitsError: Nothing may be generated.
+        BatchError: The prompt is empty or has an element that is not a token id, or `sampling` is not a `Sampling`.
+        LimitsError: `max_new_tokens` is not positive.
 
     Attributes:
-        id: The host's name for it.
-        tokens: The prompt, and behind it the generated tokens.
-        max_new_tokens: The most that is generated.
-        sampling: How tokens are chosen.
-        stop_tokens: Generating one of these ends the request; it is kept as the last token.
-        seed: What its draws follow from: the one of `sampling`, or one of its own.
+        id: The caller's number for it.
+        tokens: The prompt, followed by the generated tokens.
+        max_new_tokens: The most tokens to generate.
+        sampling: How its tokens are sampled.
+        stop_tokens: Generating one of these finishes the request; it is kept as the last token.
+        seed: Seed of its random draws: that of `sampling`, or a random one.
         num_prompt_tokens: Tokens of the prompt.
-        num_computed_tokens: Tokens at the front whose keys and values are cached.
-        num_cached_tokens: Those of them that the last admission found in the cache.
+        num_computed_tokens: Leading tokens whose keys and values are in the KV cache.
+        num_cached_tokens: Those of them that its last admission found by prefix caching.
         blocks: The blocks that hold its tokens, in order.
-        status: Where it is. A preempted request is waiting again.
-        finish_reason: Why it ended: a stop token, its length, the host cancelled it, or its logits were no numbers.
+        status: Its state. A preempted request is waiting again.
+        finish_reason: A stop token, its length, a cancel, or a failure: its logits were non-finite.
     """
 
     id: int
@@ -97,26 +87,31 @@ class Request:
     finish_reason: FinishReason | None = field(init=False, default=None)
 
     def __attrs_post_init__(self) -> None:
-        self.num_prompt_tokens = len(self.tokens)
-        _check_sampling(self.sampling)
-        self.seed = randbits(64) if self.sampling.seed is None else self.sampling.seed
+        if not isinstance(self.sampling, Sampling):
+            raise BatchError(
+                f"sampling={self.sampling!r} was given",
+                "it is a Sampling; Engine.generate also takes a list with one for each prompt",
+                "leave it out for greedy decoding, or pass Sampling(temperature=0.8)",
+            )
         if not self.tokens:
             raise BatchError("an empty prompt was given", "a prompt has at least one token", "pass the start token")
         if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
             raise LimitsError(
                 f"max_new_tokens={self.max_new_tokens!r} was given",
                 "max_new_tokens is a whole number from 1 on",
-                "ask for at least one token",
+                "request at least one token",
             )
+        self.num_prompt_tokens = len(self.tokens)
+        self.seed = randbits(64) if self.sampling.seed is None else self.sampling.seed
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known so far."""
+        """Tokens of the prompt and generated ones."""
         return len(self.tokens)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that there will be at most."""
+        """The most tokens that it can have."""
         return self.num_prompt_tokens + self.max_new_tokens
 
     @property
@@ -126,11 +121,11 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether it generates no more tokens."""
         return self.finish_reason is not None
 
     def append(self, token: int) -> None:
-        """Add a generated token; it may be the last one."""
+        """Add a generated token, and set `finish_reason` where it is the last one."""
         self.tokens.append(token)
         if token in self.stop_tokens:
             self.finish_reason = "stop"
@@ -138,77 +133,54 @@ class Request:
             self.finish_reason = "length"
 
 
-def check_choices(graphs: object, prefix_caching: object, kv_cache_dtype: object) -> None:
+def check_vocabulary(prompt: Sequence[int], stop_tokens: Iterable[int], vocabulary: int) -> None:
     """
-    See that the choices of an engine are of their kind.
+    Check that all tokens are below the size of the vocabulary.
 
     Raises:
-        RequirementsError: One is not.
-    """
-    if graphs is not None and not isinstance(graphs, bool):
-        _refuse_choice("graphs", graphs, "True, False or None", "leave graphs out to record steps where that helps")
-    if not isinstance(prefix_caching, bool):
-        _refuse_choice("prefix_caching", prefix_caching, "True or False", "leave prefix_caching out for True")
-    if not isinstance(kv_cache_dtype, str):
-        _refuse_choice("kv_cache_dtype", kv_cache_dtype, "the name of a dtype, or 'auto'", "pass 'auto', or 'fp8'")
-
-
-def check_tokens(prompt: Sequence[int], stop_tokens: Iterable[int], vocabulary: int) -> None:
-    """
-    See that a model knows the tokens of a request.
-
-    Raises:
-        BatchError: It does not know one.
+        BatchError: One is not.
     """
     for what, tokens in (("a prompt with the token", prompt), ("the stop token", stop_tokens)):
-        most = max(tokens, default=0)
-        if most >= vocabulary:
+        highest = max(tokens, default=0)
+        if highest >= vocabulary:
             raise BatchError(
-                f"{what} {most} was given",
-                f"the model knows tokens from 0 to {vocabulary - 1}",
+                f"{what} {highest} was given",
+                f"the model's vocabulary has tokens from 0 to {vocabulary - 1}",
                 "use the model's own tokenizer",
             )
 
 
-def check_known(request: object, known: Container[Request]) -> None:
-    """
-    See that a request is one of these.
-
-    Raises:
-        BatchError: It is another one, or something else.
-    """
-    if not isinstance(request, Request) or request not in known:
-        what = f"request {request.id}" if isinstance(request, Request) else repr(request)
-        raise BatchError(
-            f"{what} was given to be cancelled",
-            "it is no request of this engine",
-            "pass what submit() of this engine returned",
-        )
-
-
 def to_prompts(prompts: Any) -> list[Iterable[Any]]:
     """
-    Return prompts as a list of prompts.
+    Return prompts as a list.
 
     Raises:
-        BatchError: It is something else, such as the tokens of one prompt.
+        BatchError: This is not a list of lists, such as the tokens of one prompt.
     """
     found = list(prompts) if isinstance(prompts, Iterable) else None
-    if found is None or isinstance(prompts, str) or not all(_is_prompt(one) for one in found):
+    if found is None or isinstance(prompts, str) or not all(map(_is_prompt, found)):
         raise BatchError(
-            f"prompts of type {type(prompts).__name__!r} were given that are no lists of tokens",
+            f"prompts of type {type(prompts).__name__!r} were given that are not lists of tokens",
             "prompts are a list, and each prompt in it is a list of token ids",
             "pass [ids] for one prompt, or tokenizer(texts).input_ids",
         )
     return found
 
 
+def _is_prompt(prompt: object) -> bool:
+    return isinstance(prompt, Iterable) and not isinstance(prompt, str) and getattr(prompt, "ndim", 1) > 0
+
+
 def to_samplings(sampling: Any, count: int) -> Sequence[Sampling]:
     """
-    Return the sampling of each prompt, from one for all or a list with one for each.
+    Return the sampling of each prompt.
+
+    Args:
+        sampling: One for all prompts, or a list with one for each.
+        count: The number of prompts.
 
     Raises:
-        BatchError: It is something else, or not as many as there are prompts.
+        BatchError: The list has another length.
     """
     if not isinstance(sampling, (list, tuple)):
         return [sampling] * count
@@ -219,11 +191,3 @@ def to_samplings(sampling: Any, count: int) -> Sequence[Sampling]:
             "pass one Sampling for all, or one for each",
         )
     return sampling
-
-
-def _is_prompt(prompt: object) -> bool:
-    return isinstance(prompt, Iterable) and not isinstance(prompt, str) and getattr(prompt, "ndim", 1) > 0
-
-
-def _refuse_choice(name: str, value: object, expected: str, fix: str) -> None:
-    raise RequirementsError(f"{name}={value!r} was given to the engine", f"it is {expected}", fix)

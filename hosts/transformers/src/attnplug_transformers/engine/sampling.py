@@ -1,9 +1,9 @@
-"""How the next token is chosen from the logits."""
+"""Samples the next token of each request from its logits."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
 import torch
 from attrs import frozen
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from attnplug_transformers.engine.request import Request
 
 NO_TOKEN: Final = -1
-"""Stands for the token of a row that has no likeliest one: NaN, infinity, or all tokens ruled out."""
+"""The token of a row without a finite highest logit: it has NaN or plus infinity, or rules out all tokens."""
 
-# A thousand tokens nearly always hold what is asked for, and finding them is much cheaper than ranking a vocabulary.
 _FEW: Final = 1024
+"""Tokens that nearly always include all that top-k and top-p keep; ranking a whole vocabulary costs much more."""
 
 
-def _refuse(name: str, value: object, expected: str, fix: str) -> None:
+def _refuse(name: str, value: object, expected: str, fix: str) -> NoReturn:
     raise LimitsError(f"{name}={value!r} was given", f"{name} is {expected}", fix)
 
 
@@ -35,16 +35,16 @@ def _is_number(value: object) -> bool:
 @frozen(kw_only=True)
 class Sampling:
     """
-    How one request's tokens are chosen. The filters apply in this order, each to what the one before left over.
+    How the tokens of a request are sampled. The filters apply in this order, each to what the one before has kept.
 
     Raises:
         LimitsError: A value is out of its range.
 
     Attributes:
-        temperature: Logits are divided by it; 0 takes the likeliest token, and of equal ones the lowest.
-        top_k: Only the k likeliest tokens, of equal ones the lowest; None keeps all.
-        top_p: Only the fewest likeliest tokens whose probabilities sum up to at least this much; None keeps all.
-        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is another one per request.
+        temperature: Logits are divided by it; 0 takes the most likely token, and of equal ones the lowest id.
+        top_k: Keep the k most likely tokens, of equal ones the lowest ids; None keeps all.
+        top_p: Keep the fewest most likely tokens whose probabilities sum to at least this; None keeps all.
+        seed: Equal seeds draw equal tokens from equal logits at equal positions; None is a random seed per request.
     """
 
     temperature: float = 0.0
@@ -64,42 +64,41 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn."""
+        """Whether the most likely token is taken, without a random draw."""
         return self.temperature == 0
 
     @property
     def filters(self) -> bool:
-        """Whether some tokens are never drawn."""
+        """Whether top-k or top-p excludes tokens."""
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
 
 
 def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     """
-    Choose the next token of each request.
+    Return the next token of each request.
 
-    A row is computed by itself, and what is drawn follows from the request's seed and the token's position: neither
-    the neighbors nor being preempted nor a repeated step change it.
+    Rows are independent, and a draw depends on the request's seed and the token's position alone: other requests,
+    preemption and a repeated step do not change it.
 
     Args:
         logits: ``(len(requests), vocabulary)`` floats; minus infinity rules a token out.
         requests: The requests, in the order of the rows.
 
     Returns:
-        ``(len(requests),)`` int64, on the device of the logits. `NO_TOKEN` where a row has NaN or plus infinity, or
-        rules out all tokens; the other rows are not touched by that.
+        ``(len(requests),)`` int64, on the device of the logits; `NO_TOKEN` for rows of non-finite logits.
 
     Raises:
         TensorError: There is not one row for each request.
     """
     if logits.dim() != 2 or logits.shape[0] != len(requests):
         raise TensorError(
-            f"logits of shape {tuple(logits.shape)} came for {len(requests)} requests",
+            f"logits of shape {tuple(logits.shape)} were given for {len(requests)} requests",
             f"logits are ({len(requests)}, vocabulary): one row for each request that samples",
             "select the last row of each request that samples",
         )
-    tokens = logits.argmax(dim=-1)  # which takes NaN for the greatest
-    chosen = logits.gather(-1, tokens[:, None]).squeeze(-1)
-    tokens = tokens.where(chosen.isfinite(), NO_TOKEN)
+    tokens = logits.argmax(dim=-1)  # NaN counts as the highest
+    highest = logits.gather(-1, tokens[:, None]).squeeze(-1)
+    tokens = tokens.where(highest.isfinite(), NO_TOKEN)
     rows = [row for row, request in enumerate(requests) if not request.sampling.is_greedy]
     if rows:
         drawing = [requests[row] for row in rows]
@@ -110,9 +109,9 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Tensor:
 
 
 def draw(seed: int, position: int) -> float:
-    """Return a number from 0 to below 1 that looks random, and is always the same for one seed and position."""
+    """Return a pseudorandom number from 0 to below 1, a function of seed and position."""
     digest = blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
-    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53  # as many bits as a double holds
+    return (int.from_bytes(digest, "big") >> 11) * 2.0**-53  # the 53 bits of a double's mantissa
 
 
 def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Tensor:
@@ -124,10 +123,10 @@ def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Ten
         samplings: One for each row, none of them greedy.
 
     Returns:
-        ``(rows, vocabulary)`` float64. A filtered row need not sum up to 1.
+        ``(rows, vocabulary)`` float64. A filtered row need not sum to 1.
     """
     scores = logits.to(torch.float64, copy=True)
-    # The highest score becomes 0 before the division, so that no temperature is too low.
+    # The highest score becomes 0 before the division, so that no temperature overflows.
     scores -= scores.amax(-1, keepdim=True)
     scores /= _column([sampling.temperature for sampling in samplings], logits)
     probabilities = scores.softmax(-1)
@@ -139,7 +138,7 @@ def filtered_probabilities(logits: Tensor, samplings: Sequence[Sampling]) -> Ten
 
 
 def _filter(probabilities: Tensor, logits: Tensor, samplings: Sequence[Sampling], width: int = _FEW) -> Tensor:
-    """Set to zero what top-k and top-p rule out, looking at no more than the `width` likeliest if these are enough."""
+    """Set to zero what top-k and top-p exclude, from the `width` most likely tokens where these are enough."""
     size = logits.shape[-1]
     width = min(width, size)
     top_k = _column([min(sampling.top_k or size, size) for sampling in samplings], logits)
@@ -151,7 +150,7 @@ def _filter(probabilities: Tensor, logits: Tensor, samplings: Sequence[Sampling]
     if width < size and not bool(enough.all()):
         return _filter(probabilities, logits, samplings, size)
     total = mass[:, -1:].where(top_k < size, 1.0)
-    # A token stays while those before it have not reached their share; without top-p that is all that top-k left.
+    # A token stays while those before it sum to less than top_p; without top_p all that top_k kept stays.
     ranked = ranked.where((mass - ranked < top_p * total) | (top_p == 1.0), 0.0)
     return torch.zeros_like(probabilities).scatter_(-1, order, ranked)
 
@@ -160,15 +159,15 @@ def _ranking(logits: Tensor) -> Tensor:
     """
     Return ``(rows, vocabulary)`` int64 that rise with the logits, and of equal ones are highest for the lowest token.
 
-    They are all different: what topk makes of equal values differs between devices, and ties are common in bfloat16.
+    They are all different: the order of equal values in topk differs between devices, and ties are common in bfloat16.
     """
-    bits = (logits.float() + 0.0).view(torch.int32)  # which turns -0.0 into 0.0
-    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the bits of negative floats fall where the floats rise
+    bits = (logits.float() + 0.0).view(torch.int32)  # adding 0.0 turns -0.0 into 0.0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # as integers, the bits of negative floats fall where the floats rise
     return (rising.long() << 32) + torch.arange(logits.shape[-1] - 1, -1, -1, device=logits.device)
 
 
 def _pick(probabilities: Tensor, draws: Sequence[float]) -> Tensor:
-    """Return for each row the token at which the summed probabilities pass its draw's share: (rows,) int64."""
+    """Return ``(rows,)`` int64: the token at which the cumulative probability passes each row's draw."""
     mass = probabilities.cumsum(-1)
     targets = _column(draws, probabilities) * mass[:, -1:]
     picked = torch.searchsorted(mass, targets, right=True).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Whether a model's weights are still those that its cached keys and values were computed with."""
+"""Detects that a model's weights changed, so that KV caches of the old ones are not shared."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from attnplug.errors import NotNegotiatedError
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _VERSION: Final = attrgetter("_version")
-"""Count of in-place changes; `version_of`, for tensors that are known to count, and fast enough for hundreds."""
+"""Count of in-place changes: `tensor_version` without its checks, fast enough for hundreds of tensors."""
 
 
 class Weights:
     """
-    The parameters of a model, looked at again and again; a look at 300 takes some 25 microseconds.
+    The parameters of a model, compared at each `have_changed`; 300 of them take some 25 microseconds.
 
     Writes into a parameter's `data` do not count, as in autograd, nor do those into inference tensors.
 
@@ -28,44 +27,41 @@ class Weights:
     def __init__(self, model: Any) -> None:
         self._model = model
         self._version = 0
-        self._remember()
+        self._store()
 
     def have_changed(self, num_graphs: int = 0) -> bool:
         """
-        Whether a parameter was written or replaced since the last look.
+        Return whether a parameter was written or replaced since the last call.
 
         Args:
-            num_graphs: Recorded steps, which read the parameters that there were.
+            num_graphs: Captured steps, which read the parameters of their capture.
 
         Raises:
-            NotNegotiatedError: A parameter was replaced, and there are recorded steps.
+            NotNegotiatedError: A parameter was replaced, and there are captured steps.
         """
-        if self._were_replaced():
+        found = [parameters.get(name) for parameters, name in self._places]
+        if not all(map(is_, found, self._tensors)):
             if num_graphs:
                 raise NotNegotiatedError(
                     f"parameters of {type(self._model).__name__} were replaced",
-                    "the recorded steps of this engine read the old ones",
+                    "the captured steps of this engine read the old ones",
                     "make a new engine, or write into the parameters in place",
                 )
-            self._remember()
+            self._store()
             return True
-        last, self._version = self._version, _written(self._counting)
+        last, self._version = self._version, _total_version(self._versioned)
         return last != self._version
 
-    def _were_replaced(self) -> bool:
-        now = [parameters.get(name) for parameters, name in self._places]
-        return not all(map(is_, now, self._tensors))
-
-    def _remember(self) -> None:
+    def _store(self) -> None:
         self._places = [
-            (module._parameters, name)  # noqa: SLF001 - walking through all modules is too slow for each request
+            (module._parameters, name)  # noqa: SLF001 - named_parameters() is too slow for each request
             for module in self._model.modules()
             for name in module._parameters  # noqa: SLF001 - likewise
         ]
         self._tensors = [parameters[name] for parameters, name in self._places]
-        self._counting = [one for one in self._tensors if one is not None and not one.is_inference()]
-        self._version = _written(self._counting)
+        self._versioned = [one for one in self._tensors if one is not None and not one.is_inference()]
+        self._version = _total_version(self._versioned)
 
 
-def _written(tensors: list[Tensor]) -> int:
+def _total_version(tensors: list[Tensor]) -> int:
     return sum(map(_VERSION, tensors))

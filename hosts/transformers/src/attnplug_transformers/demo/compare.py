@@ -1,4 +1,4 @@
-"""Decoders in the paged engine, beside transformers' `generate` of each prompt alone."""
+"""Runs an architecture on transformers' eager attention, and through the backends that attnplug chooses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from attnplug_transformers import register
+from attnplug_transformers.binding import selections
 from attnplug_transformers.demo.example import FRAMES, MEL_BINS, PADDING, SPECIAL
 from attnplug_transformers.demo.outcome import (
     ROUNDING,
@@ -16,40 +18,57 @@ from attnplug_transformers.demo.outcome import (
     Distance,
     Outcome,
     Replay,
-    Tokens,
-    clearest,
+    draw_reference,
     greedy,
-    margin,
+    smallest_margin,
 )
 from attnplug_transformers.demo.traffic import arrivals, drive
-from attnplug_transformers.engine.engine import Engine
-from attnplug_transformers.registration import register, selections
+from attnplug_transformers.engine import Engine
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from attnplug import Selection
     from attnplug_transformers.demo.example import Example
+    from attnplug_transformers.demo.outcome import Tokens
     from attnplug_transformers.demo.traffic import Arrival, Traffic
 
-
 _LIMITS: Final[dict[str, Any]] = {"max_num_reqs": 4, "max_num_tokens": 32, "num_blocks": 19}
-"""Fewer than come, shorter than prompts, and less than all that may run would need."""
+"""Fewer requests than come, fewer tokens than a prompt has, and fewer blocks than the running requests need."""
+
+_SENTENCE_LENGTHS: Final = (96, 23, 67, 5)
+_MASK_EVERY: Final = 3
+_RECORDINGS: Final = 3
+_TRANSCRIPT_TOKENS: Final = 32
+
+
+def compare(example: Example, text: bytes) -> Outcome:
+    """
+    Run an architecture both ways.
+
+    Args:
+        example: The architecture.
+        text: What prompts and sentences are cut from, a token per byte.
+
+    Raises:
+        AttnplugError: No backend supports one of its layers, or a backend refuses a call.
+    """
+    if example.kind == "encoder":
+        return encode(example, text)
+    if example.kind == "encoder_decoder":
+        return transcribe(example)
+    return decode(example, text)
 
 
 def decode(example: Example, text: bytes) -> Outcome:
     """
-    Serve requests that arrive at different steps, greedily, and compare every token.
+    Serve requests that arrive at different steps in the paged engine, greedily, and compare each token.
 
-    They are served once more with decode steps that were recorded, on graph slots, where the backends have some: on the
-    CPU such a step is computed anew from what the slots hold, which is what a graph of CUDA would read.
-
-    Args:
-        example: The architecture.
-        text: What prompts are cut from.
+    Where the backends support graphs, the requests are served once more with captured decode steps. On the CPU such a
+    step is computed again from its graph buffers, which are what a CUDA graph would read.
     """
     coming = arrivals(text)
-    model, reference = clearest(example, lambda model: _one_by_one(model, coming))
+    model, reference = draw_reference(example, lambda model: _one_by_one(model, coming))
     with closing(Engine(model, **_LIMITS)) as engine:
         tokens, traffic = _serve(engine, coming)
         decisions = engine.selections
@@ -79,29 +98,17 @@ def _serve(engine: Engine, coming: Sequence[Arrival]) -> tuple[Tokens, Traffic]:
 
 
 def _one_by_one(model: Any, coming: Sequence[Arrival]) -> Computed:
-    found = [_generate(model, arrival) for arrival in coming]
+    found = []
+    for arrival in coming:
+        ids = torch.tensor([list(arrival.prompt)])
+        found.append(greedy(model, arrival.new_tokens, input_ids=ids, attention_mask=torch.ones_like(ids)))
     return Computed(tuple(one.tokens[0] for one in found), min(one.margin for one in found))
 
 
-def _generate(model: Any, arrival: Arrival) -> Computed:
-    ids = torch.tensor([list(arrival.prompt)])
-    return greedy(model, arrival.new_tokens, input_ids=ids, attention_mask=torch.ones_like(ids))
-
-
-_LENGTHS: Final = (96, 23, 67, 5)
-_EVERY: Final = 3
-
-
 def encode(example: Example, text: bytes) -> Outcome:
-    """
-    Predict masked tokens, and compare them, the logits and the hidden states after every layer.
-
-    Args:
-        example: The architecture.
-        text: What sentences are cut from.
-    """
+    """Predict masked tokens of padded sentences, and compare them, the logits and the hidden states of every layer."""
     ids = _sentences(text)
-    model, reference = clearest(example, lambda model: _predict(model, ids))
+    model, reference = draw_reference(example, lambda model: _predict(model, ids))
     model.set_attn_implementation(register())
     found = _predict(model, ids)
     lengths = ", ".join(str(int(count)) for count in (ids != PADDING).sum(1))
@@ -118,12 +125,12 @@ def encode(example: Example, text: bytes) -> Outcome:
 
 def _sentences(text: bytes) -> Tensor:
     """Return ``(sentences, tokens)`` ids, padded on the right."""
-    apart = len(text) // len(_LENGTHS)
-    ids = torch.full((len(_LENGTHS), max(_LENGTHS)), PADDING)
-    for row, length in enumerate(_LENGTHS):
-        piece = text[row * apart :][:length]
-        ids[row, : len(piece)] = torch.tensor(list(piece))
-        ids[row, 1 : len(piece) : _EVERY] = SPECIAL
+    distance = len(text) // len(_SENTENCE_LENGTHS)
+    ids = torch.full((len(_SENTENCE_LENGTHS), max(_SENTENCE_LENGTHS)), PADDING)
+    for row, length in enumerate(_SENTENCE_LENGTHS):
+        sentence = text[row * distance :][:length]
+        ids[row, : len(sentence)] = torch.tensor(list(sentence))
+        ids[row, 1 : len(sentence) : _MASK_EVERY] = SPECIAL
     return ids
 
 
@@ -133,54 +140,28 @@ def _predict(model: Any, ids: Tensor) -> Computed:
         found = model(input_ids=ids, attention_mask=real.long(), output_hidden_states=True)
     best = found.logits.argmax(-1)
     tokens = tuple(tuple(row[where].tolist()) for row, where in zip(best, masked, strict=True))
-    return Computed(tokens, margin([found.logits[masked]]), torch.cat([*found.hidden_states, found.logits], -1)[real])
-
-
-_SOUNDS: Final = 3
-_NEW_TOKENS: Final = 32
+    states = torch.cat([*found.hidden_states, found.logits], -1)[real]
+    return Computed(tokens, smallest_margin([found.logits[masked]]), states)
 
 
 def transcribe(example: Example) -> Outcome:
-    """
-    Generate from random sounds in one batch, and compare every token and what the encoder makes of the sounds.
-
-    Args:
-        example: The architecture.
-    """
-    sounds = torch.randn(_SOUNDS, MEL_BINS, FRAMES, generator=torch.Generator().manual_seed(0))
-    model, reference = clearest(example, lambda model: _transcribe(model, sounds))
+    """Transcribe random audio with an encoder-decoder, and compare each token and the output of the encoder."""
+    audio = torch.randn(_RECORDINGS, MEL_BINS, FRAMES, generator=torch.Generator().manual_seed(0))
+    model, reference = draw_reference(example, lambda model: _transcribe(model, audio))
     model.set_attn_implementation(register())
-    found = _transcribe(model, sounds)
+    found = _transcribe(model, audio)
     return Outcome(
         example,
         selections(model),
-        f"{_SOUNDS} random sounds in one batch, of which the encoder makes {FRAMES // 2} tokens each",
+        f"{_RECORDINGS} recordings of random audio in one batch, {FRAMES // 2} tokens each after the encoder",
         reference.tokens,
         found.tokens,
         reference.margin,
-        distance=Distance.between("the encoder's results", found.states, reference.states, ROUNDING),
+        distance=Distance.between("the encoder's outputs", found.states, reference.states, ROUNDING),
     )
 
 
-def _transcribe(model: Any, sounds: Tensor) -> Computed:
+def _transcribe(model: Any, audio: Tensor) -> Computed:
     with torch.inference_mode():
-        states = model.get_encoder()(sounds).last_hidden_state
-    return attrs.evolve(greedy(model, _NEW_TOKENS, input_features=sounds), states=states)
-
-
-def demonstrate(example: Example, text: bytes) -> Outcome:
-    """
-    Run an architecture on transformers' eager attention, and through the backends that attnplug chooses.
-
-    Args:
-        example: The architecture.
-        text: What prompts and sentences are cut from, a token per byte.
-
-    Raises:
-        AttnplugError: Nothing can serve one of its layers, or a backend refuses what it is given.
-    """
-    if example.kind == "encoder":
-        return encode(example, text)
-    if example.kind == "encoder_decoder":
-        return transcribe(example)
-    return decode(example, text)
+        states = model.get_encoder()(audio).last_hidden_state
+    return attrs.evolve(greedy(model, _TRANSCRIPT_TOKENS, input_features=audio), states=states)

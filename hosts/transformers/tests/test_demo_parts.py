@@ -1,21 +1,34 @@
-"""The demonstration counts what happened, and is not content with less than everything."""
+"""The parts of the demonstration: decisions, counters, and a comparison of every token."""
 
 from __future__ import annotations
+
+import json
 
 import attrs
 import pytest
 import torch
 
+import attnplug
+from attnplug.cli.main import main
 from attnplug.discovery.plugin import Plugin
 from attnplug.discovery.registry import Registry
 from attnplug.manifest.reader import parse_manifest
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process
-from attnplug_transformers.demo import demonstrate as decoding
+from attnplug_transformers.demo import compare
+from attnplug_transformers.demo.decisions import FIELDS, GPUS, Decision, decide, to_dict
 from attnplug_transformers.demo.example import EXAMPLES
-from attnplug_transformers.demo.outcome import LEAST_MARGIN, Computed, Distance, Outcome, Replay, clearest, margin
-from attnplug_transformers.demo.output import describe, show
+from attnplug_transformers.demo.outcome import (
+    MIN_MARGIN,
+    Computed,
+    Distance,
+    Outcome,
+    Replay,
+    draw_reference,
+    smallest_margin,
+)
+from attnplug_transformers.demo.output import describe, show, show_decisions
 from attnplug_transformers.demo.traffic import Arrival, arrivals, drive
 from attnplug_transformers.engine import Engine
 from hosts.transformers.tests.fakes.separate_plans import MANIFEST
@@ -62,7 +75,7 @@ def test_one_request_alone(open_engine):
     assert (found.num_blocks, found.block_size, found.peak_blocks) == (11, 4, 4)
 
 
-def test_pieces_of_a_prompt_beside_a_decode(open_engine):
+def test_prefill_chunks_beside_a_decode(open_engine):
     found = traffic_of(open_engine(max_num_tokens=8, max_num_reqs=8), (0, TEXT[:3], 4), (1, TEXT[20:40], 1))
 
     # 3; 1 + 7; 1 + 7; 1 + 6 of 20
@@ -70,13 +83,13 @@ def test_pieces_of_a_prompt_beside_a_decode(open_engine):
     assert (found.num_prefill_chunks, found.num_chunked_prefills, found.num_mixed_steps) == (4, 1, 3)
 
 
-def test_a_prompt_of_one_token_is_no_piece(open_engine):
+def test_a_prompt_of_one_token_is_not_a_chunk(open_engine):
     found = traffic_of(open_engine(), (0, TEXT[:1], 2), (1, TEXT[1:2], 2))
 
     assert (found.num_prefill_chunks, found.num_mixed_steps, found.peak_tokens) == (0, 0, 2)
 
 
-def test_a_beginning_that_was_computed_before(open_engine):
+def test_a_cached_prefix(open_engine):
     engine = open_engine()
     found = traffic_of(engine, (0, TEXT[:17], 3), (1, TEXT[:10] + TEXT[50:60], 2), (2, TEXT[:3], 2))
 
@@ -84,7 +97,7 @@ def test_a_beginning_that_was_computed_before(open_engine):
     assert found.peak_tokens == 17
 
 
-def test_who_waits_for_a_place(open_engine):
+def test_queued_requests(open_engine):
     found = traffic_of(open_engine(max_num_reqs=1), (0, TEXT[:4], 3), (0, TEXT[4:8], 3), (9, TEXT[8:12], 3))
 
     assert (found.num_queued, found.peak_running) == (1, 1)
@@ -103,7 +116,7 @@ def test_preemptions_are_those_that_the_scheduler_counts(open_engine, num_blocks
     assert found.num_prefix_hits == 0
 
 
-def test_requests_come_at_their_step(open_engine):
+def test_requests_arrive_at_their_step(open_engine):
     engine = open_engine()
     steps = {}
     submit = engine.submit
@@ -130,7 +143,7 @@ def test_requests_are_cut_from_any_text():
         assert len(shared) == 2
 
 
-def test_all_tokens_have_to_be_there():
+def test_all_tokens_are_compared():
     expected = ((1, 2, 3), (4, 5))
 
     assert outcome(expected, expected).agrees
@@ -165,11 +178,11 @@ def test_the_first_wrong_token_is_named(tokens, said, capsys):
     assert said in shown(outcome(tokens, ((1, 2), (3, 4))), capsys)
 
 
-def test_what_an_engine_did_is_told_once(open_engine, capsys):
+def test_equal_counters_are_printed_once(open_engine, capsys):
     found = traffic_of(open_engine(), (0, TEXT[:4], 2))
     first = outcome(((1,),), ((1,),), traffic=found)
 
-    assert "at most 1 request in flight (64 allowed), 0 of 1 had to wait" in shown(first, capsys)
+    assert "max concurrency 1 (64 allowed), 0 of 1 requests were queued" in shown(first, capsys)
     assert "step by step as for Llama" in shown(attrs.evolve(first, example=EXAMPLES[1]), capsys, [first])
     other = attrs.evolve(first, traffic=attrs.evolve(found, num_steps=9))
     assert "9 steps, the last request" in shown(other, capsys, [first])
@@ -178,7 +191,7 @@ def test_what_an_engine_did_is_told_once(open_engine, capsys):
 def test_a_replay_has_to_agree_too(capsys):
     tried = attrs.evolve(outcome(((1, 2),), ((1, 2),)), replay=Replay(3, ((1, 2),)))
     assert tried.agrees
-    assert "all once more, with decodes replayed from 3 recorded steps on graph slots" in shown(tried, capsys)
+    assert "all once more, with decodes replayed from 3 captured steps on graph buffers" in shown(tried, capsys)
     assert describe(tried)["replay"] == {"num_captured": 3, "num_equal": 2, "tokens": [[1, 2]]}
 
     wrong = attrs.evolve(tried, replay=Replay(3, ((1, 7),)))
@@ -189,51 +202,154 @@ def test_a_replay_has_to_agree_too(capsys):
 
 
 def test_no_replay_where_a_backend_has_no_graphs(host):
-    assert decoding.decode(LLAMA, TEXT).replay is not None
+    assert compare.decode(LLAMA, TEXT).replay is not None
 
     parsed = parse_manifest(MANIFEST, "separate/attnplug.toml")
     registry = Registry([Plugin("separate", SEPARATE, "separate", "1.0", parsed)])
     process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
-    found = decoding.decode(LLAMA, TEXT)
+    found = compare.decode(LLAMA, TEXT)
 
     assert found.agrees
     assert found.replay is None
     assert describe(found)["replay"] is None
 
 
-def test_weights_are_drawn_until_no_choice_is_close():
-    margins = iter([0.0, LEAST_MARGIN / 2, LEAST_MARGIN, 1.0])
+def test_weights_are_drawn_until_the_margin_is_wide():
+    margins = iter([0.0, MIN_MARGIN / 2, MIN_MARGIN, 1.0])
 
-    _, found = clearest(BERT, lambda _: Computed(((1,),), next(margins)))
+    _, found = draw_reference(BERT, lambda _: Computed(((1,),), next(margins)))
 
-    assert found.margin == LEAST_MARGIN
+    assert found.margin == MIN_MARGIN
 
 
-def test_the_clearest_of_all_draws_is_taken():
-    margins = [LEAST_MARGIN * part for part in (0.1, 0.7, 0.3, *[0.2] * 13)]
+def test_the_draw_of_the_widest_margin_is_taken():
+    margins = [MIN_MARGIN * part for part in (0.1, 0.7, 0.3, *[0.2] * 13)]
     coming = iter(margins)
     drawn = []
 
-    made, found = clearest(BERT, lambda model: drawn.append(model) or Computed(((1,),), next(coming)))
+    made, found = draw_reference(BERT, lambda model: drawn.append(model) or Computed(((1,),), next(coming)))
 
     assert len(drawn) == len(margins)
     assert found.margin == margins[1]
     assert made is drawn[1]
 
 
-def test_the_margin_is_the_least_of_all_rows():
-    assert margin([torch.tensor([[3.0, 1.0, 2.5]]), torch.tensor([[0.0, 9.0, 8.75]])]) == 0.25
+def test_the_smallest_logit_margin_of_all_rows():
+    assert smallest_margin([torch.tensor([[3.0, 1.0, 2.5]]), torch.tensor([[0.0, 9.0, 8.75]])]) == 0.25
 
 
-def test_a_model_goes_back_to_its_own_attention_when_a_run_fails(host, monkeypatch):
+def test_a_failed_run_restores_the_models_attention(host, monkeypatch):
     def fail(engine, coming):
         assert engine.model.config._attn_implementation == "attnplug_engine"
         models.append(engine.model)
         raise RuntimeError
 
     models = []
-    monkeypatch.setattr(decoding, "drive", fail)
+    monkeypatch.setattr(compare, "drive", fail)
     with pytest.raises(RuntimeError):
-        decoding.decode(LLAMA, TEXT)
+        compare.decode(LLAMA, TEXT)
 
     assert models[0].config._attn_implementation == "eager"
+
+
+KERNELS = """\
+api = "1.0"
+backend = { name = "kernels", summary = "kernels of one GPU, and slower ones of all" }
+[supports]
+device_type = ["cpu", "cuda"]
+compute_capability = { min = "8.0" }
+dtype = ["bfloat16"]
+head_size = { min = 1 }
+block_size = [16]
+kv_layout = ["NHD"]
+features = ["paged", "sliding_window", "sinks"]
+[variants.fast]
+requires = ["no-such-distribution >=1"]
+supports = { device_type = "cuda", compute_capability = "9.0" }
+[variants.slow]
+emulates = { paged = "gathers pages" }
+[variants.plain]
+emulates = { paged = "gathers pages", sinks = "rescales" }
+"""
+
+
+@pytest.fixture
+def kernels():
+    """Put a backend in place of all others that decides differently for each device."""
+    parsed = parse_manifest(KERNELS, "kernels/attnplug.toml")
+    registry = Registry([Plugin("kernels", "no.such.module", "kernels", "1.0", parsed)])
+    before, process._state = process._state, None
+    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    yield
+    process._state = before
+
+
+def test_one_request_is_decided_for_each_device(kernels):
+    decisions = {str(decision.explanation.device): decision for decision in decide()}
+
+    assert list(decisions) == ["cpu", *(f"cuda:{capability}" for capability in GPUS)]
+    assert {name: decision.explanation.chosen.id for name, decision in decisions.items()} == {
+        "cpu": "kernels/slow",
+        "cuda:8.0": "kernels/slow",
+        "cuda:9.0": "kernels/fast",  # though its kernel library is not installed
+        "cuda:10.0": "kernels/slow",
+    }
+    assert {name: decision.runner_up.id for name, decision in decisions.items()} == {
+        "cpu": "kernels/plain",
+        "cuda:8.0": "kernels/plain",
+        "cuda:9.0": "kernels/slow",
+        "cuda:10.0": "kernels/plain",
+    }
+    assert not decisions["cpu"].explanation.assumed_installed
+
+
+def test_without_an_eligible_runner_up_a_refused_one_is_shown(kernels):
+    with attnplug.using(backend="kernels/fast"):
+        decisions = decide()
+
+    assert decisions[0].explanation.chosen is None
+    assert decisions[0].runner_up.status != "chosen"
+    hopper = next(decision for decision in decisions if "9.0" in decision.label)
+    assert hopper.explanation.chosen.id == "kernels/fast"
+
+
+def test_the_decisions_as_text(kernels, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    show_decisions(decide(), "README.md")
+
+    lines = capsys.readouterr().out.splitlines()
+    text = " ".join(" ".join(lines).split())
+    assert "decided between 3 installed candidates of 1 backend" in text
+    assert "head_size=64, num_q_heads=64, num_kv_heads=8, dtype=bfloat16, sliding_window=128, sinks=True" in text
+    assert "cuda:9.0 (H100) kernels/fast (decided by fewest emulated features)" in text
+    assert "runner-up kernels/slow: eligible, ranked lower by fewest emulated features; it emulates paged" in text
+    assert len([line for line in lines if "runner-up" in line]) == 1 + len(GPUS)
+    assert "a token per byte of README.md" in text
+
+
+def test_the_decisions_as_json(kernels):
+    found = to_dict(decide())
+
+    assert json.loads(json.dumps(found)) == found
+    assert [one["label"] for one in found][1:] == [f"cuda:{gpu} ({name})" for gpu, name in GPUS.items()]
+    assert [one["chosen"] for one in found] == ["kernels/slow", "kernels/slow", "kernels/fast", "kernels/slow"]
+    assert all({verdict["id"] for verdict in one["verdicts"]} >= {one["chosen"], one["runner_up"]} for one in found)
+
+
+def test_a_decision_that_no_backend_supports(kernels, capsys):
+    explanation = attnplug.explain(attnplug.Requirements(**FIELDS | {"dtype": "float64"}), Device.cpu())
+    show_decisions([Decision("cpu", explanation)], "README.md")
+
+    text = " ".join(capsys.readouterr().out.split())
+    assert "cpu no backend supports it runner-up kernels/slow: refused, dtype" in text
+
+
+def test_the_command_of_the_decisions_prints_every_verdict(kernels, capsys):
+    show_decisions(decide(), "README.md")
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("every verdict: attnplug "))
+
+    assert main([*line.removeprefix("every verdict: attnplug ").split(), "--json"]) == 0
+
+    found = json.loads(capsys.readouterr().out)["explanations"]
+    assert [one["chosen"] for one in found] == [one["chosen"] for one in to_dict(decide())[1:]]
+    assert found[0]["requirements"].items() >= FIELDS.items()
