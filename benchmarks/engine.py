@@ -5,13 +5,13 @@ Compares the paged engine with transformers' own continuous batching: same model
     python benchmarks/engine.py --requests 1 4 32 --prompt 64 --new 200 --layers 2 --threads 1
     python benchmarks/engine.py --preset 1b --backend flashinfer --also torch --out DIR
 
-All generate greedily from the same random prompts, in turns. What is timed is the time from the first request to the
-last token; models, caches, graphs and a warm-up generation come before. Shown are the medians, their spread and the
-ratio, and how many of the tokens are the same: rounding may decide between two tokens of a model with random weights.
-With few requests of a small model it is the host that takes the time. One that fails is told, and the others go on.
+All configurations decode greedily from the same random prompts, in turns. The time is that from the first request to
+the last token; models, KV caches, graphs and a warm-up generation come before. The output has medians, their spread and
+the ratio, and the share of equal tokens: with random weights rounding may decide between two tokens. With few requests
+of a small model the time is host time. A failure of one configuration is reported, and the others go on.
 
-With --also the engine runs once more, on another backend, in the same turns. With --out the result is written into that
-folder, as engine.json and engine.md, anew after each comparison.
+With --also the engine runs on another backend too, in the same turns. With --out the result is written into that folder
+after each comparison, as engine.json and engine.md.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Preset:
             return LlamaForCausalLM(config).to(getattr(torch, self.dtype)).eval()
 
     def prompts(self) -> list[list[int]]:
-        """Return random prompts that share nothing."""
+        """Return random prompts without a common prefix."""
         source = torch.Generator().manual_seed(1)
         return torch.randint(0, self.vocabulary, (self.requests, self.prompt), generator=source).tolist()
 
@@ -92,7 +92,7 @@ PRESETS = {
 
 @frozen
 class Timed:
-    """One way to generate, over all rounds."""
+    """One configuration, over all rounds."""
 
     name: str
     seconds: tuple[float, ...]
@@ -101,22 +101,22 @@ class Timed:
 
 
 @frozen(eq=False)
-class Way:
-    """One way to generate, ready to."""
+class Configuration:
+    """One configuration, ready to generate."""
 
     generate: Callable[[], list[list[int]]]
     about: dict[str, Any]
 
 
 @contextmanager
-def theirs(model: Any, preset: Preset, batch_tokens: int) -> Iterator[Callable[[], list[list[int]]]]:
+def continuous_batching(model: Any, preset: Preset, batch_tokens: int) -> Iterator[Callable[[], list[list[int]]]]:
     """Yield a generation through transformers' continuous batching, its manager running already."""
-    from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: PLC0415 - of some versions
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: PLC0415 - not in all versions
 
     pages = -(-(preset.prompt + preset.new) // 256) * preset.requests + preset.requests
     config = ContinuousBatchingConfig(num_blocks=pages, max_batch_tokens=batch_tokens)
-    asked = GenerationConfig(max_new_tokens=preset.new, do_sample=False, eos_token_id=_NO_TOKEN, pad_token_id=0)
-    manager = model.init_continuous_batching(generation_config=asked, continuous_batching_config=config)
+    generation = GenerationConfig(max_new_tokens=preset.new, do_sample=False, eos_token_id=_NO_TOKEN, pad_token_id=0)
+    manager = model.init_continuous_batching(generation_config=generation, continuous_batching_config=config)
     manager.start()
 
     def generate() -> list[list[int]]:
@@ -157,7 +157,7 @@ def main() -> int:
 
 
 @contextmanager
-def ours(options: Any, preset: Preset, device: str, backend: list[str] | None) -> Iterator[Way]:
+def attnplug_engine(options: Any, preset: Preset, device: str, backend: list[str] | None) -> Iterator[Configuration]:
     """Yield a generation through the engine."""
     engine = Engine(
         preset.model(device),
@@ -175,51 +175,51 @@ def ours(options: Any, preset: Preset, device: str, backend: list[str] | None) -
         return engine.generate(preset.prompts(), max_new_tokens=preset.new, stop_tokens=())
 
     try:
-        yield Way(generate, about)
+        yield Configuration(generate, about)
     finally:
         engine.close()
 
 
 @contextmanager
-def others(options: Any, preset: Preset, device: str) -> Iterator[Way]:
+def transformers_engine(options: Any, preset: Preset, device: str) -> Iterator[Configuration]:
     """Yield a generation through transformers' continuous batching."""
-    with theirs(preset.model(device), preset, max(preset.requests, options.batch_tokens)) as generate:
-        yield Way(generate, {"version": transformers.__version__})
+    with continuous_batching(preset.model(device), preset, max(preset.requests, options.batch_tokens)) as generate:
+        yield Configuration(generate, {"version": transformers.__version__})
 
 
 def _compare(options: Any, preset: Preset, device: str) -> dict[str, Any]:
-    """Time all ways in turns, and return what was found; a way that fails is left out from then on."""
+    """Time all configurations in turns, and return the result; one that fails is left out from then on."""
     runs: dict[str, list[float]] = {}
     tokens: dict[str, list[list[int]]] = {}
     failures: dict[str, str] = {}
     with ExitStack() as stack:
-        ways: dict[str, Way] = {}
-        for name, opened in _ways(options, preset, device).items():
-            with _told(name, failures):
-                ways[name] = stack.enter_context(opened)
+        ready: dict[str, Configuration] = {}
+        for name, opened in _configurations(options, preset, device).items():
+            with _reported(name, failures):
+                ready[name] = stack.enter_context(opened)
         for turn in range(options.rounds + 1):
-            for name in [name for name in ways if name not in failures]:
-                with _told(name, failures):
-                    seconds, tokens[name] = _time(ways[name].generate, device)
+            for name in [name for name in ready if name not in failures]:
+                with _reported(name, failures):
+                    seconds, tokens[name] = _time(ready[name].generate, device)
                     print(f"round {turn}, {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
                     if turn:  # the first round warms up
                         runs.setdefault(name, []).append(seconds)
-    about = {name: way.about for name, way in ways.items()}
+    about = {name: one.about for name, one in ready.items()}
     return _found(options, preset, device, about, runs, tokens) | {"failures": failures}
 
 
-def _ways(options: Any, preset: Preset, device: str) -> dict[str, AbstractContextManager[Way]]:
-    found = {"attnplug": ours(options, preset, device, options.backend)}
+def _configurations(options: Any, preset: Preset, device: str) -> dict[str, AbstractContextManager[Configuration]]:
+    found = {"attnplug": attnplug_engine(options, preset, device, options.backend)}
     for name in options.also:
-        found[f"attnplug {name}"] = ours(options, preset, device, [name])
-    return {**found, "transformers": others(options, preset, device)}
+        found[f"attnplug {name}"] = attnplug_engine(options, preset, device, [name])
+    return {**found, "transformers": transformers_engine(options, preset, device)}
 
 
 @contextmanager
-def _told(name: str, failures: dict[str, str]) -> Iterator[None]:
+def _reported(name: str, failures: dict[str, str]) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - the other ways may do better
+    except Exception as error:  # noqa: BLE001 - the other configurations go on
         failures[name] = f"{type(error).__name__}: {error}"
         print(f"{name}: {failures[name]}", file=sys.stderr, flush=True)
 
@@ -233,7 +233,7 @@ def _time(generate: Callable[[], list[list[int]]], device: str) -> tuple[float, 
 
 
 def _found(options: Any, preset: Preset, device: str, about: Any, runs: Any, tokens: Any) -> dict[str, Any]:
-    """Return all of it as plain JSON values; ratios and equal tokens are those of the first way to the last."""
+    """Return the result as plain JSON values; ratio and equal tokens compare the first configuration with the last."""
     total = preset.requests * preset.new
     timed = [Timed(name, tuple(times), total / median(times), about[name]) for name, times in runs.items()]
     machine = {
@@ -259,7 +259,7 @@ def _same(some: list[list[int]], others: list[list[int]]) -> int:
 
 
 def _text(found: dict[str, Any]) -> str:
-    """Return a comparison as lines to read."""
+    """Return a comparison as text."""
     preset, lines = found["preset"], [", ".join(f"{name} {value}" for name, value in found["machine"].items())]
     what = f"{preset['requests']} requests of {preset['prompt']} + {preset['new']} tokens, {preset['dtype']}"
     lines.append(f"{found['name']}: {what}")
@@ -267,7 +267,7 @@ def _text(found: dict[str, Any]) -> str:
         spread = f"{min(one['seconds']):.2f} to {max(one['seconds']):.2f} s"
         lines.append(f"  {one['name']:20} {one['tokens_per_second']:8.0f} tokens/s  ({spread})  {one['about']}")
     if found["ratio"] is not None:
-        lines.append(f"  ratio {found['ratio']:.2f}, {100 * found['same_tokens']:.1f} % of the tokens are the same")
+        lines.append(f"  ratio {found['ratio']:.2f}, {100 * found['same_tokens']:.1f} % of the tokens are equal")
     return "\n".join([*lines, *(f"  failed: {name}: {why}" for name, why in found["failures"].items())])
 
 
@@ -282,11 +282,11 @@ def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--preset", choices=PRESETS, default="small")
     parser.add_argument("--device", choices=["cpu", "cuda"])
-    parser.add_argument("--backend", action="append", help="as for attnplug.plan; repeated: in this order")
-    parser.add_argument("--also", action="append", default=[], help="the engine once more, on this backend; repeated")
+    parser.add_argument("--backend", action="append", help="as for attnplug.plan; repeatable, in this order")
+    parser.add_argument("--also", action="append", default=[], help="run the engine on this backend too; repeatable")
     parser.add_argument("--out", type=Path, help="folder to write the results into")
     parser.add_argument("--graphs", action=argparse.BooleanOptionalAction, default=None)
-    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of one step, on both sides")
+    parser.add_argument("--batch-tokens", type=int, default=2048, help="tokens of one step, for all configurations")
     parser.add_argument("--requests", type=int, nargs="+", help="one comparison for each; default: the preset's")
     parser.add_argument("--prompt", type=int, help="tokens of each prompt; default: the preset's")
     parser.add_argument("--new", type=int, help="tokens that each request generates; default: the preset's")

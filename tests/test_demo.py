@@ -1,4 +1,4 @@
-"""``attnplug demo`` agrees with the library, and notices a backend that does not."""
+"""``attnplug demo`` agrees with the library, and detects a backend that does not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ silently dropped: it is used, or refused with a reason.
 
 @pytest.fixture
 def text(tmp_path):
-    """Return a file to continue, and keep the texts of other tests apart."""
+    """Return a file to continue."""
     file = tmp_path / "text.md"
     file.write_text(TEXT)
     return file
@@ -61,12 +62,12 @@ def own_process(monkeypatch):
 
 
 @pytest.fixture
-def forgetful(monkeypatch):
-    """Put a backend in place of all others that loses what it is told to."""
-    parsed = parse_manifest(MANIFEST, "forgetful/attnplug.toml")
-    registry = Registry([Plugin("forgetful", "hosts.transformers.tests.fakes.faulty", "forgetful", "1.0", parsed)])
+def faulty(monkeypatch):
+    """Replace all backends by one with a fault."""
+    parsed = parse_manifest(MANIFEST, "faulty/attnplug.toml")
+    registry = Registry([Plugin("faulty", "hosts.transformers.tests.fakes.faulty", "faulty", "1.0", parsed)])
     process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
-    return lambda lost: monkeypatch.setattr(FaultyImpl, "forgets", lost)
+    return lambda fault: monkeypatch.setattr(FaultyImpl, "fault", fault)
 
 
 def command(*words, **environment):
@@ -82,13 +83,19 @@ def command(*words, **environment):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Return what the command says of every model; it runs once."""
+def answer(tmp_path_factory):
+    """Return the command's JSON; it runs once."""
     file = tmp_path_factory.mktemp("demo") / "text.md"
     file.write_text(TEXT)
     done = command("--json", "--text", str(file), "--backend", "torch/sdpa")
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["models"]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture
+def models(answer):
+    """Return the JSON of every model."""
+    return answer["models"]
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -101,7 +108,13 @@ def test_every_architecture_agrees_token_for_token():
     for example in EXAMPLES:
         assert f"\n{example.name}: {example.about}" in done.stdout
     shown = " ".join(done.stdout.split())
+    assert shown.index("every verdict: attnplug explain") < shown.index("Llama: ")
     for words in (
+        "for GPUs their kernel libraries are assumed to be installed. A layer of gpt-oss: head_size=64,",
+        "cpu (this one) torch/sdpa (the only one that supports it) runner-up ",
+        "cuda:8.0 (A100) ",
+        "cuda:9.0 (H100) ",
+        "cuda:10.0 (B200) ",
         "10 requests with prompts of 5 to 90 tokens",
         "max concurrency 4 (4 allowed)",
         "at most 32 tokens a step (32 allowed)",
@@ -123,21 +136,33 @@ def test_every_architecture_agrees_token_for_token():
         assert words in shown
 
 
+def test_json_has_a_decision_for_each_device(answer):
+    decisions = answer["decisions"]
+    assert [one["label"].split()[0] for one in decisions] == ["cpu", "cuda:8.0", "cuda:9.0", "cuda:10.0"]
+    assert [one["assumed_installed"] for one in decisions] == [False, True, True, True]
+    assert {one["chosen"] for one in decisions} == {"torch/sdpa"}  # by --backend
+    assert {one["provenance"]["backend"] for one in decisions} == {"--backend"}
+    installed = {point.name for point in entry_points(group="attnplug.backends")}
+    for one in decisions:
+        assert {verdict["id"].partition("/")[0] for verdict in one["verdicts"]} >= installed  # all plugins take part
+        assert one["runner_up"] != one["chosen"]
+
+
 def test_json(models):
     assert [found["name"] for found in models] == [example.name for example in EXAMPLES]
     assert [found["num_tokens"] for found in models] == [320] * 5 + [64, 96]
     assert all(found["agrees"] and found["num_equal"] == found["num_tokens"] for found in models)
     assert all(found["tokens"] == found["expected"] for found in models)
-    assert all(found["margin"] >= 1e-3 for found in models)  # no choice was left to rounding
+    assert all(found["margin"] >= 1e-3 for found in models)  # rounding decides no token
     assert all(len({token for row in found["tokens"] for token in row}) > 8 for found in models)
-    asked = decisions(models[3])["model.layers.0.self_attn"].requirements
-    assert (asked.sinks, asked.sliding_window, asked.paged) == (True, 16, True)
+    required = decisions(models[3])["model.layers.0.self_attn"].requirements
+    assert (required.sinks, required.sliding_window, required.paged) == (True, 16, True)
 
 
 def test_json_has_the_counters_of_the_engine(models):
     engines = [found["engine"] for found in models]
     assert [found["replay"] for found in models[5:]] == [None] * 2
-    assert engines == [engines[0]] * 5 + [None] * 2  # what is scheduled depends on lengths alone
+    assert engines == [engines[0]] * 5 + [None] * 2  # the schedule depends on lengths alone
     assert engines[0]["num_requests"] > engines[0]["peak_running"] == engines[0]["max_num_reqs"] == 4
     assert engines[0]["last_arrival"] > 0
     assert engines[0]["peak_tokens"] == engines[0]["max_num_tokens"] == 32
@@ -167,7 +192,7 @@ def decisions(found):
 
 
 @pytest.mark.parametrize(
-    ("name", "lost"),
+    ("name", "fault"),
     [
         ("Mistral", "window"),
         ("Gemma 2", "window"),
@@ -182,9 +207,9 @@ def decisions(found):
         ("Whisper", "cross"),
     ],
 )
-def test_a_faulty_backend_is_detected(name, lost, forgetful):
+def test_a_faulty_backend_is_detected(name, fault, faulty):
     example = next(example for example in EXAMPLES if example.name == name)
-    forgetful(lost)
+    faulty(fault)
 
     outcome = compare(example, TEXT.encode())
 
@@ -204,9 +229,9 @@ def test_a_host_that_attends_to_padding_is_detected(monkeypatch):
     assert not outcome.distance.is_small
 
 
-@pytest.mark.parametrize("lost", ["graphs", "padding"])
-def test_a_backend_that_is_wrong_in_graphs_alone_is_detected(lost, forgetful):
-    forgetful(lost)
+@pytest.mark.parametrize("fault", ["graphs", "padding"])
+def test_a_backend_that_is_wrong_in_graphs_alone_is_detected(fault, faulty):
+    faulty(fault)
 
     outcome = compare(EXAMPLES[0], TEXT.encode())
 
@@ -214,8 +239,8 @@ def test_a_backend_that_is_wrong_in_graphs_alone_is_detected(lost, forgetful):
     assert not outcome.agrees
 
 
-def test_the_same_backend_without_a_fault_agrees(text, forgetful, capsys):
-    forgetful("")
+def test_the_same_backend_without_a_fault_agrees(text, faulty, capsys):
+    faulty("")
 
     assert main(["demo", "--text", str(text)]) == 0
 
@@ -224,13 +249,13 @@ def test_the_same_backend_without_a_fault_agrees(text, forgetful, capsys):
 
 @pytest.fixture
 def few(monkeypatch):
-    """Leave out models that would say the same again."""
+    """Leave out models that would test the same again."""
     kept = [example for example in EXAMPLES if example.name in {"Llama", "BERT", "Whisper"}]
     monkeypatch.setattr(examples, "EXAMPLES", kept)
 
 
-def test_a_wrong_backend_is_reported(text, forgetful, few, capsys):
-    forgetful("slots")
+def test_a_wrong_backend_is_reported(text, faulty, few, capsys):
+    faulty("slots")
 
     assert main(["demo", "--text", str(text)]) == 1
 
@@ -240,8 +265,8 @@ def test_a_wrong_backend_is_reported(text, forgetful, few, capsys):
     assert "2 of 3 architectures agree" in shown
 
 
-def test_json_of_a_wrong_backend(text, forgetful, few, capsys):
-    forgetful("borders")
+def test_json_of_a_wrong_backend(text, faulty, few, capsys):
+    faulty("borders")
 
     assert main(["demo", "--json", "--text", str(text)]) == 1
 

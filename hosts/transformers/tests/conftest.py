@@ -1,4 +1,4 @@
-"""A process without a developer's settings, the host's names registered, and a backend that serves everything."""
+"""A process without a developer's settings, the registered host, and fake backends."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def own_process(monkeypatch):
     """Leave the settings of this machine out, name the backend, and put the process back as it was."""
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("ATTNPLUG_BACKEND", "torch/sdpa")  # which one ranks first is not the host's business
-    before, process.PROCESS.state = process.PROCESS.state, None
+    monkeypatch.setenv("ATTNPLUG_BACKEND", "torch/sdpa")  # the ranking is tested elsewhere
+    before, process._state = process._state, None
     yield
     process.PROCESS.state = before
 
 
 @pytest.fixture
 def host():
-    """Return the host, registered, with transformers' remarks on generation kept quiet."""
+    """Return the host, registered, without transformers' warnings about generation."""
     import torch  # noqa: PLC0415 - tests of configurations do without
     from transformers.utils import logging  # noqa: PLC0415 - likewise
 
@@ -35,7 +35,7 @@ def host():
 
     verbosity, threads = logging.get_verbosity(), torch.get_num_threads()
     logging.set_verbosity(40)
-    torch.set_num_threads(1)  # the models are tiny, and threads that wait for each other are not
+    torch.set_num_threads(1)  # faster than several, for models as small as these
     transformers.register()
     yield transformers
     torch.set_num_threads(threads)
@@ -43,7 +43,7 @@ def host():
 
 
 def _alone(manifest):
-    """Put one backend in place of all others."""
+    """Replace all backends by one."""
     parsed = parse_manifest(manifest, "mirror/attnplug.toml")
     registry = Registry([Plugin("mirror", "hosts.transformers.tests.fakes.mirror", "mirror", "1.0", parsed)])
     process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
@@ -51,7 +51,7 @@ def _alone(manifest):
 
 @pytest.fixture
 def mirror():
-    """Put a backend in place of all others that serves every dense attention."""
+    """Replace all backends by one that supports every dense attention."""
     from hosts.transformers.tests.fakes.mirror import MANIFEST  # noqa: PLC0415 - imports torch
 
     _alone(MANIFEST)
@@ -59,7 +59,7 @@ def mirror():
 
 @pytest.fixture
 def plain_only():
-    """Put a backend in place of all others that serves plain causal attention alone."""
+    """Replace all backends by one that supports plain causal attention alone."""
     from hosts.transformers.tests.fakes.mirror import MANIFEST  # noqa: PLC0415 - imports torch
 
     _alone("\n".join(line for line in MANIFEST.splitlines() if not line.startswith(("features", "attn_type"))))

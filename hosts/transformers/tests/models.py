@@ -79,13 +79,13 @@ def model(name, seed=0, dtype=torch.float32, **changes):
     """Return a tiny model on eager attention."""
     auto = getattr(transformers, _HEADS.get(name, "AutoModelForCausalLM"))
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)  # for what sharpen leaves as it is, such as a router's bias
+        torch.manual_seed(seed)  # for what `sharpen` leaves unchanged, such as a router's bias
         made = auto.from_config(config(name, **changes), attn_implementation="eager", dtype=torch.float32)
     return sharpen(made, seed).to(dtype)
 
 
 def sharpen(made, seed=0):
-    """Draw weights of unit gain, and sharp queries and keys, so that tokens depend on what is attended."""
+    """Draw weights of unit gain, and sharp queries and keys, so that tokens depend on their context."""
     source = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for label, weight in made.named_parameters():
@@ -109,7 +109,7 @@ def prompts(*lengths, right=False, seed=1):
 
 
 def generate(made, ids, mask, new_tokens=16, **how):
-    """Return the tokens that follow the prompts, and the least margin by which one was chosen."""
+    """Return the tokens that follow the prompts, and the smallest logit margin."""
     found = made.generate(
         input_ids=ids,
         attention_mask=mask,

@@ -1,4 +1,4 @@
-"""The attention function itself: every argument is used or refused, and the call has to be what was configured."""
+"""The attention function: each argument is used or refused, and the call has to match the configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZE = 8
 
 
 class Module(nn.Module):
-    """An attention module as the function sees it."""
+    """The attributes of an attention module that the function reads."""
 
     def __init__(self, configuration=None, index=0, **attributes):
         super().__init__()
@@ -76,7 +76,7 @@ def configuration(**changes):
 
 
 class TestArguments:
-    """What the library hands over."""
+    """The arguments of the library."""
 
     def test_scale_window_cap_and_sinks_are_used(self, mirror):
         query, key, value = tensors(9)
@@ -103,7 +103,7 @@ class TestArguments:
         found, _ = attend(Module(), query, key, value, None, **{name: torch.ones(2, 5)})
 
         assert torch.equal(found, plain)
-        assert " " in HARMLESS[name]  # a reason, and not a word
+        assert " " in HARMLESS[name]
 
     @pytest.mark.parametrize("name", sorted(REFUSED))
     def test_unsupported_arguments_are_refused(self, name):
@@ -268,7 +268,7 @@ class TestConfiguration:
 
 
 class TestBinding:
-    """When a decision is made again, and what layers share."""
+    """When a decision is made again, and which layers share a plan."""
 
     def test_a_repeated_call_keeps_its_backend(self):
         module = Module()

@@ -74,7 +74,7 @@ def test_a_model_on_another_attention_has_no_decisions(host):
 def test_published_code_with_its_own_attention_has_no_decisions(host):
     made = published.model()
 
-    made.set_attn_implementation("attnplug")  # of which the library says in its log that it has no effect
+    made.set_attn_implementation("attnplug")  # the library logs that this has no effect
 
     assert host.selections(made) == {}
 

@@ -1,4 +1,4 @@
-"""Whole models on an NVIDIA GPU: masks, packing and plans live there, and decoding steps compile by themselves."""
+"""Whole models on an NVIDIA GPU: masks, packing and plans are on it, and decode steps are compiled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole models: what they compute through attnplug is what transformers computes alone."""
+"""Whole models compute through attnplug what transformers computes alone."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ DECODERS = ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "gpt2"]
 
 @pytest.fixture(params=["torch", "mirror"])
 def server(request):
-    """Run a test on the embedded backend, and on another one that serves everything."""
+    """Run a test on the built-in backend, and on one that supports every dense attention."""
     if request.param == "mirror":
         request.getfixturevalue("mirror")
 
 
 def both(made, run):
-    """Return what a function of the model gives on eager attention and through attnplug."""
+    """Return the results of a function of the model on eager attention and through attnplug."""
     made.set_attn_implementation("eager")
     expected = run()
     made.set_attn_implementation("attnplug")
@@ -80,7 +80,7 @@ def test_chunked_prefill_through_a_kv_cache(host, name):
     made = model(name)
     ids, mask = prompts(21, 15)
 
-    def in_pieces():
+    def in_chunks():
         cache, found = None, []
         for start, end in ((0, 9), (9, 10), (10, 21)):
             with torch.no_grad():
@@ -89,7 +89,7 @@ def test_chunked_prefill_through_a_kv_cache(host, name):
             found.append(out.logits)
         return torch.cat(found, 1)
 
-    expected, found = both(made, in_pieces)
+    expected, found = both(made, in_chunks)
 
     assert_close(found, expected, mask.bool())
 

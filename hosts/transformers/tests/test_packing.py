@@ -1,4 +1,4 @@
-"""Masks are held against what was negotiated, and padding is packed away, for any padding, cache and window."""
+"""Masks are compared with the negotiated pattern, and padding is left out, for any padding, KV cache and window."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def dense(mask):
 
 
 def attention(query, key, value, mask):
-    """Return softmax attention of ``(..., queries, size)``; rows that see nothing are zero."""
+    """Return softmax attention of ``(..., queries, size)``; rows without keys are zero."""
     scores = (query @ key.transpose(-1, -2)).masked_fill(~mask, -torch.inf)
     return torch.nan_to_num(scores.softmax(-1)) @ value
 
@@ -55,7 +55,7 @@ def pack_up(mask, pattern, layer="layer"):
 
 
 def through_packing(mask, pattern, query, key, value):
-    """Attend sequence by sequence on packed tensors, as the contract has it, and unpack."""
+    """Attend sequence by sequence on packed tensors, as in the contract, and unpack."""
     packing = pack_up(mask, pattern)
     if packing.batch is None:
         return torch.zeros_like(query).transpose(1, 2)
@@ -92,8 +92,8 @@ def steps(draw):
     total = cached + new
     kind = draw(st.sampled_from(["full", "window", "chunk"]))
     width = draw(st.integers(1, 7))
-    room = draw(st.integers(0, 4)) if kind == "full" else 0  # unused places of a static cache
-    # A sliding cache hands over the last width - 1 cached tokens only.
+    room = draw(st.integers(0, 4)) if kind == "full" else 0  # unused slots of a static KV cache
+    # A sliding KV cache returns the last width - 1 cached tokens only.
     dropped = max(0, cached - (width - 1)) if kind != "full" and draw(st.booleans()) else 0
     lengths = draw(st.lists(st.integers(0, total), min_size=batch, max_size=batch))
     right = draw(st.booleans()) if cached == 0 else False

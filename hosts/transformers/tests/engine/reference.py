@@ -1,4 +1,4 @@
-"""Tiny models with prompts, and the tokens that transformers alone generates from them."""
+"""Tiny models with prompts, and the tokens that transformers alone generates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NAMES = ("llama", "qwen3", "mistral", "gemma2", "gpt_oss")
 
 @lru_cache
 def reference(name, new_tokens=NEW):
-    """Return a model, prompts, and the tokens that follow each, all of them chosen clearly."""
+    """Return a model, prompts, and the tokens that follow each, all with a wide logit margin."""
     for seed in range(16):
-        torch.manual_seed(seed)  # what the models leave to chance: the biases of experts
+        torch.manual_seed(seed)  # the biases of experts are random
         made, asked = model(name, seed=seed), _prompts(seed)
         longest = max(map(len, asked))
         ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in asked])
@@ -28,7 +28,7 @@ def reference(name, new_tokens=NEW):
 
 
 def _prompts(seed):
-    """Prompts of different lengths; some begin alike, and one goes on where another ends."""
+    """Prompts of different lengths; some share a prefix, and one continues another."""
     source = torch.Generator().manual_seed(seed)
     drawn = [torch.randint(0, PAD, (length,), generator=source).tolist() for length in (19, 1, 12, 33, 7, 22)]
     return [*drawn, drawn[0], drawn[3][:24] + drawn[2], drawn[5] + drawn[4]]

@@ -1,4 +1,4 @@
-"""What is no model, no choice, no prompt and no request is refused with a fix, and nothing has happened."""
+"""Invalid models, options, prompts and requests are refused with a fix, and change nothing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_compiled_model_and_one_on_the_meta_device(host):
 
 
 def test_the_class_is_checked_before_the_length(host):
-    """A fix that leads to the next refusal is none."""
+    """A fix may not lead to the next refusal."""
     states = transformers.AutoModelForCausalLM.from_config(
         transformers.MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4)
     )
@@ -234,7 +234,7 @@ def test_implementations_have_the_same_names(host):
 
 
 def test_features_are_required_of_every_layer(host):
-    """One that nobody has is told by name, and not dropped."""
+    """One that no backend supports is named, and not dropped."""
     said = refusal(lambda: Engine(model("llama"), features=("acme.rope_fused",)), NoBackendError)
 
     assert "acme.rope_fused" in said

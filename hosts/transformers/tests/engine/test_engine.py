@@ -1,4 +1,4 @@
-"""The engine on whole models: the tokens are those that transformers alone generates, whatever else is in the batch."""
+"""The engine on whole models: its tokens are those of transformers alone, independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hosts.transformers.tests.models import model
 
 @pytest.fixture
 def open_engine(host):
-    """Make engines, and close them afterwards: their models are shared by the tests."""
+    """Make engines, and close them afterwards: the tests share their models."""
     made = []
 
     def opened(name="mistral", **how):
@@ -47,7 +47,7 @@ def test_the_tokens_are_those_of_transformers(open_engine, name):
     engine = open_engine(name)
 
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
-    assert engine.generate(prompts, max_new_tokens=NEW) == expected  # with all prefixes in the cache
+    assert engine.generate(prompts, max_new_tokens=NEW) == expected  # with all prefixes cached
     assert_idle(engine)
     assert len({token for tokens in expected for token in tokens}) > 8  # a model that repeats itself proves little
 
@@ -92,7 +92,7 @@ def test_the_tokens_depend_on_nothing_but_the_prompt(
 
 
 def _arriving(engine, prompts, arrivals):
-    """Submit each prompt at a step of its own."""
+    """Submit each prompt at its step."""
     requests = {}
     for step in range(1 + max(arrivals)):
         for index, prompt in enumerate(prompts):
@@ -316,7 +316,7 @@ def test_half_precision(open_engine):
 
 
 class TestClosing:
-    """A model belongs to its engines until the last one is closed."""
+    """The model's attention is restored by its last engine."""
 
     def test_the_last_engine_restores_the_models_attention(self, host):
         made, prompts, _ = reference("llama")

@@ -1,4 +1,4 @@
-"""Requests whose logits are no numbers: they fail, and the others get their tokens."""
+"""Requests with non-finite logits fail, and the others get their tokens."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_other_requests_go_on(engine, sampling, caplog):
     assert moved.count(bad) == 1
     assert (good.finish_reason, good.new_tokens) == ("length", expected)
     assert f"requests [{bad.id}] have failed" in caplog.text
-    # The blocks that held NaN serve others, whole and in part.
+    # The blocks that held NaN are reused, whole and in part.
     assert engine.generate([GOOD, GOOD[3:], GOOD], max_new_tokens=12, sampling=DRAWING)[::2] == [expected] * 2
     assert engine.stats.blocks_in_use == 0
 
@@ -55,10 +55,10 @@ def test_blocks_of_a_failed_request_are_not_shared(engine):
     with torch.no_grad():
         weights.fill_(float("nan"))
     request = engine.submit(prompt, max_new_tokens=4)
-    engine.step()  # 16 of 20 tokens, in two blocks that are known from now on
+    engine.step()  # 16 of 20 tokens, in two blocks that are in the prefix cache now
     finish(engine)
     assert request.finish_reason == "failed"
-    weights.data.copy_(before)  # which the engine does not see
+    weights.data.copy_(before)  # which the engine does not detect
 
     again = engine.submit(prompt, max_new_tokens=4)
     finish(engine)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def on_gpu(host):
-    """Make a model with the tokens that it generates on the GPU, all of them chosen clearly."""
+    """Make a model with the tokens that it generates on the GPU, all with a wide logit margin."""
 
     def make(name, dtype=torch.float32):
         for seed in range(16):
@@ -74,7 +74,7 @@ def test_sampling_on_the_gpu(on_gpu):
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_decode_step_synchronizes_once(on_gpu):
-    """The tokens come back; nothing else does."""
+    """The tokens are copied to the host, and nothing else is."""
     made, asked, _ = on_gpu("gemma2")
     engine = Engine(made)
     requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
@@ -94,7 +94,7 @@ def test_a_decode_step_synchronizes_once(on_gpu):
 
 
 def test_engines_are_made_while_others_run_in_threads(on_gpu):
-    """A capture that minded other threads would fail, and so would their steps."""
+    """A capture that includes other threads would fail, and so would their steps."""
     made, asked, expected = on_gpu("llama")
     sizes = {"max_num_tokens": 24, "max_num_reqs": 4, "backend": "torch/sdpa", "max_seq_len": 64, "graphs": True}
     running, found, done = Engine(made, **sizes), [], []

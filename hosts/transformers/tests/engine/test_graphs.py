@@ -1,4 +1,4 @@
-"""Decode steps that are recorded and replayed: the same tokens, from fewer calls of the model."""
+"""Captured decode steps generate the same tokens, without launching each kernel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hosts.transformers.tests.engine.reference import NEW, reference
 
 @pytest.fixture
 def graphed(host):
-    """Make an engine with graphs, and close it afterwards. On the CPU a replay is the recorded call, made again."""
+    """Make an engine with graphs, and close it afterwards. On the CPU a replay repeats the captured call."""
     made = []
 
     def opened(name, **how):
@@ -46,7 +46,7 @@ def test_the_tokens_are_the_same(graphed, name):
     assert engine.generate(prompts, max_new_tokens=NEW) == expected
     assert engine.why_eager is None
     assert len(replayed) >= NEW - 1
-    assert set(replayed) & {3, 4}  # sizes that were padded too
+    assert set(replayed) & {3, 4}  # padded sizes too
 
 
 def test_sequences_grow_into_longer_graphs_and_beyond(graphed, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_model_that_cannot_be_captured_runs_eagerly(graphed, monkeypatch, capl
 
 
 def test_a_closed_engine_has_freed_its_memory(graphed):
-    """At once: whoever makes the next engine looks how much memory is free."""
+    """At once: the next engine measures the free memory."""
     engine = graphed("llama")
     state = weakref.ref(engine._runner._builders[0].state)
     gc.disable()
@@ -133,7 +133,7 @@ def test_a_closed_engine_has_freed_its_memory(graphed):
 
 
 def test_a_garbage_collected_engine_has_freed_its_memory(host):
-    """At once as well, though the recorded steps and what runs them hold each other."""
+    """At once as well, though captured steps and their runner refer to each other."""
     engine = Engine(reference("llama")[0], graphs=True, max_num_reqs=2, max_seq_len=64)
     engine.generate([[1, 2, 3]], max_new_tokens=3)
     runner = engine._runner

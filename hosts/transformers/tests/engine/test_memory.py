@@ -1,4 +1,4 @@
-"""How many blocks an engine takes where nobody says."""
+"""The default number of blocks of an engine."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_caches_that_do_not_fit(host, monkeypatch):
 
 
 def test_each_layer_initializes_its_kv_cache(host, monkeypatch):
-    """Scales of a quantized cache, for one: left at their fill they make attention NaN."""
+    """Scales of a quantized KV cache, for one: uninitialized they make attention NaN."""
     written = {}
     monkeypatch.setattr(
         AttentionImpl, "init_cache", lambda impl, kv_cache: written.setdefault(impl.layer.name, kv_cache)

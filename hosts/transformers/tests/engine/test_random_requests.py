@@ -1,4 +1,4 @@
-"""Requests that come, end, and are cancelled at random, in caches that are too small for them."""
+"""Requests that arrive, finish and are canceled at random, in KV caches that are too small for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hosts.transformers.tests.fakes import model as fake
 
 
 def some_request(random: Random, number: int) -> Request:
-    # A vocabulary of three makes most prompts share their beginning with another one.
+    # With a vocabulary of three most prompts share a prefix with another one.
     prompt = [random.randrange(fake.VOCABULARY) for _ in range(random.randint(1, 11))]
     stops = {random.randrange(fake.VOCABULARY)} if random.random() < 0.1 else set()
     return Request(id=number, tokens=prompt, max_new_tokens=random.randint(1, 11), stop_tokens=stops)
@@ -147,7 +147,7 @@ def test_every_request_finishes_whatever_is_cancelled(
         if data.draw(st.sampled_from([True, False, False])):
             host.pool.reset_prefix_cache()
         if data.draw(st.booleans()):
-            host.scheduler.cancel(data.draw(st.sampled_from(requests)))  # while its step is on its way
+            host.scheduler.cancel(data.draw(st.sampled_from(requests)))  # during its step
         host.scheduler.finish_step(step, tokens)
         host.check()
 
@@ -156,7 +156,7 @@ def test_every_request_finishes_whatever_is_cancelled(
 
 
 def choose_by_logits(states: list[int], requests: list[Request]) -> list[int]:
-    """Draw from logits that follow from what the cache says."""
+    """Sample from logits that follow from the KV cache."""
     logits = [[Random(hash((state, token))).gauss(0, 1) for token in range(20)] for state in states]
     return sample(torch.tensor(logits), requests).tolist() if states else []
 

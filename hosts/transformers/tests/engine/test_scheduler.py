@@ -21,7 +21,7 @@ def add(host: fake.Host, length: int, max_new_tokens: int = 4, first: int = 0) -
 
 
 def parts(host: fake.Host) -> list[tuple[Request, int, int]]:
-    """Run one step, and say who computed what of it."""
+    """Run one step, and return what it computed of each request."""
     step = host.scheduler.schedule()
     assert step is not None
     host.check_step(step)
@@ -58,7 +58,7 @@ def test_equal_prompts_share_their_prefix() -> None:
     host = fake.Host(100, 4, max_num_tokens=8)
     first = add(host, 10)
     assert parts(host) == [(first, 0, 8)]
-    second = add(host, 10)  # while the first is on its way
+    second = add(host, 10)  # before the first is finished
 
     assert parts(host) == [(first, 8, 2), (second, 8, 2)]
     assert second.num_cached_tokens == 8
@@ -124,7 +124,7 @@ def test_admission_reserves_blocks_for_running_requests() -> None:
     host.step()
 
     assert host.scheduler.running == (first, second)
-    assert host.pool.num_free == 5  # enough for the third, until the others need one each
+    assert host.pool.num_free == 5  # enough for the third, but the others may need one each
     host.finish()
     assert third.status == "finished"
     assert host.scheduler.num_preemptions == 0

@@ -1,4 +1,4 @@
-"""Weights that change under an engine: what was cached with the old ones is not found with the new ones."""
+"""Weights that change under an engine: prefixes of the old ones are not matched with the new ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def negate_unseen(made):
 
 
 def changed(change):
-    """Return what follows the prompt after the change, from an engine that knows nothing else."""
+    """Return what follows the prompt after the change, from an engine without a prefix cache."""
     made = model("llama")
     change(made)
     with Engine(made) as engine:
@@ -50,7 +50,7 @@ def test_prefixes_of_other_weights_are_recomputed(host, change):
         assert [after.new_tokens] == changed(change) != before
         again = engine.submit(PROMPT, max_new_tokens=1)
         engine.step()
-        assert again.num_cached_tokens == 32  # what the new weights have made is shared
+        assert again.num_cached_tokens == 32  # prefixes of the new weights are shared
 
 
 def test_undetected_changes_require_a_reset(host):
@@ -64,7 +64,7 @@ def test_undetected_changes_require_a_reset(host):
 
 
 def test_unfinished_requests_share_nothing_after_a_change(host):
-    """One that has begun before adds to what is known: nobody is to find that either."""
+    """The blocks that such a request registers later are not matched either."""
     made = model("llama")
     with Engine(made, max_num_tokens=8, max_num_reqs=4) as engine:
         before = engine.submit(PROMPT, max_new_tokens=8)

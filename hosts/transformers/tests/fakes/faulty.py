@@ -1,4 +1,4 @@
-"""A plugin that serves the models of the demonstration, dense and paged, and forgets what it is told to."""
+"""A fake plugin that supports the models of the demonstration, dense and paged, with one fault of a test's choice."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ kv_layout = ["NHD"]
 cudagraph = { max = "uniform_batch" }
 features = ["paged", \
 """
-MANIFEST = DENSE.replace('"mirror"', '"forgetful"').replace("features = [", _PAGED)
+MANIFEST = DENSE.replace('"mirror"', '"faulty"').replace("features = [", _PAGED)
 
 
 class FaultyImpl(MirrorImpl):
     """
-    What it may forget, beside a window, a soft cap and sinks.
+    Its faults, beside ignoring a window, a soft cap or sinks.
 
-    slots: where tokens are written. prefix: what earlier steps computed of a prompt. pages: that pages lie anywhere.
-    length: where a sequence ends in its last page. borders: where a sequence of the batch ends. cross: that the keys
-    of cross attention are as many as they are. graphs: that a replay has other lengths than the recorded step.
-    padding: that the padded tokens of a replay are written nowhere.
+    slots: it writes tokens to other slots. prefix: it ignores the chunks before this one. pages: it reads contiguous
+    pages. length: it reads the last page to its end. borders: it reads all sequences of the batch as one. cross: it
+    takes as many keys as queries in cross attention. graphs: it keeps the lengths of the capture in replays. padding:
+    it writes the padded tokens of a replay.
     """
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._recorded = WeakKeyDictionary()
+        self._captured = WeakKeyDictionary()
 
     def run(self, query, key, value, kv_cache, metadata, output, lse):
         batch = metadata.batch
@@ -44,27 +44,27 @@ class FaultyImpl(MirrorImpl):
             if kv_cache is None:
                 keys = self._dense_keys(batch, i)
                 found = self._attend(query[rows], key[keys], value[keys])
-            elif self.forgets == "prefix" and rows.stop - rows.start > 1:
+            elif self.fault == "prefix" and rows.stop - rows.start > 1:
                 found = self._attend(query[rows], key[rows], value[rows])
             else:
                 lengths = batch.seq_lens
-                if self.forgets == "graphs":
-                    lengths = self._recorded.setdefault(metadata, lengths.clone())
+                if self.fault == "graphs":
+                    lengths = self._captured.setdefault(metadata, lengths.clone())
                 found = self._attend(query[rows], *self._paged_keys(kv_cache, batch, i, int(lengths[i])))
             output[rows] = found.to(output.dtype)
 
     def _write(self, key, value, kv_cache, slots):
         size = kv_cache.shape[1] * kv_cache.shape[2]
-        real = (slots >= 0) | (self.forgets == "padding")
-        written = (slots[real] + (self.forgets == "slots")) % size
+        real = (slots >= 0) | (self.fault == "padding")
+        written = (slots[real] + (self.fault == "slots")) % size
         for side, rows in zip(kv_cache, (key, value), strict=True):
             side.view(size, *side.shape[2:])[written] = rows[: len(slots)][real]
 
     def _dense_keys(self, batch, i):
         starts = batch.key_start_loc.tolist()
-        if self.forgets == "borders" and not self.causal:
+        if self.fault == "borders" and not self.causal:
             return slice(0, starts[-1])
-        if self.forgets == "cross" and self.agreement.requirements.attn_type == "encoder_decoder":
+        if self.fault == "cross" and self.agreement.requirements.attn_type == "encoder_decoder":
             starts = batch.query_start_loc.tolist()
         return slice(starts[i], starts[i + 1])
 
@@ -72,10 +72,10 @@ class FaultyImpl(MirrorImpl):
         size = kv_cache.shape[2]
         count = -(-length // size)
         pages = batch.block_table[i, :count].long()
-        if self.forgets == "pages" and count:
+        if self.fault == "pages" and count:
             pages = torch.arange(int(pages[0]), int(pages[0]) + count) % kv_cache.shape[1]
         key, value = (side[pages].flatten(0, 1) for side in kv_cache)
-        length = count * size if self.forgets == "length" else length
+        length = count * size if self.fault == "length" else length
         return key[:length], value[:length]
 
 

@@ -1,4 +1,4 @@
-"""A plugin that serves every dense attention there is, one sequence after another, in plain float64 math."""
+"""A fake plugin that supports every dense attention, one sequence after another, in float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attnplug.contract.hooks import hookimpl
 
 MANIFEST = """\
 api = "1.0"
-backend = { name = "mirror", summary = "says what was negotiated, and does it" }
+backend = { name = "mirror", summary = "computes what was negotiated, in float64" }
 [supports]
 device_type = "cpu"
 dtype = ["float32", "bfloat16", "float16"]
@@ -22,7 +22,7 @@ features = ["sliding_window", "attention_chunk", "logits_soft_cap", "sinks", "he
 
 class MirrorImpl(AttentionImpl):
     cache_write = "forward"
-    forgets = ""  # what a wrong backend would lose: window, logits_soft_cap or sinks
+    fault = ""  # what a faulty backend ignores: window, logits_soft_cap or sinks
 
     def run(self, query, key, value, kv_cache, metadata, output, lse):
         starts, key_starts = metadata.batch.query_start_loc.tolist(), metadata.batch.key_start_loc.tolist()
@@ -33,10 +33,10 @@ class MirrorImpl(AttentionImpl):
     def _attend(self, query, key, value):
         k, v = (x.double().repeat_interleave(self.num_queries_per_kv, 1) for x in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query.double(), k) * self.scale
-        if self.logits_soft_cap is not None and self.forgets != "logits_soft_cap":
+        if self.logits_soft_cap is not None and self.fault != "logits_soft_cap":
             scores = self.logits_soft_cap * torch.tanh(scores / self.logits_soft_cap)
         scores = scores.masked_fill(~self._attended(*scores.shape[1:]), -torch.inf)
-        if self.layer.sinks is not None and self.forgets != "sinks":
+        if self.layer.sinks is not None and self.fault != "sinks":
             sinks = self.layer.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
             scores = torch.cat([scores, sinks], -1)
         weights = scores.softmax(-1)[..., : k.shape[0]]
@@ -47,7 +47,7 @@ class MirrorImpl(AttentionImpl):
         chunk = self.agreement.requirements.attention_chunk
         left, right = self.window
         attended = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
-        if left >= 0 and self.forgets != "window":
+        if left >= 0 and self.fault != "window":
             attended &= (distance <= left) & (self.causal | (distance >= -right))
         if chunk is not None:
             attended &= (torch.arange(keys - queries, keys)[:, None] // chunk) == (torch.arange(keys) // chunk)

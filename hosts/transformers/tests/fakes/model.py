@@ -1,8 +1,8 @@
 """
-A model without tensors, whose every token depends on the whole sequence, read back from the cache.
+A fake model without tensors, whose every token depends on the whole sequence, read back from the KV cache.
 
 A slot holds a number that follows from its token and all before it; the next token follows from the numbers of all
-slots. A block that is stale, of another prefix, or written by somebody else changes the tokens.
+slots. A block that is stale, of another prefix, or written by another request changes the tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def states_of(tokens: Sequence[int]) -> list[int]:
 
 
 def generate(prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[int] = frozenset()) -> list[int]:
-    """What a request gets that is alone in the world."""
+    """Return the tokens of a request that runs alone."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
         tokens.append(next_token(hash(tuple(states_of(tokens)))))
@@ -47,7 +47,7 @@ def generate(prompt: Sequence[int], max_new_tokens: int, stop_tokens: frozenset[
 
 
 class Host:
-    """A scheduler, the fake model's cache, and what must hold between the two."""
+    """A scheduler, the fake model's KV cache, and the invariants between the two."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Host:
         assert 0 not in written
 
     def check(self) -> None:
-        """Every block is owned or free, once; only equal full computed prefixes are shared."""
+        """Check that each block is owned or free, once, and that only equal full computed prefixes are shared."""
         pool, size = self.pool, self.pool.block_size
         running = self.scheduler.running
         owners = Counter(block for request in running for block in request.blocks)
@@ -141,4 +141,4 @@ class Host:
             assert not request.blocks
             assert not request.num_computed_tokens
         ages = [request.id for request in (*running, *self.scheduler.waiting)]
-        assert ages == sorted(ages)  # whoever runs came before whoever waits
+        assert ages == sorted(ages)  # running requests are older than waiting ones

@@ -1,4 +1,4 @@
-"""A plugin of the tests: torch's own kernels, but each layer with a plan of its own."""
+"""A fake plugin: torch's own kernels, with a separate plan for each layer."""
 
 from __future__ import annotations
 

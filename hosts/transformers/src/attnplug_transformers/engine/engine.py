@@ -361,8 +361,8 @@ class Engine:
             stop_tokens: As for `submit`.
 
         Raises:
-            AttnplugError: As for `submit`, or from a step; all of these requests are cancelled then.
-            TensorError: The logits of one of these requests are non-finite; all of them are cancelled.
+            AttnplugError: As for `submit`, or from a step; all of these requests are canceled then.
+            TensorError: The logits of one of these requests are non-finite; all of them are canceled.
         """
         found = to_prompts(prompts)
         samplings = to_samplings(sampling, len(found))

@@ -167,7 +167,7 @@ class Scheduler:
                 its blocks leave the prefix cache.
 
         Returns:
-            The requests that got a token or failed, without those cancelled since the step was scheduled.
+            The requests that got a token or failed, without those canceled since the step was scheduled.
 
         Raises:
             BatchError: The step is not the last one, or there is not one token for each request that samples.
