@@ -62,7 +62,7 @@ class ModelAttention:
                 raise RequirementsError(
                     f"{type(model).__name__} was given to the engine: it does not take an attention implementation",
                     "the engine serves the calls of transformers' AttentionInterface, and code that a model is"
-                    " published with often calls kernels of its own",
+                    " published with often calls its own kernels",
                     "keep the attention that this model came with, or run it from classes that go through the"
                     " interface",
                 )
