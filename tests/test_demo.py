@@ -15,11 +15,6 @@ from transformers import masking_utils
 
 import attnplug
 from attnplug.cli.main import main
-from attnplug.discovery.plugin import Plugin
-from attnplug.discovery.registry import Registry
-from attnplug.manifest.reader import parse_manifest
-from attnplug.request.device import Device
-from attnplug.request.settings import Settings
 from attnplug.selection import process
 from attnplug.selection.selection import Selection
 from attnplug_transformers import mask
@@ -28,6 +23,7 @@ from attnplug_transformers.demo import read_text
 from attnplug_transformers.demo.compare import compare
 from attnplug_transformers.demo.example import EXAMPLES
 from hosts.transformers.tests.fakes.faulty import MANIFEST, FaultyImpl
+from hosts.transformers.tests.fakes.registry import replace_backends
 
 pytestmark = pytest.mark.long
 
@@ -64,9 +60,7 @@ def own_process(monkeypatch):
 @pytest.fixture
 def faulty(monkeypatch):
     """Replace all backends by one with a fault."""
-    parsed = parse_manifest(MANIFEST, "faulty/attnplug.toml")
-    registry = Registry([Plugin("faulty", "hosts.transformers.tests.fakes.faulty", "faulty", "1.0", parsed)])
-    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    replace_backends(MANIFEST, "hosts.transformers.tests.fakes.faulty", "faulty")
     return lambda fault: monkeypatch.setattr(FaultyImpl, "fault", fault)
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attnplug.contract import impl
 from attnplug.contract.inputs.layer import Layer
-from attnplug_transformers.engine import Engine, engine, groups
+from attnplug_transformers.engine import Engine, engine, layers
 from tests.backends.models import build, prompts
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def generate(recorder: LogitRecorder, name: str, backend: str, *, graphs: bool) 
         tokens = serving.generate(asked, max_new_tokens=NEW, stop_tokens=())
         assert {selection.id for selection in serving.selections.values()} == {backend}
         assert (serving.why_eager is None) is graphs
-        assert bool(serving.counts.replayed_steps) is graphs
+        assert bool(serving.stats.replayed_steps) is graphs
     return Accuracy.of(Reference.of(model, asked, tokens, attention=NATIVE[name]), recorder.take(), tokens)
 
 
@@ -242,7 +242,7 @@ FAULTS: Final = (
 
 
 def _change_layers(monkeypatch: pytest.MonkeyPatch, name: str, change: Any) -> None:
-    monkeypatch.setattr(groups, "Layer", lambda **given: Layer(**given | {name: change(given[name])}))
+    monkeypatch.setattr(layers, "Layer", lambda **given: Layer(**given | {name: change(given[name])}))
 
 
 def _override(monkeypatch: pytest.MonkeyPatch, name: str, value: Any) -> None:

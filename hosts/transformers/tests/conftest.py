@@ -6,21 +6,19 @@ import os
 
 import pytest
 
-from attnplug.discovery.plugin import Plugin
-from attnplug.discovery.registry import Registry
-from attnplug.manifest.reader import parse_manifest
-from attnplug.request.device import Device
-from attnplug.request.settings import Settings
 from attnplug.selection import process
+from hosts.transformers.tests.fakes.registry import replace_backends
+
+MIRROR = "hosts.transformers.tests.fakes.mirror"
 
 
 @pytest.fixture(autouse=True)
 def own_process(monkeypatch):
-    """Leave the settings of this machine out, name the backend, and put the process back as it was."""
+    """Leave the settings of this machine out, name the backend, and restore the process afterwards."""
     for name in [name for name in os.environ if name.startswith("ATTNPLUG_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("ATTNPLUG_BACKEND", "torch/sdpa")  # the ranking is tested elsewhere
-    before, process._state = process._state, None
+    before, process.PROCESS.state = process.PROCESS.state, None
     yield
     process.PROCESS.state = before
 
@@ -42,19 +40,12 @@ def host():
     logging.set_verbosity(verbosity)
 
 
-def _alone(manifest):
-    """Replace all backends by one."""
-    parsed = parse_manifest(manifest, "mirror/attnplug.toml")
-    registry = Registry([Plugin("mirror", "hosts.transformers.tests.fakes.mirror", "mirror", "1.0", parsed)])
-    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
-
-
 @pytest.fixture
 def mirror():
     """Replace all backends by one that supports every dense attention."""
     from hosts.transformers.tests.fakes.mirror import MANIFEST  # noqa: PLC0415 - imports torch
 
-    _alone(MANIFEST)
+    replace_backends(MANIFEST, MIRROR, "mirror")
 
 
 @pytest.fixture
@@ -62,4 +53,5 @@ def plain_only():
     """Replace all backends by one that supports plain causal attention alone."""
     from hosts.transformers.tests.fakes.mirror import MANIFEST  # noqa: PLC0415 - imports torch
 
-    _alone("\n".join(line for line in MANIFEST.splitlines() if not line.startswith(("features", "attn_type"))))
+    lines = [line for line in MANIFEST.splitlines() if not line.startswith(("features", "attn_type"))]
+    replace_backends("\n".join(lines), MIRROR, "mirror")

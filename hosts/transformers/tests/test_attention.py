@@ -401,7 +401,7 @@ class TestBinding:
         assert group() is None
 
     def test_the_device_is_that_of_the_tensors(self):
-        process.current()._device = Device.cuda("9.0")
+        process.current_state().own_device = Device.cuda("9.0")
 
         assert device_of(torch.device("cpu")) == Device.cpu()
         assert device_of(torch.device("cuda", 0)) is attnplug.current_device()  # which select() takes without a copy
@@ -409,7 +409,7 @@ class TestBinding:
         assert find_binding(module).selection.device == Device.cpu()
 
     def test_a_device_that_appears_after_the_process_looked(self):
-        process.current()._device = Device.cpu()
+        process.current_state().own_device = Device.cpu()
 
         assert device_of(torch.device("cpu")) is attnplug.current_device()
         assert device_of(torch.device("meta")) == Device("meta")

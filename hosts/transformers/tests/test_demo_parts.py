@@ -10,12 +10,7 @@ import torch
 
 import attnplug
 from attnplug.cli.main import main
-from attnplug.discovery.plugin import Plugin
-from attnplug.discovery.registry import Registry
-from attnplug.manifest.reader import parse_manifest
 from attnplug.request.device import Device
-from attnplug.request.settings import Settings
-from attnplug.selection import process
 from attnplug_transformers.demo import compare
 from attnplug_transformers.demo.decisions import FIELDS, GPUS, Decision, decide, to_dict
 from attnplug_transformers.demo.example import EXAMPLES
@@ -31,10 +26,10 @@ from attnplug_transformers.demo.outcome import (
 from attnplug_transformers.demo.output import describe, show, show_decisions
 from attnplug_transformers.demo.traffic import Arrival, arrivals, drive
 from attnplug_transformers.engine import Engine
+from hosts.transformers.tests.fakes.registry import replace_backends
 from hosts.transformers.tests.fakes.separate_plans import MANIFEST
 from hosts.transformers.tests.models import model
 
-SEPARATE = "hosts.transformers.tests.fakes.separate_plans"
 LLAMA, BERT = EXAMPLES[0], EXAMPLES[5]
 TEXT = bytes(range(256))
 
@@ -204,9 +199,7 @@ def test_a_replay_has_to_agree_too(capsys):
 def test_no_replay_where_a_backend_has_no_graphs(host):
     assert compare.decode(LLAMA, TEXT).replay is not None
 
-    parsed = parse_manifest(MANIFEST, "separate/attnplug.toml")
-    registry = Registry([Plugin("separate", SEPARATE, "separate", "1.0", parsed)])
-    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
+    replace_backends(MANIFEST, "hosts.transformers.tests.fakes.separate_plans", "separate")
     found = compare.decode(LLAMA, TEXT)
 
     assert found.agrees
@@ -276,12 +269,7 @@ emulates = { paged = "gathers pages", sinks = "rescales" }
 @pytest.fixture
 def kernels():
     """Put a backend in place of all others that decides differently for each device."""
-    parsed = parse_manifest(KERNELS, "kernels/attnplug.toml")
-    registry = Registry([Plugin("kernels", "no.such.module", "kernels", "1.0", parsed)])
-    before, process._state = process._state, None
-    process._state = process.State(registry, Settings(), registry.generation, device=Device.cpu())
-    yield
-    process._state = before
+    replace_backends(KERNELS, "no.such.module", "kernels")  # nothing of a plugin is imported to decide
 
 
 def test_one_request_is_decided_for_each_device(kernels):

@@ -35,7 +35,7 @@ def test_tokens_match_the_masked_model(monkeypatch, graphs):
 
     with Engine(model, graphs=graphs, max_num_tokens=CHUNK, **LIMITS) as engine:
         tokens = engine.generate(requested, max_new_tokens=5, stop_tokens=())
-        assert bool(engine.counts.replayed_steps) is graphs
+        assert bool(engine.stats.replayed_steps) is graphs
 
     mask_densely(model)
     Accuracy.of(Reference.of(model, requested, tokens), recorder.take(), tokens).check()

@@ -29,6 +29,6 @@ def test_the_tokens_are_those_of_the_model_alone(fakes, monkeypatch, name: str, 
 
     with Engine(model, backend="flashinfer_fake/fa2", graphs=graphs, **limits) as engine:
         tokens = engine.generate(asked, max_new_tokens=NEW, stop_tokens=())
-        assert bool(engine.counts.replayed_steps) is graphs
+        assert bool(engine.stats.replayed_steps) is graphs
 
     Accuracy.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()

@@ -11,7 +11,7 @@ import transformers
 from attnplug.errors import LayerError
 from attnplug_int8_ixformer.value_scales import ValueScales
 from attnplug_transformers.engine import Engine
-from attnplug_transformers.engine.groups import Groups
+from attnplug_transformers.engine.layers import Groups
 from plugins.int8_ixformer.tests.outliers import BUDGET, CONTEXTS, SIZES, table, text
 from tests.backends.accuracy import Accuracy, LogitRecorder, Reference
 from tests.backends.models import build, prompts
@@ -117,7 +117,7 @@ def test_logits_stay_within_the_budget(monkeypatch, record_property, calibrated,
 
     with quantized(level, calibrated, graphs=graphs) as engine:
         tokens = engine.generate(requested, max_new_tokens=NEW, stop_tokens=())
-        assert bool(engine.counts.replayed_steps) is graphs
+        assert bool(engine.stats.replayed_steps) is graphs
 
     found, rounding = relative_errors(recorder, requested, tokens)
     record_property(f"logits of level {level} apart from 16-bit attention, relative", f"{found:.4f}")

@@ -158,7 +158,7 @@ def _groups(decisions: Mapping[str, Selection]) -> list[tuple[list[str], Selecti
 
 def _requires(selection: Selection) -> str:
     """Return what the layers require beside their shape, and which criterion decided."""
-    fields = [f"{name}={value}" for name, value in selection.requirements.asked() if name not in _SHAPE]
+    fields = [f"{name}={value}" for name, value in selection.requirements.requested() if name not in _SHAPE]
     words = [f"requires {', '.join(fields)}"] if fields else []
     return f"  ({'; '.join([*words, _decided(selection)])})"
 
