@@ -128,16 +128,18 @@ def compile_kernel(
     constants: Mapping[str, Any],
     *,
     unaligned: Iterable[str] = (),
+    capability: int = 90,
     **options: int,
 ) -> Any:
     """
-    Compile a kernel for compute capability 9.0, which needs no GPU. A compiler refuses code that the interpreter runs.
+    Compile a kernel, which needs no GPU. A compiler refuses code that the interpreter runs.
 
     Args:
         kernel: A function of ``triton.jit`` or ``gluon.jit``.
         kinds: The types of its arguments by name; others are ``i64``.
         constants: Its constants by name. Names that it does not have are ignored.
         unaligned: Pointers and strides that are no multiples of 16.
+        capability: Ten times the compute capability.
         options: Options of the launch.
     """
     import triton  # noqa: PLC0415 - not on every platform
@@ -156,7 +158,9 @@ def compile_kernel(
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, values, aligned)
     with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", folder)
-        return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": True, **options})
+        return triton.compile(
+            source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options}
+        )
 
 
 @frozen

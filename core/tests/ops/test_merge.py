@@ -1,6 +1,9 @@
+"""Partial outputs merged by LSE, in new tensors and in place."""
+
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.errors import NotNegotiatedError, TensorError
-from attnplug.ops import merge_attention_states
+from attnplug.ops import merge_attention_states, merge_into
 from attnplug_kit.oracle import attend
+from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
 
 INF = math.inf
 
@@ -81,3 +85,45 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
     with pytest.raises(TensorError, match=r"\(2, 3\)"):
         merge_attention_states(out, torch.zeros(2, 3), out, torch.zeros(2, 3))
+
+
+def test_the_first_result_is_overwritten() -> None:
+    wide = torch.randn(3, 40)
+    out, lse = wide[:, :32].unflatten(1, (4, 8)), torch.randn(3, 4)
+    other, other_lse = torch.randn(3, 4, 8), torch.randn(3, 4)
+    wanted, total = merge_attention_states(out, lse, other, other_lse)
+    rest = wide[:, 32:].clone()
+
+    merge_into(out, lse, other, other_lse)
+
+    assert torch.equal(out, wanted)
+    assert torch.equal(lse, total)
+    assert torch.equal(wide[:, 32:], rest)
+
+
+def test_results_of_other_shapes_are_refused() -> None:
+    out, lse = torch.ones(2, 4, 8), torch.zeros(2, 4)
+    with pytest.raises(TensorError, match="were given"):
+        merge_into(out, lse, out, lse.T)
+
+
+@pytest.mark.slow
+def test_the_kernel_interpreted() -> None:
+    run_interpreted(Path(__file__).with_name("test_merge_into_on_gpu.py"))
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_the_kernel_compiles(dtype: str, capability: int) -> None:
+    from attnplug.ops.triton_merge import _kernel  # noqa: PLC0415 - needs Triton
+
+    kinds = {"out": f"*{dtype}", "lse": "*fp32", "other": f"*{dtype}", "other_lse": "*fp32"}
+    constants = {"heads": 32, "size": 128, "unit": 8, "tile": 8, "width": 128}
+    numbers = ("of_token", "of_sum", "of_sum_head", "rows")
+
+    code = compile_kernel(_kernel, kinds, constants, unaligned=numbers, capability=capability, num_warps=4).asm["ptx"]
+
+    assert "ld.global.v4" in code  # 16 bytes at a time
+    assert "st.global.v4" in code

@@ -1,12 +1,17 @@
+"""Rounding to FP8 and back, of rows and of queries."""
+
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug.ops import dequantize, quantize, write_pages
+from attnplug.ops import dequantize, quantize, quantize_queries, write_pages
 from attnplug_kit.oracle.rounding import nearest
+from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, compile_kernel, run_interpreted
 
 NARROW = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 narrow = st.sampled_from(list(NARROW))
@@ -76,3 +81,40 @@ def test_a_cache_is_written_alike_by_rows_and_by_quantized_rows(
         assert torch.equal(page[1, 1].float(), wanted[0])
         assert torch.equal(page[2, 3].float(), wanted[2])
         assert page.float().count_nonzero() == (wanted[0] != 0).sum() + (wanted[2] != 0).sum()
+
+
+def test_scales_per_head_are_those_of_the_queries_that_read_the_head() -> None:
+    rows = quantize_queries(torch.ones(2, 4, 8).bfloat16(), torch.tensor([0.5, 4.0]))
+
+    assert rows.dtype == torch.float8_e4m3fn
+    assert rows[1, :, 0].float().tolist() == [2.0, 2.0, 0.25, 0.25]
+
+
+def test_queries_of_a_fused_projection_are_rounded_where_they_are() -> None:
+    fused = torch.randn(5, 8, 64).bfloat16()
+    rows = quantize_queries(fused[:, :4], torch.ones(1))
+
+    assert torch.equal(rows.float(), fused[:, :4].to(torch.float8_e4m3fn).float())
+    assert quantize_queries(fused[:0], torch.ones(2)).shape == (0, 8, 64)
+
+
+@pytest.mark.slow
+def test_the_kernel_interpreted() -> None:
+    run_interpreted(Path(__file__).with_name("test_quantize_queries_on_gpu.py"))
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("scales", [1, 8])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_the_kernel_compiles(dtype: str, scales: int) -> None:
+    from attnplug.ops.triton_quantize import _kernel  # noqa: PLC0415 - needs Triton
+
+    kinds = {"query": f"*{dtype}", "scale": "*fp32", "out": "*u8"}
+    constants = {"width": 4096, "group": 4096 // scales, "per_group": scales > 1, "unit": 8, "tile": 1024}
+
+    code = compile_kernel(_kernel, kinds, constants, unaligned=["of_token"], num_warps=4).asm["ptx"]
+
+    assert "ld.global.v4" in code  # 16 bytes at a time
+    assert DIVISION in code
+    assert ".ftz" not in code.replace(DIVISION, "")

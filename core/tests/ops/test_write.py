@@ -1,5 +1,8 @@
+"""K and V in their slots, and the pages that a KV cache has for them."""
+
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -8,11 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attnplug.errors import TensorError
-from attnplug.ops import write, write_pages
+from attnplug.contract.inputs.kv_cache import CacheTensor
+from attnplug.errors import CacheError, TensorError
+from attnplug.ops import key_and_value_pages, write, write_kv, write_pages
+from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, compile_kernel, run_interpreted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
 
 HEADS, SIZE = 2, 3
 
@@ -103,3 +109,108 @@ def test_slots_without_padding_need_no_look(layout: Callable[[int, int], Tensor]
     write_pages(rows, expected, mapping)
     write_pages(rows, pages, mapping, padded=False)
     assert torch.equal(pages, expected)
+
+
+@pytest.mark.parametrize("padded", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_is_two_calls_of_write_cache(dtype: torch.dtype, padded: bool) -> None:
+    key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 5)
+    pages = [torch.zeros(2, 4, 2, size, dtype=torch.uint8).to(dtype) for size in (8, 5, 8, 5)]
+    slots = torch.tensor([6, 4 if not padded else -1])
+    scales = (torch.tensor(0.5), torch.tensor([0.3, 2.0]))
+
+    write_kv(key, value, *pages[:2], slots, *scales, padded=padded)
+
+    write_pages(key, pages[2], slots, scales[0])
+    write_pages(value, pages[3], slots, scales[1])
+    for got, wanted in zip(pages[:2], pages[2:], strict=True):
+        assert wanted.float().any()
+        assert torch.equal(got.float(), wanted.float())
+
+
+def test_a_value_that_does_not_fit_leaves_the_keys_alone() -> None:
+    pages = torch.zeros(2, 2, 4, 2, 8)
+
+    with pytest.raises(TensorError, match="2 slots were given"):
+        write_kv(torch.ones(2, 2, 8), torch.ones(2, 2, 7), *pages, torch.tensor([4, 5]))
+
+    assert not pages.any()
+
+
+@pytest.mark.slow
+def test_the_kernel_interpreted() -> None:
+    run_interpreted(Path(__file__).with_name("test_write_kv_on_gpu.py"))
+
+
+@NEEDS_TRITON
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("rows", "pages", "mantissa", "scales"),
+    [("i16", "i16", -1, 0), ("bf16", "u8", 3, 1), ("fp32", "u8", 2, 4), ("fp32", "i16", 7, 0)],
+)
+def test_the_kernel_compiles(rows: str, pages: str, mantissa: int, scales: int, capability: int) -> None:
+    from attnplug.ops.triton_write import _kernel  # noqa: PLC0415 - needs Triton
+
+    names = _kernel.arg_names
+    half = (4, 128, True, 16, 2 * 16 * 4 * 128, 128, 16 * 128, 1, mantissa, scales)
+    kinds = dict(zip(names, (f"*{rows}", f"*{rows}", f"*{pages}", f"*{pages}", "*i64", "*fp32", "*fp32"), strict=False))
+    constants = dict(zip(names[11:], (*half, *half, 8, 512), strict=True))
+
+    code = compile_kernel(_kernel, kinds, constants, unaligned=names[4:11], capability=capability, num_warps=2).asm[
+        "ptx"
+    ]
+
+    assert "ld.global.v4" in code  # 16 bytes at a time
+    assert ("st.global.v2" if pages == "u8" else "st.global.v4") in code
+    assert ".ftz" not in code.replace(DIVISION, "")
+    assert (DIVISION in code) == bool(scales)
+
+
+orders = st.permutations([2, 3]).flatmap(
+    lambda inner: st.sampled_from([(0, 1, *inner, 4), (1, 0, *inner, 4), (1, inner[0], 0, inner[1], 4)])
+)
+
+
+@given(orders, st.integers(2, 5), st.sampled_from([1, 4]))
+def test_halves_are_views_in_any_order_of_memory(order: tuple[int, ...], blocks: int, block_size: int) -> None:
+    cache = CacheTensor((2, blocks, block_size, 3, 8), torch.float32, 1, order).allocate("cpu")
+
+    halves = key_and_value_pages(cache)
+    for number, pages in enumerate(halves, 1):
+        pages.fill_(number)
+
+    assert [pages.shape for pages in halves] == [(blocks, block_size, 3, 8)] * 2
+    assert [bool((cache[half] == half + 1).all()) for half in (0, 1)] == [True, True]
+
+
+def test_roles_are_halves_themselves() -> None:
+    roles = {"v": torch.zeros(4, 16, 2, 24), "k_scale": torch.ones(1), "k": torch.zeros(4, 16, 2, 8)}
+
+    keys, values = key_and_value_pages(roles)
+
+    assert keys is roles["k"]
+    assert values is roles["v"]
+
+
+@pytest.mark.parametrize(
+    ("cache", "said"),
+    [
+        (torch.zeros(7, 2, 16, 2, 8), r"of shape \(7, 2, 16, 2, 8\)"),
+        (torch.zeros(2, 16, 2, 8), r"of shape \(2, 16, 2, 8\)"),
+        ({"latent": torch.zeros(4, 16, 8)}, "with the roles 'latent'"),
+        ({}, "with the roles none"),
+    ],
+)
+def test_another_form_is_refused_with_the_two_that_there_are(cache: object, said: str) -> None:
+    with pytest.raises(CacheError, match=f"(?s){said}.*'k' and 'v'.*stride_order"):
+        key_and_value_pages(cache)
+
+
+def test_a_role_may_hold_both_halves() -> None:
+    both = torch.zeros(2, 4, 16, 2, 8)
+
+    keys, values = key_and_value_pages({"kv": both, "k_scale": torch.ones(1)})
+
+    assert keys.data_ptr() == both[0].data_ptr()
+    assert values.data_ptr() == both[1].data_ptr()

@@ -18,6 +18,7 @@ from attnplug.torch_backend.builder import Sizes
 from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
 from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.strategies import cases
+from core.tests.torch_backend.tiers import in_two_tiers
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
@@ -50,16 +51,18 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
 
 
-@given(paged_cases(), layouts, st.booleans(), st.booleans())
-@settings(max_examples=200)
-def test_paged(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
+def check_paged(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
     check(load(case, layout, return_lse=return_lse), materialize(case), host_writes=host_writes)
 
 
-@given(cases(features=DENSE), st.booleans())
-@settings(max_examples=200)
-def test_dense(case: Case, return_lse: bool) -> None:
+def check_dense(case: Case, return_lse: bool) -> None:
     check(load_dense(case, return_lse=return_lse), materialize(case))
+
+
+test_paged, test_paged_at_length = in_two_tiers(
+    check_paged, paged_cases(), layouts, st.booleans(), st.booleans(), fast=60, full=200
+)
+test_dense, test_dense_at_length = in_two_tiers(check_dense, cases(features=DENSE), st.booleans(), fast=60, full=200)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -98,7 +101,7 @@ def test_rows_that_attend_nothing_are_zero(lens: list[tuple[int, int]], case: Ca
     check(load_dense(case, return_lse=True), materialize(case))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "asked",
     [

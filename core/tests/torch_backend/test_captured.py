@@ -19,6 +19,7 @@ from attnplug_kit.oracle.cases import FEATURES
 from attnplug_kit.oracle.replay import check_replays, padded_for
 from attnplug_kit.oracle.scene import Scene
 from attnplug_kit.oracle.strategies import cases
+from core.tests.torch_backend.tiers import in_two_tiers
 
 SERVED = tuple(name for name in FEATURES if name not in {"attn_type", "custom_mask", "cascade"})
 LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=5)
@@ -49,22 +50,26 @@ def scenes_of(case: Case, steps: list[list[int]], query_len: int, num_reqs: int)
     return [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
 
 
-@settings(max_examples=120)
-@given(
-    case=cases(features=SERVED, kv_sharing=False),
-    steps=st.lists(LENGTHS, min_size=1, max_size=3),
-    query_len=st.sampled_from([1, 1, 2, 5]),
-    spare=st.integers(0, 2),
-    longer=st.sampled_from([0, 1, 30]),
-    layout=st.sampled_from(["NHD", "HND"]),
-    return_lse=st.booleans(),
-)
-def test_replays(case, steps, query_len, spare, longer, layout, return_lse):
+def check_steps(case, steps, query_len, spare, longer, layout, return_lse):
     num_reqs = max(map(len, steps)) + spare
     longest = max(max(lens) for lens in steps) + query_len + longer
     scenes = scenes_of(case, steps, query_len, num_reqs)
     backend = load(scenes[0].case, layout, return_lse=return_lse)
     check_replays(backend, scenes, num_reqs=num_reqs, max_seq_len=longest)
+
+
+test_replays, test_replays_at_length = in_two_tiers(
+    check_steps,
+    cases(features=SERVED, kv_sharing=False),
+    st.lists(LENGTHS, min_size=1, max_size=3),
+    st.sampled_from([1, 1, 2, 5]),
+    st.integers(0, 2),
+    st.sampled_from([0, 1, 30]),
+    st.sampled_from(["NHD", "HND"]),
+    st.booleans(),
+    fast=40,
+    full=120,
+)
 
 
 @settings(max_examples=30)

@@ -15,6 +15,7 @@ from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import Case, check, limits_of, materialize, run
 from attnplug_kit.oracle.strategies import cases
+from core.tests.torch_backend.tiers import in_two_tiers
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
@@ -30,12 +31,15 @@ def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
     return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
 
 
-@given(shared, layouts, st.booleans(), st.booleans())
-@settings(max_examples=120)
-def test_gives_what_the_oracle_gives(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
+def check_cascade(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
     host_writes = host_writes and not case.kv_sharing
 
     check(load(case, layout, return_lse=return_lse), materialize(case), host_writes=host_writes)
+
+
+test_gives_what_the_oracle_gives, test_gives_it_at_length = in_two_tiers(
+    check_cascade, shared, layouts, st.booleans(), st.booleans(), fast=40, full=120
+)
 
 
 @pytest.mark.parametrize("way", ["fused without LSE", "written out"])

@@ -93,6 +93,7 @@ def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
                 assert (column in listed["partial"]) == (bool(part.any()) and not whole)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_eager")
 @given(
     cases(features=set(FEATURES) - {"custom_mask", "attn_type", *CACHE}, head_size=16)
@@ -147,6 +148,7 @@ def test_the_first_sizes_are_of_their_kind_and_unequal(kind: flex.Kind) -> None:
     assert len({*free, kind.heads, kind.size, kind.size_v}) == len(free) + len({kind.heads, kind.size, kind.size_v})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "alibi"), [("NHD", None), ("HND", "sqrt")])
 def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by the compiler, with nothing generated: the graphs are the same for every device."""

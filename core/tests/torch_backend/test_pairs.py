@@ -51,7 +51,8 @@ def check_all(case: Case, **engine: object) -> None:
         check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
 
 
-@pytest.mark.parametrize(("one", "other"), [pair for pair in PAIRS if pair not in REFUSED], ids=" and ".join)
+@pytest.mark.slow
+@pytest.mark.parametrize(("one", "other"), [pair for pair in PAIRS if pair not in REFUSED])
 def test_pairs_of_features(one: str, other: str) -> None:
     for case in cases(one, other):
         check_all(case)
@@ -73,7 +74,7 @@ def test_features_of_decodes_alone(feature: str) -> None:
         check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
 
 
-@pytest.mark.parametrize(("one", "other"), REFUSED, ids=" and ".join)
+@pytest.mark.parametrize(("one", "other"), REFUSED)
 @pytest.mark.parametrize("paged", [True, False], ids=["paged", "dense"])
 def test_distances_to_an_encoder_are_refused(one: str, other: str, paged: bool) -> None:
     case = Case(query_lens=(1,), context_lens=(1,), encoder_lens=(3,), **ASKED[one], **ASKED[other])

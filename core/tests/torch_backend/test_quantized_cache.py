@@ -16,6 +16,7 @@ from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
 from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
 from attnplug_kit.oracle.strategies import cases
+from core.tests.torch_backend.tiers import in_two_tiers
 
 FEATURES = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "head_size_v", "causal")
 layouts = st.sampled_from(["NHD", "HND"])
@@ -36,14 +37,17 @@ def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
     return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
 
 
-@given(quantized, layouts, st.booleans(), st.booleans())
-@settings(max_examples=120)
-def test_attends_what_the_cache_holds(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
+def check_quantized(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
     ran = check(load(case, layout, return_lse=return_lse), scene := materialize(case), host_writes=host_writes)
 
     if not case.per_head_scales:
         # A single scale is a factor of scores and outputs: nothing is rounded on its account.
         assert_close(ran.output, scene.expected().output, dtype=ran.output.dtype, scale=scene.largest_value)
+
+
+test_attends_to_what_the_cache_holds, test_attends_to_it_at_length = in_two_tiers(
+    check_quantized, quantized, layouts, st.booleans(), st.booleans(), fast=40, full=120
+)
 
 
 @pytest.mark.parametrize("way", ["fused without LSE", "written out"])

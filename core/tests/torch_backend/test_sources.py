@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
@@ -16,6 +15,7 @@ from attnplug.torch_backend import builder, sdpa
 from attnplug.torch_backend.builder import Sizes
 from attnplug.torch_backend.sources import BlockKeys, SlotKeys
 from attnplug_kit.oracle import Case, check, limits_of, materialize
+from core.tests.torch_backend.tiers import in_two_tiers
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
@@ -37,18 +37,7 @@ def plan_of(case: Case) -> Plan:
     return impl.plan_of(builder.build(scene.paged(backend).batch))  # type: ignore[no-any-return]
 
 
-@given(
-    contexts=st.lists(st.integers(0, 70), min_size=1, max_size=6),
-    rows=st.sampled_from([1, 2, 7]),
-    block_size=st.sampled_from([1, 4, 5, 16, 24]),
-    layout=st.sampled_from(["NHD", "HND"]),
-    unfused=st.booleans(),
-    asked=st.sampled_from(
-        [{}, {"sliding_window": 3}, {"sliding_window": 40}, {"head_size_v": 8}, {"kv_cache_dtype": "fp8"}]
-    ),
-)
-@settings(max_examples=150)
-def test_requests_of_any_lengths_share_a_call(
+def check_shared_call(
     contexts: list[int], rows: int, block_size: int, layout: str, unfused: bool, asked: dict[str, object]
 ) -> None:
     case = Case(
@@ -59,6 +48,19 @@ def test_requests_of_any_lengths_share_a_call(
         if unfused:
             patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         check(load(case, layout), materialize(case))
+
+
+test_requests_of_any_lengths_share_a_call, test_requests_share_a_call_at_length = in_two_tiers(
+    check_shared_call,
+    st.lists(st.integers(0, 70), min_size=1, max_size=6),
+    st.sampled_from([1, 2, 7]),
+    st.sampled_from([1, 4, 5, 16, 24]),
+    st.sampled_from(["NHD", "HND"]),
+    st.booleans(),
+    st.sampled_from([{}, {"sliding_window": 3}, {"sliding_window": 40}, {"head_size_v": 8}, {"kv_cache_dtype": "fp8"}]),
+    fast=50,
+    full=150,
+)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -1,7 +1,8 @@
-"""Virtual requests against a loop over tokens, and chunked-local attention served by a backend that has none."""
+"""Split, order, values of layers, and chunked-local attention as plain causal attention."""
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import groupby
 
 import pytest
@@ -11,12 +12,178 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attnplug
-from attnplug.batching import local_chunk_batch, make_local_attention_virtual_batches, max_local_chunks, pad_batch
-from attnplug.contract import Batch, Limits
+from attnplug.batching import (
+    Hyperparameters,
+    Split,
+    infer_global_hyperparameters,
+    local_chunk_batch,
+    make_local_attention_virtual_batches,
+    max_local_chunks,
+    pad_batch,
+    per_layer_parameters,
+    split_decodes_and_prefills,
+)
+from attnplug.batching import reorder_batch_to_split_decodes_and_prefills as reorder
+from attnplug.contract import Batch, Layer, Limits
 from attnplug.contract.guards.batch import BatchGuard
-from attnplug.errors import BatchError
+from attnplug.errors import BatchError, LayerError
 from attnplug_kit.oracle import assert_close, materialize
 from attnplug_kit.oracle.strategies import cases
+
+
+@st.composite
+def ordered(draw: st.DrawFn) -> tuple[list[int], int]:
+    threshold = draw(st.integers(1, 4))
+    decodes = draw(st.lists(st.integers(1, threshold), max_size=5))
+    prefills = draw(st.lists(st.integers(threshold + 1, 30), max_size=4))
+    return decodes + prefills + [0] * draw(st.integers(0, 2)), threshold
+
+
+@given(ordered())
+def test_counts_requests_and_tokens_on_both_sides(drawn: tuple[list[int], int]) -> None:
+    lens, threshold = drawn
+    decodes = [n for n in lens if 0 < n <= threshold]
+    prefills = [n for n in lens if n > threshold]
+    padding = lens.count(0)
+
+    split = split_decodes_and_prefills(Batch.from_lengths(lens), threshold)
+
+    assert split.num_decodes == len(decodes) + (0 if prefills else padding)
+    assert split.num_prefills == len(prefills) + (padding if prefills else 0)
+    assert (split.num_decode_tokens, split.num_prefill_tokens) == (sum(decodes), sum(prefills))
+
+
+@given(ordered())
+def test_uniform_decodes_all_have_one_length(drawn: tuple[list[int], int]) -> None:
+    lens, threshold = drawn
+
+    split = split_decodes_and_prefills(Batch.from_lengths(lens), threshold, require_uniform=True)
+
+    front = {n for n in lens[: split.num_decodes] if n}
+    assert len(front) <= 1
+    assert split.num_decode_tokens == sum(lens[: split.num_decodes])
+    if split.num_prefills:
+        assert lens[split.num_decodes] > threshold or lens[split.num_decodes] != lens[0]
+
+
+def test_a_decode_behind_a_prefill_is_refused_with_the_way_out() -> None:
+    with pytest.raises(BatchError, match=r"request 2 has 1 query tokens[\s\S]*reorder_batch_to_split"):
+        split_decodes_and_prefills(Batch.from_lengths([1, 5, 1]))
+
+
+def test_only_the_host_copy_is_read() -> None:
+    batch = evolve(Batch.from_lengths([1, 5]), query_start_loc=torch.zeros(3, dtype=torch.int32, device="meta"))
+
+    assert split_decodes_and_prefills(batch) == Split(1, 1, 1, 5)
+
+
+def test_without_a_host_copy_nothing_is_guessed() -> None:
+    batch = evolve(Batch.from_lengths([1, 5]), query_start_loc_cpu=None)
+
+    with pytest.raises(BatchError, match="no query_start_loc_cpu"):
+        split_decodes_and_prefills(batch)
+
+
+def test_a_threshold_below_one_is_refused() -> None:
+    with pytest.raises(BatchError, match="decode_threshold=0"):
+        split_decodes_and_prefills(Batch.from_lengths([1]), 0)
+
+
+scheduled = st.lists(st.integers(0, 4), max_size=6)
+
+
+@given(scheduled, st.integers(1, 3))
+def test_decodes_come_first_and_nobody_is_lost(tokens: list[int], threshold: int) -> None:
+    names = [f"request-{i}" for i in range(len(tokens))]
+    by_name = dict(zip(names, tokens, strict=True))
+
+    result = reorder(names, by_name, threshold)
+
+    kinds = [by_name[name] > threshold for name in result.order]
+    assert kinds == sorted(kinds)
+    assert sorted(result.order) == sorted(names)
+    assert result.changed == (list(result.order) != names)
+
+
+@given(scheduled)
+def test_swaps_permute_a_hosts_state_the_same_way(tokens: list[int]) -> None:
+    names = list(range(len(tokens)))
+    state = [f"state-{name}" for name in names]
+
+    result = reorder(names, dict(enumerate(tokens)))
+    result.apply(state)
+
+    assert state == [f"state-{name}" for name in result.order]
+
+
+@given(scheduled, st.integers(1, 3))
+def test_no_fewer_swaps_would_do(tokens: list[int], threshold: int) -> None:
+    result = reorder(range(len(tokens)), dict(enumerate(tokens)), threshold)
+
+    assert len(result.swaps) == _least_swaps(tuple(n > threshold for n in tokens))
+
+
+def _least_swaps(kinds: tuple[bool, ...]) -> int:
+    """Breadth first over every exchange of two positions."""
+    goal = tuple(sorted(kinds))
+    distance, queue = {kinds: 0}, deque([kinds])
+    while goal not in distance:
+        here = queue.popleft()
+        for i in range(len(here)):
+            for j in range(i):
+                there = list(here)
+                there[i], there[j] = there[j], there[i]
+                if tuple(there) not in distance:
+                    distance[tuple(there)] = distance[here] + 1
+                    queue.append(tuple(there))
+    return distance[goal]
+
+
+def test_requests_without_scheduled_tokens_are_named() -> None:
+    with pytest.raises(BatchError, match="'b'"):
+        reorder(["a", "b"], {"a": 1})
+
+
+values = st.tuples(st.integers(-1, 2), st.sampled_from([None, 30.0]), st.sampled_from([0.125, 0.25]))
+
+
+def impls_of(names, scale=None, **asked):
+    requirements = attnplug.Requirements(head_size=16, num_q_heads=2, num_kv_heads=2, dtype="float32", **asked)
+    backend = attnplug.load(requirements, "cpu", backend="torch/sdpa")
+    return [backend.make_impl(Layer(name=name, scale=scale)) for name in names]
+
+
+def test_reads_window_cap_and_scale_of_each_layer():
+    impls = [
+        *impls_of(["local"], scale=0.5, sliding_window=8, logits_soft_cap=30.0),
+        *impls_of(["full"]),
+    ]
+
+    assert per_layer_parameters(impls) == {"local": (7, 30.0, 0.5), "full": (-1, None, 0.25)}
+
+
+def test_two_layers_of_one_name_are_refused():
+    with pytest.raises(LayerError, match="two layers are called 'a'"):
+        per_layer_parameters(impls_of(["a", "b", "a"]))
+
+
+@given(st.lists(values, min_size=1, max_size=5))
+def test_the_shared_values_or_the_names_of_the_layers_that_differ(per_layer):
+    named = {f"layers.{index}": layer for index, layer in enumerate(per_layer)}
+
+    if len(set(per_layer)) == 1:
+        assert infer_global_hyperparameters(named) == Hyperparameters(*per_layer[0])
+        return
+    with pytest.raises(LayerError) as caught:
+        infer_global_hyperparameters(named)
+    said = caught.value.problem.partition("; ")[2]
+    assert [name for name in named if f"{name!r}" in said] == [n for n, v in named.items() if v != per_layer[0]]
+
+
+def test_no_layers_share_nothing():
+    with pytest.raises(LayerError, match="no layers were given"):
+        infer_global_hyperparameters({})
+
 
 lengths = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 30)), min_size=1, max_size=5)
 sizes = st.tuples(st.sampled_from([1, 2, 4]), st.integers(1, 4)).map(lambda pair: (pair[0] * pair[1], pair[0]))
@@ -58,7 +225,7 @@ def test_the_published_example():
 
 
 @given(lengths, sizes, st.integers(0, 3))
-def test_agrees_with_a_loop_over_tokens(lens, chunk_and_block, spare):
+def test_virtual_requests_agree_with_a_loop_over_tokens(lens, chunk_and_block, spare):
     chunk, block_size = chunk_and_block
     seq_lens = [query + computed for query, computed in lens]
     columns = max(-(-length // block_size) for length in seq_lens) + spare
