@@ -139,14 +139,14 @@ def test_variants_share_all_but_the_kernel() -> None:
 
 
 @pytest.mark.parametrize(
-    ("built", "said", "way_out"),
+    ("built", "said", "fix"),
     [
         (None, "is built without CUDA, and sees no cuda device", "install a torch that is built for CUDA"),
         ("13.0", ") sees no cuda device", "check nvidia-smi and CUDA_VISIBLE_DEVICES"),
     ],
 )
 def test_a_torch_without_a_device_says_so(
-    monkeypatch: pytest.MonkeyPatch, built: str | None, said: str, way_out: str
+    monkeypatch: pytest.MonkeyPatch, built: str | None, said: str, fix: str
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr("torch.version.cuda", built)
@@ -156,7 +156,7 @@ def test_a_torch_without_a_device_says_so(
 
     assert reason is not None
     assert said in reason.supported
-    assert reason.because == f"{way_out}, or select for Device.cpu()"
+    assert reason.because == f"{fix}, or select for Device.cpu()"
     assert plugin.attnplug_probe("sdpa", Device.cpu()) is None
 
 

@@ -1,1 +1,1 @@
-"""The built-in backend: attention on torch's own kernels, on any device that torch has."""
+"""The built-in backend: attention on torch's own kernels, on all devices of torch."""

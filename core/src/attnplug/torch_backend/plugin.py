@@ -1,4 +1,4 @@
-"""The entry point of the built-in backend: the same two hooks as any plugin's. torch is imported inside them."""
+"""The entry point of the built-in backend: the two hooks of a plugin. torch is imported inside them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
     """Return the backend class of a variant."""
     del agreement
-    from attnplug.torch_backend.backend import FlexBackend, TorchBackend  # noqa: PLC0415 - torch loads with the choice
+    from attnplug.torch_backend.backend import FlexBackend, TorchBackend  # noqa: PLC0415 - torch loads here
 
     return FlexBackend if variant == "flex" else TorchBackend
 
@@ -37,16 +37,16 @@ def attnplug_probe(variant: str, device: Device) -> Reason | None:
     if variant != "flex" or any(shutil.which(compiler) for compiler in compilers):
         return None
     because = "install gcc or clang, or set CC to a C compiler"
-    return Reason("probe_device", variant, None, "Triton needs a C compiler, and none is on the PATH", because)
+    return Reason("probe_device", variant, None, "Triton requires a C compiler, and none is on the PATH", because)
 
 
 def _missing_device(device: Device) -> Reason | None:
-    """A torch built for the CPU knows what a CUDA device is, and has none."""
+    """Return why torch does not see a device of this type; a torch without CUDA supports the type, and has none."""
     import torch  # noqa: PLC0415 - as above
 
     if device.type == "cpu" or torch.get_device_module(device.type).is_available():
         return None
     is_built = torch.version.cuda is not None or torch.version.hip is not None
     found = f"this torch ({torch.__version__}) {'' if is_built else 'is built without CUDA, and '}sees no cuda device"
-    way = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if is_built else "install a torch that is built for CUDA"
-    return Reason("probe_device", "torch", None, found, f"{way}, or select for Device.cpu()")
+    fix = "check nvidia-smi and CUDA_VISIBLE_DEVICES" if is_built else "install a torch that is built for CUDA"
+    return Reason("probe_device", "torch", None, found, f"{fix}, or select for Device.cpu()")
