@@ -1,45 +1,23 @@
-"""The conformance kit, on the fakes: what the manifest declares is served and right, and the rest is refused."""
+"""The conformance kit on the fakes: every declared value is served and right, and everything else is refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from attnplug_kit.conformance import Conformance
+from attnplug_kit.conformance import Basic, Conformance
 
-pytestmark = pytest.mark.long
+OTHER_TIERS = tuple(tier for tier in Conformance.__bases__ if tier is not Basic)
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa2OnFake(Conformance):
-    backend = "flash_attn_fake/fa2"
+class TestBasicTier(Basic):
+    backend = "flash_attn_fake"
     device = "cpu"
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("fakes")
-class TestFa2OfVllmOnFake(Conformance):
-    backend = "flash_attn_fake/fa2_vllm"
-    device = "cpu"
-
-
-@pytest.mark.usefixtures("fakes")
-class TestFa3OnFake(Conformance):
-    backend = "flash_attn_fake/fa3"
-    device = "cpu"
-
-
-@pytest.mark.usefixtures("fakes")
-class TestFa3OfVllmOnFake(Conformance):
-    backend = "flash_attn_fake/fa3_vllm"
-    device = "cpu"
-
-
-@pytest.mark.usefixtures("fakes")
-class TestFa4OnFake(Conformance):
-    backend = "flash_attn_fake/fa4"
-    device = "cpu"
-
-
-@pytest.mark.usefixtures("fakes")
-class TestTorchOnFake(Conformance):
-    backend = "flash_attn_fake/torch"
+class TestOtherTiers(*OTHER_TIERS):
+    backend = "flash_attn_fake"
     device = "cpu"

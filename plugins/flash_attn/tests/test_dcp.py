@@ -11,11 +11,12 @@ from attrs import evolve
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
-from attnplug_kit.oracle.closeness import assert_close
+from attnplug_flash_attn import builder
+from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_mutants import MUTANTS
 from plugins.flash_attn.tests.dcp_steps import DcpStep
-from plugins.flash_attn.tests.rank_processes import Processes
+from plugins.flash_attn.tests.rank_groups import ProcessGroup, ThreadGroup, ThreadRanks
 from plugins.flash_attn.tests.real import DCP, SINKS
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]  # without shrinking: ranks that hang cost their time-out each
 
-_running: list[Processes] = []
+_running: list[ProcessGroup] = []
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[list[Processes]]:
+def processes() -> Iterator[list[ProcessGroup]]:
     """Four processes, started when a test first needs them, and anew after one has failed."""
     yield _running
     while _running:
@@ -40,7 +41,7 @@ def on_ranks(step: DcpStep, mutant: str | None = None, *, replayed: bool = False
 
 def call(function: Callable[..., dcp_steps.Result], step: DcpStep, *arguments: Any) -> list[dcp_steps.Result]:
     if not (_running and _running[-1].live):
-        _running.append(Processes(4))
+        _running.append(ProcessGroup(4))
     return _running[-1].call(function, step, *arguments, size=step.ranks)
 
 
@@ -94,6 +95,24 @@ def random_steps(draw: st.DrawFn, ranks: int) -> DcpStep:
     )
 
 
+@pytest.fixture(scope="module")
+def threads() -> Iterator[None]:
+    """Ranks exchange through a `ThreadGroup`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builder, "Ranks", ThreadRanks)
+        yield
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("ranks", [2, 4])
+@settings(max_examples=15, phases=PHASES)
+@given(st.data())
+def test_threads_match_one_rank(ranks, data):
+    step = evolve(data.draw(random_steps(ranks)), max_packed_keys=None)  # it is a patch of the process
+    assert_as_one_rank(step, ThreadGroup(ranks).call(dcp_steps.run, step))
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("processes")
 class TestOnProcesses:
     @settings(max_examples=80, phases=PHASES)

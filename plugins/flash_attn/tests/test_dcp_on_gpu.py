@@ -11,7 +11,7 @@ import torch
 from attnplug_kit.oracle.closeness import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_steps import DcpStep
-from plugins.flash_attn.tests.rank_processes import Processes
+from plugins.flash_attn.tests.rank_groups import ProcessGroup
 from plugins.flash_attn.tests.real import DCP, FLASH_ATTN, GRAPHS_OF_ALL_STEPS, SINKS, SOFT_CAP
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ MIXED = {
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[Processes]:
+def processes() -> Iterator[ProcessGroup]:
     """Two processes with a GPU each."""
     if torch.cuda.device_count() < 2:
         pytest.skip(f"two GPUs are needed, and {torch.cuda.device_count()} is here")
-    started = Processes(2, "nccl", limit=400.0)
+    started = ProcessGroup(2, "nccl", limit=400.0)
     yield started
     started.close()
 
@@ -58,7 +58,7 @@ def test_a_graph_has_the_exchange_inside(variant, processes):
     check(processes, variant, DcpStep(interleave=16, padding=3, **MIXED), replayed=True)
 
 
-def check(processes: Processes, variant: str, step: DcpStep, *, replayed: bool = False) -> None:
+def check(processes: ProcessGroup, variant: str, step: DcpStep, *, replayed: bool = False) -> None:
     FLASH_ATTN.skip_if_missing(variant)
     output, lse = dcp_steps.expected(step)
     largest = max(float(rows.abs().max()) for rows in dcp_steps.StepTensors(step).values)

@@ -40,7 +40,10 @@ def installed() -> list[str]:
     return found
 
 
-pytestmark = pytest.mark.skipif(bool(installed()), reason=f"installed here: {', '.join(installed())}")
+pytestmark = [
+    pytest.mark.slow,  # pip, and a process for each command
+    pytest.mark.skipif(bool(installed()), reason=f"installed here: {', '.join(installed())}"),
+]
 
 
 def standings(site: InstalledPlugin, libraries: Path | None = None) -> dict[str, str]:

@@ -24,6 +24,8 @@ from attnplug_kit.check.examine import examine
 from plugins.flash_attn.tests.real import FLASH_ATTN
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attnplug import Verdict
     from attnplug.negotiation.verdict import Fix
 
@@ -54,10 +56,12 @@ ON_BLACKWELL = "fa4 fa2 fa2_vllm torch"
 NOBODY = ""
 
 
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the plugin for one test, unless it is installed."""
-    FLASH_ATTN.register(monkeypatch)
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    """Register the plugin for these tests, unless it is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        FLASH_ATTN.register(patch)
+        yield
 
 
 def ask(requirements: Requirements, device: Device) -> dict[str, Verdict]:

@@ -1,21 +1,23 @@
-"""The conformance kit, on the fake: what the manifest declares is served and right, and the rest is refused."""
+"""The conformance kit on the fake: every declared value is served and right, and everything else is refused."""
 
 from __future__ import annotations
 
 import pytest
 
-from attnplug_kit.conformance import Conformance
+from attnplug_kit.conformance import Basic, Conformance
 
-pytestmark = pytest.mark.long
+OTHER_TIERS = tuple(tier for tier in Conformance.__bases__ if tier is not Basic)
 
 
 @pytest.mark.usefixtures("fakes")
-class TestFa2OnFake(Conformance):
-    backend = "flashinfer_fake/fa2"
+class TestBasicTier(Basic):
+    backend = "flashinfer_fake"
     device = "cpu"
 
 
+@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("fakes")
-class TestFa3OnFake(Conformance):
-    backend = "flashinfer_fake/fa3"
+class TestOtherTiers(*OTHER_TIERS):
+    backend = "flashinfer_fake"
     device = "cpu"

@@ -10,6 +10,8 @@ import pytest
 
 from tests.backends.plugin import InstalledPlugin
 
+pytestmark = pytest.mark.slow  # pip, and a process for each command
+
 PROJECT = Path(__file__).parents[1]
 REQUIRED = "flashinfer-python >=0.6.8,<0.7.3"
 absent = pytest.mark.skipif(find_spec("flashinfer") is not None, reason="the library is installed here")

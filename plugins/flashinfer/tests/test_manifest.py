@@ -17,6 +17,8 @@ from attnplug_kit.check.examine import examine
 from plugins.flashinfer.tests.real import FLASHINFER
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from attnplug import Verdict
 
 PROJECT = Path(__file__).parents[1]
@@ -34,10 +36,12 @@ ENCODER = DENSE.evolve(attn_type="encoder_only")
 BOTH, FA2, NOTHING = ["fa3", "fa2"], ["fa2"], []
 
 
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Register the plugin for one test, unless it is installed."""
-    FLASHINFER.register(monkeypatch)
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    """Register the plugin for these tests, unless it is installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        FLASHINFER.register(patch)
+        yield
 
 
 def ask(requirements: Requirements, device: Device) -> dict[str, Verdict]:
