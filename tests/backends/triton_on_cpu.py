@@ -184,7 +184,9 @@ class TritonPlugin:
         """Register it for the CPU in a process whose kernels are interpreted, which runs no other tests."""
         if not INTERPRETED:
             return
-        os.environ["ATTNPLUG_BLOCK"] = self.distribution  # where it is installed, the registered one replaces it
+        # Where it is installed, the registered plugin replaces it.
+        os.environ["ATTNPLUG_BLOCK"] = ",".join(filter(None, (os.environ.get("ATTNPLUG_BLOCK"), self.distribution)))
+        attnplug.refresh()
         with TemporaryDirectory() as folder:
             manifest = Path(folder, "attnplug.toml")
             manifest.write_text(edited_manifest(self.package, (*self.changes, *more)), encoding="utf-8")
