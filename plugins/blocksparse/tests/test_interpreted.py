@@ -1,4 +1,4 @@
-"""The GPU tests and the conformance kit on a CPU, in Triton's interpreter."""
+"""The GPU tests and the conformance kit on a CPU, in Triton's interpreter and the emulator of Gluon."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import pytest
 from tests.backends.triton_on_cpu import interpreted_runs, run_interpreted, run_interpreted_kit
 
 FOLDER = Path(__file__).parent
+
+
+def test_each_kernel_once():
+    few = "a_token_affects and head and not contiguous"
+    run_interpreted(FOLDER / "test_kernels_on_gpu.py", str(FOLDER / "test_specialized_on_gpu.py"), "-k", few)
 
 
 @pytest.mark.slow

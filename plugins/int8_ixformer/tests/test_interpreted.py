@@ -11,6 +11,11 @@ from tests.backends.triton_on_cpu import interpreted_runs, run_interpreted, run_
 FOLDER = Path(__file__).parent
 
 
+def test_each_kernel_once():
+    few = "zero_rows or a_separate_write or (long_prefills and plain)"
+    run_interpreted(FOLDER / "test_kernels_on_gpu.py", str(FOLDER / "test_backend_on_gpu.py"), "-k", few)
+
+
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize(("words", "measured"), interpreted_runs(FOLDER))
