@@ -70,7 +70,7 @@ def test_it_supports(level, changed) -> None:
         ({"output_quant": "fp8_e4m3"}, "output_quant"),
         ({"attn_type": "encoder_decoder", "causal": False}, "attn_type"),
         ({"attn_type": "encoder_only", "paged": False, "causal": False, "kv_cache_dtype": "auto"}, "attn_type"),
-        ({"paged": False, "kv_cache_dtype": "auto"}, "keys and values are quantized where they are cached"),
+        ({"paged": False, "kv_cache_dtype": "auto"}, "keys and values are quantized when they are cached"),
         ({"head_size": 24}, "head_size"),
         ({"head_size_v": 32}, "head_size_v"),
         ({"dtype": "float32"}, "dtype"),
@@ -135,5 +135,5 @@ def test_ixformer_comes_from_its_vendor() -> None:
     assert verdict.status == "missing_dependency"
     assert verdict.fix is not None
     assert verdict.fix.install == ()
-    assert str(verdict.fix).startswith("install ixformer: it comes with CoreX, the software of Iluvatar's devices")
+    assert str(verdict.fix).startswith("install ixformer: part of CoreX, the software stack of Iluvatar devices")
     assert "pip install ixformer" not in str(explained)
