@@ -84,12 +84,12 @@ class BatchGuard:
         """
         self._check_counts(batch)
         query_lens = self._check_queries(batch)
-        seq_lens, contexts = self._check_lengths(batch, query_lens)
+        seq_lens = self._check_lengths(batch, query_lens)
         _check_negotiated(batch, self._agreement, query_lens, self._device_type)
         num_decodes = self._num_decodes(batch, query_lens)
         num_decode_tokens = _tokens_of(batch, num_decodes)
         if self._pages is not None:
-            rows, highest = self._pages.check(batch, query_lens, seq_lens, contexts)
+            rows, highest = self._pages.check(batch, query_lens, seq_lens)
         else:
             rows, highest = _check_dense(batch, seq_lens, self._device_type), -1
         return BatchSplit(
@@ -165,8 +165,8 @@ class BatchGuard:
             )
         return lens
 
-    def _check_lengths(self, batch: Batch, query_lens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the exact lengths on the host, and what of them is cached; None where the host does not know."""
+    def _check_lengths(self, batch: Batch, query_lens: Tensor) -> Tensor | None:
+        """Return the exact CPU sequence lengths; None where the host has no exact ones."""
         shape = (batch.num_reqs,)
         check_index("seq_lens", batch.seq_lens, shape, torch.int32, self._device_type)
         exact = self._requested.seq_lens_cpu_kind == "exact"
@@ -174,17 +174,16 @@ class BatchGuard:
             _check_longest(batch, batch.max_query_len if self._orders_keys else 0, exact=False)
             if batch.num_computed_tokens_cpu is not None:
                 check_index("num_computed_tokens_cpu", batch.num_computed_tokens_cpu, shape, torch.int32, "cpu")
-            return None, None
+            return None
         host = check_mirror("seq_lens", batch.seq_lens, batch.seq_lens_cpu, exact=exact)
         low, high = extremes(host)
-        contexts = host - query_lens
         _check_longest(batch, high, exact=exact)
         # Where the shortest sequence is as long as the longest query, all are as long as their own.
-        if low < 0 or (self._orders_keys and low < batch.max_query_len and int(contexts.amin()) < 0):
+        if low < 0 or (self._orders_keys and low < batch.max_query_len and int((host - query_lens).amin()) < 0):
             _refuse_short(host, query_lens)
         if batch.num_computed_tokens_cpu is not None:
-            _check_computed(batch.num_computed_tokens_cpu, contexts, exact=exact)
-        return (host, contexts) if exact else (None, None)
+            _check_computed(batch.num_computed_tokens_cpu, host - query_lens, exact=exact)
+        return host if exact else None
 
     def _num_decodes(self, batch: Batch, query_lens: Tensor) -> int:
         """Return the number of decodes; they come first, and padded requests may be anywhere."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Torch takes about a microsecond per operation, whatever the size: smaller batches than these are read as Python lists.
 _FEW_REQUESTS: Final = 8
-_FEW_ENTRIES: Final = 512
+_FEW_ENTRIES: Final = 256
 
 
 class PageGuard:
@@ -55,9 +55,7 @@ class PageGuard:
         self._owner = torch.empty(0, dtype=torch.int32)
         self._tokens = torch.empty(0, dtype=torch.int32)
 
-    def check(
-        self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None, contexts: Tensor | None
-    ) -> tuple[int, int]:
+    def check(self, batch: Batch, query_lens: Tensor, seq_lens: Tensor | None) -> tuple[int, int]:
         """
         Return the K/V rows of a call, and an upper bound of the blocks in use.
 
@@ -65,7 +63,6 @@ class PageGuard:
             batch: The batch.
             query_lens: ``(num_reqs,)`` int32 on the CPU.
             seq_lens: ``(num_reqs,)`` int32 on the CPU, exact; None where the host does not know them.
-            contexts: What of them is cached before this step, likewise.
 
         Raises:
             BatchError: The block table is too short, or the tables are absent or contradict each other.
@@ -83,12 +80,14 @@ class PageGuard:
             check_mirror("block_table", table, host_table)
         if host_slots is not None:
             check_mirror("slot_mapping", slots, host_slots)
+        used = None
         if host_table is not None and keys is not None and width:
-            if self._is_small_decode(batch, host_table) and host_slots is not None:
-                found = self._highest_of_decodes(host_table.tolist(), host_slots.tolist(), keys.tolist())
-                if found is not None:
-                    return len(slots), found
             used = host_table if host_table.shape[1] == width else host_table[:, :width]
+            found = self._highest_of_decodes(batch, used, host_slots, keys)
+            if found is not None:
+                return slots.shape[0], found
+        contexts = None if seq_lens is None else seq_lens - query_lens
+        if used is not None and keys is not None:
             highest = self._check_blocks(used, keys, self._first_keys(contexts))
         if host_slots is not None and slots.shape[0]:
             places = None
@@ -110,22 +109,25 @@ class PageGuard:
             and batch.num_actual_tokens == batch.num_reqs <= _FEW_REQUESTS
         )
 
-    def _highest_of_decodes(self, table: list[list[int]], slots: list[int], lens: list[int]) -> int | None:
+    def _highest_of_decodes(self, batch: Batch, used: Tensor, host_slots: Tensor | None, keys: Tensor) -> int | None:
         """
-        Return the highest block of decodes whose blocks and slots are all as they should be.
+        Return the highest block of a few decodes whose blocks and slots are all as they should be.
 
         None says nothing: the checks on tensors then decide, and word the error. Blocks that a window leaves out may
         be the null block, which only those checks know.
         """
+        if host_slots is None or self._num_blocks is None or not self._is_small_decode(batch, used):
+            return None
+        table, slots, lens = used.tolist(), host_slots.tolist(), keys.tolist()
         size, highest = self._size, 0
-        if self._num_blocks is None or len(slots) != len(lens) or len(set(slots)) < len(slots):
+        if len(slots) != len(lens) or len(set(slots)) < len(slots):
             return None
         for length, slot, row in zip(lens, slots, table, strict=True):
             last = (length - 1) // size
-            used = row[: last + 1]
-            if min(used) < 1 or slot != row[last] * size + (length - 1) % size:
+            blocks = row[: last + 1]
+            if min(blocks) < 1 or slot != row[last] * size + (length - 1) % size:
                 return None
-            highest = max(highest, *used)
+            highest = max(highest, *blocks)
         return highest if highest < self._num_blocks else None
 
     def _num_key_rows(self, slots: Tensor, host: Tensor | None) -> int:
