@@ -256,10 +256,10 @@ def _captured(builder: MetadataBuilder, step: DcpStep, forward: Callable[[Metada
 
 def run_real(rank: int, group: Any, step: DcpStep, variant: str, *, replayed: bool = False) -> Result:
     """Do so on a kernel library."""
-    asked = evolve(requirements_of(step), cudagraph="always" if replayed else "never")
+    required = evolve(requirements_of(step), cudagraph="always" if replayed else "never")
     with pytest.MonkeyPatch.context() as patch:
         FLASH_ATTN.register(patch)
-        return run_on(FLASH_ATTN.load(asked, variant), rank, group, step, replayed=replayed)
+        return run_on(FLASH_ATTN.load(required, variant), rank, group, step, replayed=replayed)
 
 
 def run_fake(rank: int, group: Any, step: DcpStep, variant: str) -> Result:

@@ -82,13 +82,13 @@ class Pages(Kernels):
     def _check(
         self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, call: VarlenCall, params: LayerParams
     ) -> None:
-        asked = self.agreement.requirements
+        required = self.agreement.requirements
         numbers = (call.cu_seqlens_q, call.seqused_k, call.cu_seqlens_k, call.block_table, call.leftpad_k)
         assert all(tensor is None or tensor.dtype == torch.int32 for tensor in numbers)
         assert all(tensor is None or tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in numbers)
         assert query.dtype == key.dtype == value.dtype
         assert query.shape[:2] == out.shape[:2]
-        assert query.shape[1] in {asked.num_q_heads, asked.num_q_heads * asked.dcp_size}
+        assert query.shape[1] in {required.num_q_heads, required.num_q_heads * required.dcp_size}
         assert int(call.cu_seqlens_q[-1]) <= query.shape[0]  # less where a graph is padded
         assert int(call.cu_seqlens_q.diff().amax()) <= call.max_seqlen_q
         assert params.sinks is None or params.sinks.dtype == out.dtype

@@ -97,7 +97,7 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "lens"),
+    ("required", "lens"),
     [
         ({}, ([5, 3], [5, 4])),  # a chunk of a prompt
         ({}, ([1, 1], [1, 1])),  # decodes
@@ -106,8 +106,8 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
         ({"seq_lens_cpu_kind": "upper_bound"}, ([5], [5])),
     ],
 )
-def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(asked, lens) -> None:
-    setting = Harness(load, **asked)
+def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(required, lens) -> None:
+    setting = Harness(load, **required)
     (part,) = plan_of(setting, setting.batch(*lens)).parts
 
     assert not part.reads_new_kv
@@ -148,8 +148,8 @@ def test_keys_that_come_with_the_call_are_one_pass() -> None:
 
 
 def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
-    asked = {"attn_type": "encoder_only", "paged": False, "block_size": None, "sliding_window": 4}
-    setting = Harness(load, **asked)
+    required = {"attn_type": "encoder_only", "paged": False, "block_size": None, "sliding_window": 4}
+    setting = Harness(load, **required)
     setting.forward(setting.builder.build(Batch.from_lengths([9, 3], causal=False)))
 
     (recorded,) = setting.backend.kernels.calls

@@ -121,14 +121,14 @@ def test_the_library_refuses_to_write_there(library, made) -> None:
 
 
 def test_one_row_that_is_broadcast_is_copied(journal) -> None:
-    asked = requests((1,), (20,))
+    step = requests((1,), (20,))
     adapter, out = (
         kernels("fa4"),
         torch.full((HEADS, SIZE), torch.nan).bfloat16().as_strided((1, HEADS, SIZE), (0, SIZE, 1)),
     )
-    adapter.attend(asked.query, *asked.pages, out, asked.call(adapter), PLAIN, None)
+    adapter.attend(step.query, *step.pages, out, step.call(adapter), PLAIN, None)
 
-    torch.testing.assert_close(out.double(), asked.truth(PLAIN)[0], rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(out.double(), step.truth(PLAIN)[0], rtol=1e-2, atol=1e-2)
     assert [call.function for call in journal.calls] == [PUBLIC]
 
 

@@ -22,13 +22,13 @@ GENERATION2, GENERATION3 = ("fa2", "fa2_vllm", "torch"), ("fa3", "fa3_vllm")
 IN_PAGES = ("fa2", "fa2_vllm", *GENERATION3, "fa4")
 
 
-def refuse(variant, asked=MIXED, *, paged=True, params=PLAIN, lse=True, match, **changed):
+def refuse(variant, step=MIXED, *, paged=True, params=PLAIN, lse=True, match, **changed):
     """Make a call with something wrong in it; the library's own error, or the fake's."""
     adapter = kernels(variant)
-    call = asked.call(adapter, paged=paged)
+    call = step.call(adapter, paged=paged)
     call = evolve(call, **{name: change(getattr(call, name)) for name, change in changed.items()})
     with pytest.raises((RuntimeError, AssertionError), match=match) as caught:
-        asked.attend(adapter, call, params, lse=lse)
+        step.attend(adapter, call, params, lse=lse)
     return type(caught.value).__name__
 
 

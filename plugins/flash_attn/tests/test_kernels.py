@@ -25,18 +25,18 @@ same = {"rtol": 1e-2, "atol": 1e-2}
 same_lse = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def assert_right(found, asked, params, *, causal=True):
-    out, lse = asked.truth(params, causal=causal)
+def assert_right(found, step, params, *, causal=True):
+    out, lse = step.truth(params, causal=causal)
     torch.testing.assert_close(found[0].double(), out, **same)
     torch.testing.assert_close(found[1].double(), lse, **same_lse)
 
 
 @pytest.mark.parametrize("variant", ADAPTERS)
 @pytest.mark.parametrize("paged", [True, False])
-@pytest.mark.parametrize("asked", [MIXED, DECODES, LONG], ids=["mixed", "decodes", "long"])
-def test_output_and_lse(variant, paged, asked):
+@pytest.mark.parametrize("step", [MIXED, DECODES, LONG], ids=["mixed", "decodes", "long"])
+def test_output_and_lse(variant, paged, step):
     adapter = kernels(variant)
-    assert_right(asked.attend(adapter, asked.call(adapter, paged=paged), PLAIN), asked, PLAIN)
+    assert_right(step.attend(adapter, step.call(adapter, paged=paged), PLAIN), step, PLAIN)
 
 
 @pytest.mark.parametrize("variant", ADAPTERS)
@@ -55,18 +55,18 @@ def test_windows(variant, window, causal):
 )
 def test_lse_with_alibi(variant, paged, window, causal):
     adapter, params = kernels(variant), evolve(PLAIN, alibi_slopes=SLOPES, window=window)
-    for asked in (MIXED, DECODES):
-        call = asked.call(adapter, paged=paged, causal=causal)
-        assert_right(asked.attend(adapter, call, params), asked, params, causal=causal)
+    for step in (MIXED, DECODES):
+        call = step.call(adapter, paged=paged, causal=causal)
+        assert_right(step.attend(adapter, call, params), step, params, causal=causal)
 
 
 @pytest.mark.parametrize("variant", ADAPTERS)
 def test_rows_without_keys(variant):
-    asked = requests((3, 2), (5, 0))
+    step = requests((3, 2), (5, 0))
     adapter = kernels(variant)
-    call = asked.call(adapter, paged=variant not in {"fa2", "fa2_vllm"}, causal=False)
-    assert_right(asked.attend(adapter, call, PLAIN), asked, PLAIN, causal=False)
-    assert asked.truth(PLAIN)[1][-1].tolist() == [-torch.inf] * HEADS
+    call = step.call(adapter, paged=variant not in {"fa2", "fa2_vllm"}, causal=False)
+    assert_right(step.attend(adapter, call, PLAIN), step, PLAIN, causal=False)
+    assert step.truth(PLAIN)[1][-1].tolist() == [-torch.inf] * HEADS
 
 
 @pytest.mark.parametrize("variant", ADAPTERS)
@@ -80,9 +80,9 @@ def test_without_lse(variant):
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "torch"])
 def test_requests_without_rows(variant):
     """Where the longest request has one row, every one is taken to have its row, unless the bound is another."""
-    asked = requests((1, 0, 1), (20, 300, 7))
+    step = requests((1, 0, 1), (20, 300, 7))
     adapter = kernels(variant)
-    assert_right(asked.attend(adapter, asked.call(adapter), PLAIN), asked, PLAIN)
+    assert_right(step.attend(adapter, step.call(adapter), PLAIN), step, PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_who_schedules(variant):
 @pytest.mark.parametrize("window", [(-1, -1), (3, 0)])
 def test_schedules_are_for_their_calls(num_splits, window):
     adapter, params = kernels("fa3_vllm"), evolve(PLAIN, window=window, softcap=2.0)
-    for asked in (MIXED, DECODES, LONG):
-        call = asked.call(adapter, num_splits=num_splits)
+    for step in (MIXED, DECODES, LONG):
+        call = step.call(adapter, num_splits=num_splits)
         schedule = adapter.schedule(call, params, num_heads_q=HEADS)
-        found = asked.attend(adapter, evolve(call, scheduler_metadata=schedule), params)
-        torch.testing.assert_close(found, asked.attend(adapter, call, params))
+        found = step.attend(adapter, evolve(call, scheduler_metadata=schedule), params)
+        torch.testing.assert_close(found, step.attend(adapter, call, params))
 
 
 @pytest.mark.parametrize(

@@ -544,8 +544,8 @@ def fixes() -> dict[str, Fix]:
     """Return the fix of each variant on a supported device where no library is installed."""
     manifest = read_manifest(MANIFEST)
     found = {each.name: make_candidate(manifest, each, lambda _: None) for each in manifest.variants}
-    asked = Request(LLAMA.evolve(block_size=256), HOPPER)
-    return {name: find_fix(candidate, asked) for name, candidate in found.items()}
+    request = Request(LLAMA.evolve(block_size=256), HOPPER)
+    return {name: find_fix(candidate, request) for name, candidate in found.items()}
 
 
 def test_fixes_install_the_libraries() -> None:

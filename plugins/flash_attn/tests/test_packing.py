@@ -45,7 +45,7 @@ def test_each_call_has_as_many_requests_as_there_is_room_for(lens, most) -> None
 
 
 @pytest.mark.parametrize(
-    ("asked", "at_once", "expected"),
+    ("required", "at_once", "expected"),
     [
         ({}, 2**20, 8 * 90),  # never more than there may be
         ({}, 200, 200),
@@ -53,10 +53,10 @@ def test_each_call_has_as_many_requests_as_there_is_room_for(lens, most) -> None
         ({"paged": False, "block_size": None}, 200, 0),
     ],
 )
-def test_hosts_are_told_of_the_memory(keys_at_once, asked, at_once, expected) -> None:
+def test_hosts_are_told_of_the_memory(keys_at_once, required, at_once, expected) -> None:
     keys_at_once(at_once)
     for kind, keys in (("packed", expected), ("pages", 0), ("cumulative", 0)):
-        setting = Small(load, variant=kind, **asked)
+        setting = Small(load, variant=kind, **required)
         assert setting.backend.workspace_bytes(setting.limits) == keys * PER_KEY
         assert setting.state.workspace.shape[0] == keys * PER_KEY
 
@@ -73,14 +73,14 @@ def test_packed_keys_lie_in_the_workspace(layout) -> None:
 
 @pytest.mark.parametrize("step", [LENS, ([0, 1, 0, 12], [0, 90, 0, 80]), ([90 // 2] * 1, [90])])
 @pytest.mark.parametrize(
-    "asked", [{}, {"sliding_window": 9}, {"batch_invariant": True}, {"kv_cache_dtype": "fp8_e4m3"}]
+    "required", [{}, {"sliding_window": 9}, {"batch_invariant": True}, {"kv_cache_dtype": "fp8_e4m3"}]
 )
-def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, asked) -> None:
-    whole = Small(load, variant="packed", return_lse=True, **asked)
+def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, required) -> None:
+    whole = Small(load, variant="packed", return_lse=True, **required)
     lse = torch.full((2, sum(step[0]), 4), 7.0)
     expected = whole.forward(whole.builder.build(whole.batch(*step)), lse=lse[0])
-    keys_at_once(50 if "kv_cache_dtype" in asked else 100)  # of 8 bits there is room for twice as many
-    parted = Small(load, variant="packed", return_lse=True, **asked)
+    keys_at_once(50 if "kv_cache_dtype" in required else 100)  # of 8 bits there is room for twice as many
+    parted = Small(load, variant="packed", return_lse=True, **required)
     metadata = parted.builder.build(parted.batch(*step))
 
     assert torch.equal(parted.forward(metadata, lse=lse[1]), expected)
@@ -125,13 +125,13 @@ def test_other_blocks_are_followed_by_every_call(keys_at_once) -> None:
 def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> None:
     keys_at_once(100)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    asked = {"return_lse": True, "sinks": True}
-    setting = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", cascade=True, **asked)
+    required = {"return_lse": True, "sinks": True}
+    setting = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", cascade=True, **required)
     batch = setting.batch([1, 1, 1, 9], [80, 70, 90, 80])
     table = batch.block_table.clone()
     table[:, 0] = table[0, 0]
     batch = evolve(batch, block_table=table, block_table_cpu=table, common_prefix_len=16)
-    flat = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", **asked)
+    flat = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", **required)
     plain = evolve(batch, common_prefix_len=0)
     cache = setting.backend.make_cache(64).normal_(generator=torch.Generator().manual_seed(1))
     found = []

@@ -32,8 +32,8 @@ LIBRARIES = (
 )
 
 
-def agreed(variant: str, kv_cache_dtype: str = "bfloat16", **asked: object) -> Agreement:
-    requirements = Requirements(**{**DECODER, "kv_cache_dtype": kv_cache_dtype, **asked})
+def agreed(variant: str, kv_cache_dtype: str = "bfloat16", **required: object) -> Agreement:
+    requirements = Requirements(**{**DECODER, "kv_cache_dtype": kv_cache_dtype, **required})
     size, layout = (16, "NHD") if requirements.paged else (None, None)
     return Agreement("flash_attn", variant, requirements, size, layout, kv_cache_dtype, "never", {})
 
@@ -304,9 +304,9 @@ def test_metadata_alone_is_no_flash_attention_3(machine: Machine) -> None:
 
 
 def test_the_features_of_an_agreement() -> None:
-    asked = {"sliding_window": 4096, "logits_soft_cap": 30.0, "dtype": "float16"}
+    required = {"sliding_window": 4096, "logits_soft_cap": 30.0, "dtype": "float16"}
 
-    assert list(packages.needed(agreed("fa3", "fp8_e4m3", **asked))) == [
+    assert list(packages.needed(agreed("fa3", "fp8_e4m3", **required))) == [
         f"DISABLE_{name}" for name in ("VARLEN", "PAGEDKV", "LOCAL", "SOFTCAP", "FP16", "FP8")
     ]
 

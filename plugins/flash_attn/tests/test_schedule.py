@@ -23,8 +23,8 @@ class Captured(Harness):
 
     limits = LIMITS
 
-    def __init__(self, *keys: GraphShape, **asked: Any) -> None:
-        super().__init__(load, variant="scheduled", **{"cudagraph": "always", **asked})
+    def __init__(self, *keys: GraphShape, **required: Any) -> None:
+        super().__init__(load, variant="scheduled", **{"cudagraph": "always", **required})
         with self.state.graph_capture(8):
             self.graphs = [self.state.graph(key) for key in keys]
             for graph in self.graphs:
@@ -57,9 +57,9 @@ def test_each_pass_has_a_schedule_of_its_own() -> None:
 def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ranks) -> None:
     """New tokens come with the call, and have no schedule."""
     monkeypatch.setattr(building, "Ranks", lambda parallel, device: object())
-    backend, asked = load(Requirements(**MODEL, dcp_size=ranks), "scheduled"), []
+    backend, required = load(Requirements(**MODEL, dcp_size=ranks), "scheduled"), []
     monkeypatch.setattr(
-        backend.kernels, "schedule", lambda call, params, *, num_heads_q: asked.append((call, num_heads_q))
+        backend.kernels, "schedule", lambda call, params, *, num_heads_q: required.append((call, num_heads_q))
     )
     state = backend.make_state(evolve(LIMITS, capture_sizes=()), Parallel(dcp_size=ranks))
     builder = backend.make_builder([backend.make_impl(Layer(name="layers.0"))], state)
@@ -69,7 +69,7 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
     metadata = builder.build(Batch.from_lengths([1, 5], [20 * ranks] * 2, **more))
 
     (plan,) = metadata.plans.values()
-    assert [(call.causal, heads) for call, heads in asked] == [(False, ranks * MODEL["num_q_heads"])]
+    assert [(call.causal, heads) for call, heads in required] == [(False, ranks * MODEL["num_q_heads"])]
     assert plan.dcp.new.scheduler_metadata is None
 
 

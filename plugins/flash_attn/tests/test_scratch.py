@@ -67,9 +67,9 @@ class Measured(Harness):
 
     limits = Limits(max_num_reqs=64, max_num_tokens=ROWS, max_seq_len=64)
 
-    def __init__(self, kernels: type[Kernels], **asked: Any) -> None:
-        ranks = asked.get("dcp_size", 1)
-        self.backend = make_backend(Requirements(**{"dtype": "bfloat16", "block_size": 16, **ASKED, **asked}))
+    def __init__(self, kernels: type[Kernels], **required: Any) -> None:
+        ranks = required.get("dcp_size", 1)
+        self.backend = make_backend(Requirements(**{"dtype": "bfloat16", "block_size": 16, **ASKED, **required}))
         self.backend.kernels = kernels(self.backend.agreement)
         self.impls = [self.backend.make_impl(Layer(name="layers.0"))]
         self.state = self.backend.make_state(self.limits, Parallel(dcp_size=ranks))
@@ -77,15 +77,15 @@ class Measured(Harness):
 
     def step(self) -> Callable[[], None]:
         """Return what runs it."""
-        asked, count = self.backend.agreement.requirements, ROWS // 16
+        required, count = self.backend.agreement.requirements, ROWS // 16
         batch = self.batch([16] * count, [32] * count)
-        if asked.cascade:
+        if required.cascade:
             table = batch.block_table.clone()
             table[:, 0] = table[0, 0]
             batch = evolve(batch, block_table=table, block_table_cpu=table, common_prefix_len=16)
-        if asked.dcp_size > 1:
+        if required.dcp_size > 1:
             nowhere = torch.full_like(batch.slot_mapping, -1)
-            shares = batch.seq_lens // asked.dcp_size
+            shares = batch.seq_lens // required.dcp_size
             more = {"slot_mapping": nowhere, "slot_mapping_cpu": nowhere}
             batch = evolve(batch, dcp_local_seq_lens=shares, dcp_local_seq_lens_cpu=shares, **more)
         metadata, cache = self.builder.build(batch), self.backend.make_cache(200)
@@ -122,7 +122,7 @@ def peak(run: Callable[[], None], folder: Path) -> int:
 
 @pytest.mark.parametrize("kernels", [Hollow, Copying])
 @pytest.mark.parametrize(
-    "asked",
+    "required",
     [
         {},
         {"kv_cache_dtype": "fp8_e4m3"},
@@ -133,14 +133,14 @@ def peak(run: Callable[[], None], folder: Path) -> int:
     ],
     ids=str,
 )
-def test_a_profiling_run_takes_what_a_step_takes(monkeypatch, tmp_path, kernels, asked) -> None:
+def test_a_profiling_run_takes_what_a_step_takes(monkeypatch, tmp_path, kernels, required) -> None:
     monkeypatch.setattr(building, "Ranks", Together)
     for name in ("merge_into", "write_kv"):  # one launch each on a GPU, and of many numbers in float32 here
         monkeypatch.setattr(running, name, lambda *given: None)
     monkeypatch.setattr(
         running, "quantize_queries", lambda query, _: torch.empty_like(query, dtype=torch.float8_e4m3fn)
     )
-    setting = Measured(kernels, **asked)
+    setting = Measured(kernels, **required)
 
     taken, counted = peak(setting.step(), tmp_path), peak(setting.profiled(), tmp_path)
     small = 2**18  # of a few bytes per row

@@ -60,8 +60,8 @@ def test_replays_of_decodes_of_several_rows_are_the_oracles(load_real, variant, 
 
 
 @pytest.mark.parametrize("variant", GRAPHS_OF_ALL_STEPS)
-@pytest.mark.parametrize("asked", [{}, {"sliding_window": 9}, {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5}], ids=str)
-def test_replays_of_mixed_steps_are_the_oracles(load_real, variant, asked) -> None:
+@pytest.mark.parametrize("required", [{}, {"sliding_window": 9}, {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5}], ids=str)
+def test_replays_of_mixed_steps_are_the_oracles(load_real, variant, required) -> None:
     lens = (
         ((1, 1, 40), (300, 0, 17)),
         ((7,), (5,)),
@@ -70,7 +70,7 @@ def test_replays_of_mixed_steps_are_the_oracles(load_real, variant, asked) -> No
         ((64,), (0,)),
     )
     cases = [
-        evolve(DECODES, query_lens=q, context_lens=c, seed=i, num_padding_tokens=64 - sum(q), **asked)
+        evolve(DECODES, query_lens=q, context_lens=c, seed=i, num_padding_tokens=64 - sum(q), **required)
         for i, (q, c) in enumerate(lens)
     ]
     backend = load_real(cases[0].requirements(cudagraph="always", return_lse=True), variant)
@@ -97,9 +97,9 @@ def test_replays_over_8_bit_caches_are_the_oracles(load_real, variant) -> None:
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
-@pytest.mark.parametrize("asked", [{}, {"decode_query_len": 3}, {"batch_invariant": True}], ids=str)
-def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, asked) -> None:
-    checks.check_graph_sizes(load_real, variant, block_size=block_of(variant), **asked)
+@pytest.mark.parametrize("required", [{}, {"decode_query_len": 3}, {"batch_invariant": True}], ids=str)
+def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, required) -> None:
+    checks.check_graph_sizes(load_real, variant, block_size=block_of(variant), **required)
 
 
 @pytest.mark.parametrize("variant", SINKS)
@@ -108,10 +108,12 @@ def test_graphs_with_sinks_replay_in_any_order(load_real, variant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("asked", [{}, {"decode_query_len": 3}], ids=str)
-def test_no_build_waits_for_the_device(load_real, variant, asked) -> None:
+@pytest.mark.parametrize("required", [{}, {"decode_query_len": 3}], ids=str)
+def test_no_build_waits_for_the_device(load_real, variant, required) -> None:
     level = "uniform_batch" if variant in GRAPHS else "never"
-    checks.check_build_does_not_synchronize(load_real, variant, block_size=block_of(variant), cudagraph=level, **asked)
+    checks.check_build_does_not_synchronize(
+        load_real, variant, block_size=block_of(variant), cudagraph=level, **required
+    )
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -132,8 +134,8 @@ def test_steps_may_be_built_while_others_run(load_real, variant) -> None:
 @pytest.mark.parametrize("variant", GRAPHS)
 @pytest.mark.parametrize("num_q_heads", [4, 16])
 def test_replays_may_be_built_while_others_run(load_real, variant, num_q_heads) -> None:
-    asked = {"num_q_heads": num_q_heads, "block_size": block_of(variant)}
-    checks.check_queued_replays(load_real, variant, **asked)
+    required = {"num_q_heads": num_q_heads, "block_size": block_of(variant)}
+    checks.check_queued_replays(load_real, variant, **required)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -41,12 +41,12 @@ TABLES = (
 )
 
 
-@pytest.mark.parametrize(("asked", "variants"), TABLES, ids=str)
-def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_fake, asked, variants) -> None:
+@pytest.mark.parametrize(("required", "variants"), TABLES, ids=str)
+def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_fake, required, variants) -> None:
     serving = set()
     for variant in VARIANTS:
         try:
-            load_fake(Requirements(**ASKED, **asked), variant)
+            load_fake(Requirements(**ASKED, **required), variant)
         except NoBackendError:
             continue
         serving.add(variant)

@@ -71,7 +71,7 @@ def test_fa4_copies_whole_tiles_of_pages(load_real, head_size, size, window) -> 
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "required",
     [
         {"head_size": 160},
         {"head_size": 80, "cascade": True, "return_lse": True},
@@ -79,14 +79,14 @@ def test_fa4_copies_whole_tiles_of_pages(load_real, head_size, size, window) -> 
     ],
     ids=str,
 )
-def test_fa4_is_not_asked_for_tiles_that_it_copies_in_part(load_real, asked) -> None:
+def test_fa4_is_not_asked_for_tiles_that_it_copies_in_part(load_real, required) -> None:
     """Wrong numbers on Hopper, or an illegal memory access: never to be tried here."""
     FLASH_ATTN.skip_if_missing("fa4")
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("these rules are about the kernels for Hopper")
 
     with pytest.raises(NoBackendError, match=r"do\s+not\s+add\s+up\s+to"):
-        load_real(Requirements(num_q_heads=8, num_kv_heads=2, dtype="bfloat16", **asked), "fa4")
+        load_real(Requirements(num_q_heads=8, num_kv_heads=2, dtype="bfloat16", **required), "fa4")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -189,8 +189,8 @@ def test_8_bit_caches_are_read_with_their_scales(load_real, variant, step, layou
 
 @pytest.mark.parametrize("variant", FP8)
 def test_8_bit_caches_beside_windows_and_soft_caps(load_real, variant) -> None:
-    for asked in ({"sliding_window": 9}, {"logits_soft_cap": 5.0}, {"head_size": 64, "num_q_heads": 32}):
-        case = fit(MIXED, variant, kv_cache_dtype="fp8_e4m3", k_scale=0.25, v_scale=3.0, **asked)
+    for required in ({"sliding_window": 9}, {"logits_soft_cap": 5.0}, {"head_size": 64, "num_q_heads": 32}):
+        case = fit(MIXED, variant, kv_cache_dtype="fp8_e4m3", k_scale=0.25, v_scale=3.0, **required)
         check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
@@ -259,9 +259,9 @@ def test_groups_with_different_windows_share_a_state(load_real, variant) -> None
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("asked", [{}, {"cascade": True, "return_lse": True}, {"decode_query_len": 3}], ids=str)
-def test_warm_up_runs(load_real, variant, asked) -> None:
-    setting = Harness(load_real, variant=variant, head_size=128, block_size=block_of(variant), **asked)
+@pytest.mark.parametrize("required", [{}, {"cascade": True, "return_lse": True}, {"decode_query_len": 3}], ids=str)
+def test_warm_up_runs(load_real, variant, required) -> None:
+    setting = Harness(load_real, variant=variant, head_size=128, block_size=block_of(variant), **required)
 
     setting.backend.warmup([GraphShape(4, 4, 1)])
 
@@ -279,9 +279,9 @@ class Long(Harness):
 
 @pytest.mark.parametrize("variant", BATCH_INVARIANT)
 def test_a_request_has_the_same_bits_in_every_batch(load_real, variant) -> None:
-    asked = {"head_size": 128, "block_size": block_of(variant)}
+    required = {"head_size": 128, "block_size": block_of(variant)}
 
-    assert _bits_that_differ(Long(load_real, variant=variant, batch_invariant=True, **asked)) == 0
+    assert _bits_that_differ(Long(load_real, variant=variant, batch_invariant=True, **required)) == 0
 
 
 def test_a_request_has_other_bits_where_keys_are_split_as_the_library_likes(load_real) -> None:

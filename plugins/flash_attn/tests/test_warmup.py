@@ -13,7 +13,7 @@ SHAPES = [GraphShape(4, 4, 1)]
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "required",
     [
         {},
         {"cascade": True, "sinks": True, "return_lse": True},
@@ -25,20 +25,20 @@ SHAPES = [GraphShape(4, 4, 1)]
     ],
 )
 @pytest.mark.parametrize("kind", ["pages", "packed"])
-def test_each_kind_of_call_runs(kind, asked) -> None:
-    backend = load(Requirements(**{**MODEL, **asked}), kind)
+def test_each_kind_of_call_runs(kind, required) -> None:
+    backend = load(Requirements(**{**MODEL, **required}), kind)
     backend.warmup(SHAPES)
     calls = backend.kernels.calls
 
     rows = {one.call.max_seqlen_q for one in calls}
-    if asked.get("phases") == ("decode",):
+    if required.get("phases") == ("decode",):
         assert rows == {3}
-    elif "paged" in asked:
+    elif "paged" in required:
         assert rows == {2}
     else:
         assert {1, 2} <= rows
-    assert ("cascade" in asked) == any(not one.call.causal for one in calls if "attn_type" not in asked)
-    assert all((one.lse is not None) == bool(asked.get("return_lse")) for one in calls)
+    assert ("cascade" in required) == any(not one.call.causal for one in calls if "attn_type" not in required)
+    assert all((one.lse is not None) == bool(required.get("return_lse")) for one in calls)
 
 
 def test_prompts_are_run_in_one_piece_and_in_chunks() -> None:

@@ -126,23 +126,23 @@ def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_fake) -> None:
 
 
 def test_a_schedule_is_for_calls_with_the_same_padding() -> None:
-    asked, adapter = requests((100, 1), (110, 300)), kernels("fa3_vllm")
-    call = asked.call(adapter)
+    step, adapter = requests((100, 1), (110, 300)), kernels("fa3_vllm")
+    call = step.call(adapter)
     same, other = (
         adapter.schedule(evolve(call, leftpad_k=padding), TERMS, num_heads_q=HEADS)
         for padding in (call.leftpad_k, None)
     )
 
-    found, _ = asked.attend(adapter, evolve(call, scheduler_metadata=same), TERMS)
-    torch.testing.assert_close(found.double(), asked.truth(TERMS)[0], rtol=1e-2, atol=1e-2)
+    found, _ = step.attend(adapter, evolve(call, scheduler_metadata=same), TERMS)
+    torch.testing.assert_close(found.double(), step.truth(TERMS)[0], rtol=1e-2, atol=1e-2)
     with pytest.raises(RuntimeError, match="scheduler_metadata must have shape"):
-        asked.attend(adapter, evolve(call, scheduler_metadata=other), TERMS)
+        step.attend(adapter, evolve(call, scheduler_metadata=other), TERMS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_fakes_know_no_other_padding(variant) -> None:
-    asked, adapter = requests((5, 1), (20, 7)), kernels(variant)
-    call = asked.call(adapter)
+    step, adapter = requests((5, 1), (20, 7)), kernels(variant)
+    call = step.call(adapter)
     for wrong, match in (
         (call.leftpad_k.long(), "int32"),
         (call.leftpad_k[:1], "shape"),
@@ -150,4 +150,4 @@ def test_the_fakes_know_no_other_padding(variant) -> None:
         (torch.ones(2, dtype=torch.int32), "no padding but 0"),
     ):
         with pytest.raises((RuntimeError, AssertionError), match=match):
-            asked.attend(adapter, evolve(call, leftpad_k=wrong), TERMS)
+            step.attend(adapter, evolve(call, leftpad_k=wrong), TERMS)

@@ -25,9 +25,9 @@ def starts_of(lens: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(lens)], dtype=torch.int32)
 
 
-def kernels(variant: str, **asked: Any) -> Kernels:
+def kernels(variant: str, **required: Any) -> Kernels:
     """Return the adapter of a variant."""
-    requirements = Requirements(head_size=SIZE, num_q_heads=HEADS, num_kv_heads=KV_HEADS, dtype="bfloat16", **asked)
+    requirements = Requirements(head_size=SIZE, num_q_heads=HEADS, num_kv_heads=KV_HEADS, dtype="bfloat16", **required)
     agreement = Agreement(
         backend="flash_attn", variant=variant, requirements=requirements, block_size=256, kv_layout="NHD",
         kv_cache_dtype=requirements.kv_cache_dtype, cudagraph="never",

@@ -7,9 +7,9 @@ from typing import Any
 from attnplug import Agreement, Requirements
 
 
-def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str = "auto", **asked: Any) -> Agreement:
+def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str = "auto", **required: Any) -> Agreement:
     """Return what is agreed on for layers of 32 query and 8 KV heads of 128 in bfloat16, and what is asked beyond."""
     model = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
-    requirements = Requirements(**{**model, "kv_cache_dtype": kv_cache_dtype, **asked})
+    requirements = Requirements(**{**model, "kv_cache_dtype": kv_cache_dtype, **required})
     options = {"decode_kernel": kernel, "workspace_mib": 256}
     return Agreement("flashinfer", variant, requirements, 16, "NHD", kv_cache_dtype, "never", options)

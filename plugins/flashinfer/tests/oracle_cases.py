@@ -68,5 +68,5 @@ SERVED: Final = tuple(
 
 def check_attended(load: Callable[..., Any], variant: str, name: str) -> None:
     """Run a case, and compare output and LSE with the oracle's."""
-    case, asked = CASES[name]
-    check(load(case.requirements(return_lse=True, **asked), variant), materialize(case))
+    case, required = CASES[name]
+    check(load(case.requirements(return_lse=True, **required), variant), materialize(case))

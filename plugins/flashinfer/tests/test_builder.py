@@ -92,7 +92,7 @@ def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both
 
 
 @pytest.mark.parametrize(
-    ("asked", "query_lens", "backends"),
+    ("required", "query_lens", "backends"),
     [
         ({"decode_query_len": 3}, [1, 3, 2], ["fa2", "fa2"]),
         ({"decode_query_len": 3}, [3, 1, 2], ["fa2"]),
@@ -106,9 +106,11 @@ def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both
         ({"phases": ("decode",)}, [1, 0, 1], ["fa2", "fa2"]),
     ],
 )
-def test_few_rows_per_request_run_the_kernels_that_split_keys(load_fake, journal, asked, query_lens, backends) -> None:
-    layer = Layer(name="layers.0", sinks=torch.zeros(4) if "sinks" in asked else None)
-    setting = Harness(load_fake, [layer], variant="fa3", **asked)
+def test_few_rows_per_request_run_the_kernels_that_split_keys(
+    load_fake, journal, required, query_lens, backends
+) -> None:
+    layer = Layer(name="layers.0", sinks=torch.zeros(4) if "sinks" in required else None)
+    setting = Harness(load_fake, [layer], variant="fa3", **required)
     setting.forward(setting.builder.build(setting.batch(query_lens, [bool(length) * 20 for length in query_lens])))
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == backends

@@ -7,7 +7,7 @@ import pytest
 import attnplug
 from attnplug import Device
 from attnplug.errors import SettingsError
-from attnplug_flashinfer.routes import check_decode_kernel, on_tensor_cores
+from attnplug_flashinfer.routes import check_decode_kernel, uses_tensor_cores
 from plugins.flashinfer.tests.agreements import agreed
 
 
@@ -44,16 +44,16 @@ def test_without_a_cache_the_option_is_about_nothing() -> None:
 
 @pytest.mark.usefixtures("fakes")
 def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> None:
-    asked, options = (
+    required, options = (
         agreed(kernel="auto", num_q_heads=40).requirements,
         {"flashinfer_fake": {"decode_kernel": "cuda_cores"}},
     )
-    refusing = attnplug.load(asked, "cpu", backend="flashinfer_fake/fa2", options=options)
+    refusing = attnplug.load(required, "cpu", backend="flashinfer_fake/fa2", options=options)
 
     with pytest.raises(SettingsError, match="groups of 5"):
         refusing.make_impl(attnplug.Layer(name="layer", scale=1.0))
 
-    serving = attnplug.load(asked, "cpu", backend="flashinfer_fake/fa2")
+    serving = attnplug.load(required, "cpu", backend="flashinfer_fake/fa2")
     assert serving.make_impl(attnplug.Layer(name="layer", scale=1.0)).num_q_heads == 40
 
 
@@ -74,7 +74,7 @@ def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_thr
     found = {
         group
         for group in range(1, 17)
-        if not on_tensor_cores(agreed("fa2", cache, kernel="auto", num_q_heads=8 * group), Device.cuda(device))
+        if not uses_tensor_cores(agreed("fa2", cache, kernel="auto", num_q_heads=8 * group), Device.cuda(device))
     }
 
     assert found == on_cuda_cores
@@ -83,5 +83,5 @@ def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_thr
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("device", [Device.cuda("8.0"), Device.cuda("9.0"), Device.cpu()])
 def test_what_is_said_counts_on_every_device(group: int, device: Device) -> None:
-    assert on_tensor_cores(agreed(kernel="tensor_cores", num_q_heads=8 * group), device)
-    assert not on_tensor_cores(agreed(kernel="cuda_cores", num_q_heads=8 * group), device)
+    assert uses_tensor_cores(agreed(kernel="tensor_cores", num_q_heads=8 * group), device)
+    assert not uses_tensor_cores(agreed(kernel="cuda_cores", num_q_heads=8 * group), device)

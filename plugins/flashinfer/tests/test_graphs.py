@@ -17,8 +17,8 @@ DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKV
 PLAIN = (Layer(name="layers.0"),)
 
 
-def graphs(load_fake, layers=PLAIN, **asked) -> Harness:
-    return Harness(load_fake, layers, cudagraph="uniform_batch", **asked)
+def graphs(load_fake, layers=PLAIN, **required) -> Harness:
+    return Harness(load_fake, layers, cudagraph="uniform_batch", **required)
 
 
 def rows_of(setting: Harness, graph, monkeypatch, batch):
@@ -186,9 +186,9 @@ def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_fake
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa3"])
-@pytest.mark.parametrize("asked", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True}], ids=str)
-def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_fake, variant, asked) -> None:
-    check_advanced_replays(load_fake, variant, **asked, head_size=64)
+@pytest.mark.parametrize("required", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True}], ids=str)
+def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_fake, variant, required) -> None:
+    check_advanced_replays(load_fake, variant, **required, head_size=64)
 
 
 def test_every_wrapper_of_a_state_uses_its_one_workspace(load_fake, monkeypatch) -> None:

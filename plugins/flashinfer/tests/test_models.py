@@ -24,11 +24,15 @@ def _one_thread():
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tokens_are_those_of_the_model_alone(fakes, monkeypatch, name: str, graphs: bool) -> None:
-    recorder, model, asked = LogitRecorder.attach(monkeypatch), build(name, device="cpu", small=True), prompts(LENGTHS)
+    recorder, model, inputs = (
+        LogitRecorder.attach(monkeypatch),
+        build(name, device="cpu", small=True),
+        prompts(LENGTHS),
+    )
     limits = {"max_num_tokens": 32, "max_num_reqs": 3, "max_seq_len": 64}
 
     with Engine(model, backend="flashinfer_fake/fa2", graphs=graphs, **limits) as engine:
-        tokens = engine.generate(asked, max_new_tokens=NEW, stop_tokens=())
+        tokens = engine.generate(inputs, max_new_tokens=NEW, stop_tokens=())
         assert bool(engine.stats.replayed_steps) is graphs
 
-    Accuracy.of(Reference.of(model, asked, tokens), recorder.take(), tokens).check()
+    Accuracy.of(Reference.of(model, inputs, tokens), recorder.take(), tokens).check()

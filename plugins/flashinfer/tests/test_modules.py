@@ -78,59 +78,59 @@ def asks(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
     """Draw a variant, a decode kernel, and what is asked, all of which the manifest takes."""
     variant, sinks = draw(st.sampled_from(("fa2", "fa3"))), draw(st.booleans())
     paged = sinks or draw(st.integers(0, 3)) > 0
-    asked = {"dtype": draw(st.sampled_from(("bfloat16", "float16"))), "head_size": draw(st.sampled_from((64, 128)))}
-    asked |= {"num_q_heads": 2 * draw(st.sampled_from((1, 4, 5))), "sinks": sinks, "paged": paged}
-    asked["sliding_window"] = draw(st.sampled_from((None, 1, 9)))
+    required = {"dtype": draw(st.sampled_from(("bfloat16", "float16"))), "head_size": draw(st.sampled_from((64, 128)))}
+    required |= {"num_q_heads": 2 * draw(st.sampled_from((1, 4, 5))), "sinks": sinks, "paged": paged}
+    required["sliding_window"] = draw(st.sampled_from((None, 1, 9)))
     if not sinks:
-        asked["logits_soft_cap"] = draw(st.sampled_from((None, 5.0)))
+        required["logits_soft_cap"] = draw(st.sampled_from((None, 5.0)))
     if not paged:
-        return variant, "auto", {**asked, "block_size": None}
-    asked["phases"] = draw(st.sampled_from((("prefill", "decode"), ("decode",), ("prefill",))))
-    asked["return_lse"] = draw(st.booleans())
-    if "decode" in asked["phases"]:
-        asked["decode_query_len"], asked["cudagraph"] = draw(st.sampled_from((1, 3))), "uniform_batch"
-    if not sinks and asked["sliding_window"] is None:
-        asked["cascade"] = draw(st.booleans())
+        return variant, "auto", {**required, "block_size": None}
+    required["phases"] = draw(st.sampled_from((("prefill", "decode"), ("decode",), ("prefill",))))
+    required["return_lse"] = draw(st.booleans())
+    if "decode" in required["phases"]:
+        required["decode_query_len"], required["cudagraph"] = draw(st.sampled_from((1, 3))), "uniform_batch"
+    if not sinks and required["sliding_window"] is None:
+        required["cascade"] = draw(st.booleans())
     if not sinks and variant == "fa2":
-        asked["kv_cache_dtype"] = draw(st.sampled_from(("auto", "fp8_e4m3", "fp8_e5m2")))
-    kernels = ["auto", "tensor_cores"] + ["cuda_cores"] * (not sinks and asked["num_q_heads"] != 10)
-    return variant, draw(st.sampled_from(kernels)), asked
+        required["kv_cache_dtype"] = draw(st.sampled_from(("auto", "fp8_e4m3", "fp8_e5m2")))
+    kernels = ["auto", "tensor_cores"] + ["cuda_cores"] * (not sinks and required["num_q_heads"] != 10)
+    return variant, draw(st.sampled_from(kernels)), required
 
 
-def prepared(load: Any, variant: str, kernel: str, asked: dict[str, Any]) -> Harness:
+def prepared(load: Any, variant: str, kernel: str, required: dict[str, Any]) -> Harness:
     """Return a layer as it was asked for, with a builder."""
     load = partial(load, options={"flashinfer_fake": {"decode_kernel": kernel}})
-    sinks = torch.zeros(asked["num_q_heads"]) if asked["sinks"] else None
-    return Harness(load, [Layer(name="layers.0", sinks=sinks)], variant, **asked)
+    sinks = torch.zeros(required["num_q_heads"]) if required["sinks"] else None
+    return Harness(load, [Layer(name="layers.0", sinks=sinks)], variant, **required)
 
 
 def run(setting: Harness, batch: Batch) -> None:
     """Build and run a step."""
-    impl, asked = setting.impls[0], setting.backend.agreement.requirements
-    dtype, tokens = getattr(torch, asked.dtype), batch.num_actual_tokens
+    impl, required = setting.impls[0], setting.backend.agreement.requirements
+    dtype, tokens = getattr(torch, required.dtype), batch.num_actual_tokens
     query, rows = (
-        torch.zeros(tokens, n, asked.head_size, dtype=dtype) for n in (asked.num_q_heads, asked.num_kv_heads)
+        torch.zeros(tokens, n, required.head_size, dtype=dtype) for n in (required.num_q_heads, required.num_kv_heads)
     )
-    lse = torch.zeros(tokens, asked.num_q_heads) if asked.return_lse else None
-    cache = setting.backend.make_cache(16) if asked.paged else None
+    lse = torch.zeros(tokens, required.num_q_heads) if required.return_lse else None
+    cache = setting.backend.make_cache(16) if required.paged else None
     output = query.new_empty(tokens, impl.output_width)
     impl.forward(query, rows, rows, cache, setting.builder.build(batch), output, lse=lse)
 
 
 def steps(setting: Harness) -> Iterator[Batch]:
     """Yield steps of every kind that an agreement may have, padded requests and shared prefixes among them."""
-    asked = setting.backend.agreement.requirements
-    if not asked.paged:
+    required = setting.backend.agreement.requirements
+    if not required.paged:
         yield Batch.from_lengths([3, 1])
         return
-    longest = asked.decode_query_len
+    longest = required.decode_query_len
     lens = [[1], [1, 1], [0, 1], [1, 0, 1], [longest, 1], [1, longest, 0, longest]]
-    if "prefill" in asked.phases:
+    if "prefill" in required.phases:
         lens += [[1, longest + 4], [longest + 1], [0, 5], [1, 0, longest, 7]]
     for query_lens in lens:
         seq_lens = [length and length + 2 * BLOCK for length in query_lens]
         yield setting.batch(query_lens, seq_lens)
-        if asked.cascade and all(query_lens):
+        if required.cascade and all(query_lens):
             batch = setting.batch(query_lens, seq_lens)
             batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
             yield Batch(**{**batch.to_dict(), "common_prefix_len": 2 * BLOCK})
@@ -149,19 +149,19 @@ def test_they_are_what_steps_and_a_profiling_run_load_and_warm_up_has_loaded_all
     load_fake: Any, journal: Any, ask: tuple[str, str, dict[str, Any]]
 ) -> None:
     setting = prepared(load_fake, *ask)
-    asked = setting.backend.agreement.requirements
+    required = setting.backend.agreement.requirements
     journal.clear()
     setting.backend.warmup([GraphShape(4, 4, 1)])
     warmed = loaded(journal)
     for batch in steps(setting):
         run(setting, batch)
     stepped = loaded(journal)
-    for query_len in {1, asked.decode_query_len} if asked.cudagraph != "never" else ():
+    for query_len in {1, required.decode_query_len} if required.cudagraph != "never" else ():
         setting.graph(2, query_len)
     captured = loaded(journal)
     query, rows = (
-        torch.zeros(4, heads, asked.head_size, dtype=getattr(torch, asked.dtype))
-        for heads in (asked.num_q_heads, asked.num_kv_heads)
+        torch.zeros(4, heads, required.head_size, dtype=getattr(torch, required.dtype))
+        for heads in (required.num_q_heads, required.num_kv_heads)
     )
     setting.impls[0].forward(query, rows, rows, None, None, query.flatten(1).clone())
     profiled = loaded(journal)

@@ -1,4 +1,4 @@
-"""What the probe finds missing, in environments that are made up: a fake torch, fake programs, fake metadata."""
+"""What the probe finds missing on a fake machine: a fake torch, fake programs, fake metadata."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    """The same without a process of its own, for what asks neither for torch nor for metadata."""
+    """A machine without packages: its PATH and its default toolkit are those of this process."""
     made = Machine(tmp_path, probe.probe, LIBRARIES)
     made.path.mkdir()
     for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_DISABLE_JIT", "CXX"):
@@ -80,7 +80,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return made
 
 
-def test_a_machine_with_everything_is_not_refused(machine: Machine) -> None:
+def test_a_complete_machine_is_not_refused(machine: Machine) -> None:
     machine.tools("nvcc", *TOOLS)
 
     assert machine.probe(agreed()) is None
@@ -98,19 +98,19 @@ def test_a_torch_for_the_cpu_is_refused(machine: Machine) -> None:
     assert str(reason).startswith("torch 2.11.0+cpu is built without CUDA: install a torch that is built for CUDA")
 
 
-def test_an_old_cuda_rules_out_the_kernels_for_hopper_alone(machine: Machine) -> None:
+def test_an_old_cuda_excludes_the_hopper_kernels_only(machine: Machine) -> None:
     machine.torch(CUDA_TORCH.replace("13.0", "12.1").replace("cu130", "cu121"))
     machine.tools("nvcc", *TOOLS)
 
     reason = machine.probe(agreed("fa3"))
 
     assert reason is not None
-    assert "torch 2.11.0+cu121 is built for CUDA 12.1, and the kernels for Hopper need 12.3" in str(reason)
+    assert "torch 2.11.0+cu121 is built for CUDA 12.1, and the Hopper kernels require 12.3" in str(reason)
     assert "use flashinfer/fa2" in reason.because
     assert machine.probe(agreed("fa2")) is None
 
 
-def test_without_nvcc_the_places_are_named(machine: Machine) -> None:
+def test_without_nvcc_the_searched_places_are_named(machine: Machine) -> None:
     machine.tools(*TOOLS)
 
     reason = machine.probe(agreed())
@@ -123,13 +123,13 @@ def test_without_nvcc_the_places_are_named(machine: Machine) -> None:
     assert "set CUDA_HOME to its folder; or install a flashinfer-jit-cache" in reason.because
 
 
-def test_a_jit_cache_with_every_module_needs_no_tool(machine: Machine) -> None:
+def test_a_complete_jit_cache_needs_no_tool(machine: Machine) -> None:
     machine.jit_cache(*prebuilt.needed_modules(agreed(), H200))
 
     assert machine.probe(agreed()) is None
 
 
-def test_a_jit_cache_that_lacks_a_module_names_it(machine: Machine) -> None:
+def test_a_module_missing_in_the_jit_cache_is_named(machine: Machine) -> None:
     decode, prefill = prebuilt.needed_modules(agreed(num_q_heads=8), H200)
     machine.jit_cache(prefill)
 
@@ -141,14 +141,14 @@ def test_a_jit_cache_that_lacks_a_module_names_it(machine: Machine) -> None:
     assert prefill not in reason.because
 
 
-def test_modules_may_come_with_the_library_itself(machine: Machine) -> None:
+def test_the_library_may_contain_the_modules(machine: Machine) -> None:
     for name in prebuilt.needed_modules(agreed(), H200):
         machine.write(f"site/flashinfer/data/aot/{name}/{name}.so")
 
     assert machine.probe(agreed()) is None
 
 
-def test_sinks_are_compiled_wherever_they_run(machine: Machine) -> None:
+def test_modules_with_sinks_are_always_compiled(machine: Machine) -> None:
     machine.jit_cache(*prebuilt.needed_modules(agreed(), H200))
 
     reason = machine.probe(agreed(sinks=True))
@@ -157,11 +157,11 @@ def test_sinks_are_compiled_wherever_they_run(machine: Machine) -> None:
     assert reason.because == "install a CUDA toolkit, and set CUDA_HOME to its folder"
 
 
-def test_a_library_that_is_told_to_compile_nothing_is_taken_at_its_word(machine: Machine) -> None:
+def test_a_library_that_must_not_compile(machine: Machine) -> None:
     machine.tools("nvcc", *TOOLS)
     decode, prefill = prebuilt.needed_modules(agreed(num_q_heads=8), H200)
     machine.jit_cache(prefill)
-    forbidding = {"FLASHINFER_DISABLE_JIT": "0"}  # the library asks for no more than that it is set
+    forbidding = {"FLASHINFER_DISABLE_JIT": "0"}  # the library reads every value as true
 
     assert str(machine.probe(agreed(num_q_heads=8), **forbidding)) == (
         f"FLASHINFER_DISABLE_JIT is '0', and {decode} would have to be compiled: unset it; or install a "
@@ -174,7 +174,7 @@ def test_a_library_that_is_told_to_compile_nothing_is_taken_at_its_word(machine:
 
 
 @pytest.mark.parametrize("name", ["flashinfer-jit-cache", "flashinfer-cubin"])
-def test_kernels_of_another_version_are_refused(machine: Machine, name: str) -> None:
+def test_compiled_kernels_of_another_version_are_refused(machine: Machine, name: str) -> None:
     machine.tools("nvcc", *TOOLS)
     machine.distribution(name, "0.6.11+cu130")
 
@@ -182,29 +182,27 @@ def test_kernels_of_another_version_are_refused(machine: Machine, name: str) -> 
 
     assert reason is not None
     assert reason.field == name
-    assert f"{name} 0.6.11+cu130 is installed beside flashinfer-python 0.6.12" in str(reason)
+    assert f"{name} 0.6.11+cu130 is installed with flashinfer-python 0.6.12" in str(reason)
     assert machine.probe(agreed(), FLASHINFER_DISABLE_VERSION_CHECK="1") is None
 
 
-def test_another_device_is_the_business_of_the_manifest(machine: Machine) -> None:
+def test_other_devices_are_left_to_the_manifest(machine: Machine) -> None:
     assert machine.probe(agreed(), "cpu") is None
 
 
-def test_cuda_home_comes_before_the_path(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_home_precedes_the_path(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     bare.tools("nvcc", *TOOLS)
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
 
     reason = toolchain.missing_tool(["m"])
 
     assert reason is not None
-    assert "with /nowhere/bin/nvcc, and there is none: CUDA_HOME is '/nowhere', and comes before the PATH" in str(
-        reason
-    )
+    assert "with /nowhere/bin/nvcc, which does not exist: CUDA_HOME is '/nowhere', and precedes the PATH" in str(reason)
     monkeypatch.delenv("CUDA_HOME")
     assert toolchain.missing_tool(["m"]) is None
 
 
-def test_an_empty_cuda_home_gives_way_to_cuda_path(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_path_replaces_an_empty_cuda_home(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     bare.tools(*TOOLS)
     bare.program("toolkit/bin/nvcc")
     monkeypatch.setenv("CUDA_HOME", "")
@@ -220,19 +218,19 @@ def test_the_default_place_is_the_last_one(bare: Machine) -> None:
     reason = toolchain.missing_tool(["m"])
 
     assert reason is not None
-    assert f"with {bare.default_home}/bin/nvcc, and there is none" in str(reason)
+    assert f"with {bare.default_home}/bin/nvcc, which does not exist" in str(reason)
     bare.program("usr-local-cuda/bin/nvcc")
     assert toolchain.missing_tool(["m"]) is None
 
 
-def test_a_file_that_does_not_run_is_no_nvcc(bare: Machine) -> None:
+def test_nvcc_has_to_be_executable(bare: Machine) -> None:
     bare.tools(*TOOLS)
     bare.write("bin/nvcc")
 
     assert toolchain.missing_tool(["m"]) is not None
 
 
-def test_an_nvcc_of_its_own_still_needs_a_toolkit(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_nvcc_still_needs_a_toolkit(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     bare.tools("my-nvcc", *TOOLS)
     monkeypatch.setenv("FLASHINFER_NVCC", "my-nvcc --quiet")
 
@@ -244,16 +242,16 @@ def test_an_nvcc_of_its_own_still_needs_a_toolkit(bare: Machine, monkeypatch: py
     assert toolchain.missing_tool(["m"]) is None
     monkeypatch.setenv("FLASHINFER_NVCC", "their-nvcc")
     assert str(toolchain.missing_tool(["m"])) == (
-        "FLASHINFER_NVCC is 'their-nvcc', which is no program: correct it, or unset it"
+        "FLASHINFER_NVCC is 'their-nvcc', which is not a program: correct it, or unset it"
     )
 
 
-def test_without_a_compiler_of_cpp(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cpp_compiler(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     bare.tools("nvcc", "ninja", "ccache")
 
     assert "there is no c++ on the PATH: install g++ or clang++" in str(toolchain.missing_tool(["m"]))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "CXX is 'no-such-compiler', which is no program" in str(toolchain.missing_tool(["m"]))
+    assert "CXX is 'no-such-compiler', which is not a program" in str(toolchain.missing_tool(["m"]))
     monkeypatch.setenv("CXX", "ccache g++")
     assert toolchain.missing_tool(["m"]) is None
 
@@ -265,11 +263,11 @@ def test_without_ninja(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert str(toolchain.missing_tool(["m"])).endswith("there is no ninja on the PATH: pip install ninja")
     beside = bare.program("venv/bin/ninja").parent
-    assert str(toolchain.missing_tool(["m"])).endswith(f"add {beside} to the PATH: there is one")
+    assert str(toolchain.missing_tool(["m"])).endswith(f"add {beside}, which has one, to the PATH")
 
 
 @pytest.mark.parametrize("text", ["", "__version__ = '2.11'", "cuda = '13.0'"])
-def test_an_odd_build_of_torch_is_not_judged(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_build_of_torch_is_not_judged(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spec:
         origin = str(tmp_path / "__init__.py")
 
@@ -282,7 +280,7 @@ def test_an_odd_build_of_torch_is_not_judged(text: str, tmp_path: Path, monkeypa
     assert probe._torch("fa2") is None
 
 
-def test_the_torch_of_this_environment_is_read_as_it_says_itself() -> None:
+def test_the_installed_torch_is_read() -> None:
     build = probe.torch_build()
 
     assert build is not None
@@ -290,7 +288,7 @@ def test_the_torch_of_this_environment_is_read_as_it_says_itself() -> None:
     assert build.cuda == (None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")[:2])))
 
 
-def test_a_torch_that_is_loaded_is_asked_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loaded_torch_is_checked_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(probe, "_torch", lambda _: None)
 

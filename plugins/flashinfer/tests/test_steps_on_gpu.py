@@ -20,9 +20,9 @@ LAYERS = ({}, {"sinks": True, "head_size": 64}, {"decode_query_len": 3})
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("asked", LAYERS, ids=str)
-def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, asked) -> None:
-    checks.check_graph_sizes(load_real, variant, **asked)
+@pytest.mark.parametrize("required", LAYERS, ids=str)
+def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, required) -> None:
+    checks.check_graph_sizes(load_real, variant, **required)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -59,9 +59,9 @@ def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("asked", LAYERS, ids=str)
-def test_no_build_waits_for_the_device(load_real, variant, asked) -> None:
-    checks.check_build_does_not_synchronize(load_real, variant, **asked)
+@pytest.mark.parametrize("required", LAYERS, ids=str)
+def test_no_build_waits_for_the_device(load_real, variant, required) -> None:
+    checks.check_build_does_not_synchronize(load_real, variant, **required)
 
 
 def test_no_cascade_waits_for_the_device(load_real) -> None:
@@ -85,6 +85,8 @@ def test_replays_may_be_built_while_others_run(load_real, num_q_heads) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("asked", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True, "head_size": 64}], ids=str)
-def test_replays_of_advanced_steps_are_those_of_eager_ones(load_real, variant, asked) -> None:
-    checks.check_advanced_replays(load_real, variant, **asked)
+@pytest.mark.parametrize(
+    "required", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True, "head_size": 64}], ids=str
+)
+def test_replays_of_advanced_steps_are_those_of_eager_ones(load_real, variant, required) -> None:
+    checks.check_advanced_replays(load_real, variant, **required)

@@ -124,7 +124,7 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, vari
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
-    "asked",
+    "required",
     [
         {},
         {"phases": ("decode",)},
@@ -135,10 +135,10 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, vari
     ],
     ids=str,
 )
-def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, variant, asked) -> None:
+def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, variant, required) -> None:
     from flashinfer.jit.core import jit_spec_registry  # noqa: PLC0415 - there is a GPU
 
-    setting = Harness(load_real, [_layer(asked)], variant, **{"head_size": 128, "num_q_heads": 8, **asked})
+    setting = Harness(load_real, [_layer(required)], variant, **{"head_size": 128, "num_q_heads": 8, **required})
     backend, known = setting.backend, set(jit_spec_registry.get_all_specs())
     backend.warmup([GraphShape(4, 4, 1)])
     rows = [torch.zeros(50, n, setting.impls[0].head_size, device=backend.device).bfloat16() for n in (8, 2, 2)]
@@ -166,5 +166,5 @@ def test_a_wrapper_takes_the_memory_that_the_documentation_tells(load_real, kind
     assert 8 <= (torch.cuda.memory_allocated() - before) / 2**20 < 9
 
 
-def _layer(asked: dict[str, object]) -> Layer:
-    return Layer(name="layers.0", sinks=torch.zeros(8, device="cuda") if asked.get("sinks") else None)
+def _layer(required: dict[str, object]) -> Layer:
+    return Layer(name="layers.0", sinks=torch.zeros(8, device="cuda") if required.get("sinks") else None)

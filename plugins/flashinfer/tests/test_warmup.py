@@ -14,7 +14,7 @@ SHAPE = GraphShape(4, 4, 1)
 
 
 @pytest.mark.parametrize(
-    ("asked", "run"),
+    ("required", "run"),
     [
         ({}, {DECODE, PREFILL}),
         ({"phases": ("decode",)}, {DECODE, PREFILL}),  # behind a padded request a decode is a prefill
@@ -26,9 +26,9 @@ SHAPE = GraphShape(4, 4, 1)
         ({"paged": False, "block_size": None, "attn_type": "encoder_only"}, {RAGGED}),
     ],
 )
-def test_every_kind_runs_once(load_fake, journal, asked, run) -> None:
+def test_every_kind_runs_once(load_fake, journal, required, run) -> None:
     backend = Harness(
-        load_fake, [Layer(name="l", sinks=torch.zeros(4) if asked.get("sinks") else None)], **asked
+        load_fake, [Layer(name="l", sinks=torch.zeros(4) if required.get("sinks") else None)], **required
     ).backend
     journal.clear()
     backend.warmup([SHAPE])
@@ -37,7 +37,7 @@ def test_every_kind_runs_once(load_fake, journal, asked, run) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "backends"),
+    ("required", "backends"),
     [
         ({}, ["fa2", "fa3"]),
         ({"decode_query_len": 3}, ["fa2", "fa2", "fa3"]),
@@ -45,9 +45,9 @@ def test_every_kind_runs_once(load_fake, journal, asked, run) -> None:
         ({"sinks": True, "phases": ("decode",)}, ["fa2"]),
     ],
 )
-def test_so_does_every_backend(load_fake, journal, asked, backends) -> None:
-    layer = Layer(name="l", sinks=torch.zeros(4) if asked.get("sinks") else None)
-    Harness(load_fake, [layer], variant="fa3", **asked).backend.warmup([SHAPE])
+def test_so_does_every_backend(load_fake, journal, required, backends) -> None:
+    layer = Layer(name="l", sinks=torch.zeros(4) if required.get("sinks") else None)
+    Harness(load_fake, [layer], variant="fa3", **required).backend.warmup([SHAPE])
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == backends
 
@@ -65,10 +65,10 @@ def test_nothing_is_prepared_for_no_shape(load_fake, journal) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked", [{}, {"sliding_window": 4}, {"kv_cache_dtype": "fp8_e4m3"}, {"paged": False, "block_size": None}]
+    "required", [{}, {"sliding_window": 4}, {"kv_cache_dtype": "fp8_e4m3"}, {"paged": False, "block_size": None}]
 )
-def test_a_profiling_run_attends_what_it_is_given(load_fake, journal, asked) -> None:
-    setting = Harness(load_fake, **asked)
+def test_a_profiling_run_attends_what_it_is_given(load_fake, journal, required) -> None:
+    setting = Harness(load_fake, **required)
     query, rows = torch.randn(9, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
     output = torch.zeros(9, 256, dtype=torch.bfloat16)
     setting.impls[0].forward(query, rows, rows, None, None, output)

@@ -13,10 +13,14 @@ H200 = Device("cuda", compute_capability="9.0", num_multiprocessors=132)
 UNKNOWN = Device.cuda("9.0")
 
 
-def agreed(num_q_heads: int, num_kv_heads: int, cudagraph: str = "never", mib: int = 256, **asked: object) -> Agreement:
+def agreed(
+    num_q_heads: int, num_kv_heads: int, cudagraph: str = "never", mib: int = 256, **required: object
+) -> Agreement:
     heads = {"head_size": 128, "num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "dtype": "bfloat16"}
     options = {"decode_kernel": "auto", "workspace_mib": mib}
-    return Agreement("flashinfer", "fa2", Requirements(**{**heads, **asked}), 16, "NHD", "bfloat16", cudagraph, options)
+    return Agreement(
+        "flashinfer", "fa2", Requirements(**{**heads, **required}), 16, "NHD", "bfloat16", cudagraph, options
+    )
 
 
 def limits(num_reqs: int = 256, **more: object) -> Limits:

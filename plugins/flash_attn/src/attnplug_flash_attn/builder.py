@@ -38,18 +38,18 @@ class FlashAttentionBuilder(MetadataBuilder):
 
     def __init__(self, backend: FlashAttentionBackend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
-        asked = self.agreement.requirements
+        required = self.agreement.requirements
         self._kernels = backend.kernels
-        self._is_paged = bool(asked.paged)
-        self._is_cross = asked.attn_type == "encoder_decoder"
+        self._is_paged = bool(required.paged)
+        self._is_cross = required.attn_type == "encoder_decoder"
         self._block_size = self.agreement.block_size or 1
         self._schedules = Schedules(self, self._kernels)
         # Graphs read it where it is: a slot keeps the builders that were captured, and nobody writes it.
         self._leftpad = leftpad_of(self._kernels, self.limits.max_num_reqs, state.device)
         # Chunks of a prompt read pages, and pages and rows are tiled in other ways: never where results may not differ.
         self._uses_rows = (
-            asked.dtype == self.agreement.kv_cache_dtype
-            and asked.seq_lens_cpu_kind == "exact"
+            required.dtype == self.agreement.kv_cache_dtype
+            and required.seq_lens_cpu_kind == "exact"
             and not (self._is_cross or self.batch_invariant)
             and all(impl.layer.kv_sharing_target is None for impl in impls)
         )

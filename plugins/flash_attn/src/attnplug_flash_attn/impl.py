@@ -44,13 +44,13 @@ class FlashAttentionImpl(AttentionImpl):
 
     def __init__(self, layer: Layer, backend: FlashAttentionBackend) -> None:
         super().__init__(layer, backend)
-        asked = self.agreement.requirements
+        required = self.agreement.requirements
         self.kernels = backend.kernels
         self.params = self._params(layer)
         self.params_without_sinks = evolve(self.params, sinks=None)
         self._key = (self.window, self.logits_soft_cap)
         self._heads_v = (self.num_q_heads, self.head_size_v)
-        self._is_one_tensor = asked.head_size_v == asked.head_size
+        self._is_one_tensor = required.head_size_v == required.head_size
         self._caches = CacheViews(_keys_and_values)
         self._writes = bool(self.forward_writes)
         self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
@@ -238,21 +238,21 @@ def scratch_bytes(agreement: Agreement, kernels: Kernels, rows: int) -> int:
         kernels: The library.
         rows: Query rows.
     """
-    asked = agreement.requirements
-    width, cached = torch_dtype(asked.dtype).itemsize, torch_dtype(agreement.kv_cache_dtype).itemsize
+    required = agreement.requirements
+    width, cached = torch_dtype(required.dtype).itemsize, torch_dtype(agreement.kv_cache_dtype).itemsize
     of_query, of_result = (
-        asked.num_q_heads * asked.head_size,
-        asked.num_q_heads * (asked.head_size_v or asked.head_size),
+        required.num_q_heads * required.head_size,
+        required.num_q_heads * (required.head_size_v or required.head_size),
     )
-    ranks = asked.dcp_size
+    ranks = required.dcp_size
     held = of_query * cached if cached != width else 0
-    result = of_result * width + asked.num_q_heads * _FLOAT32
+    result = of_result * width + required.num_q_heads * _FLOAT32
     if not kernels.fills_output:
         held += ranks * result
     if ranks > 1:
         queries = 2 * ranks * of_query * cached  # as they come from all ranks, and by KV head
-        sums = ranks * (ranks + 2) * asked.num_q_heads * _FLOAT32
+        sums = ranks * (ranks + 2) * required.num_q_heads * _FLOAT32
         held += result + queries + ranks * result + sums + _SUMS_OF_RANKS * ranks * of_result * _FLOAT32
-    elif asked.cascade:
-        held += result + asked.num_q_heads * _FLOAT32
+    elif required.cascade:
+        held += result + required.num_q_heads * _FLOAT32
     return rows * held

@@ -126,15 +126,15 @@ def missing_for_fa3(agreement: Agreement) -> Reason | None:
 
 def needed(agreement: Agreement) -> Iterator[str]:
     """Yield the features that an agreement's calls use, by the names of the flags that leave them out."""
-    asked = agreement.requirements
+    required = agreement.requirements
     yield "DISABLE_VARLEN"
-    if asked.paged:
+    if required.paged:
         yield "DISABLE_PAGEDKV"
-    if asked.sliding_window is not None:
+    if required.sliding_window is not None:
         yield "DISABLE_LOCAL"
-    if asked.logits_soft_cap is not None:
+    if required.logits_soft_cap is not None:
         yield "DISABLE_SOFTCAP"
-    if asked.dtype == "float16":
+    if required.dtype == "float16":
         yield "DISABLE_FP16"
     if agreement.kv_cache_dtype.startswith("fp8"):
         yield "DISABLE_FP8"

@@ -120,21 +120,21 @@ def _pass(
 
 def _buffers(num_keys: int, workspace: Tensor, agreement: Agreement) -> tuple[Tensor, Tensor]:
     """Return the memory of so many keys and of their values, ``(num_keys, num_kv_heads, size)`` each."""
-    asked, dtype = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
+    required, dtype = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
     of_keys, of_values = (num_keys * each for each in _bytes_per_key(agreement))
     parts = (workspace[:of_keys], workspace[of_keys : of_keys + of_values])
-    sizes = (asked.head_size, asked.head_size_v or asked.head_size)
+    sizes = (required.head_size, required.head_size_v or required.head_size)
     key, value = (
-        part.view(dtype).view(num_keys, asked.num_kv_heads, size) for part, size in zip(parts, sizes, strict=True)
+        part.view(dtype).view(num_keys, required.num_kv_heads, size) for part, size in zip(parts, sizes, strict=True)
     )
     return key, value
 
 
 def _bytes_per_key(agreement: Agreement) -> tuple[int, int]:
     """Return what a key takes in all heads, and its value."""
-    asked, width = agreement.requirements, torch_dtype(agreement.kv_cache_dtype).itemsize
-    heads = asked.num_kv_heads * width
-    return heads * asked.head_size, heads * (asked.head_size_v or asked.head_size)
+    required, width = agreement.requirements, torch_dtype(agreement.kv_cache_dtype).itemsize
+    heads = required.num_kv_heads * width
+    return heads * required.head_size, heads * (required.head_size_v or required.head_size)
 
 
 def slots_of_keys(table: Tensor, starts: Tensor, num_keys: int, block_size: int) -> Tensor:

@@ -29,8 +29,8 @@ def run_each_pass(backend: FlashAttentionBackend) -> None:
 
     Where sequences are spread over ranks, the calls of one rank are run: nobody is asked to take part.
     """
-    asked = backend.agreement.requirements
-    if asked.dcp_size > 1:
+    required = backend.agreement.requirements
+    if required.dcp_size > 1:
         impl = backend.make_impl(dummy_layer(backend))
         _run_shard(backend, cast("FlashAttentionImpl", impl), cast("Tensor", backend.make_cache(2)))
     else:
@@ -39,7 +39,7 @@ def run_each_pass(backend: FlashAttentionBackend) -> None:
 
 def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: Tensor) -> None:
     """Run the new tokens of two requests, and their cached ones for the query heads of all ranks."""
-    asked, device = backend.agreement.requirements, backend.device
+    required, device = backend.agreement.requirements, backend.device
     lens = torch.tensor([1, 2], dtype=torch.int32, device=device)
     starts, tokens = cumulative(lens), 3
     key, value = (_zeros(impl, tokens, impl.num_kv_heads, size) for size in (impl.head_size, impl.head_size_v))
@@ -55,7 +55,7 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
         keys, values = key, value  # packed, they look like these
     for heads, given, found, call, params in (
         (impl.num_q_heads, key, value, new, impl.params),
-        (impl.num_q_heads * asked.dcp_size, keys, values, context, impl.params_without_sinks),
+        (impl.num_q_heads * required.dcp_size, keys, values, context, impl.params_without_sinks),
     ):
         query = _zeros(impl, tokens, heads, impl.head_size).to(cache.dtype)
         lse = torch.empty(tokens, heads, device=device)
@@ -64,23 +64,23 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
 
 
 def _batches(backend: Backend) -> Iterator[Batch]:
-    asked = backend.agreement.requirements
+    required = backend.agreement.requirements
     agreement, device, size = backend.agreement, backend.device, backend.agreement.block_size or 1
-    if not asked.paged:
+    if not required.paged:
         yield dummy_batch_of(agreement, device, [2])
         return
-    lens = _query_lens(asked)
+    lens = _query_lens(required)
     # Without context: the keys may be read as they come with the call.
     yield dummy_batch_of(agreement, device, lens, lens)
     yield dummy_batch_of(agreement, device, lens, [length + 1 for length in lens])
-    if asked.cascade:
+    if required.cascade:
         yield dummy_batch_of(agreement, device, lens, [length + size for length in lens], common_prefix_len=size)
 
 
-def _query_lens(asked: Requirements) -> list[int]:
+def _query_lens(required: Requirements) -> list[int]:
     """One row, as many as a decode may have, and one more."""
-    longest = asked.decode_query_len
-    return sorted({1, longest, longest + 1 if "prefill" in asked.phases else 1})
+    longest = required.decode_query_len
+    return sorted({1, longest, longest + 1 if "prefill" in required.phases else 1})
 
 
 def _zeros(impl: AttentionImpl, tokens: int, heads: int, size: int) -> Tensor:

@@ -1,1 +1,1 @@
-"""The attention backend flashinfer, for attnplug: FlashInfer's paged prefill and decode kernels."""
+"""The attention backend flashinfer: FlashInfer's paged prefill and decode kernels."""

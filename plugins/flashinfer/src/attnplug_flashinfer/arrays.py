@@ -1,4 +1,4 @@
-"""The arrays that a step gives the library to plan: made once per batch, whoever plans with them."""
+"""The arrays that the library's plans take, made once per batch for all plan keys."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 @frozen(eq=False)
 class Buffers:
     """
-    What the kernels of a captured graph read, all int32 on the device.
+    The arrays that the kernels of a captured graph read, all int32 on the device.
 
     Attributes:
-        starts: ``(num_reqs + 1,)`` where each request's rows start.
-        counts: ``(2 * num_reqs + 1,)`` memory of `indptr` and `last_page_len`, which one upload fills.
-        indices: Pages, as many as the longest sequences take, or more.
-        indptr: ``(num_reqs + 1,)`` where each request's pages start.
-        last_page_len: ``(num_reqs,)`` keys in each last page.
+        starts: ``(num_reqs + 1,)`` the first row of each request (the library's ``qo_indptr``).
+        counts: ``(2 * num_reqs + 1,)`` the memory of `indptr` and `last_page_len`, which one upload fills.
+        indices: The pages of all requests: memory for the longest sequences, or more.
+        indptr: ``(num_reqs + 1,)`` the first page of each request.
+        last_page_len: ``(num_reqs,)`` the keys in each last page.
     """
 
     starts: Tensor
@@ -46,7 +46,7 @@ class Buffers:
         return self.counts[self.starts.shape[0] :]
 
     def write(self, rows: Rows) -> None:
-        """Take the pages of a step, in stream order."""
+        """Write the pages of a step, in stream order."""
         upload(torch.cat((rows.indptr, rows.last_page_len)), self.counts.device, out=self.counts)
         self.indices[: rows.indices.shape[0]].copy_(rows.indices)
 
@@ -54,18 +54,18 @@ class Buffers:
 @frozen(eq=False)
 class Rows:
     """
-    Requests whose query rows lie together, in the form of a plan: host tensors but for the pages.
+    Requests with consecutive query rows, as arguments of a plan: CPU tensors, except for the pages.
 
     Attributes:
         kind: The kind of wrapper that plans them, by a name of `attnplug_flashinfer.kinds`.
-        first: Their first query row.
-        last: The row behind their last one.
-        longest: Rows of the longest query.
-        causal: Whether a row attends no later key.
-        starts: ``(requests + 1,)`` int32, rows from 0.
-        indptr: ``(requests + 1,)`` int32, pages from 0; of dense calls, keys.
-        indices: ``(pages,)`` int32 on the device; of dense calls, empty.
-        last_page_len: ``(requests,)`` int32 keys in each last page; of dense calls, empty.
+        first: The first query row.
+        last: The row behind the last one.
+        longest: The rows of the longest query.
+        causal: Whether a causal mask applies.
+        starts: ``(requests + 1,)`` int32, the first row of each request, from 0.
+        indptr: ``(requests + 1,)`` int32, the first page of each request, from 0; in dense calls, the first key.
+        indices: ``(pages,)`` int32 on the device; empty in dense calls.
+        last_page_len: ``(requests,)`` int32, the keys in each last page; empty in dense calls.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Step:
 
     Attributes:
         parts: All rows, each in one part.
-        prefix: The same rows, over the keys that all requests share; the parts then have the others.
+        prefix: The same rows over the shared prefix. The parts then have the keys behind it.
     """
 
     parts: tuple[Rows, ...]
@@ -100,51 +100,51 @@ def rows_of_step(batch: Batch, block_size: int, routes: tuple[Route, ...]) -> St
     Args:
         batch: A checked batch.
         block_size: Slots per page.
-        routes: The kinds of requests, in their order; the last one takes every request.
+        routes: The routes of requests, in their order. The last one accepts every request.
     """
     if not batch.common_prefix_len:
         return Step(_split(batch, pages_of(batch, block_size), routes))
     shared = batch.common_prefix_len // block_size
-    parts = _split(batch, _own_pages(batch, block_size, shared), routes)
+    parts = _split(batch, _suffix_pages(batch, block_size, shared), routes)
     return Step(parts, _prefix(batch, shared, block_size, prefix_kind(parts[-1].kind, routes)))
 
 
 def rows_of_dense(batch: Batch) -> Step:
-    """Return the rows of a dense step, all of them ``"ragged"``."""
-    starts, keys, tokens = _host(batch.query_start_loc_cpu), _host(batch.key_start_loc_cpu), batch.num_actual_tokens
-    none = starts[:0]
-    return Step((Rows("ragged", 0, tokens, batch.max_query_len, batch.causal, starts, keys, none, none),))
+    """Return the rows of a dense step, all of the kind ``"ragged"``."""
+    starts, keys, tokens = _on_cpu(batch.query_start_loc_cpu), _on_cpu(batch.key_start_loc_cpu), batch.num_actual_tokens
+    empty = starts[:0]
+    return Step((Rows("ragged", 0, tokens, batch.max_query_len, batch.causal, starts, keys, empty, empty),))
 
 
 def rows_of_graph(batch: Batch, block_size: int, kind: str, starts: Tensor) -> Rows:
     """
-    Return the rows of a batch that was padded to a captured shape.
+    Return the rows of a batch that is padded to a captured shape.
 
-    Every padded request reads as many keys as it has rows, in the null block: kernels expect some, and nobody looks at
-    what comes of it.
+    Every padded request reads as many keys as it has rows, from the null block: the kernels require some keys, and its
+    results are not read.
 
     Args:
-        batch: The batch as the graph sees it: its requests have equally many rows, and padding stands last.
+        batch: The batch as the graph sees it: its requests have equally many rows, and padding comes last.
         block_size: Slots per page.
         kind: The kind of wrapper.
-        starts: ``(num_reqs + 1,)`` where the rows of the captured shape start.
+        starts: ``(num_reqs + 1,)`` the first row of each request of the captured shape.
     """
     pages, query_len = pages_of(batch, block_size), batch.max_query_len
-    real = int(_host(batch.query_start_loc_cpu)[-1]) // query_len
+    num_reqs = int(_on_cpu(batch.query_start_loc_cpu)[-1]) // query_len  # without padding
     indptr, last, indices = pages.indptr_cpu, pages.last_page_len_cpu, pages.indices
-    if real < batch.num_reqs:
-        each = -(-query_len // block_size)
-        used, padded = int(indptr[real]), batch.num_reqs - real
-        added = torch.arange(used + each, used + padded * each + 1, each, dtype=torch.int32)
-        indptr = torch.cat((indptr[: real + 1], added))
-        last = pad_rows(last[:real], batch.num_reqs, (query_len - 1) % block_size + 1)
-        indices = pad_rows(indices[:used], used + padded * each, NULL_BLOCK)
+    if num_reqs < batch.num_reqs:
+        pages_each = -(-query_len // block_size)
+        used, padding = int(indptr[num_reqs]), batch.num_reqs - num_reqs
+        added = torch.arange(used + pages_each, used + padding * pages_each + 1, pages_each, dtype=torch.int32)
+        indptr = torch.cat((indptr[: num_reqs + 1], added))
+        last = pad_rows(last[:num_reqs], batch.num_reqs, (query_len - 1) % block_size + 1)
+        indices = pad_rows(indices[:used], used + padding * pages_each, NULL_BLOCK)
     return Rows(kind, 0, batch.num_actual_tokens, query_len, batch.causal, starts, indptr, indices, last)
 
 
 def _split(batch: Batch, pages: Pages, routes: tuple[Route, ...]) -> tuple[Rows, ...]:
-    starts = _host(batch.query_start_loc_cpu)
-    if batch.num_actual_tokens == batch.num_reqs and batch.max_query_len == 1:  # the usual step, without a loop
+    starts = _on_cpu(batch.query_start_loc_cpu)
+    if batch.num_actual_tokens == batch.num_reqs and batch.max_query_len == 1:  # the common step, without a loop
         kind = next(route.kind for route in routes if route.accepts(1))
         return (_part(kind, batch, starts, pages, 0, batch.num_reqs, 1),)
     lens: list[int] = starts.diff().tolist()
@@ -152,14 +152,14 @@ def _split(batch: Batch, pages: Pages, routes: tuple[Route, ...]) -> tuple[Rows,
     for route in routes:
         last = next((index for index in range(first, len(lens)) if not route.accepts(lens[index])), len(lens))
         longest = max(lens[first:last], default=0)
-        if longest:
+        if longest:  # padded requests alone have no rows to plan
             parts.append(_part(route.kind, batch, starts, pages, first, last, longest))
             first = last
     return tuple(parts)
 
 
 def _part(kind: str, batch: Batch, starts: Tensor, pages: Pages, first: int, last: int, longest: int) -> Rows:
-    """Return the requests from `first` to before `last`, counted from 0 again."""
+    """Return the requests from `first` to before `last`, with rows and pages counted from 0."""
     if last - first == batch.num_reqs:
         tokens, arrays = batch.num_actual_tokens, (pages.indptr_cpu, pages.indices, pages.last_page_len_cpu)
         return Rows(kind, 0, tokens, longest, batch.causal, starts, *arrays)
@@ -173,7 +173,7 @@ def _part(kind: str, batch: Batch, starts: Tensor, pages: Pages, first: int, las
 
 
 def _prefix(batch: Batch, shared: int, block_size: int, kind: str) -> Rows:
-    """One request that has all rows, and the pages that all requests share."""
+    """Return one request with all rows, and with the pages that all requests share."""
     tokens, blocks = batch.num_actual_tokens, shared_prefix_blocks(batch, block_size)
     starts, indptr, last = (
         torch.tensor(values, dtype=torch.int32) for values in ([0, tokens], [0, shared], [block_size])
@@ -181,21 +181,21 @@ def _prefix(batch: Batch, shared: int, block_size: int, kind: str) -> Rows:
     return Rows(kind, 0, tokens, tokens, False, starts, indptr, blocks[0], last)  # noqa: FBT003 - see Rows
 
 
-def _own_pages(batch: Batch, block_size: int, shared: int) -> Pages:
+def _suffix_pages(batch: Batch, block_size: int, shared: int) -> Pages:
     """Return the pages behind the shared ones. Padded requests may be shorter than those."""
-    table, lens = batch.block_table, _host(batch.seq_lens_cpu)
-    assert table is not None  # noqa: S101 - see above
-    host = batch.block_table_cpu
-    own = evolve(
+    table, lens = batch.block_table, _on_cpu(batch.seq_lens_cpu)
+    assert table is not None  # noqa: S101 - the contract checks that paged batches have one
+    table_cpu = batch.block_table_cpu
+    suffix = evolve(
         batch,
         block_table=table[:, shared:],
-        block_table_cpu=None if host is None else host[:, shared:],
+        block_table_cpu=None if table_cpu is None else table_cpu[:, shared:],
         seq_lens=(batch.seq_lens - shared * block_size).clamp_(min=0),
         seq_lens_cpu=(lens - shared * block_size).clamp_(min=0),
     )
-    return pages_of(own, block_size)
+    return pages_of(suffix, block_size)
 
 
-def _host(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None  # noqa: S101 - the guard has seen it
+def _on_cpu(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None  # noqa: S101 - the contract requires exact CPU sequence lengths for this backend
     return tensor

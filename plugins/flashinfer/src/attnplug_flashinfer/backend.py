@@ -1,4 +1,4 @@
-"""The backend, the same for both variants: they differ in what their wrappers are told."""
+"""The backend, the same for both variants: they differ in the arguments of their wrappers."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 class FlashInferBackend(Backend):
-    """FlashInfer's wrappers over a paged cache, or over keys and values that come with the call."""
+    """FlashInfer's wrappers over a paged KV cache, or over contiguous (non-paged) K/V."""
 
     impl_class = FlashInferImpl
     builder_class = FlashInferBuilder
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
-        """Return the contract's tensor, in the library's order: in memory a block holds its keys, then its values."""
+        """Return the contract's tensor in the library's memory order: each block has its keys, then its values."""
         order = (1, 0, 3, 2, 4) if self.agreement.kv_layout == "HND" else (1, 0, 2, 3, 4)
         tensors = super().cache_tensors(num_blocks)
-        return {role: CacheTensor(given.shape, given.dtype, given.block_axis, order) for role, given in tensors.items()}
+        return {role: CacheTensor(one.shape, one.dtype, one.block_axis, order) for role, one in tensors.items()}
 
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return the size of the library's float workspace."""
+        """Return the size of the library's float workspace in bytes."""
         return workspace_bytes(self.agreement, self.device_properties, limits)
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
-        """Compile every kernel that the agreement can need. None of them depends on a batch's shape."""
+        """Compile every kernel that the agreement can use. None depends on the shape of a batch."""
         if shapes:
             run_each_kind(self)

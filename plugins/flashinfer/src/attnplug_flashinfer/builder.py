@@ -1,4 +1,4 @@
-"""Turns a batch into plans."""
+"""Plans each step with the library."""
 
 from __future__ import annotations
 
@@ -23,25 +23,24 @@ if TYPE_CHECKING:
 
 class FlashInferBuilder(MetadataBuilder):
     """
-    Makes one `Plan` per plan key. The arrays that plans take are made once per batch, and shared by all keys.
+    Makes one `Plan` per plan key. The arrays of the plans are made once per batch and shared by all keys.
 
-    The library plans decodes for one row per request. Requests of one row at the front run there; all others are
-    prefills to it, whatever phase they count to.
+    The library's decodes have one row per request. Requests of one row at the front are decodes to it, and all others
+    are prefills, whatever phase they belong to.
     """
 
     supports_graphs = True
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
-        asked = self.agreement.requirements
-        self._is_paged = bool(asked.paged)
+        self._is_paged = bool(self.agreement.requirements.paged)
         self._routes = routes_of(self.agreement)
         self._block_size = self.agreement.block_size or 1
         self._planners = {key: Planner(group[0], state) for key, group in self.plan_groups.items()}
         self._indices: weakref.ref[Tensor] | None = None
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
-        """Plan with the library for each plan key; a graph's plans are written into its buffers."""
+        """Return a plan for each plan key. The plans of a graph are written into its buffers."""
         del split, fast
         return {"plans": self._plans(batch) if graph is None else self._graph_plans(batch, graph)}
 
@@ -59,7 +58,7 @@ class FlashInferBuilder(MetadataBuilder):
         return plans
 
     def _buffers(self, graph: GraphBuffers) -> tuple[Buffers, Tensor]:
-        """Return the buffers of a slot, which all plan keys share, and where the rows of its requests start."""
+        """Return the buffers of a graph, which all plan keys share, and the first row of each of its requests."""
         reqs, device = graph.key.num_reqs, self.state.device
         query_len = graph.key.num_tokens // reqs
         starts = torch.arange(0, graph.key.num_tokens + 1, query_len, dtype=torch.int32)
@@ -68,9 +67,9 @@ class FlashInferBuilder(MetadataBuilder):
         return Buffers(upload(starts, device), counts, indices), starts
 
     def _indices_of(self, size: int) -> Tensor:
-        """Return memory for so many pages, which slots share: each writes its own before its replay."""
-        found = None if self._indices is None else self._indices()
-        if found is None or found.shape[0] < size:
-            found = torch.zeros(size, dtype=torch.int32, device=self.state.device)
-            self._indices = weakref.ref(found)
-        return found
+        """Return memory for `size` pages. Graphs share it, since each build writes it before its replay."""
+        indices = None if self._indices is None else self._indices()
+        if indices is None or indices.shape[0] < size:
+            indices = torch.zeros(size, dtype=torch.int32, device=self.state.device)
+            self._indices = weakref.ref(indices)  # the graphs own it: releasing them frees it
+        return indices

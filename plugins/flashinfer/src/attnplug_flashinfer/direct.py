@@ -8,7 +8,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug_flashinfer.routes import on_tensor_cores
+from attnplug_flashinfer.routes import uses_tensor_cores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -194,7 +194,7 @@ def _decode_wrapper(planner: Planner, workspace: Tensor, *, captured: bool) -> A
             "paged_kv_last_page_len_buffer": buffer(requests),
         }
     backend = planner.backend
-    tensor_cores = on_tensor_cores(backend.agreement, backend.device_properties)
+    tensor_cores = uses_tensor_cores(backend.agreement, backend.device_properties)
     return BatchDecodeWithPagedKVCacheWrapper(
         workspace, _LAYOUT, use_tensor_cores=tensor_cores, backend="fa2", **buffers
     )

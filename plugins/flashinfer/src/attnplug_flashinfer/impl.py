@@ -29,7 +29,7 @@ class FlashInferImpl(AttentionImpl):
     """
     Runs the wrappers that its builder has planned.
 
-    All that does not change from call to call is made here once. The LSE of the library has base 2 until it leaves.
+    What does not change between calls is made here, once. The library's LSE has base 2, that of `forward` is natural.
     """
 
     cache_write = "either"
@@ -41,9 +41,9 @@ class FlashInferImpl(AttentionImpl):
         check_decode_kernel(self.agreement)
         self._key = super().plan_key
         self._heads = (self.num_q_heads, self.head_size)
-        self._caches = CacheViews(partial(_pages, is_hnd=self.agreement.kv_layout == "HND"))
+        self._cache_views = CacheViews(partial(_views, is_hnd=self.agreement.kv_layout == "HND"))
         self._writes = bool(self.forward_writes)
-        # The kernels with sinks take these two by place, and no scales; the others take nothing else.
+        # The wrapper for attention sinks takes both by position, and no scales. The others take neither.
         self._extra = () if layer.sinks is None else (layer.sinks.float().contiguous(), self.scale)
         self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
         quantized = layer.k_scale_tensor is not None
@@ -51,7 +51,7 @@ class FlashInferImpl(AttentionImpl):
 
     @property
     def plan_key(self) -> Hashable:
-        """The contract's own, made once."""
+        """The contract's key, made once."""
         return self._key
 
     def run(
@@ -64,24 +64,24 @@ class FlashInferImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Write the rows into the cache where forward does, then run the wrappers of the plan."""
+        """Write K/V into the cache unless the host does, then run the wrappers of the plan."""
         plan: Plan = metadata.plans.get(self._key) or self.plan_of(metadata)
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
             operands: tuple[Any, ...] = (keys, values) if keys.shape[0] == rows else (keys[:rows], values[:rows])
         else:
-            halves, pages = self._caches.of(kv_cache)
+            halves, pages = self._cache_views.of(kv_cache)
             if self._writes and key is not None and value is not None:
                 write_kv(key, value, *halves, cast("Tensor", metadata.batch.slot_mapping), *self._scale_tensors)
             operands = (pages, *self._extra)
         if output.is_contiguous() and (lse is None or lse.is_contiguous()):
             self._attend(plan, query, operands, output.view(-1, *self._heads), lse)
         else:
-            self._attend_aside(plan, metadata.batch.num_actual_tokens, query, operands, output, lse)
+            self._attend_and_copy(plan, metadata.batch.num_actual_tokens, query, operands, output, lse)
 
     def _attend(self, plan: Plan, query: Tensor, operands: tuple[Any, ...], out: Tensor, lse: Tensor | None) -> None:
         if plan.prefix is not None:
-            self._attend_twice(plan.parts, plan.prefix, query, operands, out, lse)
+            self._attend_with_prefix(plan.parts, plan.prefix, query, operands, out, lse)
             return
         for part in plan.parts:
             sums = self._run(part, query, operands, out, lse)
@@ -91,7 +91,7 @@ class FlashInferImpl(AttentionImpl):
     def _run(
         self, part: Part, query: Tensor, operands: tuple[Any, ...], out: Tensor, lse: Tensor | None
     ) -> Tensor | None:
-        """Attend the rows of a part, and return their LSE, of base 2."""
+        """Run the wrapper of a part, and return the LSE of its rows, of base 2."""
         if part.first or part.last != query.shape[0]:
             rows = slice(part.first, part.last)
             query, out, lse = query[rows], out[rows], None if lse is None else lse[rows]
@@ -101,7 +101,7 @@ class FlashInferImpl(AttentionImpl):
             part.run(query, *operands, out=out, lse=lse, return_lse=True, **self._scales)
         return lse
 
-    def _attend_twice(
+    def _attend_with_prefix(
         self,
         parts: tuple[Part, ...],
         prefix: Part,
@@ -110,7 +110,7 @@ class FlashInferImpl(AttentionImpl):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Attend the shared prefix and the rest apart, and merge: two passes have an LSE, and take scales."""
+        """Run prefix and suffix, and merge by LSE: the library's cascade returns no LSE and takes no scales."""
         tokens = prefix.last
         query, out = query[:tokens], out[:tokens]
         sums = query.new_empty(query.shape[:2], dtype=torch.float32) if lse is None else lse[:tokens]
@@ -122,7 +122,7 @@ class FlashInferImpl(AttentionImpl):
         if lse is not None:
             sums.mul_(_LN2)
 
-    def _attend_aside(
+    def _attend_and_copy(
         self,
         plan: Plan,
         tokens: int,
@@ -131,7 +131,7 @@ class FlashInferImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Attend into memory of this call: kernels write rows one after another, without looking at strides."""
+        """Attend into new memory, and copy: the kernels ignore the strides of outputs."""
         query = query[:tokens]
         out = query.new_empty(query.shape)
         sums = None if lse is None else lse.new_empty(query.shape[:2])
@@ -141,20 +141,20 @@ class FlashInferImpl(AttentionImpl):
             lse[:tokens] = sums
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write the rows into their slots, with the layer's scales."""
-        halves, _ = self._caches.of(kv_cache)
+        """Write K/V into their slots, with the layer's scales."""
+        halves, _ = self._cache_views.of(kv_cache)
         write_kv(key, value, *halves, slot_mapping, *self._scale_tensors)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
-        """Run dense attention over the given K/V, as large as the step that it stands for."""
+        """Run dense attention over the K/V, with the memory of a step of as many rows."""
         del lse
         if key is not None and value is not None and query.shape[0] and key.shape[0]:
             run_dense(self, query, key, value, output)
 
 
-def _pages(kv_cache: Tensor, *, is_hnd: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return keys and values ``(num_blocks, block_size, num_kv_heads, head_size)``, and as the library takes them."""
+def _views(kv_cache: Tensor, *, is_hnd: bool) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Return K and V, ``(num_blocks, block_size, num_kv_heads, head_size)``, and the same in the library's layout."""
     keys, values = kv_cache.unbind(0)
     return (keys, values), (keys.transpose(1, 2), values.transpose(1, 2)) if is_hnd else (keys, values)

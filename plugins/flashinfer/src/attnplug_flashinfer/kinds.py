@@ -1,4 +1,4 @@
-"""The kinds of wrappers, each with what its plans say for one plan key beside a step's arrays."""
+"""The kinds of wrappers: the class of the library that each one uses, and the arguments of its plans."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
 class Kind(ABC):
     """
-    Makes wrappers of a kind, and plans them.
+    Makes wrappers of one kind, and plans them for one plan key.
 
     Args:
-        impl: A layer of the plan key: all others of it have the same values.
-        workspace: uint8, zero at first use, shared by all wrappers that run on one stream.
-        kernels: Which kernels run, as `kernels_of` says.
+        impl: A layer of the plan key. All its layers have the same values.
+        workspace: uint8, zero at first use, shared by all wrappers of one stream.
+        kernels: The kernels that run, as `kernels_of` returns them.
     """
 
     def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
-        agreement, asked = impl.agreement, impl.agreement.requirements
+        agreement, required = impl.agreement, impl.agreement.requirements
         self._workspace = workspace
         self._kernels = kernels
         self._layout = agreement.kv_layout or "NHD"
-        self._dtype = torch_dtype(asked.dtype)
+        self._dtype = torch_dtype(required.dtype)
         self._head_size = impl.head_size
-        self._values: dict[str, Any] = {  # said in full: several defaults are those of another model
+        self._values: dict[str, Any] = {  # complete, since several defaults suit other models only
             "num_qo_heads": impl.num_q_heads,
             "num_kv_heads": impl.num_kv_heads,
             "window_left": impl.window[0],
@@ -48,7 +48,7 @@ class Kind(ABC):
 
     @abstractmethod
     def make(self, buffers: Buffers | None) -> Any:
-        """Return a wrapper, for a graph where there are buffers."""
+        """Return a wrapper: for a graph with buffers, for eager steps without."""
 
     @abstractmethod
     def plan(self, wrapper: Any, rows: Rows) -> None:
@@ -61,7 +61,7 @@ class Kind(ABC):
 
 
 class Decode(Kind):
-    """Decodes of one row per request. Their plans know no causal mask, and need none."""
+    """Decodes of one row per request. Their plans take no causal mask, and need none."""
 
     def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
         super().__init__(impl, workspace, kernels)
@@ -69,7 +69,7 @@ class Decode(Kind):
         self._values |= {"head_dim": impl.head_size, "page_size": impl.agreement.block_size}
 
     def make(self, buffers: Buffers | None) -> Any:
-        """Return a wrapper, for a graph where there are buffers."""
+        """Return a wrapper: for a graph with buffers, for eager steps without."""
         return library.decode_wrapper(self._workspace, self._layout, tensor_cores=self._tensor_cores, buffers=buffers)
 
     def plan(self, wrapper: Any, rows: Rows) -> None:
@@ -86,7 +86,7 @@ class Decode(Kind):
 
 
 class Prefill(Kind):
-    """Several rows per request, on pages."""
+    """Several rows per request, on a paged KV cache."""
 
     def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
         super().__init__(impl, workspace, kernels)
@@ -94,12 +94,12 @@ class Prefill(Kind):
         self._values |= {"page_size": impl.agreement.block_size}
 
     def make(self, buffers: Buffers | None) -> Any:
-        """Return a wrapper, for a graph where there are buffers."""
+        """Return a wrapper: for a graph with buffers, for eager steps without."""
         return library.prefill_wrapper(self._workspace, self._layout, backend=self._kernels, buffers=buffers)
 
     def plan(self, wrapper: Any, rows: Rows) -> None:
         """Plan a wrapper for a step."""
-        # The longest query is said because the library, left alone, looks at every one in Python.
+        # Without the longest query the library reads every length in Python.
         wrapper.plan(
             rows.starts,
             rows.indptr,
@@ -112,10 +112,10 @@ class Prefill(Kind):
 
 
 class SinkPrefill(Prefill):
-    """The same with sinks, which no other kernel reads, whatever its wrapper takes: decodes run here too."""
+    """Rows with attention sinks, decodes included. The other wrappers accept `sinks`, and ignore it."""
 
     def make(self, buffers: Buffers | None) -> Any:
-        """Return a wrapper, for a graph where there are buffers."""
+        """Return a wrapper: for a graph with buffers, for eager steps without."""
         return library.sink_wrapper(
             self._workspace,
             self._layout,
@@ -128,15 +128,15 @@ class SinkPrefill(Prefill):
 
 
 class Ragged(Kind):
-    """Keys and values that come with the call."""
+    """Contiguous (non-paged) K/V."""
 
     def __init__(self, impl: AttentionImpl, workspace: Tensor, kernels: str) -> None:
         super().__init__(impl, workspace, kernels)
         self._values |= {"head_dim_qk": impl.head_size, "head_dim_vo": impl.head_size, "kv_data_type": self._dtype}
 
     def make(self, buffers: Buffers | None) -> Any:
-        """Return a wrapper, for a graph where there are buffers."""
-        del buffers  # dense calls are not captured
+        """Return a wrapper: for a graph with buffers, for eager steps without."""
+        del buffers  # dense steps are not captured
         return library.ragged_wrapper(self._workspace, backend=self._kernels)
 
     def plan(self, wrapper: Any, rows: Rows) -> None:
@@ -145,12 +145,12 @@ class Ragged(Kind):
 
 
 def kinds_of(impl: AttentionImpl, workspace: Tensor) -> Mapping[str, Kind]:
-    """Return the kinds that a layer's plan key needs, by name."""
+    """Return the kinds that the steps of a plan key use, by name."""
     return {name: make_kind(name, impl, workspace) for name in kinds_of_steps(impl.agreement)}
 
 
 def make_kind(name: str, impl: AttentionImpl, workspace: Tensor) -> Kind:
-    """Return a kind by its name, as `attnplug_flashinfer.routes` has it."""
-    of_several = Prefill if impl.layer.sinks is None else SinkPrefill
-    cls = {"decode": Decode, "ragged": Ragged}.get(name, of_several)
+    """Return a kind by its name in `attnplug_flashinfer.routes`."""
+    prefill = Prefill if impl.layer.sinks is None else SinkPrefill
+    cls = {"decode": Decode, "ragged": Ragged}.get(name, prefill)
     return cls(impl, workspace, kernels_of(name, impl.agreement, impl.backend.device_properties))

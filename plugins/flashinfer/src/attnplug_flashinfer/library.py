@@ -1,4 +1,4 @@
-"""FlashInfer as this plugin uses it. No other module imports it: what differs between its releases is settled here."""
+"""FlashInfer as this plugin uses it. No other module imports it, so that differences between releases stay here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _fast_decode_plan = getattr(_decode, "fast_decode_plan", None)
 
 
 class _HeadSizeInModuleName(flashinfer.BatchPrefillWithPagedKVCacheWrapper):  # type: ignore[misc]
-    """Adds the head size to the name of the module that a wrapper compiles, which leads `jit_args`."""
+    """Adds the head size to the module name in `jit_args`."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         module = options.get("jit_args")
@@ -32,11 +32,11 @@ class BatchAttentionWithAttentionSinkWrapper(
     _HeadSizeInModuleName,
 ):
     """
-    The library's wrapper, of a module for its head size alone.
+    The library's wrapper for attention sinks, with one compiled module per head size.
 
-    The library names the module by dtype, window and backend. A second head size in the same process would compile
-    another module of that name and place, and be given the one that is loaded already: kernels for other heads. The
-    library's class calls its parent's constructor next, which is the one above here.
+    The library names the module by dtype, window and backend only. For a second head size the process would load the
+    module of the first one, with kernels for other heads. In the method resolution order `_HeadSizeInModuleName` comes
+    next, so that the library's constructor passes its `jit_args` through it.
     """
 
 
@@ -47,20 +47,20 @@ def decode_wrapper(workspace: Tensor, kv_layout: str, *, tensor_cores: bool, buf
     Args:
         workspace: uint8, zero at first use.
         kv_layout: ``"NHD"`` or ``"HND"``.
-        tensor_cores: Whether the kernels of prefills run, which are said to be those for Ampere: the library's own
-            choice differs from release to release.
-        buffers: What a graph reads; None for eager steps.
+        tensor_cores: Whether the prefill kernels run. They are always the Ampere ones, since the library's default
+            differs between releases.
+        buffers: The buffers of a graph; None for eager steps.
     """
-    fixed: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     if buffers is not None:
-        fixed = {
+        arguments = {
             "use_cuda_graph": True,
             "paged_kv_indptr_buffer": buffers.indptr,
             "paged_kv_indices_buffer": buffers.indices,
             "paged_kv_last_page_len_buffer": buffers.last_page_len,
         }
     return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        workspace, kv_layout, use_tensor_cores=tensor_cores, backend="fa2", **fixed
+        workspace, kv_layout, use_tensor_cores=tensor_cores, backend="fa2", **arguments
     )
 
 
@@ -72,9 +72,11 @@ def prefill_wrapper(workspace: Tensor, kv_layout: str, *, backend: str, buffers:
         workspace: uint8, zero at first use.
         kv_layout: ``"NHD"`` or ``"HND"``.
         backend: ``"fa2"`` or ``"fa3"``.
-        buffers: What a graph reads; None for eager steps.
+        buffers: The buffers of a graph; None for eager steps.
     """
-    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, kv_layout, backend=backend, **_fixed(buffers))
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        workspace, kv_layout, backend=backend, **_graph_arguments(buffers)
+    )
 
 
 def sink_wrapper(
@@ -88,16 +90,16 @@ def sink_wrapper(
     window_left: int,
 ) -> Any:
     """
-    Return a wrapper for sinks, for decodes and prefills alike.
+    Return a wrapper for attention sinks, for decodes and prefills.
 
     Args:
         workspace: uint8, zero at first use.
         kv_layout: ``"NHD"`` or ``"HND"``.
         backend: ``"fa2"`` or ``"fa3"``.
-        buffers: What a graph reads; None for eager steps.
-        dtype: Of queries, cache and outputs.
-        head_size: Size of a head.
-        window_left: As in plans: with a window the kernel is another one.
+        buffers: The buffers of a graph; None for eager steps.
+        dtype: The dtype of queries, KV cache and outputs.
+        head_size: The head size.
+        window_left: The window of the plans. A kernel is compiled with or without one.
     """
     return BatchAttentionWithAttentionSinkWrapper(
         workspace,
@@ -108,12 +110,12 @@ def sink_wrapper(
         head_dim_qk=head_size,
         head_dim_vo=head_size,
         window_left=window_left,
-        **_fixed(buffers),
+        **_graph_arguments(buffers),
     )
 
 
 def ragged_wrapper(workspace: Tensor, *, backend: str) -> Any:
-    """Return a wrapper for keys and values that come with the call, ``(rows, num_kv_heads, head_size)``."""
+    """Return a wrapper for contiguous (non-paged) K/V, ``(rows, num_kv_heads, head_size)``."""
     return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
 
 
@@ -121,38 +123,38 @@ def replan_decode(
     wrapper: Any, buffers: Buffers, arrays: tuple[Tensor, Tensor, Tensor], values: dict[str, Any]
 ) -> None:
     """
-    Plan a graph's decodes again: `plan` had those values, and the buffers hold the arrays already.
+    Plan the decodes of a graph again, with the same values and with buffers that already hold the arrays.
 
-    The library's plan for tensor cores looks at every length by itself, in Python; its fast plan does not.
+    The library's plan for tensor cores reads every length in Python; its fast plan does not.
 
     Args:
         wrapper: A decode wrapper that was planned with these values.
         buffers: Its buffers.
-        arrays: indptr and lengths of last pages on the host, and between them the indices on the device.
+        arrays: indptr on the CPU, indices on the device, last_page_len on the CPU.
         values: The keywords of `plan`.
     """
     indptr, indices, last_page_len = arrays
     if _fast_decode_plan is None:
         wrapper.plan(*arrays, **values)
         return
-    kept = {name: value for name, value in values.items() if name != "o_data_type"}  # as in the first plan
+    kept = {name: value for name, value in values.items() if name != "o_data_type"}  # the first plan's applies
     _fast_decode_plan(wrapper, buffers.indptr, indices, last_page_len, **kept, global_override_indptr_cpu=indptr)
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """
-    Merge attention over other keys into `out` and `lse`, in place.
+    Merge the attention over other keys into `out` and `lse`, in place. All four are contiguous.
 
     Args:
-        out: ``(rows, heads, head_size)``, contiguous like all four.
+        out: ``(rows, heads, head_size)``.
         lse: ``(rows, heads)`` float32, base 2.
-        other: As `out`.
-        other_lse: As `lse`.
+        other: ``(rows, heads, head_size)``.
+        other_lse: ``(rows, heads)`` float32, base 2.
     """
     flashinfer.merge_state_in_place(out, lse, other, other_lse)
 
 
-def _fixed(buffers: Buffers | None) -> dict[str, Any]:
+def _graph_arguments(buffers: Buffers | None) -> dict[str, Any]:
     if buffers is None:
         return {}
     return {

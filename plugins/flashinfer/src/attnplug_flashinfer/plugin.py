@@ -1,4 +1,4 @@
-"""The entry point: imported once this backend is chosen. FlashInfer itself is imported with the backend class."""
+"""The entry point, imported once this backend is chosen. FlashInfer itself is imported with the backend class."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
-    """Return the backend class, the same for both variants: they differ in what their wrappers are told."""
+    """Return the backend class, the same for both variants: they differ in the arguments of their wrappers."""
     del variant, agreement
-    from attnplug_flashinfer.backend import FlashInferBackend  # noqa: PLC0415 - torch loads with the choice
+    from attnplug_flashinfer.backend import FlashInferBackend  # noqa: PLC0415 - the probe runs without torch
 
     return FlashInferBackend
 
 
 @hookimpl
 def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Say what this machine lacks for compiling and running the kernels; None: nothing."""
+    """Return what is missing here to compile and run the kernels; None where nothing is."""
     return probe(variant, agreement, device)

@@ -1,4 +1,4 @@
-"""The compiled modules of the library that an agreement needs, and which of them do not come with an installation."""
+"""The compiled modules of the library that an agreement uses, and which of them are not installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHORT: Final = {"bfloat16": "bf16", "float16": "f16", "fp8_e4m3": "e4m3", "fp8_
 
 
 def missing_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
-    """Return the names of the modules that have to be compiled here. The library's wheel alone brings none."""
+    """Return the names of the modules that have to be compiled here. The library's wheel contains none."""
     folder = _folder()
     needed = needed_modules(agreement, device)
     return tuple(name for name in needed if folder is None or not (folder / name / f"{name}.so").is_file())
@@ -23,15 +23,15 @@ def missing_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
 
 def needed_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
     """
-    Return the names of the modules that steps and a profiling run under an agreement load, each once.
+    Return the names of the modules that the steps and a profiling run of an agreement load, each once.
 
-    They are the library's own, from 0.6.8 to 0.7.2: ``get_batch_prefill_uri`` and ``get_batch_decode_uri`` in its
-    ``jit/attention/modules.py``. One with sinks is named by its wrapper, and here by its head size too: none comes
-    compiled.
+    The names are those of the library's releases 0.6.8 to 0.7.2: ``get_batch_prefill_uri`` and ``get_batch_decode_uri``
+    in its ``jit/attention/modules.py``. A module with attention sinks is named by its wrapper, and here by its head
+    size too. The library distributes none of these compiled.
 
     Args:
-        agreement: What was negotiated.
-        device: Where the kernels run.
+        agreement: The agreement.
+        device: The device that the kernels run on.
     """
     kinds = (*kinds_of_steps(agreement), kind_of_profile(agreement))
     names = [_module(kind, kernels_of(kind, agreement, device), agreement) for kind in kinds]
@@ -41,15 +41,15 @@ def needed_modules(agreement: Agreement, device: Device) -> tuple[str, ...]:
 
 
 def _module(kind: str, kernels: str, agreement: Agreement) -> str:
-    """Return the module of a kind of requests on some kernels."""
-    asked = agreement.requirements
-    dtype, size, window = _SHORT[asked.dtype], asked.head_size, asked.sliding_window is not None
-    if asked.sinks:
+    """Return the module of a kind of wrapper and its kernels."""
+    required = agreement.requirements
+    dtype, size, window = _SHORT[required.dtype], required.head_size, required.sliding_window is not None
+    if required.sinks:
         return f"batch_prefill_attention_sink_{dtype}_swa_{window}_{kernels}_head_{size}_{size}"
-    cache = dtype if kind == "ragged" else _SHORT[agreement.kv_cache_dtype]  # what comes with the call is as it was
+    cache = dtype if kind == "ragged" else _SHORT[agreement.kv_cache_dtype]  # contiguous K/V are not quantized
     form = (
         f"dtype_q_{dtype}_dtype_kv_{cache}_dtype_o_{dtype}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}_"
-        f"posenc_0_use_swa_{window}_use_logits_cap_{asked.logits_soft_cap is not None}"
+        f"posenc_0_use_swa_{window}_use_logits_cap_{required.logits_soft_cap is not None}"
     )
     if kernels == "cuda_cores":
         return f"batch_decode_with_kv_cache_{form}"
@@ -57,7 +57,7 @@ def _module(kind: str, kernels: str, agreement: Agreement) -> str:
 
 
 def _folder() -> Path | None:
-    """Return where the library looks for modules that need no compiling (its ``FLASHINFER_AOT_DIR``)."""
+    """Return the folder in which the library looks for compiled modules (its ``FLASHINFER_AOT_DIR``)."""
     for package, place in (("flashinfer_jit_cache", ("jit_cache",)), ("flashinfer", ("data", "aot"))):
         spec = find_spec(package)
         if spec is not None and spec.origin:

@@ -1,7 +1,8 @@
 """
-What compiling the library's kernels takes: nvcc, a C++ compiler and ninja, looked for where the library looks.
+Finds the tools that compile the library's kernels: nvcc, a C++ compiler and ninja.
 
-The order of places is that of ``get_cuda_path`` in the library's ``jit/cpp_ext.py``, 0.6.8 to 0.7.2.
+They are searched where the library searches, in the order of ``get_cuda_path`` in its ``jit/cpp_ext.py``, releases
+0.6.8 to 0.7.2.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ DEFAULT_HOME: Final = "/usr/local/cuda"
 
 def missing_tool(modules: Sequence[str]) -> Reason | None:
     """
-    Return what keeps modules from being compiled, or None.
+    Return why modules cannot be compiled here; None where they can.
 
     Args:
-        modules: Their names, one at least.
+        modules: Their names, at least one.
     """
     return _forbidden(modules) or _nvcc(modules) or _cxx() or _ninja()
 
 
 def _forbidden(modules: Sequence[str]) -> Reason | None:
-    """Whatever it is set to, the library takes it for a yes."""
+    """Check FLASHINFER_DISABLE_JIT. The library reads every value as true."""
     name = "FLASHINFER_DISABLE_JIT"
     if not os.environ.get(name):
         return None
@@ -42,28 +43,28 @@ def _forbidden(modules: Sequence[str]) -> Reason | None:
 
 
 def _nvcc(modules: Sequence[str]) -> Reason | None:
-    home, told = _cuda_home()
+    home, why = _cuda_home()
     nvcc = os.environ.get("FLASHINFER_NVCC")
     if home is None:
-        return _no_nvcc(f"FlashInfer compiles its kernels, and there is no nvcc: {told}", modules)
+        return _no_nvcc(f"FlashInfer compiles its kernels, and there is no nvcc: {why}", modules)
     if nvcc is not None:
-        given = f"FLASHINFER_NVCC is {nvcc!r}, which is no program"
-        return None if _is_program(nvcc) else Reason("probe", "nvcc", None, given, "correct it, or unset it")
+        found = f"FLASHINFER_NVCC is {nvcc!r}, which is not a program"
+        return None if _is_program(nvcc) else Reason("probe", "nvcc", None, found, "correct it, or unset it")
     expected = f"{home}/bin/nvcc"
     if shutil.which(expected):
         return None
-    return _no_nvcc(f"FlashInfer compiles its kernels with {expected}, and there is none: {told}", modules)
+    return _no_nvcc(f"FlashInfer compiles its kernels with {expected}, which does not exist: {why}", modules)
 
 
 def _cuda_home() -> tuple[str | None, str]:
-    """Return the CUDA toolkit that the library takes, and why it is that one."""
+    """Return the CUDA toolkit that the library uses, and why."""
     name = "CUDA_HOME" if os.environ.get("CUDA_HOME") else "CUDA_PATH"
     home = os.environ.get(name)
     if home is not None:
-        return home, f"{name} is {home!r}, and comes before the PATH"
+        return home, f"{name} is {home!r}, and precedes the PATH"
     found = shutil.which("nvcc")
     if found is not None:
-        return str(Path(found).parents[1]), f"that of the PATH is {found}"
+        return str(Path(found).parents[1]), f"the nvcc on the PATH is {found}"
     unset = "CUDA_HOME and CUDA_PATH are not set, the PATH has none"
     if Path(DEFAULT_HOME).exists():
         return DEFAULT_HOME, f"{unset}, and {DEFAULT_HOME} is the last place"
@@ -71,12 +72,12 @@ def _cuda_home() -> tuple[str | None, str]:
 
 
 def _no_nvcc(found: str, modules: Sequence[str]) -> Reason:
-    because = f"install a CUDA toolkit, and set CUDA_HOME to its folder{_or_compiled(modules)}"
-    return Reason("probe", "nvcc", None, found, because)
+    fix = f"install a CUDA toolkit, and set CUDA_HOME to its folder{_or_compiled(modules)}"
+    return Reason("probe", "nvcc", None, found, fix)
 
 
 def _or_compiled(modules: Sequence[str]) -> str:
-    """Modules with sinks are compiled wherever they run."""
+    """Return the other fix. Modules with attention sinks have none: they are not distributed compiled."""
     if any("attention_sink" in name for name in modules):
         return ""
     return f"; or install a flashinfer-jit-cache of the library's version that has {', '.join(modules)}"
@@ -86,8 +87,8 @@ def _cxx() -> Reason | None:
     compiler = os.environ.get("CXX", "c++")
     if _is_program(compiler):
         return None
-    given = f"CXX is {compiler!r}, which is no program" if "CXX" in os.environ else "there is no c++ on the PATH"
-    found = f"FlashInfer compiles its kernels, and {given}"
+    why = f"CXX is {compiler!r}, which is not a program" if "CXX" in os.environ else "there is no c++ on the PATH"
+    found = f"FlashInfer compiles its kernels, and {why}"
     return Reason("probe", "c++", None, found, "install g++ or clang++, or set CXX to a C++ compiler")
 
 
@@ -97,11 +98,11 @@ def _ninja() -> Reason | None:
     found = "FlashInfer compiles its kernels, and there is no ninja on the PATH"
     for folder in dict.fromkeys((sysconfig.get_path("scripts"), str(Path(sys.executable).parent))):
         if shutil.which("ninja", path=folder):
-            return Reason("probe", "ninja", None, found, f"add {folder} to the PATH: there is one")
+            return Reason("probe", "ninja", None, found, f"add {folder}, which has one, to the PATH")
     return Reason("probe", "ninja", None, found, "pip install ninja")
 
 
 def _is_program(command: str) -> bool:
-    """Whether a command as a shell takes it, with arguments maybe, begins with a program."""
+    """Return whether a shell command, with or without arguments, begins with a program."""
     words = shlex.split(command)
     return bool(words) and shutil.which(words[0]) is not None

@@ -1,4 +1,4 @@
-"""Runs one tiny step of each kind, so that what nvcc compiles is compiled before the first request."""
+"""Warm-up, which compiles every kernel, and the profiling run, which allocates peak memory."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ if TYPE_CHECKING:
 
 
 def run_each_kind(backend: Backend) -> None:
-    """Run a request of each kind that the agreement has, and a merge for cascades."""
-    asked, device = backend.agreement.requirements, backend.device
-    lens = _query_lens(backend.agreement) if asked.paged else [2]
+    """Run a dummy request of each kind of wrapper, and a merge for cascade attention."""
+    required, device = backend.agreement.requirements, backend.device
+    lens = _query_lens(backend.agreement) if required.paged else [2]
     warm_up(backend, [dummy_batch_of(backend.agreement, device, lens)])
-    if asked.cascade:
-        dtype = torch_dtype(asked.dtype)
-        rows = torch.zeros(sum(lens), asked.num_q_heads, asked.head_size, dtype=dtype, device=device)
-        sums = torch.zeros(sum(lens), asked.num_q_heads, device=device)
+    if required.cascade:
+        dtype = torch_dtype(required.dtype)
+        rows = torch.zeros(sum(lens), required.num_q_heads, required.head_size, dtype=dtype, device=device)
+        sums = torch.zeros(sum(lens), required.num_q_heads, device=device)
         library.merge(rows, sums, rows.clone(), sums.clone())
 
 
 def _query_lens(agreement: Agreement) -> list[int]:
-    """One row, and behind a padded request, which decodes leave to others, a request for each other kind."""
-    asked = agreement.requirements
-    longest = asked.decode_query_len + ("prefill" in asked.phases)
+    """Return one row for decodes, then a padded request, which ends them, then the rows of each other kind."""
+    required = agreement.requirements
+    longest = required.decode_query_len + ("prefill" in required.phases)
     return [1, 0, *(min(route.longest, longest) for route in routes_of(agreement) if route.kind != "decode")]
 
 
 def run_dense(impl: AttentionImpl, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
     """
-    Attend the given K/V as one sequence, in a workspace of the agreed size that is dropped again.
+    Attend to the K/V as one sequence, in a workspace of the agreed size that is freed afterwards.
 
-    The kernels with sinks read pages only. Their wrapper is made, workspace and all, and not run.
+    The kernels with attention sinks read pages only: their wrapper and its workspace are made, and not run.
 
     Args:
         impl: The layer.
-        query: ``(tokens, num_q_heads, head_size)``, a token or more.
-        key: ``(rows, num_kv_heads, head_size)``, a row or more.
-        value: As `key`.
-        output: ``(tokens, num_q_heads * head_size)``; written where it is contiguous.
+        query: ``(tokens, num_q_heads, head_size)``, at least one token.
+        key: ``(rows, num_kv_heads, head_size)``, at least one row.
+        value: ``(rows, num_kv_heads, head_size)``.
+        output: ``(tokens, num_q_heads * head_size)``, written if it is contiguous.
     """
     rows = min(query.shape[0], key.shape[0])
     limits = Limits(max_num_reqs=1, max_num_tokens=rows, max_seq_len=key.shape[0])

@@ -156,17 +156,17 @@ class Fa3Vllm(Kernels):
     def schedule(self, call: VarlenCall, params: LayerParams, *, num_heads_q: int) -> Tensor | None:  # noqa: D102
         if call.seqused_k is None:
             return None
-        agreement, asked = self.agreement, self.agreement.requirements
+        agreement, required = self.agreement, self.agreement.requirements
         is_paged = call.block_table is not None
         scheduled: Tensor = self._get_scheduler_metadata(
             call.seqused_k.shape[0],
             call.max_seqlen_q,
             call.max_seqlen_k,
             num_heads_q,
-            asked.num_kv_heads,
-            asked.head_size,
-            asked.head_size_v,
-            torch_dtype(agreement.kv_cache_dtype if is_paged else asked.dtype),
+            required.num_kv_heads,
+            required.head_size,
+            required.head_size_v,
+            torch_dtype(agreement.kv_cache_dtype if is_paged else required.dtype),
             call.seqused_k,
             call.cu_seqlens_q,
             call.cu_seqlens_k,

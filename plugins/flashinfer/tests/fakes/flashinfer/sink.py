@@ -74,8 +74,8 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """The constructor has."""
 
     def _check_kernel(self, planned: Planned) -> None:
-        asked = (planned.q, planned.kv, planned.head_size, planned.head_size, planned.params.window_left >= 0)
-        require(asked == self._kernel, f"the wrapper was made for {self._kernel}, and the plan is for {asked}")
+        required = (planned.q, planned.kv, planned.head_size, planned.head_size, planned.params.window_left >= 0)
+        require(required == self._kernel, f"the wrapper was made for {self._kernel}, and the plan is for {required}")
         require(not planned.params.soft_cap, "the kernels with sinks have no soft cap, and ignore one")
 
     def _params(self, params: ScoreParams, args: tuple[Any, ...]) -> tuple[ScoreParams, Tensor | None]:
