@@ -39,7 +39,7 @@ class Work:
     name: str
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
-    asked: dict[str, Any]
+    requested: dict[str, Any]
 
 
 def works(scale: int, requests: int) -> list[Work]:
@@ -75,15 +75,15 @@ class Timing:
 def measure(work: Work, variant: str, options: argparse.Namespace) -> Timing | str:
     """Return the timing, or why this variant does not run this work."""
     device = Device.cpu() if options.device == "cpu" else Device.current()
-    asked = attnplug.Requirements(
+    requested = attnplug.Requirements(
         head_size=options.head_size, num_q_heads=options.heads[0], num_kv_heads=options.heads[1], dtype=options.dtype,
-        block_size=BLOCK, **work.asked,
+        block_size=BLOCK, **work.requested,
     )  # fmt: skip
     try:
-        backend = load(asked, device, variant)
+        backend = load(requested, device, variant)
     except attnplug.AttnplugError as error:
         return str(error).splitlines()[0]
-    sinks = torch.zeros(options.heads[0], device=options.device) if asked.sinks else None
+    sinks = torch.zeros(options.heads[0], device=options.device) if requested.sinks else None
     impl = backend.make_impl(Layer(name="layer", sinks=sinks))
     pages = [-(-(n + c) // BLOCK) for n, c in zip(work.query_lens, work.context_lens, strict=True)]
     limits = Limits(
@@ -102,14 +102,14 @@ def measure(work: Work, variant: str, options: argparse.Namespace) -> Timing | s
     return Timing(work.name, variant, *(round(1e3 * seconds, 3) for seconds in (first, build, forward)))
 
 
-def load(asked: attnplug.Requirements, device: Device, variant: str) -> Backend:
+def load(requested: attnplug.Requirements, device: Device, variant: str) -> Backend:
     """Load a variant; flex also where no selection leads to it, on the CPU, to see whether one should."""
     if (device.type, variant) != ("cpu", "flex"):
-        return attnplug.load(asked, device, backend=f"torch/{variant}")
+        return attnplug.load(requested, device, backend=f"torch/{variant}")
     from attnplug.torch_backend import backend, flex  # noqa: PLC0415 - not every torch has it
 
     flex._flex = without_lse  # noqa: SLF001 - on the CPU it returns none
-    selection = attnplug.select(asked, device, backend="torch/sdpa")
+    selection = attnplug.select(requested, device, backend="torch/sdpa")
     return backend.FlexBackend(evolve(selection.agreement, variant="flex"), device)
 
 

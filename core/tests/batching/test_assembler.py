@@ -1,4 +1,4 @@
-"""Batches built request by request, against loops over requests and tokens, and through the builder's guards."""
+"""Batches that are built request by request, compared with loops, and checked by the builder's guards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ordered(lens):
 
 
 def allocate(lens, block_size):
-    """Blocks of its own for each request, counted from 1, with some to spare."""
+    """Distinct blocks for each request, counted from 1, with some to spare."""
     fresh = iter(range(1, 10_000))
     return [
         [next(fresh) for _ in range(-(-(query + computed) // block_size) + spare)] for query, computed, spare in lens
@@ -63,13 +63,13 @@ def test_agrees_with_a_loop_over_tokens_step_after_step(steps, block_size, more_
         assert {t.dtype for t in (batch.query_start_loc, batch.seq_lens, batch.block_table)} == {torch.int32}
 
 
-def agreement(**asked):
-    fields = {"head_size": 16, "num_q_heads": 2, "num_kv_heads": 2, "dtype": "float32", **asked}
+def agreement(**requested):
+    fields = {"head_size": 16, "num_q_heads": 2, "num_kv_heads": 2, "dtype": "float32", **requested}
     return attnplug.select(attnplug.Requirements(**fields), "cpu", backend="torch/sdpa").agreement
 
 
 @given(requests, st.sampled_from([1, 8]), st.integers(1, 20) | st.none(), st.booleans())
-def test_the_guards_of_a_builder_take_what_it_makes(lens, block_size, window, frees):
+def test_the_guards_of_a_builder_accept_its_batches(lens, block_size, window, frees):
     lens = ordered(lens)
     tables = allocate(lens, block_size)
     agreed = agreement(block_size=block_size, sliding_window=window)
@@ -86,8 +86,8 @@ def test_the_guards_of_a_builder_take_what_it_makes(lens, block_size, window, fr
 
 
 @given(st.integers(0, 60), st.integers(1, 20), st.integers(0, 1), st.sampled_from([1, 4, 16]))
-def test_a_block_that_is_attended_may_not_be_freed(computed, reach, chunked, block_size):
-    """Free one block more than `num_freeable_blocks` allows: the builder's guard and the draft both refuse it."""
+def test_a_block_that_is_attended_to_may_not_be_freed(computed, reach, chunked, block_size):
+    """Free one block more than `num_freeable_blocks` allows: the assembler refuses it."""
     kind = ("sliding_window", "attention_chunk")[chunked]
     first = computed // reach * reach if chunked else max(0, computed - (reach - 1))
     assert first_attended_key(computed, **{kind: reach}) == first
@@ -110,7 +110,7 @@ def test_without_a_window_no_block_may_be_freed():
         assembler.add(1, 7, [None, 3])
 
 
-def test_freed_blocks_behind_the_length_are_nothing():
+def test_freed_blocks_after_the_length_are_ignored():
     assembler = BatchAssembler(4)
 
     assembler.add(1, 2, [5, None, 6, 0, 0])
@@ -136,7 +136,7 @@ def test_freed_blocks_behind_the_length_are_nothing():
         ((1, None, [1]), "num_computed_tokens=None"),
     ],
 )
-def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
+def test_wrong_requests_are_refused_without_effect(given_, said):
     assembler = BatchAssembler(4)
     assembler.add(1, 5, [1, 2])
 
@@ -151,14 +151,14 @@ def test_wrong_requests_are_refused_and_leave_nothing(given_, said):
 
 
 @pytest.mark.parametrize("given_", [None, "torch/sdpa", attnplug])
-def test_a_draft_is_of_an_agreement(given_):
+def test_an_assembler_is_made_from_an_agreement(given_):
     with pytest.raises(BatchError, match=f"a {type(given_).__name__} was given to BatchAssembler.of") as caught:
         BatchAssembler.of(given_)
 
     assert "backend.agreement" in caught.value.fix
 
 
-def test_numbers_of_a_library_are_whole_too():
+def test_integers_of_torch_are_accepted():
     assembler = BatchAssembler(4)
 
     assembler.add(torch.tensor(1), torch.tensor(5), [1, 2])
@@ -172,13 +172,13 @@ def test_a_negative_write_from_is_refused():
 
 
 @pytest.mark.parametrize("name", ["block_size", "sliding_window", "attention_chunk"])
-def test_numbers_of_the_draft_are_positive(name):
+def test_numbers_of_the_assembler_are_positive(name):
     with pytest.raises(BatchError, match=f"{name}=0"):
         BatchAssembler(**{"block_size": 4, name: 0})
 
 
 @pytest.mark.parametrize(("threshold", "length"), [(1, 1), (4, 3)])
-def test_a_decode_behind_a_prefill_is_refused(threshold, length):
+def test_a_decode_after_a_prefill_is_refused(threshold, length):
     assembler = BatchAssembler(4, decode_query_len=threshold)
     assembler.add(threshold, 0, [1])
     assembler.add(threshold + 1, 0, [2, 3])
@@ -190,7 +190,7 @@ def test_a_decode_behind_a_prefill_is_refused(threshold, length):
     assert assembler.add(length, 0, [4]) == 0
 
 
-def test_a_backend_for_prefills_alone_has_no_decodes():
+def test_a_backend_for_prefills_has_no_decodes():
     assembler = BatchAssembler.of(agreement(phases=("prefill",), block_size=4))
     assembler.add(3, 0, [1])
 
@@ -203,14 +203,14 @@ def test_only_a_paged_cache_has_slots():
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("requested", "said"),
     [({"dcp_size": 2}, "dcp_size=2"), ({"attn_type": "encoder_decoder", "causal": False}, "'encoder_decoder'")],
 )
-def test_a_cache_that_holds_other_tokens_is_refused(asked, said):
+def test_dcp_and_cross_attention_are_refused(requested, said):
     agreed = agreement(block_size=4)
 
     with pytest.raises(BatchError, match=said):
-        BatchAssembler.of(evolve(agreed, requirements=agreed.requirements.evolve(**asked)))
+        BatchAssembler.of(evolve(agreed, requirements=agreed.requirements.evolve(**requested)))
 
 
 @given(st.integers(1, 6), st.integers(0, 9), st.integers(0, 20))
@@ -225,7 +225,7 @@ def test_tokens_before_write_from_have_no_slot(query_len, computed, write_from):
     assert batch.slot_mapping.tolist() == [38, *slots, *[PAD_SLOT_ID] * (7 - query_len)]
 
 
-def test_sizes_that_do_not_hold_the_step_are_refused_and_the_draft_is_kept():
+def test_sizes_that_are_too_small_are_refused_without_effect():
     assembler = BatchAssembler(4)
     assembler.add(1, 5, [1, 2])
     assembler.add(3, 0, [3])
@@ -243,7 +243,7 @@ def test_sizes_that_do_not_hold_the_step_are_refused_and_the_draft_is_kept():
         assembler.finish()
 
 
-def test_a_host_uploads_by_itself_and_keeps_host_copies():
+def test_a_host_may_upload_tensors():
     uploaded = {}
 
     def upload(name, host):
@@ -263,7 +263,7 @@ def test_a_host_uploads_by_itself_and_keeps_host_copies():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_many_steps_in_flight_keep_their_values():
+def test_on_a_gpu_many_concurrent_steps_keep_their_values():
     assembler = BatchAssembler(16, device="cuda")
     batches = []
     for step in range(50):

@@ -11,23 +11,25 @@ from attnplug.errors import BatchError
 groups = st.tuples(st.integers(1, 5), st.integers(1, 6))
 
 
-def deal(length: int, world_size: int, interleave: int) -> list[int]:
-    """Deal tokens one by one."""
-    hands = [0] * world_size
+def distribute(length: int, world_size: int, interleave: int) -> list[int]:
+    """Distribute tokens one by one."""
+    held = [0] * world_size
     for token in range(length):
-        hands[token // interleave % world_size] += 1
-    return hands
+        held[token // interleave % world_size] += 1
+    return held
 
 
 @given(st.lists(st.integers(0, 70), max_size=6), groups, st.sampled_from([torch.int32, torch.int64]))
-def test_agrees_with_dealing_tokens_one_by_one(seq_lens: list[int], group: tuple[int, int], dtype: torch.dtype) -> None:
+def test_agrees_with_distributing_tokens_one_by_one(
+    seq_lens: list[int], group: tuple[int, int], dtype: torch.dtype
+) -> None:
     world_size, interleave = group
     lengths = torch.tensor(seq_lens, dtype=dtype)
 
     shares = [num_local_tokens_per_dcp_rank(lengths, world_size, rank, interleave) for rank in range(world_size)]
 
     assert {share.dtype for share in shares} == {dtype}
-    assert torch.stack(shares, 1).tolist() == [deal(length, world_size, interleave) for length in seq_lens]
+    assert torch.stack(shares, 1).tolist() == [distribute(length, world_size, interleave) for length in seq_lens]
 
 
 @given(st.integers(0, 70), groups)
@@ -35,9 +37,9 @@ def test_the_bound_holds_and_is_reached_by_a_whole_round(longest: int, group: tu
     world_size, interleave = group
     bound = max_local_tokens_per_dcp_rank(longest, world_size, interleave)
 
-    assert max(max(deal(length, world_size, interleave)) for length in range(longest + 1)) <= bound
+    assert max(max(distribute(length, world_size, interleave)) for length in range(longest + 1)) <= bound
     whole = -(-longest // (world_size * interleave)) * world_size * interleave
-    assert deal(whole, world_size, interleave) == [bound] * world_size
+    assert distribute(whole, world_size, interleave) == [bound] * world_size
 
 
 def test_the_shape_is_kept() -> None:

@@ -14,7 +14,7 @@ from attnplug.contract import Batch
 from attnplug.errors import BatchError
 from tests.backends.triton_on_cpu import NEEDS_TRITON, compile_kernel, run_interpreted
 
-# Few requests and many are counted by different means.
+# Few requests are counted by lists, many by tensors.
 few_and_many = st.lists(st.integers(0, 40), min_size=1, max_size=6) | st.lists(
     st.integers(0, 40), min_size=30, max_size=50
 )
@@ -36,7 +36,7 @@ def test_lists_the_pages_in_use(seq_lens: list[int], block_size: int, spare_colu
     assert pages.last_page_len_cpu.tolist() == pages.last_page_len.tolist()
 
 
-def test_a_mode_that_fakes_tensors_leaves_none_behind() -> None:
+def test_fake_tensors_are_not_kept() -> None:
     def many() -> Batch:
         return Batch.from_lengths([1] * 40, block_table=torch.ones(40, 1, dtype=torch.int32))
 
@@ -63,7 +63,7 @@ def test_a_block_table_that_is_too_short_is_refused(more: int) -> None:
 
 
 @pytest.mark.parametrize("missing", ["block_table", "seq_lens_cpu"])
-def test_pages_and_host_lengths_are_needed(missing: str) -> None:
+def test_pages_and_cpu_lengths_are_required(missing: str) -> None:
     batch = Batch.from_lengths([1], [3], block_table=torch.ones(1, 1, dtype=torch.int32))
 
     with pytest.raises(BatchError, match=f"{missing}=absent"):

@@ -43,7 +43,7 @@ def test_agrees_with_comparing_token_by_token(
     assert shared_prefix_len(pad_batch(batch, len(lens) + padding), block_size) == expected
 
 
-def test_a_draft_brings_what_is_needed() -> None:
+def test_the_batch_of_an_assembler_has_the_tensors() -> None:
     assembler = BatchAssembler(4)
     assembler.add(1, 9, [5, 6, 7])
     assembler.add(1, 10, [5, 6, 8])
@@ -51,7 +51,7 @@ def test_a_draft_brings_what_is_needed() -> None:
     assert shared_prefix_len(assembler.finish(num_reqs=3), 4) == 8
 
 
-def test_without_host_copies_there_is_no_answer() -> None:
+def test_a_missing_cpu_copy_is_refused() -> None:
     batch = Batch.from_lengths([1], [1], block_table=torch.ones(1, 1, dtype=torch.int32))
 
     with pytest.raises(BatchError, match="without block_table_cpu"):
@@ -67,7 +67,7 @@ def test_the_blocks_are_those_of_the_first_request_that_runs():
 
 
 @pytest.mark.parametrize("missing", ["block_table", "query_start_loc_cpu"])
-def test_blocks_need_the_table_and_where_rows_start(missing):
+def test_blocks_require_the_table_and_query_starts(missing):
     batch = Batch.from_lengths([1, 1], [9, 10], block_table=torch.ones(2, 3, dtype=torch.int32))
     with pytest.raises(BatchError, match=missing):
         shared_prefix_blocks(evolve(batch, **{missing: None}), 4)

@@ -66,18 +66,18 @@ def test_uniform_decodes_all_have_one_length(drawn: tuple[list[int], int]) -> No
         assert lens[split.num_decodes] > threshold or lens[split.num_decodes] != lens[0]
 
 
-def test_a_decode_behind_a_prefill_is_refused_with_the_way_out() -> None:
+def test_a_decode_after_a_prefill_is_refused_with_the_fix() -> None:
     with pytest.raises(BatchError, match=r"request 2 has 1 query tokens[\s\S]*reorder_batch_to_split"):
         split_decodes_and_prefills(Batch.from_lengths([1, 5, 1]))
 
 
-def test_only_the_host_copy_is_read() -> None:
+def test_only_the_cpu_copy_is_read() -> None:
     batch = evolve(Batch.from_lengths([1, 5]), query_start_loc=torch.zeros(3, dtype=torch.int32, device="meta"))
 
     assert split_decodes_and_prefills(batch) == Split(1, 1, 1, 5)
 
 
-def test_without_a_host_copy_nothing_is_guessed() -> None:
+def test_a_missing_cpu_copy_is_refused() -> None:
     batch = evolve(Batch.from_lengths([1, 5]), query_start_loc_cpu=None)
 
     with pytest.raises(BatchError, match="no query_start_loc_cpu"):
@@ -93,7 +93,7 @@ scheduled = st.lists(st.integers(0, 4), max_size=6)
 
 
 @given(scheduled, st.integers(1, 3))
-def test_decodes_come_first_and_nobody_is_lost(tokens: list[int], threshold: int) -> None:
+def test_decodes_come_first_and_none_is_lost(tokens: list[int], threshold: int) -> None:
     names = [f"request-{i}" for i in range(len(tokens))]
     by_name = dict(zip(names, tokens, strict=True))
 
@@ -117,7 +117,7 @@ def test_swaps_permute_a_hosts_state_the_same_way(tokens: list[int]) -> None:
 
 
 @given(scheduled, st.integers(1, 3))
-def test_no_fewer_swaps_would_do(tokens: list[int], threshold: int) -> None:
+def test_swaps_are_the_fewest(tokens: list[int], threshold: int) -> None:
     result = reorder(range(len(tokens)), dict(enumerate(tokens)), threshold)
 
     assert len(result.swaps) == _least_swaps(tuple(n > threshold for n in tokens))
@@ -147,8 +147,8 @@ def test_requests_without_scheduled_tokens_are_named() -> None:
 values = st.tuples(st.integers(-1, 2), st.sampled_from([None, 30.0]), st.sampled_from([0.125, 0.25]))
 
 
-def impls_of(names, scale=None, **asked):
-    requirements = attnplug.Requirements(head_size=16, num_q_heads=2, num_kv_heads=2, dtype="float32", **asked)
+def impls_of(names, scale=None, **requested):
+    requirements = attnplug.Requirements(head_size=16, num_q_heads=2, num_kv_heads=2, dtype="float32", **requested)
     backend = attnplug.load(requirements, "cpu", backend="torch/sdpa")
     return [backend.make_impl(Layer(name=name, scale=scale)) for name in names]
 
@@ -162,13 +162,13 @@ def test_reads_window_cap_and_scale_of_each_layer():
     assert per_layer_parameters(impls) == {"local": (7, 30.0, 0.5), "full": (-1, None, 0.25)}
 
 
-def test_two_layers_of_one_name_are_refused():
+def test_layer_names_are_unique():
     with pytest.raises(LayerError, match="two layers are called 'a'"):
         per_layer_parameters(impls_of(["a", "b", "a"]))
 
 
 @given(st.lists(values, min_size=1, max_size=5))
-def test_the_shared_values_or_the_names_of_the_layers_that_differ(per_layer):
+def test_shared_values_or_the_names_of_differing_layers(per_layer):
     named = {f"layers.{index}": layer for index, layer in enumerate(per_layer)}
 
     if len(set(per_layer)) == 1:
@@ -260,10 +260,10 @@ def test_the_bound_holds_and_is_reached(lens, chunk, idle):
 @given(lengths.filter(lambda lens: any(query for query, _ in lens)), sizes, st.integers(0, 2))
 def test_a_virtual_batch_passes_the_guards_of_a_builder(lens, chunk_and_block, more):
     chunk, block_size = chunk_and_block
-    asked = attnplug.Requirements(
+    requested = attnplug.Requirements(
         head_size=16, num_q_heads=1, num_kv_heads=1, dtype="float32", block_size=block_size, phases=("prefill",)
     )
-    agreed = attnplug.select(asked, "cpu", backend="torch/sdpa").agreement
+    agreed = attnplug.select(requested, "cpu", backend="torch/sdpa").agreement
     batch = pad_batch(paged(lens, block_size), len(lens) + more, sum(query for query, _ in lens) + more)
 
     virtual = local_chunk_batch(batch, chunk, block_size)
@@ -295,7 +295,7 @@ def paged(lens, block_size):
 
 @given(cases(attention_chunk=None, block_size=4), st.integers(1, 4), st.sampled_from(["NHD", "HND"]))
 @settings(max_examples=40)
-def test_plain_causal_attention_over_virtual_requests_is_chunked_local_attention(case, blocks, layout):
+def test_causal_attention_over_virtual_requests(case, blocks, layout):
     chunk = blocks * case.block_size
     plain = case.requirements(block_size=case.block_size, kv_layout=layout, phases=("prefill",))
     backend = attnplug.load(plain, "cpu", backend="torch/sdpa")
@@ -348,7 +348,7 @@ def test_lengths_on_a_device_are_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("brought", "said"),
+    ("fields", "problem"),
     [
         ({"causal": False}, "causal=False"),
         ({"custom_mask": torch.ones(2, dtype=torch.bool)}, "a custom mask"),
@@ -359,9 +359,9 @@ def test_lengths_on_a_device_are_refused(name):
         ({"block_table": None}, "without query_start_loc_cpu, seq_lens_cpu or block_table"),
     ],
 )
-def test_other_batches_are_refused(brought, said):
-    with pytest.raises(BatchError, match=said):
-        local_chunk_batch(evolve(paged([(1, 1)], 4), **brought), 4, 4)
+def test_other_batches_are_refused(fields, problem):
+    with pytest.raises(BatchError, match=problem):
+        local_chunk_batch(evolve(paged([(1, 1)], 4), **fields), 4, 4)
 
 
 @pytest.mark.gpu

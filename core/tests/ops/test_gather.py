@@ -32,7 +32,7 @@ layouts = st.sampled_from([nhd, hnd, layers_inside])
 
 
 @given(layouts, st.integers(1, 4), st.sampled_from([1, 2, 5]), st.booleans())
-def test_slots_are_read_in_the_order_asked(
+def test_slots_are_read_in_the_given_order(
     layout: Callable[[int, int], Tensor], blocks: int, block_size: int, buffered: bool
 ) -> None:
     pages = layout(blocks, block_size)

@@ -19,7 +19,7 @@ INF = math.inf
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.booleans(), st.integers(0, 1000))
-def test_two_parts_of_the_keys_merge_into_all_of_them(first: int, second: int, sink: bool, seed: int) -> None:
+def test_two_parts_of_the_keys_merge_into_all_keys(first: int, second: int, sink: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(5, 4, 8, generator=generator) * 3
     key = torch.randn(first + second, 2, 8, generator=generator)
@@ -80,7 +80,7 @@ def test_the_sink_counts_once() -> None:
         merge_attention_states(out, lse, out, lse, sink_in_a=True, sink_in_b=True)
 
 
-def test_shapes_that_do_not_fit_are_named() -> None:
+def test_wrong_shapes_are_named() -> None:
     out = torch.zeros(3, 2, 4)
 
     with pytest.raises(TensorError, match=r"\(2, 3\)"):

@@ -30,7 +30,7 @@ def test_rounds_to_the_nearest(dtype: torch.dtype, source: torch.dtype, scale: f
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_what_is_too_large_becomes_the_largest_and_nan_stays(dtype: torch.dtype) -> None:
+def test_values_saturate_and_nan_stays(dtype: torch.dtype) -> None:
     largest = NARROW[dtype]
     rows = torch.tensor([2 * largest, -2 * largest, largest, torch.inf, -torch.inf, torch.nan]).view(1, 1, -1)
 
@@ -43,7 +43,7 @@ def test_what_is_too_large_becomes_the_largest_and_nan_stays(dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
-def test_heads_have_their_own_scales(dtype: torch.dtype) -> None:
+def test_scales_may_be_per_head(dtype: torch.dtype) -> None:
     rows = torch.full((2, 3, 4), 12.0)
 
     quantized = quantize(rows, dtype, torch.tensor([1.0, 2.0, 12.0]))
@@ -64,9 +64,7 @@ def test_every_code_comes_back_exactly(
 
 
 @given(narrow, st.sampled_from([None, 0.25]), st.booleans())
-def test_a_cache_is_written_alike_by_rows_and_by_quantized_rows(
-    dtype: torch.dtype, scale: float | None, heads_first: bool
-) -> None:
+def test_pages_take_rows_and_quantized_rows(dtype: torch.dtype, scale: float | None, heads_first: bool) -> None:
     pages = [torch.zeros(3, 4, 2, 5, dtype=torch.uint8).view(dtype) for _ in range(2)]
     if heads_first:
         pages = [page.transpose(1, 2).contiguous().transpose(1, 2) for page in pages]
@@ -83,14 +81,14 @@ def test_a_cache_is_written_alike_by_rows_and_by_quantized_rows(
         assert page.float().count_nonzero() == (wanted[0] != 0).sum() + (wanted[2] != 0).sum()
 
 
-def test_scales_per_head_are_those_of_the_queries_that_read_the_head() -> None:
+def test_query_heads_use_the_scale_of_their_kv_head() -> None:
     rows = quantize_queries(torch.ones(2, 4, 8).bfloat16(), torch.tensor([0.5, 4.0]))
 
     assert rows.dtype == torch.float8_e4m3fn
     assert rows[1, :, 0].float().tolist() == [2.0, 2.0, 0.25, 0.25]
 
 
-def test_queries_of_a_fused_projection_are_rounded_where_they_are() -> None:
+def test_queries_of_a_fused_projection_need_no_copy() -> None:
     fused = torch.randn(5, 8, 64).bfloat16()
     rows = quantize_queries(fused[:, :4], torch.ones(1))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FakeKernel:
-    """Stands in for a kernel of Triton and for what is compiled of it."""
+    """A fake of a Triton kernel and of its compiled form."""
 
     def __init__(self) -> None:
         self.calls = []
@@ -59,7 +59,7 @@ def _fresh() -> Iterator[None]:
         each.cache_clear()
 
 
-def test_what_is_compiled_is_launched_without_triton_looking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_kernel_is_launched_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", triton_of("3.7.1", object))
     kernel = FakeKernel()
     launch = Launch(kernel, (7, True), num_warps=2)
@@ -75,7 +75,7 @@ def test_what_is_compiled_is_launched_without_triton_looking(monkeypatch: pytest
     ]
 
 
-def test_an_older_triton_looks_at_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_triton_inspects_every_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", triton_of("3.5.1", object))
     launch = Launch(FakeKernel(), ())
 
@@ -85,7 +85,7 @@ def test_an_older_triton_looks_at_every_launch(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("version", "said"), [("3.8.0", {}), ("3.9.0", {"enable_fp_fusion": True})])
-def test_where_triton_asks_whether_products_and_sums_are_fused_it_is_told(
+def test_newer_tritons_get_the_fusion_option(
     monkeypatch: pytest.MonkeyPatch, version: str, said: dict[str, bool]
 ) -> None:
     monkeypatch.setitem(sys.modules, "triton", triton_of(version, object))
@@ -110,7 +110,7 @@ def test_without_a_driver_everything_runs_on_torch(
     assert "0 active drivers" in caplog.text
 
 
-def test_without_triton_nothing_is_said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_nothing_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(triton_launch, "find_spec", lambda name: None)
 
     assert not triton_works()
@@ -118,12 +118,12 @@ def test_without_triton_nothing_is_said(monkeypatch: pytest.MonkeyPatch, caplog:
 
 
 def test_importing_the_operations_imports_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "find_spec", lambda name: pytest.fail("asked on the CPU"))
+    monkeypatch.setattr(triton_launch, "find_spec", lambda name: pytest.fail("Triton was looked up on the CPU"))
 
     write.write_kv(*torch.ones(2, 2, 1, 4), *torch.zeros(2, 2, 4, 1, 4), torch.tensor([4, 5]))
 
 
-def test_modules_with_kernels_are_not_imported_before_a_gpu_needs_them() -> None:
+def test_modules_with_kernels_are_imported_on_a_gpu_only() -> None:
     code = "import sys, attnplug.ops, attnplug.batching; print(*[name for name in sys.modules if '.triton_' in name])"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -136,7 +136,7 @@ ROWS = torch.zeros(64)
 
 
 class FakeLaunch:
-    """In the place of a launch."""
+    """A fake launch."""
 
     made: list[FakeLaunch]
 
@@ -170,7 +170,7 @@ def run(made):
 
 
 @pytest.mark.parametrize("other", [{}, {"programs": 6}, {"stride": 32}, {"stride": 0}, {"number": 1}, {"number": 16}])
-def test_like_arguments_go_straight_to_the_driver(run, made, other):
+def test_arguments_of_one_kind_go_straight_to_the_driver(run, made, other):
     run()
     run(**other)
 
@@ -186,7 +186,7 @@ def described(rows=ROWS, box=(16,)):
     return SimpleNamespace(base=rows, block_shape=list(box))
 
 
-def test_descriptors_come_first_and_as_they_are(run, made):
+def test_descriptors_come_first_and_unchanged(run, made):
     one, other = described(), described(torch.ones(32))
     run(descriptors=[one])
     run(descriptors=[other])
@@ -224,21 +224,21 @@ def test_others_are_compiled(run, made, other):
     assert [[kind for kind, *_ in launch.calls] for launch in made] == [["first"], ["first"]]
 
 
-def test_a_stride_of_1_is_no_multiple_of_16(run, made):
-    """Python holds 1 and True for the same key."""
+def test_a_stride_of_1_is_not_a_multiple_of_16(run, made):
+    """1 and True are the same dictionary key."""
     run(stride=1)
     run(stride=16)
 
     assert len(made) == 2
 
 
-def test_no_programs_are_no_launch(run, made):
+def test_no_programs_launch_nothing(run, made):
     run(programs=0)
 
     assert made == []
 
 
-def test_a_kernel_has_launches_of_its_own(made):
+def test_kernels_do_not_share_launches(made):
     for name in ("one", "another"):
         Kernel(name).run(1, (ROWS,), (), (), ())
 
@@ -246,7 +246,7 @@ def test_a_kernel_has_launches_of_its_own(made):
 
 
 class Elsewhere:
-    """A tensor on the second device."""
+    """A fake tensor on the second device."""
 
     dtype = torch.float32
 

@@ -40,7 +40,7 @@ def padded_pages(blocks: int, block_size: int) -> Tensor:
 
 
 layouts = st.sampled_from([nhd, hnd, layers_inside, padded_pages])
-# The first is what the CPU takes, the second what a device takes: both have to be right, and both run here.
+# The first is for the CPU, the second for other devices. Both run here.
 writers = st.sampled_from([write._write_unpadded, write._write_padded])
 
 
@@ -69,7 +69,7 @@ def test_exactly_the_given_slots_change(
 
 
 @given(layouts, writers)
-def test_a_null_block_of_nan_keeps_its_bits(
+def test_the_null_block_keeps_its_bits(
     layout: Callable[[int, int], Tensor], writer: Callable[[Tensor, Tensor, Tensor], None]
 ) -> None:
     pages = layout(2, 4).fill_(torch.nan)
@@ -81,7 +81,7 @@ def test_a_null_block_of_nan_keeps_its_bits(
     assert pages[1, 1].eq(1).all()
 
 
-def test_rows_beyond_the_slots_are_not_read_and_dtypes_are_converted() -> None:
+def test_extra_rows_are_not_read_and_dtypes_are_converted() -> None:
     pages = torch.zeros(2, 4, HEADS, SIZE, dtype=torch.bfloat16)
     rows = torch.full((3, HEADS, SIZE), torch.nan)
     rows[0] = 1 / 3
@@ -93,7 +93,7 @@ def test_rows_beyond_the_slots_are_not_read_and_dtypes_are_converted() -> None:
 
 
 @pytest.mark.parametrize(("rows", "slots"), [((2, HEADS, SIZE), 3), ((3, HEADS, SIZE + 1), 3), ((3, 1, SIZE), 3)])
-def test_shapes_that_do_not_fit_leave_the_cache_alone(rows: tuple[int, ...], slots: int) -> None:
+def test_wrong_shapes_leave_the_pages_unchanged(rows: tuple[int, ...], slots: int) -> None:
     pages = torch.zeros(2, 4, HEADS, SIZE)
 
     with pytest.raises(TensorError, match="3 slots were given"):
@@ -103,7 +103,9 @@ def test_shapes_that_do_not_fit_leave_the_cache_alone(rows: tuple[int, ...], slo
 
 
 @given(layouts, st.permutations(range(4, 16)), st.integers(0, 12))
-def test_slots_without_padding_need_no_look(layout: Callable[[int, int], Tensor], slots: list[int], count: int) -> None:
+def test_slots_without_padding_need_no_check(
+    layout: Callable[[int, int], Tensor], slots: list[int], count: int
+) -> None:
     pages, rows, mapping = layout(4, 4), torch.randn(13, HEADS, SIZE), torch.tensor(slots[:count], dtype=torch.int64)
     expected = pages.clone()
     write_pages(rows, expected, mapping)
@@ -113,7 +115,7 @@ def test_slots_without_padding_need_no_look(layout: Callable[[int, int], Tensor]
 
 @pytest.mark.parametrize("padded", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_is_two_calls_of_write_cache(dtype: torch.dtype, padded: bool) -> None:
+def test_write_kv_writes_what_two_calls_of_write_pages_do(dtype: torch.dtype, padded: bool) -> None:
     key, value = torch.randn(3, 2, 8), torch.randn(3, 2, 5)
     pages = [torch.zeros(2, 4, 2, size, dtype=torch.uint8).to(dtype) for size in (8, 5, 8, 5)]
     slots = torch.tensor([6, 4 if not padded else -1])
@@ -128,7 +130,7 @@ def test_is_two_calls_of_write_cache(dtype: torch.dtype, padded: bool) -> None:
         assert torch.equal(got.float(), wanted.float())
 
 
-def test_a_value_that_does_not_fit_leaves_the_keys_alone() -> None:
+def test_values_of_a_wrong_shape_leave_the_keys_unchanged() -> None:
     pages = torch.zeros(2, 2, 4, 2, 8)
 
     with pytest.raises(TensorError, match="2 slots were given"):
@@ -173,7 +175,7 @@ orders = st.permutations([2, 3]).flatmap(
 
 
 @given(orders, st.integers(2, 5), st.sampled_from([1, 4]))
-def test_halves_are_views_in_any_order_of_memory(order: tuple[int, ...], blocks: int, block_size: int) -> None:
+def test_pages_are_views_in_any_memory_order(order: tuple[int, ...], blocks: int, block_size: int) -> None:
     cache = CacheTensor((2, blocks, block_size, 3, 8), torch.float32, 1, order).allocate("cpu")
 
     halves = key_and_value_pages(cache)
@@ -184,7 +186,7 @@ def test_halves_are_views_in_any_order_of_memory(order: tuple[int, ...], blocks:
     assert [bool((cache[half] == half + 1).all()) for half in (0, 1)] == [True, True]
 
 
-def test_roles_are_halves_themselves() -> None:
+def test_roles_are_pages() -> None:
     roles = {"v": torch.zeros(4, 16, 2, 24), "k_scale": torch.ones(1), "k": torch.zeros(4, 16, 2, 8)}
 
     keys, values = key_and_value_pages(roles)
@@ -202,12 +204,12 @@ def test_roles_are_halves_themselves() -> None:
         ({}, "with the roles none"),
     ],
 )
-def test_another_form_is_refused_with_the_two_that_there_are(cache: object, said: str) -> None:
+def test_another_form_of_kv_cache_is_refused(cache: object, said: str) -> None:
     with pytest.raises(CacheError, match=f"(?s){said}.*'k' and 'v'.*stride_order"):
         key_and_value_pages(cache)
 
 
-def test_a_role_may_hold_both_halves() -> None:
+def test_one_role_may_hold_keys_and_values() -> None:
     both = torch.zeros(2, 4, 16, 2, 8)
 
     keys, values = key_and_value_pages({"kv": both, "k_scale": torch.ones(1)})

@@ -116,9 +116,7 @@ def some_slots(generator: random.Random, tokens: int, block_size: int) -> Tensor
 
 @settings(max_examples=60 if INTERPRETED else 25)
 @given(st.randoms(use_true_random=False), st.integers(0, 6), st.sampled_from([3, 16, 72]), st.sampled_from([16, 80]))
-def test_slots_hold_what_write_cache_writes_and_nothing_else_changes(
-    generator: random.Random, tokens: int, size: int, size_v: int
-) -> None:
+def test_slots_hold_what_write_pages_writes(generator: random.Random, tokens: int, size: int, size_v: int) -> None:
     block_size = generator.choice([1, 3, 16])
     halves = [half_of(generator, tokens + 2, each, block_size) for each in (size, size_v)]
     slots = some_slots(generator, tokens, block_size)

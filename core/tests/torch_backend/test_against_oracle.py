@@ -34,20 +34,20 @@ def paged_cases(**fixed: object) -> st.SearchStrategy[Case]:
 
 
 def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
-    asked = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
-    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
+    return attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
 
 
 def load_dense(case: Case, **engine: object) -> Backend:
     return attnplug.load(case.requirements(paged=False, **engine), Device.cpu(), backend="torch/sdpa")
 
 
-@pytest.fixture(params=["fused", "fused without LSE", "written out"])
+@pytest.fixture(params=["fused", "fused without LSE", "unfused"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each way that a tile may be attended, on this CPU: also the ones that only other devices or torches need."""
+    """Each kernel of a tile on this CPU, also those for other devices and other releases of torch."""
     if request.param == "fused without LSE":
         monkeypatch.setattr(sdpa, "fused_cpu_op", lambda: None)
-    if request.param == "written out":
+    if request.param == "unfused":
         monkeypatch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
 
 
@@ -77,7 +77,7 @@ def test_every_kernel(case: Case, layout: str) -> None:
 
 @given(paged_cases(), layouts, st.sampled_from([1, 2, 8]), st.sampled_from([1, 40, 300]), st.booleans())
 @settings(max_examples=100)
-def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, unfused: bool) -> None:
+def test_tiles_and_groups_of_any_size(case: Case, layout: str, rows: int, scores: int, unfused: bool) -> None:
     sizes = Sizes(gathered=2**12, mask=10 * scores, scores=scores, rows=rows, call=scores)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "sizes_on", lambda _: sizes)
@@ -94,7 +94,7 @@ def test_pieces_of_any_size(case: Case, layout: str, rows: int, scores: int, unf
 )
 @example([(4, 0), (2, 5), (0, 3)], Case(query_lens=(), context_lens=(), causal=False, sinks=True))
 @example([(9, 3)], Case(query_lens=(), context_lens=(), causal=False, sliding_window=2))
-def test_rows_that_attend_nothing_are_zero(lens: list[tuple[int, int]], case: Case) -> None:
+def test_rows_without_keys_are_zero(lens: list[tuple[int, int]], case: Case) -> None:
     query_lens = tuple(queries for queries, _ in lens)
     case = evolve(case, query_lens=query_lens, context_lens=tuple(keys - queries for queries, keys in lens))
 
@@ -103,7 +103,7 @@ def test_rows_that_attend_nothing_are_zero(lens: list[tuple[int, int]], case: Ca
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {},
         {"sliding_window": 100},
@@ -118,13 +118,13 @@ def test_rows_that_attend_nothing_are_zero(lens: list[tuple[int, int]], case: Ca
     ],
     ids=str,
 )
-def test_prompts_longer_than_a_tile(asked: dict[str, object], dtype: str) -> None:
+def test_prompts_longer_than_a_tile(requested: dict[str, object], dtype: str) -> None:
     case = Case(
         query_lens=(1, 1, 300, 300, 520),
         context_lens=(700, 30, 150, 150, 0),
         dtype=dtype,
         num_padding_tokens=3,
-        **asked,
+        **requested,
     )
 
     check(load(case, return_lse=True), materialize(case))
@@ -142,7 +142,7 @@ def test_both_layouts_give_the_same(case: Case) -> None:
 
 @given(paged_cases(dtype="float32"), st.integers(0, 1000))
 @settings(max_examples=30)
-def test_where_pages_lie_does_not_matter(case: Case, seed: int) -> None:
+def test_the_order_of_blocks_does_not_matter(case: Case, seed: int) -> None:
     scene = materialize(case)
     moved = evolve(scene, block_table=materialize(evolve(case, seed=seed)).block_table)
 
@@ -191,9 +191,9 @@ def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str) -> 
 
 @given(cases(features=("sliding_window", "logits_soft_cap", "sinks")), layouts, st.integers(0, 2))
 @settings(max_examples=40)
-def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, layer: int) -> None:
+def test_a_layer_of_a_tensor_with_all_layers(case: Case, layout: str, layer: int) -> None:
     scene, backend = materialize(case), load(case, layout)
-    # The layers lie inside each block: no page follows the one before it.
+    # The layers are inside each block: pages are not contiguous.
     heads, size = case.num_kv_heads, case.head_size
     page = (case.block_size, heads) if layout == "NHD" else (heads, case.block_size)
     layers = torch.zeros(2, scene.num_blocks, 3, *page, size, dtype=scene.keys[0].dtype)
@@ -230,7 +230,7 @@ def profile(backend: Backend, case: Case, cache: torch.Tensor | None) -> None:
 
     impl.forward(call.query[:rows], call.key[:rows], call.value[:rows], cache, None, call.output[:rows])
 
-    assert bool((call.output[:rows] != 12288.0).any()), "it computes, so that the memory it takes is measured"
+    assert bool((call.output[:rows] != 12288.0).any()), "it computes, so that its memory is measured"
 
 
 def test_a_touched_padding_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,15 +244,15 @@ def test_a_touched_padding_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None
         check(backend, scene)
 
 
-def test_requests_that_are_padding_compute_nothing() -> None:
+def test_padded_requests_compute_nothing() -> None:
     case = Case(query_lens=(1, 4, 0, 0), context_lens=(5, 3, 0, 0))
 
     check(load(case, return_lse=True), materialize(case))
 
 
-@pytest.mark.parametrize("asked", [{"sliding_window": 8}, {"attention_chunk": 16}], ids=str)
-def test_blocks_before_what_is_seen_may_be_gone(asked: dict[str, object]) -> None:
-    case = Case(query_lens=(1, 1, 5), context_lens=(60, 40, 50), block_size=4, **asked)
+@pytest.mark.parametrize("requested", [{"sliding_window": 8}, {"attention_chunk": 16}], ids=str)
+def test_blocks_before_the_visible_keys_may_be_freed(requested: dict[str, object]) -> None:
+    case = Case(query_lens=(1, 1, 5), context_lens=(60, 40, 50), block_size=4, **requested)
     scene, backend = materialize(case), load(case)
     impl, call = backend.make_impl(scene.layer()), scene.paged(backend)
     table = scene.block_table.clone()

@@ -1,4 +1,4 @@
-"""8-bit caches, shared prefixes and gathered blocks on an NVIDIA GPU, by both variants."""
+"""FP8 KV caches, shared prefixes and gathered blocks on an NVIDIA GPU, by both variants."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ NARROW = ["fp8_e4m3", "fp8_e5m2"]
 
 
 def load(variant: str, case: Case, layout: str = "NHD", **engine: object) -> Backend:
-    asked = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
-    return attnplug.load(asked, Device.current(), backend=f"torch/{variant}")
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
+    return attnplug.load(requested, Device.current(), backend=f"torch/{variant}")
 
 
 @pytest.fixture(autouse=True)
 def _compiler_may_warn() -> Iterator[None]:
-    """What torch's compiler warns of is its own affair."""
+    """Warnings of torch's compiler do not fail these tests."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -75,11 +75,11 @@ def test_decodes_in_whole_blocks(variant: str, layout: str, contexts: tuple[int,
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@pytest.mark.parametrize("asked", [{"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.3, "v_scale": 0.3}, {}], ids=str)
+@pytest.mark.parametrize("requested", [{"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.3, "v_scale": 0.3}, {}], ids=str)
 @pytest.mark.parametrize("shares", [0, 3])
-def test_build_and_forward_do_not_wait_for_the_device(variant: str, shares: int, asked: dict[str, object]) -> None:
+def test_build_and_forward_do_not_wait_for_the_device(variant: str, shares: int, requested: dict[str, object]) -> None:
     lengths = {"query_lens": (1, 1, 9, 40), "context_lens": (30, 3, 40, 0)}
-    case = Case(**lengths, head_size=64, dtype="bfloat16", num_padding_tokens=2, **asked)
+    case = Case(**lengths, head_size=64, dtype="bfloat16", num_padding_tokens=2, **requested)
     case = case.with_shared_prefix(shares) if shares else case
     backend, scene = load(variant, case), materialize(case)
     impl = backend.make_impl(scene.layer(device="cuda"))
@@ -125,6 +125,6 @@ def test_8_bit_blocks_travel_between_host_and_device(variant: str, dtype: str, h
     backend.copy_blocks([here], {4: [2, 3]})
     backend.swap_blocks(here, there, [(3, 1)])
 
-    for gone, back in zip(key_and_value_pages(there), key_and_value_pages(here), strict=True):
-        assert torch.equal(back[2].view(torch.uint8), gone[2].cpu().view(torch.uint8))
-        assert torch.equal(gone[1].view(torch.uint8), gone[2].view(torch.uint8))
+    for sent, returned in zip(key_and_value_pages(there), key_and_value_pages(here), strict=True):
+        assert torch.equal(returned[2].view(torch.uint8), sent[2].cpu().view(torch.uint8))
+        assert torch.equal(sent[1].view(torch.uint8), sent[2].view(torch.uint8))

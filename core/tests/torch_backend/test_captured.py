@@ -1,4 +1,4 @@
-"""Graph slots of the built-in backend: what a replay computes, from what a build wrote, is what the oracle says."""
+"""Graphs of the built-in backend: replays of what a build wrote, compared with the oracle."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=5)
 
 
 def load(case: Case, layout: str = "NHD", **engine: object):
-    asked = case.requirements(block_size=case.block_size, kv_layout=layout, cudagraph="uniform_batch", **engine)
-    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, cudagraph="uniform_batch", **engine)
+    return attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
 
 
 def scenes_of(case: Case, steps: list[list[int]], query_len: int, num_reqs: int):
-    """Scenes of one shape and one layer, which differ in how many requests there are and how long they are."""
+    """Scenes of one shape and one layer, which differ in the number of requests and their lengths."""
     scenes = [
         materialize(
             padded_for(
@@ -74,8 +74,8 @@ test_replays, test_replays_at_length = in_two_tiers(
 
 @settings(max_examples=30)
 @given(case=cases(features=SERVED, kv_sharing=False), lens=LENGTHS, query_len=st.sampled_from([1, 3]))
-def test_replays_in_pieces(case, lens, query_len):
-    """Few keys at once: the requests of a shape are several groups; few scores: their rows are several tiles."""
+def test_replays_of_several_groups_and_tiles(case, lens, query_len):
+    """With few keys per gather a shape has several groups; with few scores a group has several tiles."""
     sizes = builder.Sizes(gathered=2**12, mask=2**10, scores=64, rows=2, call=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "sizes_on", lambda _: sizes)
@@ -93,10 +93,10 @@ def test_replays_of_cross_attention(case, lens):
     check_replays(load(fixed), [scene], num_reqs=num_reqs, max_seq_len=max(4, *lens))
 
 
-@pytest.mark.parametrize("asked", [{"sliding_window": 5}, {"attention_chunk": 16}])
-def test_blocks_before_what_is_seen_may_be_gone(asked, monkeypatch):
-    """Hosts free blocks that no query reaches any more: what the table names there is no block of the request's."""
-    case = padded_for(Case(query_lens=(1, 1), context_lens=(70, 40), block_size=4, **asked), 1)
+@pytest.mark.parametrize("requested", [{"sliding_window": 5}, {"attention_chunk": 16}])
+def test_blocks_before_the_visible_keys_may_be_freed(requested, monkeypatch):
+    """Hosts free blocks that no query attends to; the block table then names blocks of other requests."""
+    case = padded_for(Case(query_lens=(1, 1), context_lens=(70, 40), block_size=4, **requested), 1)
     plain = Scene.paged
 
     def paged(scene, backend, device=None):
@@ -111,18 +111,18 @@ def test_blocks_before_what_is_seen_may_be_gone(asked, monkeypatch):
     check_replays(load(case), [materialize(case)], num_reqs=3, max_seq_len=80)
 
 
-def test_padding_does_not_bring_nan_into_the_model():
+def test_padding_gives_no_nan():
     case = padded_for(Case(query_lens=(1,), context_lens=(5,), decode_query_len=1), 3)
     (ran,) = check_replays(load(case), [materialize(case)], num_reqs=4, max_seq_len=16)
     assert not ran.output.isnan().any()
 
 
 @pytest.mark.parametrize("wanted", [{"paged": False}, {"custom_mask": True}])
-def test_what_no_graph_can_hold_is_refused(wanted):
-    asked = Case(query_lens=(1,), context_lens=(5,)).requirements(block_size=None).evolve(**wanted)
+def test_what_graphs_cannot_hold_is_refused(wanted):
+    requested = Case(query_lens=(1,), context_lens=(5,)).requirements(block_size=None).evolve(**wanted)
     with pytest.raises(NoBackendError, match=r"a\s+graph's\s+are\s+fixed"):
-        attnplug.load(asked.evolve(cudagraph="single_token_decode"), Device.cpu(), backend="torch/sdpa")
-    backend = attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+        attnplug.load(requested.evolve(cudagraph="single_token_decode"), Device.cpu(), backend="torch/sdpa")
+    backend = attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
     assert backend.agreement.cudagraph == "never"
 
 

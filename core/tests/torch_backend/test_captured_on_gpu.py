@@ -1,4 +1,4 @@
-"""Graph slots of the built-in backend in real CUDA graphs: the cases of the CPU tests, and no waiting."""
+"""CUDA graphs of the built-in backend: the cases of the CPU tests, and no device synchronization."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FEATURES = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "si
 
 
 def load(case, layout="NHD", **engine):
-    asked = case.requirements(block_size=case.block_size, kv_layout=layout, cudagraph="uniform_batch", **engine)
-    return attnplug.load(asked, Device.current(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, cudagraph="uniform_batch", **engine)
+    return attnplug.load(requested, Device.current(), backend="torch/sdpa")
 
 
 @pytest.mark.parametrize("query_len", [1, 3])
@@ -50,7 +50,7 @@ def test_graphs_match_the_oracle(query_len, layout, record_property):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-def test_builds_into_a_slot_do_not_wait_for_the_device():
+def test_builds_for_a_graph_do_not_wait_for_the_device():
     case = Case(query_lens=(1,) * 8, context_lens=(300, 20, 5, 90, 7, 8, 9, 1), dtype="bfloat16")
     scene, backend = materialize(case), load(case)
     impl, call = backend.make_impl(scene.layer(device="cuda")), scene.paged(backend, "cuda")

@@ -1,4 +1,4 @@
-"""A prefix that all requests share: attended once, and as right as attending it for every request."""
+"""Cascades: a shared prefix is computed once, and gives what computing it for every request gives."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ shared = st.builds(Case.with_shared_prefix, cases(features=FEATURES), st.integer
 
 
 def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
-    asked = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
-    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
+    return attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
 
 
 def check_cascade(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
@@ -42,12 +42,12 @@ test_gives_what_the_oracle_gives, test_gives_it_at_length = in_two_tiers(
 )
 
 
-@pytest.mark.parametrize("way", ["fused without LSE", "written out"])
+@pytest.mark.parametrize("kernel", ["fused without LSE", "unfused"])
 @given(case=shared, layout=layouts)
 @settings(max_examples=30)
-def test_every_kernel(way: str, case: Case, layout: str) -> None:
+def test_every_kernel(kernel: str, case: Case, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if way == "written out":
+        if kernel == "unfused":
             patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         else:
             patch.setattr(sdpa, "fused_cpu_op", lambda: None)
@@ -86,7 +86,7 @@ def test_requests_that_are_padding_share_nothing() -> None:
     check(load(case, return_lse=True), materialize(case))
 
 
-def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cascades_require_a_kernel_with_lse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "fused_cpu_op", lambda: None)
     case = Case(query_lens=(1,), context_lens=(9,)).with_shared_prefix(1)
     scene, backend = materialize(case), load(case)
@@ -102,7 +102,7 @@ def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {"sliding_window": 8},
         {"attention_chunk": 16},
@@ -113,8 +113,8 @@ def test_only_what_cascades_looks_for_a_kernel_with_lse(monkeypatch: pytest.Monk
     ],
     ids=str,
 )
-def test_what_depends_on_distance_does_not_cascade(asked: dict[str, object]) -> None:
-    requirements = evolve(Case(query_lens=(), context_lens=()).requirements(cascade=True), **asked)
+def test_masks_and_relative_positions_do_not_cascade(requested: dict[str, object]) -> None:
+    requirements = evolve(Case(query_lens=(), context_lens=()).requirements(cascade=True), **requested)
 
     with pytest.raises(attnplug.NoBackendError):
         attnplug.select(requirements, Device.cpu(), backend="torch/sdpa")

@@ -1,4 +1,4 @@
-"""The built-in backend on an NVIDIA GPU: the cases of the CPU tests, and what only a GPU can show."""
+"""The built-in backend on an NVIDIA GPU: the cases of the CPU tests, and device synchronization."""
 
 from __future__ import annotations
 
@@ -68,17 +68,17 @@ def test_random_batches_match_the_oracle(load, dtype, layout, record_property):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("asked", LONG)
-def test_prompts_longer_than_a_tile(load, asked, dtype):
+@pytest.mark.parametrize("requested", LONG)
+def test_prompts_longer_than_a_tile(load, requested, dtype):
     lengths = {"query_lens": (1, 1, 300, 300, 520), "context_lens": (700, 30, 150, 150, 0)}
-    case = Case(**lengths, dtype=dtype, num_padding_tokens=3, **LONG[asked])
+    case = Case(**lengths, dtype=dtype, num_padding_tokens=3, **LONG[requested])
 
     check(load(case, return_lse=True), materialize(case))
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {"sinks": True},
         {"alibi": "sqrt", "attention_chunk": 32},
@@ -87,9 +87,9 @@ def test_prompts_longer_than_a_tile(load, asked, dtype):
     ],
     ids=str,
 )
-def test_build_and_forward_do_not_wait_for_the_device(load, asked):
+def test_build_and_forward_do_not_wait_for_the_device(load, requested):
     lengths = {"query_lens": (1, 1, 40, 70), "context_lens": (100, 33, 20, 0)}
-    case = Case(**lengths, dtype="bfloat16", num_padding_tokens=2, **asked)
+    case = Case(**lengths, dtype="bfloat16", num_padding_tokens=2, **requested)
     backend, scene = load(case), materialize(case)
     run(backend, scene)  # the first call may set kernels up
     impl = backend.make_impl(scene.layer(device=backend.device))
@@ -135,10 +135,10 @@ def test_blocks_travel_between_host_and_device(load):
 
 @pytest.mark.parametrize("work", ["decode 64 x 4096", "prefill 4 x 4096"])
 def test_time_of_a_forward(load, work, record_property):
-    """No bound, a number for the report: bfloat16, 32 query heads, 8 KV heads of 128, blocks of 16."""
+    """Not asserted, recorded in the report: bfloat16, 32 query heads, 8 KV heads of 128, blocks of 16."""
     requests, queries = (64, 1) if work.startswith("decode") else (4, 4096)
-    asked = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16", block_size=16)
-    backend = attnplug.load(asked, Device.current(), backend="torch")
+    requested = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16", block_size=16)
+    backend = attnplug.load(requested, Device.current(), backend="torch")
     blocks, tokens = requests * 256 + 1, requests * queries
     table = torch.arange(1, blocks, dtype=torch.int32).view(requests, 256)
     slots = (table.long() * 16).repeat_interleave(16, 1) + torch.arange(16).repeat(256)

@@ -1,4 +1,4 @@
-"""The evidence that the built-in backend brings along is about what it declares today."""
+"""The evidence in the built-in backend is about what its manifest declares today."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def evidence(request):
     return request.param
 
 
-def test_every_file_is_read_and_tells_of_a_run_that_passed() -> None:
+def test_every_file_is_read_and_records_a_run_that_passed() -> None:
     assert SHELF.notes == ()
     assert all(evidence.passed for evidence in SHELF.evidence)
     assert "sdpa-cpu" in {Path(evidence.origin).stem for evidence in SHELF.evidence}
@@ -50,30 +50,32 @@ def test_every_declared_value_is_accounted_for(evidence) -> None:
     served = {(item.field, hashable(item.value)) for item in menu.asks}
     # A device's capability is no JSON value: the kit writes it as text.
     unreached = {(item.capability.field, str(item.capability.value)) for item in menu.unreached}
-    told = {(field, str(value)) for field, value in evidence.unreached}
+    recorded = {(field, str(value)) for field, value in evidence.unreached}
     on_device = {pair for pair in served if pair[0] == "compute_capability"}
     assert served - on_device == {pair for pair in evidence.served if pair[0] != "compute_capability"}, AGAIN.format(
         evidence
     )
-    assert unreached == told, AGAIN.format(evidence)
+    assert unreached == recorded, AGAIN.format(evidence)
 
 
 def test_the_cpu_was_verified_in_this_version(evidence) -> None:
-    """A run on a GPU is as old as its report; then selection names the version that it verified."""
+    """A run on a GPU may be of an older version, which selection names."""
     if evidence.device.type == "cpu":
         assert evidence.distribution == f"attnplug {version('attnplug')}", AGAIN.format(evidence)
 
 
-def test_a_file_tells_nothing_of_the_machine_but_its_device(evidence) -> None:
+def test_a_file_names_nothing_of_the_machine_but_its_device(evidence) -> None:
     text = Path(evidence.origin).read_text("utf-8")
 
     assert re.findall(r'"(?:[^"]*[ =])?(?:/|~|[A-Z]:\\)[^"]*"', text) == []
 
 
 def test_selection_finds_it() -> None:
-    asked = attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sinks=True)
+    requested = attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sinks=True)
 
-    pick = attnplug.select(asked, "cpu", backend="torch/sdpa")
+    pick = attnplug.select(requested, "cpu", backend="torch/sdpa")
 
     assert pick.unverified == ()
-    assert [item.field for item in attnplug.select(asked, "cuda:12.1", backend="torch/sdpa").unverified] == ["device"]
+    assert [item.field for item in attnplug.select(requested, "cuda:12.1", backend="torch/sdpa").unverified] == [
+        "device"
+    ]

@@ -1,4 +1,4 @@
-"""The variant flex without its compiler: block masks by brute force, and the eager kernel against the oracle."""
+"""The variant flex without its compiler: block masks by brute force, and the eager kernel compared with the oracle."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def load(case: Case, **engine: object) -> TorchBackend:
-    """The variant on the CPU, where no selection leads to it."""
+    """The variant on the CPU, where it is never selected."""
     selection = attnplug.select(case.requirements(**engine), Device.cpu(), backend="torch/sdpa")
     return TorchBackend(evolve(selection.agreement, variant="flex"), Device.cpu())
 
@@ -63,9 +63,7 @@ def load(case: Case, **engine: object) -> TorchBackend:
     st.sampled_from([1, 3]),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
-    visibility: Visibility, lens: list[tuple[int, int]], ratio: int
-) -> None:
+def test_blocks_are_skipped_masked_or_full(visibility: Visibility, lens: list[tuple[int, int]], ratio: int) -> None:
     num_rows = [rows for rows, _ in lens]
     num_keys = [rows + context for rows, context in lens]
 
@@ -74,9 +72,9 @@ def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
     row, key = torch.arange(max(num_rows) * ratio), torch.arange(max(num_keys))
     for member, (rows, keys) in enumerate(zip(num_rows, num_keys, strict=True)):
         position = (row // ratio).clamp(max=rows - 1) + keys - rows
-        seen = visibility.of(key - position.unsqueeze(1)) & (key < keys)
+        visible = visibility.of(key - position.unsqueeze(1)) & (key < keys)
         shown = mask.blocks.mask_mod(torch.tensor(member), torch.tensor(0), row.unsqueeze(1), key)
-        assert torch.equal(shown, seen)
+        assert torch.equal(shown, visible)
         kinds = {
             "partial": (mask.blocks.kv_num_blocks, mask.blocks.kv_indices),
             "full": (mask.blocks.full_kv_num_blocks, mask.blocks.full_kv_indices),
@@ -87,7 +85,7 @@ def test_blocks_are_skipped_masked_or_whole_as_they_are_seen(
                 for kind, (counts, indices) in kinds.items()
             }
             for column in range(-(-len(key) // BLOCK)):
-                part = seen[block * BLOCK : (block + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
+                part = visible[block * BLOCK : (block + 1) * BLOCK, column * BLOCK : (column + 1) * BLOCK]
                 whole = bool(part.all()) and (column + 1) * BLOCK <= keys
                 assert (column in listed["full"]) == whole
                 assert (column in listed["partial"]) == (bool(part.any()) and not whole)
@@ -109,15 +107,15 @@ def test_random_batches(case: Case, layout: str, paged: bool) -> None:
 
 
 @pytest.mark.usefixtures("_eager")
-@pytest.mark.parametrize("asked", [{}, {"alibi": "linear"}, {"alibi": "sqrt", "attention_chunk": 90}], ids=str)
-def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
-    asked = {"sliding_window": 60, "logits_soft_cap": 5.0, "sinks": True, **asked}
-    case = Case(query_lens=(1, 150, 200), context_lens=(300, 40, 0), **asked)
+@pytest.mark.parametrize("requested", [{}, {"alibi": "linear"}, {"alibi": "sqrt", "attention_chunk": 90}], ids=str)
+def test_prompts_longer_than_a_block(requested: dict[str, object]) -> None:
+    requested = {"sliding_window": 60, "logits_soft_cap": 5.0, "sinks": True, **requested}
+    case = Case(query_lens=(1, 150, 200), context_lens=(300, 40, 0), **requested)
 
     check(load(case, return_lse=True), materialize(case))
 
 
-def test_other_caps_share_a_function_per_device() -> None:
+def test_a_cap_has_one_function_per_device() -> None:
     assert flex.soft_cap_mod(30.0, torch.device("cpu")) is flex.soft_cap_mod(30.0, torch.device("cpu"))
     assert flex.soft_cap_mod(30.0, torch.device("cpu")) is not flex.soft_cap_mod(50.0, torch.device("cpu"))
 
@@ -151,7 +149,7 @@ def test_the_first_sizes_are_of_their_kind_and_unequal(kind: flex.Kind) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "alibi"), [("NHD", None), ("HND", "sqrt")])
 def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traced by the compiler, with nothing generated: the graphs are the same for every device."""
+    """The compiler traces, and generates no code: graphs are the same for every device."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     flex.compiled.cache_clear()
     torch._dynamo.reset()
@@ -181,16 +179,16 @@ def test_each_kind_of_group_is_one_graph(layout: str, alibi: str | None, monkeyp
         ("cpu", 64, 256, None),
     ],
 )
-def test_values_far_wider_than_keys_are_loaded_tile_by_tile(monkeypatch, device, size, size_v, options) -> None:
-    """More in flight would not fit the shared memory of a GPU: the compiler looks at the size of keys alone."""
+def test_values_far_wider_than_keys_are_loaded_in_one_stage(monkeypatch, device, size, size_v, options) -> None:
+    """More stages would not fit into the shared memory of a GPU: the compiler considers the size of keys only."""
     given = []
 
-    def noted(query, key, value, **options):
+    def recorded(query, key, value, **options):
         given.append(options["kernel_options"])
         return value, AuxOutput(lse=None)
 
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setattr(flex, "flex_attention", noted)
+    monkeypatch.setattr(flex, "flex_attention", recorded)
     kind = flex.Kind(2, size, size_v, torch.float16, torch.device("cpu"), alone=True, short=2, scale=1.0)
     is_wide = evolve(kind, device=torch.device(device)).is_wide
     monkeypatch.setattr(flex.Kind, "is_wide", is_wide)
@@ -200,7 +198,7 @@ def test_values_far_wider_than_keys_are_loaded_tile_by_tile(monkeypatch, device,
     assert given == [options]
 
 
-def test_a_bound_of_splits_is_refused_and_not_dropped() -> None:
+def test_a_split_kv_limit_is_refused() -> None:
     selection = attnplug.select(
         Case(query_lens=(1,), context_lens=(0,)).requirements(), Device.cpu(), backend="torch/sdpa"
     )

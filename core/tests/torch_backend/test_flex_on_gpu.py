@@ -1,4 +1,4 @@
-"""The variant flex on an NVIDIA GPU: right, compiled once, and never waiting for the device."""
+"""The variant flex on an NVIDIA GPU: right, compiled once, and without device synchronization."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load(case: Case, **engine: object) -> Backend:
 
 @pytest.fixture(autouse=True)
 def _compiler_may_warn() -> Iterator[None]:
-    """What torch's compiler warns of is its own affair."""
+    """Warnings of torch's compiler do not fail these tests."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -79,7 +79,7 @@ def test_other_head_sizes(sizes: tuple[int, int | None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {},
         {"sliding_window": 100},
@@ -92,23 +92,23 @@ def test_other_head_sizes(sizes: tuple[int, int | None]) -> None:
     ],
     ids=str,
 )
-def test_prompts_longer_than_a_block(asked: dict[str, object]) -> None:
+def test_prompts_longer_than_a_block(requested: dict[str, object]) -> None:
     case = Case(
         query_lens=(1, 1, 300, 300, 520),
         context_lens=(700, 30, 150, 150, 0),
         head_size=64,
         dtype="bfloat16",
         num_padding_tokens=3,
-        **asked,
+        **requested,
     )
 
     check(load(case, return_lse=True), materialize(case))
 
 
-@pytest.mark.parametrize("asked", [{}, {"alibi": "linear", "attention_chunk": 16}], ids=str)
-def test_build_and_forward_do_not_wait_for_the_device(asked: dict[str, object]) -> None:
+@pytest.mark.parametrize("requested", [{}, {"alibi": "linear", "attention_chunk": 16}], ids=str)
+def test_build_and_forward_do_not_wait_for_the_device(requested: dict[str, object]) -> None:
     lengths = {"query_lens": (1, 1, 9, 40), "context_lens": (30, 3, 40, 0)}
-    case = Case(**lengths, head_size=64, dtype="bfloat16", num_padding_tokens=2, **asked)
+    case = Case(**lengths, head_size=64, dtype="bfloat16", num_padding_tokens=2, **requested)
     scene, backend = materialize(case), load(case)
     impl = backend.make_impl(scene.layer(device="cuda"))
     builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))

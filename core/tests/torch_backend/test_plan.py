@@ -20,7 +20,7 @@ budgets = st.builds(
 chunks = st.sampled_from([1, 3, 4, 50])
 
 
-def seen(
+def visible_keys(
     row: int, rows: int, keys: int, window: tuple[int, int], *, causal: bool, chunk: int | None = None
 ) -> list[int]:
     left, right = window
@@ -36,7 +36,7 @@ def seen(
 
 
 @given(lens, windows, st.booleans())
-def test_spans_hold_all_that_is_seen_and_nothing_before(
+def test_segments_hold_the_visible_keys_and_none_before(
     lens: list[tuple[int, int]], window: tuple[int, int], causal: bool
 ) -> None:
     segments, empty = segments_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal)
@@ -45,7 +45,7 @@ def test_spans_hold_all_that_is_seen_and_nothing_before(
     blank = {row for start, end in empty for row in range(start, end)}
     start = 0
     for request, (rows, keys) in enumerate(lens):
-        views = [seen(row, rows, keys, window, causal=causal) for row in range(rows)]
+        views = [visible_keys(row, rows, keys, window, causal=causal) for row in range(rows)]
         assert {start + row for row in range(rows) if not views[row]} == blank & set(range(start, start + rows))
         assert (request in by_request) == any(views)
         if request in by_request:
@@ -58,25 +58,25 @@ def test_spans_hold_all_that_is_seen_and_nothing_before(
 
 
 @given(lens, windows, st.booleans(), chunks)
-def test_each_chunk_that_rows_touch_is_a_sequence_of_its_own(
+def test_each_chunk_with_rows_is_a_sequence_by_itself(
     lens: list[tuple[int, int]], window: tuple[int, int], causal: bool, chunk: int
 ) -> None:
     segments, empty = segments_of([n for n, _ in lens], [m for _, m in lens], window, causal=causal, chunk=chunk)
 
     starts = [sum(rows for rows, _ in lens[:request]) for request in range(len(lens))]
     owner = {segment.first_row + row: (segment, row) for segment in segments for row in range(segment.rows)}
-    assert sum(segment.rows for segment in segments) == len(owner), "no row is in two spans"
+    assert sum(segment.rows for segment in segments) == len(owner), "no row is in two segments"
     blank = {row for start, end in empty for row in range(start, end)}
     touched = set()
     for request, (rows, keys) in enumerate(lens):
         for row in range(rows):
-            view = seen(row, rows, keys, window, causal=causal, chunk=chunk)
+            view = visible_keys(row, rows, keys, window, causal=causal, chunk=chunk)
             assert (starts[request] + row in blank) == (not view)
             if view:
                 segment, place = owner.pop(starts[request] + row)
                 assert segment.request == request
                 assert segment.first_key + segment.keys - segment.rows + place == keys - rows + row, (
-                    "it stands where it stood"
+                    "its position is unchanged"
                 )
                 assert segment.first_key <= min(view)
                 assert max(view) < segment.first_key + segment.keys
@@ -89,13 +89,17 @@ def test_each_chunk_that_rows_touch_is_a_sequence_of_its_own(
         views = [
             view
             for row in range(segment.first_row, segment.first_row + segment.rows)
-            if (view := seen(row - starts[segment.request], *lens[segment.request], window, causal=causal, chunk=chunk))
+            if (
+                view := visible_keys(
+                    row - starts[segment.request], *lens[segment.request], window, causal=causal, chunk=chunk
+                )
+            )
         ]
-        assert segment.first_key == min(view[0] for view in views), "nothing before what is seen is read"
+        assert segment.first_key == min(view[0] for view in views), "no key before the first visible one is read"
 
 
 @given(lens, windows, budgets)
-def test_every_span_is_in_one_group_of_bounded_size(
+def test_every_segment_is_in_one_group_of_bounded_size(
     lens: list[tuple[int, int]], window: tuple[int, int], budget: Budget
 ) -> None:
     segments, _ = segments_of([n for n, _ in lens], [m for _, m in lens], window, causal=False)
@@ -128,7 +132,7 @@ def _scores(group: Rectangle) -> int:
     return len(group.segments) * group.rows * group.keys
 
 
-def test_requests_of_one_size_share_a_call_whatever_padding_costs() -> None:
+def test_requests_of_one_size_share_a_call() -> None:
     segments, _ = segments_of([1] * 8, [50] * 8, (-1, -1), causal=True)
 
     assert len(group_segments(segments, Budget(keys=400, scores=0, slack=0, ragged_rows=0))) == 1

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 
-def requirements(**asked: object) -> attnplug.Requirements:
-    return attnplug.Requirements(**{"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "float32", **asked})
+def requirements(**requested: object) -> attnplug.Requirements:
+    return attnplug.Requirements(
+        **{"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "float32", **requested}
+    )
 
 
 def test_reading_the_plugin_imports_no_torch() -> None:
@@ -29,7 +31,7 @@ def test_reading_the_plugin_imports_no_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "first"),
+    ("requested", "first"),
     [
         ({}, "sdpa"),
         ({"causal": False}, "sdpa"),
@@ -42,26 +44,26 @@ def test_reading_the_plugin_imports_no_torch() -> None:
     ],
     ids=str,
 )
-def test_a_gpu_gets_the_variant_that_is_faster_for_what_is_asked(asked: dict[str, object], first: str) -> None:
-    on_gpu = attnplug.explain(requirements(**asked), Device.cuda("9.0"), assume_installed=True)
+def test_a_gpu_gets_the_faster_variant(requested: dict[str, object], first: str) -> None:
+    on_gpu = attnplug.explain(requirements(**requested), Device.cuda("9.0"), assume_installed=True)
     ranks = [verdict.id for verdict in on_gpu.verdicts if verdict.id.startswith("torch/")]
 
     assert ranks[0] == f"torch/{first}"
     assert len(ranks) == 2
-    assert attnplug.select(requirements(**asked), Device.cpu(), backend="torch").id == "torch/sdpa"
+    assert attnplug.select(requirements(**requested), Device.cpu(), backend="torch").id == "torch/sdpa"
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [{"block_sparse": {"size": 64}}, {"kv_cache_dtype": "int8"}, {"output_quant": "fp8"}, {"dcp_size": 2}],
     ids=str,
 )
-def test_what_is_not_there_is_refused(asked: dict[str, object]) -> None:
+def test_unsupported_requirements_are_refused(requested: dict[str, object]) -> None:
     with pytest.raises(attnplug.NoBackendError):
-        attnplug.select(requirements(**asked), Device.cpu(), backend="torch/sdpa")
+        attnplug.select(requirements(**requested), Device.cpu(), backend="torch/sdpa")
 
 
-def test_flex_leaves_masks_to_the_other_variant() -> None:
+def test_flex_does_not_support_batch_masks() -> None:
     found = attnplug.explain(requirements(custom_mask=True), Device.cuda("9.0"), assume_installed=True)
     verdicts = {verdict.id: verdict for verdict in found.verdicts}
 
@@ -69,7 +71,7 @@ def test_flex_leaves_masks_to_the_other_variant() -> None:
     assert [reason.field for reason in verdicts["torch/flex"].reasons] == ["custom_mask"]
 
 
-def test_the_probe_wants_a_c_compiler_for_flex_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_requires_a_c_compiler_for_flex_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plugin.shutil, "which", lambda name: "/usr/bin/gcc" if name == "gcc" else None)
     assert plugin.attnplug_probe("flex", Device.cpu()) is None
     monkeypatch.setattr(plugin.shutil, "which", lambda _: None)
@@ -98,7 +100,7 @@ def test_dense_calls_need_no_workspace() -> None:
     "shape", [GraphShape(1, 40), GraphShape(3, 3, 1), GraphShape(3, 50), GraphShape(2, 8, 4)], ids=str
 )
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {"sinks": True},
         {"paged": False, "alibi": "sqrt"},
@@ -110,7 +112,7 @@ def test_dense_calls_need_no_workspace() -> None:
     ids=str,
 )
 def test_warming_up_runs_each_shape(
-    shape: GraphShape, asked: dict[str, object], monkeypatch: pytest.MonkeyPatch
+    shape: GraphShape, requested: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("torch", minversion="2.11", reason="the variant flex needs torch 2.11, as its manifest says")
     from attnplug.torch_backend import flex  # noqa: PLC0415 - an older torch does not have what it imports
@@ -122,7 +124,7 @@ def test_warming_up_runs_each_shape(
         return query, query[..., 0].float()
 
     monkeypatch.setattr(flex, "compiled", lambda *_: attend)
-    wanted = requirements(**{"num_q_heads": 4, **asked})
+    wanted = requirements(**{"num_q_heads": 4, **requested})
     selection = attnplug.select(wanted, Device.cpu(), backend="torch/sdpa")
     agreement = evolve(selection.agreement, variant="flex")
 
@@ -131,7 +133,7 @@ def test_warming_up_runs_each_shape(
     assert sum(members * rows for members, rows in ran) >= shape.num_tokens
 
 
-def test_variants_share_all_but_the_kernel() -> None:
+def test_variants_are_classes_of_one_backend() -> None:
     selection = attnplug.select(requirements(), Device.cpu(), backend="torch/sdpa")
 
     assert plugin.attnplug_backend("sdpa", selection.agreement) is TorchBackend
@@ -161,7 +163,7 @@ def test_a_torch_without_a_device_says_so(
 
 
 @pytest.mark.parametrize("phases", [("decode",), ("prefill",)])
-def test_a_host_may_ask_for_one_phase(phases: tuple[str, ...]) -> None:
+def test_a_host_may_request_one_phase(phases: tuple[str, ...]) -> None:
     assert attnplug.load(requirements(phases=phases), Device.cpu()).id == "torch/sdpa"
 
 
@@ -170,6 +172,6 @@ def test_a_host_may_ask_for_one_phase(phases: tuple[str, ...]) -> None:
 )
 def test_one_phase_alone_gives_what_both_give(phase: str, lengths: dict[str, tuple[int, ...]]) -> None:
     case = Case(**lengths, context_lens=(20, 3, 40))
-    asked = case.requirements(block_size=case.block_size, phases=(phase,))
+    requested = case.requirements(block_size=case.block_size, phases=(phase,))
 
-    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
+    check(attnplug.load(requested, Device.cpu(), backend="torch/sdpa"), materialize(case))

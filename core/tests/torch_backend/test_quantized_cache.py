@@ -1,4 +1,4 @@
-"""Caches of 8-bit floats: what attention sees is what the cache holds, whoever writes it and in whatever chunks."""
+"""An FP8 KV cache: attention reads what the cache holds, whether forward or the host writes it, in any chunks."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ quantized = st.sampled_from(["fp8_e4m3", "fp8_e5m2"]).flatmap(
 
 
 def load(case: Case, layout: str = "NHD", **engine: object) -> Backend:
-    asked = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
-    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, **engine)
+    return attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
 
 
 def check_quantized(case: Case, layout: str, return_lse: bool, host_writes: bool) -> None:
     ran = check(load(case, layout, return_lse=return_lse), scene := materialize(case), host_writes=host_writes)
 
     if not case.per_head_scales:
-        # A single scale is a factor of scores and outputs: nothing is rounded on its account.
+        # A single scale is a factor of scores and outputs, and rounds nothing.
         assert_close(ran.output, scene.expected().output, dtype=ran.output.dtype, scale=scene.largest_value)
 
 
@@ -50,12 +50,12 @@ test_attends_to_what_the_cache_holds, test_attends_to_it_at_length = in_two_tier
 )
 
 
-@pytest.mark.parametrize("way", ["fused without LSE", "written out"])
+@pytest.mark.parametrize("kernel", ["fused without LSE", "unfused"])
 @given(case=quantized, layout=layouts)
 @settings(max_examples=30)
-def test_every_kernel(way: str, case: Case, layout: str) -> None:
+def test_every_kernel(kernel: str, case: Case, layout: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        if way == "written out":
+        if kernel == "unfused":
             patch.setattr(builder, "choose_kernel", lambda *_: sdpa.UNFUSED)
         else:
             patch.setattr(sdpa, "fused_cpu_op", lambda: None)
@@ -67,7 +67,7 @@ def test_every_kernel(way: str, case: Case, layout: str) -> None:
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[int], case: Case) -> None:
     case = evolve(case, query_lens=(length,), context_lens=(0,), num_padding_tokens=0, causal=True)
     whole, backend = materialize(case), load(case)
-    per_gather = run(backend, whole).output.double()
+    whole_output = run(backend, whole).output.double()
     ends = sorted({cut for cut in cuts if cut < length} | {length})
 
     for start, end in zip([0, *ends], ends, strict=False):
@@ -81,7 +81,7 @@ def test_a_prompt_in_chunks_gives_what_it_gives_in_one(length: int, cuts: list[i
         output = run(backend, chunk).output
         assert_close(
             output,
-            per_gather[start:end],
+            whole_output[start:end],
             dtype=output.dtype,
             scale=whole.largest_value,
             scaled_keys=case.per_head_scales,
@@ -103,7 +103,7 @@ def test_the_cache_changes_in_the_given_slots_alone(case: Case, layout: str, hos
 
 @given(quantized, layouts, st.integers(0, 2))
 @settings(max_examples=30)
-def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, layer: int) -> None:
+def test_a_layer_of_a_tensor_with_all_layers(case: Case, layout: str, layer: int) -> None:
     case = evolve(case, head_size_v=None)
     scene, backend = materialize(case), load(case, layout)
     call = scene.paged(backend)
@@ -122,18 +122,18 @@ def test_a_layer_of_a_tensor_that_holds_all_layers(case: Case, layout: str, laye
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("fp8_e4m3", 448.0), ("fp8_e5m2", 57344.0)])
-@pytest.mark.parametrize("who", ["forward", "host"])
-def test_what_is_too_large_is_the_largest_and_nan_stays(dtype: str, largest: float, who: str) -> None:
+@pytest.mark.parametrize("writer", ["forward", "host"])
+def test_writes_saturate_and_keep_nan(dtype: str, largest: float, writer: str) -> None:
     case = Case(query_lens=(3,), context_lens=(0,), kv_cache_dtype=dtype, k_scale=0.5)
     scene, backend = materialize(case), load(case)
     call = scene.paged(backend)
-    impl = backend.make_impl(Layer(name="layer", k_scale=0.5, cache_write=who))
+    impl = backend.make_impl(Layer(name="layer", k_scale=0.5, cache_write=writer))
     call.key[0], call.key[1] = 1e6, torch.nan  # type: ignore[index]
     slots = call.batch.slot_mapping
     assert slots is not None
     slots[2] = PAD_SLOT_ID
 
-    if who == "host":
+    if writer == "host":
         impl.write_kv(call.key, call.value, call.cache, slots)  # type: ignore[arg-type]
     else:
         metadata = backend.make_builder([impl], backend.make_state(limits_of(scene))).build(call.batch)
@@ -152,11 +152,11 @@ def test_a_scale_of_queries_is_refused() -> None:
         backend.make_impl(Layer(name="layer", q_scale=0.5))
 
 
-@pytest.mark.parametrize("asked", [{"per_head_scales": True}, {"kv_cache_dtype": "int8"}], ids=str)
-def test_scales_need_a_cache_that_has_them(asked: dict[str, object]) -> None:
+@pytest.mark.parametrize("requested", [{"per_head_scales": True}, {"kv_cache_dtype": "int8"}], ids=str)
+def test_scales_require_an_fp8_kv_cache(requested: dict[str, object]) -> None:
     with pytest.raises(attnplug.NoBackendError):
         attnplug.select(
-            evolve(Case(query_lens=(), context_lens=()).requirements(), **asked), Device.cpu(), backend="torch"
+            evolve(Case(query_lens=(), context_lens=()).requirements(), **requested), Device.cpu(), backend="torch"
         )
 
 
@@ -175,7 +175,7 @@ def test_a_profiling_run_succeeds(case: Case, layout: str) -> None:
 @pytest.mark.parametrize("head_size_v", [None, 8])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2", "auto"])
-def test_blocks_that_moved_give_the_same(dtype: str, layout: str, head_size_v: int | None) -> None:
+def test_moved_blocks_give_the_same(dtype: str, layout: str, head_size_v: int | None) -> None:
     case = Case(
         query_lens=(1, 3), context_lens=(40, 20), kv_cache_dtype=dtype, head_size_v=head_size_v, num_spare_blocks=9
     )

@@ -20,25 +20,25 @@ def _fresh() -> Iterator[None]:
     sdpa.fused_cpu_op.cache_clear()
 
 
-def asked(**more: object) -> attnplug.Requirements:
+def requested(**more: object) -> attnplug.Requirements:
     return attnplug.Requirements(head_size=16, num_q_heads=4, num_kv_heads=2, dtype="float32", **more)
 
 
 @pytest.mark.parametrize("more", [{}, {"sinks": True}, {"return_lse": True}, {"sliding_window": 3}], ids=str)
-def test_the_cpu_kernel_serves_lse_and_sinks_too(more: dict[str, object]) -> None:
-    assert sdpa.choose_kernel(asked(**more), "cpu").fused
+def test_the_cpu_kernel_supports_lse_and_sinks(more: dict[str, object]) -> None:
+    assert sdpa.choose_kernel(requested(**more), "cpu").fused
 
 
 @pytest.mark.parametrize("more", [{"sinks": True}, {"return_lse": True}], ids=str)
-def test_elsewhere_lse_and_sinks_are_written_out(more: dict[str, object]) -> None:
-    assert sdpa.choose_kernel(asked(**more), "cuda") is sdpa.UNFUSED
-    assert sdpa.choose_kernel(asked(), "cuda") is sdpa.FUSED
+def test_on_cuda_lse_and_sinks_are_unfused(more: dict[str, object]) -> None:
+    assert sdpa.choose_kernel(requested(**more), "cuda") is sdpa.UNFUSED
+    assert sdpa.choose_kernel(requested(), "cuda") is sdpa.FUSED
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("more", [{"logits_soft_cap": 5.0}, {"head_size_v": 8}], ids=str)
-def test_what_no_fused_kernel_expresses_is_written_out(more: dict[str, object], device: str) -> None:
-    assert sdpa.choose_kernel(asked(**more), device) is sdpa.UNFUSED
+def test_what_no_fused_kernel_supports_is_unfused(more: dict[str, object], device: str) -> None:
+    assert sdpa.choose_kernel(requested(**more), device) is sdpa.UNFUSED
 
 
 def other_schema(*names: str, results: int) -> SimpleNamespace:
@@ -56,10 +56,10 @@ def other_schema(*names: str, results: int) -> SimpleNamespace:
     ],
     ids=["absent", "other arguments", "other results"],
 )
-def test_a_torch_without_the_private_kernel_takes_public_ones(op: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_without_the_private_kernel_uses_public_ones(op: object, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = SimpleNamespace(aten=SimpleNamespace(_scaled_dot_product_flash_attention_for_cpu=op))
     monkeypatch.setattr(torch, "ops", ops)
 
     assert sdpa.fused_cpu_op() is None
-    assert sdpa.choose_kernel(asked(), "cpu") is sdpa.FUSED
-    assert sdpa.choose_kernel(asked(sinks=True), "cpu") is sdpa.UNFUSED
+    assert sdpa.choose_kernel(requested(), "cpu") is sdpa.FUSED
+    assert sdpa.choose_kernel(requested(sinks=True), "cpu") is sdpa.UNFUSED

@@ -1,4 +1,4 @@
-"""Layers whose keys are not their own: shared caches, and encoders; and decodes of several tokens."""
+"""Layers that share a KV cache, cross attention, and decodes of several tokens."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CROSS = {"attn_type": "encoder_decoder", "causal": False}
 
 
 def load(case: Case, **engine: object) -> Backend:
-    asked = case.requirements(block_size=case.block_size, **engine)
-    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, **engine)
+    return attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
 
 
 def prepare(backend: Backend, scene: Scene) -> tuple[AttentionImpl, Paged, Metadata]:
@@ -37,7 +37,7 @@ def prepare(backend: Backend, scene: Scene) -> tuple[AttentionImpl, Paged, Metad
 
 @given(cases(features=("attention_chunk", "sliding_window", "sinks", "decode_query_len"), kv_sharing=True))
 @settings(max_examples=40)
-def test_a_layer_that_shares_a_cache_ignores_keys_of_its_own(case: Case) -> None:
+def test_a_layer_that_shares_a_kv_cache_ignores_given_keys(case: Case) -> None:
     scene, backend = materialize(case), load(case)
     impl, call, metadata = prepare(backend, scene)
     before = [pages.clone() for pages in key_and_value_pages(call.cache)]
@@ -52,7 +52,7 @@ def test_a_layer_that_shares_a_cache_ignores_keys_of_its_own(case: Case) -> None
         torch.testing.assert_close(pages, as_before, rtol=0, atol=0, equal_nan=True)
 
 
-def test_nobody_writes_a_shared_cache() -> None:
+def test_a_shared_kv_cache_is_not_written() -> None:
     case = Case(query_lens=(1, 3), context_lens=(5, 0), kv_sharing=True)
     scene, backend = materialize(case), load(case)
     impl, call, _ = prepare(backend, scene)
@@ -73,7 +73,7 @@ def test_requests_in_different_steps_of_cross_attention(contexts: tuple[int, ...
     assert (ran.call.key is None) == all(contexts), "K/V come with first steps alone"
 
 
-def test_what_the_first_step_writes_the_later_ones_read() -> None:
+def test_later_steps_read_what_the_first_step_writes() -> None:
     case = Case(query_lens=(4, 7), context_lens=(0, 0), encoder_lens=(30, 21), **CROSS)
     scene, backend = materialize(case), load(case)
     impl, first, metadata = prepare(backend, scene)
@@ -88,7 +88,7 @@ def test_what_the_first_step_writes_the_later_ones_read() -> None:
     assert_close(got, later.expected().output, dtype=got.dtype, scale=later.largest_value)
 
 
-def test_an_encoder_may_be_longer_than_what_is_decoded_but_not_than_the_limits() -> None:
+def test_an_encoder_may_be_longer_than_the_decoder() -> None:
     case = Case(query_lens=(1,), context_lens=(2,), encoder_lens=(1500,), **CROSS)
     scene, backend = materialize(case), load(case)
     check(backend, scene)
@@ -101,9 +101,9 @@ def test_an_encoder_may_be_longer_than_what_is_decoded_but_not_than_the_limits()
 
 def test_dense_cross_attention_takes_a_mask() -> None:
     case = Case(query_lens=(1, 6), context_lens=(3, 0), encoder_lens=(9, 20), custom_mask=True, sinks=True, **CROSS)
-    asked = case.requirements(paged=False, return_lse=True)
+    requested = case.requirements(paged=False, return_lse=True)
 
-    check(attnplug.load(asked, Device.cpu(), backend="torch/sdpa"), materialize(case))
+    check(attnplug.load(requested, Device.cpu(), backend="torch/sdpa"), materialize(case))
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.lists(st.integers(5, 9), max_size=2), st.booleans())
@@ -137,7 +137,7 @@ def test_tokens_decoded_together_give_what_they_give_one_by_one() -> None:
         torch.testing.assert_close(run(backend, alone).output[0], together[token], rtol=1e-5, atol=1e-5)
 
 
-def test_a_mask_without_a_row_gives_zeros_and_the_sink() -> None:
+def test_a_fully_masked_row_gives_zeros_and_the_sink() -> None:
     case = Case(query_lens=(1, 3), context_lens=(20, 0), custom_mask=True, sinks=True)
     fully_masked = materialize(case)
     fully_masked = evolve(fully_masked, masks=tuple(torch.zeros_like(mask) for mask in fully_masked.masks or ()))
@@ -148,11 +148,11 @@ def test_a_mask_without_a_row_gives_zeros_and_the_sink() -> None:
     assert torch.equal(ran.lse, fully_masked.sinks.expand(4, -1))  # type: ignore[union-attr]
 
 
-def test_a_window_of_an_encoder_looks_to_both_sides() -> None:
-    asked = attnplug.Requirements(
+def test_a_window_of_an_encoder_has_two_sides() -> None:
+    requested = attnplug.Requirements(
         head_size=16, num_q_heads=1, num_kv_heads=1, dtype="float32", attn_type="encoder_only", sliding_window=2
     )
-    backend = attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    backend = attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
     impl = backend.make_impl(attnplug.Layer(name="layer"))
     builder = backend.make_builder([impl], backend.make_state(Limits(max_num_reqs=1, max_num_tokens=4, max_seq_len=4)))
     query, output = torch.zeros(4, 1, 16), torch.empty(4, 16)

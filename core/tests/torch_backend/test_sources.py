@@ -1,4 +1,4 @@
-"""Which groups are gathered in whole blocks, and in parts, and that nothing behind a request's last key gets in."""
+"""Which groups are gathered in whole blocks and in parts; nothing after a request's last key is read."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from attnplug.torch_backend.plan import Plan
 
 WIDE = Sizes(gathered=2**23, mask=2**22, scores=2**21, rows=256, call=1e12)
-"""Calls so dear that requests of any lengths share one."""
+"""Calls cost so much that requests of any lengths share one."""
 
 
 def load(case: Case, layout: str = "NHD") -> Backend:
-    asked = case.requirements(block_size=case.block_size, kv_layout=layout, return_lse=True)
-    return attnplug.load(asked, Device.cpu(), backend="torch/sdpa")
+    requested = case.requirements(block_size=case.block_size, kv_layout=layout, return_lse=True)
+    return attnplug.load(requested, Device.cpu(), backend="torch/sdpa")
 
 
 def plan_of(case: Case) -> Plan:
@@ -38,10 +38,10 @@ def plan_of(case: Case) -> Plan:
 
 
 def check_shared_call(
-    contexts: list[int], rows: int, block_size: int, layout: str, unfused: bool, asked: dict[str, object]
+    contexts: list[int], rows: int, block_size: int, layout: str, unfused: bool, requested: dict[str, object]
 ) -> None:
     case = Case(
-        query_lens=(rows,) * len(contexts), context_lens=tuple(contexts), block_size=block_size, sinks=True, **asked
+        query_lens=(rows,) * len(contexts), context_lens=tuple(contexts), block_size=block_size, sinks=True, **requested
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "sizes_on", lambda _: WIDE)
@@ -65,9 +65,9 @@ test_requests_of_any_lengths_share_a_call, test_requests_share_a_call_at_length 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("keys", [31, 32, 33])
-@pytest.mark.parametrize("asked", [{}, {"sliding_window": 20}, {"alibi": "linear"}, {"sinks": True}], ids=str)
-def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dict[str, object]) -> None:
-    case = Case(query_lens=(1,) * 7, context_lens=(keys - 1,) * 7, **asked)
+@pytest.mark.parametrize("requested", [{}, {"sliding_window": 20}, {"alibi": "linear"}, {"sinks": True}], ids=str)
+def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, requested: dict[str, object]) -> None:
+    case = Case(query_lens=(1,) * 7, context_lens=(keys - 1,) * 7, **requested)
     backend, scene = load(case, layout), materialize(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backend, "workspace_bytes", lambda _: 3 * 48 * 2 * 2 * 16 * 4, raising=True)
@@ -77,7 +77,7 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dic
         (group,) = plan.groups
         check(backend, scene)
 
-    if "alibi" not in asked and keys != 33:  # 20 keys out of 3 blocks are few
+    if "alibi" not in requested and keys != 33:  # 20 keys out of 3 blocks are few
         assert isinstance(group.source, BlockKeys)
     assert group.members == 7
     assert group.per_gather is not None
@@ -86,11 +86,9 @@ def test_equal_requests_are_gathered_in_parts(keys: int, layout: str, asked: dic
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("rows", [1, 7])
-@pytest.mark.parametrize("asked", [{}, {"sliding_window": 40}, {"sinks": True}, {"kv_cache_dtype": "fp8"}], ids=str)
-def test_blocks_that_follow_each_other_are_read_where_they_are(
-    rows: int, layout: str, asked: dict[str, object]
-) -> None:
-    case = Case(query_lens=(rows,), context_lens=(60,), num_spare_blocks=3, **asked)
+@pytest.mark.parametrize("requested", [{}, {"sliding_window": 40}, {"sinks": True}, {"kv_cache_dtype": "fp8"}], ids=str)
+def test_consecutive_blocks_are_read_in_place(rows: int, layout: str, requested: dict[str, object]) -> None:
+    case = Case(query_lens=(rows,), context_lens=(60,), num_spare_blocks=3, **requested)
     scene, backend = materialize(case), load(case, layout)
     columns = scene.block_table.shape[1]
     in_a_row = evolve(scene, block_table=torch.arange(2, 2 + columns, dtype=torch.int32).view(1, -1))
@@ -104,34 +102,34 @@ def test_blocks_that_follow_each_other_are_read_where_they_are(
         if isinstance(group.source, BlockKeys)
     ]
 
-    window_starts = max(0, 60 - 39) // 16 if "sliding_window" in asked else 0
+    window_starts = max(0, 60 - 39) // 16 if "sliding_window" in requested else 0
     assert runs == [2 + window_starts, None]
     check(backend, in_a_row)
 
 
-def test_a_build_writes_no_number_per_key() -> None:
+def test_a_build_writes_numbers_per_block() -> None:
     plan = plan_of(Case(query_lens=(1,) * 9, context_lens=(199,) * 9))
 
     (group,) = plan.groups
     assert isinstance(group.source, BlockKeys)
     assert group.source.blocks.shape == (9, 13)
-    assert group.source.partial is None, "what is behind the last key is cut off"
+    assert group.source.partial is None, "the slots after the last key are cut off"
 
 
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        (Case(query_lens=(1, 1), context_lens=(40, 43), sliding_window=20), "first keys at different places"),
-        (Case(query_lens=(1,), context_lens=(4,), block_size=64), "a block of which little is used"),
+        (Case(query_lens=(1, 1), context_lens=(40, 43), sliding_window=20), "first keys at different offsets"),
+        (Case(query_lens=(1,), context_lens=(4,), block_size=64), "a block with few keys"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_slots_are_numbered_where_blocks_do_not_suit(case: Case, why: str) -> None:
+def test_slots_are_numbered_where_blocks_are_not_better(case: Case, why: str) -> None:
     assert all(isinstance(group.source, SlotKeys) for group in plan_of(case).groups), why
     check(load(case), materialize(case))
 
 
-def test_nan_behind_a_last_key_stays_there() -> None:
+def test_nan_after_a_last_key_is_not_read() -> None:
     case = Case(query_lens=(1, 1, 1), context_lens=(2, 20, 30), num_spare_blocks=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(builder, "sizes_on", lambda _: WIDE)
@@ -141,7 +139,7 @@ def test_nan_behind_a_last_key_stays_there() -> None:
     (group,) = plan.groups
     assert isinstance(group.source, BlockKeys)
     assert group.source.partial is not None
-    # The request of one block brings it twice; its rest is cleared each time.
+    # The request with one block has it in both columns, with its unused slots cleared.
     assert group.source.partial.members.tolist() == [0, 0, 1, 2]
     assert group.source.partial.columns.tolist() == [0, 1, 1, 1]
     assert torch.equal(group.source.partial.beyond.sum((1, 2, 3)), torch.tensor([13, 13, 11, 1]))

@@ -102,20 +102,20 @@ class BatchAssembler:
             BatchError: It is not an agreement, or has no paged KV cache, uses DCP, or is for cross attention.
         """
         _check_agreement(agreement)
-        asked = agreement.requirements
-        if agreement.block_size is None or asked.dcp_size > 1 or asked.attn_type == "encoder_decoder":
+        requested = agreement.requirements
+        if agreement.block_size is None or requested.dcp_size > 1 or requested.attn_type == "encoder_decoder":
             raise BatchError(
-                f"an agreement with attn_type={asked.attn_type!r}, paged={asked.paged} and dcp_size={asked.dcp_size} "
-                "was given to BatchAssembler.of",
+                f"BatchAssembler.of was given attn_type={requested.attn_type!r}, paged={requested.paged} and "
+                f"dcp_size={requested.dcp_size}",
                 "each query token has a slot in the paged KV cache of one rank",
                 "make other batches with Batch.from_lengths",
             )
         return cls(
             agreement.block_size,
             device=device,
-            decode_query_len=asked.decode_query_len if "decode" in asked.phases else 0,
-            sliding_window=asked.sliding_window,
-            attention_chunk=asked.attention_chunk,
+            decode_query_len=requested.decode_query_len if "decode" in requested.phases else 0,
+            sliding_window=requested.sliding_window,
+            attention_chunk=requested.attention_chunk,
             upload=upload,
         )
 

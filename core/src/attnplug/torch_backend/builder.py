@@ -104,9 +104,9 @@ def sizes_on(device_type: str) -> Sizes:
 
 def bytes_per_key(agreement: Agreement) -> int:
     """Return the bytes of a gathered key and value of all heads, decoded copies included where the cache is FP8."""
-    asked, cached = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
-    width = asked.num_kv_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
-    return width * (cached.itemsize + (torch_dtype(asked.dtype).itemsize if is_narrow_float(cached) else 0))
+    requested, cached = agreement.requirements, torch_dtype(agreement.kv_cache_dtype)
+    width = requested.num_kv_heads * (requested.head_size + (requested.head_size_v or requested.head_size))
+    return width * (cached.itemsize + (torch_dtype(requested.dtype).itemsize if is_narrow_float(cached) else 0))
 
 
 def keys_per_gather(agreement: Agreement, device_type: str) -> int:
@@ -189,37 +189,37 @@ def plan_params_of(
         device_type: The type of device.
         keys: How many keys the workspace holds; None without a workspace.
     """
-    asked, sizes = agreement.requirements, sizes_on(device_type)
-    kernel = choose_kernel(asked, device_type) if agreement.variant == "sdpa" else flex_kernel()
-    tile_rows = max(1, sizes.rows // asked.gqa_ratio)
-    per_score = asked.num_q_heads * (asked.head_size + (asked.head_size_v or asked.head_size))
+    requested, sizes = agreement.requirements, sizes_on(device_type)
+    kernel = choose_kernel(requested, device_type) if agreement.variant == "sdpa" else flex_kernel()
+    tile_rows = max(1, sizes.rows // requested.gqa_ratio)
+    per_score = requested.num_q_heads * (requested.head_size + (requested.head_size_v or requested.head_size))
     params = PlanParams(
         window=window,
-        causal=bool(asked.causal),
-        ratio=asked.gqa_ratio,
-        num_kv_heads=asked.num_kv_heads,
-        chunk=asked.attention_chunk,
-        alibi=asked.alibi,
-        reads_call=not asked.kv_sharing and asked.attn_type != "encoder_decoder",
+        causal=bool(requested.causal),
+        ratio=requested.gqa_ratio,
+        num_kv_heads=requested.num_kv_heads,
+        chunk=requested.attention_chunk,
+        alibi=requested.alibi,
+        reads_call=not requested.kv_sharing and requested.attn_type != "encoder_decoder",
         block_size=agreement.block_size,
         row_strides=_row_strides(agreement, kernel),
         kernel=kernel,
-        mask_dtype=torch_dtype(asked.dtype) if kernel.fused else torch.float32,
+        mask_dtype=torch_dtype(requested.dtype) if kernel.fused else torch.float32,
         tile_rows=tile_rows,
         tile_scores=None if kernel.fused else sizes.scores,
         budget=Budget(
             keys or keys_per_gather(agreement, device_type),
-            sizes.mask // asked.gqa_ratio,
+            sizes.mask // requested.gqa_ratio,
             int(sizes.call / per_score),
             tile_rows,
             kernel.least_keys,
-            uniform=not asked.custom_mask,
-            divisible=kernel.make_mask is None and not asked.custom_mask,
+            uniform=not requested.custom_mask,
+            divisible=kernel.make_mask is None and not requested.custom_mask,
         ),
     )
-    if not asked.cascade:
+    if not requested.cascade:
         return params
-    with_lse = evolve(agreement, requirements=evolve(asked, return_lse=True, cascade=False))
+    with_lse = evolve(agreement, requirements=evolve(requested, return_lse=True, cascade=False))
     return evolve(params, cascade=plan_params_of(with_lse, window, device_type, keys))
 
 

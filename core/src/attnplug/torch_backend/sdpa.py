@@ -100,15 +100,19 @@ class TileKernel:
     order: Literal["tokens", "heads", "any"] = "any"
 
 
-def choose_kernel(asked: Requirements, device_type: str) -> TileKernel:
+def choose_kernel(requested: Requirements, device_type: str) -> TileKernel:
     """Return the fastest kernel that supports the requirements on a type of device."""
-    if asked.logits_soft_cap is not None or asked.alibi is not None or asked.head_size != asked.head_size_v:
+    if (
+        requested.logits_soft_cap is not None
+        or requested.alibi is not None
+        or requested.head_size != requested.head_size_v
+    ):
         return UNFUSED
     op = fused_cpu_op() if device_type == "cpu" else None
     if op is not None:
         return TileKernel(partial(_fused_on_cpu, op), fused=True)
     # The public function returns no LSE, which a caller's LSE and sinks require.
-    return UNFUSED if asked.return_lse or asked.sinks else FUSED
+    return UNFUSED if requested.return_lse or requested.sinks else FUSED
 
 
 def flex_kernel() -> TileKernel:
