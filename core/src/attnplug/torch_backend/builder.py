@@ -33,21 +33,21 @@ _CAPTURED_KEYS: Final = 2**22  # the slot numbers of so many keys take 32 MiB, i
 
 
 class TorchBuilder(MetadataBuilder):
-    """Makes one `Plan` per plan key: the kernel calls of a step, with every index and mask that they need."""
+    """Makes one `Plan` per plan key: the kernel calls of a step, with their indices and masks."""
 
     supports_graphs = True
 
     def __init__(self, backend: Backend, impls: Sequence[AttentionImpl], state: State) -> None:
         super().__init__(backend, impls, state)
         keys = state.workspace.numel() // bytes_per_key(self.agreement) or None
-        self._shapes: dict[Hashable, PlanParams] = {
+        self._params: dict[Hashable, PlanParams] = {
             key: plan_params_of(self.agreement, group[0].window, backend.device.type, keys)
             for key, group in self.plan_groups.items()
         }
 
     @property
     def graph_lengths(self) -> tuple[int, ...]:
-        """A captured forward gathers and masks as many keys as its longest sequence may have: lengths double."""
+        """Doubling lengths: a captured forward gathers and masks as many keys as its longest sequence may have."""
         most = min(self.limits.max_seq_len, max(_SHORTEST, _CAPTURED_KEYS // self.limits.max_num_reqs))
         lengths = takewhile(lambda length: length < most, (_SHORTEST << power for power in count()))
         return (*lengths, most)
@@ -55,13 +55,13 @@ class TorchBuilder(MetadataBuilder):
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
         """Make one plan per plan key; those of a graph are written into its buffers."""
         del split, fast
-        return {"plans": {key: self._plan(key, shape, batch, graph) for key, shape in self._shapes.items()}}
+        return {"plans": {key: self._plan(key, params, batch, graph) for key, params in self._params.items()}}
 
-    def _plan(self, key: Hashable, shape: PlanParams, batch: Batch, graph: GraphBuffers | None) -> Plan:
+    def _plan(self, key: Hashable, params: PlanParams, batch: Batch, graph: GraphBuffers | None) -> Plan:
         device = batch.query_start_loc.device
         if graph is None:
-            return make_plan(shape, batch, device)
-        return self.per_graph(graph, key, lambda: CapturedPlan(shape, graph, device)).write(batch)
+            return make_plan(params, batch, device)
+        return self.per_graph(graph, key, lambda: CapturedPlan(params, graph, device)).write(batch)
 
 
 class FlexBuilder(TorchBuilder):

@@ -53,7 +53,7 @@ def relative_positions(num_rows: Tensor, num_keys: Tensor, rows: int, keys: int)
     """
     Return the positions of keys minus those of query rows, ``(members, rows, keys)``.
 
-    Rows beyond a member's own repeat its last one: no padding row is left without a visible key.
+    Padding rows repeat a member's last row, so that each has a visible key.
 
     Args:
         num_rows: ``(members,)`` int64 rows per member.
@@ -86,7 +86,7 @@ class AlibiMask:
 
 
 def alibi_distance(relative: Tensor, form: str | None) -> Tensor:
-    """Return what slopes are multiplied by, float32: the distance, or its square root where the form is "sqrt"."""
+    """Return the factor of slopes, float32: the distance, or its square root if the form is "sqrt"."""
     distance = relative.abs().float()
     return distance.sqrt_() if form == "sqrt" else distance
 
@@ -118,8 +118,8 @@ class Tile:
         mask: ``(members or 1, 1, rows * ratio, keys)`` additive, an `AlibiMask`, or the kernel's own mask; None where
             every key is visible.
         causal: Whether the tile is square and row i attends to the keys up to i; it has no mask then.
-        fully_masked: ``(members, rows)`` bool, whether a row attends to no key, where only the device knows. Such a row
-            is computed over all keys, and its result is replaced. None where there is none.
+        fully_masked: ``(members, rows)`` bool, whether a row attends to no key, where that is known on the device only.
+            Such a row is computed over all keys, and its result is replaced. None where no row is.
     """
 
     rows: tuple[int, int]
@@ -133,7 +133,7 @@ def masked_tiles(
     params: PlanParams, mask: Tensor, distance: Tensor | None = None, fully_masked: Tensor | None = None
 ) -> tuple[Tile, ...]:
     """
-    Cut a group with a mask for all its rows and keys into tiles, as views.
+    Return the tiles of a group from a mask of all its rows and keys, as views.
 
     Args:
         params: The layers' parameters.
@@ -156,14 +156,14 @@ class Tiler:
     """
     Cuts the groups of one batch into tiles.
 
-    Visibility and ALiBi follow from relative positions alone, so that all tiles of all uniform groups are slices of one
-    template, which is made here. Ragged groups, whose members differ in length, get masks of their own.
+    Visibility and ALiBi follow from relative positions, so that all tiles of uniform groups are slices of one template,
+    which is made here. Each ragged group, whose members differ in length, gets a mask.
 
     Args:
         params: The layers' parameters.
         groups: All groups of the batch.
         custom: The mask of the batch, or None.
-        device: Where masks are needed.
+        device: The device of the masks.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class Tiler:
         return Tile(cut, keys, AlibiMask(mask, self._distance[None, :rows, near]))
 
     def _is_square(self, group: Rectangle) -> bool:
-        """Whether the kernel's own causal form serves the group: each row attends to all keys up to its own."""
+        """Whether the group is causal without a window, for the causal form of a fused kernel."""
         visibility = self._params.visibility
         square = self._params.kernel.fused and 1 < group.rows == group.keys
         return square and visibility.right == 0 and not 0 <= visibility.left < group.keys - 1
@@ -266,7 +266,7 @@ class CustomMask:
     The mask of a batch.
 
     Args:
-        flat: ``(sum(query_len * seq_len),)`` bool, the requests' masks one after another; True attends.
+        flat: ``(sum(query_len * seq_len),)`` bool, the requests' masks one after another; True is visible.
         query_lens: Query rows per request.
         seq_lens: Keys per request.
     """
@@ -279,7 +279,7 @@ class CustomMask:
 
     def of(self, group: Rectangle, lens: Tensor) -> Tensor:
         """
-        Return a group's part, ``(members, rows, keys)``. Rows and keys beyond a member's own repeat its last ones.
+        Return a group's part, ``(members, rows, keys)``. Padding repeats a member's last row and key.
 
         Args:
             group: The group.

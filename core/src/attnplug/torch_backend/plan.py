@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @frozen
 class Segment:
     """
-    What one request, or one chunk of it, computes: its last rows over its last keys, without those that nothing needs.
+    The rows and keys that one request, or one chunk of it, computes: only those that are needed.
 
     Attributes:
         request: Its index in the batch.
@@ -82,7 +82,7 @@ class Budget:
         slack: Padded scores that cost as much as one more kernel call.
         ragged_rows: Most rows of a request that is computed together with requests of other lengths.
         least_keys: Keys that every rectangle is padded to.
-        uniform: Whether requests of one size are computed together whatever the size of a mask: they need no own mask.
+        uniform: Whether requests of one size are computed together whatever the size of a mask, as they share one.
         divisible: Whether requests of one size are planned together whatever their keys take: they are gathered in
             parts.
     """
@@ -261,7 +261,7 @@ def _fits(group: list[Segment], segment: Segment, rows: int, keys: int, used: in
 
 
 class _Planner:
-    """Plans one batch. All tensors it makes are on the given device."""
+    """Plans one batch. Its tensors are on the given device."""
 
     def __init__(self, params: PlanParams, batch: Batch, device: torch.device) -> None:
         self._params = params
@@ -271,7 +271,7 @@ class _Planner:
         # A batch without pages has all its keys in the call: dense calls, and profiling runs of paged layers.
         self._key_starts = cast("Tensor", batch.key_start_loc_cpu).tolist() if batch.block_table is None else None
         if batch.max_query_len == 1 and batch.num_actual_tokens == batch.num_reqs:
-            self._query_lens = [1] * batch.num_reqs  # the usual step, and known without a tensor
+            self._query_lens = [1] * batch.num_reqs  # the most frequent step, without reading a tensor
         else:
             self._query_lens = cast("Tensor", batch.query_start_loc_cpu).diff().tolist()
         # Cross attention over pages has as many keys as the encoder had tokens.
@@ -355,7 +355,7 @@ class _Planner:
                 self._device, [segment.first_row + row for segment in segments for row in range(rows)]
             )
             return GroupRows(index, None, index)
-        # Rows beyond a member's own repeat its last one: they attend to keys, and their results are left out.
+        # Padding repeats a member's last row, which attends to keys. Its results are left out.
         source = [segment.first_row + min(row, segment.rows - 1) for segment in segments for row in range(rows)]
         kept = [member * rows + row for member, segment in enumerate(segments) for row in range(segment.rows)]
         index = index_on(self._device, [*source, *kept, *(source[row] for row in kept)])

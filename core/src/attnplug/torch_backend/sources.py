@@ -52,7 +52,7 @@ class SlotKeys:
         slots: ``(members * keys,)`` int64 slots.
         rows: ``(members * num_kv_heads * keys,)`` int64 rows of `head_size` elements, one head of a member after
             another, for kernels that read keys head by head; None where whole slots are gathered.
-        strides: Rows from one block to the next, one slot to the next, and one head to the next, as `rows` counts them.
+        strides: Rows from one block, one slot, and one head to the next, as `rows` counts them.
     """
 
     slots: Tensor
@@ -138,7 +138,7 @@ class BlockKeys:
 
 
 Keys: TypeAlias = CallKeys | SlotKeys | BlockKeys
-"""Where the keys of a group are."""
+"""The keys of a group, which are in the call or in the KV cache."""
 
 
 @frozen(eq=False)
@@ -146,15 +146,15 @@ class Sources:
     """
     The keys and values that one call can read.
 
-    Where the KV cache is FP8, the call's own rows are rounded to it too: what a token attends to does not depend on
-    which step wrote it.
+    With an FP8 KV cache, the rows of the call are rounded too: the keys and values of a token do not depend on the step
+    that wrote them.
 
     Attributes:
         key: ``(rows, num_kv_heads, head_size)`` of the call.
         value: ``(rows, num_kv_heads, head_size_v)`` of the call.
         cache: The KV cache, or None.
         workspace: uint8 memory for gathered keys and values; each group uses it from its start.
-        codec: What rounds and scales; None where the KV cache has the layer's dtype.
+        codec: The codec of an FP8 KV cache; None for others.
     """
 
     key: Tensor
@@ -170,21 +170,21 @@ class Sources:
         if isinstance(source, CallKeys):
             key, value = self._call_rows()
             return source.take(key, keys, members), source.take(value, keys, members)
-        key_pages, value_pages = key_and_value_pages(cast("Cache", self.cache))
+        pages = key_and_value_pages(cast("Cache", self.cache))
         if self.codec is None and isinstance(source, BlockKeys):
-            here, there = source.view(key_pages, keys), source.view(value_pages, keys)
-            if here is not None and there is not None:
-                return here, there
-        _, block_size, heads, size = key_pages.shape
+            key_view, value_view = source.view(pages[0], keys), source.view(pages[1], keys)
+            if key_view is not None and value_view is not None:
+                return key_view, value_view
+        _, block_size, heads, _ = pages[0].shape
         slots = (members.stop - members.start) * source.width(keys, block_size) * heads
-        middle, end = slots * size, slots * (size + value_pages.shape[3])
-        memory = cast("Tensor", self.workspace)
+        sizes = [slots * one.shape[3] for one in pages]
         if self.codec is not None:
-            return self._decode(self.codec, group, members, (memory, middle, end))
-        buffer = memory[: end * key_pages.itemsize].view(key_pages.dtype)
+            return self._decode(self.codec, group, members, pages, sizes)
+        memory = cast("Tensor", self.workspace)[: sum(sizes) * pages[0].itemsize].view(pages[0].dtype)
+        key_memory, value_memory = torch.split(memory, sizes)
         return (
-            source.gather(key_pages, keys, members, buffer[:middle]),
-            source.gather(value_pages, keys, members, buffer[middle:]),
+            source.gather(pages[0], keys, members, key_memory),
+            source.gather(pages[1], keys, members, value_memory),
         )
 
     def _call_rows(self) -> tuple[Tensor, Tensor]:
@@ -196,20 +196,19 @@ class Sources:
         return self._decoded[0]
 
     def _decode(
-        self, codec: Codec, group: Group, members: slice, place: tuple[Tensor, int, int]
+        self, codec: Codec, group: Group, members: slice, pages: tuple[Tensor, Tensor], sizes: list[int]
     ) -> tuple[Tensor, Tensor]:
-        """Gather bytes behind the place where they are decoded: not every device can gather FP8."""
-        (memory, middle, end), size = place, codec.dtype.itemsize
-        wide, narrow_bytes = memory[: end * size].view(codec.dtype), memory[end * size : end * (size + 1)]
-        source, found = cast("SlotKeys | BlockKeys", group.source), []
-        for pages, part in zip(
-            key_and_value_pages(cast("Cache", self.cache)), (slice(middle), slice(middle, end)), strict=True
-        ):
-            encoded, decoded = narrow_bytes[part], wide[part]
-            rows = source.gather(pages.view(torch.uint8), group.keys, members, encoded)
-            dequantize(encoded.view(codec.narrow), decoded)
-            offset = rows.storage_offset() - encoded.storage_offset()
-            found.append(decoded[offset:].as_strided(rows.shape, rows.stride()))
+        """Gather bytes, since not every device can gather FP8, and decode them into the memory before them."""
+        memory, source = cast("Tensor", self.workspace), cast("SlotKeys | BlockKeys", group.source)
+        count, size = sum(sizes), codec.dtype.itemsize
+        decoded = torch.split(memory[: count * size].view(codec.dtype), sizes)
+        encoded = torch.split(memory[count * size : count * (size + 1)], sizes)
+        found = []
+        for one, part, wide in zip(pages, encoded, decoded, strict=True):
+            rows = source.gather(one.view(torch.uint8), group.keys, members, part)
+            dequantize(part.view(codec.narrow), wide)
+            offset = rows.storage_offset() - part.storage_offset()
+            found.append(wide[offset:].as_strided(rows.shape, rows.stride()))
         if codec.key_factor is not None:
             found[0].mul_(codec.key_factor.unsqueeze(-1))
         return found[0], found[1]
@@ -221,9 +220,9 @@ def blocks_of(
     """
     Return the blocks of a group; None where a slot number per key is better.
 
-    That is so where first keys are at different offsets in their blocks, where whole blocks hold many keys that are not
-    read, where they do not fit into the workspace, and for FlexAttention and the unfused kernel, which would copy keys
-    with gaps between them.
+    Slot numbers are better if first keys are at different offsets in their blocks, if blocks hold many keys that are
+    not read, if blocks do not fit into the workspace, and for FlexAttention and the unfused kernel, which would copy
+    keys with gaps between them.
 
     Args:
         params: The layers' parameters.
@@ -272,10 +271,10 @@ def _columns(table: Tensor, firsts: list[int], counts: list[int]) -> Tensor:
 
 def _partial_blocks(ends: Sequence[int], columns: int, size: int, device: torch.device) -> PartialBlocks | None:
     """
-    Return the gathered blocks with slots to clear, for members that end at these slots of theirs.
+    Return the gathered blocks with slots to clear; `ends` are the slots after each member's last key.
 
-    Those are a member's last block and, where its only block is also its last, the columns that repeat it. A whole
-    first block needs nothing: it holds the member's own keys, which are finite and masked.
+    Those are a member's last block and, where it has a single block, the columns that repeat it. A full first block
+    that is repeated needs nothing: it holds the member's keys, which are finite and masked.
     """
     partial = [
         (member, column, end % size)
@@ -285,7 +284,7 @@ def _partial_blocks(ends: Sequence[int], columns: int, size: int, device: torch.
     ]
     if not partial:
         return None
-    members, where, used = index_on(device, [value for part in zip(*partial, strict=True) for value in part]).view(
+    members, where, used = index_on(device, [one for column in zip(*partial, strict=True) for one in column]).view(
         3, -1
     )
     slots = torch.arange(size, device=device)
@@ -331,7 +330,7 @@ def head_rows(first_heads: Tensor, num_kv_heads: int, stride: int) -> Tensor:
 
 
 def padded_keys(keys: int) -> int:
-    """Return how many keys a request is padded to at most: kernels need masks whose rows start at 16 bytes."""
+    """Return the most keys that a request is padded to: kernels require masks with rows aligned to 16 bytes."""
     return -(-keys // 8) * 8
 
 
@@ -341,6 +340,6 @@ def index_on(device: torch.device, values: list[int]) -> Tensor:
 
 
 def narrow(tensor: Tensor, where: slice, axis: int = 0) -> Tensor:
-    """Return a part of an axis as a view; the tensor itself where that is all, as it is for most decodes."""
+    """Return a part of an axis as a view; the tensor itself if the part is the whole axis, as for most decodes."""
     count = where.stop - where.start
     return tensor if count == tensor.shape[axis] else tensor.narrow(axis, where.start, count)

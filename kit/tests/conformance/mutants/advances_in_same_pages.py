@@ -15,7 +15,7 @@ class MutantBuilder(TorchBuilder):
         for row, length in enumerate(batch.seq_lens.tolist()):
             table[row, (length - 1) // size] = table[row, (length - 2) // size]
         held = evolve(batch, block_table=table, block_table_cpu=table)
-        return {"plans": {key: self._plan(key, shape, held, None) for key, shape in self._shapes.items()}}
+        return {"plans": {key: self._plan(key, shape, held, None) for key, shape in self._params.items()}}
 
 
 class MutantBackend(TorchBackend):
