@@ -1,17 +1,16 @@
 """
-Compares int8 attention with 16-bit attention on one GPU: the plugin's kernels in many configurations, the plugin as a
-host calls it, and what FlashAttention, FlashInfer and FlexAttention need, where they are installed.
+Measure int8 attention beside 16-bit attention on one GPU: the plugin's kernels in many configurations, the plugin as a
+host calls it, and FlashAttention, FlashInfer and FlexAttention, where they are installed.
 
-    PYTHONPATH=core/src:plugins/int8_ixformer/src:plugins/flash_attn/src:plugins/flashinfer/src \
-        python benchmarks/int8.py --out DIR [--seconds 500] [--repeats 7] [--parts decode prefill]
+    python benchmarks/int8.py --out DIR [--seconds 500] [--repeats 7] [--parts decode prefill]
 
-Decodes are 64 requests of 4096 tokens, prompts 4 of 4096, with 32 query and 8 KV heads of 128. All ways of a case run
-on the same numbers in turn, in one process; times are medians of the device's, between two events, and ratios are
-between medians of this run. Each result is first compared with attention in float64: relative to their size, outputs
-of int8 caches may be 8 % apart, others 1 %. What fails, or is not installed, is told beside what was measured, and
-how many tokens the same memory holds at each level.
+Decodes are 64 requests of 4096 tokens, prefills 4 of 4096, with 32 query and 8 KV heads of size 128. All configurations
+of a case run on the same inputs in turn, in one process; times are medians of device time, between two events. Each
+result is first compared with attention in float64: the relative error is at most 8 % with int8 KV caches, and 1 %
+otherwise. Configurations that fail, or are not installed, are listed with the reason. The report also has the tokens
+that the same memory holds at each level.
 
-It writes int8.json and int8.md into the folder, anew after each case.
+It writes int8.json and int8.md into the folder after each case.
 """
 
 from __future__ import annotations
@@ -35,12 +34,18 @@ import attnplug
 import attnplug_int8_ixformer
 from attnplug.contract import Backend, Batch, Layer, Limits
 from attnplug.errors import DuplicateBackendError
-from attnplug.ops import write_kv
+from attnplug.ops import split_bytes, write_kv
 from attnplug_int8_ixformer.pages import Pages
-from attnplug_int8_ixformer.prompts import Prompts, attend_prompts, column_bytes
-from attnplug_int8_ixformer.terms import Terms
+from attnplug_int8_ixformer.provider import ScoreParams
 from attnplug_int8_ixformer.tiles import DecodeTiles, PrefillTiles
-from attnplug_int8_ixformer.triton_provider import Tokens, TritonProvider, attend_tokens, scratch_bytes
+from attnplug_int8_ixformer.triton_launch import (
+    DecodePlan,
+    PrefillPlan,
+    attend_decode,
+    attend_prefill,
+    column_bytes,
+    write_rows,
+)
 from attnplug_kit.bench.clock import DeviceClock
 from attnplug_kit.bench.interleaved import Contender, interleaved
 from attnplug_kit.bench.machine import machine
@@ -49,22 +54,22 @@ DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, SIZE, LENGTH = 32, 8, 128, 4096
 CACHES = {1: "int8", 2: "int8_k"}
 BYTES = {"auto": 4 * SIZE, "fp8_e4m3": 2 * SIZE, "int8": 2 * SIZE + 4, "int8_k": 3 * SIZE + 4}
-"""Of the keys and values of a token and head, scales of keys included."""
+"""Bytes of keys and values per token and KV head, key scales included."""
 
-OF_DECODES = tuple(
+DECODE_TILES = tuple(
     DecodeTiles(keys, stages, warps, programs)
     for (keys, stages, warps), programs in product(
         ((64, 5, 2), (64, 5, 4), (64, 3, 4), (64, 7, 2), (128, 5, 4), (32, 7, 1), (16, 9, 1)), (3, 4, 8, 16)
     )
 )
-OF_PROMPTS = tuple(
+PREFILL_TILES = tuple(
     PrefillTiles(*numbers)
     for numbers in (
         (64, 128, 3, 4), (64, 128, 2, 4), (64, 128, 5, 4), (64, 64, 3, 4), (64, 64, 5, 4), (128, 128, 3, 8),
         (128, 64, 3, 8),
     )
 )  # fmt: skip
-BY_DESCRIPTORS = tuple(PrefillTiles(*numbers) for numbers in ((64, 128, 3, 4), (64, 128, 2, 4), (128, 128, 2, 8)))
+TMA_TILES = tuple(PrefillTiles(*numbers) for numbers in ((64, 128, 3, 4), (64, 128, 2, 4), (128, 128, 2, 8)))
 OTHERS = {
     "decode": (
         ("flash_attn/fa3_vllm", "auto"), ("flash_attn/fa3", "auto"), ("flash_attn/fa4", "auto"),
@@ -76,29 +81,29 @@ OTHERS = {
     ),
 }  # fmt: skip
 TARGETS = {"decode": {"int8": 200, "int8_k": 260}, "prefill": {"int8": 976}}
-"""Microseconds."""
+"""Target times in microseconds."""
 
-Way = Callable[[], object]
+Launch = Callable[[], object]
 
 
 @frozen(eq=False)
 class Step:
     """
-    A step whose requests are all alike but for their pages.
+    A step whose requests have the same tokens in different pages.
 
     Attributes:
-        requests: How many.
-        new: New tokens of each.
+        requests: The number of requests.
+        new: New tokens of each request.
         page: Tokens of a page.
         table: ``(requests, pages of each)`` int32, shuffled.
         query: ``(requests * new, HEADS, SIZE)``.
         key: ``(LENGTH, KV_HEADS, SIZE)`` of each request.
         value: As `key`.
         out: As `query`.
-        scales: ``(KV_HEADS, SIZE)`` of values.
+        scales: ``(KV_HEADS, SIZE)`` value scales.
         starts: ``(requests + 1,)`` int32.
         lens: ``(requests,)`` int32.
-        kept: What ways share.
+        kept: Values that configurations share.
     """
 
     requests: int
@@ -116,7 +121,7 @@ class Step:
 
     @classmethod
     def of(cls, requests: int, new: int, page: int) -> Step:
-        """Return random inputs; values have channels of different sizes."""
+        """Return random inputs; the channels of the values have different sizes."""
         generator = torch.Generator(DEVICE).manual_seed(0)
         draw = partial(torch.randn, generator=generator, device=DEVICE)
         each = LENGTH // page
@@ -146,9 +151,11 @@ class Step:
 
     @property
     def slots(self) -> Tensor:
-        """``(requests, LENGTH)`` int64: where each token is."""
-        places = torch.arange(LENGTH, device=DEVICE)
-        return self.once("slots", lambda: self.table[:, places // self.page].long() * self.page + places % self.page)
+        """The slot of each token, ``(requests, LENGTH)`` int64."""
+        positions = torch.arange(LENGTH, device=DEVICE)
+        return self.once(
+            "slots", lambda: self.table[:, positions // self.page].long() * self.page + positions % self.page
+        )
 
     @property
     def blocks(self) -> int:
@@ -156,7 +163,7 @@ class Step:
         return 1 + self.table.numel()
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what was made at the first call."""
+        """Return the value of the first call."""
         if key not in self.kept:
             self.kept[key] = make()
         return self.kept[key]
@@ -176,65 +183,65 @@ class Step:
             self.scales if level == 1 else None,
         )
         for row in self.slots:
-            TritonProvider.write(None, self.key, self.value, found, row)  # type: ignore[arg-type] # uses nothing of it
+            write_rows(self.key, self.value, found, row)
         return found
 
     def exact(self) -> Tensor:
-        """``(rows, HEADS, SIZE)`` float64 of the last rows of a request."""
+        """Return the last rows of a request, ``(rows, HEADS, SIZE)`` float64."""
         rows = min(self.new, 32)
         key, value = (part.double().repeat_interleave(HEADS // KV_HEADS, 1) for part in (self.key, self.value))
         scores = torch.einsum("qhd,khd->hqk", self.query[-rows:].double(), key) * SIZE**-0.5
-        places = torch.arange(LENGTH, device=DEVICE)
-        scores.masked_fill_(places[None] > places[-rows:, None], -torch.inf)
+        positions = torch.arange(LENGTH, device=DEVICE)
+        scores.masked_fill_(positions[None] > positions[-rows:, None], -torch.inf)
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value)
 
 
-# --- ways -----------------------------------------------------------------------------------------------------------
+# --- configurations ---------------------------------------------------------------------------------------------------
 
 
-def tokens(step: Step, level: int, tiles: DecodeTiles, multiprocessors: int) -> Way:
-    """Return the decode kernels."""
+def decodes(step: Step, level: int, tiles: DecodeTiles, multiprocessors: int) -> Launch:
+    """Return the decode kernel."""
     splits = tiles.splits(sequences=step.requests * KV_HEADS, keys=LENGTH, multiprocessors=multiprocessors)
-    planned = Tokens(
+    plan = DecodePlan(
         query_starts=step.starts,
         seq_lens=step.lens,
         table=step.table,
-        longest_query=1,
+        max_query_len=1,
         num_splits=splits,
-        scratch=torch.empty(scratch_bytes(step.requests * splits, HEADS, SIZE), dtype=torch.uint8, device=DEVICE),
+        scratch=torch.empty(split_bytes(step.requests * splits, HEADS, SIZE), dtype=torch.uint8, device=DEVICE),
         tiles=tiles,
     )
-    pages, fresh, terms = step.pages(level), step.fresh, Terms(SIZE**-0.5)
-    return lambda: attend_tokens(step.query, fresh, pages, step.out, planned, terms)
+    pages, fresh, params = step.pages(level), step.fresh, ScoreParams(SIZE**-0.5)
+    return lambda: attend_decode(step.query, fresh, pages, step.out, plan, params)
 
 
-def prompts(step: Step, level: int, tiles: PrefillTiles, *, by_descriptors: bool = False) -> Way:
-    """Return the prompt kernels, on pages that are written already."""
+def prefills(step: Step, level: int, tiles: PrefillTiles, *, uses_tma: bool = False) -> Launch:
+    """Return the prefill kernels, on pages that are written already."""
     bytes_of_all = step.requests * LENGTH * column_bytes(KV_HEADS, SIZE, with_keys=True)
-    planned = Prompts(
+    plan = PrefillPlan(
         query_starts=step.starts,
         seq_lens=step.lens,
         table=step.table,
         key_starts=torch.arange(step.requests, dtype=torch.int32, device=DEVICE) * LENGTH,
         first=0,
         count=step.requests,
-        longest_query=step.new,
-        longest_seq=LENGTH,
+        max_query_len=step.new,
+        max_seq_len=LENGTH,
         scratch=step.once("scratch", lambda: torch.empty(bytes_of_all, dtype=torch.uint8, device=DEVICE)),
-        by_descriptors=by_descriptors,
+        uses_tma=uses_tma,
         tiles=tiles,
     )
-    pages, terms = step.pages(level), Terms(SIZE**-0.5)
-    return lambda: attend_prompts(step.query, pages, step.out, planned, terms)
+    pages, params = step.pages(level), ScoreParams(SIZE**-0.5)
+    return lambda: attend_prefill(step.query, pages, step.out, plan, params)
 
 
-def hosted(step: Step, backend: str, dtype: str) -> Way:
-    """Return a backend as a host calls it: the write of the new rows and attention."""
-    asked = attnplug.Requirements(
+def hosted(step: Step, backend: str, dtype: str) -> Launch:
+    """Return a backend as a host calls it: the write of the new rows, and attention."""
+    requirements = attnplug.Requirements(
         head_size=SIZE, num_q_heads=HEADS, num_kv_heads=KV_HEADS, dtype="bfloat16", paged=True, block_size=step.page,
         kv_cache_dtype=dtype,
     )  # fmt: skip
-    loaded = attnplug.load(asked, backend=backend)
+    loaded = attnplug.load(requirements, backend=backend)
     impl, rows = loaded.make_impl(Layer(name="layer")), step.requests * step.new
     cache = _filled(step, loaded)
     batch = Batch.from_lengths(
@@ -258,7 +265,7 @@ def _filled(step: Step, loaded: Backend) -> Any:
         if "v_scale" in cache:
             cache["v_scale"].copy_(step.scales)
         for row in step.slots:
-            TritonProvider.write(None, step.key, step.value, Pages.of(cache), row)  # type: ignore[arg-type] # as above
+            write_rows(step.key, step.value, Pages.of(cache), row)
         return cache
     halves = (cache[0], cache[1]) if isinstance(cache, Tensor) else (cache["k"], cache["v"])
     scale = None if halves[0].dtype == torch.bfloat16 else torch.ones(1, device=DEVICE)
@@ -267,9 +274,9 @@ def _filled(step: Step, loaded: Backend) -> Any:
     return cache
 
 
-def ways_of(part: str, step: Step, multiprocessors: int) -> dict[str, tuple[Callable[[], Way], str]]:
-    """Return the ways of a case by name, each with the dtype of its cache."""
-    found: dict[str, tuple[Callable[[], Way], str]] = {}
+def launches_of(part: str, step: Step, multiprocessors: int) -> dict[str, tuple[Callable[[], Launch], str]]:
+    """Return the configurations of a case by name, each with its KV cache dtype."""
+    found: dict[str, tuple[Callable[[], Launch], str]] = {}
     for backend, dtype in OTHERS[part]:
         found[f"{backend}, {dtype}"] = (partial(hosted, step, backend, dtype), dtype)
     for dtype in CACHES.values():
@@ -277,18 +284,20 @@ def ways_of(part: str, step: Step, multiprocessors: int) -> dict[str, tuple[Call
     for level, dtype in CACHES.items():
         if part == "decode":
             found |= {
-                f"level {level} {tiles}": (partial(tokens, step, level, tiles, multiprocessors), dtype)
-                for tiles in OF_DECODES
+                f"level {level} {tiles}": (partial(decodes, step, level, tiles, multiprocessors), dtype)
+                for tiles in DECODE_TILES
             }
         else:
-            found |= {f"level {level} {tiles}": (partial(prompts, step, level, tiles), dtype) for tiles in OF_PROMPTS}
-            described = BY_DESCRIPTORS if level == 1 else ()
             found |= {
-                f"level {level}, descriptors, {tiles}": (
-                    partial(prompts, step, level, tiles, by_descriptors=True),
+                f"level {level} {tiles}": (partial(prefills, step, level, tiles), dtype) for tiles in PREFILL_TILES
+            }
+            tma_tiles = TMA_TILES if level == 1 else ()
+            found |= {
+                f"level {level}, TMA, {tiles}": (
+                    partial(prefills, step, level, tiles, uses_tma=True),
                     dtype,
                 )
-                for tiles in described
+                for tiles in tma_tiles
             }
     return found
 
@@ -297,80 +306,77 @@ def ways_of(part: str, step: Step, multiprocessors: int) -> dict[str, tuple[Call
 
 
 def measure(part: str, step: Step, options: Any) -> dict[str, Any]:
-    """Return the median of each way in microseconds, its cache, how far its output is from float64, and what failed."""
+    """Return of each configuration the median in microseconds, the KV cache dtype, the relative error, and failures."""
     count = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    wanted, ready, apart, failed = step.exact(), {}, {}, {}
-    known = ways_of(part, step, count)
+    expected, ready, errors, failed = step.exact(), {}, {}, {}
+    known = launches_of(part, step, count)
     for name, (make, dtype) in known.items():
         if time.perf_counter() > options.end:
             failed[name] = "no time was left"
             continue
         try:
             step.out.fill_(float("nan"))
-            way = make()
-            way()
+            launch = make()
+            launch()
             torch.cuda.synchronize()
-        except Exception as error:  # noqa: BLE001 - the next way may do better
+        except Exception as error:  # noqa: BLE001 - the next configuration may run
             failed[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             continue
-        apart[name] = float((step.out[-len(wanted) :].double() - wanted).norm() / wanted.norm())
-        if apart[name] <= (0.01 if dtype == "auto" else 0.08):
-            ready[name] = way
+        errors[name] = float((step.out[-len(expected) :].double() - expected).norm() / expected.norm())
+        if errors[name] <= (0.01 if dtype == "auto" else 0.08):
+            ready[name] = launch
         else:
-            failed[name] = f"wrong: {apart[name]:.3g} apart from float64, relative to its size"
-    contenders = {name: Contender(lambda _, way=way: way()) for name, way in ready.items()}
+            failed[name] = f"wrong: relative error {errors[name]:.3g} against float64"
+    contenders = {name: Contender(lambda _, launch=launch: launch()) for name, launch in ready.items()}
     samples = interleaved(contenders, options.clock, options.repeats)
     us = {name: 1e6 * median(samples.seconds[name]) for name in ready}
-    return {"us": us, "apart": apart, "failed": failed, "cache": {name: dtype for name, (_, dtype) in known.items()}}
+    return {"us": us, "errors": errors, "failed": failed, "cache": {name: dtype for name, (_, dtype) in known.items()}}
 
 
 def page_of(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    """Return all of it as Markdown, the fastest ways first."""
-    lines = ["# Int8 attention", "", "Written by `benchmarks/int8.py`. Medians of the device's time, of one run.", ""]
+    """Return the results as Markdown, the fastest first."""
+    lines = ["# Int8 attention", "", "Written by `benchmarks/int8.py`. Medians of device time, of one run.", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     for one in results:
         fastest = min((us for name, us in one["us"].items() if one["cache"][name] == "auto"), default=None)
         lines += ["", f"## {one['case']}", "", *_verdicts(one), ""]
         lines += [
-            "| way | us | times the fastest 16-bit way | apart from float64 | |",
+            "| configuration | us | of the fastest 16-bit one | relative error | achieved throughput |",
             "| --- | --- | --- | --- | --- |",
         ]
         for name, us in sorted(one["us"].items(), key=lambda item: item[1]):
             ratio = "" if fastest is None else f"{us / fastest:.2f}"
             read = one["tokens"] * KV_HEADS * BYTES[one["cache"][name]] / us / 1e6
             share = (
-                f"{read:.2f} TB/s, {1e12 * read / facts['copy, bytes/s']:.0%} of a copy"
+                f"{read:.2f} TB/s, {1e12 * read / facts['copy, bytes/s']:.0%} of copy bandwidth"
                 if one["part"] == "decode"
                 else ""
             )
-            lines.append(f"| {name} | {us:.0f} | {ratio} | {one['apart'][name]:.4f} | {share} |")
+            lines.append(f"| {name} | {us:.0f} | {ratio} | {one['errors'][name]:.4f} | {share} |")
         lines += ["", *(f"- {name}: {why}" for name, why in one["failed"].items())]
     return "\n".join([*lines, ""])
 
 
 def _verdicts(one: dict[str, Any]) -> list[str]:
-    """Say for each target what the best of the plugin's ways needed."""
+    """Compare each target with the plugin's fastest configuration."""
     lines = []
     for dtype, target in TARGETS[one["part"]].items():
         own = {n: us for n, us in one["us"].items() if one["cache"][n] == dtype}
         if own:
             best = min(own, key=lambda name: own[name])
-            lines.append(f"- {dtype}: {own[best]:.0f} us at best ({best}), wanted under {target} us")
+            lines.append(f"- {dtype}: {own[best]:.0f} us at best ({best}), target {target} us")
     return lines
 
 
 def capacity() -> dict[str, dict[str, float]]:
-    """
-    Return by cache dtype the bytes of a token in one layer's cache, as the backends lay it out, and how many times the
-    tokens of a 16-bit cache the same memory holds.
-    """
+    """Return by KV cache dtype the bytes of a token in one layer's cache, and the capacity relative to 16 bits."""
     found = {}
     for dtype in ("auto", *CACHES.values()):
-        asked = attnplug.Requirements(
+        requirements = attnplug.Requirements(
             head_size=SIZE, num_q_heads=HEADS, num_kv_heads=KV_HEADS, dtype="bfloat16", paged=True, block_size=16,
             kv_cache_dtype=dtype,
         )  # fmt: skip
-        loaded = attnplug.load(asked, backend="torch" if dtype == "auto" else "int8_ixformer/triton")
+        loaded = attnplug.load(requirements, backend="torch" if dtype == "auto" else "int8_ixformer/triton")
         found[dtype] = {"bytes of a token": loaded.bytes_per_block / 16}
     for one in found.values():
         one["times the tokens"] = found["auto"]["bytes of a token"] / one["bytes of a token"]
@@ -384,8 +390,8 @@ def copy_rate(clock: DeviceClock) -> float:
     return 2 * source.numel() / median(clock.seconds(lambda _: target.copy_(source), None) for _ in range(7))
 
 
-def offer(package: Any) -> None:
-    """Offer a plugin that is on the path and not installed."""
+def register(package: Any) -> None:
+    """Register a plugin that is importable and not installed."""
     name = package.__name__
     try:
         attnplug.register(f"{name}.plugin", manifest=Path(package.__file__).with_name("attnplug.toml"))
@@ -394,7 +400,7 @@ def offer(package: Any) -> None:
 
 
 def main() -> int:
-    """Measure what was asked for within the time that there is."""
+    """Measure the requested parts within the time limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=500)
@@ -403,10 +409,10 @@ def main() -> int:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     options.end, options.clock = time.perf_counter() + options.seconds, DeviceClock()
-    offer(attnplug_int8_ixformer)
+    register(attnplug_int8_ixformer)
     for name in ("attnplug_flash_attn", "attnplug_flashinfer"):
         try:
-            offer(__import__(name))
+            register(__import__(name))
         except ImportError as error:
             print(error)
     facts: dict[str, Any] = {
@@ -415,8 +421,8 @@ def main() -> int:
         "processor": machine()["processor"],
         "copy, bytes/s": copy_rate(options.clock),
         **{
-            f"cache {dtype}": f"{one['bytes of a token']:.0f} bytes of a token and layer, "
-            f"{one['times the tokens']:.2f} times the tokens in the same memory"
+            f"cache {dtype}": f"{one['bytes of a token']:.0f} bytes per token and layer, "
+            f"{one['times the tokens']:.2f} times the capacity"
             for dtype, one in capacity().items()
         },
     }

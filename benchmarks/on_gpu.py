@@ -1,19 +1,19 @@
 """
-Everything that is measured of the plugins for GPUs on one of them, within a given time.
+Run all measurements of the FlashInfer and FlashAttention plugins on one GPU, within a time limit.
 
-    pip install --no-deps -e core -e plugins/flashinfer -e plugins/flash_attn
+    pip install --no-deps -e core -e kit -e hosts/transformers -e plugins/flashinfer -e plugins/flash_attn
     python benchmarks/on_gpu.py --out DIR [--seconds 560] [--parts PART ...]
 
-Each part runs in a process of its own and is ended when its time is over; what it had found by then is in the folder,
-and the next part begins. summary.json says how each part ended: with 0, with how it failed, or with what is not here.
+Each part runs in a separate process, which is killed at its time limit; its results so far stay in the folder, and the
+next part begins. summary.json has the outcome of each part: 0, the failure, or the missing library or GPU.
 
-- compile: the modules of FlashInfer that the other parts, the GPU tests and the kit need, as by flashinfer_modules.py
-- bench-BACKEND-VARIANT: builds, forwards and replays over the library's raw calls, as by `attnplug bench build forward`
+- compile: the FlashInfer modules of the other parts, the GPU tests and the kit, as by flashinfer_modules.py
+- bench-BACKEND-VARIANT: builds, forwards and replays beside direct library calls, as by `attnplug bench build forward`
 - flashinfer-decode: CUDA cores against tensor cores, as by flashinfer_decode.py
-- cascade-BACKEND-VARIANT: steps with a shared prefix against the same steps flat, as by cascade.py
+- cascade-BACKEND-VARIANT: steps with a shared prefix, with and without a cascade, as by cascade.py
 - engine-BACKEND: the engine beside transformers' continuous batching, as by engine.py --preset 1b
 
-All parts of the plugins that are installed run where none is named.
+By default all parts of the installed plugins run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 FLASH_ATTN = ("fa3_vllm", "fa4", "fa3", "fa2", "torch", "fa2_vllm")
-"""In the order in which they are measured: the driver compiles the last one for minutes on some GPUs."""
+"""In order of measurement: the driver compiles the last one for minutes on some GPUs."""
 
 PARTS = {
     "flashinfer": ("compile", "bench-flashinfer-fa3", "bench-flashinfer-fa2", "flashinfer-decode", "engine-flashinfer"),
@@ -53,21 +53,21 @@ PARTS = {
         "engine-flash_attn",
     ),
 }
-"""By backend."""
+"""The parts of each backend."""
 
 SHARE = 0.5
-"""What each part but the last may take of the time that is left when it begins."""
+"""The fraction of the remaining time that each part but the last may take."""
 
 
 def main() -> int:
-    """Run the parts that were asked for."""
+    """Run the requested parts."""
     options = _options()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.bench:
         return _bench(options.bench, options.out, options.seconds, options.repeats)
     installed = [name for name in PARTS if entry_points(group=GROUP, name=name)]
     if not installed:
-        print("no plugin is installed: pip install --no-deps -e core -e plugins/flashinfer", file=sys.stderr)
+        print("no plugin is installed: pip install --no-deps -e core -e kit -e plugins/flashinfer", file=sys.stderr)
         return 2
     parts = options.parts or [part for name in installed for part in PARTS[name]]
     end, outcomes = time.monotonic() + options.seconds, dict[str, Any]()
@@ -115,20 +115,20 @@ def _words(part: str, backend: str, options: argparse.Namespace, seconds: float)
 
 
 def _ended(command: list[str], log: Path, limit: float) -> int | str:
-    """Run a command, show and keep what it says, and end it when its time is over; return how it ended."""
+    """Run a command with a time limit, log its output, and return its exit status or that it was killed."""
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(  # noqa: S603 - scripts of this folder
             command,
             stdout=file,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # compilers that it starts end with it
+            start_new_session=True,  # killed together with compilers that it starts
         )
         try:
             found: int | str = process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            found = f"ended after {limit:.0f} s"
+            found = f"killed after {limit:.0f} s"
     print(log.read_text(encoding="utf-8", errors="replace")[-4000:], flush=True)
     return found
 
@@ -146,14 +146,14 @@ def _bench(backend: str, out: Path, seconds: float, repeats: int) -> int:
 
 
 def _steps(choice: Choice, repeats: int) -> Iterator[tuple[str, Callable[[], Finding]]]:
-    """Yield what is measured: the most wanted first."""
+    """Yield the measurements, the most important first."""
     host, device = host_clock("cuda"), work_clock("cuda")
     for step in forwarding.LARGE["cuda"]:
         yield f"device, {step.what}", lambda s=step: forwarding.measured(s, choice, device, repeats, is_small=False)
     for step in forwarding.SMALL:
         yield f"host, {step.what}", lambda s=step: forwarding.measured(s, choice, host, repeats, is_small=True)
     for step in building.IN_SLOT:
-        yield f"slot, {step.what}", lambda s=step: building.measured_in_graph(s, choice, host, repeats)
+        yield f"graph, {step.what}", lambda s=step: building.measured_in_graph(s, choice, host, repeats)
     for step in building.STEPS:
         yield f"build, {step.what}", lambda s=step: building.measured(s, choice, host, repeats)
     for step in replaying.STEPS:
@@ -163,7 +163,7 @@ def _steps(choice: Choice, repeats: int) -> Iterator[tuple[str, Callable[[], Fin
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--seconds", type=float, default=560.0, help="what all parts may take together")
+    parser.add_argument("--seconds", type=float, default=560.0, help="time limit of all parts together")
     parser.add_argument("--parts", nargs="+", choices=[part for parts in PARTS.values() for part in parts])
     parser.add_argument("--repeats", type=int, default=10, help="as for `attnplug bench`")
     parser.add_argument("--bench", help=argparse.SUPPRESS)
