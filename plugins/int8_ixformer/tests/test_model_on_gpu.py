@@ -120,8 +120,8 @@ def test_logits_stay_within_the_budget(monkeypatch, record_property, calibrated,
         assert bool(engine.stats.replayed_steps) is graphs
 
     found, rounding = relative_errors(recorder, requested, tokens)
-    record_property(f"logits of level {level} apart from 16-bit attention, relative", f"{found:.4f}")
-    record_property("logits of 16-bit attention apart from float32, relative", f"{rounding:.4f}")
+    record_property(f"logits of level {level} against 16-bit attention, relative error", f"{found:.4f}")
+    record_property("logits of 16-bit attention against float32, relative error", f"{rounding:.4f}")
     assert rounding < found < BUDGET
 
 
@@ -141,7 +141,7 @@ def test_cache_capacity(monkeypatch, record_property, tmp_path):
         with Engine(made, kv_cache_dtype=dtype, backend=backend, options=options, graphs=False, **limits) as engine:
             tokens[dtype] = 16 * engine.limits.num_blocks
 
-    record_property("tokens of a cache of 256 MiB, heads of 128", str(tokens))
+    record_property("tokens of a KV cache of 256 MiB, head size 128", str(tokens))
     assert tokens["auto"] == 2**28 // 1024
     assert tokens["int8"] / tokens["auto"] == pytest.approx(1.969, abs=0.001)
     assert tokens["int8_k"] / tokens["auto"] == pytest.approx(1.320, abs=0.001)

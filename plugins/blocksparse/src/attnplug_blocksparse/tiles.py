@@ -100,7 +100,7 @@ class DecodeTiles:
         return cls(keys=32) if head_size > 128 else cls()
 
     def max_parts(self, sequences: int, kv_heads: int, multiprocessors: int) -> int:
-        """Return an upper bound of the splits of all sequences of a step together, for each KV head."""
+        """Return the most splits that all sequences of a step have together, for each KV head."""
         return min(sequences * MAX_SPLITS, self.programs * multiprocessors // kv_heads + sequences)
 
     def splits(self, *, sequences: int, blocks: int, multiprocessors: int) -> int:

@@ -73,5 +73,5 @@ class DecodeTiles:
         return max(1, min(wanted, worth, MAX_SPLITS if most is None else min(most, MAX_SPLITS)))
 
     def max_parts(self, *, requests: int, kv_heads: int, multiprocessors: int) -> int:
-        """Return an upper bound of the splits of all sequences of a step together, for each KV head."""
+        """Return the most splits that all sequences of a step have together, for each KV head."""
         return min(requests * MAX_SPLITS, self.programs * multiprocessors // kv_heads + 1 + requests)
