@@ -20,7 +20,7 @@ from attnplug.selection import process
 from attnplug_kit.oracle.attention import attend as attend_densely
 from attnplug_transformers.attention import attend
 from attnplug_transformers.binding import Group, device_of, find_binding, layer_of_module
-from attnplug_transformers.call import HARMLESS, REFUSED, CallSignature
+from attnplug_transformers.call import HARMLESS, REFUSED, AttentionCall
 from attnplug_transformers.mask import make_mask
 from core.tests.models.published import Phi3SmallConfig
 from hosts.transformers.tests.models import config, generate, model, prompts
@@ -426,19 +426,17 @@ def _counted(method, counts):
 
 
 def test_a_signature_has_no_tensors():
-    query, key, value = tensors()
-    call = CallSignature.of(Module(), query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
+    signature = AttentionCall.of(Module(), *tensors(), None).signature
 
-    assert call.dtype == "float32"
-    assert hash(call) == hash(call)
-    assert call.requirements(Module()).attn_type == "decoder"
-    assert call.requirements(Module(is_causal=False)).attn_type == "encoder_only"
+    assert signature.dtype == "float32"
+    assert hash(signature) == hash(signature)
+    assert signature.requirements(Module()).attn_type == "decoder"
+    assert signature.requirements(Module(is_causal=False)).attn_type == "encoder_only"
 
 
 def test_queries_of_another_sequence_are_cross_attention():
-    query, key, value = tensors(6, keys=3)
     module = Module(is_causal=False)
 
-    call = CallSignature.of(module, query, key, value, sliding_window=None, softcap=None, sinks=False, is_causal=None)
+    signature = AttentionCall.of(module, *tensors(6, keys=3), None).signature
 
-    assert call.requirements(module).attn_type == "encoder_decoder"
+    assert signature.requirements(module).attn_type == "encoder_decoder"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from attnplug.contract import Batch, Metadata, MetadataBuilder
-    from attnplug_transformers.call import CallSignature
+    from attnplug_transformers.call import AttentionCall, CallSignature
 
 _ANY_DTYPE: Final = "float32"
 """Placeholder for the dtype, which the call has."""
@@ -111,31 +111,20 @@ def find_binding(module: nn.Module) -> Binding | None:
     return _bindings.get(module)
 
 
-def bind(
-    module: nn.Module,
-    signature: CallSignature,
-    requirements: Requirements,
-    name: str,
-    scale: float | None,
-    sinks: Tensor | None,
-    device: torch.device,
-) -> Binding:
+def bind(call: AttentionCall, requirements: Requirements, name: str) -> Binding:
     """
     Return the module's binding, a new one where the decision, the sinks, the scale or the device changed.
 
     Args:
-        module: The attention module.
-        signature: The signature of this call.
+        call: The call.
         requirements: The layer's requirements.
         name: The layer's name.
-        scale: Factor of the scores.
-        sinks: Its sinks.
-        device: The device of the tensors.
 
     Raises:
         NoBackendError: No backend supports the requirements.
         ContractError: The backend refuses the layer.
     """
+    module, scale, sinks, device = call.module, call.scale, call.sinks, call.query.device
     where = device_of(device)
     version = tensor_version(sinks)
     found = _bindings.get(module)
@@ -152,7 +141,7 @@ def bind(
         group = _find_group(backend, impl, device)
         # Loading may have excluded a candidate: later calls are compared with what select returns from now on.
         selection = select(requirements, where)
-        made = Binding(signature, requirements, selection, impl, group, (sinks, version), scale, device)
+        made = Binding(call.signature, requirements, selection, impl, group, (sinks, version), scale, device)
         _bindings[module] = made
     return made
 

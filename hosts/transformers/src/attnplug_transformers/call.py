@@ -1,4 +1,4 @@
-"""One attention call of the library: its signature, compared with the model's configuration, and its arguments."""
+"""One attention call of the library: its tensors, its signature, and the arguments that are refused."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import torch
 from attrs import frozen
 
-from attnplug.errors import NotNegotiatedError
+from attnplug.errors import NotNegotiatedError, TensorError
 from attnplug.request import Requirements
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor, nn
 
     from attnplug.models import ModelLayer
+    from attnplug_transformers.mask import LazyMask
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -97,19 +98,6 @@ def check_arguments(dropout: float, rest: Mapping[str, Any], layer: str) -> None
         raise NotNegotiatedError(f"{layer}: {name}={shown} was given", because, fix)
 
 
-def check_no_gradients(layer: str, tensors: Iterable[Tensor], fix: str) -> None:
-    """
-    Refuse a call through which gradients are recorded.
-
-    Raises:
-        NotNegotiatedError: A tensor requires gradients, and they are enabled.
-    """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        raise NotNegotiatedError(
-            f"{layer}: gradients are recorded through this call", "contract 1.0 has no backward pass", fix
-        )
-
-
 def module_name(module: nn.Module) -> str:
     """Return the name of an attention module for messages: its class, and its number where it has one."""
     index = getattr(module, "layer_idx", None)
@@ -158,33 +146,6 @@ class CallSignature:
     is_causal: bool | None
     is_cross: bool
 
-    @classmethod
-    def of(
-        cls,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        sliding_window: int | None,
-        softcap: float | None,
-        sinks: bool,
-        is_causal: bool | None,
-    ) -> CallSignature:
-        """Return the signature of a call with ``(batch, heads, tokens, size)`` tensors."""
-        return cls(
-            num_q_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            head_size=query.shape[3],
-            head_size_v=value.shape[3],
-            dtype=str(query.dtype).removeprefix("torch."),
-            sliding_window=sliding_window,
-            softcap=softcap,
-            sinks=sinks,
-            is_causal=is_causal,
-            is_cross="Cross" in type(module).__name__ or query.shape[2] > key.shape[2],
-        )
-
     def requirements(self, module: nn.Module) -> Requirements:
         """Return what the call requires, where the configuration does not describe the layer."""
         causal = bool(getattr(module, "is_causal", True)) if self.is_causal is None else self.is_causal
@@ -231,3 +192,96 @@ class CallSignature:
         return configured.evolve(
             dtype=self.dtype, kv_cache_dtype="auto", num_q_heads=self.num_q_heads, num_kv_heads=self.num_kv_heads
         )
+
+
+@frozen(eq=False)
+class AttentionCall:
+    """
+    One call of a model's attention.
+
+    Attributes:
+        module: The attention module.
+        query: ``(batch, num_q_heads, queries, head_size)``.
+        key: ``(batch, num_kv_heads, keys, head_size)``.
+        value: ``(batch, num_kv_heads, keys, head_size_v)``.
+        mask: What a mask function of this package returned; or a mask of the caller; or None.
+        scale: Factor of the scores; None is ``head_size ** -0.5``.
+        sinks: ``(num_q_heads,)``.
+        signature: What of the call is not a tensor.
+    """
+
+    module: nn.Module
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    mask: Tensor | LazyMask | None
+    scale: float | None
+    sinks: Tensor | None
+    signature: CallSignature
+
+    @classmethod
+    def of(  # noqa: PLR0913, PLR0917 - the library's signature of an attention function
+        cls,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | LazyMask | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,  # noqa: FBT001 - the library's signature
+        s_aux: Tensor | None = None,
+        **rest: Any,
+    ) -> AttentionCall:
+        """
+        Return the call of an attention function with these arguments, which are those of the library.
+
+        Args:
+            module: The attention module.
+            query: ``(batch, num_q_heads, queries, head_size)``.
+            key: ``(batch, num_kv_heads, keys, head_size)``.
+            value: ``(batch, num_kv_heads, keys, head_size_v)``.
+            attention_mask: The mask.
+            dropout: Probability of dropping an attention weight, which has to be 0.
+            scaling: Factor of the scores; None is ``head_size ** -0.5``.
+            sliding_window: Tokens that a token attends to, itself included.
+            softcap: Scores become ``cap * tanh(score / cap)``.
+            is_causal: Whether tokens attend to no later ones; None leaves it to the module.
+            s_aux: ``(num_q_heads,)`` attention sinks.
+            rest: Other arguments: see `HARMLESS` and `REFUSED`.
+
+        Raises:
+            NotNegotiatedError: An argument would be ignored, or gradients are recorded.
+            TensorError: The tensors have other shapes.
+        """
+        name = module_name(module)
+        check_arguments(dropout, rest, name)
+        shapes = (query.shape, key.shape, value.shape)
+        if any(len(shape) != 4 for shape in shapes) or key.shape[:3] != value.shape[:3] or len(query) != len(key):
+            raise TensorError(
+                f"{name}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} were given",
+                "they are (batch, heads, tokens, size), with as many keys as values",
+                "use attn_implementation='eager' for a model that calls attention otherwise",
+            )
+        if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+            raise NotNegotiatedError(
+                f"{name}: gradients are recorded through this call",
+                "contract 1.0 has no backward pass",
+                "call the model under torch.no_grad() or torch.inference_mode(), or train with"
+                " attn_implementation='sdpa'",
+            )
+        signature = CallSignature(
+            num_q_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            head_size=query.shape[3],
+            head_size_v=value.shape[3],
+            dtype=str(query.dtype).removeprefix("torch."),
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=s_aux is not None,
+            is_causal=is_causal,
+            is_cross="Cross" in type(module).__name__ or query.shape[2] > key.shape[2],
+        )
+        return cls(module, query, key, value, attention_mask, scaling, s_aux, signature)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from attnplug.models import ModelLayer
-    from attnplug_transformers.engine.model_attention import AttentionCall, AttentionHandler
+    from attnplug_transformers.call import AttentionCall
+    from attnplug_transformers.engine.model_attention import AttentionHandler
 
 KEEP: Final = "keep transformers' own attention for this model"
 
@@ -219,7 +220,7 @@ def _call(model: Any, ids: Tensor, positions: Tensor, handler: AttentionHandler,
 
 
 def _zeros(call: AttentionCall) -> Tensor:
-    return call.query.new_zeros(call.query.shape[0], call.query.shape[1] * call.value.shape[2])
+    return call.query.new_zeros(call.query.shape[2], call.query.shape[1] * call.value.shape[3])
 
 
 class LayerRecorder:
@@ -285,7 +286,7 @@ class PackingCheck:
         """Compare the halves, and return zeros."""
         name = module_name(call.module)
         for rows in (call.query, call.key, call.value):
-            first, second = rows[:_TOKENS].float(), rows[_TOKENS:].float()
+            first, second = rows[:, :, :_TOKENS].float(), rows[:, :, _TOKENS:].float()
             if float((first - second).abs().max()) > _TOLERANCE * float(first.abs().max()):
                 raise RequirementsError(
                     f"{name} computes different queries, keys or values for one token at one position",

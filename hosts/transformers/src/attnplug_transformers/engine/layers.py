@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from attnplug.contract import AttentionImpl, Cache, Limits, MetadataBuilder
     from attnplug.request import BackendNames, Options, Requirements
-    from attnplug_transformers.call import CallSignature
-    from attnplug_transformers.engine.model_attention import AttentionCall
+    from attnplug_transformers.call import AttentionCall, CallSignature
 
 CPU_BYTES: Final = 2**30
 """Most bytes of all KV caches on a device that does not report its free memory."""

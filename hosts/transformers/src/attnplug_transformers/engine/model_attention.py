@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
-from attrs import frozen
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from attnplug.errors import NotNegotiatedError, RequirementsError, TensorError
-from attnplug_transformers.call import CallSignature, check_arguments, check_no_gradients, module_name, uncompiled
-from attnplug_transformers.mask import LazyMask, make_mask
+from attnplug_transformers.call import AttentionCall, module_name, uncompiled
+from attnplug_transformers.mask import make_mask
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -83,32 +82,6 @@ class ModelAttention:
                     self._model.set_attn_implementation(own)
 
 
-@frozen(eq=False)
-class AttentionCall:
-    """
-    One call of the model's attention.
-
-    Attributes:
-        module: The attention module.
-        signature: What of the call is not a tensor.
-        query: ``(tokens, num_q_heads, head_size)``.
-        key: ``(tokens, num_kv_heads, head_size)``.
-        value: ``(tokens, num_kv_heads, head_size_v)``.
-        mask: The mask that the model passes.
-        scale: Factor of the scores; None is ``head_size ** -0.5``.
-        sinks: ``(num_q_heads,)``.
-    """
-
-    module: nn.Module
-    signature: CallSignature
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | LazyMask | None
-    scale: float | None
-    sinks: Tensor | None
-
-
 class AttentionHandler(Protocol):
     """Serves the attention calls of one forward pass of the model."""
 
@@ -117,39 +90,16 @@ class AttentionHandler(Protocol):
 
 
 @uncompiled
-def attend(  # noqa: PLR0913, PLR0917 - the library's signature
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | LazyMask | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,  # noqa: FBT001 - the library's signature
-    s_aux: Tensor | None = None,
-    attnplug_step: AttentionHandler | None = None,
-    **rest: Any,
-) -> tuple[Tensor, None]:
+def attend(module: nn.Module, *args: Any, attnplug_step: AttentionHandler | None = None, **arguments: Any) -> Any:
     """
     Attend through the step that the model is called with. Registered under the name ``"attnplug_engine"``.
 
     Args:
         module: The attention module.
-        query: ``(1, num_q_heads, tokens, head_size)``: the tokens of all requests, concatenated.
-        key: ``(1, num_kv_heads, tokens, head_size)`` of the same tokens.
-        value: ``(1, num_kv_heads, tokens, head_size_v)``.
-        attention_mask: What the model made of the step's mask.
-        dropout: Probability of dropping an attention weight, which has to be 0.
-        scaling: Factor of the scores; None is ``head_size ** -0.5``.
-        sliding_window: Tokens that a token attends to, itself included.
-        softcap: Scores become ``cap * tanh(score / cap)``.
-        is_causal: Whether tokens attend to no later ones; None leaves it to the module.
-        s_aux: ``(num_q_heads,)`` attention sinks.
+        args: As for `AttentionCall.of`, with a batch of 1: the tokens of all requests, concatenated.
         attnplug_step: What serves the call. The model passes it down as a keyword, so that engines in several threads
             share no state, not even on one model.
-        rest: Other arguments of the library: harmless, or refused (see `attnplug_transformers.call`).
+        arguments: As for `AttentionCall.of`.
 
     Returns:
         ``(1, tokens, num_q_heads, head_size_v)``; and None in place of attention weights.
@@ -158,42 +108,22 @@ def attend(  # noqa: PLR0913, PLR0917 - the library's signature
         NotNegotiatedError: The call differs from what was negotiated, or does not come from an engine's step.
         TensorError: The tensors are not those of an engine's step.
     """
-    name = module_name(module)
-    check_arguments(dropout, rest, name)
     if attnplug_step is None:
         raise NotNegotiatedError(
-            f"{name}: attention was called without a step of an engine",
+            f"{module_name(module)}: attention was called without a step of an engine",
             "an engine has replaced the model's attention, and the model was called by other code, or does not pass its"
             " keywords down to its attention",
             "generate through the engine, or call engine.close(), which restores the model's own attention",
         )
-    tokens = query.shape[2]
-    if query.shape[0] != 1 or key.shape[:3:2] != (1, tokens) or value.shape[:3:2] != (1, tokens):
+    call = AttentionCall.of(module, *args, **arguments)
+    batch, heads, tokens, _ = call.query.shape
+    if batch != 1 or call.key.shape[2] != tokens:
         raise TensorError(
-            f"{name}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} were given",
+            f"{module_name(module)}: query {tuple(call.query.shape)} and key {tuple(call.key.shape)} were given",
             "a step of the engine has one row of tokens, and each token has its own key and value",
             "call the model through the engine alone; the keys of earlier steps are in the engine's KV cache",
         )
-    check_no_gradients(name, (query, key, value), "run the engine under torch.inference_mode(), which is its default")
-    signature = CallSignature.of(
-        module,
-        query,
-        key,
-        value,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux is not None,
-        is_causal=is_causal,
-    )
-    call = AttentionCall(
-        module, signature, _rows(query), _rows(key), _rows(value), mask=attention_mask, scale=scaling, sinks=s_aux
-    )
-    output = attnplug_step.attend(call)
-    return output.view(1, tokens, query.shape[1], value.shape[3]), None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor[0].transpose(0, 1)
+    return attnplug_step.attend(call).view(1, tokens, heads, call.value.shape[3]), None
 
 
 def placeholder_mask(device: torch.device) -> Tensor:
@@ -240,9 +170,10 @@ class StepAttention:
                 "make a new engine after changing the model",
             )
         layer.spec.check(call, self._mask)
-        output = call.query.new_empty(call.query.shape[0], layer.impl.output_width)
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (call.query, call.key, call.value))
+        output = query.new_empty(query.shape[0], layer.impl.output_width)
         metadata = self._metadata[layer.group] if self._metadata else None
-        layer.impl.forward(call.query, call.key, call.value, self._caches.get(layer.spec.name), metadata, output)
+        layer.impl.forward(query, key, value, self._caches.get(layer.spec.name), metadata, output)
         return output
 
     def check_complete(self) -> None:
