@@ -3,7 +3,7 @@ The command with the plugins that a test installs, and no others.
 
 `empty` and `site` are scratch folders on the path of the test's process and of those that it starts. They hide the
 workspace's plugins, which are installed beside core, through `without_plugins/sitecustomize.py`; a test that only needs
-these hidden takes `no_plugins`. Whoever starts a process in another way puts `WITHOUT_PLUGINS` on its PYTHONPATH.
+these hidden takes `no_plugins`. A process that is started in another way needs `WITHOUT_PLUGINS` on its PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def run(capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture
 def start():
-    """Run Python in a process of its own, without what makes it import more."""
+    """Run Python in another process, without what makes it import more."""
 
     def call(*arguments: str, **environment: str) -> Outcome:
         own = {name: value for name, value in os.environ.items() if not name.startswith(("COV", "PYTEST"))}
@@ -206,5 +206,5 @@ def on_terminal():
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 65536)
-    except OSError:  # whoever wrote has gone
+    except OSError:  # the writer has closed it
         return b""

@@ -194,7 +194,7 @@ except attnplug.NoBackendError as error:
 """
     text = run(code, site, home=tmp_path, WRITES_ON_IMPORT=str(trace))
 
-    assert "this core speaks contract 1.x" in text
+    assert "this core has contract 1.x" in text
     assert not trace.exists()
 
 

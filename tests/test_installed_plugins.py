@@ -316,7 +316,7 @@ print(json.dumps(answers))
     assert "attnplug_malformed/attnplug.toml:5: it is not TOML" in broken[1]
     assert broken[2] == "correct the syntax"
     assert other[0] == "refused"
-    assert "this core speaks contract 1.x" in other[1]
+    assert "this core has contract 1.x" in other[1]
     assert "api = '2.0'" in other[1]
     assert len({each[2] for each in (absent, lacking, refused, broken, other)}) == 5
 

@@ -46,11 +46,11 @@ def test_a_table_fits_80_columns_and_loses_nothing() -> None:
         assert Counter(_joined(letters)) <= Counter(_joined(drawn))
 
 
-def test_what_a_plugin_says_is_no_markup() -> None:
+def test_the_text_of_a_plugin_is_no_markup() -> None:
     assert "[red]head_size=512[/red]" in _drawn(LONG)
 
 
-def test_rows_are_told_apart_by_a_blank_line() -> None:
+def test_rows_are_separated_by_a_blank_line() -> None:
     lines = _drawn(LONG, SHORT).splitlines()
 
     assert lines[-1].split() == ["torch/sdpa", "ready", "torch's", "own", "kernels"]

@@ -1,4 +1,4 @@
-"""The version of the core. Looking it up costs 20 ms, so that nothing imports this module but who asks for it."""
+"""The version of core. The look-up takes 20 ms, so only those that need the version import this module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs tell of evidence: which devices were verified, and what was not."""
+"""What the commands report of evidence: which devices were verified, and what was not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 if TYPE_CHECKING:
     from pathlib import Path
 
-ASKED = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "2", "--dtype", "bfloat16", "--backend", "flash")
+LAYER = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "2", "--dtype", "bfloat16", "--backend", "flash")
 HERE = ("--device", "cpu")
 SERVED = {"head_size": 64, "dtype": "bfloat16", "paged": True, "block_size": 16, "kv_layout": "NHD"}
 
@@ -31,15 +31,15 @@ def evidence(candidate: str, **change: Any) -> str:
 
 @pytest.fixture
 def shipped(site: Any) -> Path:
-    """The folder in which the flash plugin brings its evidence along."""
+    """The folder in which the flash plugin ships its evidence."""
     folder = site.folder / "scratch_flash_flash" / "evidence"
     folder.mkdir()
     (folder / "host-cpu.json").write_text(evidence("flash/host"))
     return folder
 
 
-def _variants(told: Any) -> dict[str, Any]:
-    return {v["id"]: v for backend in told.json["backends"] for v in backend["variants"]}
+def _variants(done: Any) -> dict[str, Any]:
+    return {v["id"]: v for backend in done.json["backends"] for v in backend["variants"]}
 
 
 def test_list_names_the_devices_on_which_each_variant_was_verified(run, shipped) -> None:
@@ -64,15 +64,15 @@ def test_list_names_devices_that_read_alike_once(run, shipped) -> None:
     assert "    verified on cpu, cuda:9.0 (NVIDIA H200)\n" in run("list").out
 
 
-def test_explain_tells_what_is_unverified(run, shipped) -> None:
-    found = run("explain", *ASKED, *HERE, "--sliding-window", "7")
+def test_explain_lists_what_is_unverified(run, shipped) -> None:
+    found = run("explain", *LAYER, *HERE, "--sliding-window", "7")
 
     assert "unverified on this device: sliding_window=7 (no test has requested it)" in found.out
-    assert "unverified" not in run("explain", *ASKED, *HERE).out
+    assert "unverified" not in run("explain", *LAYER, *HERE).out
 
 
 def test_explain_as_json_has_records(run, shipped) -> None:
-    (explanation,) = run("explain", *ASKED, *HERE, "--sliding-window", "7", "--json").json["explanations"]
+    (explanation,) = run("explain", *LAYER, *HERE, "--sliding-window", "7", "--json").json["explanations"]
 
     verdicts = {verdict["id"]: verdict["unverified"] for verdict in explanation["verdicts"]}
     assert verdicts["flash/host"] == [{"field": "sliding_window", "value": 7, "because": "no test has requested it"}]
@@ -80,31 +80,31 @@ def test_explain_as_json_has_records(run, shipped) -> None:
 
 
 def test_devices_side_by_side_show_where_it_was_verified(run, shipped) -> None:
-    told = run("explain", *ASKED, *HERE, "--device", "cuda:8.0", "--assume-installed")
+    done = run("explain", *LAYER, *HERE, "--device", "cuda:8.0", "--assume-installed")
 
-    row = next(line for line in told.out.splitlines() if line.startswith("flash/host"))
+    row = next(line for line in done.out.splitlines() if line.startswith("flash/host"))
     assert row.split()[:2] == ["flash/host", "chosen"]
-    row = next(line for line in told.out.splitlines() if line.startswith("flash/old"))
+    row = next(line for line in done.out.splitlines() if line.startswith("flash/old"))
     assert row.endswith("chosen, unverified")
 
 
 def test_a_terminal_shows_it_too(on_terminal, shipped) -> None:
-    told = on_terminal("explain", *ASKED, *HERE, "--sliding-window", "7")
+    done = on_terminal("explain", *LAYER, *HERE, "--sliding-window", "7")
 
-    assert told.code == 0
-    assert "unverified on this device" in told.out
+    assert done.code == 0
+    assert "unverified on this device" in done.out
 
 
 @pytest.mark.parametrize("content", ["{", evidence("flash/host", format=2), evidence("other/host")])
 def test_doctor_notes_a_file_that_is_of_no_use(run, shipped, content) -> None:
     (shipped / "bad.json").write_text(content)
 
-    told = run("doctor", "--json")
+    done = run("doctor", "--json")
 
-    (note,) = (note for note in told.json["notes"] if note["stage"] == "evidence")
+    (note,) = (note for note in done.json["notes"] if note["stage"] == "evidence")
     assert note["subject"] == str(shipped / "bad.json")
-    assert _variants(told)["flash/host"]["verified_on"] == [{"type": "cpu"}]
-    assert not [problem for problem in told.json["problems"] if "evidence" in problem["what"]]
+    assert _variants(done)["flash/host"]["verified_on"] == [{"type": "cpu"}]
+    assert not [problem for problem in done.json["problems"] if "evidence" in problem["what"]]
     assert "bad.json" in run("doctor").out.replace("\n      ", "")
 
 
@@ -112,18 +112,18 @@ def test_doctor_warns_of_a_folder_that_is_not_there(run, site, tmp_path, monkeyp
     gone = str(tmp_path / "gone")
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", gone)
 
-    told = run("doctor", "--json")
+    done = run("doctor", "--json")
 
-    assert told.json["warnings"] == [
+    assert done.json["warnings"] == [
         f"{gone!r} in environment variable ATTNPLUG_EVIDENCE is no folder, and holds no evidence"
     ]
-    rows = {row["name"]: row for row in told.json["settings"]}
+    rows = {row["name"]: row for row in done.json["settings"]}
     assert rows["evidence"]["value"] == [gone]
 
 
 def test_the_users_folder_counts(run, site, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "evidence-flash-host.json").write_text(evidence("flash/host"))
-    assert "unverified" in run("explain", *ASKED, *HERE).out
+    assert "unverified" in run("explain", *LAYER, *HERE).out
     monkeypatch.setenv("ATTNPLUG_EVIDENCE", str(tmp_path))
 
-    assert "unverified" not in run("explain", *ASKED, *HERE).out
+    assert "unverified" not in run("explain", *LAYER, *HERE).out

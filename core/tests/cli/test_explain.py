@@ -25,19 +25,19 @@ def _statuses(explanation: dict[str, Any]) -> dict[str, str]:
     return {verdict["id"]: verdict["status"] for verdict in explanation["verdicts"]}
 
 
-def test_the_answer_is_explain_s(run, site) -> None:
-    told = run("explain", *OPTIONS, "--sinks", *HOPPER, "--json")
+def test_it_prints_what_explain_returns(run, site) -> None:
+    done = run("explain", *OPTIONS, "--sinks", *HOPPER, "--json")
 
     expected = attnplug.explain(attnplug.Requirements(**LAYER, sinks=True), attnplug.Device.cuda("9.0"))
-    assert told.json == {"explanations": [{"layers": [], **json.loads(json.dumps(expected.to_dict()))}], "plans": []}
-    assert told.code == 0
+    assert done.json == {"explanations": [{"layers": [], **json.loads(json.dumps(expected.to_dict()))}], "plans": []}
+    assert done.code == 0
 
 
 def test_plain_text_is_what_an_explanation_prints(run, site) -> None:
-    told = run("explain", *OPTIONS, *HOPPER)
+    done = run("explain", *OPTIONS, *HOPPER)
 
-    assert told.out == f"{attnplug.explain(attnplug.Requirements(**LAYER), attnplug.Device.cuda('9.0'))}\n\n"
-    assert "chosen: flash/old" in told.out
+    assert done.out == f"{attnplug.explain(attnplug.Requirements(**LAYER), attnplug.Device.cuda('9.0'))}\n\n"
+    assert "chosen: flash/old" in done.out
 
 
 def test_a_supposed_library_makes_its_candidate_eligible(run, site) -> None:
@@ -49,25 +49,25 @@ def test_a_supposed_library_makes_its_candidate_eligible(run, site) -> None:
     assert supposed["assumed_installed"] is True
 
 
-def test_devices_stand_side_by_side(run, site) -> None:
+def test_devices_are_shown_side_by_side(run, site) -> None:
     devices = ["--device", "cuda:8.0", "--device", "cuda:9.0", "--device", "cuda:10.0", "--device", "cuda:9.0"]
 
-    told = run("explain", *OPTIONS, "--backend", "flash", *devices, "--assume-installed")
+    done = run("explain", *OPTIONS, "--backend", "flash", *devices, "--assume-installed")
 
-    head, *rows = (line.split("  ") for line in told.out.split("\n\n")[0].splitlines())
+    head, *rows = (line.split("  ") for line in done.out.split("\n\n")[0].splitlines())
     found = {row[0]: [cell.strip() for cell in row[1:] if cell.strip()] for row in rows}
     assert [cell.strip() for cell in head if cell.strip()] == ["candidate", "cuda:8.0", "cuda:9.0", "cuda:10.0"]
     assert found["flash/old"] == ["chosen, unverified", "eligible, unverified", "refused: compute_capability"]
     assert found["flash/new"] == ["refused: compute_capability", "chosen, unverified", "chosen, unverified"]
-    assert told.out.count("\ndevice: cuda:") == 3
-    assert told.code == 0
+    assert done.out.count("\ndevice: cuda:") == 3
+    assert done.code == 0
 
 
-def test_one_device_that_cannot_serve_makes_the_answer_no(run, site) -> None:
-    told = run("explain", *OPTIONS, "--backend", "flash/old", *HOPPER, "--device", "cpu", "--json")
+def test_one_device_that_cannot_serve_is_exit_code_1(run, site) -> None:
+    done = run("explain", *OPTIONS, "--backend", "flash/old", *HOPPER, "--device", "cpu", "--json")
 
-    assert told.code == 1
-    assert [found["chosen"] for found in told.json["explanations"]] == ["flash/old", None]
+    assert done.code == 1
+    assert [found["chosen"] for found in done.json["explanations"]] == ["flash/old", None]
 
 
 def test_backends_are_tried_in_the_given_order(run, site) -> None:
@@ -81,9 +81,9 @@ def test_backends_are_tried_in_the_given_order(run, site) -> None:
 
 
 def test_options_of_a_plugin_are_part_of_the_agreement(run, site) -> None:
-    told = run("explain", *OPTIONS, *HOPPER, "--option", "flash.splits=3", "--json")
+    done = run("explain", *OPTIONS, *HOPPER, "--option", "flash.splits=3", "--json")
 
-    agreement = told.json["explanations"][0]["verdicts"][0]["agreement"]
+    agreement = done.json["explanations"][0]["verdicts"][0]["agreement"]
     assert agreement["options"] == {"splits": 3}
 
 
@@ -97,11 +97,11 @@ def test_options_of_a_plugin_are_part_of_the_agreement(run, site) -> None:
         ("nothing.splits=3", "the backend 'nothing' was requested"),
     ],
 )
-def test_a_wrong_option_is_a_wrong_question(run, site, option: str, given: str) -> None:
-    told = run("explain", *OPTIONS, *HOPPER, "--option", option)
+def test_a_wrong_option_is_a_wrong_request(run, site, option: str, given: str) -> None:
+    done = run("explain", *OPTIONS, *HOPPER, "--option", option)
 
-    assert told.code == 2
-    assert given in told.err
+    assert done.code == 2
+    assert given in done.err
 
 
 def test_requirements_come_as_json_or_from_a_file_and_options_win(run, empty, tmp_path: Path) -> None:
@@ -133,11 +133,11 @@ def test_requirements_come_as_json_or_from_a_file_and_options_win(run, empty, tm
         ([*OPTIONS, "--kv-layout", "NDH"], "kv_layout='NDH' was given"),
     ],
 )
-def test_a_wrong_question_is_refused(run, words: list[str], given: str) -> None:
-    told = run("explain", *words)
+def test_a_wrong_request_is_refused(run, words: list[str], given: str) -> None:
+    done = run("explain", *words)
 
-    assert (told.code, told.out) == (2, "")
-    assert given in told.err
+    assert (done.code, done.out) == (2, "")
+    assert given in done.err
 
 
 def _parsed(*words: str) -> dict[str, Any]:
@@ -179,13 +179,13 @@ def test_torch_is_not_imported(start, site) -> None:
         "sys.exit(any(name in sys.modules for name in ('torch', 'numpy', 'transformers', 'rich')) or code)"
     )
 
-    told = start("-c", code)
+    done = start("-c", code)
 
-    assert told.code == 0, told.err
-    assert "flash/new  chosen" in told.out
+    assert done.code == 0, done.err
+    assert "flash/new  chosen" in done.out
 
 
-def test_a_device_that_may_have_been_overlooked_is_told(run, empty, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_may_have_been_overlooked_is_reported(run, empty, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "attnplug.cli.explain.report_device",
         lambda: DeviceReport(attnplug.Device.cpu(), "", "there may be another", "name it"),

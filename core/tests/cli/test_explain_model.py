@@ -50,10 +50,10 @@ def config(tmp_path: Path) -> str:
 
 
 def test_each_group_of_layers_is_explained_once(run, site, config: str) -> None:
-    told = run("explain", "--config", config, *HOPPER, "--assume-installed", "--json")
+    done = run("explain", "--config", config, *HOPPER, "--assume-installed", "--json")
 
-    windowed, full = told.json["explanations"]
-    assert told.code == 0
+    windowed, full = done.json["explanations"]
+    assert done.code == 0
     assert windowed["layers"] == [f"layers.{i}.self_attn" for i in (0, 2, 4)]
     assert full["layers"] == [f"layers.{i}.self_attn" for i in (1, 3, 5)]
     assert windowed["requirements"]["sliding_window"] == 128
@@ -65,30 +65,30 @@ def test_each_group_of_layers_is_explained_once(run, site, config: str) -> None:
 def test_the_plan_says_what_the_layers_share(run, site, config: str) -> None:
     engine = ["--block-size", "32", "--kv-layout", "NHD"]
 
-    told = run("explain", "--config", config, *HOPPER, "--assume-installed", *engine, "--json")
+    done = run("explain", "--config", config, *HOPPER, "--assume-installed", *engine, "--json")
 
-    (plan,) = told.json["plans"]
+    (plan,) = done.json["plans"]
     assert (plan["block_size"], plan["kv_layout"], plan["cudagraph"]) == (32, "NHD", "never")
     assert [(group["id"], len(group["layers"])) for group in plan["groups"]] == [("flash/new", 3), ("flash/new", 3)]
     assert plan["device"]["compute_capability"] == "9.0"
 
 
 def test_plain_text_names_layers_and_ends_with_the_plan(run, site, config: str) -> None:
-    told = run("explain", "--config", config, *HOPPER, "--assume-installed")
+    done = run("explain", "--config", config, *HOPPER, "--assume-installed")
 
-    assert told.out.startswith("layers.{0..4..2}.self_attn (3 layers)\nrequested: ")
-    assert told.out.rstrip().endswith(
+    assert done.out.startswith("layers.{0..4..2}.self_attn (3 layers)\nrequested: ")
+    assert done.out.rstrip().endswith(
         "plan on cuda:9.0: block_size=128 kv_layout=NHD cudagraph=never\n"
         "    flash/new  layers.{0..4..2}.self_attn (3 layers)\n"
         "    flash/new  layers.{1..5..2}.self_attn (3 layers)"
     )
 
 
-def test_what_is_permitted_is_told_for_each_group(run, site, config: str) -> None:
-    told = run("explain", "--config", config, *HOPPER, "--assume-installed", "--backend", "flash", "--json")
+def test_what_is_permitted_is_listed_for_each_group(run, site, config: str) -> None:
+    done = run("explain", "--config", config, *HOPPER, "--assume-installed", "--backend", "flash", "--json")
 
-    assert [found["listed"] for found in told.json["explanations"]] == [["flash"], ["flash"]]
-    assert all(found["assumed_installed"] for found in told.json["explanations"])
+    assert [found["listed"] for found in done.json["explanations"]] == [["flash"], ["flash"]]
+    assert all(found["assumed_installed"] for found in done.json["explanations"])
 
 
 def test_a_plan_may_choose_otherwise_than_for_a_group_alone(run, empty, config: str) -> None:
@@ -97,32 +97,32 @@ def test_a_plan_may_choose_otherwise_than_for_a_group_alone(run, empty, config: 
     empty.add("spare", LARGE.replace("large", "spare").replace("block_size = 32", "block_size = 16"))
     listed = ["--backend", "small", "--backend", "large", "--backend", "spare"]
 
-    told = run("explain", "--config", config, *HOPPER, *listed, "--json")
+    done = run("explain", "--config", config, *HOPPER, *listed, "--json")
 
-    _, full = told.json["explanations"]
-    assert told.code == 0
+    _, full = done.json["explanations"]
+    assert done.code == 0
     assert (full["chosen"], full["decided_by"]) == ("spare/windowed", "common block size and layout")
-    assert told.json["plans"][0]["block_size"] == 16
+    assert done.json["plans"][0]["block_size"] == 16
 
 
 def test_dense_calls_have_no_blocks(run, site, config: str) -> None:
-    told = run("explain", "--config", config, *HOPPER, "--no-paged", "--json")
+    done = run("explain", "--config", config, *HOPPER, "--no-paged", "--json")
 
-    assert [found["requirements"]["paged"] for found in told.json["explanations"]] == [False, False]
-    assert told.json["plans"][0]["block_size"] is None
-
-
-def test_another_dtype_may_be_asked_for(run, site, config: str) -> None:
-    told = run("explain", "--config", config, "--dtype", "float32", "--device", "cpu", "--json")
-
-    assert {found["requirements"]["dtype"] for found in told.json["explanations"]} == {"float32"}
+    assert [found["requirements"]["paged"] for found in done.json["explanations"]] == [False, False]
+    assert done.json["plans"][0]["block_size"] is None
 
 
-def test_several_devices_answer_for_the_whole_model(run, site, config: str) -> None:
-    told = run("explain", "--config", config, *HOPPER, "--device", "cpu", "--assume-installed")
+def test_another_dtype_may_be_requested(run, site, config: str) -> None:
+    done = run("explain", "--config", config, "--dtype", "float32", "--device", "cpu", "--json")
 
-    assert told.out.count("candidate") == 2
-    assert told.out.count("\nplan on ") == 2
+    assert {found["requirements"]["dtype"] for found in done.json["explanations"]} == {"float32"}
+
+
+def test_the_whole_model_is_explained_for_each_device(run, site, config: str) -> None:
+    done = run("explain", "--config", config, *HOPPER, "--device", "cpu", "--assume-installed")
+
+    assert done.out.count("candidate") == 2
+    assert done.out.count("\nplan on ") == 2
 
 
 def test_backends_that_share_no_block_size_make_no_plan(run, empty, config: str) -> None:
@@ -130,12 +130,12 @@ def test_backends_that_share_no_block_size_make_no_plan(run, empty, config: str)
     empty.add("large", LARGE)
     chosen = ["--backend", "small", "--backend", "large"]
 
-    told = run("explain", "--config", config, *HOPPER, *chosen, "--json")
+    done = run("explain", "--config", config, *HOPPER, *chosen, "--json")
     text = run("explain", "--config", config, *HOPPER, *chosen)
 
-    assert told.code == text.code == 1
-    assert [found["chosen"] for found in told.json["explanations"]] == ["small/windowed", "large/windowed"]
-    assert "no choice of backends gives them one block size" in told.json["plans"][0]["error"]["expected"]
+    assert done.code == text.code == 1
+    assert [found["chosen"] for found in done.json["explanations"]] == ["small/windowed", "large/windowed"]
+    assert "no choice of backends gives them one block size" in done.json["plans"][0]["error"]["expected"]
     assert "plan on cuda:9.0: none\n" in text.out
     assert "layers.0.self_attn (3 layers), small/windowed: blocks of 16; NHD" in text.out
 
@@ -143,28 +143,28 @@ def test_backends_that_share_no_block_size_make_no_plan(run, empty, config: str)
 def test_a_layer_that_nothing_serves_makes_no_plan(run, empty, config: str) -> None:
     empty.add("small", SMALL)
 
-    told = run("explain", "--config", config, *HOPPER, "--backend", "small")
+    done = run("explain", "--config", config, *HOPPER, "--backend", "small")
 
-    assert told.code == 1
-    assert told.out.rstrip().endswith(
+    assert done.code == 1
+    assert done.out.rstrip().endswith(
         "plan on cuda:9.0: none\n"
         "no backend can serve the requirements of layer 'layers.1.self_attn' among 'small' (the call)"
     )
 
 
-def test_a_lower_graph_level_of_one_group_is_told(run, empty, config: str) -> None:
+def test_a_lower_graph_level_of_one_group_is_reported(run, empty, config: str) -> None:
     graphs = SMALL.replace("block_size = 16", 'block_size = 16\ncudagraph = { max = "always" }').replace(
         "small", "quick"
     )
     empty.add("quick", graphs)
     empty.add("large", LARGE.replace("block_size = 32", "block_size = 16"))
 
-    told = run("explain", "--config", config, *HOPPER, "--backend", "quick", "--backend", "large")
+    done = run("explain", "--config", config, *HOPPER, "--backend", "quick", "--backend", "large")
 
-    assert "cudagraph=never\n    the graph level is that of large/windowed\n" in told.out
+    assert "cudagraph=never\n    the graph level is that of large/windowed\n" in done.out
 
 
-def test_a_hybrid_model_needs_to_be_told_apart(run, tmp_path: Path) -> None:
+def test_a_hybrid_model_needs_partial(run, tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     hybrid = {"model_type": "lfm2", "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8}
     hybrid |= {"hidden_size": 512, "dtype": "float32", "layer_types": ["conv", "full_attention"]}

@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 KEYS = {"name", "aliases", "summary", "distribution", "module", "built_in", "api", "manifest", "variants"}
 
 
-def _backend(told, name: str):
-    return next(backend for backend in told.json["backends"] if backend["name"] == name)
+def _backend(done, name: str):
+    return next(backend for backend in done.json["backends"] if backend["name"] == name)
 
 
 def test_a_plugin_is_listed_with_its_variants(run, site) -> None:
-    told = run("list", "--json")
+    done = run("list", "--json")
 
-    flash = _backend(told, "flash")
-    assert told.code == 0
+    flash = _backend(done, "flash")
+    assert done.code == 0
     assert flash.keys() == KEYS
     assert flash["distribution"] == "attnplug-flash 1.0"
     assert flash["module"] == "scratch_flash_flash.plugin"
@@ -64,25 +64,25 @@ def test_what_the_settings_keep_out_stays_listed(run, site, monkeypatch: pytest.
 def test_a_broken_plugin_does_not_hide_the_others(run, site) -> None:
     site.add("aaa", "api = ")
 
-    told = run("list", "--json")
+    done = run("list", "--json")
 
-    assert _backend(told, "aaa")["variants"][0]["availability"] == "broken"
-    assert _backend(told, "flash")["variants"][0]["availability"] == "ready"
-
-
-def test_plain_text_says_standing_origin_and_way_out(run, site) -> None:
-    told = run("list")
-
-    assert "flash/old  ready  (attnplug-flash 1.0)\n    three libraries behind one name\n" in told.out
-    assert "    - flash-new >=4 is required and not installed\n    fix: pip install 'flash-new >=4'\n" in told.out
+    assert _backend(done, "aaa")["variants"][0]["availability"] == "broken"
+    assert _backend(done, "flash")["variants"][0]["availability"] == "ready"
 
 
-def test_what_pip_does_not_get_is_told_as_the_manifest_says(run, empty) -> None:
+def test_plain_text_has_status_origin_and_fix(run, site) -> None:
+    done = run("list")
+
+    assert "flash/old  ready  (attnplug-flash 1.0)\n    three libraries behind one name\n" in done.out
+    assert "    - flash-new >=4 is required and not installed\n    fix: pip install 'flash-new >=4'\n" in done.out
+
+
+def test_what_pip_does_not_install_has_the_fix_of_the_manifest(run, empty) -> None:
     empty.add("flash", FROM_A_VENDOR)
 
-    text, told = run("list").out, run("list", "--json")
+    text, done = run("list").out, run("list", "--json")
 
-    (new,) = [one for one in _backend(told, "flash")["variants"] if one["id"] == "flash/new"]
+    (new,) = [one for one in _backend(done, "flash")["variants"] if one["id"] == "flash/new"]
     assert (new["install"], new["action"]) == (["flash-tools"], "install flash-new >=4: from its vendor")
     assert "    fix: install flash-new >=4: from its vendor; pip install flash-tools\n" in text
 
@@ -90,9 +90,9 @@ def test_what_pip_does_not_get_is_told_as_the_manifest_says(run, empty) -> None:
 def test_notes_are_counted_and_left_to_doctor(run, site) -> None:
     site.metadata("neighbour", "1.0", "[console_scripts]\nno equals sign\n")
 
-    told = run("list")
+    done = run("list")
 
-    assert told.out.endswith("1 note about this environment: see `attnplug doctor`\n")
+    assert done.out.endswith("1 note about this environment: see `attnplug doctor`\n")
     assert run("list", "--json").json["notes"][0]["subject"] == "neighbour 1.0"
 
 
@@ -102,10 +102,10 @@ def test_json_imports_nothing_heavy(start, site) -> None:
         "print(sorted({name.partition('.')[0] for name in sys.modules}), file=sys.stderr)"
     )
 
-    told = start("-c", code)
+    done = start("-c", code)
 
-    assert told.code == 0
-    imported = set(told.err.strip("[]\n").replace("'", "").split(", "))
+    assert done.code == 0
+    imported = set(done.err.strip("[]\n").replace("'", "").split(", "))
     assert {"attr", "argparse", "attnplug"} <= imported
     assert not imported & {
         "torch",

@@ -1,4 +1,4 @@
-"""The command as a whole: verbs, errors in three lines, exit codes."""
+"""The program as a whole: commands, errors in three lines, exit codes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from attnplug.cli.command import BUILT_IN
 ONE_LAYER = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
 
 
-def test_help_lists_every_verb_and_the_exit_codes(run) -> None:
-    told = run("--help")
+def test_help_lists_every_command_and_the_exit_codes(run) -> None:
+    done = run("--help")
 
-    assert told.code == 0
-    assert all(f"  {verb} " in told.out and summary in told.out for verb, summary in BUILT_IN.items())
-    assert "exit codes:" in told.out
+    assert done.code == 0
+    assert all(f"  {command} " in done.out and summary in done.out for command, summary in BUILT_IN.items())
+    assert "exit codes:" in done.out
 
 
-@pytest.mark.parametrize("verb", BUILT_IN)
-def test_every_verb_has_help_and_json(run, verb: str) -> None:
-    told = run(verb, "--help")
+@pytest.mark.parametrize("command", BUILT_IN)
+def test_every_command_has_help_and_json(run, command: str) -> None:
+    done = run(command, "--help")
 
-    assert told.code == 0
-    assert told.out.startswith(f"usage: attnplug {verb}")
-    assert "--json" in told.out
+    assert done.code == 0
+    assert done.out.startswith(f"usage: attnplug {command}")
+    assert "--json" in done.out
 
 
 def test_the_version_is_the_core_s(run) -> None:
     assert run("--version").out == f"attnplug {attnplug.__version__}\n"
 
 
-def test_without_a_verb_help_goes_to_standard_error(run) -> None:
-    told = run()
+def test_without_a_command_help_goes_to_standard_error(run) -> None:
+    done = run()
 
-    assert (told.code, told.out) == (2, "")
-    assert "commands:" in told.err
+    assert (done.code, done.out) == (2, "")
+    assert "commands:" in done.err
 
 
 @pytest.mark.parametrize(
@@ -55,28 +55,28 @@ def test_without_a_verb_help_goes_to_standard_error(run) -> None:
         (["explain", "--head", "64"], "'--head' is not an option; did you mean '--head-size'?"),
     ],
 )
-def test_a_wrong_command_line_is_answered_in_three_lines(run, words: list[str], given: str) -> None:
-    told = run(*words)
+def test_a_wrong_command_line_is_refused_in_three_lines(run, words: list[str], given: str) -> None:
+    done = run(*words)
 
-    assert (told.code, told.out) == (2, "")
-    first, allowed, fix = told.err.splitlines()
+    assert (done.code, done.out) == (2, "")
+    first, allowed, fix = done.err.splitlines()
     assert given in first
     assert allowed.startswith("  expected: ")
     assert fix.startswith("  fix: ")
 
 
-def test_impossible_requirements_are_a_wrong_question(run) -> None:
-    told = run("explain", *ONE_LAYER, "--num-kv-heads", "3")
+def test_impossible_requirements_are_a_wrong_request(run) -> None:
+    done = run("explain", *ONE_LAYER, "--num-kv-heads", "3")
 
-    assert told.code == 2
-    assert "num_q_heads=8 and num_kv_heads=3 were given" in told.err
+    assert done.code == 2
+    assert "num_q_heads=8 and num_kv_heads=3 were given" in done.err
 
 
-def test_an_unknown_backend_is_a_wrong_question(run, site) -> None:
-    told = run("explain", *ONE_LAYER, "--backend", "flsh")
+def test_an_unknown_backend_is_a_wrong_request(run, site) -> None:
+    done = run("explain", *ONE_LAYER, "--backend", "flsh")
 
-    assert told.code == 2
-    assert "'flsh' was requested; did you mean 'flash'?" in told.err
+    assert done.code == 2
+    assert "'flsh' was requested; did you mean 'flash'?" in done.err
 
 
 def test_what_is_installed_may_be_the_mistake(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,33 +86,33 @@ def test_what_is_installed_may_be_the_mistake(run, site, monkeypatch: pytest.Mon
     assert run("list").code == 1
 
 
-def test_a_setting_that_does_not_parse_is_a_wrong_question(run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_that_does_not_parse_is_a_wrong_request(run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_STRICT", "maybe")
 
-    told = run("list")
+    done = run("list")
 
-    assert told.code == 2
-    assert told.err.startswith("attnplug: ATTNPLUG_STRICT='maybe' is set\n  expected: ")
+    assert done.code == 2
+    assert done.err.startswith("attnplug: ATTNPLUG_STRICT='maybe' is set\n  expected: ")
 
 
 @pytest.mark.parametrize("words", [["lst", "--json"], ["explain", "--json", "--head-size", "0"]])
-def test_an_error_is_json_too_where_json_was_asked_for(run, words: list[str]) -> None:
-    told = run(*words)
+def test_an_error_is_json_too_where_json_was_requested(run, words: list[str]) -> None:
+    done = run(*words)
 
-    assert told.code == 2
-    error = told.json["error"]
+    assert done.code == 2
+    error = done.json["error"]
     assert error["type"] in ("RequestError", "RequirementsError")
-    assert f"{error['problem']}\n  expected: {error['expected']}\n  fix: {error['fix']}\n" in told.err
+    assert f"{error['problem']}\n  expected: {error['expected']}\n  fix: {error['fix']}\n" in done.err
 
 
-def test_the_place_of_a_malformed_manifest_is_told(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_place_of_a_malformed_manifest_is_reported(run, site, monkeypatch: pytest.MonkeyPatch) -> None:
     path = site.add("broken", 'api = "1.0"\nbackend = 3\n')
     monkeypatch.setenv("ATTNPLUG_STRICT", "1")
 
-    told = run("list", "--json")
+    done = run("list", "--json")
 
-    assert told.json["error"]["path"] == str(path)
-    assert told.json["error"]["line"] == 2
+    assert done.json["error"]["path"] == str(path)
+    assert done.json["error"]["line"] == 2
 
 
 def test_the_strict_setting_shows_where_an_error_comes_from(run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,9 +132,9 @@ def test_an_interrupt_ends_quietly(run, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(listing, "run", interrupted)
 
-    told = run("list")
+    done = run("list")
 
-    assert (told.code, told.out, told.err) == (130, "", "")
+    assert (done.code, done.out, done.err) == (130, "", "")
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
@@ -148,20 +148,20 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 def test_the_package_is_the_command_too(start, site) -> None:
-    told = start("-m", "attnplug", "list")
+    done = start("-m", "attnplug", "list")
 
-    assert (told.code, told.err) == (0, "")
-    assert "flash/old  ready" in told.out
+    assert (done.code, done.err) == (0, "")
+    assert "flash/old  ready" in done.out
     assert start("-m", "attnplug", "nosuch").code == 2
 
 
 def test_an_output_of_few_letters_gets_escapes(start, site) -> None:
     site.add("wide", FEW.replace("SUMMARY", "fast \N{GREEK SMALL LETTER MU}s"))
 
-    told = start("-X", "utf8=0", "-m", "attnplug", "list", PYTHONIOENCODING="ascii", LC_ALL="C")
+    done = start("-X", "utf8=0", "-m", "attnplug", "list", PYTHONIOENCODING="ascii", LC_ALL="C")
 
-    assert told.code == 0, told.err
-    assert r"fast \u03bcs" in told.out
+    assert done.code == 0, done.err
+    assert r"fast \u03bcs" in done.out
 
 
 FEW = """\

@@ -37,7 +37,7 @@ def test_no_color_is_honored(on_terminal, site) -> None:
     assert "what it is, and what is missing" in shown.out
 
 
-def test_an_explanation_is_a_table_under_its_question(on_terminal, site) -> None:
+def test_an_explanation_is_a_table_under_its_request(on_terminal, site) -> None:
     shown = on_terminal("explain", *LAYER, "--device", "cuda:9.0", "--assume-installed", "--backend", "flash")
 
     text = _plain(shown.out)
@@ -54,7 +54,7 @@ def test_an_explanation_is_a_table_under_its_question(on_terminal, site) -> None
     assert "'flash/new' and 'flash/old' tie" in text
 
 
-def test_what_a_setting_asks_is_told_with_its_origin(on_terminal, site) -> None:
+def test_what_a_setting_requests_is_shown_with_its_origin(on_terminal, site) -> None:
     shown = on_terminal("explain", *LAYER, "--device", "cuda:9.0", ATTNPLUG_KV_LAYOUT="HND")
 
     text = _plain(shown.out)
@@ -62,7 +62,7 @@ def test_what_a_setting_asks_is_told_with_its_origin(on_terminal, site) -> None:
     assert _fits(shown.out)
 
 
-def test_devices_stand_side_by_side(on_terminal, site) -> None:
+def test_devices_are_shown_side_by_side(on_terminal, site) -> None:
     devices = ["--device", "cuda:8.0", "--device", "cuda:10.0"]
 
     shown = on_terminal("explain", *LAYER, *devices, "--backend", "flash", "--assume-installed")
@@ -71,7 +71,7 @@ def test_devices_stand_side_by_side(on_terminal, site) -> None:
     assert re.search(r"flash/new +refused: compute_capability +chosen", _plain(shown.out))
 
 
-def test_that_nothing_can_serve_is_seen(on_terminal, site) -> None:
+def test_that_nothing_can_serve_is_shown(on_terminal, site) -> None:
     shown = on_terminal("explain", *LAYER, "--device", "cpu", "--backend", "flash/new")
 
     assert shown.code == 1
@@ -89,7 +89,7 @@ def test_a_model_ends_with_its_plan(on_terminal, site, tmp_path: Path) -> None:
     assert "plan on cuda:9.0: block_size=256" in shown.out
 
 
-def test_problems_are_seen_last(on_terminal, site) -> None:
+def test_problems_are_shown_last(on_terminal, site) -> None:
     sound = on_terminal("doctor")
     site.add("alone", "api = 3")
     broken = on_terminal("doctor")
@@ -100,7 +100,7 @@ def test_problems_are_seen_last(on_terminal, site) -> None:
     assert "\x1b[1;31mproblems" in broken.out
 
 
-def test_a_benchmark_tells_its_verdict(on_terminal, empty) -> None:
+def test_a_benchmark_prints_its_verdict(on_terminal, empty) -> None:
     shown = on_terminal("bench", "cached", "--repeats", "1")
 
     assert shown.code in (0, 1)

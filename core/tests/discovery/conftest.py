@@ -57,7 +57,7 @@ class Site:
         return self.distribution(distribution, version, f"[attnplug.backends]\n{name} = {module}\n")
 
     def package(self, module: str, manifest: str | None) -> Path:
-        """Add a package whose code must not run, with a manifest beside the module; return where that lies."""
+        """Add a package whose code must not run, with a manifest beside the module; return its path."""
         *parents, last = module.split(".")
         folder = self.folder.joinpath(*parents)
         folder.mkdir(parents=True, exist_ok=True)

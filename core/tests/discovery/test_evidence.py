@@ -1,4 +1,4 @@
-"""Evidence files: found in two places, read strictly, and never a reason to stumble."""
+"""Evidence files: found in two places, read strictly, and never a failure of anything else."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def write(folder: Path, name: str, content: Any) -> Path:
 
 @pytest.fixture
 def acme(plugin: Any, manifest: Any, tmp_path: Path) -> Plugin:
-    """A plugin with a folder of its own, where evidence may lie."""
+    """A plugin with a folder, in which there may be evidence."""
     (tmp_path / "acme").mkdir()
     parsed = parse_manifest(manifest("acme"), str(tmp_path / "acme" / "attnplug.toml"))
     return attrs.evolve(plugin("acme"), manifest=parsed)
@@ -87,7 +87,7 @@ def test_a_file_is_read_as_the_kit_has_written_it() -> None:
     assert found.features == {"acme.rope"}
 
 
-def test_a_file_that_names_no_open_features_is_of_a_run_without_any() -> None:
+def test_a_file_without_open_features_is_of_a_run_without_any() -> None:
     assert parse_evidence({name: value for name, value in GOOD.items() if name != "features"}).features == frozenset()
 
 
@@ -107,7 +107,7 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"format": 2}, "its format is 2, and this core reads format 1"),
         ({"format": True}, "its format is True"),
@@ -138,8 +138,8 @@ def test_every_value_that_json_carries_can_be_compared(pairs) -> None:
         ({"unreached": [{"field": "sinks", "value": True, "because": "\x1b]0;a\x07"}]}, "because is"),
     ],
 )
-def test_what_is_wrong_is_said(change, said) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_the_error_says_what_is_wrong(change, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
         parse_evidence({**GOOD, **change})
 
 
@@ -158,11 +158,11 @@ def test_no_content_is_more_than_a_value_error(content) -> None:
         assert {found.device: str(found.device)}
 
 
-# What lies in a folder
+# What is in a folder
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"", "Expecting value"),
         (b"{", "Expecting property name"),
@@ -175,7 +175,7 @@ def test_no_content_is_more_than_a_value_error(content) -> None:
     ],
     ids=["empty", "cut off", "a list", "no text", "no number", "huge", "deep", "newer"],
 )
-def test_a_file_that_is_no_evidence_is_a_note_and_hides_no_neighbor(tmp_path: Path, content, said) -> None:
+def test_a_file_that_is_no_evidence_is_a_note_and_hides_no_other(tmp_path: Path, content, message) -> None:
     write(tmp_path, "a.json", GOOD)
     (tmp_path / "b.json").write_bytes(content)
     write(tmp_path, "c.json", {**GOOD, "backend": "acme/other"})
@@ -186,7 +186,7 @@ def test_a_file_that_is_no_evidence_is_a_note_and_hides_no_neighbor(tmp_path: Pa
     assert [evidence.id for evidence in shelf.evidence] == ["acme/default", "acme/other"]
     (note,) = shelf.notes
     assert (note.subject, note.stage) == (str(tmp_path / "b.json"), "evidence")
-    assert said in note.message
+    assert message in note.message
 
 
 def test_what_is_no_file_is_a_note(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_folder_that_cannot_be_named_is_a_note(tmp_path: Path) -> None:
     assert "cannot be listed" in note.message
 
 
-def test_a_run_that_failed_is_told(tmp_path: Path) -> None:
+def test_a_run_that_failed_is_noted(tmp_path: Path) -> None:
     write(tmp_path, "a.json", {**GOOD, "passed": False})
 
     shelf = read_folder(tmp_path)
@@ -232,7 +232,7 @@ def test_a_run_that_failed_is_told(tmp_path: Path) -> None:
     ]
 
 
-# Where it lies
+# Where it is found
 
 
 def test_a_plugin_ships_evidence_and_the_user_has_more(acme: Plugin, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_bad_files_hide_no_plugin_and_change_no_candidate(acme: Plugin, tmp_path
     assert [(c.id, c.availability) for c in found.candidates(Settings())] == [(c.id, c.availability) for c in before]
 
 
-def test_a_folder_that_somebody_named_in_vain_is_warned_about_once(
+def test_a_folder_that_does_not_exist_is_warned_about_once(
     acme: Plugin, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     there, gone = tmp_path / "there", str(tmp_path / "gone")

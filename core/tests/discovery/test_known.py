@@ -16,7 +16,7 @@ from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
 
-def test_known_plugins_have_names_of_their_own_and_something_to_install() -> None:
+def test_known_plugins_have_unique_names_and_can_be_installed() -> None:
     plugins = read_known().plugins
     names = [name for plugin in plugins for name in (plugin.name, *plugin.aliases)]
 
@@ -49,9 +49,7 @@ BY_NAME = ["acme/all", "flash_attn/all", "flash_attn/fa3", "flash_attn/fa3_vllm"
 
 
 @pytest.mark.parametrize(("capability", "ranked"), [("9.0", MEASURED), ("8.0", BY_NAME)])
-def test_the_default_order_holds_on_the_device_that_it_was_measured_on(
-    capability: str, ranked: list[str], plugin: Any
-) -> None:
+def test_the_default_order_holds_on_the_measured_device(capability: str, ranked: list[str], plugin: Any) -> None:
     rest = '[variants.{}]\nsupports = {{ device_type = "cuda", compute_capability = {{ min = "7.0" }} }}\n'
     fa3 = "".join(rest.format(name) for name in ("fa3", "fa3_vllm"))
     made = [plugin(name, rest=rest.format("all")) for name in ("acme", "flashinfer")]

@@ -1,4 +1,4 @@
-"""From an entry to a plugin: where its manifest lies, and what may be wrong. Every package here exits when imported."""
+"""From an entry to a plugin: where its manifest is, and what may be wrong. Every package here exits when imported."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_another_major_contract_is_a_problem_of_its_own(importable: Any, manifes
 
     assert plugin.problem is not None
     assert plugin.problem.code == "api"
-    assert str(plugin.problem).startswith("this core speaks contract 1.x")
+    assert str(plugin.problem).startswith("this core has contract 1.x")
     assert isinstance(plugin.error, ApiVersionError)
 
 

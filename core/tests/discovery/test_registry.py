@@ -40,11 +40,11 @@ def allow(*names: str) -> Settings:
     return Settings(allow=frozenset(names))
 
 
-def standings(candidates: tuple[Candidate, ...]) -> dict[str, str]:
+def statuses(candidates: tuple[Candidate, ...]) -> dict[str, str]:
     return {candidate.id: candidate.availability for candidate in candidates}
 
 
-def told(candidate: Candidate) -> str:
+def reasons_of(candidate: Candidate) -> str:
     return " | ".join(map(str, candidate.reasons))
 
 
@@ -69,7 +69,7 @@ def registry(known: Known) -> Callable[..., Registry]:
 def test_every_variant_and_every_absent_plugin_is_a_candidate(plugin: Any, registry: Any) -> None:
     found = registry(plugin("zeta", rest=TWO_VARIANTS), plugin("good")).candidates(Settings())
 
-    assert standings(found) == {
+    assert statuses(found) == {
         "good/default": "ready",
         "published": "absent",
         "shipped": "absent",
@@ -84,27 +84,27 @@ def test_what_is_installed_decides_about_dependencies(plugin: Any, registry: Any
         registry(plugin("good", rest=TWO_VARIANTS), installed={"library": v}).candidates(Settings()) for v in "12"
     )
 
-    assert standings(with_old)["good/two"] == "missing_dependency"
-    assert standings(with_new)["good/two"] == "ready"
+    assert statuses(with_old)["good/two"] == "missing_dependency"
+    assert statuses(with_new)["good/two"] == "ready"
 
 
 def test_dependencies_may_be_assumed(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good", rest=TWO_VARIANTS))
 
-    assert standings(of.candidates(Settings(), assume_installed=True))["good/two"] == "ready"
-    assert standings(of.candidates(Settings()))["good/two"] == "missing_dependency"
-    assert standings(of.candidates(Settings(), assume_installed=True))["published"] == "absent"
+    assert statuses(of.candidates(Settings(), assume_installed=True))["good/two"] == "ready"
+    assert statuses(of.candidates(Settings()))["good/two"] == "missing_dependency"
+    assert statuses(of.candidates(Settings(), assume_installed=True))["published"] == "absent"
 
 
-def test_an_absent_plugin_says_how_to_get_it(registry: Any) -> None:
+def test_an_absent_plugin_has_how_to_install_it(registry: Any) -> None:
     candidate = only(registry().candidates(Settings()), "published")
 
     assert candidate.aliases == ("PUBLISHED",)
     assert candidate.install == ("attnplug-published",)
-    assert told(candidate) == "'published' is not installed: a published one"
+    assert reasons_of(candidate) == "'published' is not installed: a published one"
 
 
-def test_an_absent_plugin_that_is_not_published_comes_from_a_checkout() -> None:
+def test_an_unpublished_plugin_comes_from_a_checkout() -> None:
     waiting = KnownPlugin("waiting", (), "a later one", "attnplug-waiting", folder="plugins/waiting")
     of = Registry([], known=Known((waiting,)))
     candidate = only(of.candidates(Settings()), "waiting")
@@ -125,7 +125,7 @@ def test_an_absent_plugin_may_be_blocked_as_well(registry: Any) -> None:
     assert "remove 'attnplug-published'" in candidate.fix
 
 
-def test_an_installed_plugin_is_not_absent_however_it_stands(plugin: Any, registry: Any) -> None:
+def test_an_installed_plugin_is_not_absent_whatever_its_status(plugin: Any, registry: Any) -> None:
     broken = attrs.evolve(plugin("published"), manifest=None, problem=Reason("broken", "published", None, "it is"))
 
     for each in (plugin("published"), broken):
@@ -138,7 +138,7 @@ def test_the_order_in_which_plugins_are_found_plays_no_part(plugin: Any, registr
     plugins = [plugin("good"), plugin("good", "attnplug-double"), plugin("zeta", aliases=("Z",)), plugin("alpha")]
 
     lineups = {
-        tuple((c.id, c.availability, c.distribution, told(c)) for c in registry(*order).candidates(Settings()))
+        tuple((c.id, c.availability, c.distribution, reasons_of(c)) for c in registry(*order).candidates(Settings()))
         for order in permutations(plugins)
     }
 
@@ -155,7 +155,7 @@ def test_candidates_are_lined_up_once_for_equal_settings(plugin: Any, registry: 
 # Allow and block
 
 
-def test_a_blocked_backend_is_refused_with_the_way_out(plugin: Any, registry: Any) -> None:
+def test_a_blocked_backend_is_refused_with_a_fix(plugin: Any, registry: Any) -> None:
     settings = Settings(block=frozenset({"good"}), sources={"block": "environment variable ATTNPLUG_BLOCK"})
     candidate = only(registry(plugin("good")).candidates(settings), "good")
 
@@ -169,21 +169,21 @@ def test_a_blocked_backend_is_refused_with_the_way_out(plugin: Any, registry: An
 def test_a_blocked_variant_that_lacks_a_library_says_both(plugin: Any, registry: Any) -> None:
     found = registry(plugin("good", rest=TWO_VARIANTS)).candidates(block("good/two"))
 
-    assert standings(found)["good/one"] == "ready"
+    assert statuses(found)["good/one"] == "ready"
     (two,) = (candidate for candidate in found if candidate.id == "good/two")
     assert [reason.code for reason in two.reasons] == ["blocked", "missing"]
     assert two.install == ("library >=2",)
 
 
-def test_an_empty_allow_list_refuses_the_embedded_backend_too(plugin: Any, registry: Any) -> None:
+def test_an_empty_allow_list_refuses_the_built_in_backend_too(plugin: Any, registry: Any) -> None:
     built_in = attrs.evolve(plugin("inner"), built_in=True)
     found = registry(plugin("good"), built_in).candidates(allow())
 
     assert {candidate.availability for candidate in found} == {"refused", "absent"}
-    assert "not even the built-in backend" in told(only(found, "inner"))
+    assert "not even the built-in backend" in reasons_of(only(found, "inner"))
 
 
-def test_a_blocked_problem_is_refused_and_tells_both(plugin: Any, registry: Any) -> None:
+def test_a_blocked_problem_is_refused_for_both_reasons(plugin: Any, registry: Any) -> None:
     broken = Plugin(
         "bad", "bad.plugin", "attnplug-bad", "1.0", None, Reason("broken", "bad", None, "no manifest"), "ship it"
     )
@@ -231,7 +231,7 @@ def test_problems_stand_as_they_are(registry: Any) -> None:
     )
     found = registry(broken, future).candidates(Settings())
 
-    assert standings(found) == {"bad": "broken", "new": "refused", "published": "absent", "shipped": "absent"}
+    assert statuses(found) == {"bad": "broken", "new": "refused", "published": "absent", "shipped": "absent"}
     assert only(found, "bad").fix == "ship it"
     assert [reason.code for reason in only(found, "new").reasons] == ["api"]
 
@@ -289,7 +289,7 @@ def test_strict_raises_duplicates_unless_the_settings_choose(plugin: Any, regist
 def test_a_newer_minor_contract_is_used_and_noted(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good", api="1.9"), notes=[Diagnostic("folder", "scan", "is odd")])
 
-    assert standings(of.candidates(Settings()))["good/default"] == "ready"
+    assert statuses(of.candidates(Settings()))["good/default"] == "ready"
     assert [(note.subject, note.stage) for note in of.notes] == [("folder", "scan"), ("attnplug-good 1.0", "api")]
     assert "contract 1.9; this core has 1.0" in of.notes[1].message
 
@@ -304,7 +304,7 @@ def test_of_two_distributions_with_one_name_neither_wins(plugin: Any, registry: 
     assert (candidate.id, candidate.availability, candidate.variant) == ("good", "broken", None)
     assert candidate.aliases == ("GOOD",)
     assert candidate.distribution == "attnplug-double 2.5, attnplug-good 1.0"
-    assert "offered by attnplug-double 2.5 and by attnplug-good 1.0" in told(candidate)
+    assert "offered by attnplug-double 2.5 and by attnplug-good 1.0" in reasons_of(candidate)
     assert "ATTNPLUG_BLOCK=attnplug-good to keep 'attnplug-double'" in candidate.fix
     assert "ATTNPLUG_BLOCK=attnplug-double to keep 'attnplug-good'" in candidate.fix
     with pytest.raises(DuplicateBackendError, match="none of them wins silently"):
@@ -323,7 +323,7 @@ def test_blocking_or_allowing_one_distribution_chooses(settings: Settings, plugi
     assert of.plugin("good").distribution == "attnplug-good"
 
 
-def test_the_proposed_way_out_is_one(plugin: Any, registry: Any) -> None:
+def test_the_proposed_fix_works(plugin: Any, registry: Any) -> None:
     of = registry(*(plugin("good", f"attnplug-{name}") for name in "abc"))
     fix = only(of.candidates(Settings()), "good").fix
     proposals = [word.partition("=")[2] for word in fix.split() if word.startswith("ATTNPLUG_BLOCK=")]
@@ -334,13 +334,13 @@ def test_the_proposed_way_out_is_one(plugin: Any, registry: Any) -> None:
         assert len(ready) == 1
 
 
-def test_a_duplicate_that_is_blocked_by_its_name_is_blocked_altogether(plugin: Any, registry: Any) -> None:
+def test_a_duplicate_blocked_by_its_name_is_blocked_altogether(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"), plugin("good", "attnplug-double"), settings=block("good"))
 
     assert {c.availability for c in of.candidates(block("good")) if c.backend == "good"} == {"refused"}
 
 
-def test_one_distribution_that_offers_a_name_twice_is_told_so(plugin: Any, registry: Any) -> None:
+def test_a_distribution_that_offers_a_name_twice_is_named(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"), attrs.evolve(plugin("good"), module="elsewhere.plugin"))
 
     assert "install 'attnplug-good' again" in only(of.candidates(Settings()), "good").fix
@@ -392,7 +392,7 @@ def test_names_that_mean_nothing_are_refused_with_the_near_match(
     assert near in caught.value.problem
 
 
-def test_an_unknown_backend_is_told_what_there_is(plugin: Any, registry: Any) -> None:
+def test_an_unknown_backend_is_refused_with_the_known_ones(plugin: Any, registry: Any) -> None:
     with pytest.raises(UnknownBackendError) as caught:
         registry(plugin("good")).plugin("xyz")
 
@@ -400,7 +400,7 @@ def test_an_unknown_backend_is_told_what_there_is(plugin: Any, registry: Any) ->
     assert caught.value.fix == "correct the name, or install the distribution that offers it"
 
 
-def test_a_known_backend_is_told_how_to_get_it(registry: Any) -> None:
+def test_a_known_backend_is_refused_with_how_to_install_it(registry: Any) -> None:
     with pytest.raises(UnknownBackendError) as caught:
         registry().plugin("published")
 
@@ -428,8 +428,8 @@ def test_a_failure_breaks_one_candidate_from_then_on(plugin: Any, registry: Any)
     (one,) = (c for c in of.candidates(Settings()) if c.id == "good/one")
     assert (one.availability, one.reasons) == ("broken", (FAILED,))
     assert "attnplug-good 1.0" in one.fix
-    assert standings(of.candidates(Settings()))["good/two"] == "missing_dependency"
-    assert standings(of.candidates(block("good")))["good/one"] == "refused"
+    assert statuses(of.candidates(Settings()))["good/two"] == "missing_dependency"
+    assert statuses(of.candidates(block("good")))["good/one"] == "refused"
 
 
 def test_the_same_failure_changes_nothing_the_second_time(plugin: Any, registry: Any) -> None:
@@ -444,7 +444,7 @@ def test_the_same_failure_changes_nothing_the_second_time(plugin: Any, registry:
     assert of.generation > generation
 
 
-def test_what_a_probe_refuses_breaks_nothing(plugin: Any, registry: Any) -> None:
+def test_what_a_probe_refuses_leaves_the_candidate_ready(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
     refusal = ProbeRefusal(FAILED, device=Device.cpu())
     generation = of.generation
@@ -461,7 +461,7 @@ def test_what_a_probe_refuses_breaks_nothing(plugin: Any, registry: Any) -> None
     assert "good/other" not in of.refusals
 
 
-def test_what_refuses_everything_is_broken_with_its_own_way_out(plugin: Any, registry: Any) -> None:
+def test_what_refuses_everything_is_broken_with_its_own_fix(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
     of.mark_refused("good/default", ProbeRefusal(attrs.evolve(FAILED, because="install the other one")))
 
@@ -480,7 +480,7 @@ def test_registering_adds_a_plugin(plugin: Any, registry: Any) -> None:
 
     assert of.generation > generation
     assert [each.name for each in of.plugins] == ["good", "mine"]
-    assert standings(of.candidates(Settings()))["mine/default"] == "ready"
+    assert statuses(of.candidates(Settings()))["mine/default"] == "ready"
 
 
 def test_registering_twice_changes_nothing(plugin: Any, registry: Any) -> None:
@@ -512,20 +512,20 @@ def test_a_blocked_plugin_may_be_replaced_by_hand(plugin: Any, registry: Any) ->
     of.register(plugin("good", BY_HAND, ""))
 
     assert of.plugin("good").distribution == BY_HAND
-    assert standings(of.candidates(block("attnplug-good")))["good/default"] == "ready"
+    assert statuses(of.candidates(block("attnplug-good")))["good/default"] == "ready"
 
 
-def test_a_module_that_is_registered_again_replaces_its_own_manifest(plugin: Any, registry: Any) -> None:
+def test_a_module_registered_again_replaces_its_manifest(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"))
     of.register(plugin("mine", BY_HAND, ""))
     of.mark_broken("mine/default", attrs.evolve(FAILED, field="mine/default"))
     of.mark_refused("mine/default", ProbeRefusal(FAILED, device=Device.cpu()))
     of.mark_refused("good/default", ProbeRefusal(FAILED, device=Device.cpu()))
-    assert standings(of.candidates(Settings()))["mine/default"] == "broken"
+    assert statuses(of.candidates(Settings()))["mine/default"] == "broken"
 
     of.register(plugin("mine", BY_HAND, "", rest=TWO_VARIANTS))
 
-    assert {each for each in standings(of.candidates(Settings())) if each.startswith("mine/")} == {
+    assert {each for each in statuses(of.candidates(Settings())) if each.startswith("mine/")} == {
         "mine/one",
         "mine/two",
     }
@@ -550,7 +550,7 @@ def test_what_is_registered_by_hand_has_no_name_to_block(plugin: Any, registry: 
     )
 
 
-def test_a_distribution_that_takes_a_registered_name_is_told_apart(plugin: Any, registry: Any) -> None:
+def test_a_distribution_with_a_registered_name_is_a_conflict(plugin: Any, registry: Any) -> None:
     of = registry(plugin("good"), plugin("good", BY_HAND, ""))
 
     found = next(c for c in of.candidates(Settings()) if c.backend == "good")
@@ -574,8 +574,8 @@ def test_installed_versions_are_looked_up_here_by_default(plugin: Any, known: Kn
     rest = '[variants.one]\nrequires = ["attrs >=1"]\n[variants.two]\nrequires = ["attrs >=9999"]\n'
     found = Registry([plugin("good", rest=rest)], known=known).candidates(Settings())
 
-    assert standings(found)["good/one"] == "ready"
-    assert standings(found)["good/two"] == "missing_dependency"
+    assert statuses(found)["good/one"] == "ready"
+    assert statuses(found)["good/two"] == "missing_dependency"
 
 
 @given(st.lists(st.sampled_from(["register", "clash", "fail", "ask"]), max_size=12))
@@ -619,7 +619,7 @@ def test_threads_see_one_registry(plugin: Any, registry: Any) -> None:
     assert len({result[:2] for result in results}) == 1
     assert sum(result[2] for result in results) == 30
     assert sorted(each.name for each in of.plugins) == ["contested_0", "contested_1", "good", "mine", "other"]
-    assert standings(of.candidates(Settings()))["good/default"] == "broken"
+    assert statuses(of.candidates(Settings()))["good/default"] == "broken"
 
 
 def test_the_environment_is_scanned(site: Any, manifest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -632,7 +632,7 @@ def test_the_environment_is_scanned(site: Any, manifest: Any, monkeypatch: pytes
 
     assert of.plugin("scanned").label == "attnplug-scanned 3.0"
     assert "odd 1.0" in [note.subject for note in of.notes]
-    assert standings(of.candidates(Settings()))["scanned/default"] == "ready"
+    assert statuses(of.candidates(Settings()))["scanned/default"] == "ready"
 
 
 def test_a_strict_scan_raises(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:

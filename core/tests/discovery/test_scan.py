@@ -39,9 +39,7 @@ def test_entries_come_by_name_then_distribution(site: Any) -> None:
 
 @given(DISTRIBUTIONS)
 @settings(max_examples=60)
-def test_it_agrees_with_the_standard_library_where_nothing_is_malformed(
-    make_site: Any, found: list[tuple[str, str, list]]
-) -> None:
+def test_it_agrees_with_the_standard_library(make_site: Any, found: list[tuple[str, str, list]]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         site = make_site(Path(folder))
         for name, version, points in found:
@@ -238,7 +236,7 @@ def test_unpacked_eggs_are_walked(tmp_path: Path) -> None:
 
 
 class Foreign(importlib.metadata.Distribution):
-    """A distribution that lies in no folder."""
+    """A distribution that is in no folder."""
 
     def __init__(self, name: str, points: str) -> None:
         self.files_by_name = {"METADATA": f"Name: {name}\nVersion: 7.0\n", "entry_points.txt": points}
@@ -277,7 +275,7 @@ class Repeating:
         return importlib.metadata.MetadataPathFinder.find_distributions(context)
 
 
-def test_other_finders_are_asked_and_guarded(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_finders_are_used_and_guarded(site: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     site.offer("good", "plugin")
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder()])
 

@@ -158,7 +158,7 @@ def test_a_range_without_bounds_has_a_value_of_its_domain(item):
     assert anything.nearest(choice) == choice
 
 
-def test_of_open_names_nobody_knows_one_that_is_better_than_others():
+def test_no_open_name_is_better_known_than_others():
     anything = Constraint(OPEN_NAME, (Range(),))
 
     assert anything.choices() == anything.members() == ()

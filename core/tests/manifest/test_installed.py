@@ -1,4 +1,4 @@
-"""Requirements against installed versions: the quick comparison answers what `packaging` answers."""
+"""Requirements against installed versions: the quick comparison agrees with `packaging`."""
 
 from __future__ import annotations
 

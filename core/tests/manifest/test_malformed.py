@@ -1,4 +1,4 @@
-"""Whatever stands where, a manifest is read or refused with a ManifestError: anything else would end discovery."""
+"""Whatever is in it, a manifest is read or refused with a ManifestError: anything else would end discovery."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_what_is_no_toml_is_refused(text) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "said"),
+    ("old", "new", "line", "message"),
     [
         ("min = 1\n", 'min = "one"\n', 25, "'min' is a number"),
         ("max = 9\n", "max = true\n", 26, "'max' is a number"),
@@ -112,8 +112,8 @@ def test_what_is_no_toml_is_refused(text) -> None:
         ("choices = [3, 4]", "choices = 4", 27, "a list of values"),
     ],
 )
-def test_an_option_with_odd_bounds_is_refused(old, new, line, said) -> None:
-    with pytest.raises(ManifestError, match=said) as caught:
+def test_an_option_with_odd_bounds_is_refused(old, new, line, message) -> None:
+    with pytest.raises(ManifestError, match=message) as caught:
         parse_manifest(TEXT.replace(old, new))
 
     assert caught.value.line == line

@@ -99,7 +99,7 @@ def test_a_manifest_without_variants_has_one():
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "line", "said"),
+    ("old", "new", "line", "message"),
     [
         ('jit = "triton"', 'install = { acme-kernel = "x" }', 17, "did you mean 'acme-kernels'"),
         ('jit = "triton"', 'install = { Acme-Kernels = "x" }', 17, "what requires names: acme-kernels"),
@@ -107,7 +107,7 @@ def test_a_manifest_without_variants_has_one():
         ('jit = "triton"', 'install = { acme-kernels = " " }', 17, "'acme-kernels' is a text"),
         ('jit = "triton"', 'install = "from its vendor"', 17, "a table"),
         ('api = "1.0"', "api = 1", 1, "contract version as text"),
-        ('api = "1.0"', 'api = "0.9"', 1, "this core speaks contract 1.x"),
+        ('api = "1.0"', 'api = "0.9"', 1, "this core has contract 1.x"),
         ('name = "acme"', 'name = "Acme"', 2, "lower-case"),
         ('name = "acme", ', "", 2, "no 'name'"),
         ('summary = "an example"', "summary = 3", 2, "a text"),
@@ -122,7 +122,7 @@ def test_a_manifest_without_variants_has_one():
         ('"sliding_window", "acme', '"sliding_windw", "acme', 8, "did you mean 'sliding_window'"),
         ('features = ["paged"', 'features = [1, "paged"', 8, "a list of names"),
         ("sliding_window = true, installed", "sliding_windw = true, installed", 11, "did you mean 'sliding_window'"),
-        ("when = { sliding_window = true, installed", "when = { head_size = true, installed", 11, "always asked for"),
+        ("when = { sliding_window = true, installed", "when = { head_size = true, installed", 11, "always requested"),
         ('"acme-kernels <2"', '"acme kernels"', 11, "PEP 508"),
         ('"acme-kernels <2"', "[]", 11, "PEP 508"),
         ("when = { sinks = true }\n", "", 22, "a rule says when it applies"),
@@ -142,13 +142,13 @@ def test_a_manifest_without_variants_has_one():
         ('summary = "the fast one"', 'sumary = "the fast one"', 15, "did you mean 'summary'"),
     ],
 )
-def test_a_broken_rule_is_named_with_its_line(old, new, line, said):
+def test_a_broken_rule_is_named_with_its_line(old, new, line, message):
     assert old in GOOD
     with pytest.raises(ManifestError) as caught:
         parse_manifest(GOOD.replace(old, new, 1), "acme.toml")
 
     error = caught.value
-    assert said in str(error)
+    assert message in str(error)
     assert error.fix
     assert (error.path, error.line) == ("acme.toml", line), str(error)
     assert str(error).startswith(f"acme.toml:{line}: ")

@@ -1,4 +1,4 @@
-"""A model in the shape of the code that Phi-3-small is published with: its attention calls functions of its own."""
+"""A model like the published code of Phi-3-small, whose attention calls its own functions."""
 
 from __future__ import annotations
 

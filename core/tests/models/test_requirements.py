@@ -1,4 +1,4 @@
-"""Requirements from configurations, held against what the library's own modules ask for when they run."""
+"""Requirements from configurations, compared with what the library's modules request when they run."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def test_a_plain_decoder():
     found = requirements(LLAMA)
 
     assert list(found) == ["layers.0.self_attn", "layers.1.self_attn"]
-    asked = only(LLAMA)
-    assert (asked.head_size, asked.num_q_heads, asked.num_kv_heads, asked.dtype) == (8, 8, 2, "bfloat16")
-    assert (asked.attn_type, asked.causal, asked.paged, asked.sinks) == ("decoder", True, False, False)
+    wanted = only(LLAMA)
+    assert (wanted.head_size, wanted.num_q_heads, wanted.num_kv_heads, wanted.dtype) == (8, 8, 2, "bfloat16")
+    assert (wanted.attn_type, wanted.causal, wanted.paged, wanted.sinks) == ("decoder", True, False, False)
 
 
 def test_what_the_engine_decides_is_passed_on():
-    asked = only(LLAMA, dtype="float16", paged=True, block_size=16, kv_cache_dtype="fp8", cudagraph="uniform_batch")
+    wanted = only(LLAMA, dtype="float16", paged=True, block_size=16, kv_cache_dtype="fp8", cudagraph="uniform_batch")
 
-    assert (asked.dtype, asked.paged, asked.block_size) == ("float16", True, 16)
-    assert (asked.kv_cache_dtype, asked.cudagraph) == ("fp8_e4m3", "uniform_batch")
+    assert (wanted.dtype, wanted.paged, wanted.block_size) == ("float16", True, 16)
+    assert (wanted.kv_cache_dtype, wanted.cudagraph) == ("fp8_e4m3", "uniform_batch")
 
 
 @pytest.mark.parametrize(
@@ -176,20 +176,20 @@ def test_heads_and_sizes_of_single_layers():
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
-        (LLAMA | {"model_type": "made_up"}, "that is none of the"),
+        (LLAMA | {"model_type": "made_up"}, "known model types are in"),
         (LLAMA | {"model_type": "deepseek_v3", "kv_lora_rank": 512}, "multi-head latent attention"),
         (LLAMA | {"model_type": "t5"}, "learned bias of relative position"),
         (LLAMA | {"model_type": "mamba"}, "recurrence over a state"),
-        (LLAMA | {"model_type": "paligemma", "text_config": LLAMA}, "prefix attend each other"),
-        (LLAMA | {"model_type": "gemma2", "use_bidirectional_attention": True}, "attend later ones"),
+        (LLAMA | {"model_type": "paligemma", "text_config": LLAMA}, "prefix attend to each other"),
+        (LLAMA | {"model_type": "gemma2", "use_bidirectional_attention": True}, "attend to later ones"),
         (LLAMA | {"model_type": "bert", "position_embedding_type": "relative_key"}, "relative positions"),
-        (LLAMA | {"model_type": "gpt2", "add_cross_attention": True}, "which encoder"),
+        (LLAMA | {"model_type": "gpt2", "add_cross_attention": True}, "the encoder of its cross attention"),
         (LLAMA | {"index_topk": 2048}, "indexer chooses"),
         (LLAMA | {"sliding_window": 4096}, "has no windowed layers"),
-        (GEMMA2 | {"model_type": "gemma3_text"}, "does not look at its attn_logit_softcapping"),
-        (MISTRAL | {"is_causal": False}, "reads its window in two ways"),
+        (GEMMA2 | {"model_type": "gemma3_text"}, "ignores its attn_logit_softcapping"),
+        (MISTRAL | {"is_causal": False}, "two meanings of its window"),
         (LLAMA | {"dtype": None}, "names no dtype"),
         (LLAMA | {"model_type": None}, "names no 'model_type'"),
         (LLAMA | {"num_attention_heads": None}, "names no 'num_attention_heads'"),
@@ -201,8 +201,8 @@ def test_heads_and_sizes_of_single_layers():
         ("/nonexistent/config.json", "does not open"),
     ],
 )
-def test_what_cannot_be_described_is_refused(config, said):
-    with pytest.raises(RequirementsError, match=re.escape(said)):
+def test_what_cannot_be_described_is_refused(config, message):
+    with pytest.raises(RequirementsError, match=re.escape(message)):
         requirements(config)
 
 
@@ -210,7 +210,7 @@ def test_what_cannot_be_described_is_refused(config, said):
     "name", ["num_key_value_heads", "num_attention_heads", "hidden_size", "num_hidden_layers", "head_dim"]
 )
 @pytest.mark.parametrize("value", [0, -1, "32", True, False, 2.5, [8]])
-def test_a_field_that_is_no_whole_number_is_refused_by_name_and_value(name, value):
+def test_a_field_that_is_no_whole_number_is_refused_by_name(name, value):
     with pytest.raises(RequirementsError, match=re.escape(f"{name}={value!r}")):
         requirements(LLAMA | {name: value})
 
@@ -242,7 +242,7 @@ def test_whole_numbers_may_be_written_as_floats_and_none_is_absent():
     assert windows(QWEN2 | {"max_window_layers": 0}) == [128, 128]
 
 
-def test_heads_that_do_not_divide_the_hidden_size_are_refused_unless_the_module_floors():
+def test_heads_that_do_not_divide_the_hidden_size_are_refused():
     uneven = {"hidden_size": 66}
     with pytest.raises(RequirementsError, match="66 is no multiple of 8"):
         requirements(LLAMA | uneven)
@@ -265,18 +265,18 @@ def test_the_field_that_is_missing_is_the_architectures_own():
 
 
 @pytest.mark.parametrize(
-    ("changes", "ways"),
+    ("changes", "fixes"),
     [
         ({"model_type": "made_up"}, ("assume='llama'", "--assume llama")),
         ({"dtype": None}, ("dtype='bfloat16'", "--dtype bfloat16")),
         ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, ("partial=True", "--partial")),
     ],
 )
-def test_ways_out_are_spelled_for_python_and_for_the_command_line(changes, ways):
+def test_fixes_are_for_python_and_for_the_command_line(changes, fixes):
     with pytest.raises(RequirementsError) as caught:
         requirements(LLAMA | changes)
 
-    assert all(way in caught.value.fix for way in ways)
+    assert all(fix in caught.value.fix for fix in fixes)
 
 
 def test_a_model_of_which_some_layers_are_attention():

@@ -95,14 +95,14 @@ def admits_part(field, part, value, dtype):
     return {"fp8": "fp8_e4m3"}.get(part, part) == value
 
 
-def is_asked(field, value, facts):
+def is_requested(field, value, facts):
     return value != (facts["dtype"] if field == "kv_cache_dtype" else NEUTRAL.get(field))
 
 
 def condition(field, wanted, facts, *, absent):
     value = facts[field]
     if isinstance(wanted, bool) and field not in ("sinks", "custom_mask", "paged", "cascade", "return_lse"):
-        return is_asked(field, value, facts) is wanted
+        return is_requested(field, value, facts) is wanted
     if value is None:
         return absent
     if field in ("phases", "features"):
@@ -121,7 +121,7 @@ def serves(raw, requirements, device):
     supports = {"phases": ["prefill", "decode"], **supports}  # undeclared is both, and each of them
     for field, value in facts.items():
         if field in ("block_size", "kv_layout") or (
-            field not in ("head_size", "dtype", "device_type", "phases") and not is_asked(field, value, facts)
+            field not in ("head_size", "dtype", "device_type", "phases") and not is_requested(field, value, facts)
         ):
             continue
         if field == "features":
@@ -158,7 +158,7 @@ def allowed(raw, facts):
     return True
 
 
-# ---------------------------------------------------------------- random manifests and questions
+# ---------------------------------------------------------------- random manifests and requests
 
 
 def subsets(values):
@@ -251,14 +251,14 @@ def manifests(draw):
     return {"supports": {**supports, "features": features}, "rules": rules}
 
 
-questions = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in {**MODEL, **ENGINE}.items()})
-plain_questions = st.tuples(questions, st.sets(st.sampled_from(sorted({**MODEL, **ENGINE})), max_size=5)).map(
+requests = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in {**MODEL, **ENGINE}.items()})
+plain_requests = st.tuples(requests, st.sets(st.sampled_from(sorted({**MODEL, **ENGINE})), max_size=5)).map(
     lambda pair: (
         {name: pair[0][name] for name in pair[1]} | {"head_size": pair[0]["head_size"], "dtype": pair[0]["dtype"]}
     )
 )
 
-engine_questions_only = st.dictionaries(st.sampled_from(sorted(ENGINE)), st.none(), max_size=5).flatmap(
+engine_requests_only = st.dictionaries(st.sampled_from(sorted(ENGINE)), st.none(), max_size=5).flatmap(
     lambda names: st.fixed_dictionaries(
         {
             "head_size": st.just(64),
@@ -297,15 +297,11 @@ def ask(values):
         return assume(False)  # the values contradict each other
 
 
-def unrelated(stands):
-    return stands
-
-
 @settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(manifests(), st.lists(questions | plain_questions, min_size=1, max_size=6), st.sampled_from(DEVICES))
-def test_negotiation_agrees_with_brute_force(raw, asked, device):
+@given(manifests(), st.lists(requests | plain_requests, min_size=1, max_size=6), st.sampled_from(DEVICES))
+def test_negotiation_agrees_with_brute_force(raw, wanted, device):
     offered = candidate(raw)
-    for values in asked:
+    for values in wanted:
         requirements = ask(values)
 
         outcome = negotiate(offered, Request(requirements, device))
@@ -315,9 +311,9 @@ def test_negotiation_agrees_with_brute_force(raw, asked, device):
             assert serves(raw, requirements.evolve(**outcome.terms), device)
 
 
-def engine_questions(raw, requirements):
+def engine_requests(raw, requirements):
     """
-    Every assignment of the engine fields that the manifest or the question is about, as plain namespaces.
+    Every assignment of the engine fields that the manifest or the request is about, as plain namespaces.
 
     Building a checked Requirements for each would take most of the test's time, so the few contradictions are spelled
     out again.
@@ -352,15 +348,15 @@ def distance(requirements, other):
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-@given(manifests(), engine_questions_only | plain_questions, st.sampled_from(DEVICES))
-def test_a_remedy_makes_its_candidate_valid_or_none_exists(raw, values, device):
+@given(manifests(), engine_requests_only | plain_requests, st.sampled_from(DEVICES))
+def test_a_fix_makes_its_candidate_serve_or_none_exists(raw, values, device):
     requirements = ask(values)
     offered = candidate(raw)
-    question = Request(requirements, device)
-    assume(negotiate(offered, question).objections)
+    request = Request(requirements, device)
+    assume(negotiate(offered, request).objections)
 
-    others = engine_questions(raw, requirements)
-    fix = find_fix(offered, question)
+    others = engine_requests(raw, requirements)
+    fix = find_fix(offered, request)
 
     event("none" if not fix.possible else "device" if fix.device else f"{len(fix.engine)} engine fields")
     if fix.possible:
@@ -396,7 +392,7 @@ def test_the_brute_force_itself_knows_a_known_case(device):
         },
         "rules": [],
     }
-    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sinks=True, paged=False)
+    wanted = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16", sinks=True, paged=False)
 
-    assert serves(raw, asked, device) is (device.type == "cuda" and device.compute_capability.major >= 9)
-    assert not serves(raw, asked.evolve(logits_soft_cap=3.0), device)
+    assert serves(raw, wanted, device) is (device.type == "cuda" and device.compute_capability.major >= 9)
+    assert not serves(raw, wanted.evolve(logits_soft_cap=3.0), device)

@@ -11,7 +11,7 @@ from attnplug.negotiation.matching import Request, negotiate
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 
-ASKED = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="float16", paged=False)
+WANTED = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="float16", paged=False)
 AMD, INTEL = Device("cuda", vendor="amd"), Device("xpu", vendor="intel")
 
 
@@ -22,11 +22,11 @@ def candidate(supports):
 
 
 def objections(supports, device):
-    return [str(reason) for reason in negotiate(candidate(supports), Request(ASKED, device)).objections]
+    return [str(reason) for reason in negotiate(candidate(supports), Request(WANTED, device)).objections]
 
 
 @pytest.mark.parametrize(
-    ("supports", "device", "said"),
+    ("supports", "device", "message"),
     [
         ('device_type = "cuda"\ncompute_capability = { min = "8.0" }', Device.cuda("9.0"), []),
         (
@@ -58,43 +58,43 @@ def objections(supports, device):
         ('device_type = "cuda"\ncompute_capability = "9.0"', Device.cuda("9.0", name="anything"), []),
     ],
 )
-def test_devices(supports, device, said):
-    assert objections(supports, device) == said
+def test_devices(supports, device, message):
+    assert objections(supports, device) == message
 
 
-def test_the_way_out_of_a_wrong_vendor_is_another_device():
+def test_the_fix_of_a_wrong_vendor_is_another_device():
     for_amd = candidate('device_type = "cuda"\nvendor = "amd"')
 
-    fix = find_fix(for_amd, Request(ASKED, Device.cuda("9.0")))
+    fix = find_fix(for_amd, Request(WANTED, Device.cuda("9.0")))
 
     assert fix.device == AMD
     assert str(fix) == "run on cuda (amd)"
-    assert not negotiate(for_amd, Request(*fix.apply(ASKED, Device.cuda("9.0")))).objections
+    assert not negotiate(for_amd, Request(*fix.apply(WANTED, Device.cuda("9.0")))).objections
 
 
 def test_the_vendor_that_is_declared_first_is_offered_first():
     supports = 'device_type = "cuda"\nvendor = ["other", "nvidia"]\ncompute_capability = { min = "1.0" }'
 
-    fix = find_fix(candidate(supports), Request(ASKED, Device.cpu()))
+    fix = find_fix(candidate(supports), Request(WANTED, Device.cpu()))
 
     assert str(fix) == "run on cuda (other)"
 
 
-def test_a_device_that_there_is_comes_before_one_that_was_never_built():
+def test_an_existing_device_comes_before_one_never_built():
     supports = 'device_type = "cuda"\ncompute_capability = { min = "1.0", max = "8.0" }'
 
-    fix = find_fix(candidate(supports), Request(ASKED, Device.cpu()))
+    fix = find_fix(candidate(supports), Request(WANTED, Device.cpu()))
 
     assert str(fix) == "run on cuda:8.0"
 
 
 @pytest.mark.parametrize(
-    ("range_", "way_out"), [('max = "9.0"', "run on cuda:8.9"), ('min = "9.0"', "run on cuda:12.1")]
+    ("range_", "found_fix"), [('max = "9.0"', "run on cuda:8.9"), ('min = "9.0"', "run on cuda:12.1")]
 )
-def test_a_rule_against_the_end_of_an_open_range_leaves_the_devices_inside(range_, way_out):
+def test_a_rule_against_the_end_of_a_range_leaves_the_rest(range_, found_fix):
     supports = f'device_type = "cuda"\ncompute_capability = {{ {range_} }}\n'
     rule = '[[rules]]\nwhen = { compute_capability = "9.0" }\nbecause = "it hangs"\n'
 
-    fix = find_fix(candidate(supports + rule), Request(ASKED, Device.cpu()))
+    fix = find_fix(candidate(supports + rule), Request(WANTED, Device.cpu()))
 
-    assert str(fix).endswith(way_out)
+    assert str(fix).endswith(found_fix)

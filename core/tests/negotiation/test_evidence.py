@@ -49,8 +49,8 @@ def candidate():
     return make_candidate(manifest, manifest.variants[0], lambda _: None, distribution=OWN)
 
 
-def agreed(**asked):
-    requirements = Requirements(**{**PLAIN, **asked})
+def agreed(**wanted):
+    requirements = Requirements(**{**PLAIN, **wanted})
     size, layout = (
         (requirements.block_size or 16, requirements.kv_layout or "NHD") if requirements.paged else (None,) * 2
     )
@@ -69,8 +69,8 @@ def evidence(*served, device=HOPPER, distribution=OWN, passed=True, unreached=No
     )
 
 
-def unverified(*known, device=HOPPER, **asked):
-    return find_unverified(candidate(), agreed(**asked), device, known)
+def unverified(*known, device=HOPPER, **wanted):
+    return find_unverified(candidate(), agreed(**wanted), device, known)
 
 
 def test_nothing_is_unverified_where_every_value_was_exercised() -> None:
@@ -85,7 +85,7 @@ def test_several_runs_cover_together_what_none_covers_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("wanted", "found"),
     [
         ({"head_size": 96}, [("head_size", 96, "verified is 64")]),
         ({"block_size": 32}, [("block_size", 32, "verified is 16")]),
@@ -101,30 +101,30 @@ def test_several_runs_cover_together_what_none_covers_alone() -> None:
         ({"phases": ("decode",)}, []),
     ],
 )
-def test_each_value_counts_by_itself_and_the_rest_is_told(asked, found) -> None:
+def test_each_value_counts_by_itself_and_the_rest_is_listed(wanted, found) -> None:
     unreached = {
         ("kv_cache_dtype", "fp8_e4m3"): "the oracle does not round to it",
         ("dcp_size", 2): "it takes several ranks",
         ("features", "acme.rope"): "it means what its backend says",
     }
 
-    told = unverified(evidence(*BASICS, unreached=unreached), **asked)
+    reported = unverified(evidence(*BASICS, unreached=unreached), **wanted)
 
-    assert [(item.field, item.value, item.because) for item in told] == found
+    assert [(item.field, item.value, item.because) for item in reported] == found
 
 
 def test_between_two_verified_sizes_nothing_is_inferred() -> None:
-    (told,) = unverified(evidence(*BASICS, ("head_size", 128), ("head_size", 9)), head_size=96)
+    (reported,) = unverified(evidence(*BASICS, ("head_size", 128), ("head_size", 9)), head_size=96)
 
-    assert str(told) == "head_size=96 (verified are 9, 64, 128)"
+    assert str(reported) == "head_size=96 (verified are 9, 64, 128)"
 
 
-def test_only_the_part_that_was_asked_for_is_checked_name_by_name() -> None:
+def test_only_the_requested_part_is_checked_name_by_name() -> None:
     known = evidence(*(BASICS - {("phases", ("prefill",))}))
 
     assert unverified(known, phases=("decode",)) == ()
-    (told,) = unverified(known, phases=("prefill",))
-    assert str(told) == "phases=prefill (verified is decode)"
+    (reported,) = unverified(known, phases=("prefill",))
+    assert str(reported) == "phases=prefill (verified is decode)"
 
 
 VALUES = {
@@ -138,27 +138,27 @@ VALUES = {
     "kv_cache_dtype": ("auto", "fp8_e4m3"),
 }
 NEUTRAL = {None, False, "never", "auto"}
-questions = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VALUES.items()})
+requests = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in VALUES.items()})
 pairs = st.frozensets(
     st.sampled_from([(name, value) for name, values in VALUES.items() for value in values if value not in NEUTRAL])
 )
 ALWAYS = [("paged", True), ("phases", ("prefill",)), ("phases", ("decode",))]
 
 
-@given(questions, pairs)
-def test_what_is_told_is_what_was_asked_and_not_exercised(asked, served) -> None:
-    told = unverified(evidence(*served, *ALWAYS), **asked)
+@given(requests, pairs)
+def test_what_is_listed_was_requested_and_not_exercised(wanted, served) -> None:
+    reported = unverified(evidence(*served, *ALWAYS), **wanted)
 
-    missing = {(name, value) for name, value in asked.items() if value not in NEUTRAL} - served
-    assert {(item.field, item.value) for item in told} == missing
-    assert len(told) == len(missing)
-    assert all(item.because for item in told)
+    missing = {(name, value) for name, value in wanted.items() if value not in NEUTRAL} - served
+    assert {(item.field, item.value) for item in reported} == missing
+    assert len(reported) == len(missing)
+    assert all(item.because for item in reported)
 
 
-@given(questions, pairs, pairs)
-def test_more_evidence_leaves_less_unverified(asked, some, more) -> None:
+@given(requests, pairs, pairs)
+def test_more_evidence_leaves_less_unverified(wanted, some, more) -> None:
     def left(*known):
-        return {(item.field, item.value) for item in unverified(*known, **asked)}
+        return {(item.field, item.value) for item in unverified(*known, **wanted)}
 
     both = left(evidence(*some), evidence(*more))
     assert both == left(evidence(*(some | more))) == left(evidence(*more), evidence(*some))
@@ -196,10 +196,10 @@ def test_evidence_is_for_devices_that_run_the_same_code(ran, here, counts) -> No
 def test_without_evidence_there_is_one_record_for_the_device() -> None:
     known = evidence(*BASICS)
 
-    (told,) = unverified(known, device=Device.cuda("8.0", name="NVIDIA A100"), sinks=True)
+    (reported,) = unverified(known, device=Device.cuda("8.0", name="NVIDIA A100"), sinks=True)
     (on_cpu,) = unverified(known, device=Device.cpu())
 
-    assert told == Unverified("device", "cuda:8.0", "no run of the conformance kit on cuda:8.0 is known")
+    assert reported == Unverified("device", "cuda:8.0", "no run of the conformance kit on cuda:8.0 is known")
     assert on_cpu.value == "cpu"
     assert unverified(device=HOPPER)[0].value == "cuda:9.0"
 
@@ -210,59 +210,61 @@ def test_another_version_verifies_nothing_and_is_named() -> None:
         evidence(*BASICS, distribution="attnplug-acme 1.0.dev3"),
     )
 
-    (told,) = unverified(*others)
+    (reported,) = unverified(*others)
 
-    assert str(told) == "attnplug-acme 1.0 (verified is attnplug-acme 0.9, attnplug-acme 1.0.dev3)"
-    assert told.field == "distribution"
+    assert str(reported) == "attnplug-acme 1.0 (verified is attnplug-acme 0.9, attnplug-acme 1.0.dev3)"
+    assert reported.field == "distribution"
 
 
 def test_a_run_that_failed_verifies_nothing() -> None:
     failed = evidence(*BASICS, passed=False)
 
-    (told,) = unverified(failed, evidence(*BASICS, distribution="attnplug-acme 0.9"))
+    (reported,) = unverified(failed, evidence(*BASICS, distribution="attnplug-acme 0.9"))
 
-    assert told == Unverified("device", "cuda:9.0", "the conformance kit has failed on cuda:9.0")
+    assert reported == Unverified("device", "cuda:9.0", "the conformance kit has failed on cuda:9.0")
     assert unverified(failed, evidence(*BASICS)) == ()
 
 
-def test_a_run_with_open_features_shows_nothing_of_requests_without_them() -> None:
+def test_it_shows_nothing_of_requests_without_these_features() -> None:
     rope, both = evidence(*BASICS, features=["acme.rope"]), evidence(*BASICS, features=["acme.rope", "acme.norm"])
 
-    (told,) = unverified(rope, both)
+    (reported,) = unverified(rope, both)
     (partly,) = unverified(both, features=("acme.rope",))
 
-    assert told.field == partly.field == "device"
+    assert reported.field == partly.field == "device"
     more = "every run of the conformance kit on cuda:9.0 requested more: features=acme.norm, acme.rope"
-    assert str(told) == f"{more} or acme.rope"
+    assert str(reported) == f"{more} or acme.rope"
     assert str(partly) == more
 
 
-def test_a_run_with_open_features_counts_for_requests_that_ask_for_them() -> None:
+def test_a_run_with_open_features_counts_for_requests_with_them() -> None:
     because = {("features", "acme.rope"): "it means what its backend says"}
     known = evidence(*BASICS, features=["acme.rope"], unreached=because)
 
-    (told,) = unverified(known, features=("acme.rope",))
+    (reported,) = unverified(known, features=("acme.rope",))
     wide = unverified(known, features=("acme.rope",), head_size=96)
 
-    assert str(told) == "features=acme.rope (it means what its backend says)"
-    assert [str(item) for item in wide] == ["head_size=96 (verified is 64)", str(told)]
+    assert str(reported) == "features=acme.rope (it means what its backend says)"
+    assert [str(item) for item in wide] == ["head_size=96 (verified is 64)", str(reported)]
 
 
-def test_what_was_exercised_with_open_features_is_not_added_to_what_was_without() -> None:
-    (told,) = unverified(evidence(*BASICS), evidence(*BASICS, ("head_size", 96), features=["acme.rope"]), head_size=96)
+def test_runs_with_and_without_open_features_do_not_add_up() -> None:
+    (reported,) = unverified(
+        evidence(*BASICS), evidence(*BASICS, ("head_size", 96), features=["acme.rope"]), head_size=96
+    )
 
-    assert str(told) == "head_size=96 (verified is 64)"
+    assert str(reported) == "head_size=96 (verified is 64)"
 
 
 @given(st.lists(st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just((("a", 1),))))
-def test_odd_values_in_a_file_are_told_like_any_other(values) -> None:
+def test_odd_values_in_a_file_are_listed_like_any_other(values) -> None:
     known = evidence(
         *((name, value) for name, value in BASICS if name != "head_size"), *(("head_size", v) for v in values)
     )
 
-    told = unverified(known, head_size=96)
+    reported = unverified(known, head_size=96)
 
-    assert [item.field for item in told] == ["head_size"] * (96 not in values)
+    assert [item.field for item in reported] == ["head_size"] * (96 not in values)
 
 
 @pytest.mark.parametrize("value", [96, True, "always", 2.5])

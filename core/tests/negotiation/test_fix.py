@@ -14,7 +14,7 @@ from attnplug.request.requirements import Requirements
 from core.tests.negotiation.test_brute_force import candidate
 
 PLAIN = {"head_size": {"min": 1}, "dtype": "bfloat16", "device_type": "cpu", "block_size": [16, 32]}
-ASKED = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16")
+WANTED = Requirements(head_size=64, num_q_heads=8, num_kv_heads=2, dtype="bfloat16")
 HOPPER = Device.cuda("9.0")
 
 
@@ -31,12 +31,12 @@ def refuses(because="a reason", **when):
     return {"when": when, "because": because}
 
 
-def way_out(offered, asked=ASKED, device=Device.cpu()):  # noqa: B008 - frozen
+def fix_of(offered, wanted=WANTED, device=Device.cpu()):  # noqa: B008 - frozen
     """Return the fix, having tried it."""
-    question = Request(asked, device)
-    assert negotiate(offered, question).objections
-    fix = find_fix(offered, question)
-    assert fix.possible == (not negotiate(offered, Request(*fix.apply(asked, device))).objections)
+    request = Request(wanted, device)
+    assert negotiate(offered, request).objections
+    fix = find_fix(offered, request)
+    assert fix.possible == (not negotiate(offered, Request(*fix.apply(wanted, device))).objections)
     assert Fix.from_dict(json.loads(json.dumps(fix.to_dict()))) == fix
     return fix
 
@@ -44,33 +44,33 @@ def way_out(offered, asked=ASKED, device=Device.cpu()):  # noqa: B008 - frozen
 class TestFields:
     """Which fields change, and to what."""
 
-    def test_a_feature_that_is_needed_is_asked_for(self):
+    def test_a_feature_that_is_required_is_requested(self):
         offered = of([needs(features=True)], ["paged", "acme.a", "acme.b"])
 
-        assert str(way_out(offered)) == "request features=('acme.a',)"
-        assert str(way_out(offered, ASKED.evolve(features=("other.c",)))) == "request features=('acme.a',)"
+        assert str(fix_of(offered)) == "request features=('acme.a',)"
+        assert str(fix_of(offered, WANTED.evolve(features=("other.c",)))) == "request features=('acme.a',)"
 
-    def test_of_asked_features_those_that_are_served_stay(self):
+    def test_requested_features_that_are_supported_stay(self):
         offered = of([refuses(features=True, cascade=False)], ["paged", "cascade", "acme.a", "acme.b"])
-        asked = ASKED.evolve(features=("acme.b", "other.c"))
+        wanted = WANTED.evolve(features=("acme.b", "other.c"))
 
-        assert dict(way_out(offered, asked).engine) == {"features": ()}
-        assert dict(way_out(of(features=["paged", "acme.a", "acme.b"]), asked).engine) == {"features": ("acme.b",)}
+        assert dict(fix_of(offered, wanted).engine) == {"features": ()}
+        assert dict(fix_of(of(features=["paged", "acme.a", "acme.b"]), wanted).engine) == {"features": ("acme.b",)}
 
     @pytest.mark.parametrize(
         ("name", "value", "nothing"),
         [("output_quant", "fp8_e4m3", None), ("dcp_size", 2, 1), ("seq_lens_cpu_kind", "absent", "exact")],
     )
     def test_what_is_not_served_is_left_out(self, name, value, nothing):
-        assert dict(way_out(of(), ASKED.evolve(**{name: value})).engine) == {name: nothing}
+        assert dict(fix_of(of(), WANTED.evolve(**{name: value})).engine) == {name: nothing}
 
     def test_a_phase_that_everyone_serves_is_left(self):
-        assert dict(way_out(of([needs(phases=["decode"])])).engine) == {"phases": ("decode",)}
+        assert dict(fix_of(of([needs(phases=["decode"])])).engine) == {"phases": ("decode",)}
 
     def test_without_decodes_there_is_no_length_of_a_decode(self):
         offered = of(phases="prefill", decode_query_len={"max": 4})
 
-        assert dict(way_out(offered, ASKED.evolve(decode_query_len=4)).engine) == {
+        assert dict(fix_of(offered, WANTED.evolve(decode_query_len=4)).engine) == {
             "phases": ("prefill",),
             "decode_query_len": 1,
         }
@@ -78,17 +78,17 @@ class TestFields:
     def test_a_cache_that_is_needed_is_paged(self):
         offered = of([needs(kv_cache_dtype="int8")], kv_cache_dtype="int8")
 
-        assert dict(way_out(offered, ASKED.evolve(paged=False)).engine) == {"paged": True, "kv_cache_dtype": "int8"}
+        assert dict(fix_of(offered, WANTED.evolve(paged=False)).engine) == {"paged": True, "kv_cache_dtype": "int8"}
 
 
 class TestSmallest:
     """What a change implies counts too."""
 
-    def test_giving_up_the_paged_cache_is_not_one_change_where_it_gives_up_more(self):
+    def test_without_a_paged_cache_there_are_more_changes_than_one(self):
         by_pages = [needs(block_size=16, when={"cascade": True}), needs(kv_layout="HND", when={"cascade": True})]
         offered = of(by_pages, ["paged", "cascade"], kv_cache_dtype=["auto", "int8"], kv_layout=["NHD", "HND"])
-        asked = ASKED.evolve(cascade=True, block_size=32, kv_layout="NHD", kv_cache_dtype="int8")
-        assert dict(way_out(offered, asked).engine) == {"cascade": False}
+        wanted = WANTED.evolve(cascade=True, block_size=32, kv_layout="NHD", kv_cache_dtype="int8")
+        assert dict(fix_of(offered, wanted).engine) == {"cascade": False}
 
         offered = of(
             [*by_pages, needs(cascade=True, when={"paged": True})],
@@ -96,21 +96,21 @@ class TestSmallest:
             kv_cache_dtype=["auto", "int8"],
             kv_layout=["NHD", "HND"],
         )
-        assert dict(way_out(offered, asked).engine) == {"block_size": 16, "kv_layout": "HND"}
+        assert dict(fix_of(offered, wanted).engine) == {"block_size": 16, "kv_layout": "HND"}
 
-    def test_the_device_that_asks_for_no_more_comes_before_a_nearer_one(self):
+    def test_a_device_without_changes_comes_before_a_nearer_one(self):
         offered = of(
             [refuses(compute_capability="8.0", cudagraph=True)],
             device_type="cuda",
             compute_capability=["8.0", "12.0"],
             cudagraph={"max": "always"},
         )
-        asked = ASKED.evolve(cudagraph="always")
+        wanted = WANTED.evolve(cudagraph="always")
 
-        assert str(way_out(offered, asked, HOPPER)) == "run on cuda:12.0"
-        assert str(way_out(offered, ASKED, HOPPER)) == "run on cuda:8.0"
+        assert str(fix_of(offered, wanted, HOPPER)) == "run on cuda:12.0"
+        assert str(fix_of(offered, WANTED, HOPPER)) == "run on cuda:8.0"
 
-    def test_of_two_devices_that_take_changes_the_one_with_fewer_is_named(self):
+    def test_of_two_devices_with_changes_that_with_fewer_is_named(self):
         by_device = [
             refuses(compute_capability="8.0", cascade=True),
             refuses(compute_capability="8.0", return_lse=True),
@@ -120,59 +120,59 @@ class TestSmallest:
             by_device, ["paged", "cascade", "return_lse"], device_type="cuda", compute_capability=["8.0", "12.0"]
         )
 
-        fix = way_out(offered, ASKED.evolve(cascade=True, return_lse=True), HOPPER)
+        fix = fix_of(offered, WANTED.evolve(cascade=True, return_lse=True), HOPPER)
 
         assert str(fix) == "request return_lse=False; run on cuda:12.0"
 
 
 class TestNone:
-    """Where there is no fix, what stands in the way is said once, and not as a reason is."""
+    """Where there is no fix, what the candidate lacks is named once, and not as in a reason."""
 
-    def test_what_the_model_asks_for_is_lacking(self):
+    def test_what_the_model_requests_is_lacking(self):
         offered = of([needs("a mask is dense", sliding_window=False, when={"custom_mask": True})], ["paged"])
 
-        fix = way_out(offered, ASKED.evolve(sinks=True, alibi="linear", cudagraph="always"))
+        fix = fix_of(offered, WANTED.evolve(sinks=True, alibi="linear", cudagraph="always"))
 
         assert (fix.lacks, fix.needs) == (("alibi=linear", "sinks=True"), ())
         assert str(fix) == "none: this variant does not support alibi=linear, sinks=True"
 
-    def test_a_rule_says_why_and_takes_the_place_of_the_plain_refusal(self):
+    def test_a_rule_says_why_and_replaces_the_plain_refusal(self):
         offered = of([refuses("they have no tiles", head_size=64)], head_size=[128])
-        assert way_out(offered).lacks == ("head_size=64 (they have no tiles)",)
+        assert fix_of(offered).lacks == ("head_size=64 (they have no tiles)",)
 
-    def test_fields_that_do_not_go_together_are_told_with_their_values(self):
+    def test_fields_that_exclude_each_other_have_their_values(self):
         together = refuses("wrong values", head_size=64, sinks=True)
         offered = of([together], ["paged", "sinks"])
 
-        fix = way_out(offered, ASKED.evolve(sinks=True))
+        fix = fix_of(offered, WANTED.evolve(sinks=True))
 
         assert str(fix) == "none: this variant does not support head_size=64 with sinks=True (wrong values)"
 
-    def test_what_the_variant_serves_nothing_without_is_needed(self):
+    def test_what_the_variant_requires_always_is_needed(self):
         wanted = needs("it is for patterns", block_sparse=True)
         offered = of([wanted, needs("no window", causal=True)], ["paged", "block_sparse", "causal"])
 
-        assert str(way_out(offered)) == "none: this variant requires block_sparse (it is for patterns)"
-        both = way_out(offered, ASKED.evolve(causal=False, sinks=True))
+        assert str(fix_of(offered)) == "none: this variant requires block_sparse (it is for patterns)"
+        both = fix_of(offered, WANTED.evolve(causal=False, sinks=True))
         assert both.needs == ("block_sparse (it is for patterns)",)
         assert str(both) == (
             "none: this variant does not support sinks=True, causal=False (no window), "
             "and requires block_sparse (it is for patterns)"
         )
 
-    def test_what_no_change_gets_around_is_told_by_field_too(self):
+    def test_what_no_change_avoids_is_named_by_field_too(self):
         offered = of([refuses("not today", head_size={"min": 1})])
-        assert str(way_out(offered)) == "none: this variant does not support head_size=64 (not today)"
+        assert str(fix_of(offered)) == "none: this variant does not support head_size=64 (not today)"
 
         offered = of([needs("it merges", return_lse=True), refuses("nor so", return_lse=True)], ["paged", "return_lse"])
-        assert str(way_out(offered)) == "none: this variant requires return_lse = True (it merges)"
+        assert str(fix_of(offered)) == "none: this variant requires return_lse = True (it merges)"
 
 
 class TestReasons:
-    """What stands against a request, as a rule is told."""
+    """The texts of the reasons that rules give."""
 
     @pytest.mark.parametrize(
-        ("rule", "asked", "told"),
+        ("rule", "wanted", "text"),
         [
             (needs(features=True), {}, "requires features: a reason"),
             (needs(sliding_window=True), {}, "requires sliding_window: a reason"),
@@ -201,29 +201,29 @@ class TestReasons:
             ),
         ],
     )
-    def test_it_names_the_fields_and_what_is_needed(self, rule, asked, told):
+    def test_it_names_the_fields_and_what_is_needed(self, rule, wanted, text):
         offered = of([rule], ["paged", "cudagraph", "return_lse", "acme.a", "acme.b"])
 
-        (reason,) = negotiate(offered, Request(ASKED.evolve(**asked), Device.cpu())).objections
+        (reason,) = negotiate(offered, Request(WANTED.evolve(**wanted), Device.cpu())).objections
 
-        assert str(reason).startswith(told)
+        assert str(reason).startswith(text)
         assert Reason.from_dict(json.loads(json.dumps(reason.to_dict()))) == reason
 
     def test_values_within_values_travel_too(self):
         offered = of([refuses(features=True, cudagraph="always")], ["paged", "cudagraph", "acme.a"])
-        asked = ASKED.evolve(features=("acme.a",), cudagraph="always")
+        wanted = WANTED.evolve(features=("acme.a",), cudagraph="always")
 
-        (reason,) = negotiate(offered, Request(asked, Device.cpu())).objections
+        (reason,) = negotiate(offered, Request(wanted, Device.cpu())).objections
 
         assert hash(Reason.from_dict(json.loads(json.dumps(reason.to_dict())))) == hash(reason)
 
-    def test_a_version_is_told_as_such(self):
+    def test_a_version_is_named_as_such(self):
         reason = Reason("rule", "installed and head_size", ("acme <2", 64), "", "wrong values")
 
         assert str(reason) == "does not support acme <2 with head_size=64: wrong values"
 
-    def test_a_device_is_not_asked_for_but_is_there(self):
-        (reason,) = negotiate(of(), Request(ASKED, Device("xpu"))).objections
+    def test_a_device_is_not_requested_but_there(self):
+        (reason,) = negotiate(of(), Request(WANTED, Device("xpu"))).objections
 
         assert str(reason) == "requires device type cpu; the device is xpu"
-        assert str(way_out(of(), device=Device("xpu"))) == "run on cpu"
+        assert str(fix_of(of(), device=Device("xpu"))) == "run on cpu"

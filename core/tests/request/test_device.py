@@ -141,7 +141,7 @@ def test_an_initialized_torch_knows_best(nvml, monkeypatch):
     assert Device.current() == Device("cuda", name="GPU", compute_capability="10.0", num_multiprocessors=148)
 
 
-def test_an_idle_torch_is_asked_only_without_nvml(nvml, monkeypatch):
+def test_an_idle_torch_is_used_only_without_nvml(nvml, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch_double(cuda=True))
 
     assert str(Device.current().compute_capability) == "9.0"
@@ -222,7 +222,7 @@ def test_multiprocessors_follow_from_lanes(cores, capability, count):
 
 
 @pytest.mark.parametrize("make", [Device, Device.parse])
-def test_a_device_of_torch_is_told_as_text(make):
+def test_a_device_of_torch_is_refused_with_its_text(make):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     for device, written in (
         ("cpu", "or write 'cpu'"),
@@ -231,5 +231,5 @@ def test_a_device_of_torch_is_told_as_text(make):
         with pytest.raises(DeviceError) as caught:
             make(torch.device(device))
         assert caught.value.fix == f"leave it out for this process's own, {written}"
-    with pytest.raises(DeviceError, match=r"such as '9\.0'; an index is none"):
+    with pytest.raises(DeviceError, match=r"such as '9\.0', not as a device index"):
         Device.parse("cuda:0")

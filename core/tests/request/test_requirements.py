@@ -1,4 +1,4 @@
-"""What can be asked, and what is refused before anything is asked."""
+"""What can be requested, and what is refused before any candidate is evaluated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attnplug.request.requirements import Requirements
 BASE = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
 
 
-def asked(**values):
+def requirements_of(**values):
     return Requirements(**{**BASE, **values})
 
 
@@ -45,15 +45,15 @@ optional = st.fixed_dictionaries(
 
 def valid(values):
     try:
-        return asked(**values)
+        return requirements_of(**values)
     except AttnplugError:
         return None
 
 
-questions = optional.map(valid).filter(lambda r: r is not None)
+requests = optional.map(valid).filter(lambda r: r is not None)
 
 
-@given(questions)
+@given(requests)
 def test_json_round_trip(requirements):
     again = Requirements.from_dict(json.loads(json.dumps(requirements.to_dict())))
 
@@ -61,15 +61,15 @@ def test_json_round_trip(requirements):
     assert hash(again) == hash(requirements)
 
 
-@given(questions)
+@given(requests)
 def test_copies_are_equal_and_hash_alike(requirements):
     for copy in (pickle.loads(pickle.dumps(requirements)), attrs.evolve(requirements), requirements.evolve()):
         assert copy == requirements
         assert hash(copy) == hash(requirements)
 
 
-@given(questions)
-def test_asked_names_the_fields_that_are_not_neutral(requirements):
+@given(requests)
+def test_requested_names_the_fields_that_are_not_neutral(requirements):
     names = {name for name, _ in requirements.requested()}
 
     assert {"head_size", "num_q_heads", "num_kv_heads", "dtype"} <= names
@@ -100,19 +100,19 @@ def test_the_vocabulary_is_the_class():
     ],
 )
 def test_values_are_canonical(given, canonical):
-    requirements = asked(**given)
+    requirements = requirements_of(**given)
 
     assert {name: getattr(requirements, name) for name in canonical} == canonical
 
 
 def test_fields_that_follow_follow_again():
-    changed = asked().evolve(head_size=128, dtype="float16")
+    changed = requirements_of().evolve(head_size=128, dtype="float16")
 
     assert (changed.head_size_v, changed.kv_cache_dtype) == (128, "float16")
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"head_sise": 64}, ["'head_sise'", "did you mean 'head_size'?"]),
         ({"head_size": 0}, ["head_size=0", "a whole number from 1 on"]),
@@ -128,21 +128,21 @@ def test_fields_that_follow_follow_again():
         ({"phases": ()}, ["phases=()"]),
         ({"block_sparse": {}}, ["block_sparse={}"]),
         ({"attn_type": "encoder", "causal": True}, ["causal=True", "attn_type='encoder'", "every key"]),
-        ({"attn_type": "encoder_only", "paged": True}, ["no cache"]),
-        ({"paged": False, "block_size": 16}, ["block_size=16", "describe a paged cache"]),
-        ({"paged": False, "kv_cache_dtype": "fp8"}, ["a dtype of its own"]),
-        ({"paged": False, "cascade": True}, ["need a paged cache"]),
+        ({"attn_type": "encoder_only", "paged": True}, ["no KV cache"]),
+        ({"paged": False, "block_size": 16}, ["block_size=16", "describe a paged KV cache"]),
+        ({"paged": False, "kv_cache_dtype": "fp8"}, ["another dtype than the layer"]),
+        ({"paged": False, "cascade": True}, ["need a paged KV cache"]),
         ({"phases": ("prefill",), "decode_query_len": 4}, ["decode_query_len=4"]),
         ({"dropout": 0.1}, ["'dropout'", "training feature"]),
         ({"use_mla": True}, ["'use_mla'", "latent attention"]),
         ({"backward": True}, ["'backward'", "training feature"]),
     ],
 )
-def test_refusals_say_what_was_given_and_what_is_allowed(given, said):
+def test_refusals_have_problem_and_expected(given, message):
     with pytest.raises(RequirementsError) as caught:
-        asked(**given)
+        requirements_of(**given)
 
-    assert all(text in str(caught.value) for text in said), str(caught.value)
+    assert all(text in str(caught.value) for text in message), str(caught.value)
     assert caught.value.fix
 
 
@@ -158,7 +158,7 @@ def test_values_go_by_name():
 
 def test_an_error_survives_pickling():
     with pytest.raises(RequirementsError) as caught:
-        asked(head_size=0)
+        requirements_of(head_size=0)
 
     again = pickle.loads(pickle.dumps(caught.value))
 
@@ -174,7 +174,7 @@ def test_an_error_survives_pickling():
         ("dtype", "int32", "pass another dtype"),
     ],
 )
-def test_what_torch_calls_otherwise_is_told_as_text(field, value, written):
+def test_a_dtype_of_torch_is_refused_with_its_text(field, value, written):
     value = getattr(pytest.importorskip("torch", reason="torch is not installed"), value)
     with pytest.raises(RequirementsError) as caught:
         Requirements(**{"head_size": 64, "num_q_heads": 8, "num_kv_heads": 8, "dtype": "float32", field: value})
@@ -190,7 +190,7 @@ def test_what_torch_calls_otherwise_is_told_as_text(field, value, written):
         ("dtype", 16, "pass another dtype"),
     ],
 )
-def test_what_is_written_otherwise_is_told_as_text(field, value, written):
+def test_another_spelling_is_refused_with_the_right_one(field, value, written):
     with pytest.raises(RequirementsError) as caught:
         Requirements(**{"head_size": 64, "num_q_heads": 8, "num_kv_heads": 8, "dtype": "float32", field: value})
 

@@ -100,7 +100,7 @@ def test_unknown_variables_are_warned_about_with_the_near_match(config, caplog):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("backend = 3", "backend = 3"),
         ("backnd = 'x'", "did you mean 'backend'"),
@@ -114,16 +114,16 @@ def test_unknown_variables_are_warned_about_with_the_near_match(config, caplog):
         ("evidense = 'a'", "did you mean 'evidence'"),
         ("options = 3", "options = 3"),
         ("options = { a = 1 }", "options"),
-        ("= 3", "it is not TOML"),
+        ("= 3", "is not TOML"),
     ],
 )
-def test_a_wrong_file_is_an_error_that_names_it(config, text, said):
+def test_a_wrong_file_is_an_error_that_names_it(config, text, message):
     config.write_text(text)
 
     with pytest.raises(SettingsError) as caught:
         read({}, config)
 
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -188,15 +188,15 @@ def test_a_layout_is_set_by_file_or_environment(config, layout):
     assert (by_both.kv_layout, by_both.sources["kv_layout"]) == (other, "environment variable ATTNPLUG_KV_LAYOUT")
 
 
-@pytest.mark.parametrize(("text", "said"), [("hnd", "HND"), ("HDN", "NHD"), ("nhd", "NHD"), ("x", "NHD")])
-def test_another_layout_is_an_error_that_names_the_variable(config, text, said):
+@pytest.mark.parametrize(("text", "message"), [("hnd", "HND"), ("HDN", "NHD"), ("nhd", "NHD"), ("x", "NHD")])
+def test_another_layout_is_an_error_that_names_the_variable(config, text, message):
     config.write_text("")
 
     with pytest.raises(SettingsError) as caught:
         read({"ATTNPLUG_KV_LAYOUT": text}, config)
 
     assert f"ATTNPLUG_KV_LAYOUT={text!r}" in str(caught.value)
-    assert caught.value.fix.startswith(f"set ATTNPLUG_KV_LAYOUT={said}, or unset it")
+    assert caught.value.fix.startswith(f"set ATTNPLUG_KV_LAYOUT={message}, or unset it")
 
 
 def test_an_empty_variable_counts_as_unset(config):

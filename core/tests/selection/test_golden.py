@@ -29,7 +29,7 @@ DAMAGED = Plugin(
 
 @pytest.fixture
 def crowd(world, monkeypatch):
-    """A process that knows a backend of each standing."""
+    """A process that knows a backend of each status."""
     monkeypatch.setenv("COLUMNS", "100")
     usual = world("flash", "generic")
     found = {"flash-old": "2.6", "flash-new": "4.0"}

@@ -1,4 +1,4 @@
-"""The layout as a setting: asked of all, told with its origin, overridden by requirements, and never dropped."""
+"""The layout as a setting: requested of all, shown with its origin, overridden by requirements, never dropped."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def verdict(explanation, name):
 
 @pytest.fixture
 def hnd(world):
-    """A process where the environment asks for HND, which the flash plugin does not have."""
+    """A process where the environment requests HND, which the flash plugin does not have."""
     return world("flash", "generic", settings=settings_of("HND"))
 
 
-def test_nothing_set_is_nhd_and_asks_for_nothing(both, request_of):
+def test_nothing_set_is_nhd_and_requests_nothing(both, request_of):
     found = attnplug.explain(request_of())
 
     assert attnplug.kv_cache_layout() == "NHD"
@@ -43,7 +43,7 @@ def test_nothing_set_is_nhd_and_asks_for_nothing(both, request_of):
     assert "set:" not in str(found)
 
 
-def test_the_setting_is_asked_of_every_candidate_with_its_origin(hnd, request_of):
+def test_the_setting_is_requested_of_all_with_its_origin(hnd, request_of):
     found = attnplug.explain(request_of())
 
     assert found.chosen.id == "generic/default"
@@ -58,16 +58,16 @@ def test_the_setting_is_asked_of_every_candidate_with_its_origin(hnd, request_of
     assert found.to_dict()["origins"] == {"kv_layout": VARIABLE}
 
 
-def test_a_remedy_works_under_the_setting(hnd, request_of):
+def test_a_fix_works_under_the_setting(hnd, request_of):
     found = attnplug.explain(request_of())
     fix = verdict(found, "flash/hopper").fix
 
-    asked, device = fix.apply(found.requirements, found.device)
+    wanted, device = fix.apply(found.requirements, found.device)
 
-    assert attnplug.select(asked, device, backend="flash/hopper").agreement.kv_layout == "NHD"
+    assert attnplug.select(wanted, device, backend="flash/hopper").agreement.kv_layout == "NHD"
 
 
-def test_what_nobody_serves_is_refused_and_not_dropped(world, request_of):
+def test_what_no_candidate_serves_is_refused_not_dropped(world, request_of):
     world("flash", settings=settings_of("HND"))
 
     with pytest.raises(NoBackendError) as caught:
@@ -85,7 +85,7 @@ def test_requirements_come_before_the_setting(hnd, request_of):
     assert "kv_layout" not in found.chosen.provenance
 
 
-def test_a_refused_requirement_is_not_laid_on_the_setting(hnd, request_of):
+def test_a_refused_requirement_is_not_blamed_on_the_setting(hnd, request_of):
     found = attnplug.explain(request_of(kv_layout="HND"))
 
     assert "is set by" not in str(found)
@@ -119,16 +119,16 @@ def test_scopes_nest_and_end(hnd, request_of):
 
 
 @pytest.mark.parametrize("setting", LAYOUTS)
-def test_the_innermost_word_counts(world, request_of, setting):
+def test_the_innermost_scope_counts(world, request_of, setting):
     world("flash", "generic", settings=settings_of(setting))
 
-    for outer, inner, asked in product(LAYOUTS, repeat=3):
+    for outer, inner, wanted in product(LAYOUTS, repeat=3):
         with attnplug.using(kv_layout=outer), attnplug.using(kv_layout=inner):
             in_force = attnplug.kv_cache_layout()
-            found = attnplug.select(request_of(kv_layout=asked))
+            found = attnplug.select(request_of(kv_layout=wanted))
 
         assert in_force == (inner or outer or setting or "NHD")
-        assert found.agreement.kv_layout == (asked or in_force)
+        assert found.agreement.kv_layout == (wanted or in_force)
 
 
 @pytest.mark.parametrize("layout", ["hnd", "HDN", "", 3])
@@ -137,16 +137,16 @@ def test_another_layout_is_refused(both, layout):
         raise AssertionError
 
 
-def test_the_question_is_remembered_as_it_was_asked(hnd, request_of):
-    asked = request_of()
+def test_the_request_is_remembered_as_it_was_made(hnd, request_of):
+    wanted = request_of()
 
-    first = attnplug.select(asked)
+    first = attnplug.select(wanted)
 
-    assert process.current_state().hot[asked] is first
-    assert attnplug.select(asked) is first
+    assert process.current_state().hot[wanted] is first
+    assert attnplug.select(wanted) is first
 
 
-def test_layers_that_ask_alike_under_the_setting_are_one_group(hnd, request_of):
+def test_layers_with_one_request_under_the_setting_are_one_group(hnd, request_of):
     layers = {"a": request_of(), "b": request_of(kv_layout="HND"), "c": request_of(kv_layout="HND", sinks=True)}
 
     plan = attnplug.plan(layers, backend="generic")

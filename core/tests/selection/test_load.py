@@ -72,7 +72,7 @@ FAILURES = {
         PluginLoadError,
         "raised OSError: no nvcc",
     ),
-    "probe lies": (
+    "probe returns nonsense": (
         "{source}\n@hookimpl\ndef attnplug_probe(agreement): return 'no'",
         PluginContractError,
         "returned 'no'",
@@ -150,7 +150,7 @@ def test_loading_without_torch_says_so(both, request_of, monkeypatch):
     assert attnplug.load(request_of()).id == "flash/hopper"
 
 
-def test_without_torch_nobody_is_tried_again_and_again(both, request_of, monkeypatch):
+def test_without_torch_no_candidate_is_tried_again(both, request_of, monkeypatch):
     def fails(name):
         raise ModuleNotFoundError(name="torch")
 
@@ -167,7 +167,7 @@ def test_without_torch_nobody_is_tried_again_and_again(both, request_of, monkeyp
         (OSError("libcudart.so.12: cannot open shared object file"), "the installation of torch"),
     ],
 )
-def test_a_torch_that_does_not_import_is_told(both, request_of, monkeypatch, error, fix):
+def test_a_torch_that_does_not_import_is_named(both, request_of, monkeypatch, error, fix):
     def fails(name):
         raise error
 
@@ -193,7 +193,7 @@ def test_loading_imports_only_the_winner(both, request_of):
     }
 
 
-def test_a_decision_is_loaded_as_it_stands(both, request_of):
+def test_a_decision_is_loaded_as_it_is(both, request_of):
     selection = attnplug.select(request_of(), backend="generic")
 
     assert attnplug.load(selection).selection == selection
@@ -259,7 +259,7 @@ class TestElsewhere:
             Selection.from_dict(sent).load()
 
     @pytest.mark.parametrize(
-        ("change", "said"),
+        ("change", "message"),
         [
             ({"cudagraph": "always"}, "cudagraph would be 'never', not 'always'"),
             ({"kv_cache_dtype": "float16"}, "kv_cache_dtype would be 'bfloat16', not 'float16'"),
@@ -269,13 +269,13 @@ class TestElsewhere:
             ({"options": {}}, "options would be {'splits': 0}, not {}"),
         ],
     )
-    def test_terms_that_were_changed_are_refused(self, sent, world, change, said):
+    def test_terms_that_were_changed_are_refused(self, sent, world, change, message):
         world("flash")
         sent["agreement"].update(change)
 
         with pytest.raises(PluginLoadError) as caught:
             Selection.from_dict(sent).load()
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
     @pytest.mark.parametrize(
         "change", [lambda d: d.pop("verdicts"), lambda d: d.update(more=1), lambda d: d["agreement"].pop("variant")]
@@ -327,14 +327,14 @@ class TestRegister:
         module = tmp_path / "notebook_plugin.py"
         module.write_text("raise OSError('half-way')\n")
         attnplug.register("notebook_plugin", manifest=by_hand)
-        asked = request_of(paged=False, custom_mask=True)
+        wanted = request_of(paged=False, custom_mask=True)
 
         with pytest.raises(PluginLoadError, match="does not import: OSError: half-way") as caught:
-            attnplug.load(asked, "cuda:9.0", backend="mine")
+            attnplug.load(wanted, "cuda:9.0", backend="mine")
         assert caught.value.fix == (
             "repair the module 'notebook_plugin', then attnplug.refresh(); or set ATTNPLUG_BLOCK=mine"
         )
-        failed = next(v for v in attnplug.explain(asked).verdicts if v.id == "mine/default")
+        failed = next(v for v in attnplug.explain(wanted).verdicts if v.id == "mine/default")
         assert str(failed.reasons[0]).startswith("the module 'notebook_plugin' of the backend 'mine'")
         assert str(failed.fix) == "repair the module 'notebook_plugin', then attnplug.refresh()"
 
@@ -342,7 +342,7 @@ class TestRegister:
         attnplug.refresh()
         attnplug.refresh()
 
-        assert attnplug.load(asked, "cuda:9.0", backend="mine").id == "mine/default"
+        assert attnplug.load(wanted, "cuda:9.0", backend="mine").id == "mine/default"
         assert [plugin.name for plugin in attnplug.registry().by_hand] == ["mine"]
 
     def test_an_edited_manifest_replaces_the_former(self, both, request_of, by_hand):
@@ -356,7 +356,7 @@ class TestRegister:
         assert [plugin.name for plugin in attnplug.registry().by_hand] == ["renamed"]
         assert attnplug.select(request_of(paged=False, custom_mask=True)).backend == "renamed"
 
-    def test_a_path_that_does_not_exist_is_said_to_be_none(self, both, tmp_path):
+    def test_a_path_that_does_not_exist_is_refused(self, both, tmp_path):
         for path in (tmp_path / "none.toml", tmp_path, "none.toml"):
             with pytest.raises(ManifestError, match="there is no such file") as caught:
                 attnplug.register("anything", manifest=path)

@@ -1,4 +1,4 @@
-"""Options of backends: the last word is that of the highest level, under whichever name, and its origin is told."""
+"""Options of backends: the highest level counts, under whichever name, and its origin is reported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def settled(world, tmp_path):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_a_file_says_wrong_is_told_with_the_file(settled, request_of, name):
+def test_a_wrong_option_in_a_file_is_reported_with_the_file(settled, request_of, name):
     origin = settled(f"[options.{name}]\nsplits = -1\n")
 
     with pytest.raises(SettingsError) as caught:
@@ -38,7 +38,7 @@ def test_what_a_file_says_wrong_is_told_with_the_file(settled, request_of, name)
     assert caught.value.problem == f"splits=-1 was given by {origin}"
 
 
-def test_every_origin_is_told_as_it_is(settled, request_of):
+def test_every_origin_is_reported(settled, request_of):
     file = settled("[options.flash]\nspilts = 1\n", {VARIABLE: "2"})
     with pytest.raises(SettingsError, match="'spilts' of 'flash' was given by file "):
         attnplug.select(request_of())
@@ -49,12 +49,12 @@ def test_every_origin_is_told_as_it_is(settled, request_of):
     assert attnplug.select(request_of()).provenance == {"options.flash.splits": f"environment variable {VARIABLE}"}
 
 
-def test_a_table_that_is_none_is_told_with_the_file(settled):
-    with pytest.raises(SettingsError, match=r"options = 3 stands in the file .*config\.toml"):
+def test_an_invalid_table_is_reported_with_the_file(settled):
+    with pytest.raises(SettingsError, match=r"options = 3 is in the file .*config\.toml"):
         settled("options = 3\n")
 
 
-def test_settings_without_an_origin_are_not_laid_on_the_call(world, request_of):
+def test_settings_without_an_origin_are_not_blamed_on_the_call(world, request_of):
     world("flash", "generic", settings=Settings(options={"flash": {"splits": -1}}, backend=("flash/hopper",)))
 
     with pytest.raises(SettingsError, match="splits=-1 was given by the settings"):
@@ -71,8 +71,8 @@ def test_the_same_words_of_another_origin_are_another_decision(both, request_of)
     assert set(by_scope.provenance.values()) == {"using"}
 
 
-def test_the_highest_level_has_the_last_word_under_whichever_name(settled, request_of):
-    """Levels by rising precedence, each with a number of its own; a variable of the environment is in lower case."""
+def test_the_highest_level_counts_under_whichever_name(settled, request_of):
+    """Levels by rising precedence, each with another number; a variable of the environment is in lower case."""
     for names in product((None, *NAMES), (None, "flash"), *[(None, *NAMES)] * 3):
         file, variable, *given = names
         settled(f"[options.{file}]\nsplits = 1\n" if file else "", {VARIABLE: "2"} if variable else {})
@@ -81,11 +81,11 @@ def test_the_highest_level_has_the_last_word_under_whichever_name(settled, reque
         with attnplug.using(options=outer), attnplug.using(options=inner):
             agreed = attnplug.select(request_of(), options=call).agreement
 
-        said = [number for number, name in enumerate(names, 1) if name is not None]
-        assert agreed.options["splits"] == (said[-1] if said else 0), names
+        message = [number for number, name in enumerate(names, 1) if name is not None]
+        assert agreed.options["splits"] == (message[-1] if message else 0), names
 
 
-def test_options_of_a_decision_are_not_laid_on_the_call(both, request_of):
+def test_options_of_a_decision_are_not_blamed_on_the_call(both, request_of):
     sent = attnplug.select(request_of()).to_dict()
     sent["agreement"]["options"] = {"splits": -1}
 

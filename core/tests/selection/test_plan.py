@@ -20,7 +20,7 @@ from attnplug.request.device import Device
 from attnplug.selection.plan import Plan
 
 
-def test_layers_that_ask_alike_form_a_group(both, request_of):
+def test_layers_with_the_same_request_form_a_group(both, request_of):
     layers = {f"layers.{i}": request_of(sliding_window=128 if i % 2 else None) for i in range(5)}
 
     plan = attnplug.plan(layers)
@@ -39,17 +39,17 @@ def test_a_plan_names_its_layers_and_prints_like_an_explanation(both, request_of
         plan["layers.33"]
     assert isinstance(caught.value, KeyError)
     assert "did you mean 'layers." in caught.value.problem
-    told = str(plan)
-    assert told.startswith(
+    found = str(plan)
+    assert found.startswith(
         "layers: 12 in 2 groups\ndevice: cuda:9.0\ncommon: block_size=16 kv_layout=NHD cudagraph=always\n\n"
         "6 layers: layers.0, layers.2"
     )
-    assert "\n    chosen: flash/hopper (decided by the plugin's preference)\n    block_size=16 " in told
-    assert "sliding_window=128" in told
-    assert max(map(len, told.splitlines())) <= 120
+    assert "\n    chosen: flash/hopper (decided by the plugin's preference)\n    block_size=16 " in found
+    assert "sliding_window=128" in found
+    assert max(map(len, found.splitlines())) <= 120
 
 
-def test_layers_that_are_none_are_told_briefly(request_of):
+def test_invalid_layers_are_reported_briefly(request_of):
     with pytest.raises(RequirementsError) as caught:
         attnplug.plan({str(i): attnplug for i in range(1000)})
     assert len(str(caught.value)) < 1000
@@ -90,7 +90,7 @@ def test_layers_without_a_cache_do_not_take_part(both, request_of):
     assert plan.block_size == 256
 
 
-def test_nothing_in_common_is_an_error_with_everyones_sizes(world, request_of, flash_manifest):
+def test_nothing_in_common_is_an_error_with_all_sizes(world, request_of, flash_manifest):
     world(flash=(flash_manifest.replace("block_size = [128, { multiple_of = 16 }]", "block_size = 24"), None))
 
     with pytest.raises(NoBackendError) as caught:
@@ -111,7 +111,7 @@ def test_no_layers_are_no_plan(both):
 
 
 @pytest.mark.parametrize("layers", [[1], {"a": {}}])
-def test_other_things_are_no_layers(both, layers):
+def test_other_objects_are_refused_as_layers(both, layers):
     with pytest.raises(RequirementsError, match="by name"):
         attnplug.plan(layers)
 

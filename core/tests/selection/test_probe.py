@@ -86,13 +86,13 @@ class TestOneRequest:
     def test_its_refusal_is_reported_with_its_own_fix(self, without_96, request_of):
         with pytest.raises(PluginLoadError) as caught:
             attnplug.load(request_of(head_size=96), backend="flash/hopper")
-        told = verdict(attnplug.explain(request_of(head_size=96)))
+        found = verdict(attnplug.explain(request_of(head_size=96)))
 
         request = "head_size=96 num_q_heads=8 num_kv_heads=2 dtype=bfloat16 on cuda:9.0"
         assert caught.value.problem == f"the probe of 'flash/hopper' refuses {request}: {FINDING}"
         assert caught.value.fix == FIX
-        assert (told.status, [(r.code, str(r)) for r in told.reasons]) == ("refused", [("probe", FINDING)])
-        assert str(told.fix) == FIX
+        assert (found.status, [(r.code, str(r)) for r in found.reasons]) == ("refused", [("probe", FINDING)])
+        assert str(found.fix) == FIX
         assert str(attnplug.explain(request_of(head_size=96))).count(FIX) == 1
         with pytest.raises(NoBackendError, match=re.escape(f"flash/hopper: {FIX}")):
             attnplug.select(request_of(head_size=96), backend="flash/hopper")
@@ -106,13 +106,13 @@ class TestOneRequest:
     def test_what_was_refused_is_not_probed_again(self, without_96, request_of):
         decided = attnplug.select(request_of(head_size=96))
         attnplug.load(request_of(head_size=96))
-        generation, asked = without_96.generation, len(CALLS)
+        generation, wanted = without_96.generation, len(CALLS)
 
         for _ in range(3):
             assert attnplug.load(request_of(head_size=96)).id == "generic/default"
             with pytest.raises(PluginLoadError, match=FINDING):
                 decided.load()
-        assert (without_96.generation, len(CALLS), asked) == (generation, 1, 1)
+        assert (without_96.generation, len(CALLS), wanted) == (generation, 1, 1)
 
     def test_a_refresh_probes_again(self, without_96, request_of, monkeypatch):
         monkeypatch.setattr(process, "Registry", type("Scanned", (), {"scan": staticmethod(rescanned(without_96))}))
@@ -125,12 +125,12 @@ class TestOneRequest:
 
     def test_other_options_are_another_request(self, probed, request_of):
         probed("agreement", refuses("agreement.options['splits'] == 2"))
-        asked = {"flash": {"splits": 2}}
+        wanted = {"flash": {"splits": 2}}
 
-        assert attnplug.load(request_of(), options=asked).id == "generic/default"
+        assert attnplug.load(request_of(), options=wanted).id == "generic/default"
         assert attnplug.select(request_of(), options={"flash": {"splits": 3}}).id == "flash/hopper"
         assert attnplug.load(request_of()).id == "flash/hopper"
-        assert attnplug.select(request_of(), options=asked).id == "generic/default"
+        assert attnplug.select(request_of(), options=wanted).id == "generic/default"
 
     def test_an_option_that_equals_nothing_is_probed_once(self, probed, request_of, flash_manifest):
         manifest = f'{flash_manifest}[options.ratio]\ntype = "float"\ndefault = 1.0\nhelp = "a ratio"\n'
@@ -154,7 +154,7 @@ class TestOneRequest:
         assert again == decided == pickle.loads(pickle.dumps(decided))
         assert str(verdict(again).fix) == FIX
 
-    def test_threads_get_one_answer(self, without_96, request_of):
+    def test_threads_get_one_result(self, without_96, request_of):
         sizes = [96, 128, 96, 64] * 8
         with ThreadPoolExecutor(8) as pool:
             loaded = list(pool.map(lambda size: attnplug.load(request_of(head_size=size)).id, sizes))
@@ -191,7 +191,7 @@ class TestHowFarItGoes:
         assert attnplug.select(request_of(head_size=96), Device.cuda("9.0")).id == "generic/default"
         assert attnplug.select(request_of(head_size=96), Device.cuda("8.0")).id == elsewhere
 
-    def test_one_of_a_request_leaves_others_alone_whatever_the_probe_takes(self, probed, request_of):
+    def test_one_of_a_request_leaves_other_requests_alone(self, probed, request_of):
         probed("variant", refuses("len(CALLS) == 1"))
         attnplug.load(request_of(head_size=96))
 
@@ -221,13 +221,13 @@ class TestOthers:
     def test_a_fix_that_leads_to_a_refusal_names_its_fix_too(self, without_96, request_of):
         attnplug.load(request_of(head_size=96))
 
-        told = verdict(attnplug.explain(request_of(head_size=96, return_lse=True)))
+        found = verdict(attnplug.explain(request_of(head_size=96, return_lse=True)))
         other = verdict(attnplug.explain(request_of(head_size=128, return_lse=True)))
 
-        assert str(told.fix) == f"{FIX}; request return_lse=False"
+        assert str(found.fix) == f"{FIX}; request return_lse=False"
         assert str(other.fix) == "request return_lse=False"
 
-    def test_a_plan_leaves_out_what_was_refused_under_its_common_terms(self, probed, request_of):
+    def test_a_plan_leaves_out_what_was_refused_on_its_terms(self, probed, request_of):
         """The first choice is common by blocks of 32, which the probe refuses; the plan after that is another one."""
         probed("agreement", refuses("agreement.block_size == 32 and agreement.requirements.sliding_window"))
         layers = {"a": request_of(block_size=32), "b": request_of(sliding_window=64)}
@@ -256,7 +256,7 @@ REFUSED = st.sets(st.sampled_from([64, 96, 128]))
 
 @how(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(REFUSED, st.lists(st.sampled_from([64, 96, 128]), min_size=1, max_size=8))
-def test_whatever_the_order_each_request_gets_what_its_probe_says(probed, request_of, refused, sizes):
+def test_in_any_order_each_request_gets_its_probe_result(probed, request_of, refused, sizes):
     forget()
     probed("agreement", refuses(f"agreement.requirements.head_size in {refused!r}"))
 
@@ -264,8 +264,8 @@ def test_whatever_the_order_each_request_gets_what_its_probe_says(probed, reques
         expected = "generic/default" if size in refused else "flash/hopper"
         assert attnplug.load(request_of(head_size=size)).id == expected
         assert attnplug.select(request_of(head_size=size)).id == expected
-    asked = [agreement.requirements.head_size for (agreement,) in CALLS]
-    assert all(asked.count(size) == 1 for size in refused & set(sizes))
+    wanted = [agreement.requirements.head_size for (agreement,) in CALLS]
+    assert all(wanted.count(size) == 1 for size in refused & set(sizes))
 
 
 def forget():

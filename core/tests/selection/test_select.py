@@ -1,4 +1,4 @@
-"""Asking: which one, why this one, why not the others."""
+"""Selecting: which one, why this one, why not the others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def verdict(explanation, name):
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "chosen"),
+    ("device", "wanted", "chosen"),
     [
         ("9.0", {}, "flash/hopper"),
         ("8.0", {}, "flash/old"),
@@ -44,8 +44,8 @@ def verdict(explanation, name):
         ("10.0", {"cudagraph": "single_token_decode"}, "flash/old"),
     ],
 )
-def test_the_best_that_can_serve_is_chosen(both, request_of, device, asked, chosen):
-    assert attnplug.select(request_of(**asked), Device.cuda(device)).id == chosen
+def test_the_best_that_can_serve_is_chosen(both, request_of, device, wanted, chosen):
+    assert attnplug.select(request_of(**wanted), Device.cuda(device)).id == chosen
 
 
 def test_an_agreement_settles_what_was_left_open(both, request_of):
@@ -82,7 +82,7 @@ def test_absent_plugins_are_listed_by_name(both, request_of):
     assert f"    flashinfer     {absent.fix}\n" in str(attnplug.explain(request_of()))
 
 
-def test_a_missing_library_is_told_from_a_refusal(world, request_of):
+def test_a_missing_library_is_no_refusal(world, request_of):
     world("flash", "generic", missing=("flash-hopper", "flash-new"))
 
     explanation = attnplug.explain(request_of(sinks=True))
@@ -103,38 +103,41 @@ FROM_A_VENDOR = FLASH.replace(
 )
 
 
-def test_what_pip_does_not_get_is_told_as_the_manifest_says(world, request_of):
+def test_what_pip_does_not_install_has_the_fix_of_the_manifest(world, request_of):
     world("generic", flash=(FROM_A_VENDOR, None), missing=("flash-new",))
 
-    told = verdict(attnplug.explain(request_of(sinks=True, cudagraph="uniform_batch")), "flash/new")
+    found = verdict(attnplug.explain(request_of(sinks=True, cudagraph="uniform_batch")), "flash/new")
 
-    assert [reason.field for reason in told.reasons if reason.code == "missing"] == ["flash-new >=4", "flash-tools >=1"]
-    assert told.fix.install == ("flash-tools >=1",)
-    assert str(told.fix) == (
+    assert [reason.field for reason in found.reasons if reason.code == "missing"] == [
+        "flash-new >=4",
+        "flash-tools >=1",
+    ]
+    assert found.fix.install == ("flash-tools >=1",)
+    assert str(found.fix) == (
         "install flash-new >=4: from its vendor; pip install 'flash-tools >=1'; request cudagraph='never'"
     )
-    assert Fix.from_dict(json.loads(json.dumps(told.fix.to_dict()))) == told.fix
+    assert Fix.from_dict(json.loads(json.dumps(found.fix.to_dict()))) == found.fix
 
 
-def test_a_library_that_is_there_in_another_version_is_got_the_same_way(world, request_of):
+def test_another_version_of_a_library_has_the_same_fix(world, request_of):
     world("generic", flash=(FROM_A_VENDOR.replace("new >=4", "new >=5").replace(', "flash-tools >=1"', ""), None))
 
-    told = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
+    found = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
 
-    assert [reason.code for reason in told.reasons] == ["version"]
-    assert str(told.fix) == "install flash-new >=5: from its vendor"
+    assert [reason.code for reason in found.reasons] == ["version"]
+    assert str(found.fix) == "install flash-new >=5: from its vendor"
 
 
-def test_what_keeps_a_candidate_out_hides_no_library_that_it_lacks(world, request_of):
+def test_a_block_hides_no_missing_library(world, request_of):
     world("generic", flash=(FROM_A_VENDOR, None), missing=("flash-new",), settings=Settings(block=("flash",)))
 
-    told = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
+    found = verdict(attnplug.explain(request_of(sinks=True)), "flash/new")
 
-    assert "ATTNPLUG_BLOCK" in told.fix.action
-    assert "install flash-new >=4: from its vendor" in told.fix.action
+    assert "ATTNPLUG_BLOCK" in found.fix.action
+    assert "install flash-new >=4: from its vendor" in found.fix.action
 
 
-def test_a_rule_about_a_version_hides_no_library_that_is_lacking(world, request_of):
+def test_a_rule_about_a_version_hides_no_missing_library(world, request_of):
     rule = '[[variants.new.rules]]\nwhen = {{ installed = "{}" }}\nbecause = "wrong values"\n'
     known_bad = FROM_A_VENDOR.replace("[[prefer]]", rule.format("flash-hopper <2") + "[[prefer]]", 1)
     world("generic", flash=(known_bad, None), missing=("flash-new",))
@@ -144,7 +147,7 @@ def test_a_rule_about_a_version_hides_no_library_that_is_lacking(world, request_
     assert action == "install flash-new >=4: from its vendor; install another version (wrong values)"
 
 
-def test_assume_installed_answers_what_if(world, request_of):
+def test_assume_installed_says_what_would_be(world, request_of):
     world("flash", "generic", missing=("flash-old", "flash-hopper", "flash-new"), device=Device.cpu())
 
     picks = {
@@ -177,7 +180,7 @@ class TestNames:
         assert attnplug.select(request_of(), backend="FLASH/new").id == "flash/new"
 
     @pytest.mark.parametrize("name", ["flsh", "flash/newer", "nothing/at/all"])
-    def test_unknown_names_are_told(self, both, request_of, name):
+    def test_unknown_names_are_refused_with_the_nearest(self, both, request_of, name):
         with pytest.raises(UnknownBackendError) as caught:
             attnplug.select(request_of(), backend=name)
         assert repr(name) in str(caught.value)
@@ -234,7 +237,7 @@ class TestPrecedence:
         with pytest.raises(SettingsError, match="int from 0"):
             attnplug.select(request_of(), options={"flash": {"splits": -1}})
         with pytest.raises(UnknownBackendError):
-            attnplug.select(request_of(), options={"nobody": {"x": 1}})
+            attnplug.select(request_of(), options={"unknown": {"x": 1}})
         with pytest.raises(SettingsError, match="by backend"):
             attnplug.select(request_of(), options={"flash": 3})
 
@@ -250,13 +253,13 @@ class TestPrecedence:
             attnplug.select(request_of(), device)
 
     def test_options_are_checked_where_their_backend_cannot_serve(self, both, request_of):
-        question = request_of(dtype="float32")  # the flash plugin refuses it
+        requirements = request_of(dtype="float32")  # the flash plugin refuses it
 
         with pytest.raises(SettingsError, match="int from 0"):
-            attnplug.select(question, options={"flash": {"splits": -1}})
+            attnplug.select(requirements, options={"flash": {"splits": -1}})
         with pytest.raises(SettingsError, match="hold for all of its variants"):
-            attnplug.select(question, options={"flash/new": {"splits": 1}})
-        assert attnplug.select(question, options={"flashinfer": {"waits": 1}}).id == "generic/default"
+            attnplug.select(requirements, options={"flash/new": {"splits": 1}})
+        assert attnplug.select(requirements, options={"flashinfer": {"waits": 1}}).id == "generic/default"
 
     def test_what_is_permitted_is_said(self, both, request_of):
         with pytest.raises(NoBackendError) as caught:
@@ -286,7 +289,7 @@ class TestPrecedence:
 
 
 class TestRanking:
-    def test_emulation_ranks_below_and_embedded_last(self, both, request_of):
+    def test_emulation_ranks_below_and_built_in_last(self, both, request_of):
         explanation = attnplug.explain(request_of())
 
         assert [v.id for v in explanation.verdicts if v.status in ("chosen", "eligible")] == [
@@ -345,7 +348,7 @@ class TestRanking:
 
 
 class TestMemory:
-    def test_the_same_question_is_answered_once(self, both, request_of, caplog):
+    def test_the_same_request_is_decided_once(self, both, request_of, caplog):
         with caplog.at_level(logging.INFO, "attnplug"):
             first = attnplug.select(request_of())
             again = attnplug.select(request_of())
@@ -354,7 +357,7 @@ class TestMemory:
         records = [record for record in caplog.records if hasattr(record, "selection")]
         assert [record.selection for record in records] == [first]
 
-    def test_a_change_of_the_registry_asks_again(self, both, request_of):
+    def test_a_change_of_the_registry_decides_again(self, both, request_of):
         first = attnplug.select(request_of())
         both.mark_broken("flash/hopper", attnplug.Reason("broken", "flash/hopper", None, "it failed"))
 
@@ -363,7 +366,7 @@ class TestMemory:
         assert (first.id, second.id) == ("flash/hopper", "flash/new")
         assert verdict(attnplug.explain(request_of()), "flash/hopper").status == "broken"
 
-    def test_the_device_of_this_machine_is_not_looked_for_where_one_is_given(self, world, request_of, monkeypatch):
+    def test_this_machine_s_device_is_not_looked_up_where_one_is_given(self, world, request_of, monkeypatch):
         def look():
             raise AssertionError
 
@@ -415,7 +418,7 @@ class TestTransport:
 
     def test_a_list_in_a_reason_comes_back_as_it_went(self, both, request_of):
         selection = attnplug.select(request_of(), backend=["auto"])
-        reason = Reason("rule", "features", ["acme.a"], "features asked for")
+        reason = Reason("rule", "features", ["acme.a"], "features")
         refused = evolve(selection, verdicts=(evolve(selection.verdicts[0], reasons=(reason,)),))
 
         assert Selection.from_dict(json.loads(json.dumps(refused.to_dict()))) == refused
@@ -450,7 +453,7 @@ def test_a_selection_reads_in_a_line(both, request_of):
     assert str(attnplug.select(request_of(sinks=True))) == text
 
 
-def test_a_question_is_a_requirements(both):
+def test_a_request_is_a_requirements(both):
     with pytest.raises(RequirementsError, match="a request is an"):
         attnplug.select({"head_size": 64})
 

@@ -1,4 +1,4 @@
-"""What a decision says of itself: which part of it nobody has verified on this device."""
+"""What a decision reports of itself: which part of it no evidence covers on this device."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def test_evidence_is_read_anew_after_the_registry_has_changed(world, shelf, requ
 def test_without_evidence_everything_that_can_serve_is_unverified(both, request_of) -> None:
     pick = attnplug.select(request_of(block_size=256))
 
-    told = {verdict.id: records(verdict.unverified) for verdict in pick.verdicts}
-    assert told["flash/old"] == told["generic/default"] == [NOTHING_KNOWN]
+    reported = {verdict.id: records(verdict.unverified) for verdict in pick.verdicts}
+    assert reported["flash/old"] == reported["generic/default"] == [NOTHING_KNOWN]
     assert records(pick.unverified) == [NOTHING_KNOWN]
 
 
@@ -73,7 +73,7 @@ def test_what_cannot_serve_has_reasons_instead(both, request_of) -> None:
     assert old.unverified == ()
 
 
-def test_a_decision_whose_values_were_exercised_has_nothing_unverified(world, shelf, request_of) -> None:
+def test_a_decision_with_exercised_values_has_nothing_unverified(world, shelf, request_of) -> None:
     shelf("generic/default")
     world("flash", "generic", settings=shelf.settings)
 
@@ -107,15 +107,15 @@ def test_evidence_of_another_version_is_named(world, shelf, request_of) -> None:
 
 
 def test_evidence_never_changes_what_is_chosen(world, shelf, request_of) -> None:
-    questions = [request_of(head_size=size, sinks=sinks) for size in (64, 128, 512) for sinks in (False, True)]
+    requests = [request_of(head_size=size, sinks=sinks) for size in (64, 128, 512) for sinks in (False, True)]
     world("flash", "generic")
-    before = [attnplug.explain(asked) for asked in questions]
+    before = [attnplug.explain(wanted) for wanted in requests]
 
     for candidate in ("flash/old", "flash/new", "generic/default"):
         shelf(candidate)
     shelf("flash/hopper", passed=False)
     world("flash", "generic", settings=shelf.settings)
-    after = [attnplug.explain(asked) for asked in questions]
+    after = [attnplug.explain(wanted) for wanted in requests]
 
     assert [found.unverified for found in before[0].verdicts] != [found.unverified for found in after[0].verdicts]
     assert before == after
@@ -152,7 +152,7 @@ def test_a_verdict_by_hand_says_nothing() -> None:
     assert Verdict("a/b", "eligible").unverified == ()
 
 
-def test_it_is_printed_with_what_is_known_instead(world, shelf, request_of, monkeypatch) -> None:
+def test_it_is_printed_with_what_is_verified_instead(world, shelf, request_of, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     shelf("generic/default")
     world("generic", settings=shelf.settings)
@@ -165,7 +165,7 @@ def test_it_is_printed_with_what_is_known_instead(world, shelf, request_of, monk
     assert "    unverified on this device: no run of the conformance kit on cpu is known\n" in f"{elsewhere}\n"
 
 
-def test_a_plan_says_it_of_each_group(world, shelf, request_of) -> None:
+def test_a_plan_has_it_for_each_group(world, shelf, request_of) -> None:
     shelf("generic/default")
     world("generic", settings=shelf.settings)
 
@@ -176,7 +176,7 @@ def test_a_plan_says_it_of_each_group(world, shelf, request_of) -> None:
     assert str(found).count("unverified on this device") == 1
 
 
-def test_the_log_record_says_it(world, shelf, request_of, caplog) -> None:
+def test_the_log_record_has_it(world, shelf, request_of, caplog) -> None:
     shelf("generic/default")
     world("generic", settings=shelf.settings)
 
@@ -190,7 +190,7 @@ def test_the_log_record_says_it(world, shelf, request_of, caplog) -> None:
     assert unverified.selection.unverified
 
 
-def test_no_file_is_opened_where_nobody_asks(world, shelf, request_of, monkeypatch, caplog) -> None:
+def test_no_file_is_opened_unless_it_is_needed(world, shelf, request_of, monkeypatch, caplog) -> None:
     shelf("generic/default")
     world("generic", settings=shelf.settings)
     monkeypatch.setitem(sys.modules, "attnplug.evidence.store", None)  # importing it fails

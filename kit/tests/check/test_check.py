@@ -75,7 +75,7 @@ def test_the_embedded_backend_has_no_finding(run, empty) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "given", "allowed"),
     [
-        ('api = "1.0"', 'api = "2.0"', 1, "api = '2.0'", "this core speaks contract 1.x"),
+        ('api = "1.0"', 'api = "2.0"', 1, "api = '2.0'", "this core has contract 1.x"),
         ('api = "1.0"', "api = 1.0", 1, "api = 1.0", "the contract version as text"),
         ('api = "1.0"', "api = ", 1, "it is not TOML", "TOML 1.0"),
         ("head_size = {", "head_sise = 8\nhead_size = {", 6, "did you mean 'head_size'?", "the fields are"),

@@ -1,1 +1,1 @@
-"""What is installed: a guarded walk over distributions, and the registry of the backends that they offer."""
+"""What is installed: a guarded scan of distributions, and the registry of the backends that they offer."""

@@ -22,7 +22,7 @@ _VARIABLES = {"allow": "ATTNPLUG_ALLOW", "block": "ATTNPLUG_BLOCK"}
 @frozen
 class Identity:
     """
-    What a setting may call a backend.
+    The names by which a setting may mean a backend.
 
     Attributes:
         name: The backend's name.
@@ -61,7 +61,7 @@ class Identity:
 
 
 def identity(plugin: Plugin | KnownPlugin) -> Identity:
-    """Return what a setting may call a plugin."""
+    """Return the names of a plugin."""
     if isinstance(plugin, KnownPlugin):
         return Identity(plugin.name, plugin.aliases, plugin.install)
     if plugin.manifest is None:
@@ -82,51 +82,51 @@ class Denial:
     fix: str
 
 
-def deny(settings: Settings, who: Identity, variant: str | None = None) -> Denial | None:
+def deny(settings: Settings, backend: Identity, variant: str | None = None) -> Denial | None:
     """
     Return why a backend, or one variant of it, may not be used, or None.
 
     Without `variant` this is about the backend as a whole: one of which some variant may be used may be used.
     """
-    faults = [fault for fault in (_blocked(settings, who, variant), _unlisted(settings, who, variant)) if fault]
+    faults = [fault for fault in (_blocked(settings, backend, variant), _unlisted(settings, backend, variant)) if fault]
     if not faults:
         return None
-    subject = who.name if variant is None else f"{who.name}/{variant}"
+    subject = backend.name if variant is None else f"{backend.name}/{variant}"
     because, fix = ("; ".join(texts) for texts in zip(*faults, strict=True))
     return Denial(Reason("blocked", subject, None, f"the settings exclude {subject!r}", because), fix)
 
 
 def unknown_names(settings: Settings, known: Iterable[Identity]) -> Iterator[tuple[str, str]]:
-    """Yield (name, source) of what is allowed or blocked and means nothing that is installed or known."""
+    """Yield (name, source) of allowed or blocked names that mean nothing that is installed or known."""
     identities = tuple(known)
-    for setting, names in (("allow", settings.allow or ()), ("block", settings.block)):
-        for name in sorted(names):
-            if not any(who.is_touched(name) for who in identities):
+    for setting, listed in (("allow", settings.allow or ()), ("block", settings.block)):
+        for name in sorted(listed):
+            if not any(each.is_touched(name) for each in identities):
                 yield name, _source(settings, setting)
 
 
-def _blocked(settings: Settings, who: Identity, variant: str | None) -> tuple[str, str] | None:
+def _blocked(settings: Settings, backend: Identity, variant: str | None) -> tuple[str, str] | None:
     """Return what is wrong with the block list, and the fix."""
-    blocking = sorted(name for name in settings.block if who.is_called(name, variant))
+    blocking = sorted(name for name in settings.block if backend.is_called(name, variant))
     if not blocking:
         return None
     listed, source = ", ".join(map(repr, blocking)), _source(settings, "block")
     return f"{listed} is in {source}", f"remove {listed} from {source}"
 
 
-def _unlisted(settings: Settings, who: Identity, variant: str | None) -> tuple[str, str] | None:
+def _unlisted(settings: Settings, backend: Identity, variant: str | None) -> tuple[str, str] | None:
     """Return what is wrong with the allow list, and the fix."""
-    if settings.allow is None or any(_admits(name, who, variant) for name in settings.allow):
+    if settings.allow is None or any(_admits(name, backend, variant) for name in settings.allow):
         return None
     listed, source = ", ".join(map(repr, sorted(settings.allow))), _source(settings, "allow")
     return (
         f"{source} allows {listed or 'nothing at all, not even the built-in backend'}",
-        f"add {who.name!r} to {source}",
+        f"add {backend.name!r} to {source}",
     )
 
 
-def _admits(name: str, who: Identity, variant: str | None) -> bool:
-    return who.is_touched(name) if variant is None else who.is_called(name, variant)
+def _admits(name: str, backend: Identity, variant: str | None) -> bool:
+    return backend.is_touched(name) if variant is None else backend.is_called(name, variant)
 
 
 def _source(settings: Settings, setting: str) -> str:

@@ -48,7 +48,7 @@ class Plugin:
         distribution: The distribution that offers it; `BY_HAND` where none does.
         version: That distribution's version.
         manifest: What it declares; None where there is a problem.
-        problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or not there) or ``api`` (another
+        problem: Why it cannot be used at all: ``broken`` (its manifest is malformed or missing) or ``api`` (another
             major version of the contract).
         fix: The fix of the problem.
         built_in: Whether it is part of the core.
@@ -82,7 +82,7 @@ class Plugin:
 
 
 def read_plugin(entry: Entry) -> Plugin:
-    """Read the manifest of an entry; what is wrong with it becomes the plugin's problem."""
+    """Read the manifest of an entry. What is wrong with it becomes the plugin's problem."""
     built_in = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
     try:
         manifest = _read(entry)
@@ -103,13 +103,13 @@ def read_plugin(entry: Entry) -> Plugin:
 
 def find_manifest(module: str) -> Path:
     """
-    Return where the manifest of a plugin module lies: beside the module, or inside it if it is a package.
+    Return the path of a plugin module's manifest: beside the module, or inside it if it is a package.
 
     Args:
         module: Dotted name; nothing is imported. The file may be absent.
 
     Raises:
-        ManifestError: The name is no module's, or its top-level package cannot be found.
+        ManifestError: The name is not that of a module, or its top-level package cannot be found.
     """
     return _place(_top_level(module), module)
 
@@ -130,14 +130,14 @@ def _read(entry: Entry) -> Manifest:
 
 
 def _read_file(spec: ModuleSpec, path: Path) -> Manifest:
-    """Read a manifest from the file system, or through the loader of a package that lies in an archive."""
+    """Read a manifest from the file system, or through the loader of a package in an archive."""
     loader: Any = spec.loader
     if path.is_file() or not hasattr(loader, "get_data"):
         return read_manifest(path)
     try:
         text = loader.get_data(str(path)).decode("utf-8")
     except (OSError, UnicodeDecodeError):
-        return read_manifest(path)  # to complain in the same words
+        return read_manifest(path)  # which raises the usual error
     return parse_manifest(text, str(path))
 
 
@@ -165,7 +165,7 @@ def _top_level(module: str) -> ModuleSpec:
 
 
 def _find_again(name: str) -> ModuleSpec | None:
-    """Look without the import system's memory of folders, which lacks what was installed this very second."""
+    """Look again without the import system's cache of folders, which lacks what was installed this very second."""
     importlib.invalidate_caches()
     return find_spec(name)
 
@@ -174,7 +174,7 @@ def _place(spec: ModuleSpec, module: str) -> Path:
     parts = module.split(".")[1:]
     roots = [Path(root) for root in spec.submodule_search_locations or ()]
     if not roots:
-        return Path(spec.origin or module).with_name(MANIFEST)  # a module of its own, no package
+        return Path(spec.origin or module).with_name(MANIFEST)  # a single module, no package
     return next((path for root in roots if (path := _beside(root, parts)).is_file()), _beside(roots[0], parts))
 
 

@@ -337,7 +337,7 @@ def _newer(manifest: Manifest) -> str:
 
 
 def _unlock_in_child() -> None:
-    """A fork may copy the lock while another thread holds it, and nobody would release it in the child."""
+    """Make a new lock in a forked child: the copied one may be held by a thread that the child does not have."""
     global _lock  # noqa: PLW0603 - the lock is one for all registries because of this
     _lock = RLock()
 

@@ -1,4 +1,9 @@
-"""An installed distribution, as far as its metadata files tell."""
+"""
+The scan for installed distributions: their entry points of one group, each read by itself.
+
+`importlib.metadata` stops at the first distribution whose metadata is damaged, and takes 20 ms to import. So folders
+are listed here; archives and foreign finders are left to it.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +35,11 @@ def normalized(name: str) -> str:
 @frozen(eq=False)
 class Distribution:
     """
-    A distribution; its files are read when they are asked for.
+    A distribution. Its files are read when they are needed.
 
     Attributes:
-        key: Its normalised name.
-        place: Where its metadata lies, for messages.
+        key: Its normalized name.
+        place: The folder of its metadata, for messages.
     """
 
     key: str
@@ -49,7 +54,7 @@ class Distribution:
         Return the distribution of one name in a folder on ``sys.path``.
 
         Returns:
-            None where the name is that of something else, such as what an interrupted uninstallation leaves behind
+            None where the name is not that of a distribution, such as what an interrupted uninstallation leaves behind
             (``~orch-2.0.dist-info``).
         """
         stem, place = _split(name), f"{folder}/{name}"
@@ -63,7 +68,7 @@ class Distribution:
 
     @property
     def version(self) -> str:
-        """Its version; empty where neither its metadata nor the name of its folder tells."""
+        """Its version; empty where neither its metadata nor the name of its folder has one."""
         return self._field("Version") or self._stem[1]
 
     def entry_points(self) -> str | None:
@@ -83,7 +88,7 @@ class Distribution:
         return self._header.get(name, "")
 
     def _read_header(self) -> dict[str, str]:
-        """Read Name and Version. A neighbour whose metadata is damaged is still known by the name of its folder."""
+        """Read Name and Version. One whose metadata is damaged is still known by the name of its folder."""
         for file in _METADATA:
             try:
                 content = self._read(file)
@@ -96,7 +101,7 @@ class Distribution:
 
 
 def _read_file(place: str, file: str) -> bytes | None:
-    """Read a file of a metadata folder, or the metadata that stands alone (distutils)."""
+    """Read a file of a metadata folder, or metadata that is a single file (distutils)."""
     try:
         # A Path for each of some hundred files would cost more than reading them.
         with open(f"{place}/{file}", "rb") as stream:  # noqa: PTH123
@@ -122,7 +127,7 @@ _KINDS: Final = (".dist-info", ".egg-info")
 
 @frozen
 class Entry:
-    """One backend that a distribution offers: nothing but text so far."""
+    """One entry point of a distribution: nothing but text so far."""
 
     name: str
     module: str
@@ -133,11 +138,11 @@ class Entry:
 @frozen
 class Diagnostic:
     """
-    Something odd that was met on the way and did no harm.
+    Something odd that was found and does no harm.
 
     Attributes:
         subject: What it is about: a distribution, a folder, a backend.
-        stage: Where it was met: ``scan``, ``manifest``, ``api``, ``alias`` or ``evidence``.
+        stage: Where it was found: ``scan``, ``manifest``, ``api``, ``alias`` or ``evidence``.
         message: What is odd.
     """
 
@@ -155,8 +160,8 @@ class Scan:
     What is installed.
 
     Attributes:
-        entries: The offered backends, by name, then distribution.
-        notes: What was odd.
+        entries: The entry points, by name, then distribution.
+        notes: What is odd.
     """
 
     entries: tuple[Entry, ...]
@@ -191,7 +196,7 @@ def scan(path: Sequence[str] | None = None, *, group: str = GROUP) -> Scan:
 
 
 class _Walk:
-    """What has been found so far."""
+    """A scan in progress: what has been found so far."""
 
     def __init__(self, group: str) -> None:
         self.group = group
@@ -201,7 +206,7 @@ class _Walk:
         self.seen: set[str] = set()
 
     def visit(self, place: str) -> None:
-        """Take in one item of the path."""
+        """Take in one item of the path, of which two may be the same folder."""
         try:
             folder = os.path.realpath(place or os.curdir)
             if folder in self.seen:
@@ -221,27 +226,27 @@ class _Walk:
         for name in sorted((n for n in names if n.endswith(_KINDS)), key=_newest_last, reverse=True):
             distribution = Distribution.of(folder, name)
             if distribution is None:
-                self.note(name, f"is not the name of a distribution, and is passed over; it lies in {folder}")
+                self.note(name, f"is not the name of a distribution, and is ignored; it is in {folder}")
             else:
                 self.guarded(distribution)
         if folder.endswith(".egg"):
             self.visit_archive(folder)  # an egg is an archive, even where it is unpacked
 
     def visit_archive(self, archive: str) -> None:
-        from importlib.metadata import distributions  # noqa: PLC0415 - see the module docstring
+        from importlib.metadata import distributions  # noqa: PLC0415 - see the module's docstring
 
         self.adopt(archive, lambda: distributions(path=[archive]))
 
     def visit_finders(self, path: Sequence[str] | None) -> None:
-        """Ask finders other than Python's own."""
+        """Take in what finders other than Python's own offer."""
         for finder in [f for f in sys.meta_path if f is not PathFinder and hasattr(f, "find_distributions")]:
-            from importlib.metadata import DistributionFinder  # noqa: PLC0415 - see the module docstring
+            from importlib.metadata import DistributionFinder  # noqa: PLC0415 - see the module's docstring
 
             options: dict[str, Any] = {} if path is None else {"path": list(path)}
             self.adopt(repr(finder), partial(finder.find_distributions, DistributionFinder.Context(**options)))
 
     def adopt(self, source: str, offer: Callable[[], Iterable[Any]]) -> None:
-        """Take in what `importlib.metadata` finds, or note what it stumbles over."""
+        """Take in what `importlib.metadata` finds, or note its failure."""
         try:
             for foreign in offer():
                 self.adopt_one(source, foreign)
@@ -255,11 +260,13 @@ class _Walk:
             self.note(source, f"offers a distribution that cannot be read: {type(error).__name__}: {error}")
             return
         known = self.found.get(distribution.key)
-        if known is None or known.place != distribution.place:  # what a finder repeats of the walk is no second copy
+        if (
+            known is None or known.place != distribution.place
+        ):  # a finder may repeat what the walk has found: that is no second copy
             self.guarded(distribution)
 
     def guarded(self, distribution: Distribution) -> None:
-        """Read one distribution; whatever is wrong with it stays with it."""
+        """Read one distribution. What is wrong with it becomes a note, and hides no other."""
         first = self.found.setdefault(distribution.key, distribution)
         try:
             text = distribution.entry_points()
@@ -273,7 +280,7 @@ class _Walk:
             self.note(_label(distribution), f"in {distribution.place!r} is shadowed by {used}, and not used")
 
     def read(self, distribution: Distribution, text: str) -> None:
-        """Take the entries of our group, and note the lines, of any group, at which other programs stop."""
+        """Take the entries of the group, and note lines of any group at which other programs fail."""
         for section, line in dict.fromkeys(_lines(text)):
             name, equals, module = (part.strip() for part in line.partition("="))
             if not equals:
@@ -317,7 +324,7 @@ def _label(distribution: Distribution) -> str:
 
 
 def _adapted(foreign: Any, source: str) -> Distribution:
-    """Put a distribution of `importlib.metadata` into our shape."""
+    """Return a distribution of `importlib.metadata` as one of ours."""
     name, version = str(foreign.metadata["Name"] or "(no name)"), str(foreign.version or "")
 
     def read(file: str) -> bytes | None:

@@ -97,7 +97,7 @@ class Constraint:
         Return one value of each alternative, most preferred first.
 
         Of a range it is the smallest; the largest where only that is known; where it has no bounds at all, the domain's
-        example. An empty alternative has none, nor has a range without bounds over names that anybody may add to.
+        example. An empty alternative has none, nor has a range without bounds over open names.
         """
         return tuple(dict.fromkeys(value for a in self.alternatives if (value := _lowest(self.domain, a)) is not None))
 

@@ -1,8 +1,8 @@
 """
-Where a key stands in a TOML file, for error messages.
+The line of a key in a TOML file, for error messages.
 
 TOML parsers keep no positions. This scan may be approximate: it finds the line of the deepest part of the key path that
-it can see, which is where an author looks first. A text is scanned once, since every rule of a manifest has a line.
+is written out. A text is scanned once, since every rule of a manifest has a line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is checked of every table of a manifest: that keys are known, and values of the form that is expected."""
+"""Reading a manifest: every table is checked for unknown keys and for the form of its values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 @frozen
 class Checks:
     """
-    The small checks that keep every complaint in one form. They carry the text and the path, so that it has its line.
+    The small checks of a reader. They know the text and the path, so that every error has its line.
 
     Attributes:
         text: The document.
@@ -37,17 +37,17 @@ class Checks:
     text: str
     path: str
 
-    def fail(self, where: tuple[str | int, ...], given: str, expected: str, fix: str) -> ManifestError:
+    def fail(self, where: tuple[str | int, ...], problem: str, expected: str, fix: str) -> ManifestError:
         """Return the error about a place."""
-        return ManifestError(given, expected, fix, self.path, locate(self.text, where))
+        return ManifestError(problem, expected, fix, self.path, locate(self.text, where))
 
-    def check(self, holds: object, where: tuple[str | int, ...], given: str, expected: str, fix: str) -> None:
-        """Complain about a place unless something holds."""
+    def check(self, holds: object, where: tuple[str | int, ...], problem: str, expected: str, fix: str) -> None:
+        """Raise the error about a place unless something holds."""
         if not holds:
-            raise self.fail(where, given, expected, fix)
+            raise self.fail(where, problem, expected, fix)
 
     def keys(self, data: Mapping[str, Any], where: tuple[str | int, ...], known: tuple[str, ...]) -> None:
-        """Complain about keys that a table does not have."""
+        """Refuse keys that a table does not have."""
         for key in data:
             if key not in known:  # looking for a near name takes longer than reading the whole manifest
                 place = ".".join(map(str, where)) or "the manifest"
@@ -124,7 +124,7 @@ DEFAULT_VARIANT: Final = "default"
 
 @frozen
 class Reader(Checks):
-    """Reads the parts of one document; the first complaint ends it."""
+    """Reads the parts of one document. The first error ends it."""
 
     def manifest(self, data: Mapping[str, Any]) -> Manifest:
         """Return the whole manifest."""
@@ -168,7 +168,7 @@ class Reader(Checks):
         if found[0] != CONTRACT_API[0]:
             raise ApiVersionError(
                 f"api = {value!r}",
-                f"this core speaks contract {CONTRACT_API[0]}.x",
+                f"this core has contract {CONTRACT_API[0]}.x",
                 "install a plugin version for this core, or another version of attnplug",
                 self.path,
                 locate(self.text, ("api",)),
@@ -226,7 +226,7 @@ class Reader(Checks):
             supports=MappingProxyType(dict(declared.fields)),
             features=declared.features,
             requires=requires,
-            install=self.ways(data, requires, where),
+            install=self.instructions(data, requires, where),
             jit=jit,
             emulates=MappingProxyType(emulates),
             rules=rules + self.rules(data, where),
@@ -323,7 +323,7 @@ class Reader(Checks):
         return option
 
     def bounds(self, data: Mapping[str, Any], where: tuple[str | int, ...]) -> None:
-        """Complain about bounds that compare with nothing."""
+        """Refuse bounds that compare with nothing."""
         kind = data["type"]
         for key in ("min", "max"):
             numbers = kind in ("int", "float") and type(data.get(key, 0)) in (int, float)
@@ -335,18 +335,19 @@ class Reader(Checks):
                 "correct it, or leave it out",
             )
 
-    def ways(
+    def instructions(
         self, data: Mapping[str, Any], requires: tuple[str, ...], where: tuple[str | int, ...]
     ) -> Mapping[str, str]:
-        """Return how to get what a variant requires, by name."""
+        """Return how to install what a variant requires, by name."""
         names = tuple(requirement_name(text) for text in requires if not check_requirement(text))
         found = self.table(data, "install", where)
         for name in found:
             self.check(
-                name in names or len(names) < len(requires),  # one that cannot be read may be the one that is meant
+                name in names
+                or len(names) < len(requires),  # an entry of requires that cannot be read may be the one that is meant
                 (*where, "install", name),
-                f"install tells of {name!r}{'' if name in names else near(name, names)}",
-                f"it tells how to get what requires names: {', '.join(names) or 'nothing'}",
+                f"install names {name!r}{'' if name in names else near(name, names)}",
+                f"it says how to install what requires names: {', '.join(names) or 'nothing'}",
                 "write the name as in requires, or leave it out",
             )
         return MappingProxyType({name: self.text_of(found, name, (*where, "install")) for name in found})
@@ -372,7 +373,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         ManifestError: The file is not there, is not UTF-8 or TOML, or breaks a rule; `ApiVersionError`
-            where it speaks another major version.
+            where it is written for another major version.
     """
     try:
         text = path.read_text(encoding="utf-8")

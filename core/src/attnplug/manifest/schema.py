@@ -1,4 +1,4 @@
-"""The parts of a manifest, parsed: frozen data without behaviour beyond looking itself up."""
+"""The parts of a manifest, parsed, as frozen data."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 CONTRACT_API: Final = (1, 0)
 """
-The contract that this core speaks: (major, minor). Another major is refused before import, a newer minor is accepted
-and noted.
+The version of the contract that this core has: (major, minor). A manifest for another major version is refused before
+import; one for a newer minor version is accepted and noted.
 """
 
 GROUP: Final = "attnplug.backends"
@@ -120,7 +120,7 @@ class Rule:
 
     Attributes:
         because: The reason, as a user reads it.
-        line: Where it stands in the manifest.
+        line: Its line in the manifest.
     """
 
     when: tuple[Condition, ...]
@@ -140,7 +140,7 @@ class Preference:
 
 @frozen
 class Option:
-    """A setting of the plugin's own. It tunes; it never changes what the backend can do."""
+    """A setting of a plugin. It tunes; it never changes what the backend supports."""
 
     name: str
     type: Literal["int", "float", "bool", "str"]
@@ -155,7 +155,7 @@ class Option:
         Return the value that a user wrote, from a text if it came from the environment.
 
         Raises:
-            SettingsError: It has another type, or lies outside the bounds.
+            SettingsError: It has another type, or is outside the bounds.
         """
         found = self._parse(value, source) if isinstance(value, str) and self.type != "str" else value
         if not self.admits(found):
@@ -163,7 +163,7 @@ class Option:
         return float(found) if self.type == "float" else found
 
     def admits(self, value: Any) -> bool:
-        """Whether `value` has the option's type and lies within its bounds."""
+        """Whether `value` has the option's type and is within its bounds."""
         kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
         if type(value) not in kinds[self.type] or (self.choices and value not in self.choices):
             return False
@@ -201,9 +201,9 @@ class Variant:
         supports: The declared fields. A field that is not here accepts its neutral value only.
         features: Open features, by dotted name.
         requires: PEP 508 requirements, checked against installed distributions and never by import.
-        install: How to get some of these, by name, where ``pip install`` of the requirement is no way.
+        install: How to install some of these, by name, where ``pip install`` of the requirement does not.
         jit: What the first use compiles with, or None.
-        emulates: Features that work, at a cost that the text states; it ranks below whoever emulates less.
+        emulates: Features that work, at a cost that the text states; it ranks below variants that emulate fewer.
         rules: The manifest's rules, then the variant's own.
     """
 
@@ -230,7 +230,7 @@ class Manifest:
         summary: One line about it.
         aliases: Its other names.
         variants: Its candidates.
-        prefer: The orders of its own variants.
+        prefer: Orders of its variants.
         options: Its settings.
         default_options: Each of them with its default.
     """
@@ -278,7 +278,7 @@ class Manifest:
 
     def read_options(self, given: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
         """
-        Return every option with its value: given, or the default.
+        Return every option with its value: the given one, or the default.
 
         Args:
             given: Values by option name.

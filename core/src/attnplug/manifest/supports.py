@@ -1,4 +1,4 @@
-"""What a variant declares: from the `supports` tables to one constraint a field."""
+"""What a variant declares: the `supports` tables, read to one constraint for each field."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def parse_supports(fail: Fail, table: Any, where: Path, *, newer: bool) -> Decla
     Args:
         fail: Makes the error for a place in the file.
         table: The table.
-        where: Where it stands.
+        where: Its place in the file.
         newer: Whether the manifest is of a newer minor version of the contract. Fields that this core does not know
-            are passed over then: nobody can ask it for them, so that leaving them out claims nothing.
+            are ignored then: no request of this core has them.
 
     Raises:
         ManifestError: A field is unknown, or a value is outside its domain.
@@ -85,14 +85,14 @@ def complete(fail: Fail, declared: Declared, where: Path) -> Declared:
 
 def _complete_cache(fail: Fail, found: Mapping[str, Constraint], where: Path) -> Mapping[str, Constraint]:
     """
-    A paged cache has a block size, which only the author knows, and a layout: tokens before heads unless said
-    otherwise.
+    Complete the declaration of a paged KV cache. Its block size only the author knows; its layout is NHD by default,
+    tokens before heads.
     """
     if "block_size" not in found:
         raise fail(
             where,
             "paged without block_size in supports",
-            "a paged cache has blocks of a supported size",
+            "a paged KV cache has blocks of a supported size",
             "declare block_size",
         )
     return {"kv_layout": Constraint(FIELDS["kv_layout"].domain, (Exact("NHD"),)), **found}
@@ -210,9 +210,8 @@ def parse_conditions(fail: Fail, table: Mapping[str, Any], where: Path) -> tuple
     """
     Read a table of conditions, all of which have to hold.
 
-    A truth value for a field that is not a flag asks whether the field is asked for: ``{ sliding_window = false
-    }`` is "no window". ``installed`` takes PEP 508
-    requirements.
+    A boolean for a field that is not a flag is about whether the field is requested: ``{ sliding_window = false }`` is
+    "no window". ``installed`` takes PEP 508 requirements.
 
     Raises:
         ManifestError: A field is unknown or a value is outside its domain.
@@ -235,7 +234,7 @@ def _condition(fail: Fail, name: str, value: Any, where: Path) -> Condition:
     if isinstance(value, bool) and not isinstance(item.domain, Flag):
         if item.required or item.kind == "derived":
             raise fail(
-                where, f"{name} = {value}", f"{name} is always asked for", "give the values that the rule is about"
+                where, f"{name} = {value}", f"{name} is always requested", "give the values that the rule is about"
             )
         return IsRequested(name, value)
     return Holds(name, parse_constraint(fail, item, value, where))

@@ -1,4 +1,4 @@
-"""What attention each architecture of transformers runs: a table, held against the library's modules by the tests."""
+"""The attention of each architecture of transformers: a table, compared with the library's modules by the tests."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Architecture:
         path: The end of an attention module's name in `named_modules()`, ``{}`` for the layer's number;
             encoder-decoders fill in the stack too.
         cross: The same for the cross attention of encoder-decoders.
-        pattern: The rule that tells windowed, chunked and full layers apart.
-        spelled: Fields that the configuration itself has to have: transformers would fill in a number of its own.
+        pattern: The rule that says which layers are windowed, chunked or full.
+        spelled: Fields that the configuration has to have: transformers has another default for each of them.
         soft_cap: The field that holds the soft cap of the scores.
         sinks: The layer kinds that have learned sinks.
         alibi: The form of the ALiBi bias.
@@ -183,7 +183,7 @@ ARCHITECTURES: Final[dict[str, Architecture]] = {
 
 _RELATIVE: Final = "it adds a learned bias of relative position to the scores"
 _STATE: Final = "it is a recurrence over a state, not attention over keys"
-_SPARSE: Final = "its pattern of attended tokens is its own, neither a window nor a chunk"
+_SPARSE: Final = "its sparsity pattern is neither a window nor a chunk"
 
 REFUSED: Final[dict[str, str]] = {
     **_because(
@@ -193,19 +193,19 @@ REFUSED: Final[dict[str, str]] = {
     ),
     **_because("mamba mamba2 falcon_mamba rwkv xlstm", _STATE),
     **_because("big_bird bigbird_pegasus longformer led reformer gpt_neo minimax_m3_vl_text", _SPARSE),
-    "deepseek_v4": "it attends compressed keys beside the windowed ones",
+    "deepseek_v4": "it attends to compressed keys beside the windowed ones",
     "diffllama": "it subtracts one attention from another",
     "doge": "it learns which keys to mask",
-    "roformer": "it rotates the scores' positions in a way of its own",
-    "paligemma": "the tokens of its prefix attend each other in both directions",
+    "roformer": "it rotates the scores' positions differently",
+    "paligemma": "the tokens of its prefix attend to each other in both directions",
 }
 """Model type -> why no requirements describe its attention."""
 
 FORBIDDEN_FIELDS: Final[dict[str, str]] = {
-    "kv_lora_rank": "multi-head latent attention (MLA) keeps a compressed cache, which contract 1.0 has no words for",
-    "index_topk": "a learned indexer chooses the attended keys",
+    "kv_lora_rank": "multi-head latent attention (MLA) has a compressed KV cache, which contract 1.0 does not express",
+    "index_topk": "a learned indexer chooses the keys",
     "relative_attention_num_buckets": _RELATIVE,
-    "use_bidirectional_attention": "some of its tokens attend later ones",
-    "add_cross_attention": "which encoder its cross attention looks at is not in this configuration",
+    "use_bidirectional_attention": "some of its tokens attend to later ones",
+    "add_cross_attention": "the encoder of its cross attention is not in this configuration",
 }
-"""A field that says so -> why no requirements describe the attention. Set to 0 or false it says nothing."""
+"""Field -> why no requirements describe the attention where it is set; 0 and false count as not set."""

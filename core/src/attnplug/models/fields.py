@@ -55,10 +55,10 @@ class Fields:
 
         Args:
             names: Field names, which mean the same.
-            least: The smallest number that makes sense.
+            least: The smallest valid number.
 
         Raises:
-            RequirementsError: It is text, a truth value, a fraction, or below `least`. Zero is not taken for absent.
+            RequirementsError: It is text, a boolean, a fraction, or below `least`. Zero does not count as absent.
         """
         name = next((name for name in names if self.data.get(name) is not None), None)
         if name is None:
@@ -89,7 +89,7 @@ class Fields:
         """Return the error for a field that has to be there."""
         return RequirementsError(
             f"{self.origin} names no {name!r}",
-            f"the attention of {self.model_type!r} follows from it, and transformers' own default is not guessed here",
+            f"the attention of {self.model_type!r} follows from it, and transformers' default is not guessed here",
             f"write {name!r} into the configuration, or pass the configuration object that transformers makes of it",
         )
 
@@ -102,7 +102,7 @@ class Fields:
     def part(self, name: str) -> Fields:
         """Return a part of a composite model; what it leaves out, such as the dtype, is the whole's."""
         inherited = {key: self.data.get(key) for key in ("dtype", "torch_dtype")}
-        # A field that is null is spelled out all the same: a window of null is none.
+        # A null that is written out counts: a window of null means no window.
         own = {key: value for key, value in self.need(name).items() if value is not None or key not in inherited}
         return Fields({**inherited, **own}, f"{self.origin}.{name}")
 
@@ -124,7 +124,7 @@ def read_fields(config: object) -> Fields:
     if not fields.model_type:
         raise RequirementsError(
             f"{origin} names no 'model_type'",
-            "the model type says how the other fields are meant",
+            "the model type says how the other fields are read",
             "pass a transformers configuration, or a config.json that has one",
         )
     return fields
@@ -151,13 +151,13 @@ def _load_json(path: Path) -> Mapping[str, Any]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise RequirementsError(
-            f"{str(file)!r} was given as the configuration",
-            f"it does not open: {error.strerror}",
+            f"{str(file)!r} was given as the configuration, and does not open: {error.strerror}",
+            "",
             "pass the path of a model's config.json, or of the folder that holds it",
         ) from error
     except ValueError as error:
         raise RequirementsError(
-            f"{str(file)!r} was given as the configuration", f"it is not JSON: {error}", "pass a config.json"
+            f"{str(file)!r} was given as the configuration, and is not JSON: {error}", "", "pass a config.json"
         ) from error
     if not isinstance(data, dict):
         raise RequirementsError(

@@ -31,7 +31,7 @@ class ModelLayer:
     Attributes:
         name: The end of its module's name.
         index: Its number in its stack, as the module's `layer_idx`.
-        requirements: What it asks of a backend.
+        requirements: What it requests of a backend.
     """
 
     name: str
@@ -49,21 +49,21 @@ def requirements(
     **engine: Any,
 ) -> dict[str, Requirements]:
     """
-    Return what each attention layer of a model asks of a backend, from its configuration alone.
+    Return what each attention layer of a model requests of a backend, from its configuration alone.
 
     The names are the ends of the modules' names in transformers: ``"layers.0.self_attn"`` of a Llama is called
     ``model.layers.0.self_attn`` in `LlamaForCausalLM` and ``layers.0.self_attn`` in `LlamaModel`. Of a composite model
-    the language model's part is described, as it reads text; ask for another part with that part's configuration. The
-    scale of the scores is not a requirement: it comes with the `Layer`.
+    the language model's part is described, as it reads text; for another part, pass that part's configuration. The
+    scale of the scores is not a requirement: the `Layer` has it.
 
     Args:
         hf_config: A transformers configuration, a mapping of its fields, or the path of a ``config.json``.
         dtype: Dtype of query, key and value, such as ``"bfloat16"``; None reads it from the configuration.
-        paged: Whether keys and values live in a paged cache, or come whole with each call. Encoders have no cache.
+        paged: Whether keys and values are in a paged KV cache, or contiguous (non-paged). Encoders have no KV cache.
         partial: Accept models of which only some layers are attention, and describe those.
-        assume: Read a model type that is not known here as this one, such as ``"llama"``; refused for a type that is.
-        engine: Further fields of `Requirements` that the engine decides, such as ``block_size=16``; those of a cache go
-            to the layers that have one.
+        assume: Read an unknown model type as this one, such as ``"llama"``; refused for a known type.
+        engine: Further fields of `Requirements` that the engine decides, such as ``block_size=16``; those of the KV
+            cache are requested of the layers that have one.
 
     Raises:
         RequirementsError: The model type is unknown, requirements cannot express its attention, or a field that decides
@@ -108,7 +108,7 @@ def model_layers(
         paged: Whether keys and values live in a paged cache.
         partial: Accept models of which only some layers are attention.
         assume: Read an unknown model type as this one.
-        fix: The fix for a model of which only some layers are attention, where `partial` is none.
+        fix: The fix for a model of which only some layers are attention, where `partial` is false.
         engine: Further fields of `Requirements`.
 
     Raises:
@@ -140,7 +140,7 @@ def _architecture(fields: Fields, assume: str | None) -> Architecture:
     if name not in ARCHITECTURES:
         raise RequirementsError(
             f"{fields.origin} is of model type {name!r}",
-            f"that is none of the {len(ARCHITECTURES)} model types in attnplug.models.architectures",
+            f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
             "build the Requirements by hand, or pass assume='llama' (or another one described) if its layers are"
             " alike; on the command line, --assume llama",
         )
@@ -152,7 +152,7 @@ def _architecture(fields: Fields, assume: str | None) -> Architecture:
 
 
 def _check_assumed(fields: Fields, assume: str | None) -> None:
-    """Refuse an assumption that would be dropped, or that says nothing."""
+    """Refuse an assumption about a known model type, or of an unknown one."""
     known = fields.model_type in ARCHITECTURES
     if assume is None or (assume == fields.model_type and known):
         return
@@ -160,7 +160,7 @@ def _check_assumed(fields: Fields, assume: str | None) -> None:
     if not isinstance(assume, str) or assume not in ARCHITECTURES:
         raise RequirementsError(
             given,
-            f"it is none of the {len(ARCHITECTURES)} model types in attnplug.models.architectures",
+            f"the {len(ARCHITECTURES)} known model types are in attnplug.models.architectures",
             "leave assume out, or pass assume='llama' (or another one described); on the command line, --assume llama",
         )
     if known:
@@ -216,7 +216,7 @@ def _is_causal(fields: Fields, architecture: Architecture) -> bool:
         return bool(fields.get("is_decoder"))
     if fields.data.get("is_causal") is False and fields.get("sliding_window") is not None:
         raise _refused(
-            fields, "without causality transformers reads its window in two ways (is_causal=False, sliding_window)"
+            fields, "without causality transformers has two meanings of its window (is_causal=False, sliding_window)"
         )
     return fields.data.get("is_causal") is not False
 
@@ -224,7 +224,7 @@ def _is_causal(fields: Fields, architecture: Architecture) -> bool:
 def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool) -> dict[str, Any]:
     cap = fields.get(architecture.soft_cap) if architecture.soft_cap else None
     if not architecture.soft_cap and fields.get("attn_logit_softcapping") is not None:
-        raise _refused(fields, "transformers does not look at its attn_logit_softcapping")
+        raise _refused(fields, "transformers ignores its attn_logit_softcapping")
     return {
         "attn_type": "decoder" if causal else "encoder_only",
         "logits_soft_cap": cap,
@@ -237,7 +237,7 @@ def _mask(fields: Fields, architecture: Architecture, kind: str, *, causal: bool
 
 
 def _block_sparse(fields: Fields) -> dict[str, Any]:
-    """Return the pattern of Phi-3-small's configuration, in the words of the requirements."""
+    """Return the pattern of Phi-3-small's configuration, as the requirements have it."""
     return {
         "max_seqlen": fields.need_integer("max_position_embeddings"),
         "block_size": fields.need_integer("blocksparse_block_size"),
@@ -248,7 +248,7 @@ def _block_sparse(fields: Fields) -> dict[str, Any]:
 
 
 def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
-    """Return the tokens that a token attends on one side, itself included; encoders count without itself."""
+    """Return the tokens that a token attends to on one side, itself included; encoders count without itself."""
     both_sides = fields.get("sliding_window") is None and "local_attention" in architecture.spelled
     width = fields.need_integer("local_attention") // 2 if both_sides else fields.need_integer("sliding_window")
     return width if causal else width + 1
@@ -267,14 +267,14 @@ def _divided(fields: Fields, architecture: Architecture, count: int) -> int:
     if hidden < count or (hidden % count and not architecture.floors):
         raise RequirementsError(
             f"{fields.origin} has a hidden size of {hidden} and {count} attention heads",
-            f"{hidden} is no multiple of {count}, and transformers' {fields.model_type!r} does not run that way",
+            f"{hidden} is no multiple of {count}, which transformers' {fields.model_type!r} requires",
             "correct the hidden size or the number of heads, or name the size of a head in 'head_dim'",
         )
     return hidden // count
 
 
 def _shares_cache(fields: Fields, index: int, count: int, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The last `num_kv_shared_layers` read the cache of an earlier layer; in dense calls keys come with the call."""
+    """The last `num_kv_shared_layers` read the KV cache of an earlier layer; with contiguous K/V there is none."""
     shared = fields.integer("num_kv_shared_layers", least=0) or 0
     return {"kv_sharing": bool(wanted["paged"]) and index >= count - shared}
 
@@ -294,15 +294,15 @@ def _two_stacks(fields: Fields, architecture: Architecture, wanted: Mapping[str,
 
 
 def _require(wanted: Mapping[str, Any], own: Mapping[str, Any]) -> Requirements:
-    asked = {**wanted, **own}
-    if asked["attn_type"] in ("encoder", "encoder_only"):
-        asked["paged"] = False
-        asked = {name: value for name, value in asked.items() if name not in _CACHE_FIELDS}
-    return Requirements(**asked)
+    fields = {**wanted, **own}
+    if fields["attn_type"] in ("encoder", "encoder_only"):
+        fields["paged"] = False
+        fields = {name: value for name, value in fields.items() if name not in _CACHE_FIELDS}
+    return Requirements(**fields)
 
 
 def _refuse_gaps(fields: Fields, architecture: Architecture, layers: tuple[ModelLayer, ...], fix: str) -> None:
-    """Refuse a model of which some layers are something else, unless the caller said that the rest will do."""
+    """Refuse a model of which some layers are something else."""
     if architecture.family == "encoder_decoder":
         return
     described = {layer.index for layer in layers}

@@ -1,4 +1,4 @@
-"""Which kind of attention each layer has: how transformers' configurations spread windows and chunks over layers."""
+"""The kind of attention of each layer: how transformers' configurations distribute windows and chunks over layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ Pattern: TypeAlias = Callable[["Fields", int], Sequence[str]]
 
 
 def full(fields: Fields, count: int) -> Sequence[str]:
-    """Every token attends every earlier one. A window, which such a model would ignore, is refused."""
+    """Every token attends to every earlier one. A window, which such a model would ignore, is refused."""
     if fields.get("sliding_window") is not None and fields.data.get("use_sliding_window") is not False:
         raise RequirementsError(
             f"{fields.origin} has sliding_window={fields.get('sliding_window')}",
-            f"transformers' {fields.model_type!r} has no windowed layers and would not look at it",
+            f"transformers' {fields.model_type!r} has no windowed layers and would ignore it",
             "leave sliding_window out, or name the model type whose layers are windowed",
         )
     return [FULL] * count
@@ -90,7 +90,7 @@ def late(fields: Fields, count: int) -> Sequence[str]:
 
 
 def chunked_with_rope(fields: Fields, count: int) -> Sequence[str]:
-    """Layers with rotary positions are chunked, the others see everything."""
+    """Layers with rotary positions are chunked, the others are full."""
     return [CHUNKED if has_rope else FULL for has_rope in _rope_layers(fields, count)]
 
 

@@ -1,4 +1,4 @@
-"""What a host asks for: requirements, devices and settings, as plain data."""
+"""What a host requests: requirements, devices and settings, as plain data."""
 
 from __future__ import annotations
 

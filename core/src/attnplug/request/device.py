@@ -1,9 +1,8 @@
 """
-CUDA compute capabilities: numbers that are only partly ordered.
+Devices, and CUDA compute capabilities: numbers that are only partly ordered.
 
 ``9.0`` names hardware. ``9.0a`` names code that runs on exactly that hardware, ``10.0f`` code that runs on its family
-(same major number, same or newer
-minor number). Source: the CUDA C++ Programming Guide, "Feature Set Compiler Targets".
+(same major number, same or newer minor number). Source: the CUDA C++ Programming Guide, "Feature Set Compiler Targets".
 """
 
 from __future__ import annotations
@@ -31,9 +30,8 @@ class ComputeCapability:
     """
     One compute capability.
 
-    It has no order of its own: 12.x is not "more" than 10.x, since code for one does not run on the other. Ranges
-    in a manifest compare `number`,
-    because there the author has written both ends down.
+    Capabilities are not ordered: 12.x is not "more" than 10.x, since code for one does not run on the other. Ranges in
+    a manifest compare `number`, because there the author has written both ends down.
     """
 
     major: int
@@ -91,7 +89,7 @@ HARDWARE: Final = tuple(
         (12, 1),
     )
 )
-"""What there is to run on, oldest first. Source: NVIDIA, "CUDA GPU Compute Capability"."""
+"""The existing hardware, oldest first. Source: NVIDIA, "CUDA GPU Compute Capability"."""
 
 
 _DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and either's under WSL
@@ -111,7 +109,7 @@ def _to_capability(value: Any) -> ComputeCapability | None:
         raise DeviceError(
             f"compute capability {value!r} was given",
             f"it is {error}",
-            "write it as major.minor, such as '9.0'; an index is none",
+            "write it as major.minor, such as '9.0', not as a device index",
         ) from None
 
 
@@ -122,7 +120,7 @@ class Device:
 
     Attributes:
         type: Device type as torch names it: ``"cpu"``, ``"cuda"``, ``"xpu"``, ...
-        vendor: Who made it; NVIDIA for cuda unless said otherwise.
+        vendor: The manufacturer; by default NVIDIA for cuda.
         name: Product name.
         compute_capability: For cuda devices.
         num_multiprocessors: Streaming multiprocessors.
@@ -161,7 +159,7 @@ class Device:
 
     @classmethod
     def cuda(cls, compute_capability: str | ComputeCapability | tuple[int, int], *, name: str | None = None) -> Device:
-        """Return an NVIDIA device as plain data; nothing of this machine is looked at."""
+        """Return an NVIDIA device as plain data, whatever this machine has."""
         return cls("cuda", name=name, compute_capability=compute_capability)
 
     @classmethod
@@ -184,9 +182,8 @@ class Device:
         """
         Return the device that this process would use first.
 
-        Honours CUDA_VISIBLE_DEVICES and creates no CUDA context: NVIDIA devices are read through NVML where
-        its bindings are installed
-        (``attnplug[nvml]``); torch is asked only if the process has already imported it.
+        Honors CUDA_VISIBLE_DEVICES and creates no CUDA context: NVIDIA devices are read through NVML where its bindings
+        are installed (``attnplug[nvml]``), and through torch only if the process has already imported it.
 
         Raises:
             DeviceError: CUDA_VISIBLE_DEVICES names a device that is not there.
@@ -226,25 +223,25 @@ class Device:
 
     def __str__(self) -> str:
         capability = f":{self.compute_capability}" if self.compute_capability else ""
-        told = self.name or (self.vendor if self.vendor != default_vendor(self.type) else None)
-        return f"{self.type}{capability}" + (f" ({told})" if told else "")
+        product = self.name or (self.vendor if self.vendor != default_vendor(self.type) else None)
+        return f"{self.type}{capability}" + (f" ({product})" if product else "")
 
 
 def is_unseen() -> bool:
     """
     Whether a GPU is likely here that nothing in this process can see: its driver's files are there, NVML's bindings are
-    not, and torch is not imported. `Device.current` says CPU then, for want of a better answer.
+    not, and torch is not imported. `Device.current` returns the CPU then.
     """
     return (
         "torch" not in sys.modules
         and os.environ.get("CUDA_VISIBLE_DEVICES") not in _HIDDEN
-        and any(os.path.exists(path) for path in _DRIVERS)  # noqa: PTH110 - asked on every question of such a process
+        and any(os.path.exists(path) for path in _DRIVERS)  # noqa: PTH110 - pathlib costs more, and every request of such a process checks this
         and find_spec("pynvml") is None
     )
 
 
 def foreign_device(device: object) -> DeviceError:
-    """Return the error for a device that is no text, such as torch's, with the text to write for it."""
+    """Return the error for an object that is no device, such as torch's, with the text to write for it."""
     kind = getattr(device, "type", None)
     text = f"{kind}:9.0" if kind == "cuda" else kind
     other = ", or describe another with Device.cuda('9.0')"
@@ -267,7 +264,7 @@ def multiprocessors(cores: int, capability: tuple[int, int]) -> int:
 
 
 def _from_initialized_torch() -> Device | None:
-    """A process that already holds a CUDA context has the exact answer, visible devices and their order included."""
+    """Read the device of a process that has a CUDA context: that respects visible devices and their order."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():  # is_available would start CUDA's driver: 150 ms
         return None

@@ -1,7 +1,7 @@
 """
-The kinds of value that a field can have.
+The fields of a request, and the kinds of value that they can have.
 
-A domain turns what a user or a manifest wrote into the one canonical value that is compared, and says how values are
+A domain turns what a user or a manifest wrote into the one canonical value that is compared, and defines how values are
 ordered and described.
 """
 
@@ -47,7 +47,7 @@ class Domain(ABC):
         return None
 
     def allows(self, allowed: Any, value: Any) -> bool:
-        """Whether a value that a manifest lists admits the asked `value`."""
+        """Whether a value that a manifest lists admits the requested `value`."""
         return bool(allowed == value)
 
     def span(self, allowed: Any) -> tuple[Any, Any] | None:
@@ -57,8 +57,8 @@ class Domain(ABC):
 
     def example(self) -> Any:
         """
-        Return a value for a range without bounds, or None where no value is better known than others: of names and
-        texts that anybody may add to.
+        Return a value for a range without bounds, or None where no value is better known than others: of open names and
+        of texts.
         """
         return None
 
@@ -202,7 +202,7 @@ class Text(Domain):
 
 @frozen(kw_only=True)
 class Names(Domain):
-    """A set of names, kept in a canonical order. Asking for it asks for each of them."""
+    """A set of names, kept in a canonical order. To request it is to request each of them."""
 
     each: Name
     empty: bool = True
@@ -231,7 +231,7 @@ class Names(Domain):
 class Table(Domain):
     """A table of plain values, kept as sorted pairs so that it hashes."""
 
-    text: str = "a table of names to numbers, truth values or texts"
+    text: str = "a table of names to numbers, booleans or texts"
 
     def canonical(self, value: Any) -> tuple[tuple[str, int | float | bool | str], ...]:
         """Return the canonical form."""
@@ -266,7 +266,7 @@ class Capability(Domain):
         return value.number
 
     def allows(self, allowed: ComputeCapability, value: ComputeCapability) -> bool:
-        """Whether the code that a manifest lists runs on the asked hardware."""
+        """Whether the code that a manifest lists runs on the requested hardware."""
         return allowed.runs(value)
 
     def span(self, allowed: ComputeCapability) -> tuple[ComputeCapability, ComputeCapability] | None:
@@ -285,7 +285,7 @@ class Capability(Domain):
 
 
 def read_only(mapping: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a view of a copy that nobody can change."""
+    """Return a read-only view of a copy."""
     return MappingProxyType(dict(mapping))
 
 
@@ -299,13 +299,13 @@ class Field:
 
     Attributes:
         name: Its name.
-        kind: Who decides it: the *model*, the *engine*, the *device*, or *derived* from other fields (rules only).
+        kind: What decides it: the *model*, the *engine*, the *device*, or other fields (*derived*, for rules only).
         domain: The values that it can have.
-        help: What it asks for, with units.
-        neutral: The value that asks for nothing: every backend serves it without declaring the field.
+        help: What it requests, with units.
+        neutral: The value that requests nothing: every backend serves it without declaring the field.
         required: Whether it must be given, and declared in a manifest.
-        open: Whether an undeclared field accepts any value. Closed is the rule; open are facts that no
-            kernel depends on unless it says so.
+        open: Whether an undeclared field accepts any value. Most fields are closed; open are facts that no kernel
+            depends on unless its manifest declares it.
         free: Whether None leaves the value to the negotiation.
     """
 
@@ -319,7 +319,7 @@ class Field:
     free: bool = False
 
     def is_optional(self) -> bool:
-        """Whether None is a value: "not asked for", or "settle it"."""
+        """Whether None is a value: "not requested", or "settle it"."""
         return self.neutral is None and not self.required
 
 
@@ -359,7 +359,7 @@ _ALL: Final = (
     Field("dtype", "model", _DTYPE, "dtype of query, key, value and output", required=True),
     Field("head_size_v", "model", Integer(), "size of one value head; the neutral value is head_size"),
     Field(
-        "sliding_window", "model", Integer(), "tokens that a token attends, itself included; left = w - 1, right = 0"
+        "sliding_window", "model", Integer(), "tokens that a token attends to, itself included; left = w - 1, right = 0"
     ),
     Field("attention_chunk", "model", Integer(), "chunked-local attention: tokens per chunk"),
     Field("logits_soft_cap", "model", Number(), "scores become cap * tanh(score / cap)"),
@@ -372,29 +372,29 @@ _ALL: Final = (
         "causal",
         "model",
         Flag(),
-        "a token attends no later token; neutral is true for decoders, false otherwise",
+        "a token attends to no later token; neutral is true for decoders, false otherwise",
         neutral=True,
     ),
     Field("block_sparse", "model", Table(), "a block-sparse pattern: its parameters"),
-    Field("custom_mask", "model", Flag(), "an arbitrary mask comes with the call", neutral=False),
-    Field("kv_sharing", "model", Flag(), "the layer reads the cache of an earlier layer", neutral=False),
+    Field("custom_mask", "model", Flag(), "each call has an arbitrary mask", neutral=False),
+    Field("kv_sharing", "model", Flag(), "the layer reads the KV cache of an earlier layer", neutral=False),
     Field(
         "paged",
         "engine",
         Flag(),
-        "keys and values live in a paged cache; otherwise they come whole with each call",
+        "keys and values are in a paged KV cache; otherwise each call has contiguous K/V",
         neutral=False,
     ),
     Field(
         "phases",
         "engine",
         Names(each=Name(values=("prefill", "decode")), empty=False),
-        "the phases that this backend has to serve",
+        "the phases that the backend has to serve",
         neutral=("prefill", "decode"),
     ),
-    Field("block_size", "engine", Integer(), "tokens per cache block", free=True),
+    Field("block_size", "engine", Integer(), "tokens per KV-cache block", free=True),
     Field("kv_layout", "engine", Name(values=("NHD", "HND")), "order of tokens and heads inside a block", free=True),
-    Field("kv_cache_dtype", "engine", _CACHE_DTYPE, "dtype of the cache; auto is the dtype", neutral="auto"),
+    Field("kv_cache_dtype", "engine", _CACHE_DTYPE, "dtype of the KV cache; auto is the dtype", neutral="auto"),
     Field(
         "cudagraph",
         "engine",
@@ -402,7 +402,9 @@ _ALL: Final = (
         "least CUDA graph level that the engine needs",
         neutral="never",
     ),
-    Field("cascade", "engine", Flag(), "a prefix shared by all requests is attended once", neutral=False),
+    Field(
+        "cascade", "engine", Flag(), "attention over a prefix shared by all requests is computed once", neutral=False
+    ),
     Field("return_lse", "engine", Flag(), "the log-sum-exp is returned too", neutral=False),
     Field("decode_query_len", "engine", Integer(), "longest query of a decode, in tokens", neutral=1),
     Field("dcp_size", "engine", Integer(), "ranks of decode context parallelism", neutral=1),
@@ -411,14 +413,14 @@ _ALL: Final = (
         "seq_lens_cpu_kind",
         "engine",
         Name(values=("exact", "upper_bound", "absent")),
-        "sequence lengths known on the host",
+        "CPU sequence lengths: exact, an upper bound, or absent",
         neutral="exact",
     ),
     Field("per_head_scales", "engine", Flag(), "quantization scales are per head", neutral=False),
     Field("output_quant", "engine", _QUANTIZED, "the output is quantized to this dtype"),
     Field("features", "engine", Names(each=_FEATURE), "open features, by dotted name", neutral=()),
     Field("device_type", "device", Word(), "device type, as torch names it", required=True),
-    Field("vendor", "device", Word(), "who made the device; undeclared, a variant for cuda admits NVIDIA only"),
+    Field("vendor", "device", Word(), "the device's manufacturer; undeclared, a variant for cuda admits NVIDIA only"),
     Field("compute_capability", "device", Capability(), "CUDA compute capability"),
     Field("device_name", "device", Text(), "the device's product name", open=True),
     Field("num_multiprocessors", "device", Integer(), "streaming multiprocessors", open=True),

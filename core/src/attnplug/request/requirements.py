@@ -1,4 +1,4 @@
-"""What a layer of a model, and the engine around it, ask of an attention backend."""
+"""What a layer of a model, and the engine around it, request of an attention backend."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _OUT_OF_SCOPE = {
 
 
 def _named_fields_only(cls: _C) -> _C:
-    """Make the constructor answer unknown and missing names with an error of this project instead of a TypeError."""
+    """Make the constructor raise an error of this project for unknown and missing names, instead of a TypeError."""
     construct: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @wraps(construct)
@@ -59,10 +59,10 @@ def _named_fields_only(cls: _C) -> _C:
 def _check_known(name: str) -> None:
     if name in _OUT_OF_SCOPE:
         raise RequirementsError(
-            f"{name!r} was asked for",
+            f"{name!r} was requested",
             "contract 1.0 is for inference with multi-head, grouped-query and multi-query attention: "
             f"{_OUT_OF_SCOPE[name]}",
-            f"drop {name!r}, and keep the model's own attention where it is needed",
+            f"leave {name!r} out, and keep the model's own attention where it is needed",
         )
     if name not in _NAMES:
         known = [item.name for item in _REQUESTED]
@@ -77,12 +77,12 @@ def _check_known(name: str) -> None:
 @frozen(eq=False, kw_only=True)
 class Requirements:
     """
-    One attention layer's needs. Frozen, hashable, free of tensors; values are canonical after construction
-    (``"fp8"`` reads ``"fp8_e4m3"``).
+    The requirements of one attention layer. Frozen, hashable, free of tensors; values are canonical after construction
+    (``"fp8"`` becomes ``"fp8_e4m3"``).
 
-    The meaning of each field is in `attnplug.request.fields`. The first group belongs to the *model*: no fix
-    ever changes it. The second group belongs to
-    the *engine*. `block_size` and `kv_layout` may be left None: the negotiation settles them.
+    The meaning of each field, with its unit, is in `attnplug.request.fields`. The first group belongs to the *model*:
+    no fix ever changes it. The second group belongs to the *engine*. `block_size` and `kv_layout` may be left None: the
+    negotiation settles them.
 
     Raises:
         RequirementsError: A name is unknown, a value is outside its domain, or two values contradict each other.
@@ -125,7 +125,7 @@ class Requirements:
     _requested: tuple[tuple[str, Any], ...] = field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
-        put = object.__setattr__
+        put = object.__setattr__  # of a frozen class; values are canonical before anything compares or hashes them
         for item in _REQUESTED:
             put(self, item.name, _canonical(item, getattr(self, item.name)))
         for name, settle in _DEPENDENT.items():
@@ -178,7 +178,7 @@ class Requirements:
         return Requirements(**{**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what was asked as plain JSON values: required fields, and those that differ from their default."""
+        """Return plain JSON values: required fields, and those that differ from their default."""
         return {
             item.name: item.domain.dump(value)
             for item, value in zip(_REQUESTED, self._key, strict=True)
@@ -197,7 +197,7 @@ class Requirements:
 
 
 def neutral(name: str, facts: Mapping[str, Any]) -> Any:
-    """Return the value of a field that asks for nothing, given the other facts."""
+    """Return the value of a field that requests nothing; some follow from other fields."""
     if name == "head_size_v":
         return facts["head_size"]
     if name == "kv_cache_dtype":
@@ -219,12 +219,12 @@ def _canonical(item: Field, value: Any) -> Any:
         raise RequirementsError(
             f"{item.name}={value!r} was given",
             f"{item.name} ({item.help}) is {error}" + (", or None" if item.is_optional() else ""),
-            _way_out(item, value) + ("" if item.required else ", or leave it out"),
+            _fix(item, value) + ("" if item.required else ", or leave it out"),
         ) from None
 
 
-def _way_out(item: Field, value: Any) -> str:
-    """Say what to write for a name in other letters, or for an object of torch."""
+def _fix(item: Field, value: Any) -> str:
+    """Return what to write for a name in upper or lower case, or for an object of torch."""
     word = str(value).rpartition(".")[2]
     if isinstance(item.domain, Name):
         for name in (word, word.lower(), word.upper(), _OF_TORCH.get(word)):
@@ -234,7 +234,7 @@ def _way_out(item: Field, value: Any) -> str:
 
 
 def _default(requirements: Requirements, item: Field) -> Any:
-    """Return the value that leaving the field out would give; none for a required field."""
+    """Return the value of a field that is left out; None for a required field."""
     settle = _DEPENDENT.get(item.name)
     return settle(requirements) if settle else _DEFAULTS.get(item.name)
 
@@ -276,32 +276,32 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Requirements], bool], Callable[[Requireme
     (
         lambda r: bool(r.causal) and r.attn_type != "decoder",
         lambda r: f"causal=True and attn_type={r.attn_type!r} were given",
-        "encoder and cross attention look at every key",
-        "leave causal out, or ask for attn_type='decoder'",
+        "encoder and cross attention attend to every key",
+        "leave causal out, or request attn_type='decoder'",
     ),
     (
         lambda r: bool(r.paged) and _is_encoder(r),
         lambda r: f"paged=True and attn_type={r.attn_type!r} were given",
-        "encoder attention has no cache",
-        "leave paged out, or ask for attn_type='decoder'",
+        "encoder attention has no KV cache",
+        "leave paged out, or request attn_type='decoder'",
     ),
     (
         lambda r: not r.paged and (r.block_size is not None or r.kv_layout is not None),
         lambda r: f"paged=False, block_size={r.block_size} and kv_layout={r.kv_layout!r} were given",
-        "block size and layout describe a paged cache",
-        "leave block_size and kv_layout out, or ask for paged=True",
+        "block size and layout describe a paged KV cache",
+        "leave block_size and kv_layout out, or request paged=True",
     ),
     (
         lambda r: not r.paged and r.kv_cache_dtype != r.dtype,
         lambda r: f"paged=False and kv_cache_dtype={r.kv_cache_dtype!r} were given",
-        "only a paged cache has a dtype of its own",
-        "leave kv_cache_dtype out, or ask for paged=True",
+        "only a paged KV cache has another dtype than the layer",
+        "leave kv_cache_dtype out, or request paged=True",
     ),
     (
         lambda r: not r.paged and (r.cascade or r.dcp_size > 1 or r.kv_sharing),
         lambda r: f"paged=False, cascade={r.cascade}, dcp_size={r.dcp_size} and kv_sharing={r.kv_sharing} were given",
-        "a shared prefix, a cache spread over ranks and a cache shared between layers need a paged cache",
-        "ask for paged=True",
+        "cascade, decode context parallelism and KV sharing need a paged KV cache",
+        "request paged=True",
     ),
     (
         lambda r: r.decode_query_len > 1 and "decode" not in r.phases,

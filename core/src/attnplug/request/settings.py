@@ -1,5 +1,5 @@
 """
-What the environment and the configuration file say, read once.
+The settings of the environment and of the configuration file, read once.
 
 Precedence, highest first: the call, `using`, environment variables, the configuration file, automatic.
 """
@@ -51,12 +51,11 @@ class Settings:
         block: Backends that may not be used. A blocked backend's code never runs.
         strict: Whether a plugin's failure is raised where it happens instead of being recorded.
         profile: File of measured times, or None.
-        evidence: Folders with evidence of what was verified, besides what plugins bring along.
-        kv_layout: The layout that paged caches are asked for where their requirements leave it open; None leaves it to
-            the negotiation.
+        evidence: Folders with evidence of what was verified, besides what plugins ship.
+        kv_layout: The layout of paged KV caches whose requirements leave it open; None leaves it to the negotiation.
         options: Options of each backend, raw as read; each backend's manifest validates its own.
-        sources: Where each setting comes from. What comes before others stands after them: that tells which of two
-            names of one backend has the last word about an option.
+        sources: Where each setting comes from. A source with precedence over others is placed after them: that order
+            decides between two values of an option that were set under two names of one backend.
     """
 
     backend: tuple[str, ...] = ()
@@ -98,13 +97,13 @@ class Settings:
 
 
 def layered(below: Mapping[str, str], above: Mapping[str, str]) -> dict[str, str]:
-    """Return the sources of settings after some were overridden: these stand last, as `Settings.sources` says."""
+    """Return the sources of settings after some were overridden: those come last, as `Settings.sources` says."""
     return {**{name: source for name, source in below.items() if name not in above}, **above}
 
 
 def parse_flag(text: str, name: str) -> bool:
     """
-    Read a truth value.
+    Read a boolean.
 
     Raises:
         SettingsError: The text is neither true nor false.
@@ -150,10 +149,10 @@ def parse_folders(text: str, name: str) -> tuple[str, ...]:
 
 def parse_layout(value: Any, name: str) -> str:
     """
-    Read a layout of the cache.
+    Read a layout of the KV cache.
 
     Raises:
-        SettingsError: It is none.
+        SettingsError: The layout is invalid.
     """
     try:
         return str(_LAYOUT.canonical(value))
@@ -161,12 +160,12 @@ def parse_layout(value: Any, name: str) -> str:
         raise SettingsError(
             f"{name}={value!r} is set{near(str(value).upper(), _LAYOUT.values)}",
             f"it is {error}",
-            f"set {name}={_meant(value)}, or unset it and each backend's own order decides",
+            f"set {name}={_meant(value)}, or unset it: each backend then has its own order of layouts",
         ) from None
 
 
 def _meant(value: Any) -> str:
-    """Return the layout that is nearest to what was written."""
+    """Return the layout whose name is nearest to what was written."""
     return next(iter(get_close_matches(str(value).upper(), _LAYOUT.values, n=1)), _LAYOUT.values[0])
 
 
@@ -227,8 +226,8 @@ def _default_file(environ: Mapping[str, str]) -> Path:
 
 def _user_folder() -> Path:
     """
-    Return what platformdirs answers; importing it takes 3 ms of a first selection's 15, and Linux has a plain answer
-    nearly always.
+    Return what platformdirs returns. Importing it takes 3 ms of a first selection's 15, so the usual case of Linux, the
+    XDG base directory specification, is handled here.
     """
     given, home = os.environ.get("XDG_CONFIG_HOME", ""), os.environ.get("HOME", "")
     if sys.platform == "linux" and given.startswith("/"):
@@ -247,11 +246,11 @@ def _from_file(file: Path, *, named: bool) -> dict[str, tuple[Any, str]]:
         if not named:
             return {}
         raise SettingsError(
-            f"the configuration file {str(file)!r} was named", "it does not exist", "create it, or unset it"
+            f"the configuration file {str(file)!r} does not exist", "", "create it, or unset ATTNPLUG_CONFIG"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(
-            f"the configuration file {str(file)!r} exists", f"it cannot be read: {error}", "repair it, or move it"
+            f"the configuration file {str(file)!r} cannot be read: {error}", "", "repair it, or move it"
         ) from error
     return {name: (_checked(file, name, value), f"file {file}") for name, value in _parse(file, text).items()}
 
@@ -260,9 +259,7 @@ def _parse(file: Path, text: str) -> dict[str, Any]:
     try:
         return parse_toml(text)
     except ValueError as error:
-        raise SettingsError(
-            f"the configuration file {str(file)!r} exists", f"it is not TOML: {error}", "repair it"
-        ) from error
+        raise SettingsError(f"the configuration file {str(file)!r} is not TOML: {error}", "", "repair it") from error
 
 
 def _checked(file: Path, name: str, value: Any) -> Any:
@@ -277,7 +274,7 @@ def _checked(file: Path, name: str, value: Any) -> Any:
         return value
     known = (*_VARIABLES, "options")
     raise SettingsError(
-        f"{name} = {value!r} stands in {str(file)!r}{near(name, known) if name not in known else ''}",
+        f"{name} = {value!r} is in {str(file)!r}{near(name, known) if name not in known else ''}",
         "the settings are backend, allow, block (a name or a list of names), strict (true or false), profile (a file), "
         "evidence (a folder or a list of folders), kv_layout ('NHD' or 'HND'), [options.BACKEND]",
         "correct or remove the line",
@@ -293,7 +290,7 @@ def _option_tables(value: Any, origin: str) -> dict[str, dict[str, Any]]:
     if isinstance(value, Mapping) and all(isinstance(table, Mapping) for table in value.values()):
         return {str(backend): dict(table) for backend, table in value.items()}
     raise SettingsError(
-        f"options = {value!r} stands in the {origin}",
+        f"options = {value!r} is in the {origin}",
         "options are tables [options.BACKEND]",
         "write one table a backend",
     )

@@ -1,6 +1,6 @@
 """
-TOML, from the standard library where it has it (Python 3.11), from tomli before. Imported when the first file is
-read: the module costs 10 ms.
+TOML, read with the standard library from Python 3.11 on, and with tomli before. The parser is imported when the first
+file is read: it costs 10 ms.
 """
 
 from __future__ import annotations
