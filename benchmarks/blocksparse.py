@@ -30,6 +30,9 @@ from statistics import median
 from typing import Any
 
 import torch
+from attnplug_blocksparse.params import BlocksparseParams
+from attnplug_blocksparse.prompt import is_for
+from attnplug_blocksparse.scales import Scales
 from attrs import evolve, frozen
 from sparsity import Cost, decode_cost, prefill_cost
 from torch import Tensor
@@ -42,10 +45,8 @@ from attnplug_blocksparse.pattern import BlocksparseParams, Pattern
 from attnplug_blocksparse.plan import DecodePlan, PrefillPlan, Scales
 from attnplug_blocksparse.prefill_single import has_specialized_kernel, supports_tma
 from attnplug_blocksparse.tiles import DecodeTiles, HopperTiles, PrefillTiles
-from attnplug_kit.bench.clock import DeviceClock
-from attnplug_kit.bench.interleaved import Contender, interleaved
-from attnplug_kit.bench.machine import machine
-from attnplug_kit.oracle.sparsity import seen_by
+from attnplug_kit.bench import Contender, DeviceClock, interleaved, machine
+from attnplug_kit.oracle import seen_by
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, SIZE = 32, 8, 128

@@ -21,19 +21,25 @@ import torch
 from attrs import evolve, frozen
 from stepwise import NOT_HERE, is_here, measure_all
 
-from attnplug_kit.bench.choice import Choice
-from attnplug_kit.bench.clock import host_clock, work_clock
-from attnplug_kit.bench.finding import Finding, setup_of
-from attnplug_kit.bench.interleaved import Contender, interleaved
-from attnplug_kit.bench.measurement import Measurement
-from attnplug_kit.bench.rig import Rig, make_rig
-from attnplug_kit.bench.step import Step
+from attnplug_kit.bench import (
+    Contender,
+    Measurement,
+    Rig,
+    SectionResult,
+    Step,
+    Target,
+    host_clock,
+    interleaved,
+    make_rig,
+    setup_of,
+    work_clock,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnplug.contract import Metadata
-    from attnplug_kit.bench.interleaved import Samples
+    from attnplug_kit.bench import Samples
 
 NAME = "cascade"
 _APART = 2**-5  # of the largest number of a result: the two round at other places, to 2**-9 of each in bfloat16
@@ -96,28 +102,25 @@ class Shared:
     prefix: int
 
     @classmethod
-    def of(cls, case: Case, choice: Choice) -> Shared:
+    def of(cls, case: Case, choice: Target) -> Shared:
         """Return it. All requests get the first one's pages for the prefix."""
         rig = make_rig(case.step, choice, cascade=True)
-        planner = rig.planner
-        columns = case.prefix // planner.block_size
-        blocks = tuple(planner.blocks[0][:columns] + own[columns:] for own in planner.blocks)
-        planner = evolve(planner, blocks=blocks)
-        rig = evolve(rig, planner=planner, metadata=planner.builder.build(planner.batch()))
-        batch = evolve(planner.batch(), common_prefix_len=case.prefix)
-        return cls(rig, planner.builder.build(batch), case.prefix)
+        columns = case.prefix // rig.block_size
+        blocks = tuple(rig.blocks[0][:columns] + own[columns:] for own in rig.blocks)
+        rig = rig.for_step(rig.step, blocks)
+        batch = evolve(rig.batch(), common_prefix_len=case.prefix)
+        return cls(rig, rig.builder.build(batch), case.prefix)
 
     @property
     def chosen(self) -> str:
         """What the heuristic says."""
         step = self.rig.step
-        uses = self.rig.planner.builder.use_cascade_attention(self.prefix, step.query_lens)
+        uses = self.rig.builder.use_cascade_attention(self.prefix, step.query_lens)
         return "cascade" if uses else "flat"
 
     def builds(self) -> dict[str, Contender]:
         """Return both builds; a batch is new at each step."""
-        planner = self.rig.planner
-        flat, build = planner.batch(), planner.builder.build
+        flat, build = self.rig.batch(), self.rig.builder.build
         shared = evolve(flat, common_prefix_len=self.prefix)
         return {"flat": Contender(build, lambda: evolve(flat)), "cascade": Contender(build, lambda: evolve(shared))}
 
@@ -145,7 +148,7 @@ class Shared:
             raise RuntimeError(message)
 
 
-def measured(case: Case, choice: Choice, repeats: int) -> Finding:
+def measured(case: Case, choice: Target, repeats: int) -> SectionResult:
     """
     Measure one case.
 
@@ -154,13 +157,13 @@ def measured(case: Case, choice: Choice, repeats: int) -> Finding:
     """
     shared = Shared.of(case, choice)
     shared.check()
-    kind = shared.rig.planner.backend.device.type
+    kind = shared.rig.backend.device.type
     device, host = work_clock(kind), host_clock(kind)
     ran = interleaved(shared.forwards(), device, repeats)
     built = interleaved(shared.builds(), host, repeats)
     numbers = [*_told(case, ran, f"forward, {device.what}", "ms"), *_told(case, built, f"build, {host.what}", "us")]
     note = f"{case.what}: the heuristic chooses {shared.chosen}"
-    return Finding(tuple(numbers), setup_of(shared.rig.planner.backend), (note,))
+    return SectionResult(tuple(numbers), setup_of(shared.rig.backend), (note,))
 
 
 def _told(case: Case, samples: Samples, what: str, unit: Any) -> Iterator[Measurement]:
@@ -173,7 +176,7 @@ def _told(case: Case, samples: Samples, what: str, unit: Any) -> Iterator[Measur
 def main() -> int:
     """Measure all cases."""
     options = _options()
-    choice = Choice(options.backend, "cuda", 1)
+    choice = Target(options.backend, "cuda", 1)
     if not is_here(choice):
         return NOT_HERE
     options.out.mkdir(parents=True, exist_ok=True)

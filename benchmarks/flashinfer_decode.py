@@ -27,9 +27,7 @@ import torch
 from attrs import asdict, frozen
 from torch import Tensor
 
-from attnplug_kit.bench.clock import DeviceClock, LaunchClock
-from attnplug_kit.bench.interleaved import Contender, interleaved
-from attnplug_kit.bench.machine import machine
+from attnplug_kit.bench import Contender, DeviceClock, LaunchClock, interleaved, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -29,7 +29,7 @@ import attnplug
 from attnplug.errors import RequirementsError
 from attnplug_flashinfer.prebuilt import needed_modules
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.pairwise import covering_asks
+from attnplug_kit.conformance.pairwise import covering_specs
 from attnplug_kit.conformance.subject import find_subjects
 
 if TYPE_CHECKING:
@@ -154,8 +154,8 @@ def needed(variants: Sequence[str]) -> list[str]:
 def _asked(variant: str) -> Iterator[Requirements]:
     (subject,) = find_subjects(f"flashinfer/{variant}", TARGET)
     plain = [attnplug.Requirements(**layer) for layer in LAYERS]
-    asks = [ask.requirements() for ask in (*field_values_of(subject).asks.values(), *covering_asks(subject))]
-    for requirements in (*plain, *(one for one in asks if one is not None)):
+    specs = [spec.requirements() for spec in (*field_values_of(subject).specs.values(), *covering_specs(subject))]
+    for requirements in (*plain, *(one for one in specs if one is not None)):
         yield requirements
         for extra in _EXTRA:
             with suppress(RequirementsError):  # some contradict what is asked

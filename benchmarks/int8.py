@@ -27,6 +27,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from attnplug_int8_ixformer.prompts import Prompts, attend_prompts, column_bytes
+from attnplug_int8_ixformer.terms import Terms
 from attrs import field, frozen
 from torch import Tensor
 

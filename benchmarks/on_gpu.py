@@ -31,15 +31,13 @@ from typing import TYPE_CHECKING, Any
 
 from stepwise import NOT_HERE, is_here, measure_all
 
-from attnplug_kit.bench import building, forwarding, replaying
+from attnplug_kit.bench import Target, building, forwarding, host_clock, work_clock
 from attnplug_kit.bench.baseline import GROUP
-from attnplug_kit.bench.choice import Choice
-from attnplug_kit.bench.clock import host_clock, work_clock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from attnplug_kit.bench.finding import Finding
+    from attnplug_kit.bench import SectionResult
 
 HERE = Path(__file__).parent
 FLASH_ATTN = ("fa3_vllm", "fa4", "fa3", "fa2", "torch", "fa2_vllm")
@@ -137,7 +135,7 @@ def _ended(command: list[str], log: Path, limit: float) -> int | str:
 
 
 def _bench(backend: str, out: Path, seconds: float, repeats: int) -> int:
-    choice = Choice(backend, "cuda", 1)
+    choice = Target(backend, "cuda", 1)
     if not is_here(choice):
         return NOT_HERE
     file = out / f"forward-{backend.replace('/', '-')}"
@@ -149,15 +147,15 @@ def _steps(choice: Choice, repeats: int) -> Iterator[tuple[str, Callable[[], Fin
     """Yield the measurements, the most important first."""
     host, device = host_clock("cuda"), work_clock("cuda")
     for step in forwarding.LARGE["cuda"]:
-        yield f"device, {step.what}", lambda s=step: forwarding.measured(s, choice, device, repeats, is_small=False)
+        yield f"device, {step.what}", lambda s=step: forwarding.measure_step(s, choice, device, repeats, is_small=False)
     for step in forwarding.SMALL:
         yield f"host, {step.what}", lambda s=step: forwarding.measured(s, choice, host, repeats, is_small=True)
     for step in building.IN_SLOT:
         yield f"graph, {step.what}", lambda s=step: building.measured_in_graph(s, choice, host, repeats)
     for step in building.STEPS:
-        yield f"build, {step.what}", lambda s=step: building.measured(s, choice, host, repeats)
-    for step in replaying.STEPS:
-        yield f"replay, {step.what}", lambda s=step: replaying.measured(s, choice, repeats)
+        yield f"build, {step.what}", lambda s=step: building.measure_step(s, choice, host, repeats)
+    for step in forwarding.REPLAY_STEPS:
+        yield f"replay, {step.what}", lambda s=step: forwarding.measure_replay(s, choice, repeats)
 
 
 def _options() -> argparse.Namespace:

@@ -10,18 +10,15 @@ from attrs import evolve
 import attnplug
 from attnplug import NoBackendError
 from attnplug.errors import DeviceError, PluginLoadError
-from attnplug_kit.bench.machine import machine
-from attnplug_kit.bench.measurement import told
-from attnplug_kit.bench.result import Result
+from attnplug_kit.bench import Result, formatted, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from attnplug_kit.bench.choice import Choice
-    from attnplug_kit.bench.finding import Finding
+    from attnplug_kit.bench import SectionResult, Target
 
-    Steps = Iterable[tuple[str, Callable[[], Finding]]]
+    Steps = Iterable[tuple[str, Callable[[], SectionResult]]]
 
 NOT_HERE = 3
 """Exit status of what has nothing to measure, since a library or a GPU for it is not here."""
@@ -29,7 +26,7 @@ NOT_HERE = 3
 _PLAIN = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
 
 
-def is_here(choice: Choice) -> bool:
+def is_here(choice: Target) -> bool:
     """Tell whether a backend serves a common layer here; otherwise say why not."""
     try:
         choice.load(attnplug.Requirements(**_PLAIN))
@@ -54,7 +51,7 @@ def measure_all(steps: Steps, command: str, file: Path, seconds: float) -> Resul
         file: The result without its suffix.
         seconds: After so many, no further step begins; those that are left are failures.
     """
-    end, found = time.monotonic() + seconds, Result(command, machine(), ())
+    end, found = time.monotonic() + seconds, Result(command=command, machine=machine())
     for what, measure in steps:
         found = _with(found, what, measure if time.monotonic() < end else _no_time)
         for suffix in (".md", ".json"):
@@ -62,11 +59,11 @@ def measure_all(steps: Steps, command: str, file: Path, seconds: float) -> Resul
     return found
 
 
-def _no_time() -> Finding:
+def _no_time() -> SectionResult:
     raise TimeoutError("no time was left")
 
 
-def _with(result: Result, what: str, measure: Callable[[], Finding]) -> Result:
+def _with(result: Result, what: str, measure: Callable[[], SectionResult]) -> Result:
     """Return a result with what one step gives."""
     try:
         found = measure()
@@ -76,10 +73,5 @@ def _with(result: Result, what: str, measure: Callable[[], Finding]) -> Result:
         return evolve(result, failures=(*result.failures, failure))
     for one in found.measurements:
         budget = "" if one.budget is None else f"  ({one.verdict}, budget {one.budget:g})"
-        print(f"{told(one.median, one.unit):>10}  {one.what}{budget}", flush=True)
-    return evolve(
-        result,
-        measurements=(*result.measurements, *found.measurements),
-        setup={**result.setup, **found.setup},
-        notes=tuple(dict.fromkeys((*result.notes, *found.notes))),
-    )
+        print(f"{formatted(one.median, one.unit):>10}  {one.what}{budget}", flush=True)
+    return result + found  # type: ignore[no-any-return]

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnplug.errors import RequestError
-from attnplug_kit.new.name import Name
-from attnplug_kit.new.project import FILES, render, write
+from attnplug_kit.new.project import FILES, Name, render, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,7 +127,10 @@ def test_the_name_of_an_installed_backend_is_refused(run, here: Path) -> None:
     outcome = run("new", "torch", "--json")
 
     assert outcome.code == 2
-    assert "the backend 'torch' of attnplug; a name belongs to one" in outcome.json["error"]["expected"]
+    assert (
+        "a name belongs to one distribution; that is the backend 'torch' of attnplug"
+        in outcome.json["error"]["expected"]
+    )
     assert not _files(here)
 
 
@@ -144,7 +146,7 @@ def test_the_name_of_a_plugin_and_its_alias_are_refused(run, site, here: Path) -
     site.add("other", 'api = "1.0"\nbackend = { name = "other", aliases = ["second"], summary = "x" }\n[supports]\n'
              'device_type = "cpu"\ndtype = "float32"\nhead_size = 8\n')  # fmt: skip
 
-    assert "'flash' of attnplug-flash;" in run("new", "flash").err
+    assert "'flash' of attnplug-flash\n" in run("new", "flash").err
     assert "an alias of the backend 'other'" in run("new", "second").err
     assert not _files(here)
 
@@ -164,7 +166,7 @@ def test_nothing_is_overwritten(run, here: Path) -> None:
     outcome = run("new", "acme")
 
     assert outcome.code == 2
-    assert "'attnplug-acme', which has 'README.md' in it" in outcome.err
+    assert "'attnplug-acme', which contains 'README.md'" in outcome.err
     assert _files(here) == {"attnplug-acme/README.md"}
     assert (here / "attnplug-acme" / "README.md").read_text() == "mine"
 
@@ -184,7 +186,7 @@ def test_what_is_no_folder_is_refused(run, here: Path, path: str) -> None:
     outcome = run("new", "acme", "--path", path)
 
     assert outcome.code == 2
-    assert f"was to be written to '{path}'" in outcome.err
+    assert f"cannot be written to '{path}'" in outcome.err
     assert _files(here) == {"file"}
 
 
@@ -192,7 +194,7 @@ def test_a_project_that_cannot_be_finished_leaves_nothing(here: Path) -> None:
     (here / "empty").mkdir()
 
     for folder in (here / "deep" / "new", here / "empty"):
-        with pytest.raises(RequestError, match="was to be written to"):
+        with pytest.raises(RequestError, match="cannot be written to"):
             write(folder, {"README.md": "one", "src/a.py": "two", "src/a.py/b.py": "three"})
 
     assert [path.name for path in here.rglob("*")] == ["empty"]
@@ -204,7 +206,7 @@ def test_templates_are_read_for_a_project_alone(start, here: Path) -> None:
 import sys
 from attnplug.cli.main import main
 main(["new", "--help"])
-early = {"attnplug_kit.new.project", "attnplug_kit.new.name"} & set(sys.modules)
+early = {"attnplug_kit.new.project", "attnplug_kit.new.project"} & set(sys.modules)
 main(["new", "acme"])
 print(sorted(early), "torch" in sys.modules, file=sys.stderr)
 """

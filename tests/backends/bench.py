@@ -6,17 +6,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from attnplug_kit.bench import building, forwarding, replaying
-from attnplug_kit.bench.rig import make_rig
-from attnplug_kit.bench.step import decodes, first_prefills, mixed, ragged_decodes
+from attnplug_kit.bench import building, decodes, first_prefills, forwarding, make_rig, mixed, ragged_decodes
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import pytest
 
-    from attnplug_kit.bench.baseline import Baseline
-    from attnplug_kit.bench.choice import Choice
+    from attnplug_kit.bench import Baseline, Target
 
 TINY: Final = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 64}
 STEPS: Final = (
@@ -45,14 +42,14 @@ def use_baseline(monkeypatch: pytest.MonkeyPatch, baseline: type[Baseline], back
 
     Garbage collection between measurements is off: no time is measured, and it takes most of the time of a long run.
     """
-    monkeypatch.setattr("attnplug_kit.bench.interleaved.gc.collect", lambda: 0)
+    monkeypatch.setattr("attnplug_kit.bench.timing.gc.collect", lambda: 0)
     monkeypatch.setattr("attnplug_kit.bench.rig.dtype_on", lambda _: "bfloat16")
     monkeypatch.setattr(baseline, "backend", backend)
-    for section in (building, forwarding, replaying):
+    for section in (building, forwarding):
         monkeypatch.setattr(section, "baseline_of", lambda _: (baseline(), None))
 
 
-def check_second_call(baseline: Baseline, choice: Choice) -> None:
+def check_second_call(baseline: Baseline, choice: Target) -> None:
     """Check that a second call reads what the first wrote to the KV cache."""
     rig = make_rig(decodes(3, 33, **TINY), choice)
     call = baseline.layer(rig)

@@ -8,9 +8,7 @@ import torch
 from attrs import evolve
 
 from attnplug.contract import Batch, GraphShape, Limits
-from attnplug_kit.conformance.rig import Rig
-from attnplug_kit.oracle import RunResult, check, materialize
-from attnplug_kit.oracle.running import compare, run
+from attnplug_kit.oracle import RunResult, SceneRunner, check, compare, materialize, run
 from tests.backends.harness import (
     BLOCK,
     BUSY_CYCLES,
@@ -117,16 +115,15 @@ def check_queued_steps(load: Load, variant: str, decodes: Case, **asked: Any) ->
     ]
     scenes = [materialize(case) for case in cases]
     backend = load(cases[0].requirements(return_lse=True, **asked), variant)
-    rig = Rig(backend, scenes[0])
-    calls = [rig.call(evolve(scene, scale=scenes[0].scale)) for scene in scenes]
-    rig.forward(rig.call(scenes[0]), rig.builder.build(rig.call(scenes[0]).batch))  # compiles
+    runner = SceneRunner(backend, scenes[0])
+    calls = [runner.call(evolve(scene, scale=scenes[0].scale)) for scene in scenes]
+    runner.forward(runner.call(scenes[0]), runner.builder.build(runner.call(scenes[0]).batch))  # compiles
     for call in calls:
         torch.cuda._sleep(BUSY_CYCLES)
-        rig.forward(call, rig.builder.build(call.batch))
+        runner.forward(call, runner.builder.build(call.batch))
     torch.cuda.synchronize()
     for scene, call in zip(scenes, calls, strict=True):
-        tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-        compare(RunResult(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens]), backend, scene)
+        runner.compare(call, scene, f"{len(scene.case.query_lens)} requests")
 
 
 def check_queued_replays(load: Load, variant: str, **asked: Any) -> None:

@@ -11,9 +11,7 @@ from attrs import evolve
 import attnplug
 from attnplug.contract import GraphShape, Limits
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, materialize
-from attnplug_kit.oracle.cases import random_case
-from attnplug_kit.oracle.replay import check_replays, padded_for
+from attnplug_kit.oracle import Case, check_replays, materialize, padded_for, random_case
 
 pytestmark = pytest.mark.gpu
 

@@ -13,9 +13,7 @@ import attnplug
 from attnplug.contract import Batch
 from attnplug.errors import CacheError
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, check, materialize, run
-from attnplug_kit.oracle.cases import FEATURES, random_case
-from attnplug_kit.oracle.running import limits_of
+from attnplug_kit.oracle import FEATURES, Case, check, limits_of, materialize, random_case, run
 
 pytestmark = pytest.mark.gpu
 

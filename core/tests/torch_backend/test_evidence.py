@@ -47,7 +47,7 @@ def test_every_declared_value_is_accounted_for(evidence) -> None:
     candidate = next(c for c in candidates if c.id == evidence.id)
     menu = field_values_of(Subject(evidence.id, evidence.device, candidate))
 
-    served = {(item.field, hashable(item.value)) for item in menu.asks}
+    served = {(item.field, hashable(item.value)) for item in menu.specs}
     # A device's capability is no JSON value: the kit writes it as text.
     unreached = {(item.capability.field, str(item.capability.value)) for item in menu.unreached}
     recorded = {(field, str(value)) for field, value in evidence.unreached}

@@ -19,9 +19,7 @@ from attnplug.errors import LimitsError
 from attnplug.request.device import Device
 from attnplug.torch_backend.backend import FlexBackend, TorchBackend
 from attnplug.torch_backend.masks import Visibility
-from attnplug_kit.oracle import Case, check, materialize, random_case
-from attnplug_kit.oracle.cases import FEATURES
-from attnplug_kit.oracle.strategies import cases
+from attnplug_kit.oracle import FEATURES, Case, cases, check, materialize, random_case
 
 pytest.importorskip("torch", minversion="2.11", reason="the variant flex needs torch 2.11, as its manifest says")
 

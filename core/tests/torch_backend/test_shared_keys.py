@@ -15,8 +15,7 @@ from attnplug.contract import Batch, Limits
 from attnplug.errors import BatchError, CacheError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
-from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
-from attnplug_kit.oracle.strategies import cases
+from attnplug_kit.oracle import Case, assert_close, cases, check, limits_of, materialize, run
 
 if TYPE_CHECKING:
     from attnplug.contract import AttentionImpl, Backend, Metadata

@@ -1,6 +1,8 @@
 """
-The options of the conformance kit, for pytest. Found by pytest's own entry point, and loaded in every run of it
-wherever attnplug is installed: so it imports nothing until the kit is asked for.
+The options of the conformance kit for pytest.
+
+pytest finds this module by its entry point, and imports it in every run wherever the kit is installed. So it imports
+nothing of attnplug until the kit runs.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug_kit.conformance.choice import LeftOut
+    from attnplug_kit.conformance.tier import LeftOut
 
 _KIT: Final = Path(__file__).parent
 
@@ -22,14 +24,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options of the kit."""
     group = parser.getgroup("attnplug", "attnplug's conformance kit (pytest --pyargs attnplug_kit)")
     group.addoption("--attn-backend", metavar="NAME[/VARIANT]", help="the installed backend to test")
-    group.addoption(
-        "--attn-device", metavar="DEVICE", help="what to test it on, as cpu; this process's device by default"
-    )
+    group.addoption("--attn-device", metavar="DEVICE", help="the device to test it on, as cpu; default: this process's")
     group.addoption(
         "--attn-feature",
         metavar="VENDOR.NAME",
         action="append",
-        help="an open feature that every request asks for; may be given several times",
+        help="an open feature of every request; may be given several times",
     )
     group.addoption(
         "--attn-report", metavar="DIR", type=Path, help="write report.json, evidence-*.json and junit.xml there"
@@ -38,20 +38,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads xmlpath
 def pytest_configure(config: pytest.Config) -> None:
-    """Look for the backend that is named, and gather what is found out about it."""
+    """Check that the named backend can be tested, and register what collects the results."""
     name, folder = config.getoption("--attn-backend"), config.getoption("--attn-report")
     is_the_kit = any(_names_the_kit(argument, config) for argument in config.args)
     if name is None and folder is None and not is_the_kit:
         return
-    from attnplug_kit.conformance.plugin import Reporter  # noqa: PLC0415 - loads torch, only where it is asked for
+    from attnplug_kit.conformance.reporter import Reporter  # noqa: PLC0415 - imports torch
 
     left_out = _check(config, is_the_kit=is_the_kit) if name is not None or is_the_kit else ()
     if folder is not None and not config.option.xmlpath:
         config.option.xmlpath = str(folder / "junit.xml")
-    # Without the place of the files, which is one machine's own.
-    command = [item for item in config.invocation_params.args if not str(item).startswith("--attn-report")]
-    told = " ".join(["pytest", *map(str, command)])
-    reporter = Reporter(folder, told, complete=name is not None, left_out=left_out)
+    # The command of the report is without the folder of the report, which is a path of one machine.
+    words = [str(item) for item in config.invocation_params.args if not str(item).startswith("--attn-report")]
+    reporter = Reporter(folder, " ".join(["pytest", *words]), complete=name is not None, left_out=left_out)
     config.pluginmanager.register(reporter)
 
 
@@ -64,20 +63,20 @@ def _names_the_kit(argument: str, config: pytest.Config) -> bool:
 
 def _check(config: pytest.Config, *, is_the_kit: bool) -> Sequence[LeftOut]:
     """
-    Return what the kit will leave out. A plugin's own classes may ask for features that the command line does not.
+    Return the variants that the kit leaves out. A plugin's own classes may request other features.
 
     Raises:
-        pytest.UsageError: What is named cannot be tested.
+        pytest.UsageError: The named backend cannot be tested.
     """
     from attnplug import AttnplugError  # noqa: PLC0415 - as above
-    from attnplug_kit.conformance.choice import choose  # noqa: PLC0415 - as above
     from attnplug_kit.conformance.subject import find_subjects  # noqa: PLC0415 - as above
+    from attnplug_kit.conformance.tier import plan_run  # noqa: PLC0415 - as above
 
     names = ("--attn-backend", "--attn-device", "--attn-feature")
     name, device, features = (config.getoption(option) for option in names)
     try:
         if is_the_kit:
-            return choose(name, device, features or ()).left_out
+            return plan_run(name, device, features or ()).left_out
         find_subjects(name, device, features or ())
     except AttnplugError as error:
         raise pytest.UsageError(str(error)) from error

@@ -6,53 +6,55 @@ One class for each tier, so that ``-k TestBasic`` runs that one alone.
 
 from __future__ import annotations
 
-from attnplug_kit.conformance.basic import Basic
-from attnplug_kit.conformance.building import Building
-from attnplug_kit.conformance.cache_writes import CacheWrites
-from attnplug_kit.conformance.capabilities import Capabilities
-from attnplug_kit.conformance.graphs import Graphs
-from attnplug_kit.conformance.input_sensitivity import InputSensitivity
-from attnplug_kit.conformance.log_sum_exp import LogSumExp
-from attnplug_kit.conformance.purity import Purity
-from attnplug_kit.conformance.refusals import Refusals
-from attnplug_kit.conformance.stepping import Stepping
+from attnplug_kit.conformance import (
+    Basic,
+    Building,
+    CacheWrites,
+    Capabilities,
+    Graphs,
+    InputSensitivity,
+    LogSumExp,
+    Purity,
+    Refusals,
+    Stepping,
+)
 
 
 class TestBasic(Basic):
-    """`Basic`, of the backend that the command line names."""
+    """`Basic`, for the backend of the command line."""
 
 
 class TestCapabilities(Capabilities):
-    """`Capabilities`, of the backend that the command line names."""
+    """`Capabilities`, for the backend of the command line."""
 
 
 class TestRefusals(Refusals):
-    """`Refusals`, of the backend that the command line names."""
+    """`Refusals`, for the backend of the command line."""
 
 
-class TestListening(InputSensitivity):
-    """`InputSensitivity`, of the backend that the command line names."""
+class TestInputSensitivity(InputSensitivity):
+    """`InputSensitivity`, for the backend of the command line."""
 
 
 class TestCacheWrites(CacheWrites):
-    """`CacheWrites`, of the backend that the command line names."""
+    """`CacheWrites`, for the backend of the command line."""
 
 
 class TestLogSumExp(LogSumExp):
-    """`LogSumExp`, of the backend that the command line names."""
+    """`LogSumExp`, for the backend of the command line."""
 
 
 class TestBuilding(Building):
-    """`Building`, of the backend that the command line names."""
+    """`Building`, for the backend of the command line."""
 
 
 class TestStepping(Stepping):
-    """`Stepping`, of the backend that the command line names."""
+    """`Stepping`, for the backend of the command line."""
 
 
 class TestGraphs(Graphs):
-    """`Graphs`, of the backend that the command line names."""
+    """`Graphs`, for the backend of the command line."""
 
 
 class TestPurity(Purity):
-    """`Purity`, of the backend that the command line names."""
+    """`Purity`, for the backend of the command line."""

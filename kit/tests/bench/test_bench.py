@@ -11,11 +11,9 @@ from attrs import evolve
 from attnplug.errors import AttnplugError
 from attnplug.manifest.reader import parse_manifest
 from attnplug_kit import bench
-from attnplug_kit.bench import first_select, machine, scenery, uncached
-from attnplug_kit.bench.finding import Finding
-from attnplug_kit.bench.interpreter import interpreter
-from attnplug_kit.bench.measurement import Measurement, told
-from attnplug_kit.bench.result import Result
+from attnplug_kit.bench import processes, result, selecting
+from attnplug_kit.bench.processes import interpreter
+from attnplug_kit.bench.result import Measurement, Result, SectionResult, formatted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +32,10 @@ SLOW = Measurement("list", "something slow", (0.2, 0.1), "ms", 130)
 TOLD = Measurement("list", "told for comparison", (0.5,), "ms")
 
 
+def result_of(*measurements: Measurement) -> Result:
+    return Result(measurements, command="c", machine=MACHINE)
+
+
 def test_the_median_is_held_against_the_budget() -> None:
     assert (FAST.median, FAST.best, FAST.verdict) == (pytest.approx(2), pytest.approx(1), "within")
     assert (SLOW.median, SLOW.best, SLOW.verdict) == (pytest.approx(150), pytest.approx(100), "over")
@@ -45,12 +47,12 @@ def test_the_median_is_held_against_the_budget() -> None:
     [(0.1234, "0.123 us"), (1.234, "1.23 us"), (12.34, "12.3 us"), (123.4, "123 us"), (-45.67, "-45.7 us")],
 )
 def test_a_time_is_told_with_three_digits(value: float, text: str) -> None:
-    assert told(value, "us") == text
+    assert formatted(value, "us") == text
 
 
 def test_a_result_is_within_if_all_of_it_is() -> None:
-    assert Result("c", MACHINE, (FAST, TOLD)).within
-    assert not Result("c", MACHINE, (FAST, SLOW)).within
+    assert result_of(FAST, TOLD).within
+    assert not result_of(FAST, SLOW).within
 
 
 def test_what_a_backend_takes_besides_is_told_and_fails_nothing(run, canned) -> None:
@@ -58,19 +60,19 @@ def test_what_a_backend_takes_besides_is_told_and_fails_nothing(run, canned) -> 
     canned.append(besides)
     told = run("bench", "cached")
 
-    assert Result("c", MACHINE, (FAST, besides)).within
+    assert result_of(FAST, besides).within
     assert told.code == 0
     assert "list             150 ms  best 100 ms  budget 130 ms  over\n" in told.out
     assert [m.to_dict()["decides"] for m in (FAST, besides, TOLD)] == [True, False, False]
-    assert "fails no run" in Result("c", MACHINE, (FAST, besides)).page()
-    assert "fails no run" not in Result("c", MACHINE, (FAST, SLOW)).page()
+    assert "fails no run" in result_of(FAST, besides).page()
+    assert "fails no run" not in result_of(FAST, SLOW).page()
 
 
 def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:
-    result = Result("attnplug bench cached list", MACHINE, (FAST, SLOW, TOLD))
+    found = Result((FAST, SLOW, TOLD), command="attnplug bench cached list", machine=MACHINE)
 
-    result.write(tmp_path / "result.md")
-    result.write(tmp_path / "result.json")
+    found.write(tmp_path / "result.md")
+    found.write(tmp_path / "result.json")
 
     page = (tmp_path / "result.md").read_text()
     assert "| processor | one of many, 2 of them |\n" in page
@@ -79,13 +81,13 @@ def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:
     assert "| something fast | 2.00 us | 1.50 to 5.50 us | 1.00 us | 3 us | within |\n" in page
     assert "| something slow | 150 ms | 125 to 175 ms | 100 ms | 130 ms | over |\n" in page
     assert "| told for comparison | 500 ms | 500 to 500 ms | 500 ms | - | - |\n" in page
-    assert json.loads((tmp_path / "result.json").read_text()) == result.to_dict()
+    assert json.loads((tmp_path / "result.json").read_text()) == found.to_dict()
 
 
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        (["cashed"], "the measurement 'cashed' was asked for; did you mean 'cached'?"),
+        (["cashed"], "the measurement 'cashed' was requested; did you mean 'cached'?"),
         (["--output", "result.txt"], "--output 'result.txt' was given"),
         (["--repeats", "0"], "--repeats 0 was given"),
         (["--repeats", "x"], "argument --repeats: invalid int value: 'x'"),
@@ -102,16 +104,16 @@ def test_a_file_that_cannot_be_written_is_told(run) -> None:
     answer = run("bench", "cached", "--repeats", "1", "--output", "/nowhere/result.md")
 
     assert answer.code == 2
-    assert "it cannot be written" in answer.err
+    assert "cannot be written" in answer.err
 
 
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
     """Measurements that every section answers with."""
     found = [FAST, TOLD]
-    for name, module in bench.SECTIONS.items():
-        answer = (lambda *_: Finding(tuple(found), {})) if name in bench.ON_A_BACKEND else (lambda _: iter(found))
-        monkeypatch.setattr(f"attnplug_kit.bench.{module}.measure", answer)
+    for name, path in bench.SECTIONS.items():
+        answer = (lambda *_: SectionResult(tuple(found))) if name in bench.ON_A_BACKEND else (lambda _: iter(found))
+        monkeypatch.setattr(f"attnplug_kit.bench.{path.replace(':', '.')}", answer)
     return found
 
 
@@ -149,7 +151,7 @@ def test_what_a_run_depends_on_is_told(run, canned) -> None:
 
 @pytest.mark.parametrize("variants", [1, 3, 5])
 def test_made_up_manifests_are_valid_and_differ(variants: int) -> None:
-    manifests = [parse_manifest(scenery.manifest(i, variants)) for i in range(10)]
+    manifests = [parse_manifest(processes.manifest_text(i, variants)) for i in range(10)]
 
     assert [manifest.name for manifest in manifests] == [f"bench_{i}" for i in range(10)]
     assert {len(manifest.variants) for manifest in manifests} == {variants}
@@ -158,7 +160,7 @@ def test_made_up_manifests_are_valid_and_differ(variants: int) -> None:
 
 @pytest.mark.parametrize(("total", "expected"), [(12, [5, 5, 2]), (10, [5, 5]), (3, [3]), (0, []), (-2, [])])
 def test_variants_are_split_over_backends(total: int, expected: list[int]) -> None:
-    assert scenery.shares(total, 5) == expected
+    assert processes.shares(total, 5) == expected
 
 
 def test_a_measuring_process_knows_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +171,7 @@ def test_a_measuring_process_knows_no_settings(monkeypatch: pytest.MonkeyPatch) 
     )
 
     with interpreter([1, 1]) as python:
-        block, names = python.answer(code)
+        block, names = python.json_of(code)
 
     assert block == []
     assert {"bench_0", "bench_1", "torch"} <= set(names)
@@ -177,7 +179,7 @@ def test_a_measuring_process_knows_no_settings(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_measuring_process_that_fails_is_told() -> None:
     with interpreter() as python, pytest.raises(AttnplugError, match="a measuring process ended with 3") as caught:
-        python.answer("import sys; print('why', file=sys.stderr); sys.exit(3)")
+        python.json_of("import sys; print('why', file=sys.stderr); sys.exit(3)")
 
     assert caught.value.expected == "it printed\nwhy"
 
@@ -194,26 +196,26 @@ def test_each_section_measures(run, name: str) -> None:
 
 
 def test_the_first_selection_is_among_five_plugins() -> None:
-    first = next(first_select.measure(1))
+    first = next(selecting.first_select(1))
 
-    assert f"manifests of {first_select.PLUGINS} plugins" in first.what
+    assert f"manifests of {selecting.PLUGINS} plugins" in first.what
 
 
 def test_without_torch_a_process_with_torch_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(first_select, "find_spec", lambda _: None)
+    monkeypatch.setattr(selecting, "find_spec", lambda _: None)
 
-    assert not [found for found in first_select.measure(1) if "torch" in found.what]
+    assert not [found for found in selecting.first_select(1) if "torch" in found.what]
 
 
 def test_a_processor_that_no_file_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine, "_CPUINFO", tmp_path / "missing")
-    monkeypatch.setattr(machine.platform, "processor", lambda: "an unusual one")
+    monkeypatch.setattr(result, "_CPUINFO", tmp_path / "missing")
+    monkeypatch.setattr(result.platform, "processor", lambda: "an unusual one")
 
-    assert machine.machine()["processor"] == "an unusual one"
+    assert result.machine()["processor"] == "an unusual one"
 
 
 def test_fifty_candidates_answer_with_reasons() -> None:
-    first = next(uncached.measure(1))
+    first = next(selecting.new_requests(1))
 
     assert "with 50 candidates" in first.what
     assert " with 0 reasons" not in first.what

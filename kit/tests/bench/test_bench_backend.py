@@ -11,27 +11,29 @@ from attrs import evolve
 
 torch = pytest.importorskip("torch")
 
-from attnplug.contract.calls.op import forward_context  # noqa: E402
+from attnplug.contract import forward_context  # noqa: E402 - without torch there is nothing to measure
 from attnplug.errors import AttnplugError, BatchError, DeviceError, NoBackendError, TensorError  # noqa: E402
-from attnplug_kit import bench  # noqa: E402 - without torch there is nothing to measure
-from attnplug_kit.bench import building, forwarding, worker  # noqa: E402
-from attnplug_kit.bench.baseline import baseline_of  # noqa: E402
-from attnplug_kit.bench.choice import Choice  # noqa: E402
-from attnplug_kit.bench.clock import CallClock, LaunchClock, host_clock, work_clock  # noqa: E402
-from attnplug_kit.bench.finding import Finding  # noqa: E402
-from attnplug_kit.bench.hollow import hollow  # noqa: E402
-from attnplug_kit.bench.interleaved import Contender, Samples, interleaved, is_steady  # noqa: E402
-from attnplug_kit.bench.measurement import Measurement  # noqa: E402
-from attnplug_kit.bench.raw_torch import RawTorch  # noqa: E402
-from attnplug_kit.bench.rig import LAYER, make_planner, make_rig  # noqa: E402
-from attnplug_kit.bench.step import decodes, first_prefills, mixed, ragged_decodes  # noqa: E402
-from attnplug_kit.oracle.closeness import assert_close  # noqa: E402
+from attnplug_kit import bench  # noqa: E402
+from attnplug_kit.bench import building, forwarding, processes  # noqa: E402
+from attnplug_kit.bench.baseline import TorchBaseline, baseline_of  # noqa: E402
+from attnplug_kit.bench.result import Measurement, SectionResult  # noqa: E402
+from attnplug_kit.bench.rig import (  # noqa: E402
+    LAYER,
+    Target,
+    decodes,
+    first_prefills,
+    make_planner,
+    make_rig,
+    mixed,
+    ragged_decodes,
+)
+from attnplug_kit.bench.timing import host_clock, work_clock  # noqa: E402
+from attnplug_kit.oracle import assert_close  # noqa: E402
+from kit.tests.bench.fakes import TINY, TORCH, Ticks  # noqa: E402
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-TORCH = Choice("torch/sdpa", "cpu")
-TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 16}
 STEPS = (
     first_prefills(2, 5, **TINY),
     decodes(3, 17, **TINY),
@@ -39,20 +41,6 @@ STEPS = (
     ragged_decodes(3, 2, 37, **TINY),
     mixed(3, 17, 2, 5, **TINY),
 )
-
-
-class Ticks:
-    """A clock that counts calls instead of seconds."""
-
-    what = "ticks"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def seconds(self, call, argument) -> float:
-        call(argument)
-        self.calls += 1
-        return 1e-6
 
 
 # -- steps ---------------------------------------------------------------------------------------------------------
@@ -74,7 +62,7 @@ def test_ragged_lengths_reach_from_the_shortest_to_the_longest(requests: int, le
 
 def test_the_budgets_are_held_against_256_requests_and_small_layers() -> None:
     assert [step.num_reqs for step in building.STEPS] == [256, 256, 256, 34, 4]
-    assert [step.num_reqs for step in building.IN_SLOT] == [256]
+    assert [step.num_reqs for step in building.GRAPH_STEPS] == [256]
     assert (building.BUDGET, forwarding.BUDGET) == (100, 10)
     assert forwarding.LARGE.keys() == {"cpu", "cuda"}
 
@@ -95,13 +83,13 @@ def test_raw_calls_and_backend_compute_the_same(step) -> None:
 def test_a_cache_that_the_host_writes_is_written(monkeypatch: pytest.MonkeyPatch, step) -> None:
     monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl.cache_write", "host")
     rig = make_rig(step, TORCH)
-    expected = RawTorch().layer(rig)().double()
+    expected = TorchBaseline().layer(rig)().double()
 
-    assert rig.planner.impl.host_writes
+    assert rig.impl.host_writes
     assert_close(rig.forward()(), expected, dtype=torch.float32, scale=5)
     rig.output.zero_()
     with forward_context({LAYER: rig.metadata}):
-        assert_close(rig.attend()(), expected, dtype=torch.float32, scale=5)
+        assert_close(rig.forward_op()(), expected, dtype=torch.float32, scale=5)
 
 
 def test_the_past_is_in_both_caches() -> None:
@@ -112,13 +100,13 @@ def test_the_past_is_in_both_caches() -> None:
     rig.cache.zero_()  # type: ignore[union-attr]
 
     assert not torch.allclose(rig.forward()(), before)
-    assert torch.allclose(RawTorch().layer(rig)(), before, atol=1e-5)
+    assert torch.allclose(TorchBaseline().layer(rig)(), before, atol=1e-5)
 
 
 def test_the_raw_calls_write_their_pages() -> None:
     step = decodes(2, 20, **TINY)
     rig = make_rig(step, TORCH)
-    raw = RawTorch().layer(rig)
+    raw = TorchBaseline().layer(rig)
     first = raw().clone()
 
     rig.value.mul_(2)  # the token's own value, which comes back through the pages
@@ -129,10 +117,10 @@ def test_the_raw_calls_write_their_pages() -> None:
 class Wrong:
     """A baseline that forgets the last key."""
 
-    backend, what = "torch", "calls that are wrong"
+    backend, what = "torch", "wrong calls"
 
     def layer(self, rig):
-        raw = RawTorch().layer(rig)
+        raw = TorchBaseline().layer(rig)
         return lambda: raw() * 0.99
 
 
@@ -140,89 +128,36 @@ def test_a_baseline_that_computes_something_else_is_told_and_not_timed(monkeypat
     monkeypatch.setattr(forwarding, "baseline_of", lambda _: (Wrong(), None))
     clock = Ticks()
 
-    with pytest.raises(AttnplugError, match="was held against calls that are wrong") as caught:
-        forwarding.found([(STEPS[1:2], clock, True)], TORCH, 1)
+    with pytest.raises(AttnplugError, match="compute different results") as caught:
+        forwarding.measure_steps([(STEPS[1:2], clock, True)], TORCH, 1)
 
     assert clock.calls == 0
-    assert caught.value.expected.startswith("they do not compute the same: output: ")
+    assert caught.value.expected.startswith("the results are equal but for rounding: output: ")
 
 
 def test_a_backend_that_writes_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl.run", lambda *_: None)
 
-    with pytest.raises(AttnplugError, match="torch/sdpa was held against raw torch calls"):
-        forwarding.found([(STEPS[:1], Ticks(), True)], TORCH, 1)
+    with pytest.raises(AttnplugError, match="torch/sdpa and direct torch calls compute different results"):
+        forwarding.measure_steps([(STEPS[:1], Ticks(), True)], TORCH, 1)
 
 
-def test_a_hollow_layer_checks_and_computes_nothing() -> None:
+def test_a_layer_of_the_noop_backend_checks_and_computes_nothing() -> None:
     rig = make_rig(STEPS[0], TORCH)
     rig.output.fill_(7)
 
-    hollow(rig)()
+    forwarding.noop_backend(rig)()
 
     assert bool((rig.output == 7).all())
     with pytest.raises(TensorError):
-        hollow(evolve(rig, query=rig.query[:1]))()
-
-
-# -- measuring in turn ---------------------------------------------------------------------------------------------
-
-
-def test_every_round_measures_every_call_once_with_an_argument_of_its_own() -> None:
-    seen: list[tuple[str, int]] = []
-    numbers = iter(range(10**6))
-    contenders = {
-        name: Contender(lambda number, name=name: seen.append((name, number)), lambda: next(numbers)) for name in "abc"
-    }
-
-    samples = interleaved(contenders, Ticks(), 10)
-
-    rounds = [{name for name, _ in seen[i : i + 3]} for i in range(0, len(seen), 3)]
-    assert all(names == {"a", "b", "c"} for names in rounds)
-    assert len({number for _, number in seen}) == len(seen)
-    assert samples.steady
-    assert {len(seconds) for seconds in samples.seconds.values()} == {10}
-    assert len({tuple(name for name, _ in seen[i : i + 3]) for i in range(9, len(seen), 3)}) > 1
-
-
-def test_overheads_and_ratios_are_taken_round_by_round() -> None:
-    samples = Samples({"raw": (1.0, 2.0), "ours": (3.0, 3.0)}, steady=True)
-
-    assert samples.over("ours", "raw") == (2.0, 1.0)
-    assert samples.ratio("ours", "raw") == (3.0, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("seconds", "steady"),
-    [([1.0] * 6, True), ([1.0] * 5, False), ([1.0, 2.0] * 20, False), ([1.0] * 100 + [9.0] * 10, True)],
-)
-def test_a_median_is_steady_once_its_interval_is_narrow(seconds: list[float], steady: bool) -> None:
-    assert is_steady(seconds) is steady
-
-
-def test_the_cpu_is_timed_by_the_wall() -> None:
-    assert (host_clock("cpu").what, work_clock("cpu").what) == ("wall time", "wall time")
-    assert CallClock().seconds(lambda x: x, None) >= 0
-    assert host_clock("cuda").what == "host time, launches alone"
-
-
-def test_launches_are_timed_and_the_device_catches_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
-    clock = LaunchClock()
-
-    for _ in range(33):
-        assert clock.seconds(seen.append, "call") >= 0
-
-    assert seen[:3] == ["wait", "call", "call"]
-    assert (seen.count("wait"), seen.count("call"), seen[-2:]) == (3, 33, ["wait", "call"])
+        forwarding.noop_backend(evolve(rig, query=rig.query[:1]))()
 
 
 @pytest.mark.gpu
 def test_a_gpu_is_timed_by_launches_and_by_events() -> None:
     works = [(STEPS[1:2], host_clock("cuda"), True), (STEPS[1:2], work_clock("cuda"), False)]
 
-    found = forwarding.found(works, Choice("torch/sdpa", "cuda"), 1)
+    found = forwarding.measure_steps(works, Target("torch/sdpa", "cuda"), 1)
 
     assert {m.what.split(", ")[2].partition(":")[0] for m in found.measurements} == {"host time", "device time"}
     assert all(m.median > 0 for m in found.measurements if not m.paired)
@@ -233,13 +168,13 @@ def test_a_gpu_is_timed_by_launches_and_by_events() -> None:
 
 
 def test_forward_is_told_over_the_raw_calls() -> None:
-    found = forwarding.found([(STEPS[1:2], Ticks(), True), (STEPS[3:4], Ticks(), False)], TORCH, 2)
+    found = forwarding.measure_steps([(STEPS[1:2], Ticks(), True), (STEPS[3:4], Ticks(), False)], TORCH, 2)
 
     small, large = found.measurements[:5], found.measurements[5:]
     assert [m.what.rpartition(": ")[2] for m in small[:3]] == [
-        "raw torch calls",
+        "direct torch calls",
         "`forward`, the cache write included",
-        "`forward` over the raw calls",
+        "`forward` over direct calls",
     ]
     assert [(m.unit, m.budget, m.paired) for m in small] == [
         ("us", None, False),
@@ -264,10 +199,10 @@ def test_forward_is_told_over_the_raw_calls() -> None:
 
 
 def test_another_backend_has_no_budget_over_the_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(RawTorch, "backend", "another")
+    monkeypatch.setattr(TorchBaseline, "backend", "another")
 
-    forward = forwarding.found([(STEPS[1:2], Ticks(), True)], TORCH, 1).measurements
-    build = building.found((decodes(256, 3, **TINY),), (), TORCH, 1).measurements
+    forward = forwarding.measure_steps([(STEPS[1:2], Ticks(), True)], TORCH, 1).measurements
+    build = building.measure_steps((decodes(256, 3, **TINY),), (), TORCH, 1).measurements
 
     assert [m.budget for m in forward] == [None, None, None, 10, None]  # the contract's own part is everybody's
     assert {m.budget for m in build} == {None}
@@ -277,15 +212,15 @@ def test_builds_are_told_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
     steps = decodes(256, 3, **TINY), mixed(2, 9, 1, 5, **TINY)
 
-    found = building.found(steps, (decodes(4, 9, **TINY),), TORCH, 2)
+    found = building.measure_steps(steps, (decodes(4, 9, **TINY),), TORCH, 2)
 
     assert [m.budget for m in found.measurements] == [100, None, None, None, None, None, None]
     assert not any(m.decides for m in found.measurements if m.budget)  # how long a plan takes is the backend's
-    whole, check, draft = (m.what for m in found.measurements[:3])
-    assert "`build`, a plan" in whole
+    whole, check, assembly = (m.what for m in found.measurements[:3])
+    assert "`build`, one group" in whole
     assert "builder that plans nothing" in check
-    assert "`BatchAssembler`" in draft
-    assert "into a graph slot" in found.measurements[-1].what
+    assert "`BatchAssembler`" in assembly
+    assert "into graph buffers" in found.measurements[-1].what
     assert "with the work that a device would do" in found.measurements[-1].what
 
 
@@ -303,10 +238,10 @@ def test_a_graph_level_that_nothing_serves_is_noted(site, monkeypatch: pytest.Mo
     site.add("eager", EAGER)
     monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
 
-    found = building.found((decodes(2, 9, **TINY),), (decodes(2, 9, **TINY),), Choice("eager"), 1)
+    found = building.measure_steps((decodes(2, 9, **TINY),), (decodes(2, 9, **TINY),), Target("eager"), 1)
 
     assert len(found.measurements) == 3
-    assert "into a graph slot: not measured, since nothing serves it: " in found.notes[-1]
+    assert "into graph buffers: not measured, since nothing serves it: " in found.notes[-1]
     assert not found.failures
     assert found.setup["backend"].startswith("eager/only, float32")
 
@@ -316,7 +251,7 @@ def test_what_was_not_steady_is_noted() -> None:
         def seconds(self, call, argument) -> float:
             return super().seconds(call, argument) * random.random()
 
-    found = forwarding.found([(STEPS[1:2], Jumping(), True)], TORCH, 1)
+    found = forwarding.measure_steps([(STEPS[1:2], Jumping(), True)], TORCH, 1)
 
     assert found.notes == (
         "forward, decode, 3 requests of 17 tokens: time ran out before each median was known to 1 %",
@@ -325,9 +260,9 @@ def test_what_was_not_steady_is_noted() -> None:
 
 def test_a_finding_travels_as_json() -> None:
     number = Measurement("forward", "some", (1.0, 2.0), "x", paired=True)
-    found = Finding((number,), {"device": "cpu"}, ("a note",), ("a failure",))
+    found = SectionResult((number,), {"device": "cpu"}, ("a note",), ("a failure",))
 
-    assert Finding.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    assert SectionResult.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 # -- the command ---------------------------------------------------------------------------------------------------
@@ -348,8 +283,8 @@ features = ["paged"]
 @pytest.mark.parametrize(
     ("words", "given"),
     [
-        (["build", "--backend", "tocrh"], "the backend 'tocrh' was requested; did you mean 'torch'?"),
-        (["build", "--backend", "torch/sdap"], "the backend 'torch/sdap' was requested; did you mean 'sdpa'?"),
+        (["build", "--backend", "tocrh"], "did you mean 'torch'?"),
+        (["build", "--backend", "torch/sdap"], "did you mean 'sdpa'?"),
         (["build", "--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
         (["build", "--threads", "0"], "--threads 0 was given"),
         (["cached", "--backend", "torch"], "--backend was given, to measure cached"),
@@ -374,18 +309,18 @@ def test_a_backend_that_cannot_serve_is_told_as_it_was_in_its_process(run) -> No
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_here_is_refused() -> None:
     with pytest.raises(DeviceError, match="--device cuda was given"):
-        Choice(device="cuda").settle()
+        Target(device="cuda").prepare()
 
 
 def test_threads_are_set_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", told.append)
 
-    Choice(device="cpu", threads=3).settle()
+    Target(device="cpu", threads=3).prepare()
 
     assert told == [3]
-    assert Choice("torch", "cpu", 3).words() == ["--backend", "torch", "--device", "cpu", "--threads", "3"]
-    assert Choice().words() == []
+    assert Target("torch", "cpu", 3).options() == ["--backend", "torch", "--device", "cpu", "--threads", "3"]
+    assert Target().options() == []
 
 
 def test_a_build_is_measured_in_a_process_of_its_own(run, tmp_path: Path) -> None:
@@ -398,7 +333,7 @@ def test_a_build_is_measured_in_a_process_of_its_own(run, tmp_path: Path) -> Non
     assert answer.json["command"] == f"attnplug bench build {' '.join(options)}"
     assert answer.json["setup"]["torch threads"] == "1"
     found = answer.json["measurements"]
-    assert len(found) == 3 * len(building.STEPS) + len(building.IN_SLOT)
+    assert len(found) == 3 * len(building.STEPS) + len(building.GRAPH_STEPS)
     assert [m["verdict"] in ("within", "over") for m in found].count(True) == 3
     assert all(m["samples"] >= 1 and m["quartiles"][0] <= m["median"] <= m["quartiles"][1] for m in found)
     assert page.read_text().startswith("# Build and forward of torch/sdpa\n")
@@ -406,24 +341,24 @@ def test_a_build_is_measured_in_a_process_of_its_own(run, tmp_path: Path) -> Non
 
 def test_what_a_process_prints_is_no_part_of_its_answer(start) -> None:
     code = (
-        "import os; from attnplug_kit.bench import forwarding, worker;"
-        "forwarding.child = lambda **given: print('noise') or os.write(1, b'more') and given;"
-        "worker.answer('forwarding', {'repeats': 2})"
+        "import os; from attnplug_kit.bench import SectionResult, forwarding, processes;"
+        "forwarding.measure_here = lambda *given: print('noise') or os.write(1, b'more') and SectionResult();"
+        "processes.print_section('forwarding', 2, {})"
     )
 
     told = start("-c", code)
 
-    assert told.json == {"answer": {"repeats": 2}}
+    assert SectionResult.from_dict(told.json["result"]) == SectionResult()
     assert "noise" in told.err
     assert "more" in told.err
 
 
 def test_an_error_of_a_process_is_raised_with_its_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
     told = {"error": {"type": "NoBackendError", "problem": "a", "expected": "b", "fix": "c"}}
-    monkeypatch.setattr("attnplug_kit.bench.interpreter.Interpreter.answer", lambda *_: told)
+    monkeypatch.setattr(processes.Interpreter, "json_of", lambda *_: told)
 
     with pytest.raises(NoBackendError) as caught:
-        worker.ask("forwarding")
+        processes.measure_in_process("forwarding", 1, Target())
 
     assert (caught.value.problem, caught.value.expected, caught.value.fix) == ("a", "b", "c")
 
@@ -432,10 +367,10 @@ def test_an_error_of_a_process_is_raised_with_its_sentences(monkeypatch: pytest.
 def canned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Findings that sections answer with."""
     number = Measurement("build", "something", (1e-6, 3e-6), "us", 10, paired=True)
-    for name in bench.SECTIONS.values():
-        monkeypatch.setattr(f"attnplug_kit.bench.{name}.measure", lambda _: iter([number]))
+    for path in bench.SECTIONS.values():
+        monkeypatch.setattr(f"attnplug_kit.bench.{path.replace(':', '.')}", lambda _: iter([number]))
     for name in ("building", "forwarding"):
-        found = Finding((number,), {"device": "one of many"}, (f"a note of {name}",))
+        found = SectionResult((number,), {"device": "one of many"}, (f"a note of {name}",))
         monkeypatch.setattr(f"attnplug_kit.bench.{name}.measure", lambda *_, found=found: found)
 
 
@@ -467,4 +402,4 @@ def test_without_torch_what_runs_a_backend_is_left_out_or_refused(run, canned, m
     assert everything.json["command"] == "attnplug bench import list first-select uncached cached"
     assert "left out, since torch is not installed: build, forward" in everything.err
     assert named.code == 2
-    assert "the measurement 'forward' was asked for\n" in named.err
+    assert "the measurement 'forward' was requested\n" in named.err

@@ -9,63 +9,44 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attnplug.errors import AttnplugError  # noqa: E402
-from attnplug_kit import bench  # noqa: E402 - without torch there is nothing to measure
-from attnplug_kit.bench import baseline, building, forwarding, replaying  # noqa: E402
-from attnplug_kit.bench.baseline import GROUP, Baseline, baseline_of  # noqa: E402
-from attnplug_kit.bench.choice import Choice  # noqa: E402
-from attnplug_kit.bench.finding import Finding, Gathering, _libraries  # noqa: E402
-from attnplug_kit.bench.measurement import Measurement  # noqa: E402
-from attnplug_kit.bench.raw_torch import RawTorch  # noqa: E402
-from attnplug_kit.bench.rig import make_rig  # noqa: E402
-from attnplug_kit.bench.step import decodes, first_prefills, mixed  # noqa: E402
+from attnplug.errors import AttnplugError  # noqa: E402 - without torch there is nothing to measure
+from attnplug_kit import bench  # noqa: E402
+from attnplug_kit.bench import baseline, building, forwarding  # noqa: E402
+from attnplug_kit.bench.baseline import GROUP, Baseline, TorchBaseline, baseline_of  # noqa: E402
+from attnplug_kit.bench.result import Measurement, ResultCollector, SectionResult, _libraries  # noqa: E402
+from attnplug_kit.bench.rig import decodes, first_prefills, make_rig, mixed  # noqa: E402
+from kit.tests.bench.fakes import TINY, TORCH, Ticks  # noqa: E402
 
-TORCH = Choice("torch/sdpa", "cpu")
-TINY = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 16}
 STEP = decodes(3, 17, **TINY)
 SOURCE = """\
-from attnplug_kit.bench.raw_torch import RawTorch  # noqa: E402
+from attnplug_kit.bench import TorchBaseline
 
-class Raw(RawTorch):
+class Raw(TorchBaseline):
     backend = "flash"
-    what = "raw flash calls"
+    what = "direct flash calls"
 
 class Bare:
     backend, what = "flash", "nothing"
 
-class Other(RawTorch):
+class Other(TorchBaseline):
     backend = "other"
 
-class Late(RawTorch):
+class Late(TorchBaseline):
     def __init__(self):
         raise RuntimeError("no kernels")
 """
 
 
-class Ticks:
-    """A clock that counts calls instead of seconds."""
-
-    what = "ticks"
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def seconds(self, call, argument) -> float:
-        call(argument)
-        self.calls += 1
-        return 1e-6
-
-
 PLANNED: list[bool] = []
 
 
-class Planned(RawTorch):
+class Planned(TorchBaseline):
     """Raw calls of a library that plans."""
 
     def plans(self, planner, *, captured):
         return {
-            "the raw plan": lambda: PLANNED.append(captured),
-            "the raw plan, its arrays included": lambda: None,
+            "the library's plan": lambda: PLANNED.append(captured),
+            "the library's plan, its arrays included": lambda: None,
         }
 
 
@@ -91,7 +72,7 @@ def brought(tmp_path, monkeypatch):
 def test_torch_is_held_against_its_own_calls() -> None:
     found, note = baseline_of("torch")
 
-    assert isinstance(found, RawTorch)
+    assert isinstance(found, TorchBaseline)
     assert isinstance(found, Baseline)
     assert note is None
 
@@ -101,21 +82,21 @@ def test_a_plugin_brings_its_own_calls(brought) -> None:
 
     found, note = baseline_of("flash")
 
-    assert (found.backend, found.what, note) == ("flash", "raw flash calls", None)
+    assert (found.backend, found.what, note) == ("flash", "direct flash calls", None)
 
 
 def test_without_calls_of_its_own_a_backend_is_held_against_torch_and_it_is_said() -> None:
     found, note = baseline_of("flash")
 
-    assert isinstance(found, RawTorch)
-    assert note == f"flash brings no raw calls as {GROUP}: it is held against raw torch calls, without a budget"
+    assert isinstance(found, TorchBaseline)
+    assert note == f"flash has no baseline in {GROUP}: it is compared with direct torch calls, without a budget"
 
 
 @pytest.mark.parametrize(
     ("word", "why"),
     [
         ("raw_calls_of_tests:Bare", "TypeError: Bare is no Baseline"),
-        ("raw_calls_of_tests:Other", "ValueError: they are those of 'other'"),
+        ("raw_calls_of_tests:Other", "ValueError: it is the baseline of 'other'"),
         ("raw_calls_of_tests:Late", "RuntimeError: no kernels"),
         ("raw_calls_of_tests:Missing", "AttributeError: "),
         ("raw_calls_of_nobody:Raw", "ModuleNotFoundError: No module named 'raw_calls_of_nobody'"),
@@ -126,9 +107,9 @@ def test_broken_calls_are_told_and_torch_stands_in(brought, word: str, why: str)
 
     found, note = baseline_of("flash")
 
-    assert isinstance(found, RawTorch)
+    assert isinstance(found, TorchBaseline)
     assert note is not None
-    assert note.startswith(f"the raw calls of flash ({word}) are held back, and raw torch calls stand in: {why}")
+    assert note.startswith(f"the baseline of flash ({word}) is not used, and direct torch calls replace it: {why}")
 
 
 def test_two_that_bring_different_calls_are_told(brought) -> None:
@@ -137,8 +118,8 @@ def test_two_that_bring_different_calls_are_told(brought) -> None:
 
     found, note = baseline_of("flash")
 
-    assert isinstance(found, RawTorch)
-    assert "LookupError: 2 distributions bring some: " in str(note)
+    assert isinstance(found, TorchBaseline)
+    assert "LookupError: 2 distributions have one: " in str(note)
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------
@@ -150,13 +131,13 @@ def test_a_build_is_told_over_the_plan_of_the_library(monkeypatch: pytest.Monkey
     monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
     steps = decodes(256, 3, **TINY), mixed(2, 9, 1, 5, **TINY)
 
-    found = building.found(steps, (decodes(256, 3, **TINY),), TORCH, 2)
+    found = building.measure_steps(steps, (decodes(256, 3, **TINY),), TORCH, 2)
 
     said = [(m.what.partition("ticks: ")[2], m.budget, m.paired) for m in found.measurements]
-    plans = [("the raw plan", None, False), ("the raw plan, its arrays included", None, False)]
-    assert said[3:6] == [*plans, ("`build` over the raw plan", 50, True)]
-    assert said[9:12] == [*plans, ("`build` over the raw plan", None, True)]  # the budget is for 256 requests
-    assert said[13:] == [*plans, ("`build` over the raw plan", 50, True)]
+    plans = [("the library's plan", None, False), ("the library's plan, its arrays included", None, False)]
+    assert said[3:6] == [*plans, ("`build` over the library's plan", 50, True)]
+    assert said[9:12] == [*plans, ("`build` over the library's plan", None, True)]  # the budget is for 256 requests
+    assert said[13:] == [*plans, ("`build` over the library's plan", 50, True)]
     assert [budget for _, budget, _ in said].count(None) == len(said) - 2  # no other one where a library plans
     assert not any(m.decides for m in found.measurements if m.budget)
     assert set(PLANNED) == {False, True}
@@ -168,9 +149,9 @@ def test_a_build_is_told_over_the_plan_of_the_library(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("step", [STEP, decodes(1, 1, **TINY), decodes(4, 33, **TINY)], ids=lambda step: step.what)
 def test_replays_compute_what_the_raw_calls_do(step) -> None:
     rig = make_rig(step, TORCH, cudagraph="single_token_decode")
-    expected = RawTorch().layer(rig)().clone()
+    expected = TorchBaseline().layer(rig)().clone()
 
-    ours, raw = replaying.replay_of(rig), replaying.record(rig, RawTorch().captured(rig))
+    ours, raw = forwarding.replay_of(rig), forwarding.captured(rig, TorchBaseline().captured(rig))
 
     for way in (ours, raw):
         rig.output.fill_(float("nan"))
@@ -178,14 +159,14 @@ def test_replays_compute_what_the_raw_calls_do(step) -> None:
 
 
 def test_replays_are_told_over_the_raw_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replaying, "work_clock", lambda _: Ticks())
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: Ticks())
 
-    found = forwarding.found([], TORCH, 2, [STEP])
+    found = forwarding.measure_steps([], TORCH, 2, [STEP])
 
     assert [m.what.partition("of 16: ")[2] for m in found.measurements] == [
-        "raw torch calls",
-        "`forward` in a slot's graph",
-        "`forward` in a slot's graph in units of the raw calls",
+        "direct torch calls",
+        "`forward` in a graph",
+        "`forward` in a graph / direct calls",
     ]
     assert all("replayed from a graph, ticks" in m.what for m in found.measurements)
     assert found.measurements[-1].median == 1
@@ -193,17 +174,17 @@ def test_replays_are_told_over_the_raw_graph(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_replay_that_computes_something_else_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks()
-    monkeypatch.setattr(replaying, "work_clock", lambda _: ticks)
-    monkeypatch.setattr(RawTorch, "captured", lambda self, rig: lambda: rig.output * 0)
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: ticks)
+    monkeypatch.setattr(TorchBaseline, "captured", lambda self, rig: lambda: rig.output * 0)
 
-    with pytest.raises(AttnplugError, match="they do not compute the same"):
-        replaying.measured(STEP, TORCH, 1)
+    with pytest.raises(AttnplugError, match="compute different results"):
+        forwarding.measure_replay(STEP, TORCH, 1)
 
     assert ticks.calls == 0
 
 
 def test_the_ratio_has_a_budget_on_a_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = forwarding.found([((STEP,), Ticks(), False)], TORCH, 1)
+    found = forwarding.measure_steps([((STEP,), Ticks(), False)], TORCH, 1)
 
     assert [m.budget for m in found.measurements] == [None, None, None]
     assert 0.99 <= 1 / forwarding.RATIO < 0.991
@@ -221,7 +202,7 @@ def test_the_setup_tells_the_libraries_of_the_variant(site) -> None:
 
 
 def test_a_step_that_fails_is_told_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Choosy(RawTorch):
+    class Choosy(TorchBaseline):
         def layer(self, rig):
             if not rig.step.is_decode:
                 raise RuntimeError("out of\nmemory")
@@ -230,7 +211,7 @@ def test_a_step_that_fails_is_told_and_the_others_are_measured(monkeypatch: pyte
     monkeypatch.setattr(forwarding, "baseline_of", lambda _: (Choosy(), "a note"))
     steps = first_prefills(2, 5, **TINY), STEP, first_prefills(1, 5, **TINY)
 
-    found = forwarding.found([(steps, Ticks(), True)], TORCH, 1)
+    found = forwarding.measure_steps([(steps, Ticks(), True)], TORCH, 1)
 
     assert {m.what.partition(", ticks")[0] for m in found.measurements} == {STEP.what}
     assert found.notes[0] == "a note"
@@ -241,22 +222,22 @@ def test_a_step_that_fails_is_told_and_the_others_are_measured(monkeypatch: pyte
 
 
 def test_where_every_step_fails_the_first_failure_is_raised() -> None:
-    gathering = Gathering("forward")
+    collector = ResultCollector("forward")
 
-    gathering.add("one", lambda: _raise(ValueError("the first")))
-    gathering.add("two", lambda: _raise(KeyError("the second")))
+    collector.add("one", lambda: _raise(ValueError("the first")))
+    collector.add("two", lambda: _raise(KeyError("the second")))
 
     with pytest.raises(ValueError, match="the first"):
-        gathering.finding()
+        collector.result()
 
 
-def _raise(error: Exception) -> Finding:
+def _raise(error: Exception) -> SectionResult:
     raise error
 
 
 def test_a_failure_fails_the_run_and_is_written(run, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     number = Measurement("forward", "something", (1e-6, 3e-6), "us")
-    found = Finding((number,), {}, ("a note",), ("forward, one: RuntimeError: out of\nmemory",))
+    found = SectionResult((number,), {}, ("a note",), ("forward, one: RuntimeError: out of\nmemory",))
     monkeypatch.setattr("attnplug_kit.bench.forwarding.measure", lambda *_: found)
     page = tmp_path / "page.md"
 

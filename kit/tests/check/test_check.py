@@ -85,7 +85,7 @@ def test_the_embedded_backend_has_no_finding(run, empty) -> None:
         ("cascade = true", 'cascade = "yes"', 10, "cascade = 'yes'", "true or false"),
         ('because = "one dense', 'why = "one dense', 9, "no 'because'", "has to be there"),
         (">=1.5,<3", ">=1.5 <3", 14, "'acme-kernels >=1.5 <3'", "PEP 508"),
-        (">=1.5,<3", ">=3,<1.5", 14, "'acme-kernels >=3,<1.5' required", "no version meets that"),
+        (">=1.5,<3", ">=3,<1.5", 14, "'acme-kernels >=3,<1.5' required", "some version meets all of them"),
         ("[variants.slow]", '[variants.slow]\njit = "gcc"', 21, "jit = 'gcc'", "nvcc"),
         ("[variants.slow]", '[variants.slow]\nemulates = { pagd = "x" }', 21, "did you mean 'paged'?", "supported too"),
         ("[variants.slow]", '[variants.slow]\ninstall = { torhc = "x" }', 21, "'torhc'", "requires names: nothing"),
@@ -112,25 +112,25 @@ def test_a_requirement_that_cannot_be_read_is_told_once(check) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "line", "given", "allowed"),
     [
-        ("{ cascade = true }", "{ alibi = true }", 9, "never fires: when `alibi requested`", "no variant serves"),
+        ("{ cascade = true }", "{ alibi = true }", 9, "never fires: when `alibi ", "some variant serves"),
         ("{ cascade = true }", '{ dtype = "float32" }', 9, "never fires", "`dtype = float32`"),
-        ("{ cascade = true }", "{ block_size = true }", 9, "never fires", "`block_size requested`"),
+        ("{ cascade = true }", "{ block_size = true }", 9, "never fires", "`block_size "),
         ("{ cascade = true }", "{ head_size = 12 }", 9, "never fires", "`head_size = 12`"),
         ("{ cascade = true }", '{ kv_cache_dtype = "auto" }', 9, "never fires", "`kv_cache_dtype = auto`"),
         ("{ cascade = true }", "{ cascade = true, paged = false }", 9, "never fires", "contradict each other"),
         ("<1.6", "<1.5", 17, "never fires", "`installed: acme-kernels <1.5`"),
-        ("{ max = 128 }", "12", 9, "needs `head_size = 12`", "refuses whatever it is about"),
+        ("{ max = 128 }", "12", 9, "needs `head_size = 12`", "otherwise the rule always refuses"),
         ("need = { sl", "need = { sinks = true, sl", None, "", ""),
-        ("need = { sl", "need = { alibi = true, sl", 9, "needs `alibi requested`", "no variant"),
+        ("need = { sl", "need = { alibi = true, sl", 9, "needs `alibi ", "some variant"),
         ("<1.6", "<3", None, "", ""),
-        ('<1.6", head_size = 256', '<3"', 13, "'fast' can never be chosen", "line 17 always fires, and refuses"),
+        ('<1.6", head_size = 256', '<3"', 13, "'fast' can never be chosen", "line 17 refuse all"),
         ("{ cascade = true }", '{ device_type = "cuda" }', None, "", ""),
         (
             "when = { cascade = true }\nneed = { sliding_window = false, head_size = { max = 128 } }",
             'when = { dtype = ["bf16", "float16"] }\nneed = { head_size = 12 }',
             13,
             "'fast' can never be chosen",
-            "leaves no head_size",
+            "leave no head_size",
         ),
         ('{ compute_capability = "9.0" }', '{ compute_capability = "7.0" }', 22, "never applies", "`compute_cap"),
         ('{ compute_capability = "9.0" }', '{ device_type = "cuda" }', 26, "never applies", "number 1"),
@@ -150,7 +150,7 @@ def test_rules_that_leave_nothing_together_are_named(check) -> None:
     code, found = check(("[[rules]]", rules.format("{ max = 64 }") + rules.format("{ min = 65 }") + "[[rules]]"))
 
     assert code == 1
-    why = "of its rules, those in line 9, line 13 always fire, and leave no head_size"
+    why = "its rules leave some request; always firing, line 9, line 13 leave no head_size"
     assert {(given, allowed) for _, given, allowed in found} == {
         (f"the variant {name!r} can never be chosen", why) for name in ("fast", "slow")
     }
@@ -193,7 +193,7 @@ def test_all_mistakes_are_told_at_once(check) -> None:
     [
         ("acme", "another name of this backend"),
         ("auto", "another name of this backend"),
-        ("a/b", "a slash leads to a variant"),
+        ("a/b", "a slash precedes a variant"),
         ("TORCH_SDPA", "an alias of the backend 'torch' of attnplug,"),
         ("flashinfer", "the name of the backend 'flashinfer' of attnplug-flashinfer"),
         ("FLASH_ATTN", "an alias of the backend 'flash_attn'"),

@@ -149,7 +149,7 @@ head_size = 64
     found = [finding.problem for finding in check_rules(manifest, text)]
     served = not negotiate(candidate, Request(asked, Device.cuda("9.0"))).objections
 
-    assert found == ([] if served else ["the variant 'only' names 'cuda' and no compute_capability"])
+    assert found == ([] if served else ["the variant 'only' declares 'cuda' and no compute_capability"])
     assert served is bool(capability)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from attnplug_kit.check.versions import contradict, follows, meets, parsed
+from attnplug_kit.check.requires import contradict, follows, meets, parsed
 
 NUMBERS = [f"{major}.{minor}{rest}" for major in range(4) for minor in range(4) for rest in ("", "rc1", ".1", ".post1")]
 VERSIONS = list(map(Version, NUMBERS))

@@ -15,14 +15,14 @@ from attnplug.manifest.reader import read_manifest
 from attnplug.negotiation import matching
 from attnplug.negotiation.candidate import make_candidate
 from attnplug.request.device import Device
-from attnplug_kit.conformance import Basic, Refusals, plugin
+from attnplug_kit.conformance import Basic, Refusals, reporter
 from attnplug_kit.conformance import subject as subjects
-from attnplug_kit.conformance.choice import choose
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.pairwise import covering_asks, refused_pairs
-from attnplug_kit.conformance.plugin import Reporter
+from attnplug_kit.conformance.pairwise import covering_specs, refused_pairs
 from attnplug_kit.conformance.refusals import _refused, _without_features
+from attnplug_kit.conformance.reporter import Reporter
 from attnplug_kit.conformance.subject import Subject, find_subjects
+from attnplug_kit.conformance.tier import plan_run
 from kit.tests.conformance.test_kit_runs import demand_usage_error, run
 from kit.tests.conformance.test_mutants import demand_red
 
@@ -58,28 +58,28 @@ def kit(folder: Path, *options: str, module: str = "minimal.least"):
 
 @pytest.mark.parametrize("subject", [of("bound", NEEDED), of("free", OPTIONAL), of("bound", NEEDED, OPTIONAL)], ids=str)
 def test_every_request_asks_for_the_features(subject: Subject) -> None:
-    asks = (*field_values_of(subject).asks.values(), *covering_asks(subject), *refused_pairs(subject))
+    specs = (*field_values_of(subject).specs.values(), *covering_specs(subject), *refused_pairs(subject))
     refused = [requirements for _, _, requirements in _refused(subject).values()]
 
-    assert asks
-    assert {ask.requirements().features for ask in asks} == {tuple(sorted(subject.features))}
+    assert specs
+    assert {spec.requirements().features for spec in specs} == {tuple(sorted(subject.features))}
     assert refused
     assert all(set(subject.features) <= set(requirements.features) for requirements in refused)
 
 
 def test_a_variant_without_features_to_ask_for_is_asked_as_ever() -> None:
-    assert {ask.requirements().features for ask in field_values_of(of("free")).asks.values()} == {()}
-    assert field_values_of(of("free")).asks == {
-        item: ask.and_(features=None) for item, ask in field_values_of(of("free", OPTIONAL)).asks.items()
+    assert {spec.requirements().features for spec in field_values_of(of("free")).specs.values()} == {()}
+    assert field_values_of(of("free")).specs == {
+        item: spec.evolve(features=None) for item, spec in field_values_of(of("free", OPTIONAL)).specs.items()
     }
 
 
 def test_what_a_feature_means_stays_out_of_reach() -> None:
     because = {item.capability.value: item.because for item in field_values_of(of("bound", NEEDED)).unreached}
 
-    assert because[NEEDED].startswith("every request asks for it, and attention stays what it is; beside that, ")
+    assert because[NEEDED].startswith("every request has it, and it must not change attention; beyond that, ")
     assert because[NEEDED].endswith(because[OPTIONAL])
-    assert because[OPTIONAL] == "an open feature means what its backend says: test it beside the kit"
+    assert because[OPTIONAL] == "its backend defines what an open feature means: test it beside the kit"
 
 
 # A rule that needs them
@@ -158,8 +158,8 @@ def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.M
         ("featured", ["featured.neded"], r"\('featured.neded',\); did you mean 'featured.needed'\?"),
         ("featured/free", [NEEDED], "expected: featured/free lists featured.optional\n"),
         ("featured", [NEEDED, "acme.rope"], "free lists featured.optional; featured/bound lists featured.optional, fe"),
-        ("featured", ["rope"], r"\['rope'\] were to be asked for\n  expected: each is a dotted name"),
-        ("featured", NEEDED, "'featured.needed' were to be asked for\n  expected: each is a dotted name"),
+        ("featured", ["rope"], r"\['rope'\] were requested\n  expected: each is a dotted name"),
+        ("featured", NEEDED, "'featured.needed' were requested\n  expected: each is a dotted name"),
     ],
 )
 def test_features_that_nobody_lists_are_refused(name: str, features: list[str], said: str) -> None:
@@ -220,9 +220,9 @@ def test_another_process_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_files_of_one_variant_with_and_without_them_lie_side_by_side(tmp_path: Path) -> None:
-    found = [plugin.report_of(subject, []) for subject in (of("bound"), of("bound", NEEDED))]
+    found = [reporter.report_of(subject, []) for subject in (of("bound"), of("bound", NEEDED))]
 
-    plugin._write(tmp_path, "pytest", found)
+    reporter._write(tmp_path, "pytest", found)
 
     assert {path.name for path in tmp_path.glob("evidence-*.json")} == {
         "evidence-featured-bound.json",
@@ -249,23 +249,23 @@ def choosing(monkeypatch: pytest.MonkeyPatch, folder: Path, rules: str) -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("features", [(), (OPTIONAL,), (NEEDED,)])
 def test_a_run_tests_what_serves_requests_with_these_features(features: tuple[str, ...]) -> None:
-    choice = choose("featured", "cpu", features)
+    plan = plan_run("featured", "cpu", features)
 
-    assert {each.id for each in choice.subjects} == {
+    assert {each.id for each in plan.subjects} == {
         subject.id
         for subject in find_subjects("featured", "cpu", features)
-        if field_values_of(subject).ask() is not None
+        if field_values_of(subject).spec() is not None
     }
-    assert [left.subject.id for left in choice.left_out] == ([] if features else ["featured/bound"])
+    assert [left.subject.id for left in plan.left_out] == ([] if features else ["featured/bound"])
 
 
 @pytest.mark.usefixtures("installed")
 def test_the_features_that_the_error_names_are_enough() -> None:
     with pytest.raises(RequirementsError, match=r"add --attn-feature=featured") as caught:
-        choose("featured/bound", "cpu")
+        plan_run("featured/bound", "cpu")
     named = re.findall(r"--attn-feature=([\w.]+)", caught.value.fix)
 
-    assert [each.id for each in choose("featured/bound", "cpu", named).subjects] == ["featured/bound"]
+    assert [each.id for each in plan_run("featured/bound", "cpu", named).subjects] == ["featured/bound"]
 
 
 def test_features_that_are_enough_only_together_are_named_together(
@@ -275,7 +275,7 @@ def test_features_that_are_enough_only_together_are_named_together(
     choosing(monkeypatch, tmp_path, rule.format(NEEDED) + rule.format(OPTIONAL))
 
     with pytest.raises(RequirementsError, match=f"add --attn-feature={OPTIONAL} --attn-feature={NEEDED}, or"):
-        choose(f"{tmp_path.name}/bound", "cpu")
+        plan_run(f"{tmp_path.name}/bound", "cpu")
 
 
 def test_of_a_variant_that_serves_nothing_whatever_is_asked_the_manifest_is_wrong(
@@ -283,8 +283,10 @@ def test_of_a_variant_that_serves_nothing_whatever_is_asked_the_manifest_is_wron
 ) -> None:
     choosing(monkeypatch, tmp_path, "[[variants.bound.rules]]\nwhen = { head_size = { min = 1 } }\nbecause = 'never'\n")
 
-    with pytest.raises(RequirementsError, match=r"(?s)bound serves no such.*never\n.*fix: change the rules or what"):
-        choose(tmp_path.name, "cpu")
+    with pytest.raises(
+        RequirementsError, match=r"(?s)bound refuses even the plainest.*never\n.*fix: change the rules or what"
+    ):
+        plan_run(tmp_path.name, "cpu")
 
 
 # Whole runs
@@ -296,7 +298,7 @@ def test_a_variant_that_serves_nothing_without_its_feature_is_green_with_it(tmp_
 
     assert done.returncode == 0, done.stdout
     assert "(100%)" in done.stdout
-    assert f"every request asked for features={NEEDED}" in done.stdout
+    assert f"every request has features={NEEDED}" in done.stdout
     assert report["features"] == [NEEDED]
     assert f"--attn-feature={NEEDED}" in report["command"]
     (one,) = [test for test in report["tests"] if "test_request_without_features_is_refused" in test["id"]]
@@ -310,8 +312,8 @@ def test_without_its_feature_a_run_is_one_usage_error_that_names_the_option(tmp_
 
     demand_usage_error(
         done,
-        "ERROR: the backend 'featured/bound' was to be tested with requests that ask for no open feature\n",
-        "  expected: featured/bound serves no such request: ",
+        "ERROR: the backend 'featured/bound' cannot be tested by requests with no open feature\n",
+        "  expected: each variant serves some; featured/bound refuses even the plainest: ",
         "others compute the same without it\n",
         f"  fix: add --attn-feature={OPTIONAL}, or features = ('{OPTIONAL}',) to the class of the test\n",
     )
@@ -373,6 +375,6 @@ def test_an_undeclared_feature_is_a_usage_error_before_any_test(tmp_path: Path) 
 
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     said = done.stdout + done.stderr
-    assert "the backend 'featured' was to be tested with features=('featured.needed', 'featured.unknown')" in said
-    assert "fix: ask for what a variant lists" in said
+    assert "the backend 'featured' cannot be tested with features=('featured.needed', 'featured.unknown')" in said
+    assert "fix: request what a variant lists" in said
     assert "passed" not in said

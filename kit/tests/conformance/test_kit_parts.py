@@ -15,8 +15,8 @@ from attnplug.request.device import Device
 from attnplug.request.fields import FIELDS
 from attnplug_kit.conformance import Basic, Tier
 from attnplug_kit.conformance.field_values import Capability, field_values_of, is_served
-from attnplug_kit.conformance.pairwise import covering_asks, kernel_of
-from attnplug_kit.conformance.plugin import Reporter
+from attnplug_kit.conformance.pairwise import covering_specs, kernel_of
+from attnplug_kit.conformance.reporter import Reporter
 from attnplug_kit.conformance.request_spec import RequestSpec
 from attnplug_kit.conformance.subject import Subject, find_subjects
 
@@ -36,7 +36,7 @@ APART = ("cudagraph", "seq_lens_cpu_kind", "compute_capability", "device_type")
 
 def test_every_declared_field_is_on_the_menu() -> None:
     menu = field_values_of(SUBJECT)
-    listed = {item.field for item in menu.asks} | {item.capability.field for item in menu.unreached}
+    listed = {item.field for item in menu.specs} | {item.capability.field for item in menu.unreached}
 
     assert set(SUBJECT.supports) <= listed
 
@@ -44,20 +44,20 @@ def test_every_declared_field_is_on_the_menu() -> None:
 def test_what_this_device_cannot_reach_is_listed_with_the_reason() -> None:
     unreached = {item.capability: item.because for item in field_values_of(SUBJECT).unreached}
 
-    assert unreached[Capability("device_type", "cuda")] == "this is cpu"
+    assert unreached[Capability("device_type", "cuda")] == "the device is cpu"
 
 
 def test_every_ask_of_the_menu_is_served_and_contains_its_value() -> None:
-    for capability, ask in field_values_of(SUBJECT).asks.items():
-        assert is_served(SUBJECT, ask)
+    for capability, spec in field_values_of(SUBJECT).specs.items():
+        assert is_served(SUBJECT, spec)
         if FIELDS[capability.field].kind != "device":
-            assert ask.fields[capability.field] == capability.value
+            assert spec.fields[capability.field] == capability.value
 
 
 @pytest.mark.parametrize("subject", [SUBJECT, vendor(None), COMPILED], ids=str)
 def test_rows_cover_every_pair_that_is_served(subject: Subject) -> None:
-    rows = [set(row.pairs) for row in covering_asks(subject)]
-    served = [item for item in field_values_of(subject).asks if item.field not in APART]
+    rows = [set(row.pairs) for row in covering_specs(subject)]
+    served = [item for item in field_values_of(subject).specs if item.field not in APART]
     uncovered = [
         (one, other)
         for one, other in combinations(served, 2)
@@ -72,17 +72,17 @@ def one_of(capability: Capability):
 
 
 def are_served(subject: Subject, one: Capability, other: Capability) -> bool:
-    """Whether some ask that is served has both values."""
-    asks = field_values_of(subject).asks
-    merged = {**asks[one].fields, **asks[other].fields, **dict([one_of(one), one_of(other)])}
-    merged["paged"] = all(asks[item].fields["paged"] for item in (one, other))
-    ask = RequestSpec.of(merged)
-    return {one_of(one), one_of(other)} <= set(ask.pairs) and is_served(subject, ask)
+    """Whether some request that is served has both values."""
+    specs = field_values_of(subject).specs
+    merged = {**specs[one].fields, **specs[other].fields, **dict([one_of(one), one_of(other)])}
+    merged["paged"] = all(specs[item].fields["paged"] for item in (one, other))
+    spec = RequestSpec.of(merged)
+    return {one_of(one), one_of(other)} <= set(spec.pairs) and is_served(subject, spec)
 
 
 def test_a_variant_that_compiles_is_asked_for_few_kernels() -> None:
     kernels = [
-        len({kernel_of(ask) for ask in (*field_values_of(subject).asks.values(), *covering_asks(subject))})
+        len({kernel_of(spec) for spec in (*field_values_of(subject).specs.values(), *covering_specs(subject))})
         for subject in (vendor(None), COMPILED)
     ]
 
@@ -90,18 +90,18 @@ def test_a_variant_that_compiles_is_asked_for_few_kernels() -> None:
 
 
 def test_rows_are_the_same_each_time() -> None:
-    covering_asks.cache_clear()
-    first = covering_asks(SUBJECT)
-    covering_asks.cache_clear()
+    covering_specs.cache_clear()
+    first = covering_specs(SUBJECT)
+    covering_specs.cache_clear()
 
-    assert covering_asks(SUBJECT) == first
+    assert covering_specs(SUBJECT) == first
 
 
 def test_an_ask_that_makes_no_sense_has_no_requirements() -> None:
-    plain = next(iter(field_values_of(SUBJECT).asks.values()))
+    plain = next(iter(field_values_of(SUBJECT).specs.values()))
 
-    assert plain.and_(per_head_scales=True).requirements() is None
-    assert plain.and_(attn_type="encoder").requirements() is None
+    assert plain.evolve(per_head_scales=True).requirements() is None
+    assert plain.evolve(attn_type="encoder").requirements() is None
 
 
 def test_known_failures_are_expected_to_fail_strictly() -> None:

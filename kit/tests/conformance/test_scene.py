@@ -13,8 +13,11 @@ from attnplug.contract import PAD_SLOT_ID
 from attnplug.errors import NotNegotiatedError
 from attnplug.ops import key_and_value_pages
 from attnplug_kit.oracle import (
+    CANARY,
+    FEATURES,
     Case,
     assert_close,
+    cases,
     check,
     check_replays,
     materialize,
@@ -22,9 +25,6 @@ from attnplug_kit.oracle import (
     random_case,
     tolerance,
 )
-from attnplug_kit.oracle.cases import FEATURES
-from attnplug_kit.oracle.scene import CANARY
-from attnplug_kit.oracle.strategies import cases
 
 
 @given(cases(features=FEATURES))
@@ -87,7 +87,7 @@ def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tupl
         materialize(case).paged(backend)
 
     assert f"a scene of {named[0]} was given to torch/sdpa" == caught.value.problem
-    assert f"this backend agreed on {named[1]}" == caught.value.expected
+    assert f"the agreement has {named[1]}" == caught.value.expected
     assert "scene.case.requirements" in caught.value.fix
 
 

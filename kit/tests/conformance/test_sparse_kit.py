@@ -10,15 +10,14 @@ import torch
 
 from attnplug.evidence.coverage import hashable
 from attnplug.evidence.store import parse_evidence
-from attnplug_kit.oracle.attention import attend
-from attnplug_kit.oracle.sparsity import EVERYTHING, is_known, seen_by
+from attnplug_kit.oracle.attention import FULL_PATTERN, attend, has_known_parameters, seen_by
 from kit.tests.conformance.test_kit_runs import run
 from kit.tests.conformance.test_mutants import demand_red
 
 HERE = Path(__file__).parent
 MANIFEST = HERE / "sparse" / "attnplug.toml"
 RED = {
-    "ignores_pattern": ("test_feature_is_used[*", "was asked for, and the output is that of a request without it"),
+    "ignores_pattern": ("test_feature_is_used[*", "was requested, and the output is that of a request without it"),
     "forgets_vertical": ("test_capability[*local_blocks*", "output: * elements differ"),
     "slides_no_head": ("test_capability[*local_blocks*", "output: * elements differ"),
     "slides_query_heads": ("test_capability[*homo_head_group*", "output: * elements differ"),
@@ -83,12 +82,12 @@ def test_a_row_that_attends_nothing_is_zero_and_minus_infinity() -> None:
 
 def test_the_pattern_that_leaves_nothing_out_is_dense_attention() -> None:
     rows = torch.randn(50, 2, 4)
-    sparse, dense = (attend(rows, rows, rows, scale=1.0, block_sparse=one) for one in (EVERYTHING, None))
+    sparse, dense = (attend(rows, rows, rows, scale=1.0, block_sparse=one) for one in (FULL_PATTERN, None))
 
     assert torch.equal(sparse.output, dense.output)
 
 
 def test_other_names_are_not_known() -> None:
-    assert is_known(EVERYTHING)
-    assert not is_known({**EVERYTHING, "global_tokens": 3})
-    assert not is_known({"block_size": 16})
+    assert has_known_parameters(FULL_PATTERN)
+    assert not has_known_parameters({**FULL_PATTERN, "global_tokens": 3})
+    assert not has_known_parameters({"block_size": 16})

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 import transformers
 
-from attnplug_kit.oracle.sparsity import seen_by
+from attnplug_kit.oracle import seen_by
 
 VOCABULARY: Final = 512
 SMALL: Final[dict[str, Any]] = {

@@ -8,7 +8,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug_kit.oracle.attention import attend
+from attnplug_kit.oracle import attend
 from tests.backends import requests
 from tests.backends.requests import CANARY, DTYPES, lens, starts
 from tests.backends.triton_on_cpu import DEVICE

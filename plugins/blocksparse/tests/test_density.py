@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug_blocksparse.pattern import BlocksparseParams
-from attnplug_kit.oracle.sparsity import seen_by
+from attnplug_kit.oracle import seen_by
 from benchmarks.sparsity import decode_cost, prefill_cost
 
 PHI = {"max_seqlen": 131072, "block_size": 64, "local_blocks": 16, "vert_stride": 8}

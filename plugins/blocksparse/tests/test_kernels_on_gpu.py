@@ -15,7 +15,7 @@ from attnplug_blocksparse import decode, prefill, prefill_single
 from attnplug_blocksparse.pattern import BlocksparseParams, Pattern
 from attnplug_blocksparse.plan import DecodePlan, PrefillPlan, Scales
 from attnplug_blocksparse.tiles import DecodeTiles, PrefillTiles
-from attnplug_kit.oracle.sparsity import seen_by
+from attnplug_kit.oracle import seen_by
 from plugins.blocksparse.tests.requests import CANARY, DTYPES, Requests, check, lens, starts
 from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS, bounds_checked
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import LayerError, LimitsError
 from attnplug_blocksparse.pattern import BlocksparseParams, Pattern
-from attnplug_kit.oracle.sparsity import seen_by
+from attnplug_kit.oracle import seen_by
 
 PHI = {"max_seqlen": 8192, "block_size": 64, "local_blocks": 16, "vert_stride": 8}
 MODES = ({}, {"homo_head": True}, {"homo_head_group": True}, {"homo_head": True, "homo_head_group": True})

@@ -14,7 +14,7 @@ from attnplug_blocksparse import prefill_single
 from attnplug_blocksparse.pattern import BlocksparseParams, Pattern
 from attnplug_blocksparse.plan import Scales
 from attnplug_blocksparse.tiles import HopperTiles
-from attnplug_kit.oracle.sparsity import seen_by
+from attnplug_kit.oracle import seen_by
 from plugins.blocksparse.tests.requests import CANARY, DTYPES, Requests, check
 from tests.backends import gluon_emulator
 from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS

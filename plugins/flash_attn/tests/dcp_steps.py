@@ -17,7 +17,7 @@ from attnplug import Device, Requirements
 from attnplug.contract import PAD_SLOT_ID, Batch, GraphShape, Layer, Limits, Parallel, capture, torch_dtype
 from attnplug.ops import quantize
 from attnplug_flash_attn import packing
-from attnplug_kit.oracle.attention import attend
+from attnplug_kit.oracle import attend
 from plugins.flash_attn.tests import dcp_mutants
 from plugins.flash_attn.tests.conftest import NAME, pytest_unconfigure, stage
 from plugins.flash_attn.tests.exact_backend import make_backend

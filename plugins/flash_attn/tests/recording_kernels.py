@@ -9,7 +9,7 @@ from attrs import frozen
 from torch import Tensor
 
 from attnplug_flash_attn.kernels.interface import Kernels, LayerParams, VarlenCall
-from attnplug_kit.oracle.attention import attend
+from attnplug_kit.oracle import attend
 from plugins.flash_attn.tests.exact_backend import make_backend
 
 if TYPE_CHECKING:

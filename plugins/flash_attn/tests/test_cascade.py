@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.contract import Batch, Layer
-from attnplug_kit.oracle.closeness import assert_close
+from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests.recording_kernels import load
 from tests.backends.harness import BLOCK, Harness
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from attnplug_kit.oracle.closeness import assert_close
+from attnplug_kit.oracle import assert_close
 from plugins.flash_attn.tests import dcp_steps
 from plugins.flash_attn.tests.dcp_steps import DcpStep
 from plugins.flash_attn.tests.rank_groups import ProcessGroup

@@ -6,17 +6,13 @@ import pytest
 
 from attnplug_flash_attn import direct
 from attnplug_flash_attn.direct import CALLS, SCHEDULE, DirectFlashAttention
-from attnplug_kit.bench import building, forwarding, replaying
-from attnplug_kit.bench.baseline import Baseline
-from attnplug_kit.bench.choice import Choice
-from attnplug_kit.bench.rig import make_planner
-from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
+from attnplug_kit.bench import Baseline, Target, building, decodes, forwarding, make_planner, mixed, ragged_decodes
 from plugins.flash_attn.tests.real import GRAPHS, VARIANTS
 from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
 
 
-def choice(variant: str) -> Choice:
-    return Choice(f"flash_attn_fake/{variant}", "cpu")
+def choice(variant: str) -> Target:
+    return Target(f"flash_attn_fake/{variant}", "cpu")
 
 
 @pytest.fixture
@@ -33,7 +29,7 @@ def test_they_are_a_baseline_for_every_variant() -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
 def test_forwards_are_held_against_them(library, step, variant) -> None:
-    found = forwarding.found([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], choice(variant), 1)
+    found = forwarding.measure_steps([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], choice(variant), 1)
 
     assert not found.failures
     assert found.measurements[0].what.endswith("raw FlashAttention calls")
@@ -47,9 +43,9 @@ def test_a_second_call_finds_what_the_first_has_written(library, variant) -> Non
 
 @pytest.mark.parametrize("variant", GRAPHS)
 def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
-    monkeypatch.setattr(replaying, "work_clock", lambda _: FakeTimer())
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
 
-    found = forwarding.found([], choice(variant), 1, [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)])
+    found = forwarding.measure_steps([], choice(variant), 1, [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)])
 
     assert not found.failures
     assert len(found.measurements) == 6
@@ -59,7 +55,7 @@ def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
 def test_builds_are_held_against_schedules_where_there_are_any(library, monkeypatch, variant) -> None:
     monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
 
-    found = building.found(STEPS, STEPS[1:2], choice(variant), 1)
+    found = building.measure_steps(STEPS, STEPS[1:2], choice(variant), 1)
 
     assert not found.failures
     over = [m.what for m in found.measurements if m.paired]

@@ -7,14 +7,10 @@ import torch
 
 from attnplug_flashinfer import direct
 from attnplug_flashinfer.direct import DirectFlashInfer
-from attnplug_kit.bench import building, forwarding, replaying
-from attnplug_kit.bench.baseline import Baseline
-from attnplug_kit.bench.choice import Choice
-from attnplug_kit.bench.rig import make_planner
-from attnplug_kit.bench.step import decodes, mixed, ragged_decodes
+from attnplug_kit.bench import Baseline, Target, building, decodes, forwarding, make_planner, mixed, ragged_decodes
 from tests.backends.bench import STEPS, TINY, FakeTimer, check_second_call, use_baseline
 
-CHOICE = Choice("flashinfer_fake/fa2", "cpu")
+CHOICE = Target("flashinfer_fake/fa2", "cpu")
 
 
 def get_batch_indices_positions(append_indptr, seq_lens, nnz):
@@ -59,7 +55,7 @@ def test_they_are_a_baseline() -> None:
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
 def test_forwards_are_held_against_them(library, step) -> None:
-    found = forwarding.found([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], CHOICE, 1)
+    found = forwarding.measure_steps([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], CHOICE, 1)
 
     assert not found.failures
     assert [m.budget for m in found.measurements] == [None, None, 10, 10, None, None, None, None]
@@ -72,9 +68,9 @@ def test_a_second_call_finds_what_the_first_has_written(library) -> None:
 
 @pytest.mark.parametrize("step", [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)], ids=lambda step: step.what)
 def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
-    monkeypatch.setattr(replaying, "work_clock", lambda _: FakeTimer())
+    monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
 
-    found = forwarding.found([], CHOICE, 1, [step])
+    found = forwarding.measure_steps([], CHOICE, 1, [step])
 
     assert not found.failures
     assert len(found.measurements) == 3
@@ -83,7 +79,7 @@ def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
 def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
     monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
 
-    found = building.found(STEPS, STEPS[1:2], CHOICE, 1)
+    found = building.measure_steps(STEPS, STEPS[1:2], CHOICE, 1)
 
     assert not found.failures
     over = [m.what for m in found.measurements if m.paired]

@@ -20,7 +20,7 @@ from attnplug_int8_ixformer.triton_launch import (
     attend_prefill,
     column_bytes,
 )
-from attnplug_kit.oracle.attention import attend
+from attnplug_kit.oracle import attend
 from tests.backends import requests
 from tests.backends.requests import CANARY, DTYPES, lens, starts
 from tests.backends.triton_on_cpu import DEVICE

@@ -14,11 +14,7 @@ from attnplug.ops import Kernel
 from attnplug_int8_ixformer import triton_provider
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.value_scales import ValueScales
-from attnplug_kit.oracle.byte_rounding import by_channel
-from attnplug_kit.oracle.cases import Case
-from attnplug_kit.oracle.replay import check_replays, padded_for
-from attnplug_kit.oracle.running import check, limits_of
-from attnplug_kit.oracle.scene import materialize
+from attnplug_kit.oracle import Case, by_channel, check, check_replays, limits_of, materialize, padded_for
 from plugins.int8_ixformer.tests.requests import fields_of
 from tests.backends.triton_on_cpu import DEVICE, INTERPRETED, MARKS
 

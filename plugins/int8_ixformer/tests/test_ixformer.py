@@ -15,11 +15,7 @@ from attnplug.contract import GraphShape, Layer, Limits
 from attnplug.errors import CacheError, LimitsError, PluginLoadError
 from attnplug_int8_ixformer.pages import of_planes
 from attnplug_int8_ixformer.plugin import IXFORMER_MODULES
-from attnplug_kit.oracle.byte_rounding import paged_tensors
-from attnplug_kit.oracle.cases import Case
-from attnplug_kit.oracle.replay import check_replays, padded_for
-from attnplug_kit.oracle.running import check, limits_of
-from attnplug_kit.oracle.scene import materialize
+from attnplug_kit.oracle import Case, check, check_replays, limits_of, materialize, padded_for, paged_tensors
 from plugins.int8_ixformer.tests.conftest import FAKE, FAKES, IS_REAL_HERE
 
 FEATURES = [{}, {"sliding_window": 9}, {"logits_soft_cap": 3.0}, {"alibi": "linear"}, {"alibi": "sqrt"}]

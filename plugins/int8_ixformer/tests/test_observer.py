@@ -12,10 +12,7 @@ from attnplug.contract import GraphShape, Limits
 from attnplug.errors import LayerError, PluginLoadError
 from attnplug.torch_backend.impl import TorchImpl
 from attnplug_int8_ixformer.value_scales import ValueScales, load_layer
-from attnplug_kit.oracle.cases import Case
-from attnplug_kit.oracle.replay import CANARY
-from attnplug_kit.oracle.running import check, run
-from attnplug_kit.oracle.scene import materialize
+from attnplug_kit.oracle import CANARY, Case, check, materialize, run
 
 pytestmark = pytest.mark.usefixtures("registered")
 

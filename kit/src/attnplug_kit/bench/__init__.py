@@ -1,4 +1,8 @@
-"""``attnplug bench``: the time budgets, measured here. A file for each measured thing."""
+"""
+Benchmarks: the command ``attnplug bench``, and what a plugin's baseline of direct library calls is written with.
+
+The names load on first use (PEP 562): ``attnplug --help`` imports this module for its `SUMMARY`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,8 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.commands import NO, OK, complain, say_json
 from attnplug.errors import RequestError
@@ -17,20 +22,58 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from attnplug_kit.bench.choice import Choice
-    from attnplug_kit.bench.measurement import Measurement
-    from attnplug_kit.bench.result import Result
+    from attnplug_kit.bench.baseline import Baseline as Baseline
+    from attnplug_kit.bench.baseline import TorchBaseline as TorchBaseline
+    from attnplug_kit.bench.result import Measurement as Measurement
+    from attnplug_kit.bench.result import Result as Result
+    from attnplug_kit.bench.result import SectionResult as SectionResult
+    from attnplug_kit.bench.result import formatted as formatted
+    from attnplug_kit.bench.result import machine as machine
+    from attnplug_kit.bench.result import setup_of as setup_of
+    from attnplug_kit.bench.rig import Planner as Planner
+    from attnplug_kit.bench.rig import Rig as Rig
+    from attnplug_kit.bench.rig import Step as Step
+    from attnplug_kit.bench.rig import Target as Target
+    from attnplug_kit.bench.rig import decodes as decodes
+    from attnplug_kit.bench.rig import first_prefills as first_prefills
+    from attnplug_kit.bench.rig import make_planner as make_planner
+    from attnplug_kit.bench.rig import make_rig as make_rig
+    from attnplug_kit.bench.rig import mixed as mixed
+    from attnplug_kit.bench.rig import ragged_decodes as ragged_decodes
+    from attnplug_kit.bench.timing import Contender as Contender
+    from attnplug_kit.bench.timing import DeviceClock as DeviceClock
+    from attnplug_kit.bench.timing import LaunchClock as LaunchClock
+    from attnplug_kit.bench.timing import Samples as Samples
+    from attnplug_kit.bench.timing import host_clock as host_clock
+    from attnplug_kit.bench.timing import interleaved as interleaved
+    from attnplug_kit.bench.timing import work_clock as work_clock
+
+_NAMES: Final = {
+    "baseline": "Baseline TorchBaseline",
+    "result": "Measurement Result SectionResult formatted machine setup_of",
+    "rig": "Planner Rig Step Target decodes first_prefills make_planner make_rig mixed ragged_decodes",
+    "timing": "Contender DeviceClock LaunchClock Samples host_clock interleaved work_clock",
+}
+_MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - a list, which ruff does not see
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
 
 SECTIONS: Final = {
-    "import": "importing",
-    "list": "listing",
-    "first-select": "first_select",
-    "uncached": "uncached",
-    "cached": "cached",
-    "build": "building",
-    "forward": "forwarding",
+    "import": "selecting:import_time",
+    "list": "selecting:list_time",
+    "first-select": "selecting:first_select",
+    "uncached": "selecting:new_requests",
+    "cached": "selecting:repeated_requests",
+    "build": "building:measure",
+    "forward": "forwarding:measure",
 }
-"""Every measured thing, with its module."""
+"""Every section, with the function that measures it."""
 
 ON_A_BACKEND: Final = ("build", "forward")
 """Those that run a backend, and so need torch."""
@@ -42,25 +85,25 @@ measurements:
   import        `import attnplug`, over a process that does nothing
   list          `attnplug list --json`, the whole process
   first-select  the first selection of a process, with 5 plugins: settings, discovery, manifests, decision
-  uncached      a decision that is new, with 50 candidates and every reason
-  cached        the same question again, with the same object and with an equal copy
-  build         the metadata of a step: 256 decodes, a mixed batch, prompts; the check and the assembly by themselves;
+  uncached      a new request, with 50 candidates and every reason
+  cached        the same request again, with the same object and with an equal copy
+  build         the metadata of a step: 256 decodes, a mixed batch, prefills; the check and the assembly by themselves;
                 over the plan of the backend's library, where it has one
-  forward       a layer through the contract, over raw calls that compute the same, measured in turn; on CUDA also the
-                replay of its graph
+  forward       a layer through the contract, over direct library calls that compute the same, measured in turn; on
+                CUDA also the replay of its graph
 
-build and forward run a backend: the one that a selection chooses here, or --backend, on this machine's device, or
---device. On a CPU times are wall times; on CUDA they are the host's launches alone, or the device's own between two
-events, as each line says. The raw calls are those of the backend's own library, where its distribution brings them
-(entry point group attnplug.benchmarks), or else torch's. Both ways are compared before they are timed: of a step with
-a wrong result, or another failure, no time is told.
+build and forward run the backend that a selection chooses here, or --backend, on this machine's device, or --device.
+On a CPU times are wall times. On CUDA they are the host's launches alone, or the device's own between two events, as
+each line says. The direct calls are those of the backend's own library, where its distribution registers them
+(entry-point group attnplug.benchmarks), and otherwise torch's. Results are compared before they are timed: a step with
+a wrong result, or another failure, has no time.
 
-Medians are held against the budgets; the best of a measurement tells how much of it is other work of the machine.
+Medians are compared with the budgets. The best of a measurement shows how much of it is other work of the machine.
 
-Budgets of attnplug's own part decide the exit code. What a backend takes besides, its build and its forward over the
-raw calls, is held against the same budgets and told as "over", and fails nothing.
+Budgets of attnplug's own part decide the exit code. The backend's part, its build and the overhead of its forward over
+direct calls, is compared with the same budgets, shown as "over", and fails nothing.
 
-exit codes: 0 every budget that decides is kept, 1 one is not or a step failed, 2 the question is wrong
+exit codes: 0 every budget that decides is kept, 1 one is not or a step failed, 2 the request is invalid
 """
 
 
@@ -68,7 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.description = "Measure the time budgets in fresh processes. It takes about a minute."
     parser.epilog = _EPILOG
-    parser.add_argument("names", nargs="*", metavar="NAME", help="what to measure; everything by default")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="what to measure; default: everything")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--output", metavar="FILE", help="also write the result to a file, as .md or .json")
     parser.add_argument(
@@ -92,82 +135,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure."""
-    from attnplug_kit.bench.choice import Choice  # noqa: PLC0415 - help costs nothing this way
-    from attnplug_kit.bench.result import check_suffix  # noqa: PLC0415 - as above
+    from attnplug_kit.bench.result import check_suffix, show  # noqa: PLC0415 - help does without
+    from attnplug_kit.bench.rig import Target  # noqa: PLC0415 - likewise
 
-    choice = Choice(arguments.backend, arguments.device, arguments.threads)
-    names = _checked(arguments.names, choice)
+    target = Target(arguments.backend, arguments.device, arguments.threads)
+    names = _checked(arguments.names, target)
     file = Path(arguments.output) if arguments.output else None
     if file is not None:
         check_suffix(file)  # before minutes of measuring
     if arguments.repeats < 1:
         raise RequestError(f"--repeats {arguments.repeats} was given", "it is a whole number from 1 on", "leave it out")
-    result = _measure(names, arguments.repeats, choice)
+    result = _measure(names, arguments.repeats, target)
     if file is not None:
         result.write(file)
     if arguments.json:
         say_json(result.to_dict())
     else:
-        from attnplug_kit.bench.show import show  # noqa: PLC0415 - JSON does without
-
         show(result)
     return OK if result.within else NO
 
 
-def _checked(asked: Sequence[str], choice: Choice) -> tuple[str, ...]:
-    for name in asked:
+def _checked(requested: Sequence[str], target: Target) -> tuple[str, ...]:
+    for name in requested:
         if name not in SECTIONS:
             raise RequestError(
-                f"the measurement {name!r} was asked for{near(name, tuple(SECTIONS))}",
+                f"the measurement {name!r} was requested{near(name, tuple(SECTIONS))}",
                 f"the measurements are {', '.join(SECTIONS)}",
                 "name one of them, or none for all",
             )
-    names = tuple(dict.fromkeys(asked)) or tuple(SECTIONS)
-    if choice.words() and not set(names) & set(ON_A_BACKEND):
+    names = tuple(dict.fromkeys(requested)) or tuple(SECTIONS)
+    if target.options() and not set(names) & set(ON_A_BACKEND):
         raise RequestError(
-            f"{choice.words()[0]} was given, to measure {', '.join(names)}",
+            f"{target.options()[0]} was given, to measure {', '.join(names)}",
             f"it is for {' and '.join(ON_A_BACKEND)}: nothing else runs a backend",
             "leave it out, or measure those",
         )
-    choice.check()
-    return names if find_spec("torch") else _without_torch(names, is_asked=bool(asked))
+    target.check()
+    return names if find_spec("torch") else _without_torch(names, is_requested=bool(requested))
 
 
-def _without_torch(names: Sequence[str], *, is_asked: bool) -> tuple[str, ...]:
-    """Leave out what needs torch, and say so; refuse where it was asked for by name."""
-    lacking = [name for name in names if name in ON_A_BACKEND]
-    if lacking and is_asked:
+def _without_torch(names: Sequence[str], *, is_requested: bool) -> tuple[str, ...]:
+    """Leave out what needs torch with a message, or refuse it where it was requested by name."""
+    missing = [name for name in names if name in ON_A_BACKEND]
+    if missing and is_requested:
         raise RequestError(
-            f"the measurement {lacking[0]!r} was asked for",
+            f"the measurement {missing[0]!r} was requested",
             "it runs a backend, and torch is not installed",
             "pip install 'attnplug[torch]'",
         )
-    if lacking:
-        complain(f"attnplug bench: left out, since torch is not installed: {', '.join(lacking)}")
-    return tuple(name for name in names if name not in lacking)
+    if missing:
+        complain(f"attnplug bench: left out, since torch is not installed: {', '.join(missing)}")
+    return tuple(name for name in names if name not in missing)
 
 
-def _measure(names: Sequence[str], repeats: int, choice: Choice) -> Result:
-    from attnplug_kit.bench.machine import machine  # noqa: PLC0415 - as above
-    from attnplug_kit.bench.result import Result  # noqa: PLC0415 - as above
+def _measure(names: Sequence[str], repeats: int, target: Target) -> Result:
+    from attnplug_kit.bench.result import Result, SectionResult, machine  # noqa: PLC0415 - as above
 
-    facts, setup = machine(), dict[str, str]()
-    measurements: list[Measurement] = []
-    notes: list[str] = []
-    failures: list[str] = []
+    named = names if len(names) < len(SECTIONS) else ()
+    words = [*named, *target.options(), *(["--repeats", str(repeats)] if repeats != 15 else [])]
+    found = Result(command=shlex.join(["attnplug", "bench", *words]), machine=machine())
     for name in names:
         if sys.stderr.isatty():
             complain(f"measuring {name} ...")
-        section = import_module(f"attnplug_kit.bench.{SECTIONS[name]}")
-        if name in ON_A_BACKEND:
-            found = section.measure(repeats, choice)
-            measurements += found.measurements
-            setup |= found.setup
-            notes += found.notes
-            failures += found.failures
-        else:
-            measurements += section.measure(repeats)
-    named = names if len(names) < len(SECTIONS) else ()
-    asked = [*named, *choice.words(), *(["--repeats", str(repeats)] if repeats != 15 else [])]
-    command = shlex.join(["attnplug", "bench", *asked])
-    return Result(command, facts, tuple(measurements), setup, tuple(notes), tuple(failures))
+        measure = resolve_name(f"{__name__}.{SECTIONS[name]}")
+        found += measure(repeats, target) if name in ON_A_BACKEND else SectionResult(tuple(measure(repeats)))
+    return found

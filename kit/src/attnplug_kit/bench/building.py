@@ -1,4 +1,4 @@
-"""What the metadata of a step takes: the batch's assembly, its check, and the plan."""
+"""The section `build`: the metadata of a step, which is its batch's assembly and check, and the backend's plan."""
 
 from __future__ import annotations
 
@@ -9,36 +9,30 @@ from attrs import evolve
 
 from attnplug import NoBackendError
 from attnplug_kit.bench.baseline import baseline_of
-from attnplug_kit.bench.choice import Choice
-from attnplug_kit.bench.clock import host_clock
-from attnplug_kit.bench.finding import Finding, Gathering, setup_of
-from attnplug_kit.bench.interleaved import Contender, interleaved
-from attnplug_kit.bench.measurement import Measurement
-from attnplug_kit.bench.rig import capture_graph, make_planner
-from attnplug_kit.bench.step import decodes, first_prefills, mixed, ragged_decodes
-from attnplug_kit.bench.worker import ask
+from attnplug_kit.bench.processes import measure_in_process
+from attnplug_kit.bench.result import Measurement, ResultCollector, SectionResult, setup_of
+from attnplug_kit.bench.rig import capture_graph, decodes, first_prefills, make_planner, mixed, ragged_decodes
+from attnplug_kit.bench.timing import Contender, host_clock, interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from attnplug.contract import MetadataBuilder
     from attnplug_kit.bench.baseline import Baseline
-    from attnplug_kit.bench.clock import Clock
-    from attnplug_kit.bench.interleaved import Samples
-    from attnplug_kit.bench.rig import Planner
-    from attnplug_kit.bench.step import Step
+    from attnplug_kit.bench.rig import Planner, Step, Target
+    from attnplug_kit.bench.timing import Clock, Samples
 
     Plans = Mapping[str, Callable[[], object]]
 
 NAME: Final = "build"
 REQUESTS: Final = 256
-"""The budget is for so many."""
+"""The number of requests that the budgets are for."""
 
 BUDGET: Final = 100.0
-"""Microseconds, where the library plans nothing itself."""
+"""Microseconds of a build, where the library plans nothing itself."""
 
 OVER_PLAN: Final = 50.0
-"""Microseconds over the library's own plan, where it has one."""
+"""Microseconds of a build over the library's own plan, where it has one."""
 
 STEPS: Final = (
     decodes(REQUESTS, 1024),
@@ -47,15 +41,16 @@ STEPS: Final = (
     mixed(32, 1024, 2, 512),
     first_prefills(4, 512),
 )
-IN_SLOT: Final = (decodes(REQUESTS, 1024),)
+GRAPH_STEPS: Final = (decodes(REQUESTS, 1024),)
+"""Decodes that are built into graph buffers."""
 
 
-def measure(repeats: int, choice: Choice) -> Finding:
+def measure(repeats: int, target: Target) -> SectionResult:
     """Measure in a fresh process."""
-    return Finding.from_dict(ask("building", repeats=repeats, choice=choice.to_dict()))
+    return measure_in_process("building", repeats, target)
 
 
-def child(repeats: int, choice: dict[str, Any]) -> dict[str, Any]:
+def measure_here(repeats: int, target: Target) -> SectionResult:
     """
     Measure in this process.
 
@@ -63,39 +58,71 @@ def child(repeats: int, choice: dict[str, Any]) -> dict[str, Any]:
         NoBackendError: Nothing can serve the layer.
         PluginError: The backend fails to load.
     """
-    return found(STEPS, IN_SLOT, Choice(**choice), repeats).to_dict()
+    return measure_steps(STEPS, GRAPH_STEPS, target, repeats)
 
 
-def found(steps: Sequence[Step], in_graph: Sequence[Step], choice: Choice, repeats: int) -> Finding:
+def measure_steps(steps: Sequence[Step], in_graph: Sequence[Step], target: Target, repeats: int) -> SectionResult:
     """
-    Measure builds. A step that fails is told, and the others are measured all the same.
+    Measure builds. A step that fails is recorded, and the others are measured all the same.
 
     Args:
         steps: Steps that are built eagerly, at least one.
-        in_graph: Decodes that are built into a graph slot of their size.
-        choice: Backend and device.
+        in_graph: Decodes that are built into graph buffers of their size.
+        target: Backend and device.
         repeats: As for `interleaved`.
 
     Raises:
         Exception: All fail: what the first one raises.
     """
-    clock, gathering = host_clock(choice.settle().type), Gathering(NAME)
+    clock, collector = host_clock(target.prepare().type), ResultCollector(NAME)
     for step in steps:
-        gathering.add(step.what, partial(measured, step, choice, clock, repeats))
+        collector.add(step.what, partial(measure_step, step, target, clock, repeats))
     for step in in_graph:
-        gathering.add(f"{step.what}, into a graph slot", partial(measured_in_graph, step, choice, clock, repeats))
-    return gathering.finding()
+        collector.add(_in_graph(step), partial(measure_graph_build, step, target, clock, repeats))
+    return collector.result()
 
 
-def measured(step: Step, choice: Choice, clock: Clock, repeats: int) -> Finding:
+def measure_step(step: Step, target: Target, clock: Clock, repeats: int) -> SectionResult:
     """Measure the builds of one step."""
-    planner = make_planner(step, choice)
+    planner = make_planner(step, target)
     baseline, note = baseline_of(planner.backend.name)
     plans = baseline.plans(planner, captured=False)
     samples = interleaved({**_eager(planner), **_contenders(plans)}, clock, repeats)
     what = f"{step.what}, {clock.what}"
-    numbers = [*_told(planner, samples, clock, baseline), *_told_plans(what, samples, plans, step)]
-    return Finding(tuple(numbers), setup_of(planner.backend), _notes(note, step.what, samples))
+    budget = _budget(planner, plans, baseline)
+    numbers = (
+        Measurement(
+            NAME, f"{what}: `build`, one group of layers", samples.seconds["build"], "us", budget, decides=False
+        ),
+        Measurement(NAME, f"{what}: of that, `build` of a builder that plans nothing", samples.seconds["check"], "us"),
+        Measurement(NAME, f"{what}: before that, `BatchAssembler`", samples.seconds["assembly"], "us"),
+        *_over_plans(what, samples, plans, step),
+    )
+    return SectionResult(numbers, setup_of(planner.backend), _notes(note, step.what, samples))
+
+
+def measure_graph_build(step: Step, target: Target, clock: Clock, repeats: int) -> SectionResult:
+    """Measure builds into graph buffers, or note why there are none."""
+    what = _in_graph(step)
+    try:
+        planner = make_planner(step, target, cudagraph="single_token_decode")
+    except NoBackendError as error:
+        return SectionResult(notes=(f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
+    batch, (graph, _) = planner.batch(), capture_graph(planner)
+    baseline, note = baseline_of(planner.backend.name)
+    plans = baseline.plans(planner, captured=True)
+    build = Contender(lambda batch: planner.builder.build(batch, graph=graph), lambda: evolve(batch))
+    samples = interleaved({"build": build, **_contenders(plans)}, clock, repeats)
+    on_device = planner.backend.device.type != "cpu"
+    budget = _budget(planner, plans, baseline) if on_device else None
+    label = f"{what}, {clock.what}: `build`{'' if on_device else ', with the work that a device would do for it'}"
+    number = Measurement(NAME, label, samples.seconds["build"], "us", budget, decides=False)
+    numbers = (number, *_over_plans(f"{what}, {clock.what}", samples, plans, step))
+    return SectionResult(numbers, setup_of(planner.backend), _notes(note, what, samples))
+
+
+def _in_graph(step: Step) -> str:
+    return f"{step.what}, into graph buffers"
 
 
 def _contenders(plans: Plans) -> dict[str, Contender]:
@@ -103,45 +130,28 @@ def _contenders(plans: Plans) -> dict[str, Contender]:
 
 
 def _eager(planner: Planner) -> dict[str, Contender]:
-    """Return what an engine does for a step, and the check alone. A batch is new at each step, and so it is here."""
+    """Return what an engine does for a step, and the check alone. Each sample has a new batch, as each step has."""
     from attnplug.batching import BatchAssembler  # noqa: PLC0415 - imports torch
 
-    batch, draft = planner.batch(), BatchAssembler.of(planner.backend.agreement, planner.backend.device)
-    checking = _without_plan(planner.builder)
+    batch, assembler = planner.batch(), BatchAssembler.of(planner.backend.agreement, planner.backend.device)
     return {
         "build": Contender(planner.builder.build, lambda: evolve(batch)),
-        "check": Contender(checking.build, lambda: evolve(batch)),
-        "draft": Contender(lambda _: planner.drafted(draft)),
+        "check": Contender(_without_plan(planner.builder).build, lambda: evolve(batch)),
+        "assembly": Contender(lambda _: planner.batch(assembler)),
     }
 
 
 def _without_plan(builder: MetadataBuilder) -> MetadataBuilder:
-    """Return a builder of the same layers that checks and describes a batch, and plans nothing."""
+    """Return a builder of the same layers that checks a batch, and plans nothing."""
     from attnplug.contract import MetadataBuilder  # noqa: PLC0415 - imports torch
 
-    own = {"requires_uniform_decodes": builder.requires_uniform_decodes}
-    kind: type[MetadataBuilder] = type("Unplanned", (MetadataBuilder,), own)
+    own: dict[str, Any] = {"requires_uniform_decodes": builder.requires_uniform_decodes}
+    kind: type[MetadataBuilder] = type("PlansNothing", (MetadataBuilder,), own)
     return kind(builder.backend, builder.impls, builder.state)
 
 
-def _told(planner: Planner, samples: Samples, clock: Clock, baseline: Baseline) -> Iterator[Measurement]:
-    what, seconds = f"{planner.step.what}, {clock.what}", samples.seconds
-    yield Measurement(
-        NAME,
-        f"{what}: `build`, a plan for one group of layers",
-        seconds["build"],
-        "us",
-        _budget(planner, samples, baseline),
-        decides=False,
-    )
-    yield Measurement(
-        NAME, f"{what}: of that, the check: `build` of a builder that plans nothing", seconds["check"], "us"
-    )
-    yield Measurement(NAME, f"{what}: before that, the batch is assembled: `BatchAssembler`", seconds["draft"], "us")
-
-
-def _told_plans(what: str, samples: Samples, plans: Plans, step: Step) -> Iterator[Measurement]:
-    """Tell what a library's own plan takes, and the build over it; nothing where the library plans nothing."""
+def _over_plans(what: str, samples: Samples, plans: Plans, step: Step) -> Iterator[Measurement]:
+    """Yield what a library's own plan takes, and the build over it; nothing where the library plans nothing."""
     for name in plans:
         yield Measurement(NAME, f"{what}: {name}", samples.seconds[name], "us")
     for name in tuple(plans)[:1]:
@@ -150,32 +160,10 @@ def _told_plans(what: str, samples: Samples, plans: Plans, step: Step) -> Iterat
         yield Measurement(NAME, f"{what}: `build` over {name}", over, "us", budget, paired=True, decides=False)
 
 
-def _budget(planner: Planner, samples: Samples, baseline: Baseline) -> float | None:
-    """Return the budget of a build that has no library's plan in it; None for other numbers of requests."""
-    plans_itself = samples.seconds.keys() - {"build", "check", "draft"}
+def _budget(planner: Planner, plans: Plans, baseline: Baseline) -> float | None:
+    """Return the budget of a build without a library's plan in it; None for other numbers of requests."""
     own = baseline.backend == planner.backend.name
-    return BUDGET if own and not plans_itself and planner.step.num_reqs == REQUESTS else None
-
-
-def measured_in_graph(step: Step, choice: Choice, clock: Clock, repeats: int) -> Finding:
-    """Measure builds into a graph slot, or say why there are none."""
-    what = f"{step.what}, into a graph slot"
-    try:
-        planner = make_planner(step, choice, cudagraph="single_token_decode")
-    except NoBackendError as error:
-        return Finding((), {}, (f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
-    batch, (graph, _) = planner.batch(), capture_graph(planner)
-    baseline, note = baseline_of(planner.backend.name)
-    plans = baseline.plans(planner, captured=True)
-    build = Contender(lambda batch: planner.builder.build(batch, graph=graph), lambda: evolve(batch))
-    samples = interleaved({"build": build, **_contenders(plans)}, clock, repeats)
-    on_device = planner.backend.device.type != "cpu"
-    how = "`build`" if on_device else "`build`, with the work that a device would do for it"
-    budget = _budget(planner, samples, baseline) if on_device else None
-    said = f"{what}, {clock.what}"
-    number = Measurement(NAME, f"{said}: {how}", samples.seconds["build"], "us", budget, decides=False)
-    numbers = (number, *_told_plans(said, samples, plans, step))
-    return Finding(numbers, setup_of(planner.backend), _notes(note, what, samples))
+    return BUDGET if own and not plans and planner.step.num_reqs == REQUESTS else None
 
 
 def _notes(note: str | None, what: str, samples: Samples) -> tuple[str, ...]:

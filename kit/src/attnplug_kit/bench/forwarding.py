@@ -1,38 +1,34 @@
-"""What a layer takes through the contract, over the raw calls that compute the same."""
+"""The section `forward`: a layer through the contract, over direct library calls that compute the same."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from attnplug_kit.bench import replaying
-from attnplug_kit.bench.agreeing import check_same
-from attnplug_kit.bench.baseline import baseline_of
-from attnplug_kit.bench.choice import Choice
-from attnplug_kit.bench.clock import host_clock, work_clock
-from attnplug_kit.bench.finding import Finding, Gathering, setup_of
-from attnplug_kit.bench.hollow import hollow
-from attnplug_kit.bench.interleaved import Contender, interleaved
-from attnplug_kit.bench.measurement import Measurement
-from attnplug_kit.bench.rig import LAYER, make_rig
-from attnplug_kit.bench.step import decodes, first_prefills, mixed, ragged_decodes
-from attnplug_kit.bench.worker import ask
+from attrs import evolve
+
+from attnplug import NoBackendError
+from attnplug_kit.bench.baseline import baseline_of, compare
+from attnplug_kit.bench.processes import measure_in_process
+from attnplug_kit.bench.result import Measurement, ResultCollector, SectionResult, setup_of
+from attnplug_kit.bench.rig import LAYER, capture_graph, decodes, first_prefills, make_rig, mixed, ragged_decodes
+from attnplug_kit.bench.timing import Contender, host_clock, interleaved, work_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import Tensor
 
     from attnplug_kit.bench.baseline import Baseline
-    from attnplug_kit.bench.clock import Clock
-    from attnplug_kit.bench.interleaved import Samples
-    from attnplug_kit.bench.rig import Rig
-    from attnplug_kit.bench.step import Step
+    from attnplug_kit.bench.rig import Rig, Step, Target
+    from attnplug_kit.bench.timing import Clock, Samples
 
 NAME: Final = "forward"
 BUDGET: Final = 10.0
 """Microseconds a layer."""
 
 RATIO: Final = 1.01
-"""`forward` in units of the raw calls, where the device is what takes time."""
+"""`forward` divided by the direct calls, where the device is the bottleneck."""
 
 _FEW: Final = {"num_q_heads": 8, "num_kv_heads": 2, "head_size": 128}
 SMALL: Final = (
@@ -41,7 +37,7 @@ SMALL: Final = (
     ragged_decodes(8, 20, 64, **_FEW),
     mixed(8, 64, 2, 16, **_FEW),
 )
-"""Steps with so little to compute that the calls themselves are what takes time."""
+"""Steps with so little to compute that the time is that of the calls themselves."""
 
 LARGE: Final = {
     "cpu": (first_prefills(1, 512), decodes(16, 512), ragged_decodes(16, 128, 512)),
@@ -53,117 +49,177 @@ LARGE: Final = {
         mixed(64, 4096, 4, 1024),
     ),
 }
-"""Steps with work enough to see what all of it costs together."""
+"""Steps with enough work to show the cost of the whole."""
+
+REPLAY_STEPS: Final = (decodes(64, 4096), decodes(256, 1024))
+"""Decodes that are captured in a graph of their size, and replayed."""
 
 
-def measure(repeats: int, choice: Choice) -> Finding:
+def measure(repeats: int, target: Target) -> SectionResult:
     """Measure in a fresh process."""
-    return Finding.from_dict(ask("forwarding", repeats=repeats, choice=choice.to_dict()))
+    return measure_in_process("forwarding", repeats, target)
 
 
-def child(repeats: int, choice: dict[str, Any]) -> dict[str, Any]:
+def measure_here(repeats: int, target: Target) -> SectionResult:
     """
     Measure in this process.
 
     Raises:
         NoBackendError: Nothing can serve the layer.
         PluginError: The backend fails to load.
-        AttnplugError: The two ways do not compute the same.
+        AttnplugError: Backend and direct calls compute different results.
     """
-    chosen = Choice(**choice)
-    kind = chosen.settle().type
+    kind = target.prepare().type
     works = [(SMALL, host_clock(kind), True), (LARGE["cuda" if kind == "cuda" else "cpu"], work_clock(kind), False)]
-    return found(works, chosen, repeats, replaying.STEPS if kind == "cuda" else ()).to_dict()
+    return measure_steps(works, target, repeats, REPLAY_STEPS if kind == "cuda" else ())
 
 
-def found(
+def measure_steps(
     works: Sequence[tuple[Sequence[Step], Clock, bool]],
-    choice: Choice,
+    target: Target,
     repeats: int,
     replayed: Sequence[Step] = (),
-) -> Finding:
+) -> SectionResult:
     """
-    Measure steps. One that fails is told, and the others are measured all the same.
+    Measure steps. One that fails is recorded, and the others are measured all the same.
 
     Args:
-        works: Steps, their clock, and whether the calls themselves are what takes time.
-        choice: Backend and device.
+        works: Steps, their clock, and whether the time is that of the calls themselves.
+        target: Backend and device.
         repeats: As for `interleaved`.
         replayed: Decodes whose graphs are measured besides.
 
     Raises:
         Exception: All fail: what the first one raises.
     """
-    gathering = Gathering(NAME)
+    collector = ResultCollector(NAME)
     for steps, clock, is_small in works:
         for step in steps:
-            gathering.add(step.what, partial(measured, step, choice, clock, repeats, is_small=is_small))
+            collector.add(step.what, partial(measure_step, step, target, clock, repeats, is_small=is_small))
     for step in replayed:
-        gathering.add(f"{step.what}, replayed", partial(replaying.measured, step, choice, repeats))
-    return gathering.finding()
+        collector.add(f"{step.what}, replayed", partial(measure_replay, step, target, repeats))
+    return collector.result()
 
 
-def measured(step: Step, choice: Choice, clock: Clock, repeats: int, *, is_small: bool) -> Finding:
+def measure_step(step: Step, target: Target, clock: Clock, repeats: int, *, is_small: bool) -> SectionResult:
     """
     Measure one step.
 
     Raises:
-        AttnplugError: The two ways do not compute the same.
+        AttnplugError: Backend and direct calls compute different results.
     """
-    rig = make_rig(step, choice)
-    baseline, note = baseline_of(rig.planner.backend.name)
-    samples = _sampled(rig, baseline, clock, repeats)
-    notes = [note] if note else []
-    if not samples.steady:
-        notes.append(f"{NAME}, {step.what}: time ran out before each median was known to 1 %")
-    tell = _told_small if is_small else told_large
-    numbers = tell(f"{step.what}, {clock.what}", samples, rig, baseline)
-    return Finding(tuple(numbers), setup_of(rig.planner.backend), tuple(notes))
-
-
-def _sampled(rig: Rig, baseline: Baseline, clock: Clock, repeats: int) -> Samples:
-    """Measure the ways in turn, once it is sure that they compute the same."""
     from attnplug.contract import forward_context  # noqa: PLC0415 - imports torch
 
-    raw, forward, attend, nothing = baseline.layer(rig), rig.forward(), rig.attend(), hollow(rig)
+    rig = make_rig(step, target)
+    baseline, note = baseline_of(rig.backend.name)
+    calls = {"forward": rig.forward(), "forward_op": rig.forward_op()}
     with forward_context({LAYER: rig.metadata}):
-        check_same(rig, baseline, raw, forward, attend)
-        samples = interleaved(
-            {
-                "raw": Contender(lambda _: raw()),
-                "forward": Contender(lambda _: forward()),
-                "attend": Contender(lambda _: attend()),
-                "contract": Contender(lambda _: nothing()),
-            },
-            clock,
-            repeats,
-        )
-        check_same(rig, baseline, raw, forward, attend)
+        samples = _in_turn(rig, baseline, clock, repeats, baseline.layer(rig), calls, noop=noop_backend(rig))
+    numbers = (_of_calls if is_small else _of_work)(f"{step.what}, {clock.what}", samples, rig, baseline)
+    return SectionResult(tuple(numbers), setup_of(rig.backend), _notes(note, step.what, samples))
+
+
+def measure_replay(step: Step, target: Target, repeats: int) -> SectionResult:
+    """
+    Measure the replays of one step, or note why there are none.
+
+    Raises:
+        AttnplugError: The two graphs compute different results.
+    """
+    what = f"{step.what}, replayed from a graph"
+    try:
+        rig = make_rig(step, target, cudagraph="single_token_decode")
+    except NoBackendError as error:
+        return SectionResult(notes=(f"{NAME}, {what}: not measured, since nothing serves it: {error.expected}",))
+    baseline, note = baseline_of(rig.backend.name)
+    calls, direct = {"forward": replay_of(rig)}, captured(rig, baseline.captured(rig))
+    clock = work_clock(rig.backend.device.type)
+    samples = _in_turn(rig, baseline, clock, repeats, direct, calls)
+    numbers = _of_work(f"{what}, {clock.what}", samples, rig, baseline, "`forward` in a graph")
+    return SectionResult(tuple(numbers), setup_of(rig.backend), _notes(note, what, samples))
+
+
+def _in_turn(
+    rig: Rig,
+    baseline: Baseline,
+    clock: Clock,
+    repeats: int,
+    direct: Callable[[], Tensor],
+    calls: dict[str, Callable[[], Tensor]],
+    **others: Callable[[], object],
+) -> Samples:
+    """Measure direct calls, the backend's and others in turn. The results are compared before and after."""
+    compare(rig, baseline, direct, *calls.values())
+    everything = {"direct": direct, **calls, **others}
+    contenders = {name: Contender(lambda _, call=call: call()) for name, call in everything.items()}  # type: ignore[misc]
+    samples = interleaved(contenders, clock, repeats)
+    compare(rig, baseline, direct, *calls.values())
     return samples
 
 
-def _told_small(what: str, samples: Samples, rig: Rig, baseline: Baseline) -> Iterator[Measurement]:
-    own = rig.planner.backend.name == baseline.backend
-    yield Measurement(NAME, f"{what}: {baseline.what}", samples.seconds["raw"], "us")
-    yield Measurement(NAME, f"{what}: `forward`, the cache write included", samples.seconds["forward"], "us")
-    over = samples.over("forward", "raw")
-    budget = BUDGET if own else None
-    yield Measurement(NAME, f"{what}: `forward` over the raw calls", over, "us", budget, paired=True, decides=False)
-    alone = "the contract's own part: `forward` of a layer that checks its call and computes nothing"
-    yield Measurement(NAME, f"{what}: of that, {alone}", samples.seconds["contract"], "us", BUDGET)
-    over = samples.over("attend", "forward")
-    yield Measurement(NAME, f"{what}: `attend`, the opaque op, over `forward`", over, "us", paired=True)
+def noop_backend(rig: Rig) -> Callable[[], None]:
+    """Return the forward of a layer that checks its call as always and computes nothing: the contract's own part."""
+    backend, metadata = rig.backend, rig.metadata
+    impl_class: Any = type("NoopImpl", (backend.impl_class,), {"run": lambda *_: None})
+    noop: Any = type("NoopBackend", (type(backend),), {"impl_class": impl_class})(
+        backend.agreement, backend.device_properties
+    )
+    impl = noop.make_impl(rig.layer)
+    query, key, value, cache, output = rig.query, rig.key, rig.value, rig.cache, rig.output
+
+    def call() -> None:
+        impl.forward(query, key, value, cache, metadata, output)
+
+    return call
 
 
-def told_large(
+def replay_of(rig: Rig) -> Callable[[], Tensor]:
+    """Return the replay of a step's layer. It is captured with a dummy batch, and then planned for the step."""
+    graph, metadata = capture_graph(rig)
+    replay = captured(rig, evolve(rig, metadata=metadata).forward())
+    rig.builder.build(rig.batch(), graph=graph)
+    return replay
+
+
+def captured(rig: Rig, call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """Return the replay of captured calls, which returns what they write."""
+    from attnplug.contract import capture  # noqa: PLC0415 - imports torch
+
+    output, replay = capture(call, rig.backend.device)
+
+    def again() -> Tensor:
+        replay()
+        return output
+
+    return again
+
+
+def _of_calls(what: str, samples: Samples, rig: Rig, baseline: Baseline) -> Iterator[Measurement]:
+    """Yield the numbers of a step in which the calls themselves take the time."""
+    budget = BUDGET if rig.backend.name == baseline.backend else None
+    seconds, over = samples.seconds, samples.over("forward", "direct")
+    yield Measurement(NAME, f"{what}: {baseline.what}", seconds["direct"], "us")
+    yield Measurement(NAME, f"{what}: `forward`, the cache write included", seconds["forward"], "us")
+    yield Measurement(NAME, f"{what}: `forward` over direct calls", over, "us", budget, paired=True, decides=False)
+    own_part = "of that, the contract's own part: `forward` of a layer that checks its call and computes nothing"
+    yield Measurement(NAME, f"{what}: {own_part}", seconds["noop"], "us", BUDGET)
+    op = samples.over("forward_op", "forward")
+    yield Measurement(NAME, f"{what}: the opaque op over `forward`", op, "us", paired=True)
+
+
+def _of_work(
     what: str, samples: Samples, rig: Rig, baseline: Baseline, call: str = "`forward`"
 ) -> Iterator[Measurement]:
-    """Tell device times: the raw calls, the backend's, and these in units of those."""
-    step, backend = rig.step, rig.planner.backend
-    own, on_device = backend.name == baseline.backend, backend.device.type != "cpu"
-    layer = f"{step.num_q_heads} query and {step.num_kv_heads} KV heads of {step.head_size}"
-    yield Measurement(NAME, f"{what}, {layer}: {baseline.what}", samples.seconds["raw"], "ms")
-    yield Measurement(NAME, f"{what}, {layer}: {call}", samples.seconds["forward"], "ms")
-    ratio, budget = samples.ratio("forward", "raw"), RATIO if own and on_device else None
-    said = f"{what}, {layer}: {call} in units of the raw calls"
-    yield Measurement(NAME, said, ratio, "x", budget, paired=True, decides=False)
+    """Yield the numbers of a step in which the work takes the time: direct calls, the backend's, and their ratio."""
+    step, backend = rig.step, rig.backend
+    what = f"{what}, {step.num_q_heads} query and {step.num_kv_heads} KV heads of {step.head_size}"
+    budget = RATIO if backend.name == baseline.backend and backend.device.type != "cpu" else None
+    ratio = samples.ratio("forward", "direct")
+    yield Measurement(NAME, f"{what}: {baseline.what}", samples.seconds["direct"], "ms")
+    yield Measurement(NAME, f"{what}: {call}", samples.seconds["forward"], "ms")
+    yield Measurement(NAME, f"{what}: {call} / direct calls", ratio, "x", budget, paired=True, decides=False)
+
+
+def _notes(note: str | None, what: str, samples: Samples) -> tuple[str, ...]:
+    unsteady = () if samples.steady else (f"{NAME}, {what}: time ran out before each median was known to 1 %",)
+    return (*((note,) if note else ()), *unsteady)

@@ -1,4 +1,8 @@
-"""A step with everything that its layer needs: backend, cache with its past, inputs, metadata."""
+"""
+A step to measure: its requests, the backend that runs it, and everything that its one layer needs.
+
+`Step` is data, `Planner` builds its metadata, and `Rig`, a planner with tensors, runs it.
+"""
 
 from __future__ import annotations
 
@@ -6,26 +10,182 @@ import random
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 
-from attnplug_kit.bench.choice import dtype_on
+from attnplug import Registry
+from attnplug.errors import DeviceError, RequestError
+from attnplug.request import Device, Requirements, Settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
+    from attnplug.batching import BatchAssembler
     from attnplug.contract import AttentionImpl, Backend, Batch, Cache, GraphBuffers, Layer, Metadata, MetadataBuilder
-    from attnplug_kit.bench.choice import Choice
-    from attnplug_kit.bench.step import Step
 
 LAYER = "layer"
+
+
+@frozen
+class Step:
+    """
+    One step of an engine, through one layer.
+
+    Attributes:
+        what: The step in words.
+        query_lens: New tokens of each request, decodes first.
+        cached_lens: Tokens of each request whose K/V are cached.
+        num_q_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_size: Size of a head.
+    """
+
+    what: str
+    query_lens: tuple[int, ...]
+    cached_lens: tuple[int, ...]
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_size: int = 128
+
+    @property
+    def num_reqs(self) -> int:
+        """Number of requests."""
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all requests."""
+        return sum(self.query_lens)
+
+    @property
+    def seq_lens(self) -> tuple[int, ...]:
+        """Keys of each request, new ones included."""
+        return tuple(new + old for new, old in zip(self.query_lens, self.cached_lens, strict=True))
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request has one new token."""
+        return set(self.query_lens) == {1}
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether requests differ in length."""
+        return len(set(self.seq_lens)) > 1
+
+    def requirements(self, dtype: str, **engine: Any) -> Requirements:
+        """Return the layer's requirements; the negotiation chooses block size and layout."""
+        return Requirements(
+            head_size=self.head_size,
+            num_q_heads=self.num_q_heads,
+            num_kv_heads=self.num_kv_heads,
+            dtype=dtype,
+            **engine,
+        )
+
+
+def decodes(requests: int, length: int, **layer: int) -> Step:
+    """Return a step in which all requests decode, each of the same length, the new token included."""
+    what = f"decode, {requests} request{'s' * (requests > 1)} of {length} tokens"
+    return Step(what, (1,) * requests, (length - 1,) * requests, **layer)
+
+
+def ragged_decodes(requests: int, shortest: int, longest: int, **layer: int) -> Step:
+    """Return a step in which all requests decode, their lengths spread evenly between two."""
+    spread = max(1, requests - 1)
+    cached = tuple(shortest + (longest - shortest) * i // spread - 1 for i in range(requests))
+    return Step(f"decode, {requests} requests of {shortest} to {longest} tokens", (1,) * requests, cached, **layer)
+
+
+def first_prefills(requests: int, length: int, **layer: int) -> Step:
+    """Return a step in which whole prompts of one length are prefilled."""
+    what = f"first prefill, {requests} prompt{'s' * (requests > 1)} of {length} tokens"
+    return Step(what, (length,) * requests, (0,) * requests, **layer)
+
+
+def mixed(decoding: int, length: int, prompts: int, prompt: int, **layer: int) -> Step:
+    """Return a step in which some requests decode, and whole prompts of others are prefilled."""
+    what = f"{decoding} decodes of {length} tokens and {prompts} first prefills of {prompt}"
+    return Step(what, (1,) * decoding + (prompt,) * prompts, (length - 1,) * decoding + (0,) * prompts, **layer)
+
+
+@frozen
+class Target:
+    """
+    The backend that is measured, and its device.
+
+    Attributes:
+        backend: A backend, or ``backend/variant``; None for the one that a selection chooses.
+        device: ``"cpu"`` or ``"cuda"``; None for this machine's.
+        threads: Threads of torch's own kernels on the CPU; None for torch's default.
+    """
+
+    backend: str | None = None
+    device: str | None = None
+    threads: int | None = None
+
+    def check(self) -> None:
+        """
+        Check what can be checked before anything is measured.
+
+        Raises:
+            UnknownBackendError: No installed or known backend has this name.
+            RequestError: The number of threads is invalid.
+        """
+        if self.threads is not None and self.threads < 1:
+            raise RequestError(f"--threads {self.threads} was given", "it is a whole number from 1 on", "leave it out")
+        if self.backend is not None:
+            registry_without_settings().check_name(self.backend)
+
+    def options(self) -> list[str]:
+        """Return the options of the command line for this target."""
+        return [word for name, value in asdict(self).items() if value is not None for word in (f"--{name}", str(value))]
+
+    def prepare(self) -> Device:
+        """
+        Set torch's threads, and return the device. Torch is imported: it finds devices that nothing else finds.
+
+        Raises:
+            DeviceError: This machine has no such device.
+        """
+        import torch  # noqa: PLC0415 - torch takes a second to import
+
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)
+        found = Device.cpu() if self.device == "cpu" else Device.current()
+        if self.device not in (None, found.type):
+            raise DeviceError(
+                f"--device {self.device} was given", f"this machine's device is {found}", "name one that is here"
+            )
+        return found
+
+    def load(self, requirements: Requirements) -> Backend:
+        """
+        Select and load.
+
+        Raises:
+            NoBackendError: Nothing can serve, or not what was named.
+            PluginError: The backend fails to load.
+        """
+        from attnplug import load  # noqa: PLC0415 - imports torch
+
+        return load(requirements, self.prepare(), backend=self.backend)
+
+
+def registry_without_settings() -> Registry:
+    """Return the installed plugins as a process without settings of attnplug finds them."""
+    return Registry.scan(Settings())
+
+
+def dtype_on(device: Device) -> str:
+    """Return the dtype that engines use on a device."""
+    return "float32" if device.type == "cpu" else "bfloat16"
 
 
 @frozen(eq=False)
 class Planner:
     """
-    What builds the metadata of a step. There is no cache, which a build does not read.
+    What builds the metadata of a step. It has no KV cache: a build reads none.
 
     Attributes:
         step: The step.
@@ -33,7 +193,7 @@ class Planner:
         layer: Its one layer.
         impl: The layer's implementation.
         builder: Its builder.
-        blocks: Physical blocks of each request, in no order.
+        blocks: Physical blocks of each request, in random order.
     """
 
     step: Step
@@ -53,38 +213,31 @@ class Planner:
         """Blocks of the cache, the null block included."""
         return 1 + sum(map(len, self.blocks))
 
-    def batch(self, step: Step | None = None, blocks: tuple[list[int], ...] | None = None) -> Batch:
-        """Return the batch of the step, or of another one in the same blocks."""
+    def batch(self, assembler: BatchAssembler | None = None) -> Batch:
+        """Return the batch of the step, from a new assembler or one that is used again."""
         from attnplug.batching import BatchAssembler  # noqa: PLC0415 - imports torch
 
-        return self.drafted(BatchAssembler.of(self.backend.agreement, self.backend.device), step, blocks)
-
-    def drafted(self, draft: Any, step: Step | None = None, blocks: tuple[list[int], ...] | None = None) -> Batch:
-        """Return the same, assembled in a draft that is used again."""
-        step = step or self.step
-        for new, old, mine in zip(step.query_lens, step.cached_lens, blocks or self.blocks, strict=True):
-            draft.add(new, old, mine)
-        found: Batch = draft.finish()
-        return found
+        assembler = assembler or BatchAssembler.of(self.backend.agreement, self.backend.device)
+        for new, old, blocks in zip(self.step.query_lens, self.step.cached_lens, self.blocks, strict=True):
+            assembler.add(new, old, blocks)
+        return assembler.finish()
 
 
 @frozen(eq=False)
-class Rig:
+class Rig(Planner):
     """
     A step that can run.
 
     Attributes:
-        planner: What builds its metadata.
-        cache: The layer's cache, with the K/V of the past.
+        cache: The layer's KV cache, with the K/V of the past.
         past: Keys and values of the past, ``(sum(cached_lens), num_kv_heads, head_size)`` each.
         query: ``(num_tokens, num_q_heads, head_size)``.
         key: ``(num_tokens, num_kv_heads, head_size)``.
-        value: The same.
+        value: As `key`.
         output: ``(num_tokens, num_q_heads * head_size)``.
         metadata: Of the step.
     """
 
-    planner: Planner
     cache: Cache
     past: tuple[Tensor, Tensor]
     query: Tensor
@@ -94,23 +247,8 @@ class Rig:
     metadata: Metadata
 
     @property
-    def step(self) -> Step:
-        """The step."""
-        return self.planner.step
-
-    @property
-    def block_size(self) -> int:
-        """Slots per block."""
-        return self.planner.block_size
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the cache, the null block included."""
-        return self.planner.num_blocks
-
-    @property
     def slots(self) -> Tensor:
-        """``(num_tokens,)`` where the new K/V go."""
+        """``(num_tokens,)`` slots of the new K/V."""
         found: Tensor = self.metadata.batch.slot_mapping  # type: ignore[assignment]
         return found
 
@@ -123,16 +261,21 @@ class Rig:
     @property
     def cached(self) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values of the past, and their slots."""
-        import torch  # noqa: PLC0415 - only who measures pays for it
+        import torch  # noqa: PLC0415 - it is imported by now
 
         size = self.block_size
-        pairs = zip(self.planner.blocks, self.step.cached_lens, strict=True)
+        pairs = zip(self.blocks, self.step.cached_lens, strict=True)
         slots = [blocks[place // size] * size + place % size for blocks, length in pairs for place in range(length)]
         return *self.past, torch.tensor(slots, dtype=torch.int64, device=self.query.device)
 
+    def for_step(self, step: Step, blocks: tuple[list[int], ...], **rows: Any) -> Rig:
+        """Return another step of the same layer in blocks of this cache, with the tensors that differ."""
+        other = evolve(self, step=step, blocks=blocks, **rows)
+        return evolve(other, metadata=other.builder.build(other.batch()))
+
     def forward(self) -> Callable[[], Tensor]:
-        """Return the layer's calls as a host makes them: the cache write where it is the host's, and forward."""
-        impl, cache, slots = self.planner.impl, self.cache, self.slots
+        """Return the layer's calls as a host makes them: the cache write if it is the host's, and `forward`."""
+        impl, cache, slots = self.impl, self.cache, self.slots
         query, key, value, metadata, output = self.query, self.key, self.value, self.metadata, self.output
 
         def call() -> Tensor:
@@ -145,9 +288,9 @@ class Rig:
 
         return call_after_write if impl.host_writes else call
 
-    def attend(self) -> Callable[[], Tensor]:
-        """Return them as a compiled model makes them: the opaque ops. The metadata has to be in force."""
-        impl, cache, output = self.planner.impl, self.cache, self.output
+    def forward_op(self) -> Callable[[], Tensor]:
+        """Return them as a compiled model makes them: the opaque ops. They need the metadata in a forward context."""
+        impl, cache, output = self.impl, self.cache, self.output
         query, key, value = self.query, self.key, self.value
 
         def call() -> Tensor:
@@ -161,13 +304,13 @@ class Rig:
         return call_after_write if impl.host_writes else call
 
 
-def make_planner(step: Step, choice: Choice, **engine: Any) -> Planner:
+def make_planner(step: Step, target: Target, **engine: Any) -> Planner:
     """
     Return what builds a step.
 
     Args:
         step: The step.
-        choice: Backend and device.
+        target: Backend and device.
         engine: Fields of the requirements that an engine sets.
 
     Raises:
@@ -176,7 +319,7 @@ def make_planner(step: Step, choice: Choice, **engine: Any) -> Planner:
     """
     from attnplug import contract  # noqa: PLC0415 - imports torch
 
-    backend = choice.load(step.requirements(dtype_on(choice.settle()), **engine))
+    backend = target.load(step.requirements(dtype_on(target.prepare()), **engine))
     size = backend.agreement.block_size or 1
     counts = [-(-length // size) for length in step.seq_lens]
     limits = contract.Limits(
@@ -187,18 +330,17 @@ def make_planner(step: Step, choice: Choice, **engine: Any) -> Planner:
     )
     layer = contract.Layer(name=LAYER)
     impl = backend.make_impl(layer)
-    return Planner(
-        step, backend, layer, impl, backend.make_builder([impl], backend.make_state(limits)), _shuffled(counts)
-    )
+    builder = backend.make_builder([impl], backend.make_state(limits))
+    return Planner(step, backend, layer, impl, builder, _shuffled(counts))
 
 
-def make_rig(step: Step, choice: Choice, **engine: Any) -> Rig:
-    """Return a step that can run, its past computed by the backend. Arguments and errors as for `make_planner`."""
-    import torch  # noqa: PLC0415 - only who measures pays for it
+def make_rig(step: Step, target: Target, **engine: Any) -> Rig:
+    """Return a step that can run; the backend writes its past. Arguments and errors as for `make_planner`."""
+    import torch  # noqa: PLC0415 - torch takes a second to import
 
     from attnplug.contract import torch_dtype  # noqa: PLC0415 - imports torch
 
-    planner = make_planner(step, choice, **engine)
+    planner = make_planner(step, target, **engine)
     device, dtype = planner.backend.device, torch_dtype(planner.backend.agreement.requirements.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -207,7 +349,7 @@ def make_rig(step: Step, choice: Choice, **engine: Any) -> Rig:
 
     tokens, kv_heads = step.num_tokens, step.num_kv_heads
     rig = Rig(
-        planner=planner,
+        **asdict(planner, recurse=False),
         cache=planner.backend.make_cache(planner.num_blocks, impl=planner.impl),
         past=(rows(sum(step.cached_lens), kv_heads), rows(sum(step.cached_lens), kv_heads)),
         query=rows(tokens, step.num_q_heads),
@@ -216,12 +358,12 @@ def make_rig(step: Step, choice: Choice, **engine: Any) -> Rig:
         output=torch.empty(tokens, step.num_q_heads * step.head_size, dtype=dtype, device=device),
         metadata=planner.builder.build(planner.batch()),
     )
-    _fill(rig)
+    _write_past(rig)
     return rig
 
 
 def capture_graph(planner: Planner) -> tuple[GraphBuffers, Metadata]:
-    """Return a slot as a capture uses it, of the shortest length that holds the step, and the metadata in it."""
+    """Return graph buffers of the shortest length that holds the step, and the metadata of their capture."""
     from attnplug.contract import GraphShape  # noqa: PLC0415 - imports torch
 
     step, builder, state = planner.step, planner.builder, planner.builder.state
@@ -231,23 +373,20 @@ def capture_graph(planner: Planner) -> tuple[GraphBuffers, Metadata]:
         return graph, builder.build(graph.dummy_batch(), graph=graph)
 
 
-def _fill(rig: Rig) -> None:
-    """Put the past into the cache, request by request, as the backend itself writes it: nobody else knows how."""
-    step, planner = rig.step, rig.planner
-    ends = list(accumulate(step.cached_lens))
-    for length, end, blocks in zip(step.cached_lens, ends, planner.blocks, strict=True):
-        if not length:
-            continue
-        alone = evolve(step, query_lens=(length,), cached_lens=(0,))
-        key, value = (rows[end - length : end] for rows in rig.past)
-        query = key.new_zeros(length, step.num_q_heads, step.head_size)
-        output = key.new_empty(length, rig.output.shape[1])
-        metadata = planner.builder.build(planner.batch(alone, (blocks,)))
-        evolve(rig, query=query, key=key, value=value, output=output, metadata=metadata).forward()()
+def _write_past(rig: Rig) -> None:
+    """Write the past into the cache by a prefill of each request: only the backend knows how its cache is written."""
+    step, ends = rig.step, list(accumulate(rig.step.cached_lens))
+    for length, end, blocks in zip(step.cached_lens, ends, rig.blocks, strict=True):
+        if length:
+            key, value = (rows[end - length : end] for rows in rig.past)
+            query = key.new_zeros(length, step.num_q_heads, step.head_size)
+            output = key.new_empty(length, rig.output.shape[1])
+            prefill = evolve(step, query_lens=(length,), cached_lens=(0,))
+            rig.for_step(prefill, (blocks,), query=query, key=key, value=value, output=output).forward()()
 
 
 def _shuffled(counts: list[int]) -> tuple[list[int], ...]:
-    """Return blocks for requests, in no order, none of them the null block."""
+    """Return blocks of requests in random order, none of them the null block."""
     blocks = list(range(1, 1 + sum(counts)))
     random.Random(0).shuffle(blocks)
     ends = list(accumulate(counts))

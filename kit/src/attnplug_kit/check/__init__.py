@@ -1,4 +1,4 @@
-"""``attnplug check``: what is wrong with a manifest, or with the project of a plugin, before anybody installs it."""
+"""The command ``attnplug check``: what is wrong with a manifest or a plugin project, before it is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 SUMMARY: Final = "what is wrong with a manifest or a plugin project"
 
 _EPILOG: Final = """\
-A problem keeps the plugin, or a part of its manifest, from ever working. A note says what may be meant otherwise.
+A problem keeps the plugin, or a part of its manifest, from ever working. A note may be a mistake, or intended.
 
 examples:
   attnplug check .
@@ -26,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.usage = "attnplug check PATH [options]"
     parser.description = (
-        "Check a manifest, or a plugin project: the folder of its pyproject.toml. Every finding has its file and\n"
-        "line. Nothing of the plugin is imported, and nothing is built."
+        "Check a manifest, or a plugin project: the folder of its pyproject.toml. Every finding has a file and a\n"
+        "line. Nothing is imported, and nothing is built."
     )
     parser.epilog = _EPILOG
     parser.add_argument("path", metavar="PATH", help="an attnplug.toml, or a folder with a pyproject.toml")
@@ -36,13 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check a path."""
-    from attnplug_kit.check.examine import examine  # noqa: PLC0415 - help costs nothing this way
+    from attnplug_kit.check.examine import examine  # noqa: PLC0415 - help does without
 
     report = examine(arguments.path)
     if arguments.json:
         say_json(report.to_dict())
     else:
-        from attnplug_kit.check.show import show  # noqa: PLC0415 - JSON does without
+        from attnplug_kit.check.report import show  # noqa: PLC0415 - likewise
 
         show(report)
     return NO if report.problems else OK

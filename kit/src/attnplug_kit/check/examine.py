@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from attnplug.errors import ManifestError, RequestError
 from attnplug.manifest import CONTRACT_API, MANIFEST, Manifest, locate
 from attnplug.request import parse_toml
-from attnplug_kit.check.finding import Finding, Report
-from attnplug_kit.check.names import Taken, check_names, taken
-from attnplug_kit.check.preferences import check_preferences
-from attnplug_kit.check.project import PYPROJECT, Offer, Project, check_module, check_project, find_module
+from attnplug_kit.check.names import OtherBackend, check_names, other_backends
+from attnplug_kit.check.project import PYPROJECT, EntryPoint, Project, check_module, check_project, check_wheel
+from attnplug_kit.check.report import Finding, Report
 from attnplug_kit.check.requires import check_requires
-from attnplug_kit.check.rules import check_rules
+from attnplug_kit.check.rules import check_preferences, check_rules
 from attnplug_kit.check.source import check_hooks, check_options
 from attnplug_kit.check.tolerant import TolerantReader
-from attnplug_kit.check.wheel import check_wheel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,39 +28,37 @@ def examine(path: str) -> Report:
     Check a manifest, or a plugin project.
 
     Raises:
-        RequestError: There is neither at the path.
+        RequestError: The path is neither.
     """
     place = Path(path)
     project = place.with_name(PYPROJECT) if place.name == PYPROJECT else place / PYPROJECT
-    check = _Check(taken())
-    if place.is_dir() or place.name == PYPROJECT:
-        if not project.is_file():
-            raise RequestError(
-                f"the folder {path!r} was given",
-                f"a project has a {PYPROJECT}, and a manifest is a file",
-                f"give the folder of a {PYPROJECT}, or an {MANIFEST}",
-            )
+    check = _Check(other_backends())
+    if project.is_file():
         check.project(project)
+    elif place.is_dir():
+        raise RequestError(
+            f"the folder {path!r} has no {PYPROJECT}",
+            "a project has one, and a manifest is a file",
+            f"give the folder of a {PYPROJECT}, or an {MANIFEST}",
+        )
     elif place.is_file():
         check.manifest(place, None)
     else:
-        raise RequestError(
-            f"{path!r} was given", "there is no such file or folder", f"give a project, or an {MANIFEST}"
-        )
+        raise RequestError(f"{path!r} was given", "there is such a file or folder", f"give a project, or an {MANIFEST}")
     return check.report()
 
 
 class _Check:
-    """What has been found so far."""
+    """Collects the findings."""
 
-    def __init__(self, others: tuple[Taken, ...]) -> None:
+    def __init__(self, others: tuple[OtherBackend, ...]) -> None:
         self.others = others
         self.files: list[str] = []
         self.names: list[str] = []
         self.findings: list[Finding] = []
 
     def report(self) -> Report:
-        """Return all of it, in the order of the files that were looked at."""
+        """Return all of them, in the order of the files and lines."""
         order = {path: place for place, path in enumerate(self.files)}
         found = dict.fromkeys(self.findings)
         ordered = sorted(found, key=lambda f: (order.get(f.path, len(order)), f.path, f.line or 0))
@@ -75,32 +71,32 @@ class _Check:
             return
         project = Project(path.parent, *read)
         self.findings += check_project(project)
-        for offer in project.offers():
-            self.offer(project, offer)
+        for point in project.entry_points():
+            self.entry_point(project, point)
 
-    def offer(self, project: Project, offer: Offer) -> None:
-        """Check where one entry point leads."""
-        self.names.append(offer.name)
-        problems = list(check_module(project, offer))
+    def entry_point(self, project: Project, point: EntryPoint) -> None:
+        """Check an entry point, its module and the manifest beside it."""
+        self.names.append(point.name)
+        problems = list(check_module(project, point))
         self.findings += problems
-        file = None if problems else find_module(project, offer.module)
+        file = None if problems else project.module(point.module)
         if file is None:
             return
         self.files.append(str(file))
         self.findings += check_hooks(file)
-        package = offer.module.partition(".")[0]
-        root = file.parents[len(offer.module.split(".")) - (0 if file.name == "__init__.py" else 1)]
+        package = point.module.partition(".")[0]
+        root = file.parents[len(point.module.split(".")) - (0 if file.name == "__init__.py" else 1)]
         manifest = file.with_name(MANIFEST)
         if not manifest.is_file():
-            self.findings.append(_missing(project, offer, manifest, root))
+            self.findings.append(_missing(project, point, manifest, root))
             return
         self.findings += check_wheel(project, manifest, package)
-        self.manifest(manifest, project.name, offer, root / package if (root / package).is_dir() else file)
+        self.manifest(manifest, project.name, point, root / package if (root / package).is_dir() else file)
 
     def manifest(
-        self, path: Path, distribution: str | None, offer: Offer | None = None, package: Path | None = None
+        self, path: Path, distribution: str | None, point: EntryPoint | None = None, package: Path | None = None
     ) -> None:
-        """Check a manifest, of which more is known where it belongs to a project."""
+        """Check a manifest, with its distribution, entry point and package if it belongs to a project."""
         read = self.toml(path, "the manifest", "a TOML 1.0 document")
         if read is None:
             return
@@ -108,16 +104,16 @@ class _Check:
         reader = TolerantReader(text, str(path))
         try:
             manifest = reader.manifest(data)
-        except ManifestError as error:  # another major version: nothing is known of the rest
+        except ManifestError as error:  # another major version: its keys may mean anything
             self.findings += [*reader.findings, Finding.of(error)]
             return
         self.findings += reader.findings
-        self.names += [] if offer else [manifest.name]
+        self.names += [] if point else [manifest.name]
         self.findings += check_names(manifest, text, distribution, self.others)
         self.findings += check_requires(manifest, text)
-        self.findings += _about_api(manifest, text)
-        if offer is not None and offer.name != manifest.name:
-            self.findings.append(_other_name(manifest, text, offer))
+        self.findings += _check_api(manifest, text)
+        if point is not None and point.name != manifest.name:
+            self.findings.append(_other_name(manifest, text, point))
         if package is not None:
             self.findings += check_options(manifest, text, package)
         if not reader.findings:
@@ -125,7 +121,7 @@ class _Check:
             self.findings += check_preferences(manifest, text)
 
     def toml(self, path: Path, what: str, form: str) -> tuple[str, dict[str, Any]] | None:
-        """Read a file, or tell why not."""
+        """Return the text and the data of a file, or record why it cannot be read."""
         self.files.append(str(path))
         try:
             text = path.read_text(encoding="utf-8")
@@ -142,34 +138,34 @@ class _Check:
         return None
 
 
-def _missing(project: Project, offer: Offer, manifest: Path, root: Path) -> Finding:
+def _missing(project: Project, point: EntryPoint, manifest: Path, root: Path) -> Finding:
     elsewhere = [file.relative_to(project.folder).as_posix() for file in sorted(root.rglob(MANIFEST))]
-    told = f"; there is one at {elsewhere[0]}" if elsewhere else ""
+    hint = f"; there is one at {elsewhere[0]}" if elsewhere else ""
     return Finding(
-        f"no {MANIFEST} beside {offer.module!r}{told}",
-        f"it is looked for at {manifest.relative_to(project.folder).as_posix()}",
+        f"no {MANIFEST} beside {point.module!r}{hint}",
+        f"it is {manifest.relative_to(project.folder).as_posix()}",
         "move it there" if elsewhere else "write it",
         project.path,
-        offer.line,
+        point.line,
     )
 
 
-def _other_name(manifest: Manifest, text: str, offer: Offer) -> Finding:
+def _other_name(manifest: Manifest, text: str, point: EntryPoint) -> Finding:
     return Finding(
         f"name = {manifest.name!r}",
-        f"the entry point calls this backend {offer.name!r}, and the two agree",
+        f"the entry point calls this backend {point.name!r}, and both have one name",
         "use one name in both",
         manifest.path,
         locate(text, ("backend", "name")),
     )
 
 
-def _about_api(manifest: Manifest, text: str) -> Iterator[Finding]:
+def _check_api(manifest: Manifest, text: str) -> Iterator[Finding]:
     if manifest.is_newer:
         theirs, ours = (".".join(map(str, api)) for api in (manifest.api, CONTRACT_API))
         yield Finding(
             f"api = {theirs!r}",
-            f"this core speaks {ours}, and passes over fields that it does not know: a misspelt one among them too",
+            f"this core has contract {ours}, and ignores fields that it does not know, misspelt ones too",
             "check with a core of that version",
             manifest.path,
             locate(text, ("api",)),

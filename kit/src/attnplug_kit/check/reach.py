@@ -1,46 +1,54 @@
 """
-Which values a field can have for a variant, and what that means for conditions.
+Which values a field can have for a variant, and whether conditions can hold.
 
-A field that asks for nothing is served by everyone, so that its neutral value is always among them. Every answer here
-is sure: where a field can have any value, or two fields depend on each other, a condition may hold and may not.
+Every variant serves the neutral value of a field, which requests nothing. The functions are conservative: where a field
+can have any value, or two fields depend on each other, a condition can hold, and does not always.
 """
 
 from __future__ import annotations
 
+from itertools import islice, product
 from typing import TYPE_CHECKING, Any, Final
 
 from packaging.utils import canonicalize_name
 
+from attnplug.errors import RequirementsError
 from attnplug.manifest import Alternative, Constraint, Exact, Holds, IsInstalled, IsRequested, Range
-from attnplug.request import FIELDS, Integer, Names
-from attnplug_kit.check.versions import contradict, follows, parsed
+from attnplug.request import FIELDS, Flag, Integer, Names, Requirements, Table
+from attnplug_kit.check.requires import contradict, follows, parsed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator, Sequence
 
     from attnplug.manifest import Condition, Variant
 
+
 _MOST_MEMBERS: Final = 4096
+_MOST_COMBINATIONS: Final = 512
+_PLAIN: Final = {"head_size": 64, "num_q_heads": 8, "num_kv_heads": 8, "dtype": "bfloat16"}
+_INDEPENDENT: Final = ("num_q_heads", "num_kv_heads", "gqa_ratio", "features", "phases")
+"""Fields whose values contradict no others."""
+
 _ANYTHING: Final = ("vendor", "features", "phases")
-"""Fields about which nothing is said: undeclared, more than one value of them is served."""
+"""Fields that are not analyzed: undeclared, more than one of their values is served."""
 
 
 def can_hold(condition: Condition, variant: Variant) -> bool:
-    """Whether a condition holds for something that the variant declares."""
+    """Whether a condition holds for some request that the variant declares."""
     if isinstance(condition, IsInstalled):
         return any(_can_be_installed(text, variant) for text in condition.requirements)
     if isinstance(condition, IsRequested):
-        return not condition.requested or _can_be_asked(condition.field, variant)
+        return not condition.requested or _can_be_requested(condition.field, variant)
     values = values_of(condition.field, variant)
     return values is None or bool(condition.constraint.intersect(values).alternatives)
 
 
 def always_holds(condition: Condition, variant: Variant, *, absent: bool = False) -> bool:
-    """Whether a condition holds for everything that the variant declares; `absent` as for `Holds.holds`."""
+    """Whether a condition holds for every request that the variant declares; `absent` as for `Holds.holds`."""
     if isinstance(condition, IsInstalled):
         return any(_is_always_installed(text, variant) for text in condition.requirements)
     if isinstance(condition, IsRequested):
-        return not condition.requested and not _can_be_asked(condition.field, variant)
+        return not condition.requested and not _can_be_requested(condition.field, variant)
     values = values_of(condition.field, variant)
     if values is None or isinstance(values.domain, Names) or (_may_be_absent(condition.field, variant) and not absent):
         return False
@@ -48,13 +56,13 @@ def always_holds(condition: Condition, variant: Variant, *, absent: bool = False
 
 
 def can_be_met(condition: Condition, variant: Variant) -> bool:
-    """Whether a condition of a `need` holds for something that the variant declares; what is absent needs nothing."""
+    """Whether a condition of a `need` holds for some request; a field without a value meets it."""
     absent = isinstance(condition, Holds) and _may_be_absent(condition.field, variant)
     return absent or can_hold(condition, variant)
 
 
 def exhausted(conditions: Iterable[Condition], variant: Variant) -> str:
-    """Return the first field of which no value meets all of these conditions of a `need`, or an empty text."""
+    """Return the first field that has no value which meets all of these conditions, or an empty text."""
     left: dict[str, Constraint | None] = {}
     for condition in conditions:
         name = condition.field
@@ -77,7 +85,7 @@ def values_of(name: str, variant: Variant) -> Constraint | None:
 
 
 def _neutral(name: str, variant: Variant) -> tuple[Alternative, ...]:
-    """Return the values that ask for nothing."""
+    """Return the values that request nothing."""
     followed = {"head_size_v": "head_size", "kv_cache_dtype": "dtype"}.get(name)
     if followed:
         source = variant.supports.get(followed)
@@ -88,9 +96,9 @@ def _neutral(name: str, variant: Variant) -> tuple[Alternative, ...]:
     return () if item.neutral is None or item.required else (Exact(item.neutral),)
 
 
-def _can_be_asked(name: str, variant: Variant) -> bool:
+def _can_be_requested(name: str, variant: Variant) -> bool:
     item = FIELDS[name]
-    if item.free:  # what a negotiation settles is never asked for
+    if item.free:  # the negotiation chooses it
         return False
     return item.open or name in _ANYTHING or name in variant.supports
 
@@ -131,6 +139,58 @@ def _is_always_installed(text: str, variant: Variant) -> bool:
 
 
 def _required(name: str, variant: Variant) -> list[Any]:
-    """Return what a variant requires of a distribution, wherever it runs."""
+    """Return what a variant requires of a distribution on every platform."""
     found = filter(None, map(parsed, variant.requires))
     return [each for each in found if canonicalize_name(each.name) == canonicalize_name(name) and each.marker is None]
+
+
+def contradiction(when: Sequence[Condition]) -> str:
+    """
+    Return why no requirements meet these conditions, or an empty text.
+
+    Only values of fields that can contradict each other are tried. Of too many combinations nothing is concluded.
+    """
+    fields = {c.field: tuple(_values(c)) for c in when if _is_tried(c)}
+    combinations = product(*fields.values())
+    why = ""
+    for number, values in enumerate(islice(combinations, _MOST_COMBINATIONS + 1)):
+        try:
+            Requirements(**{**_PLAIN, **_needed_by(fields), **dict(zip(fields, values, strict=True))})
+        except RequirementsError as error:
+            why = f"{error.problem.removesuffix(' were given')} contradict each other: {error.expected}"
+        else:
+            return ""
+        if number == _MOST_COMBINATIONS:
+            return ""
+    return why
+
+
+def _is_tried(condition: Condition) -> bool:
+    item = FIELDS.get(condition.field)
+    return item is not None and item.kind in ("model", "engine") and condition.field not in _INDEPENDENT
+
+
+def _needed_by(fields: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """Return other fields that the values need."""
+    dtypes = [value for value in fields.get("kv_cache_dtype", ()) if value in ("float32", "float16", "bfloat16")]
+    return {"dtype": dtypes[0]} if dtypes else {}
+
+
+def _values(condition: Condition) -> Iterator[Any]:
+    item = FIELDS[condition.field]
+    if isinstance(condition, IsRequested) and not condition.requested:
+        yield from () if item.neutral is None and item.required else (item.neutral,)
+    elif isinstance(condition, Holds):
+        yield from condition.constraint.choices()
+    elif isinstance(item.domain, Flag):
+        yield not item.neutral
+    elif isinstance(item.domain, (Names, Table)):
+        yield from ({"stride": 1},) if isinstance(item.domain, Table) else ()
+    else:
+        yield from _others(condition.field, item.neutral)
+
+
+def _others(name: str, neutral: Any) -> Iterator[Any]:
+    """Yield values of a field that request something."""
+    values = getattr(FIELDS[name].domain, "values", None)
+    yield from (value for value in values or (2, 3) if value not in (neutral, "auto"))

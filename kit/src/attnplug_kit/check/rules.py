@@ -1,22 +1,21 @@
-"""Rules that can never fire, that object to nothing, or that leave nothing of a variant."""
+"""Rules that never fire, that object to nothing, or that leave nothing of a variant; and orders that never apply."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from attnplug.manifest import Exact, Holds, locate
-from attnplug_kit.check.finding import Finding
-from attnplug_kit.check.possible import contradiction
-from attnplug_kit.check.reach import always_holds, can_be_met, can_hold, exhausted
+from attnplug_kit.check.reach import always_holds, can_be_met, can_hold, contradiction, exhausted
+from attnplug_kit.check.report import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from attnplug.manifest import Condition, Manifest, Rule, Variant
+    from attnplug.manifest import Condition, Manifest, Preference, Rule, Variant
 
 
 def check_rules(manifest: Manifest, text: str) -> Iterator[Finding]:
-    """Yield what is wrong with the rules of a manifest that reads."""
+    """Yield what is wrong with the rules of a manifest that can be read."""
     for rule, variants in _rules(manifest):
         yield from _check_rule(rule, variants, manifest.path)
     for variant in manifest.variants:
@@ -28,13 +27,13 @@ def check_rules(manifest: Manifest, text: str) -> Iterator[Finding]:
 
 
 def cannot_hold(when: Sequence[Condition], variants: Iterable[Variant]) -> str:
-    """Say why conditions never hold together for any of these variants; an empty text where they may."""
+    """Return what is expected of conditions that no request to these variants meets; an empty text if one does."""
     listed = tuple(variants)
     if any(all(can_hold(condition, variant) for condition in when) for variant in listed):
-        return contradiction(when)
+        why = contradiction(when)
+        return why and f"some request meets all conditions; {why}"
     alone = [c for c in when if not any(can_hold(c, variant) for variant in listed)]
-    told = " and ".join(f"`{condition}`" for condition in alone or when)
-    return f"no variant serves anything for which {told} holds"
+    return f"some variant serves a request for which {_joined(alone or when)} holds"
 
 
 def _rules(manifest: Manifest) -> list[tuple[Rule, list[Variant]]]:
@@ -47,30 +46,26 @@ def _rules(manifest: Manifest) -> list[tuple[Rule, list[Variant]]]:
 
 
 def _check_rule(rule: Rule, variants: list[Variant], path: str) -> Iterator[Finding]:
-    never = cannot_hold(rule.when, variants)
-    if never:
-        yield Finding(
-            f"a rule that never fires: when {_told(rule.when)}",
-            never,
-            "correct the condition, declare what it is about, or remove the rule",
-            path,
-            rule.line,
-        )
+    expected = cannot_hold(rule.when, variants)
+    if expected:
+        problem = f"a rule that never fires: when {_joined(rule.when)}"
+        fix = "correct the condition, declare the values that it is about, or remove the rule"
+        yield Finding(problem, expected, fix, path, rule.line)
         return
     fires = [v for v in variants if all(can_hold(condition, v) for condition in rule.when)]
     for condition in rule.need:
         if not any(can_be_met(condition, variant) for variant in fires):
             yield Finding(
                 f"a rule that needs `{condition}`",
-                "no variant serves anything for which that holds, so that the rule refuses whatever it is about",
+                "some variant serves a request for which that holds; otherwise the rule always refuses",
                 "correct the condition, or leave `need` out to refuse",
                 path,
                 rule.line,
             )
     if rule.need and all(always_holds(c, variant, absent=True) for variant in fires for c in rule.need):
         yield Finding(
-            f"a rule that objects to nothing: it needs {_told(rule.need)}",
-            "that holds for all that the variants declare",
+            f"a rule that objects to nothing: it needs {_joined(rule.need)}",
+            "some variant serves a request for which that does not hold",
             "remove the rule, unless it is there for a field that will be declared",
             path,
             rule.line,
@@ -79,33 +74,30 @@ def _check_rule(rule: Rule, variants: list[Variant], path: str) -> Iterator[Find
 
 
 def _check_reach(variant: Variant, path: str, line: int) -> Iterator[Finding]:
-    """Yield that nothing of a variant is left, where its rules see to that."""
+    """Yield that the rules of a variant refuse every request."""
     always = [rule for rule in variant.rules if all(always_holds(c, variant) for c in rule.when)]
     refusing = [rule for rule in always if not rule.need]
     name = exhausted([condition for rule in always for condition in rule.need], variant)
     if not refusing and not name:
         return
     guilty = refusing or [rule for rule in always if any(c.field == name for c in rule.need)]
-    where = ", ".join(dict.fromkeys(f"line {rule.line}" for rule in guilty))
-    does = "always fires, and refuses" if refusing else f"always fires, and leaves no {name}"
+    lines = ", ".join(dict.fromkeys(f"line {rule.line}" for rule in guilty))
     yield Finding(
         f"the variant {variant.name!r} can never be chosen",
-        f"of its rules, the one in {where} {does}"
-        if len(guilty) == 1
-        else f"of its rules, those in {where} always fire, and leave no {name or 'value'}",
-        "narrow what the rule is about, or remove the variant",
+        f"its rules leave some request; always firing, {lines} {'refuse all' if refusing else f'leave no {name}'}",
+        "narrow the rule, or remove the variant",
         path,
         line,
     )
 
 
 def _check_capability(variant: Variant, path: str, line: int) -> Iterator[Finding]:
-    """Yield that a variant names CUDA devices, and serves none: each of them has a compute capability."""
+    """Yield that a variant declares CUDA devices without a compute capability, and so serves none."""
     types = variant.supports.get("device_type")
     if types is not None and types.allows("cuda") and "compute_capability" not in variant.supports:
         yield Finding(
-            f"the variant {variant.name!r} names 'cuda' and no compute_capability",
-            "every CUDA device has one, and what is not declared is refused: none of them is served",
+            f"the variant {variant.name!r} declares 'cuda' and no compute_capability",
+            "it declares those that it serves: every CUDA device has one, and what is not declared is refused",
             'declare those that the kernels are for, such as compute_capability = { min = "8.0" }',
             path,
             line,
@@ -138,7 +130,7 @@ def _paged_and_contiguous(variant: Variant, text: str, path: str) -> Finding:
     lines, found = text.splitlines(), [locate(text, place) for place in places]
     return Finding(
         "paged = true",
-        "it declares paged K/V besides contiguous K/V: requests with paged=False select the variant too",
+        "a variant declares paged K/V besides contiguous K/V: requests with paged=False select this one too",
         'for both, write features = ["paged"]; for pages only, add [[rules]] with when = { paged = false } and '
         'because = "the kernels read pages"',
         path,
@@ -147,5 +139,33 @@ def _paged_and_contiguous(variant: Variant, text: str, path: str) -> Finding:
     )
 
 
-def _told(conditions: Sequence[Condition]) -> str:
+def check_preferences(manifest: Manifest, text: str) -> Iterator[Finding]:
+    """Yield what is wrong with the preferences of a manifest that can be read."""
+    for index, preference in enumerate(manifest.prefer):
+        expected, line = _never_applies(manifest, index), locate(text, ("prefer", index))
+        order = list(preference.order)
+        if expected:
+            fix = "correct its condition, move it up, or remove it"
+            yield Finding(f"an order that never applies: {order}", expected, fix, manifest.path, line)
+        elif len(manifest.variants) == 1:
+            expected = "an order is of several variants; there is no other one"
+            yield Finding(f"an order of one variant: {order}", expected, "remove it", manifest.path, line, "note")
+
+
+def _never_applies(manifest: Manifest, index: int) -> str:
+    preference = manifest.prefer[index]
+    hidden = next((i for i, earlier in enumerate(manifest.prefer[:index]) if _hides(earlier, preference, manifest)), -1)
+    if hidden >= 0:
+        return f"the first order whose conditions hold applies; those of number {hidden + 1} hold whenever these do"
+    return cannot_hold(preference.when, manifest.variants) if preference.when else ""
+
+
+def _hides(earlier: Preference, later: Preference, manifest: Manifest) -> bool:
+    return all(
+        condition in later.when or all(always_holds(condition, variant) for variant in manifest.variants)
+        for condition in earlier.when
+    )
+
+
+def _joined(conditions: Sequence[Condition]) -> str:
     return " and ".join(f"`{condition}`" for condition in conditions)

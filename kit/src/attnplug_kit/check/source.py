@@ -1,4 +1,4 @@
-"""What the source of a plugin module shows without being run: its hooks, and whether its options are read."""
+"""What the source of a plugin module shows without running it: its hooks, and the options that it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from attnplug.manifest import locate
 from attnplug.request import near
-from attnplug_kit.check.finding import Finding
+from attnplug_kit.check.report import Finding
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ HOOKS: Final[Mapping[str, tuple[str, ...]]] = {
     "attnplug_backend": ("variant", "agreement"),
     "attnplug_probe": ("variant", "agreement", "device"),
 }
-"""The hooks with their arguments, as `attnplug.contract.hooks` specifies them."""
+"""The hooks with their arguments, as `attnplug.contract` specifies them."""
 
 
 def check_hooks(file: Path) -> Iterator[Finding]:
@@ -32,29 +32,23 @@ def check_hooks(file: Path) -> Iterator[Finding]:
         line = getattr(error, "lineno", None)
         yield Finding(f"it is not Python: {error}", "the plugin module is a Python module", "correct it", path, line)
         return
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("attnplug_")]
-    for node in found:
-        yield from _check_hook(node, path)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("attnplug_"):
+            yield from _check_hook(node, path)
     if "attnplug_backend" not in _names(tree):
-        yield Finding(
-            "no hook 'attnplug_backend'",
-            "the plugin module has it: attnplug_backend(variant, agreement), marked with @hookimpl",
-            "write it, or import it there",
-            path,
-        )
+        expected = "the plugin module has it: attnplug_backend(variant, agreement), marked with @hookimpl"
+        yield Finding("no hook 'attnplug_backend'", expected, "write it, or import it there", path)
 
 
 def check_options(manifest: Manifest, text: str, package: Path) -> Iterator[Finding]:
-    """Yield options that no module of the package mentions."""
-    if not manifest.options:
-        return
+    """Yield options that no module of the package names."""
     files = sorted(package.rglob("*.py")) if package.is_dir() else [package]
-    source = "\n".join(file.read_text("utf-8", errors="replace") for file in files)
+    source = "\n".join(file.read_text("utf-8", errors="replace") for file in files) if manifest.options else ""
     for name in manifest.options:
         if not re.search(rf"\b{re.escape(name)}\b", source):
             yield Finding(
                 f"the option {name!r}",
-                "no module of the package mentions it, so that setting it changes nothing",
+                "a module of the package reads it; no one names it, so that setting it changes nothing",
                 "read it from agreement.options, or remove it",
                 manifest.path,
                 locate(text, ("options", name)),
@@ -64,33 +58,22 @@ def check_options(manifest: Manifest, text: str, package: Path) -> Iterator[Find
 
 def _check_hook(node: ast.FunctionDef, path: str) -> Iterator[Finding]:
     if node.name not in HOOKS:
-        yield Finding(
-            f"the hook {node.name!r}{near(node.name, tuple(HOOKS))}",
-            f"the hooks are {', '.join(HOOKS)}",
-            "correct the name",
-            path,
-            node.lineno,
-        )
+        problem = f"the hook {node.name!r}{near(node.name, tuple(HOOKS))}"
+        yield Finding(problem, f"the hooks are {', '.join(HOOKS)}", "correct the name", path, node.lineno)
         return
     known = HOOKS[node.name]
     for argument in (*node.args.posonlyargs, *node.args.args):
         if argument.arg not in known:
             yield Finding(
                 f"the argument {argument.arg!r} of {node.name}{near(argument.arg, known)}",
-                f"it is called with {', '.join(known)}, of which it may take fewer",
+                f"the arguments are {', '.join(known)}, or some of them",
                 "correct the name, or remove it",
                 path,
                 argument.lineno,
             )
     if not any(_last_name(decorator) == "hookimpl" for decorator in node.decorator_list):
-        yield Finding(
-            f"{node.name} without @hookimpl",
-            "a hook is marked with attnplug.contract.hooks.hookimpl, or is not found",
-            "mark it",
-            path,
-            node.lineno,
-            "note",
-        )
+        expected = "a hook is marked with attnplug.contract.hookimpl; without it, it is not found"
+        yield Finding(f"{node.name} without @hookimpl", expected, "mark it", path, node.lineno, "note")
 
 
 def _last_name(node: ast.expr) -> str:
@@ -100,7 +83,7 @@ def _last_name(node: ast.expr) -> str:
 
 
 def _names(tree: ast.Module) -> set[str]:
-    """Return what a module may define: everything where it imports with a star."""
+    """Return the names that a module may define: the hook's too where it imports with a star."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):

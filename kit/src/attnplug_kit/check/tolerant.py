@@ -1,4 +1,4 @@
-"""Reading a manifest on beyond its first mistake."""
+"""Reads a manifest beyond its first mistake."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from attnplug.manifest import (
     parse_conditions,
 )
 from attnplug.request import FIELDS
-from attnplug_kit.check.finding import Finding
+from attnplug_kit.check.report import Finding
 
 _T = TypeVar("_T")
 _UNREADABLE: Final = "unreadable"
@@ -32,31 +32,31 @@ _Path = tuple["str | int", ...]
 @frozen
 class TolerantReader(Reader):
     """
-    Reads as a `Reader` does, and keeps complaints instead of ending with the first.
+    Reads as a `Reader` does, and collects findings instead of raising the first error.
 
-    What is wrong is left out of the manifest that it returns, so that one mistake is told once.
+    The manifest that it returns is without the mistakes, so that each of them is reported once.
 
     Attributes:
-        findings: The complaints so far.
-        formless: Places of values that have another form than is expected, of which nothing more is said.
+        findings: The findings so far.
+        formless: Places of values of the wrong form, about which there are no further findings.
     """
 
     findings: list[Finding] = field(factory=list)
     formless: set[_Path] = field(factory=set)
 
     def keep(self, error: ManifestError) -> None:
-        """Keep a complaint; one that repeats what is known of its place is none."""
+        """Keep an error as a finding, once."""
         found = Finding.of(error)
         if found not in self.findings:
             self.findings.append(found)
 
     def check(self, holds: object, where: _Path, given: str, expected: str, fix: str) -> None:
-        """Complain about a place unless something holds, and go on."""
+        """Keep a finding about a place unless a condition holds."""
         if not holds and where not in self.formless:
             self.keep(self.fail(where, given, expected, fix))
 
     def keys(self, data: Mapping[str, Any], where: _Path, known: tuple[str, ...]) -> None:
-        """Complain about every unknown key."""
+        """Keep a finding for every unknown key."""
         for key in data:
             self._try(super().keys, {key: data[key]}, where, known, default=None)
 
@@ -75,15 +75,15 @@ class TolerantReader(Reader):
         return self._try(super().typed, data, key, where, default, good, form, default=default)
 
     def text_of(self, data: Mapping[str, Any], key: str, where: _Path) -> str:
-        """Return a text, or a word in its place."""
+        """Return a text, or a placeholder."""
         return super().text_of(data, key, where) or _UNREADABLE
 
     def api(self, data: Mapping[str, Any]) -> tuple[int, int]:
         """
-        Return the version of the contract; where it is unreadable, that of this core.
+        Return the version of the contract; that of this core if it is invalid.
 
         Raises:
-            ApiVersionError: It is another major version, of which this core knows nothing.
+            ApiVersionError: It is another major version, which this core cannot read.
         """
         try:
             return super().api(data)
@@ -103,7 +103,7 @@ class TolerantReader(Reader):
         return super().variants({**data, "variants": kept}, newer=newer)
 
     def supports(self, data: Mapping[str, Any], where: _Path, *, newer: bool) -> Declared:
-        """Return one table without the fields that are wrong; what they mean is declared, if not readable."""
+        """Return one table without the fields that are wrong. A misspelt field counts as declared."""
         table = data.get("supports", {})
         wrong: dict[str, Constraint] = {}
         while True:
@@ -120,7 +120,7 @@ class TolerantReader(Reader):
                 return evolve(declared, fields={**wrong, **declared.fields})
 
     def complete(self, declared: Declared, where: _Path) -> Declared:
-        """Complain about every field that is missing."""
+        """Keep a finding for every field that is missing."""
         fields = dict(declared.fields)
         while True:
             try:
@@ -131,13 +131,13 @@ class TolerantReader(Reader):
                 fields[missing] = Constraint(FIELDS[missing].domain, ())
 
     def rule(self, data: Mapping[str, Any], where: _Path) -> Rule:
-        """Return one rule; the line of one whose conditions are unreadable is None."""
+        """Return one rule, without its line if its conditions are invalid."""
         before = len(self.findings)
         found = super().rule(data, where)
         return found if len(self.findings) == before else evolve(found, line=None)
 
     def conditions(self, data: Mapping[str, Any], key: str, where: _Path) -> tuple[Condition, ...]:
-        """Return the conditions that are readable."""
+        """Return the conditions that are valid."""
         found: list[Condition] = []
         for name, value in self.table(data, key, where).items():
             nothing: tuple[Condition, ...] = ()
@@ -145,10 +145,10 @@ class TolerantReader(Reader):
         return tuple(found)
 
     def option(self, name: str, options: Mapping[str, Any]) -> Option:
-        """Return one option; where it is no option, one that takes any text."""
+        """Return one option; a placeholder of type text if it is invalid."""
         try:
             return super().option(name, options)
-        except (KeyError, TypeError):  # what its type would be has been complained about, and everything hangs on that
+        except (KeyError, TypeError):  # its type is invalid: there is a finding about that, and the rest depends on it
             return Option(name, "str", "", _UNREADABLE)
 
     def _try(self, read: Callable[..., _T], *arguments: Any, default: _T) -> _T:
@@ -161,7 +161,7 @@ class TolerantReader(Reader):
 
 @frozen
 class _Recording(Reader):
-    """Remembers which places it complained about."""
+    """Records the places of errors."""
 
     places: list[_Path] = field(factory=list)
 

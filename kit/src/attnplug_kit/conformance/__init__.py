@@ -1,5 +1,5 @@
 """
-The conformance kit: does a backend do what its manifest says, and refuse the rest?
+The conformance kit: does a backend do what its manifest declares, and refuse the rest?
 
     pytest --pyargs attnplug_kit --attn-backend=NAME[/variant] [--attn-report=DIR]
 
@@ -10,14 +10,13 @@ or, among the tests of a plugin,
     class TestMine(Conformance):
         backend = "mine/plain"
 
-`Conformance` has all tiers; each is a class of its own that can be inherited alone.
+`Conformance` has all tiers; each is a class that can be inherited alone.
 """
 
 from attnplug_kit.conformance.basic import Basic
 from attnplug_kit.conformance.building import Building
 from attnplug_kit.conformance.cache_writes import CacheWrites
 from attnplug_kit.conformance.capabilities import Capabilities
-from attnplug_kit.conformance.conformance import Conformance
 from attnplug_kit.conformance.graphs import Graphs
 from attnplug_kit.conformance.input_sensitivity import InputSensitivity
 from attnplug_kit.conformance.log_sum_exp import LogSumExp
@@ -40,3 +39,14 @@ __all__ = [
     "Stepping",
     "Tier",
 ]
+
+
+class Conformance(
+    Basic, Capabilities, Refusals, InputSensitivity, CacheWrites, LogSumExp, Building, Stepping, Graphs, Purity
+):
+    """
+    The whole kit: everything that a backend has to pass.
+
+    class TestMine(Conformance):
+        backend = "mine/plain"
+    """

@@ -1,32 +1,33 @@
-"""One tier for each declared capability, and each with each other one, against the float64 oracle."""
+"""Each declared value, and each together with each other one, compared with the float64 oracle."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+import torch
 from attrs import evolve
 
+from attnplug.contract import Limits
 from attnplug.request import FIELDS
-from attnplug_kit.conformance.batch_invariance import require_same_bits
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.pairwise import covering_asks
-from attnplug_kit.conformance.require import require
-from attnplug_kit.conformance.rig import Rig
-from attnplug_kit.conformance.serving import load_for, plain, serve
+from attnplug_kit.conformance.pairwise import covering_specs
+from attnplug_kit.conformance.serving import load_for, plain, require, runner_for, serve
 from attnplug_kit.conformance.tier import Tier, over
-from attnplug_kit.oracle.running import compare, limits_of
-from attnplug_kit.oracle.scene import materialize
+from attnplug_kit.oracle import SceneRunner, limits_of, materialize
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from attnplug_kit.conformance.record import Record
+    from torch import Tensor
+
+    from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
+    from attnplug_kit.oracle import Scene
 
-_ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
-_AT_LENGTH: Final = (
+_TESTED_ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
+_WITH_MANY_KEYS: Final = (
     "sliding_window",
     "attention_chunk",
     "logits_soft_cap",
@@ -37,100 +38,148 @@ _AT_LENGTH: Final = (
     "paged",
     "block_sparse",
 )
-_SPLIT: Final = ("dtype", "kv_cache_dtype", "paged", "return_lse", "sinks", "sliding_window", "phases")
+_SPLIT_BY: Final = ("dtype", "kv_cache_dtype", "paged", "return_lse", "sinks", "sliding_window", "phases")
+"""Fields for which kernels may split keys differently."""
+
 _HEADS: Final = 8
+
+# New tokens and tokens before them. Long requests are what kernels split, depending on how much else there is to do.
+_DECODES: Final = ((1, 30), (1, 1100), (1, 64))
+_PREFILLS: Final = ((12, 7), (140, 600))
+_OTHERS: Final = tuple((1, 7 * number % 50) for number in range(37))
+_LIMITS: Final = Limits(max_num_reqs=48, max_num_tokens=1024, max_seq_len=2048)  # an engine's do not change either
 
 
 def _capabilities(subject: Subject) -> Mapping[str, RequestSpec]:
-    asks = field_values_of(subject).asks.items()
-    return {
-        str(item): ask for item, ask in asks if FIELDS[item.field].kind != "device" and item.field not in _ELSEWHERE
-    }
+    declared = field_values_of(subject)
+    names = [n for n in declared.values() if FIELDS[n].kind != "device" and n not in _TESTED_ELSEWHERE]
+    return declared.of(*names)
 
 
-def _rows(subject: Subject) -> Mapping[str, RequestSpec]:
-    return {f"{number:02}": ask for number, ask in enumerate(covering_asks(subject))}
+def _pairs(subject: Subject) -> Mapping[str, RequestSpec]:
+    return {f"{number:02}": spec for number, spec in enumerate(covering_specs(subject))}
 
 
 def _long(subject: Subject) -> Mapping[str, RequestSpec]:
-    asks = field_values_of(subject).asks.items()
-    return {str(item): ask for item, ask in asks if item.field in _AT_LENGTH and "attn_type" not in ask.fields}
+    specs = field_values_of(subject).of(*_WITH_MANY_KEYS)
+    return {name: spec for name, spec in specs.items() if "attn_type" not in spec.fields}
 
 
-def _many_keys(ask: RequestSpec) -> dict[str, Any]:
-    """The lengths of some requests that have many keys, in the phases that are asked for."""
+def _many_keys(spec: RequestSpec) -> dict[str, Any]:
+    """Return the lengths of requests with many keys, in the phases of the request."""
     lens = {"decode": ((1, 1), (1100, 300)), "prefill": ((140,), (600,))}
-    known = [lens[phase] for phase in ("decode", "prefill") if phase in ask.fields.get("phases", lens)]
-    query_lens, context_lens = (sum(parts, ()) for parts in zip(*known, strict=True))
+    parts = [lens[phase] for phase in ("decode", "prefill") if phase in spec.fields.get("phases", lens)]
+    query_lens, context_lens = (sum(each, ()) for each in zip(*parts, strict=True))
     return {"query_lens": query_lens, "context_lens": context_lens}
 
 
-def _of_several_tokens(subject: Subject) -> Mapping[str, RequestSpec]:
-    return {str(item): ask for item, ask in field_values_of(subject).asks.items() if item.field == "decode_query_len"}
+def _decode_query_lens(subject: Subject) -> Mapping[str, RequestSpec]:
+    return field_values_of(subject).of("decode_query_len")
 
 
-def _in_company(subject: Subject) -> Mapping[str, RequestSpec]:
-    """A plain ask for batch invariance, and one with each value for which kernels may split keys in another way."""
-    menu = field_values_of(subject)
+def _batch_invariant(subject: Subject) -> Mapping[str, RequestSpec]:
+    """Return a plain request for batch invariance, and one with each value by which kernels may split differently."""
+    declared = field_values_of(subject)
     names: dict[RequestSpec | None, str] = {}
-    fields = {str(item): {item.field: item.value} for item in menu.asks if item.field in _SPLIT}
-    for name, asked in {"plain": {}, **fields}.items():
-        names.setdefault(menu.ask(batch_invariant=True, **asked), name)
-    return {name: ask for ask, name in names.items() if ask is not None}
+    fields = {str(item): {item.field: item.value} for item in declared.specs if item.field in _SPLIT_BY}
+    for name, own in {"plain": {}, **fields}.items():
+        names.setdefault(declared.spec(batch_invariant=True, **own), name)
+    return {name: spec for spec, name in names.items() if spec is not None}
 
 
 class Capabilities(Tier):
     """Every declared value that this device can reach."""
 
     def test_declared_values_are_served(self, subject: Subject) -> None:
-        """No declared value is refused, by the manifest's own rules, in every request that asks for it."""
+        """The manifest's own rules refuse no declared value in every request."""
         unserved = [f"{item.capability} ({item.because})" for item in field_values_of(subject).unserved]
         require(not unserved, f"{subject}: declared, and refused in every request: {'; '.join(unserved)}")
 
     @over(_capabilities)
     def test_capability(self, subject: Subject, record: Record, point: Any) -> None:
-        """A declared value gives the oracle's output, and its LSE where that is served."""
+        """A declared value gives the oracle's output, and its LSE if that is served."""
         for seed in (11, 12):
             serve(subject, point, record, point.case(seed, gain=1.0 if seed % 2 else 4.0))
 
-    @over(_rows)
+    @over(_pairs)
     def test_pairs(self, subject: Subject, record: Record, point: Any) -> None:
-        """Every two declared values that may be asked for together give the oracle's output."""
+        """Every two compatible declared values together give the oracle's output."""
         serve(subject, point, record, point.case(seed=21))
 
     @over(_long)
     def test_long_sequences(self, subject: Subject, record: Record, point: Any) -> None:
-        """Many keys, which kernels split among each other and merge, and more rows than a tile has."""
+        """Many keys, which kernels split and merge, and more rows than a tile has, give the oracle's output."""
         serve(subject, point, record, point.case(seed=23, **_many_keys(point)))
 
-    def test_bound_of_splits(self, subject: Subject) -> None:
-        """Where a bound of splits is kept, whatever it is, every key is attended all the same."""
-        ask = plain(subject)
-        scene = materialize(ask.case(26, **_many_keys(ask)))
-        backend = load_for(subject, ask, scene.case)
+    def test_split_kv_limit(self, subject: Subject) -> None:
+        """With any split-KV limit that is supported, every key is attended to."""
+        spec = plain(subject)
+        scene = materialize(spec.case(26, **_many_keys(spec)))
+        backend = load_for(subject, spec, scene.case)
         if not backend.supports_max_num_splits:
-            pytest.skip(f"{subject}: limits with a bound of splits are refused")
-        for bound in (1, 3):
-            rig = Rig(backend, scene, limits=evolve(limits_of(scene), max_num_splits=bound))
-            try:
-                compare(rig.run(scene), backend, scene)
-            except AssertionError as error:
-                raise AssertionError(f"{subject}: limits with max_num_splits={bound}: {error}") from error
+            pytest.skip(f"{subject}: limits with a split-KV limit are refused")
+        for limit in (1, 3):
+            runner = SceneRunner(backend, scene, limits=evolve(limits_of(scene), max_num_splits=limit))
+            runner.compare(runner.run(scene).call, scene, f"{subject}: limits with max_num_splits={limit}")
 
     def test_many_requests(self, subject: Subject, record: Record) -> None:
-        """More requests than a warp has threads, with more KV heads than elsewhere where they may be as many."""
-        ask = field_values_of(subject).ask(num_kv_heads=_HEADS) or plain(subject)
+        """More requests than a warp has threads, with more KV heads than elsewhere if that is served."""
+        spec = field_values_of(subject).spec(num_kv_heads=_HEADS) or plain(subject)
         query_lens, context_lens = (*[1] * 36, *[3, 18] * 2), tuple((7 * request) % 50 for request in range(40))
-        serve(subject, ask, record, ask.case(seed=24, query_lens=query_lens, context_lens=context_lens))
+        serve(subject, spec, record, spec.case(seed=24, query_lens=query_lens, context_lens=context_lens))
 
-    @over(_of_several_tokens)
+    @over(_decode_query_lens)
     def test_decodes_of_several_tokens(self, subject: Subject, record: Record, point: Any) -> None:
-        """Where a decode has several tokens, a batch of decodes alone is still causal in each."""
+        """A batch of decodes of several tokens is causal within each."""
         longest = point.fields["decode_query_len"]
         lens: dict[str, Any] = {"query_lens": (longest, 1, longest), "context_lens": (33, 0, 7)}
         serve(subject, point, record, point.case(seed=25, **lens))
 
-    @over(_in_company)
+    @over(_batch_invariant)
     def test_batch_invariant(self, subject: Subject, point: Any) -> None:
-        """A request gives the same bits alone and among others, wherever it stands, where that is declared."""
-        require_same_bits(subject, point, seed=22)
+        """With batch invariance, a request has the same bits alone, in a small and a large batch, and at any place."""
+        _require_same_bits(subject, point, seed=22)
+
+
+def _require_same_bits(subject: Subject, spec: RequestSpec, seed: int) -> None:
+    phases = spec.fields.get("phases", ("prefill", "decode"))
+    decodes, prefills = _DECODES * ("decode" in phases), _PREFILLS * ("prefill" in phases)
+    others = _OTHERS * ("decode" in phases)
+    query_lens, context_lens = zip(*decodes, *prefills, *others, strict=True)
+    whole = materialize(spec.case(seed, query_lens=query_lens, context_lens=context_lens))
+    runner = runner_for(subject, spec, whole, limits=_LIMITS)
+    alone = {member: _bits(runner, _part(whole, [member]))[0] for member in range(len(decodes) + len(prefills))}
+    for where, members in _batches(len(decodes), len(prefills), len(others)).items():
+        for member, bits in zip(members, _bits(runner, _part(whole, members)), strict=True):
+            same = member not in alone or torch.equal(bits, alone[member])
+            which = f"request {member} ({query_lens[member]} new tokens, {context_lens[member]} before)"
+            require(same, f"{subject} with {spec}: batch_invariant, and {which} has other bits {where} than alone")
+
+
+def _batches(decodes: int, prefills: int, others: int) -> Mapping[str, Sequence[int]]:
+    """Return the members of each batch, decodes first, by a description of their place."""
+    first, then = range(decodes), range(decodes, decodes + prefills)
+    many = range(decodes + prefills, decodes + prefills + others)
+    return {
+        "in a small batch": (*first, *then),
+        "in another order": (*reversed(first), *reversed(then)),
+        "before many others": (*first, *many, *then),
+        "behind many others": (*many, *first, *then),
+    }
+
+
+def _part(whole: Scene, members: Sequence[int]) -> Scene:
+    """Return some of the requests, with their tokens, in other pages."""
+
+    def of(owner: Any, *names: str) -> dict[str, Any]:
+        return {name: tuple(getattr(owner, name)[member] for member in members) for name in names}
+
+    made = materialize(evolve(whole.case, **of(whole.case, "query_lens", "context_lens")))
+    tokens = of(whole, "queries", "keys", "values")
+    return evolve(made, rounding=whole.rounding, int8_rounding=whole.int8_rounding, **tokens)
+
+
+def _bits(runner: SceneRunner, scene: Scene) -> tuple[Tensor, ...]:
+    """Run a batch, and return the output of each request with its LSE appended."""
+    ran = runner.run(scene)
+    return torch.split(torch.cat([ran.output.float(), ran.lse.unsqueeze(-1)], -1), list(scene.case.query_lens))

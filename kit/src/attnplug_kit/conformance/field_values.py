@@ -1,4 +1,4 @@
-"""What a backend declares and this device can reach: the values that the kit asks for, and how to ask for each."""
+"""The declared values that this device can reach, and a request for each of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from attrs import frozen
 
 from attnplug.manifest import Holds, Range
 from attnplug.request import FIELDS, Flag, Integer, Level, Names, Number
-from attnplug_kit.conformance.request_spec import NARROW, RequestSpec
-from attnplug_kit.oracle.byte_rounding import BYTES
-from attnplug_kit.oracle.sparsity import NEEDED, is_known
+from attnplug_kit.conformance.request_spec import FP8_DTYPES, RequestSpec
+from attnplug_kit.oracle.attention import REQUIRED, has_known_parameters
+from attnplug_kit.oracle.rounding import INT8_DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -30,12 +30,16 @@ _SAMPLES: Final[dict[str, tuple[Any, ...]]] = {
     "logits_soft_cap": (2.0, 30.0),
     "decode_query_len": (2, 5),
 }
+"""Values that are requested of a range, besides its ends."""
+
 _LARGEST: Final = 1024
 _FLOATS: Final = ("float32", "bfloat16", "float16")
-_ELSEWHERE: Final[dict[str, str]] = {
-    "dcp_size": "the kit runs in one process, and a spread cache needs several ranks",
+_UNREACHABLE: Final[dict[str, str]] = {
+    "dcp_size": "the kit runs in one process, and decode context parallelism needs several ranks",
     "output_quant": "the oracle's outputs are not quantized",
 }
+_OPEN_FEATURE: Final = "its backend defines what an open feature means: test it beside the kit"
+_REQUESTED_FEATURE: Final = f"every request has it, and it must not change attention; beyond that, {_OPEN_FEATURE}"
 _PATTERNS: Final[tuple[dict[str, Any], ...]] = (
     {"max_seqlen": 4096, "block_size": 16, "local_blocks": 1, "vert_stride": 3},
     {"max_seqlen": 4096, "block_size": 16, "local_blocks": 0, "vert_stride": 2},
@@ -66,11 +70,11 @@ class Capability:
 @frozen
 class Unreached:
     """
-    A declared value that is not exercised here.
+    A declared value that no test exercises.
 
     Attributes:
         capability: The value.
-        because: Why not.
+        because: The reason.
     """
 
     capability: Capability
@@ -78,70 +82,70 @@ class Unreached:
 
 
 @frozen(eq=False)
-class Menu:
+class FieldValues:
     """
-    All that can be asked of one subject.
+    The declared values of one subject.
 
     Attributes:
         subject: The subject.
-        asks: Each reachable value, and the plainest ask that contains it.
-        unreached: Those that this device, or the kit, cannot reach, with the reason.
-        unserved: Those that the manifest declares, and refuses by its own rules in every request, with the refusal.
+        specs: Each value that can be tested, with the plainest request that contains it.
+        unreached: Those that this device, or the kit, cannot reach.
+        unserved: Those that the manifest's own rules refuse in every request.
     """
 
     subject: Subject
-    asks: Mapping[Capability, RequestSpec]
+    specs: Mapping[Capability, RequestSpec]
     unreached: tuple[Unreached, ...]
     unserved: tuple[Unreached, ...] = ()
 
     def values(self) -> dict[str, tuple[Any, ...]]:
-        """Return the reachable values by field."""
+        """Return the values that can be tested, by field."""
         found: dict[str, list[Any]] = {}
-        for capability in self.asks:
+        for capability in self.specs:
             found.setdefault(capability.field, []).append(capability.value)
         return {name: tuple(values) for name, values in found.items()}
 
-    def ask(self, **fields: Any) -> RequestSpec | None:
-        """Return the plainest ask with these fields that is served, or None."""
-        return next((ask for ask in _asks(self.subject, fields) if is_served(self.subject, ask)), None)
+    def of(self, *names: str) -> dict[str, RequestSpec]:
+        """Return the requests for the values of some fields, by the value as a text."""
+        return {str(item): spec for item, spec in self.specs.items() if item.field in names}
+
+    def spec(self, **fields: Any) -> RequestSpec | None:
+        """Return the plainest request with these fields that is served, or None."""
+        return next((spec for spec in _specs(self.subject, fields) if is_served(self.subject, spec)), None)
 
     def refusal(self) -> str:
-        """Return why the plainest request is refused, or an empty text where it is not."""
-        asked = (ask.requirements() for ask in _asks(self.subject, {}))
-        plainest = next(requirements for requirements in asked if requirements is not None)
+        """Return why the plainest request is refused, or an empty text."""
+        requests = (spec.requirements() for spec in _specs(self.subject, {}))
+        plainest = next(requirements for requirements in requests if requirements is not None)
         return "; ".join(map(str, self.subject.objections(plainest)))
 
 
-def is_served(subject: Subject, ask: RequestSpec) -> bool:
-    """Whether the subject serves an ask that makes sense: one with pages says how large they are."""
-    requirements = ask.requirements()
+def is_served(subject: Subject, spec: RequestSpec) -> bool:
+    """Whether the subject serves a request that is complete: a paged one has a block size."""
+    requirements = spec.requirements()
     if requirements is not None and requirements.paged and requirements.block_size is None:
         return False
     return requirements is not None and not subject.objections(requirements)
 
 
 @cache
-def field_values_of(subject: Subject) -> Menu:
-    """Return the menu of a subject, from its manifest and the device alone."""
-    asks: dict[Capability, RequestSpec] = {}
+def field_values_of(subject: Subject) -> FieldValues:
+    """Return the declared values of a subject, from its manifest and the device alone."""
+    specs: dict[Capability, RequestSpec] = {}
     unreached = [
-        Unreached(Capability("features", name), _ASKED if name in subject.features else _OWN)
+        Unreached(Capability("features", name), _REQUESTED_FEATURE if name in subject.features else _OPEN_FEATURE)
         for name in subject.open_features
     ]
     unserved: list[Unreached] = []
     for capability in _declared(subject):
         because = _out_of_reach(subject, capability)
-        ask = None if because else _plainest(subject, capability)
-        if ask is not None:
-            asks[capability] = ask
+        spec = None if because else _plainest(subject, capability)
+        if spec is not None:
+            specs[capability] = spec
             continue
         because, contradicts = (because, False) if because else _refusal(subject, capability)
         (unserved if contradicts else unreached).append(Unreached(capability, because))
-    return Menu(subject, asks, tuple(unreached), tuple(unserved))
-
-
-_OWN: Final = "an open feature means what its backend says: test it beside the kit"
-_ASKED: Final = f"every request asks for it, and attention stays what it is; beside that, {_OWN}"
+    return FieldValues(subject, specs, tuple(unreached), tuple(unserved))
 
 
 def _declared(subject: Subject) -> Iterator[Capability]:
@@ -158,7 +162,7 @@ def _declared(subject: Subject) -> Iterator[Capability]:
 
 
 def _of_devices(subject: Subject, name: str, constraint: Constraint) -> Iterator[Capability]:
-    """This device's own value, and those of others that are listed by name."""
+    """Yield this device's own value, and those of others that are listed by name."""
     here = subject.device.facts().get(name)
     domain = FIELDS[name].domain
     others = [value for value in constraint.choices() if here is None or not domain.allows(value, here)]
@@ -167,7 +171,7 @@ def _of_devices(subject: Subject, name: str, constraint: Constraint) -> Iterator
 
 
 def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
-    """Every value of a list; of ranges their ends, and some between."""
+    """Return every value of a list; of ranges their ends, and some between."""
     domain = FIELDS[name].domain
     if name == "block_sparse":
         patterns = (*constraint.choices(), *map(domain.canonical, _PATTERNS))
@@ -189,39 +193,39 @@ def _values(name: str, constraint: Constraint) -> tuple[Any, ...]:
 def _out_of_reach(subject: Subject, capability: Capability) -> str:
     name, value = capability.field, capability.value
     if FIELDS[name].kind == "device":
-        return "" if subject.device.facts().get(name) == value else f"this is {subject.device}"
+        return "" if subject.device.facts().get(name) == value else f"the device is {subject.device}"
     if isinstance(FIELDS[name].domain, Integer) and value > _LARGEST:
-        return f"the kit asks for sizes up to {_LARGEST}: larger ones take the float64 oracle too long"
+        return f"the kit requests sizes up to {_LARGEST}: the float64 oracle takes too long for larger ones"
     if name == "dtype" and value not in _FLOATS:
-        return f"the kit states no tolerance for {value}"
-    if name == "kv_cache_dtype" and value not in ("auto", *NARROW, *BYTES):
-        return f"the oracle rounds to {', '.join((*NARROW, *BYTES))} alone"
-    if name == "block_sparse" and not is_known(dict(value)):
-        return f"the oracle knows patterns of {', '.join(NEEDED)} alone, and what slides from head to head"
-    return _ELSEWHERE.get(name, "")
+        return f"the kit has no tolerance for {value}"
+    if name == "kv_cache_dtype" and value not in ("auto", *FP8_DTYPES, *INT8_DTYPES):
+        return f"the oracle rounds to {', '.join((*FP8_DTYPES, *INT8_DTYPES))} only"
+    if name == "block_sparse" and not has_known_parameters(dict(value)):
+        return f"the oracle has patterns of {', '.join(REQUIRED)}, homo_head and homo_head_group only"
+    return _UNREACHABLE.get(name, "")
 
 
 def _plainest(subject: Subject, capability: Capability) -> RequestSpec | None:
     fields = {} if FIELDS[capability.field].kind == "device" else {capability.field: capability.value}
-    return next((ask for ask in _asks(subject, fields) if is_served(subject, ask)), None)
+    return next((spec for spec in _specs(subject, fields) if is_served(subject, spec)), None)
 
 
-def _asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
-    """Yield plain asks with these fields, then ones with what rules need beside them, then with one more feature."""
-    yield from _plain_asks(subject, fields)
+def _specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
+    """Yield plain requests with these fields, then with fields that rules require, then with one more feature."""
+    yield from _plain_specs(subject, fields)
     needed = _needed(subject, fields)
     if needed:
-        yield from _plain_asks(subject, {**needed, **fields})
-    if "block_sparse" in subject.supports and "block_sparse" not in fields:  # there may be nothing without a pattern
+        yield from _plain_specs(subject, {**needed, **fields})
+    if "block_sparse" in subject.supports and "block_sparse" not in fields:  # a backend may serve patterns only
         for pattern in _values("block_sparse", subject.supports["block_sparse"]):
-            yield from _plain_asks(subject, {**needed, **fields, "block_sparse": pattern})
+            yield from _plain_specs(subject, {**needed, **fields, "block_sparse": pattern})
     for name in ("kv_cache_dtype", "attn_type", "return_lse", "causal", "phases"):
         for value in _values(name, subject.supports[name]) if name in subject.supports and name not in fields else ():
-            yield from _plain_asks(subject, {**fields, name: value})
+            yield from _plain_specs(subject, {**fields, name: value})
 
 
 def _needed(subject: Subject, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """What the rules about these fields need of others, as far as a value can be told."""
+    """Return what the rules about these fields require of others, as far as it is a value."""
     rules = subject.candidate.variant.rules if subject.candidate.variant else ()
     about = [rule for rule in rules if any(condition.field in fields for condition in rule.when)]
     needs = [condition for rule in about for condition in rule.need if condition.field in FIELDS]
@@ -232,33 +236,22 @@ def _needed(subject: Subject, fields: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _plain_asks(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
+def _plain_specs(subject: Subject, fields: Mapping[str, Any]) -> Iterator[RequestSpec]:
+    heads = subject.supports.get("num_kv_heads")
+    common = {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2}
+    if subject.features:
+        common["features"] = subject.features
     dtypes = [name for name in _FLOATS if subject.supports["dtype"].allows(name)]
-    sizes = _preferred(subject, "head_size")
     for paged in (True, False):
         for dtype in dtypes:
-            for size in sizes:
+            for size in _preferred(subject, "head_size"):
                 for blocks in _preferred(subject, "block_size") if paged else (None,):
-                    yield RequestSpec.of(
-                        {
-                            **_plain(subject),
-                            "paged": paged,
-                            "dtype": dtype,
-                            "head_size": size,
-                            "block_size": blocks,
-                            **fields,
-                        }
-                    )
-
-
-def _plain(subject: Subject) -> dict[str, Any]:
-    heads = subject.supports.get("num_kv_heads")
-    features = subject.features or None
-    return {"num_kv_heads": 2 if heads is None else heads.nearest(2), "gqa_ratio": 2, "features": features}
+                    own = {"paged": paged, "dtype": dtype, "head_size": size, "block_size": blocks}
+                    yield RequestSpec.of({**common, **own, **fields})
 
 
 def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:
-    """Values in the order of how well they suit a small batch."""
+    """Return values in the order in which they suit a small batch."""
     constraint = subject.supports.get(name)
     if constraint is None:
         return (None,)
@@ -267,20 +260,21 @@ def _preferred(subject: Subject, name: str) -> tuple[Any, ...]:
 
 def _refusal(subject: Subject, capability: Capability) -> tuple[str, bool]:
     """
-    Why no ask for a value is served, and whether the manifest contradicts itself: it declares the value, and its rules
-    refuse it whatever the device and the versions of what is installed.
+    Return why no request with a value is served, and whether the manifest contradicts itself.
+
+    It does where it declares the value, and its rules refuse it whatever the device and the installed versions.
     """
-    asked = (ask.requirements() for ask in _asks(subject, {capability.field: capability.value}))
-    refusals = [subject.objections(requirements) for requirements in asked if requirements is not None]
+    requests = (spec.requirements() for spec in _specs(subject, {capability.field: capability.value}))
+    refusals = [subject.objections(requirements) for requirements in requests if requirements is not None]
     if not refusals:
-        return "no batch of the kit asks for it", False
-    elsewhere = [reasons for reasons in refusals if reasons and all(map(_is_about_here, reasons))]
+        return "the kit has no batch for it", False
+    elsewhere = [reasons for reasons in refusals if reasons and all(map(_depends_on_the_device, reasons))]
     reasons = elsewhere[0] if elsewhere else refusals[0]
     is_declared = capability.field in subject.supports and capability.value != FIELDS[capability.field].neutral
     return "; ".join(map(str, reasons)), is_declared and not elsewhere
 
 
-def _is_about_here(reason: Reason) -> bool:
-    """Whether another device, or other versions, could lift a refusal."""
+def _depends_on_the_device(reason: Reason) -> bool:
+    """Whether the request would be served on another device, or with other versions."""
     names = reason.field.split(" and ")
     return any(name not in FIELDS or FIELDS[name].kind == "device" for name in names)

@@ -1,4 +1,4 @@
-"""Captured once, replayed for many batches: the tensors of a slot say all that a replay reads."""
+"""Captured once, replayed for many batches: a replay reads nothing but the tensors of the graph buffers."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from attrs import evolve
 from attnplug_kit.conformance.field_values import field_values_of
 from attnplug_kit.conformance.serving import load_for
 from attnplug_kit.conformance.tier import Tier, over
-from attnplug_kit.oracle.replay import check_replays
-from attnplug_kit.oracle.scene import materialize
+from attnplug_kit.oracle import check_replays, materialize
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from attnplug_kit.conformance.record import Record
+    from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle.scene import Scene
+    from attnplug_kit.oracle import Scene
 
 _FEATURES: Final = (
     "sliding_window",
@@ -39,54 +38,54 @@ _Step = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _levels(subject: Subject) -> dict[str, tuple[str, RequestSpec]]:
-    """Each level alone, and the highest one with each feature."""
-    menu = field_values_of(subject)
-    found = {str(item): (item.value, ask) for item, ask in menu.asks.items() if item.field == "cudagraph"}
+    """Return each level alone, and the highest one with each feature."""
+    declared = field_values_of(subject)
+    found = {str(item): (item.value, spec) for item, spec in declared.specs.items() if item.field == "cudagraph"}
     highest = list(found.values())[-1:]
     for level, _ in highest:
-        for item in menu.asks:
-            ask = menu.ask(cudagraph=level, **{item.field: item.value}) if item.field in _FEATURES else None
-            if ask is not None:
-                found[f"{item} cudagraph={level}"] = (level, ask)
+        for item in declared.specs:
+            if item.field in _FEATURES:
+                spec = declared.spec(cudagraph=level, **{item.field: item.value})
+                found |= {} if spec is None else {f"{item} cudagraph={level}": (level, spec)}
     return found
 
 
 class Graphs(Tier):
-    """Graph slots. Without CUDA a replay is the captured call, made again on the same tensors and numbers."""
+    """CUDA graphs. Without CUDA a replay is the captured call, repeated with the same tensors and numbers."""
 
     @over(_levels)
     def test_replays(self, subject: Subject, record: Record, point: Any) -> None:
         """One capture serves batches of other lengths, in other pages, with fewer requests than its shape has."""
-        level, ask = point
+        level, spec = point
         decode = 1 if level == "single_token_decode" else _longest_decode(subject)
         query_len = max(decode, 3) if level == "always" else decode
-        asked = ask.and_(decode_query_len=decode if decode > 1 else None)
+        uniform = spec.evolve(decode_query_len=decode if decode > 1 else None)
         steps = [((query_len,) * len(lens), lens) for lens in _STEPS]
-        _check(subject, asked, steps, _REQUESTS * query_len)
+        _check(subject, uniform, steps, _REQUESTS * query_len)
         if level == "always":
-            _check(subject, ask, _MIXED, _TOKENS, num_tokens=_TOKENS)
+            _check(subject, spec, _MIXED, _TOKENS, num_tokens=_TOKENS)
         record.exercised("cudagraph", level)
 
 
 def _longest_decode(subject: Subject) -> int:
-    """The query length of the decodes to replay: a few tokens where that is declared, and else one."""
+    """Return the query length of the decodes to replay: several tokens if that is declared, otherwise one."""
     declared = subject.supports.get("decode_query_len")
     return next((tokens for tokens in (3, 2) if declared is not None and declared.allows(tokens)), 1)
 
 
-def _check(subject: Subject, ask: RequestSpec, steps: Sequence[_Step], rows: int, **shape: int) -> None:
+def _check(subject: Subject, spec: RequestSpec, steps: Sequence[_Step], rows: int, **shape: int) -> None:
     """Replay steps that are padded to so many rows."""
-    scenes = [_scene(ask, seed, step, rows) for seed, step in enumerate(steps)]
+    scenes = [_scene(spec, seed, step, rows) for seed, step in enumerate(steps)]
     scenes = [evolve(scene, sinks=scenes[0].sinks) for scene in scenes]
     longest = max(sum(each) for step in steps for each in zip(*step, strict=True)) + 7
     try:
-        backend = load_for(subject, ask, scenes[0].case)
+        backend = load_for(subject, spec, scenes[0].case)
         check_replays(backend, scenes, num_reqs=_REQUESTS, max_seq_len=longest, **shape)
     except AssertionError as error:
-        raise AssertionError(f"{subject} with {ask}: a replay: {error}") from error
+        raise AssertionError(f"{subject} with {spec}: a replay: {error}") from error
 
 
-def _scene(ask: RequestSpec, seed: int, step: _Step, rows: int) -> Scene:
+def _scene(spec: RequestSpec, seed: int, step: _Step, rows: int) -> Scene:
     queries, contexts = step
-    case = ask.case(91, query_lens=queries, context_lens=contexts, num_padding_tokens=rows - sum(queries))
+    case = spec.case(91, query_lens=queries, context_lens=contexts, num_padding_tokens=rows - sum(queries))
     return materialize(evolve(case, seed=seed))

@@ -1,4 +1,4 @@
-"""Nothing that was asked for is ignored: the kit changes one input, and the output has to move."""
+"""No input is ignored: the kit changes one input, and the output has to change."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import torch
 from attrs import evolve
 
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.require import require
-from attnplug_kit.conformance.rig import Rig
-from attnplug_kit.conformance.serving import load_for
+from attnplug_kit.conformance.serving import load_for, require, runner_for
 from attnplug_kit.conformance.tier import Tier, over
-from attnplug_kit.oracle.closeness import tolerance
-from attnplug_kit.oracle.scene import materialize
-from attnplug_kit.oracle.sparsity import EVERYTHING
+from attnplug_kit.oracle import SceneRunner, materialize, tolerance
+from attnplug_kit.oracle.attention import FULL_PATTERN
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +20,7 @@ if TYPE_CHECKING:
 
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle.scene import Scene
+    from attnplug_kit.oracle import Scene
 
 _LENGTHS: Final[dict[str, Any]] = {"query_lens": (1, 12), "context_lens": (45, 20)}
 _FEATURES: Final = (
@@ -36,8 +33,8 @@ _FEATURES: Final = (
     "custom_mask",
     "block_sparse",
 )
-_WITHOUT: Final = {"block_sparse": tuple(sorted(EVERYTHING.items()))}  # there may be nothing without a pattern
-_GAINS: Final = (4.0, 1.0)  # scores that a soft cap bends; scores beside which a sink counts
+_WITHOUT: Final = {"block_sparse": tuple(sorted(FULL_PATTERN.items()))}  # a backend may serve patterns only
+_GAINS: Final = (4.0, 1.0)  # large scores show a soft cap, small ones a sink
 
 
 def _slopes(scene: Scene) -> Scene:
@@ -83,74 +80,73 @@ _INPUTS: Final[Mapping[str, tuple[dict[str, Any], Callable[[Scene], Scene]]]] = 
 
 
 def _inputs(subject: Subject) -> dict[str, Any]:
-    found = {name: (name, field_values_of(subject).ask(**fields), change) for name, (fields, change) in _INPUTS.items()}
+    declared = field_values_of(subject)
+    found = {name: (name, declared.spec(**fields), change) for name, (fields, change) in _INPUTS.items()}
     return {name: point for name, point in found.items() if point[1] is not None}
 
 
 def _features(subject: Subject) -> dict[str, Any]:
-    """Each ask for a feature that changes what attention is, beside the same ask without it."""
-    asks = field_values_of(subject).asks
-    shown = {item: ask for item, ask in asks.items() if item.field in _FEATURES}
-    without = {item: ask.and_(**{item.field: _WITHOUT.get(item.field)}) for item, ask in shown.items()}
-    return {str(item): (item.field, ask, without[item]) for item, ask in shown.items() if _is_visible(item.value)}
+    """Return each request for a feature that changes attention, beside the same request without it."""
+    specs = field_values_of(subject).specs.items()
+    shown = {item: spec for item, spec in specs if item.field in _FEATURES and _is_visible(item.value)}
+    without = {item: spec.evolve(**{item.field: _WITHOUT.get(item.field)}) for item, spec in shown.items()}
+    return {str(item): (item.field, spec, without[item]) for item, spec in shown.items()}
 
 
 def _is_visible(value: Any) -> bool:
-    """Whether a value changes the outputs of the batch: a window, or a block, of more than its tokens does not."""
+    """Whether a value changes the outputs of the batch: a window or a block larger than it does not."""
     size = dict(value)["block_size"] if isinstance(value, tuple) else value
     return not isinstance(size, int) or size < 30
 
 
 class InputSensitivity(Tier):
-    """A backend that silently ignores an input fails here, whatever its results are."""
+    """A backend that ignores an input fails here, whatever its results are."""
 
     @over(_inputs)
     def test_input_is_used(self, subject: Subject, point: Any) -> None:
         """Another value of an input gives another output."""
-        name, ask, change = point
-        scene = materialize(ask.case(31, **_LENGTHS))
-        changed, backend = change(scene), load_for(subject, ask, scene.case)
-        first, second = Rig(backend, scene), Rig(backend, changed)
-        outputs = [first.run(scene).output, _run_on(second, scene, changed)]
-        message = f"{subject}: another value of {name} was given, and the output did not move: ignored"
-        _demand_moved(outputs, message)
+        name, spec, change = point
+        scene = materialize(spec.case(31, **_LENGTHS))
+        changed, backend = change(scene), load_for(subject, spec, scene.case)
+        first, second = SceneRunner(backend, scene), SceneRunner(backend, changed)
+        outputs = [first.run(scene).output, _run_changed(second, scene, changed)]
+        _require_change(outputs, f"{subject}: another value of {name} does not change the output: ignored")
 
     @over(_features)
     def test_feature_is_used(self, subject: Subject, point: Any) -> None:
         """A request for a feature gives another output than the same request without it."""
-        name, ask, without = point
-        pairs = [(_scene(ask, gain), _scene(without, gain)) for gain in _GAINS]
-        shown = max(pairs, key=_moves)  # in a half type, not every batch shows every feature
-        outputs = [_output(subject, *each) for each in zip((ask, without), shown, strict=True)]
-        value = dict(ask.pairs)[name]
-        message = f"{subject}: {name}={value} was asked for, and the output is that of a request without it: ignored"
-        _demand_moved(outputs, message)
+        name, spec, without = point
+        pairs = [(_scene(spec, gain), _scene(without, gain)) for gain in _GAINS]
+        shown = max(pairs, key=_difference)  # in half precision, not every batch shows every feature
+        outputs = [_output(subject, *each) for each in zip((spec, without), shown, strict=True)]
+        requested = f"{subject}: {name}={dict(spec.pairs)[name]} was requested"
+        _require_change(outputs, f"{requested}, and the output is that of a request without it: ignored")
 
 
-def _run_on(rig: Rig, scene: Scene, changed: Scene) -> Tensor:
-    """Run the call of a scene with the changed inputs that come with the call; what is cached stays as it is."""
-    call = rig.call(evolve(changed, rounding=scene.rounding))
-    rig.forward(call, rig.builder.build(call.batch))
-    return rig.ran(call, scene).output
+def _run_changed(runner: SceneRunner, scene: Scene, changed: Scene) -> Tensor:
+    """Run a scene with the changed inputs of the call; cached K/V stay the same."""
+    call = runner.call(evolve(changed, rounding=scene.rounding))
+    runner.forward(call, runner.builder.build(call.batch))
+    return runner.result(call, scene).output
 
 
-def _scene(ask: RequestSpec, gain: float) -> Scene:
-    lengths = _LENGTHS if "attn_type" not in ask.fields else {}
-    scene = materialize(ask.case(32, **lengths, gain=gain))
+def _scene(spec: RequestSpec, gain: float) -> Scene:
+    lengths = _LENGTHS if "attn_type" not in spec.fields else {}
+    scene = materialize(spec.case(32, **lengths, gain=gain))
     return evolve(scene, sinks=None if scene.sinks is None else scene.sinks + 3)
 
 
-def _moves(scenes: tuple[Scene, Scene]) -> float:
-    """How far the oracle's outputs of two scenes lie apart."""
+def _difference(scenes: tuple[Scene, Scene]) -> float:
+    """Return the largest difference between the oracle's outputs of two scenes."""
     first, second = (scene.expected().output for scene in scenes)
     return float((first - second).abs().max())
 
 
-def _output(subject: Subject, ask: RequestSpec, scene: Scene) -> Tensor:
-    return Rig(load_for(subject, ask, scene.case), scene).run(scene).output
+def _output(subject: Subject, spec: RequestSpec, scene: Scene) -> Tensor:
+    return runner_for(subject, spec, scene).run(scene).output
 
 
-def _demand_moved(outputs: list[Tensor], message: str) -> None:
+def _require_change(outputs: list[Tensor], message: str) -> None:
     first, second = (output.detach().cpu().double() for output in outputs)
     limit = 4 * tolerance(outputs[0].dtype).atol
     require(bool(torch.gt((first - second).abs().nan_to_num(0.0), limit).any()), message)

@@ -1,4 +1,8 @@
-"""Few requests in which every value meets every value of every other field that it may meet: seeded and greedy."""
+"""
+Few requests in which every value meets every compatible value of every other field.
+
+The cover is greedy and seeded: it is the same each time.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,16 @@ from attnplug_kit.conformance.request_spec import RequestSpec
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from attnplug_kit.conformance.field_values import Menu
+    from attnplug_kit.conformance.field_values import FieldValues
     from attnplug_kit.conformance.subject import Subject
 
 _SEED: Final = 20
-_APART: Final = ("cudagraph", "seq_lens_cpu_kind")  # these have tests of their own, which replay, or hide the lengths
-_BASE: Final = ("dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged")  # every ask has these
+_TESTED_ELSEWHERE: Final = ("cudagraph", "seq_lens_cpu_kind")
+_BASE: Final = ("dtype", "head_size", "gqa_ratio", "num_kv_heads", "block_size", "paged")  # every request has these
 _Pair = frozenset[tuple[str, Any]]
 
-# What a kernel is compiled for: a value each, or whether there is one. Compiling one takes from seconds to minutes.
-_COMPILED: Final = (
+# What a kernel is compiled for: a value of each field, or whether it has one. A compilation takes seconds to minutes.
+_COMPILED_FOR: Final = (
     "dtype",
     "head_size",
     "head_size_v",
@@ -35,61 +39,61 @@ _COMPILED: Final = (
     "custom_mask",
     "block_sparse",
 )
-_COMPILED_IN: Final = ("sliding_window", "attention_chunk", "logits_soft_cap")
+_COMPILED_WITH: Final = ("sliding_window", "attention_chunk", "logits_soft_cap")
 _Kernel = tuple[Any, ...]
 
 
-def kernel_of(ask: RequestSpec) -> _Kernel:
-    """Return what a variant that compiles at its first use has to compile for, as far as the requirements tell."""
-    fields = ask.fields
+def kernel_of(spec: RequestSpec) -> _Kernel:
+    """Return what a variant with just-in-time compilation compiles for, as far as the requirements determine it."""
+    fields = spec.fields
     cached = None if fields.get("kv_cache_dtype") == "auto" else fields.get("kv_cache_dtype")
     values = {**fields, "kv_cache_dtype": cached}
-    return (*(values.get(name) for name in _COMPILED), *(values.get(name) is not None for name in _COMPILED_IN))
+    return (*(values.get(n) for n in _COMPILED_FOR), *(values.get(n) is not None for n in _COMPILED_WITH))
 
 
 @cache
-def covering_asks(subject: Subject) -> tuple[RequestSpec, ...]:
-    """Return asks that together contain every pair of values that the subject serves; the same ones each time."""
+def covering_specs(subject: Subject) -> tuple[RequestSpec, ...]:
+    """Return requests that together contain every pair of values that the subject serves."""
     return _Cover(field_values_of(subject)).rows()
 
 
 @cache
 def refused_pairs(subject: Subject) -> tuple[RequestSpec, ...]:
-    """Return asks for two values, each of which is served, that are refused together."""
-    menu, refused = field_values_of(subject), []
-    for one, other in _pairs_of(menu.asks):
-        ask = menu.asks[one].and_(**{**menu.asks[other].fields, one.field: one.value, other.field: other.value})
-        if ask.requirements() is not None and not is_served(subject, ask):
-            refused.append(ask)
+    """Return requests for two values, each of which is served, that are refused together."""
+    specs, refused = field_values_of(subject).specs, []
+    for one, other in _pairs_of(specs):
+        spec = specs[one].evolve(**{**specs[other].fields, one.field: one.value, other.field: other.value})
+        if spec.requirements() is not None and not is_served(subject, spec):
+            refused.append(spec)
     return tuple(dict.fromkeys(refused))
 
 
-def _pairs_of(asks: Mapping[Capability, RequestSpec]) -> Iterator[tuple[Capability, Capability]]:
-    served = [item for item in asks if FIELDS[item.field].kind != "device" and item.field not in _APART]
+def _pairs_of(specs: Mapping[Capability, RequestSpec]) -> Iterator[tuple[Capability, Capability]]:
+    served = [item for item in specs if FIELDS[item.field].kind != "device" and item.field not in _TESTED_ELSEWHERE]
     yield from (pair for pair in combinations(served, 2) if pair[0].field != pair[1].field)
 
 
 class _Cover:
-    def __init__(self, menu: Menu) -> None:
-        self._menu = menu
+    def __init__(self, declared: FieldValues) -> None:
+        self._declared = declared
         self._random = random.Random(_SEED)
-        names = {one.field for pair in _pairs_of(menu.asks) for one in pair}
+        names = {one.field for pair in _pairs_of(declared.specs) for one in pair}
         required = {name for name in names if FIELDS[name].required or name in ("gqa_ratio", "paged", "num_kv_heads")}
-        values = menu.values()
+        values = declared.values()
         self._values = {name: (*values[name], *(() if name in required else (None,))) for name in sorted(names)}
-        variant = menu.subject.candidate.variant
+        variant = declared.subject.candidate.variant
         self._compiles = variant is not None and variant.jit is not None
-        self._kernels: dict[_Kernel, None] = dict.fromkeys(map(kernel_of, menu.asks.values()))
-        possible = sorted(self._possible(), key=self._is_for_one_kernel) if self._compiles else self._possible()
+        self._kernels: dict[_Kernel, None] = dict.fromkeys(map(kernel_of, declared.specs.values()))
+        possible = sorted(self._possible(), key=self._needs_no_kernel) if self._compiles else self._possible()
         self._left = {self._pair(one, other): (one, other) for one, other in possible}
 
     def rows(self) -> tuple[RequestSpec, ...]:
-        """Return the asks."""
+        """Return the requests."""
         rows = []
         while self._left:
             one, other = next(iter(self._left.values()))
             seed, names = self._seed_of(one, other), {one.field, other.field}
-            row = self._with_known_kernel(seed, names) if self._compiles else None
+            row = self._with_compiled_kernel(seed, names) if self._compiles else None
             row = self._row(seed, names) if row is None else row
             for pair in list(self._pairs_in(row)):
                 self._left.pop(pair, None)
@@ -98,48 +102,48 @@ class _Cover:
         return tuple(rows)
 
     @staticmethod
-    def _is_for_one_kernel(pair: tuple[Capability, Capability]) -> bool:
-        """False, which comes first, for pairs that ask for a kernel of their own: others are asked of these then."""
-        return not all(one.field in (*_COMPILED, *_COMPILED_IN) for one in pair)
+    def _needs_no_kernel(pair: tuple[Capability, Capability]) -> bool:
+        """Whether a pair runs on any kernel. False sorts first: the kernels of those pairs then serve the others."""
+        return not all(one.field in (*_COMPILED_FOR, *_COMPILED_WITH) for one in pair)
 
-    def _with_known_kernel(self, seed: RequestSpec, pair: set[str]) -> RequestSpec | None:
-        """Return a row that runs on a kernel which is needed anyway, or None where no such one serves the pair."""
+    def _with_compiled_kernel(self, seed: RequestSpec, pair: set[str]) -> RequestSpec | None:
+        """Return a row on a kernel that other rows need anyway, or None where none serves the pair."""
         for kernel in self._kernels:
             row = self._for_kernel(seed, kernel, pair)
             if kernel_of(row) == kernel and self._serves(row):
-                return self._row(row, {*pair, *_COMPILED, *_COMPILED_IN})
+                return self._row(row, {*pair, *_COMPILED_FOR, *_COMPILED_WITH})
         return None
 
     def _for_kernel(self, row: RequestSpec, kernel: _Kernel, pair: set[str]) -> RequestSpec:
-        """Give a row the fields that this kernel is compiled for, those of the pair excepted."""
-        wanted = dict(zip((*_COMPILED, *_COMPILED_IN), kernel, strict=True))
-        for name in _COMPILED:
-            row = row if name in pair or name not in self._values else row.and_(**{name: wanted[name]})
-        for name in _COMPILED_IN:
+        """Give a row the fields that this kernel is compiled for, except those of the pair."""
+        wanted = dict(zip((*_COMPILED_FOR, *_COMPILED_WITH), kernel, strict=True))
+        for name in _COMPILED_FOR:
+            row = row if name in pair or name not in self._values else row.evolve(**{name: wanted[name]})
+        for name in _COMPILED_WITH:
             if name not in pair and name in self._values:
                 values = [value for value in self._values[name] if (value is not None) == wanted[name]]
-                row = max((row.and_(**{name: value}) for value in values), key=self._gain, default=row)
+                row = max((row.evolve(**{name: value}) for value in values), key=self._gain, default=row)
         return row
 
     def _serves(self, row: RequestSpec) -> bool:
-        return is_served(self._menu.subject, row)
+        return is_served(self._declared.subject, row)
 
     def _possible(self) -> Iterator[tuple[Capability, Capability]]:
-        for one, other in _pairs_of(self._menu.asks):
+        for one, other in _pairs_of(self._declared.specs):
             seed = self._seed_of(one, other)
             if self._pair(one, other) <= set(seed.pairs) and self._serves(seed):
                 yield one, other
 
     def _seed_of(self, one: Capability, other: Capability) -> RequestSpec:
-        asks = self._menu.asks
-        merged = {**asks[one].fields, **asks[other].fields, one.field: one.value, other.field: other.value}
-        for item in (one, other):  # a plainest ask may have given up pages: both need not
-            if not asks[item].fields.get("paged", True):
+        specs = self._declared.specs
+        merged = {**specs[one].fields, **specs[other].fields, one.field: one.value, other.field: other.value}
+        for item in (one, other):  # if one of them is served without pages only, so is the pair
+            if not specs[item].fields.get("paged", True):
                 merged["paged"] = False
         return RequestSpec.of(merged)
 
     def _row(self, row: RequestSpec, pair: set[str]) -> RequestSpec:
-        """Fill in the other fields, each with the value that leaves fewest pairs over."""
+        """Fill in the other fields, each with the value that leaves the fewest pairs."""
         names = [name for name in self._values if name not in pair and (name in _BASE or name not in row.fields)]
         self._random.shuffle(names)
         for name in names:
@@ -149,7 +153,7 @@ class _Cover:
     def _with(self, row: RequestSpec, name: str) -> list[RequestSpec]:
         values = list(self._values[name])
         self._random.shuffle(values)
-        found = [ask for value in values if self._serves(ask := row.and_(**{name: value}))]
+        found = [spec for value in values if self._serves(spec := row.evolve(**{name: value}))]
         return [*found, row]
 
     def _gain(self, row: RequestSpec) -> int:

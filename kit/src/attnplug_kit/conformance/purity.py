@@ -1,4 +1,4 @@
-"""Selecting runs no plugin, importing one leaves no trace, and decisions travel between processes."""
+"""Selecting runs no plugin code, importing a plugin has no side effects, and decisions can be serialized."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import pytest
 
 from attnplug import Selection, registry, select
 from attnplug.negotiation import Agreement
-from attnplug_kit.conformance.require import require
-from attnplug_kit.conformance.serving import plain
+from attnplug_kit.conformance.serving import plain, require
 from attnplug_kit.conformance.tier import Tier
 
 if TYPE_CHECKING:
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
 _SELECTS: Final = """
 import json, sys
 import attnplug
-asked, device, name, module = json.loads(sys.argv[1])
+requirements, device, name, module = json.loads(sys.argv[1])
 before = set(sys.modules)
-attnplug.select(attnplug.Requirements(**asked), attnplug.Device.from_dict(device), backend=name)
+attnplug.select(attnplug.Requirements(**requirements), attnplug.Device.from_dict(device), backend=name)
 print(json.dumps(sorted({"torch", module} & set(sys.modules) - before)))
 """
 _IMPORTS: Final = """
@@ -40,16 +39,15 @@ print(json.dumps([threading.active_count(), bool(torch) and torch.cuda.is_initia
 
 
 class Purity(Tier):
-    """What happens before anything is computed."""
+    """The life of a plugin before it computes."""
 
     def test_selecting_imports_nothing(self, subject: Subject) -> None:
         """Selecting neither imports the plugin's module nor torch."""
-        requirements = plain(subject).requirements()
-        asked = requirements.to_dict() if requirements is not None else {}
-        found = _run(_SELECTS, [asked, subject.device.to_dict(), subject.id, _module(subject)])
+        requirements = plain(subject).requirements().to_dict()  # type: ignore[union-attr]
+        found = _run(_SELECTS, [requirements, subject.device.to_dict(), subject.id, _module(subject)])
         require(found == [], f"{subject}: selecting imported {found}; manifests are read without importing anything")
 
-    def test_importing_leaves_no_trace(self, subject: Subject, tmp_path: Path) -> None:
+    def test_importing_has_no_side_effects(self, subject: Subject, tmp_path: Path) -> None:
         """Importing the plugin's module writes no file, starts no thread, and creates no CUDA context."""
         threads, has_context = _run(_IMPORTS, _module(subject), cwd=tmp_path)
         written = [path.name for path in tmp_path.iterdir()]
@@ -57,18 +55,21 @@ class Purity(Tier):
         require(threads == 1, f"{subject}: importing its module started {threads - 1} threads")
         require(not has_context, f"{subject}: importing its module created a CUDA context")
 
-    def test_decisions_travel(self, subject: Subject) -> None:
-        """Selections and agreements survive pickle and JSON, and load the same backend."""
+    def test_decisions_serialize(self, subject: Subject) -> None:
+        """Selections and agreements are the same after pickle and JSON, and load the same backend."""
         selection = select(plain(subject).requirements(), subject.device, backend=subject.id)  # type: ignore[arg-type]
         for copy in (_through_pickle(selection), Selection.from_dict(_through_json(selection.to_dict()))):
-            require(copy == selection, f"{subject}: a selection changed on its way")
-            require(copy.load().agreement == selection.agreement, f"{subject}: a selection loads on other terms")
+            require(copy == selection, f"{subject}: a selection changed by pickle or JSON")
+            require(
+                copy.load().agreement == selection.agreement,
+                f"{subject}: a deserialized selection loads another agreement",
+            )
         agreement = selection.agreement
-        for terms in (_through_pickle(agreement), Agreement.from_dict(_through_json(agreement.to_dict()))):
-            require(terms == agreement, f"{subject}: an agreement changed on its way")
+        for copy in (_through_pickle(agreement), Agreement.from_dict(_through_json(agreement.to_dict()))):
+            require(copy == agreement, f"{subject}: an agreement changed by pickle or JSON")
 
     def test_threads_select_and_load(self, subject: Subject) -> None:
-        """Threads that select and load at once get the same decision."""
+        """Concurrent threads that select and load get the same decision."""
         requirements = plain(subject).requirements()
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda _: subject.load(requirements).selection, range(16)))  # type: ignore[arg-type]
@@ -76,16 +77,16 @@ class Purity(Tier):
 
 
 def _module(subject: Subject) -> str:
-    """The plugin's module, where another process finds it."""
+    """Return the plugin's module, as another process finds it."""
     plugin = registry().plugin(subject.candidate.backend)
     if plugin.is_by_hand:
-        pytest.skip(f"{subject} is registered in this process alone: no other one finds it")
+        pytest.skip(f"{subject} is registered in this process only: no other one finds it")
     return plugin.module
 
 
 def _run(program: str, argument: object, cwd: Path | None = None) -> Any:
     command = [sys.executable, "-c", program, json.dumps(argument)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)  # noqa: S603 - our own interpreter
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)  # noqa: S603 - this interpreter
     require(done.returncode == 0, f"a fresh process failed: {done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 

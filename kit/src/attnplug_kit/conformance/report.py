@@ -1,4 +1,4 @@
-"""What a run of the kit found out about one subject: outcomes, capabilities that were served, errors."""
+"""The findings of a run for one subject: outcomes, declared values that were served, errors; as JSON and as a table."""
 
 from __future__ import annotations
 
@@ -12,18 +12,96 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import field, frozen
 from packaging.requirements import Requirement
 
+from attnplug.request import FIELDS, Names, Table
 from attnplug_kit.conformance.field_values import Capability, field_values_of
-from attnplug_kit.conformance.record import ERROR, EXERCISED, SUBJECT, text_of
+from attnplug_kit.oracle import tolerance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import pytest
+    from torch import Tensor
 
+    from attnplug.contract import Backend
     from attnplug_kit.conformance.subject import Subject
+    from attnplug_kit.oracle import RunResult, Scene
+
+
+EXERCISED: Final = "attnplug exercised"
+ERROR: Final = "attnplug error"
+SUBJECT: Final = "attnplug subject"
+"""The names of the properties that tests add to pytest's report."""
 
 FORMAT: Final = 1
 """The version of the files that the kit writes."""
+
+
+class Record:
+    """
+    Records the findings of one test, in pytest's report of it.
+
+    Args:
+        node: The test.
+    """
+
+    def __init__(self, node: pytest.Item) -> None:
+        self._properties = node.user_properties
+
+    def exercised(self, field: str, value: Any) -> None:
+        """Record that a declared value was requested and served."""
+        self._add(EXERCISED, text_of(field, value))
+
+    def served(self, backend: Backend) -> None:
+        """Record all values of an agreement."""
+        agreed, requirements = backend.agreement, backend.agreement.requirements
+        facts = {**requirements.facts(), "block_size": agreed.block_size, "kv_layout": agreed.kv_layout}
+        facts |= {name: value for name, value in backend.device_properties.facts().items() if value is not None}
+        facts.pop("cudagraph")  # recorded by tests that replay
+        if requirements.head_size_v == requirements.head_size:
+            facts.pop("head_size_v")
+        if requirements.kv_cache_dtype == requirements.dtype:
+            facts["kv_cache_dtype"] = "auto"
+        for name, value in facts.items():
+            if isinstance(FIELDS[name].domain, Names):
+                for item in value:
+                    self.exercised(name, (item,))
+            elif value is not None:
+                self.exercised(name, value)
+
+    def errors(self, backend: Backend, scene: Scene, ran: RunResult) -> None:
+        """Record the largest and the mean difference from the oracle's results, beside the tolerance."""
+        exact, scaled = scene.expected(), scene.rounding is not None
+        limit = tolerance(ran.output.dtype, scaled_keys=scaled, byte_weights=scene.has_byte_weights)
+        self._error(backend, "output", ran.output, exact.output, (limit.atol * scene.largest_value, limit.rtol))
+        if backend.agreement.requirements.return_lse:
+            expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
+            self._error(backend, "lse", ran.lse, expected, (limit.lse, limit.lse))
+
+    def _error(self, backend: Backend, what: str, got: Tensor, exact: Tensor, limit: tuple[float, float]) -> None:
+        finite = exact.isfinite()
+        error = (got.detach().cpu().double() - exact).abs()[finite]
+        if not error.numel():
+            return
+        dtype, cached = backend.agreement.requirements.dtype, backend.agreement.kv_cache_dtype
+        sums = {"max": float(error.max()), "mean": float(error.mean()), "count": error.numel()}
+        where = {"dtype": dtype, "kv_cache_dtype": cached if cached != dtype else "auto", "what": what}
+        self._add(ERROR, json.dumps({**where, **sums, "atol": limit[0], "rtol": limit[1]}, sort_keys=True))
+
+    def _add(self, name: str, text: str) -> None:
+        if (name, text) not in self._properties:
+            self._properties.append((name, text))
+
+
+def text_of(field: str, value: Any) -> str:
+    """
+    Return a declared value as JSON text, as records and evidence files have it: a table as an object.
+
+    Args:
+        field: The field.
+        value: The value, as the requirements have it.
+    """
+    plain = dict(value) if isinstance(FIELDS[field].domain, Table) else value
+    return json.dumps({"field": field, "value": plain}, default=str, sort_keys=True)
 
 
 @frozen(eq=False)
@@ -32,10 +110,10 @@ class SubjectReport:
     The report of one subject.
 
     Attributes:
-        subject: What was tested.
-        tests: Each test's id, outcome and the last line of its failure.
-        served: The reachable declared values that a passed test exercised.
-        missing: Those that none did, and those that are declared and refused in every request.
+        subject: The subject.
+        tests: Each test's id, outcome and the first line of its failure.
+        served: The declared values that a passed test exercised.
+        missing: Those within reach that none exercised, and those that are refused in every request.
         errors: The largest and the mean error by dtype, cache dtype and result, beside the tolerance.
     """
 
@@ -47,26 +125,30 @@ class SubjectReport:
 
     @property
     def fraction(self) -> float:
-        """The part of the reachable declared values that was exercised."""
-        reachable = len(self.served) + len(self.missing)
-        return len(self.served) / reachable if reachable else 1.0
+        """The part of the declared values within reach that was exercised."""
+        return len(self.served) / self.within_reach if self.within_reach else 1.0
+
+    @property
+    def within_reach(self) -> int:
+        """How many declared values are within reach."""
+        return len(self.served) + len(self.missing)
 
     @property
     def outcomes(self) -> Mapping[str, int]:
-        """How many tests there are of each outcome."""
+        """The number of tests by outcome."""
         return Counter(test["outcome"] for test in self.tests)
 
     @property
     def passed(self) -> bool:
-        """Whether no test failed, and every reachable declared value was exercised."""
+        """Whether no test failed, and every declared value within reach was exercised."""
         return not self.outcomes.get("failed") and not self.missing
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values: everything."""
+        """Return plain JSON values: the evidence, and every test."""
         return {**self.evidence(), "outcomes": dict(self.outcomes), "tests": [dict(test) for test in self.tests]}
 
     def evidence(self) -> dict[str, Any]:
-        """Return plain JSON values: what is known of the subject on this device, without the single tests."""
+        """Return plain JSON values: the evidence for the subject on this device, without the single tests."""
         unreached = field_values_of(self.subject).unreached
         return {
             "format": FORMAT,
@@ -86,28 +168,28 @@ class SubjectReport:
 
 def report_of(subject: Subject, reports: Iterable[pytest.TestReport]) -> SubjectReport:
     """
-    Gather what the tests of a subject have noted.
+    Return the report of a subject.
 
     Args:
         subject: The subject.
         reports: The final report of each of its tests, one for each test.
     """
     found = list(reports)
-    noted = {text for one in found if one.passed for name, text in one.user_properties if name == EXERCISED}
-    menu = field_values_of(subject)
-    reachable = (*menu.asks, *(item.capability for item in menu.unserved))
-    served = tuple(item for item in menu.asks if text_of(item.field, item.value) in noted)
-    missing = tuple(item for item in reachable if item not in served)
+    exercised = {text for one in found if one.passed for name, text in one.user_properties if name == EXERCISED}
+    declared = field_values_of(subject)
+    within_reach = (*declared.specs, *(item.capability for item in declared.unserved))
+    served = tuple(item for item in declared.specs if text_of(item.field, item.value) in exercised)
+    missing = tuple(item for item in within_reach if item not in served)
     return SubjectReport(subject, [_test(one) for one in found], served, missing, _errors(found))
 
 
 def subject_of(report: pytest.TestReport) -> str | None:
-    """Return which subject a test is about, or None for one that is not of the kit."""
+    """Return the subject of a test, or None for a test that is not of the kit."""
     return next((str(value) for name, value in report.user_properties if name == SUBJECT), None)
 
 
 def versions(subject: Subject) -> dict[str, str]:
-    """Return what results depend on: the interpreter, torch, attnplug, and what the variant requires."""
+    """Return the versions that results depend on: Python, torch, attnplug, and what the variant requires."""
     variant = subject.candidate.variant
     required = [Requirement(text).name for text in variant.requires] if variant else []
     found = {"python": platform.python_version(), "platform": sys.platform}
@@ -132,20 +214,46 @@ def _test(report: pytest.TestReport) -> dict[str, str]:
 
 
 def _reason(longrepr: object) -> str:
-    """Why a test was skipped, or a failure that has no place; nothing for a test that passed."""
+    """Return why a test was skipped, or a failure without a place; nothing for a test that passed."""
     return str(longrepr[2] if isinstance(longrepr, (tuple, list)) else longrepr or "")
 
 
 def _errors(reports: Iterable[pytest.TestReport]) -> list[dict[str, Any]]:
-    """The notes of all tests together: the largest error that stood beside the largest tolerance, and the mean."""
+    """Return the errors of all tests together: the largest error, the mean, and the largest tolerance."""
     merged: dict[tuple[str, str, str], dict[str, Any]] = {}
-    for note in (
-        json.loads(str(text)) for one in reports if one.passed for name, text in one.user_properties if name == ERROR
-    ):
-        key = (note["dtype"], note["kv_cache_dtype"], note["what"])
-        known = merged.setdefault(key, {**note, "count": 0, "mean": 0.0, "max": 0.0, "atol": 0.0})
-        count = known["count"] + note["count"]
-        known["mean"] = (known["mean"] * known["count"] + note["mean"] * note["count"]) / count
-        known["count"] = count
-        known["max"], known["atol"] = max(known["max"], note["max"]), max(known["atol"], note["atol"])
+    passed = [one for one in reports if one.passed]
+    for error in (json.loads(str(text)) for one in passed for name, text in one.user_properties if name == ERROR):
+        key = (error["dtype"], error["kv_cache_dtype"], error["what"])
+        total = merged.setdefault(key, {**error, "count": 0, "mean": 0.0, "max": 0.0, "atol": 0.0})
+        count = total["count"] + error["count"]
+        total["mean"] = (total["mean"] * total["count"] + error["mean"] * error["count"]) / count
+        total["count"] = count
+        total["max"], total["atol"] = max(total["max"], error["max"]), max(total["atol"], error["atol"])
     return [merged[key] for key in sorted(merged)]
+
+
+def lines_of(report: SubjectReport) -> Iterator[str]:
+    """Yield the lines of the table of a subject."""
+    outcomes = ", ".join(f"{count} {name}" for name, count in sorted(report.outcomes.items()))
+    yield f"{report.subject.id} on {report.subject.device}: {outcomes}"
+    if report.subject.features:
+        yield f"every request has features={', '.join(report.subject.features)}"
+    yield f"declared values exercised: {len(report.served)} of {report.within_reach} ({report.fraction:.0%})"
+    for name, text in _by_field(report.served):
+        yield f"  {name:<18} {text}"
+    for name, text in _by_field(report.missing):
+        yield f"  not exercised: {name}={text}"
+    for item in field_values_of(report.subject).unreached:
+        yield f"  out of reach: {item.capability}: {item.because}"
+    yield f"  {'dtype':<10} {'cache':<10} {'result':<8} {'max error':>10} {'mean error':>10} {'atol':>9} {'rtol':>9}"
+    for error in report.errors:
+        yield (
+            f"  {error['dtype']:<10} {error['kv_cache_dtype']:<10} {error['what']:<8} {error['max']:>10.1e} "
+            f"{error['mean']:>10.1e} {error['atol']:>9.1e} {error['rtol']:>9.1e}"
+        )
+
+
+def _by_field(capabilities: tuple[Capability, ...]) -> Iterator[tuple[str, str]]:
+    names = dict.fromkeys(item.field for item in capabilities)
+    for name in names:
+        yield name, ", ".join(str(item.value) for item in capabilities if item.field == name)

@@ -1,4 +1,4 @@
-"""One thing that the kit asks a backend for: fields that differ from neutral, and a batch that exercises them."""
+"""One request of the kit: fields that differ from the default, and a batch that exercises them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from attrs import frozen
 
 from attnplug.errors import RequestError
 from attnplug.request import FIELDS, Requirements
-from attnplug_kit.oracle.cases import Case
+from attnplug_kit.oracle import Case
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_CASE: Final = {item.name for item in attrs.fields(Case)} & set(FIELDS) - {"num_q_heads", "block_size"}
-_PAGED: Final = ("block_size", "kv_layout")
-NARROW: Final = ("fp8_e4m3", "fp8_e5m2")
-"""The cache dtypes whose rounding the oracle knows, beside the layer's own dtype."""
+FP8_DTYPES: Final = ("fp8_e4m3", "fp8_e5m2")
+"""The FP8 cache dtypes whose rounding the oracle has."""
+
+_CASE_FIELDS: Final = {item.name for item in attrs.fields(Case)} & set(FIELDS) - {"num_q_heads", "block_size"}
+_OF_PAGES: Final = ("block_size", "kv_layout")
 
 
 @frozen
 class RequestSpec:
     """
-    What is asked for.
+    The fields of a request.
 
     Attributes:
-        pairs: Fields of the requirements with their values, sorted. `gqa_ratio` stands for `num_q_heads`.
+        pairs: Fields of the requirements with their values, sorted. `gqa_ratio` replaces `num_q_heads`.
     """
 
     pairs: tuple[tuple[str, Any], ...]
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> RequestSpec:
-        """Return what a mapping asks for; None asks for nothing, and without pages nothing is asked of them."""
-        without = () if fields.get("paged", True) else _PAGED
+        """Return a request for these fields. None leaves a field out, and ``paged=False`` those of pages."""
+        without = () if fields.get("paged", True) else _OF_PAGES
         return cls(tuple(sorted((n, v) for n, v in fields.items() if v is not None and n not in without)))
 
     @property
@@ -43,14 +44,14 @@ class RequestSpec:
         """The fields, by name."""
         return dict(self.pairs)
 
-    def and_(self, **fields: Any) -> RequestSpec:
-        """Return an ask for these fields too; None takes one away."""
+    def evolve(self, **fields: Any) -> RequestSpec:
+        """Return a request with these fields changed; None removes one."""
         return RequestSpec.of({**self.fields, **fields})
 
     def requirements(self) -> Requirements | None:
-        """Return the requirements, or None where the fields contradict each other or the kit has no batch for them."""
+        """Return the requirements; None where the fields contradict each other, or the kit has no batch for them."""
         fields = self.fields
-        if _is_without_a_batch(fields):
+        if _has_no_batch(fields):
             return None
         fields["num_q_heads"] = fields["num_kv_heads"] * fields.pop("gqa_ratio", 1)
         fields["attn_type"] = fields.get("attn_type", "decoder")
@@ -61,39 +62,39 @@ class RequestSpec:
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The fields that no case knows: pass them to `Case.requirements`."""
-        names = set(FIELDS) - _CASE - {"gqa_ratio", "cascade"}
+        """The fields that a case does not have, for `Case.requirements`."""
+        names = set(FIELDS) - _CASE_FIELDS - {"gqa_ratio", "cascade"}
         return {name: value for name, value in self.pairs if name in names}
 
     def case(self, seed: int, **fixed: Any) -> Case:
         """
-        Return a batch that exercises what is asked for: decodes and prefills with and without context.
+        Return a batch that exercises the request: decodes and prefills, with and without context.
 
         Args:
             seed: Of lengths and tensors.
-            fixed: Fields of the case that are as given.
+            fixed: Fields of the case that have these values.
         """
         fields = self.fields
-        case = {name: value for name, value in fields.items() if name in _CASE}
+        case = {name: value for name, value in fields.items() if name in _CASE_FIELDS}
         case["num_q_heads"] = fields["num_kv_heads"] * fields.get("gqa_ratio", 1)
         case["block_size"] = fields.get("block_size", 16)
         case["causal"] = fields.get("causal", fields.get("attn_type", "decoder") == "decoder")
-        if fields.get("kv_cache_dtype", "auto") in NARROW:
+        if fields.get("kv_cache_dtype", "auto") in FP8_DTYPES:
             case |= {"k_scale": 0.3, "v_scale": 0.7}
         made = Case(**{**case, **_lengths(fields, random.Random(seed)), "seed": seed, **fixed})
-        return made.with_shared_prefix(_prefix_blocks(made)) if fields.get("cascade") else made
+        return made.with_shared_prefix(max(1, 32 // made.block_size)) if fields.get("cascade") else made
 
     def __str__(self) -> str:
         return " ".join(f"{name}={value}" for name, value in self.pairs)
 
 
-def _is_without_a_batch(fields: Mapping[str, Any]) -> bool:
-    narrow = fields.get("kv_cache_dtype", "auto") in NARROW
+def _has_no_batch(fields: Mapping[str, Any]) -> bool:
+    fp8 = fields.get("kv_cache_dtype", "auto") in FP8_DTYPES
     cross = fields.get("attn_type") == "encoder_decoder"
     dense = not fields.get("paged", True)
     inexact = fields.get("seq_lens_cpu_kind", "exact") != "exact"
     return (
-        (bool(fields.get("per_head_scales")) and not narrow)
+        (bool(fields.get("per_head_scales")) and not fp8)
         or (dense and fields.get("phases") == ("decode",))
         or (cross and bool(fields.get("cascade")))
         or (cross and not dense and bool(fields.get("custom_mask")))
@@ -101,12 +102,8 @@ def _is_without_a_batch(fields: Mapping[str, Any]) -> bool:
     )
 
 
-def _prefix_blocks(case: Case) -> int:
-    return max(1, 32 // case.block_size)
-
-
 def _lengths(fields: Mapping[str, Any], source: random.Random) -> dict[str, Any]:
-    """Two decodes, then two prefills, of which one has no context; or those of the one phase that is asked for."""
+    """Return two decodes, then two prefills, one without context; or those of the one phase that is requested."""
     longest, phases = fields.get("decode_query_len", 1), fields.get("phases", ("prefill", "decode"))
     decodes = [source.randint(1, longest), longest] if "decode" in phases else []
     prefills = [source.randint(longest + 1, longest + 9), longest + 17] if "prefill" in phases else []

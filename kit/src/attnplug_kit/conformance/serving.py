@@ -1,52 +1,66 @@
-"""Runs an ask through a backend and holds the result against the oracle."""
+"""What every test of the kit begins with: the plainest request with some fields, and a run compared with the oracle."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from attnplug_kit.conformance.field_values import field_values_of
-from attnplug_kit.conformance.require import require
-from attnplug_kit.oracle.running import check
-from attnplug_kit.oracle.scene import materialize
+from attnplug_kit.oracle import SceneRunner, check, materialize
 
 if TYPE_CHECKING:
     from attnplug.contract import Backend
-    from attnplug_kit.conformance.record import Record
+    from attnplug_kit.conformance.report import Record
     from attnplug_kit.conformance.request_spec import RequestSpec
     from attnplug_kit.conformance.subject import Subject
-    from attnplug_kit.oracle.cases import Case
-    from attnplug_kit.oracle.running import RunResult
+    from attnplug_kit.oracle import Case, RunResult, Scene
 
 
-def load_for(subject: Subject, ask: RequestSpec, case: Case) -> Backend:
-    """Return the backend that serves a case of an ask."""
-    return subject.load(case.requirements(**ask.engine))
+def require(condition: object, message: str) -> None:
+    """
+    Require that a condition holds. An ``assert`` would say less: pytest doesn't rewrite those of installed packages.
+
+    Raises:
+        AssertionError: It does not; with the message.
+    """
+    if not condition:
+        raise AssertionError(message)
+
+
+def load_for(subject: Subject, spec: RequestSpec, case: Case) -> Backend:
+    """Return the backend that serves a case of a request."""
+    return subject.load(case.requirements(**spec.engine))
 
 
 def plain(subject: Subject, **fields: Any) -> RequestSpec:
     """
-    Return the plainest ask with these fields.
+    Return the plainest request with these fields.
 
     Raises:
-        AssertionError: None is served; tests that may meet this are marked with `needs`.
+        AssertionError: None is served. Tests in which this may happen are marked with `needs`.
     """
-    ask = field_values_of(subject).ask(**fields)
-    require(ask is not None, f"{subject}: no request with {fields} is served")
-    return ask  # type: ignore[return-value]
+    spec = field_values_of(subject).spec(**fields)
+    if spec is None:
+        raise AssertionError(f"{subject}: no request with {fields} is served")
+    return spec
 
 
-def serve(subject: Subject, ask: RequestSpec, record: Record, case: Case) -> RunResult:
+def runner_for(subject: Subject, spec: RequestSpec, scene: Scene, **options: Any) -> SceneRunner:
+    """Return a runner of the scenes of a request; `options` as of `SceneRunner`."""
+    return SceneRunner(load_for(subject, spec, scene.case), scene, **options)
+
+
+def serve(subject: Subject, spec: RequestSpec, record: Record, case: Case) -> RunResult:
     """
-    Run a case, compare it with the oracle, and note what it exercised.
+    Run a case, compare it with the oracle, and record what it exercised.
 
     Raises:
-        AssertionError: The result is not the oracle's; with what was asked for.
+        AssertionError: The result differs from the oracle's; with the request.
     """
-    backend, scene = load_for(subject, ask, case), materialize(case)
+    backend, scene = load_for(subject, spec, case), materialize(case)
     try:
         ran = check(backend, scene)
     except AssertionError as error:
-        raise AssertionError(f"{subject} with {ask}: {error}") from error
+        raise AssertionError(f"{subject} with {spec}: {error}") from error
     record.served(backend)
     record.errors(backend, scene, ran)
     return ran

@@ -30,7 +30,7 @@ class Subject:
         id: ``backend/variant``.
         device: The device of this process.
         candidate: The candidate, its manifest included.
-        features: The open features that every request asks for, sorted.
+        features: The open features of every request, sorted.
     """
 
     id: str
@@ -52,15 +52,15 @@ class Subject:
     def rules_that_need_features(self) -> tuple[Rule, ...]:
         """The rules that refuse requests without any open feature."""
         rules = self.candidate.variant.rules if self.candidate.variant else ()
-        needing, lacking = IsRequested("features", requested=True), IsRequested("features", requested=False)
-        return tuple(rule for rule in rules if needing in rule.need or (lacking in rule.when and not rule.need))
+        needs, has_none = IsRequested("features", requested=True), IsRequested("features", requested=False)
+        return tuple(rule for rule in rules if needs in rule.need or (has_none in rule.when and not rule.need))
 
     def objections(self, requirements: Requirements) -> tuple[Reason, ...]:
         """Return why the candidate does not serve the requirements; nothing where it does."""
         return negotiate(self.candidate, Request(requirements, self.device)).objections
 
     def load(self, requirements: Requirements) -> Backend:
-        """Return the backend for requirements, by way of the public entry."""
+        """Return the backend for requirements, by the public entry point."""
         return load(requirements, self.device, backend=self.id)
 
     def __str__(self) -> str:
@@ -69,21 +69,21 @@ class Subject:
 
 def find_subjects(name: str, device: Device | str | None = None, features: Sequence[str] = ()) -> tuple[Subject, ...]:
     """
-    Return what a name means: the variants of a backend that can run here, or the one that is named.
+    Return the variants of a backend that can run here, or the one that is named.
 
     With open features, these are the variants that list all of them.
 
     Args:
         name: ``backend`` or ``backend/variant``; aliases of the backend too.
-        device: The device, or its name; None is this process's.
-        features: The open features that every request is to ask for.
+        device: The device, or its name; None for this process's.
+        features: The open features of every request.
 
     Raises:
-        DeviceError: The device's name is none.
-        UnknownBackendError: Nothing of that name is installed, it is broken, or nothing of it can run here.
-        RequirementsError: The features are no such names, or nothing that can run here lists all of them.
+        DeviceError: The device's name is invalid.
+        UnknownBackendError: Nothing of that name is installed, it is broken, or no variant can run here.
+        RequirementsError: The features are invalid, or no variant that can run here lists all of them.
     """
-    asked = _canonical(features)
+    canonical = _canonical(features)
     here = Device.current() if device is None else Device.parse(device) if isinstance(device, str) else device
     backend, _, variant = name.partition("/")
     named = [
@@ -91,29 +91,34 @@ def find_subjects(name: str, device: Device | str | None = None, features: Seque
         for item in _candidates()
         if backend in (item.backend, *item.aliases) and (not variant or item.id == f"{item.backend}/{variant}")
     ]
-    broken = [item for item in _registered() if item.backend == backend and item.variant is None and item.reasons]
-    if broken and not named:
-        raise UnknownBackendError(
-            f"the backend {name!r} was to be tested",
-            f"it is installed, and {broken[0].availability}: {'; '.join(map(str, broken[0].reasons))}",
-            broken[0].fix or "attnplug check PATH says more of its project",
-        )
     if not named:
-        names = list(installed())
-        raise UnknownBackendError(
-            f"the backend {name!r} was to be tested{near(name, names)}",
-            f"installed are {', '.join(names) or 'none'}",
-            "install it, or name one of these",
-        )
-    ready = [item for item in named if not _obstacles(item, here)]
+        raise _unknown(name)
+    ready = [item for item in named if not _reasons(item, here)]
     if not ready:
-        why = "; ".join(f"{item.id}: {', '.join(map(str, _obstacles(item, here)))}" for item in named)
+        why = "; ".join(f"{item.id}: {', '.join(map(str, _reasons(item, here)))}" for item in named)
         raise UnknownBackendError(
-            f"the backend {name!r} was to be tested on {here}",
-            f"it cannot run here: {why}",
-            "; or ".join([*_ways(named), "test it on a device that it serves"]),
+            f"the backend {name!r} cannot be tested on {here}",
+            f"one of its variants runs there; {why}",
+            "; or ".join([*_installations(named), "test it on a device that it serves"]),
         )
-    return _asked_for(tuple(Subject(item.id, here, item, asked) for item in ready), name)
+    return _listing(tuple(Subject(item.id, here, item, canonical) for item in ready), name)
+
+
+def _unknown(name: str) -> UnknownBackendError:
+    backend = name.partition("/")[0]
+    broken = [item for item in _registered() if item.backend == backend and item.variant is None and item.reasons]
+    if broken:
+        return UnknownBackendError(
+            f"the backend {name!r} cannot be tested",
+            f"it is installed, and {broken[0].availability}: {'; '.join(map(str, broken[0].reasons))}",
+            broken[0].fix or "see `attnplug check PATH` of its project",
+        )
+    names = list(installed())
+    return UnknownBackendError(
+        f"the backend {name!r} cannot be tested{near(name, names)}",
+        f"installed are {', '.join(names) or 'none'}",
+        "install it, or name one of these",
+    )
 
 
 def _canonical(features: Sequence[str]) -> tuple[str, ...]:
@@ -122,29 +127,29 @@ def _canonical(features: Sequence[str]) -> tuple[str, ...]:
         names: tuple[str, ...] = domain.canonical(features)
     except ValueError:
         raise RequirementsError(
-            f"the open features {features!r} were to be asked for",
+            f"the open features {features!r} were requested",
             "each is a dotted name, VENDOR.NAME",
             "write --attn-feature=vendor.name once for each, or features = ('vendor.name',) in the class",
         ) from None
     return names
 
 
-def _asked_for(ready: tuple[Subject, ...], name: str) -> tuple[Subject, ...]:
-    """Return the subjects that list every open feature that is asked of them."""
+def _listing(ready: tuple[Subject, ...], name: str) -> tuple[Subject, ...]:
+    """Return the subjects that list every requested open feature."""
     listing = tuple(subject for subject in ready if set(subject.features) <= set(subject.open_features))
     if not listing:
-        asked, known = ready[0].features, sorted({each for subject in ready for each in subject.open_features})
-        strange = next((each for each in asked if each not in known), "")
+        requested, known = ready[0].features, sorted({each for subject in ready for each in subject.open_features})
+        unknown = next((each for each in requested if each not in known), "")
         raise RequirementsError(
-            f"the backend {name!r} was to be tested with features={asked}{near(strange, known)}",
+            f"the backend {name!r} cannot be tested with features={requested}{near(unknown, known)}",
             "; ".join(f"{each.id} lists {', '.join(each.open_features) or 'no open feature'}" for each in ready),
-            "ask for what a variant lists, or list the feature in the attnplug.toml of the variant",
+            "request what a variant lists, or list the feature in the attnplug.toml of the variant",
         )
     return listing
 
 
 def installed() -> tuple[str, ...]:
-    """Return the names of what is installed, ``backend/variant`` each."""
+    """Return the names of what is installed, each as ``backend/variant``."""
     return tuple(sorted(item.id for item in _candidates()))
 
 
@@ -157,13 +162,14 @@ def _candidates() -> list[Candidate]:
     return [item for item in _registered() if item.variant is not None]
 
 
-def _ways(candidates: Iterable[Candidate]) -> Iterator[str]:
-    """Say of each candidate that lacks something how to get it."""
+def _installations(candidates: Iterable[Candidate]) -> Iterator[str]:
+    """Yield how to install what each candidate is missing."""
     for item in candidates:
         if item.install or item.fix:
             yield f"{item.id}: {Fix(install=item.install, action=item.fix)}"
 
 
-def _obstacles(candidate: Candidate, device: Device) -> list[Reason]:
+def _reasons(candidate: Candidate, device: Device) -> list[Reason]:
+    """Return why a candidate cannot run on a device, whatever is requested."""
     facts = [fact for fact in device.facts().items() if fact[1] is not None]
     return [*candidate.reasons, *candidate.objections(facts)]

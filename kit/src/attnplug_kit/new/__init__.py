@@ -1,4 +1,4 @@
-"""``attnplug new``: a plugin project that is right from the start, for a vendor to put a kernel into."""
+"""The command ``attnplug new``: a plugin project that passes the conformance kit, for a vendor to put a kernel into."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 SUMMARY: Final = "a plugin project to start from, which passes on the CPU"
 
 _EPILOG: Final = """\
-The backend attends in plain torch, over paged and dense K/V on the CPU, and its tests are the conformance kit.
+The backend computes attention in plain torch, over paged and contiguous K/V on the CPU. Its tests are the conformance
+kit.
 
 examples:
   attnplug new acme
   attnplug new acme --path plugins/acme
 
-exit codes: 0 the project is written, 2 the name is no name or taken, or there is something at DIR
+exit codes: 0 the project is written, 2 the name is invalid or taken, or DIR is not empty
 """
 
 
@@ -35,24 +36,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write a project."""
-    from attnplug_kit.new.name import new_name  # noqa: PLC0415 - help costs nothing this way
-    from attnplug_kit.new.project import render, write  # noqa: PLC0415 - as above
+    from attnplug_kit.new.project import new_name, render, write  # noqa: PLC0415 - help does without
 
-    name, alike = new_name(arguments.name)
+    name, similar = new_name(arguments.name)
     folder = Path(arguments.path or name.distribution)
     files = render(name)
     write(folder, files)
     if arguments.json:
         names = {"backend": name.name, "distribution": name.distribution, "package": name.package}
-        say_json({**names, "path": str(folder), "files": list(files), "alike": alike or None})
+        say_json({**names, "path": str(folder), "files": list(files), "alike": similar or None})
     else:
-        _show(folder, files, name.name, alike)
+        _show(folder, files, name.name, similar)
     return OK
 
 
-def _show(folder: Path, files: dict[str, str], name: str, alike: str) -> None:
+def _show(folder: Path, files: dict[str, str], name: str, similar: str) -> None:
     say(f"{name} is written to {folder}:")
     say("\n".join(f"  {file}" for file in files))
-    if alike:
-        say(f"note: {name!r} is close to {alike!r}, the name of another backend: one may be taken for the other")
+    if similar:
+        say(f"note: {name!r} is close to {similar!r}, the name of another backend: users may confuse them")
     say(f"\nnext:\n  cd {folder}\n  pip install -e '.[test]'\n  attnplug check .\n  pytest")

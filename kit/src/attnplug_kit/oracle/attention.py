@@ -1,33 +1,35 @@
 """
-What attention is, written to be checked by reading: one request, one head at a time, in float64.
+Reference attention in float64: one request and one head at a time, short enough to be verified by reading.
 
-It shares no code with any backend. Nothing here is fast.
+It shares no code with any backend, and is slow. Block-sparse patterns are those of Phi-3-small: local blocks, and
+vertical blocks at a stride that shifts from head to head.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
-from attnplug_kit.oracle.sparsity import seen_by
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
 
 @frozen(eq=False)
-class Attended:
+class OracleResult:
     """
-    The result of attention.
+    The result of reference attention.
 
     Attributes:
-        output: ``(queries, num_q_heads, head_size_v)`` float64; 0 for a row that attends nothing.
-        lse: ``(queries, num_q_heads)`` float64, natural log-sum-exp of the scores, the sink not
-            counted; -inf for such a row.
-        lse_with_sink: The same with the sink counted; equal to `lse` where there is none.
+        output: ``(queries, num_q_heads, head_size_v)`` float64; 0 for a row that attends to nothing.
+        lse: ``(queries, num_q_heads)`` float64, natural log-sum-exp of the scores without the sink; -inf for such a
+            row.
+        lse_with_sink: The same with the sink; equal to `lse` where there is none.
     """
 
     output: Tensor
@@ -50,29 +52,29 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
     sinks: Tensor | None = None,
     custom_mask: Tensor | None = None,
     block_sparse: Mapping[str, Any] | None = None,
-) -> Attended:
+) -> OracleResult:
     """
-    Attend the keys of one request.
+    Return the attention of one request.
 
-    The queries are the last tokens of the sequence: query ``i`` stands at position ``len(key) - len(query) + i``,
-    which is negative for the first of more queries than keys.
+    The queries are the last tokens of the sequence: the position of query ``i`` is ``len(key) - len(query) + i``. It is
+    negative for the first ones where there are more queries than keys.
 
-    In order: scores are scaled, capped, biased by ALiBi, masked, and normalized together with the sink.
+    Scores are scaled, capped, biased by ALiBi, masked, and normalized together with the sink, in this order.
 
     Args:
         query: ``(queries, num_q_heads, head_size)``.
         key: ``(keys, num_kv_heads, head_size)``.
         value: ``(keys, num_kv_heads, head_size_v)``.
         scale: Factor of the scores.
-        causal: Whether a token attends no later position.
-        window: Positions attended to the left and to the right of a token's own, -1 for all.
-        attention_chunk: A token attends its own chunk of this many positions only.
+        causal: Whether a token attends to no later position.
+        window: Positions attended to on the left and on the right of a token's own, -1 for all.
+        attention_chunk: A token attends to its own chunk of this many positions only.
         logits_soft_cap: Scores become ``cap * tanh(score / cap)``.
         alibi: ``"linear"``: scores lose ``slope * distance``; ``"sqrt"``: they lose ``slope * sqrt(distance)``.
         alibi_slopes: ``(num_q_heads,)``.
-        sinks: ``(num_q_heads,)`` logits that take part in the softmax and have no value.
-        custom_mask: ``(queries, keys)`` bool: what is False is not attended, whatever else allows it.
-        block_sparse: The parameters of a pattern, see `attnplug_kit.oracle.sparsity`; all heads are here.
+        sinks: ``(num_q_heads,)`` logits that are part of the softmax and have no value.
+        custom_mask: ``(queries, keys)`` bool: False hides a key, whatever else shows it.
+        block_sparse: The parameters of a pattern, see `REQUIRED`. All heads of the model are here.
     """
     num_queries, num_q_heads, _ = query.shape
     group = num_q_heads // key.shape[1]
@@ -107,7 +109,7 @@ def attend(  # noqa: PLR0913 - every feature of attention is one argument
             if seen.any():
                 weights = torch.exp(scores[row, seen] - lse_with_sink[row, head])
                 output[row, head] = weights @ values[seen]
-    return Attended(output, lse, lse_with_sink)
+    return OracleResult(output, lse, lse_with_sink)
 
 
 def _visible(
@@ -126,3 +128,52 @@ def _visible(
     if attention_chunk is not None:
         visible &= k // attention_chunk == torch.div(q, attention_chunk, rounding_mode="floor")
     return visible
+
+
+REQUIRED: Final = ("max_seqlen", "block_size", "local_blocks", "vert_stride")
+"""
+The parameters of a block-sparse pattern: tokens of the longest sequence, tokens per block, local blocks, and the stride
+of vertical blocks, of which one in so many is visible.
+"""
+
+OPTIONAL: Final = ("homo_head", "homo_head_group")
+"""Whether all heads share a pattern; whether the query heads of a KV head do. The first overrides the second."""
+
+FULL_PATTERN: Final[Mapping[str, Any]] = MappingProxyType(
+    {"max_seqlen": 4096, "block_size": 16, "local_blocks": 0, "vert_stride": 1}
+)
+"""A pattern that hides nothing: every block is vertical."""
+
+
+def has_known_parameters(pattern: Mapping[str, Any]) -> bool:
+    """Whether the parameters of a pattern are those of the oracle."""
+    return set(REQUIRED) <= set(pattern) <= {*REQUIRED, *OPTIONAL}
+
+
+def seen_by(
+    head: int, pattern: Mapping[str, Any], *, num_q_heads: int, num_kv_heads: int, queries: Tensor, keys: Tensor
+) -> Tensor:
+    """
+    Return ``(queries, keys)`` bool: what a pattern lets a head see. Causality is applied besides.
+
+    Args:
+        head: A query head of the model, all tensor-parallel ranks counted.
+        pattern: The parameters.
+        num_q_heads: Query heads of the model.
+        num_kv_heads: KV heads of the model.
+        queries: ``(queries,)`` positions; a negative one attends to nothing.
+        keys: ``(keys,)`` positions.
+    """
+    size, stride = pattern["block_size"], pattern["vert_stride"]
+    if pattern.get("homo_head"):
+        shift = 0
+    elif pattern.get("homo_head_group"):
+        shift = head // (num_q_heads // num_kv_heads) * max(1, stride // num_kv_heads)
+    else:
+        shift = head * max(1, stride // num_q_heads)
+    mine = torch.div(queries, size, rounding_mode="floor")[:, None]
+    other = (keys // size)[None, :]
+    is_local = mine - other < pattern["local_blocks"]
+    is_vertical = (other + shift + 1) % stride == 0
+    seen: Tensor = (other <= mine) & (is_local | is_vertical)
+    return seen

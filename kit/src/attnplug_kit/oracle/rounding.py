@@ -1,21 +1,44 @@
-"""What an 8-bit cache makes of K/V, written to be checked by reading: the numbers of the dtype are looked up."""
+"""
+What a quantized KV cache makes of queries, keys and values, short enough to be verified by reading.
+
+FP8: the numbers of the dtype are looked up. Int8: symmetric, with a scale per row or per channel.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from attnplug.contract import is_narrow_float, torch_dtype
+from attnplug.ops import key_and_value_pages
+
+if TYPE_CHECKING:
+    from attnplug.contract import Backend, Cache
+    from attnplug_kit.oracle.case import Case
+
+INT8_DTYPES: Final = ("int8", "int8_k")
+"""The int8 cache dtypes: with values in int8 too, and with values of the layer's dtype."""
+
+_CALIBRATED: Final = 0.9
+"""Part of the largest value that the value scales reach: a calibration leaves outliers, which are clipped."""
+
+_QUERY_SCALE: Final = 0.5
+"""Of quantized queries. It is a power of two, and the queries are numbers of the cache's dtype: no bit is lost."""
+
 
 @frozen(eq=False)
-class Rounding:
+class Fp8Rounding:
     """
-    A cache dtype and the scales of a layer.
+    An FP8 cache dtype and the scales of a layer.
 
     Attributes:
         dtype: float8_e4m3fn or float8_e5m2.
         key_scale: float32, ``(1,)`` or ``(num_kv_heads,)``.
-        value_scale: The same of values.
+        value_scale: As `key_scale`, of values.
     """
 
     dtype: torch.dtype
@@ -27,7 +50,7 @@ class Rounding:
         return nearest((rows.float() / scale[:, None]).double(), self.dtype)
 
     def seen(self, rows: Tensor, scale: Tensor) -> Tensor:
-        """Return what attention sees of such rows, in float64."""
+        """Return what attention reads of such rows, in float64."""
         return self.cached(rows, scale) * scale[:, None].double()
 
 
@@ -35,7 +58,7 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     """
     Return the nearest finite number of a dtype for each value, in float64; NaN stays NaN.
 
-    Of two that are equally near, the one with the even code is taken. What is beyond the largest number becomes it.
+    Ties go to the even code. Values beyond the largest number become that number.
 
     Args:
         values: Of any shape, in float64.
@@ -44,7 +67,7 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     numbers = codes.view(dtype).double()
     finite = numbers.isfinite()
-    numbers, order = (numbers[finite] + 0.0).sort()  # -0 is 0
+    numbers, order = (numbers[finite] + 0.0).sort()  # -0 becomes 0
     is_even = codes[finite][order] % 2 == 0
     flat = values.flatten().nan_to_num(nan=0.0).clamp(numbers[0], numbers[-1])
     above = torch.searchsorted(numbers, flat)
@@ -52,3 +75,150 @@ def nearest(values: Tensor, dtype: torch.dtype) -> Tensor:
     up, down = (numbers[above] - flat).abs(), (numbers[below] - flat).abs()
     rounded = torch.where((up < down) | ((up == down) & is_even[above]), numbers[above], numbers[below])
     return torch.where(values.isnan(), torch.nan, rounded.view(values.shape))
+
+
+def fp8_rounding(case: Case) -> Fp8Rounding | None:
+    """Return the FP8 rounding of a case, with the scales of its layer; None for another cache dtype."""
+    dtype = _fp8_dtype(case)
+    if dtype is None:
+        return None
+    heads = case.num_kv_heads if case.per_head_scales else 1
+    spread = torch.linspace(0.5, 1.5, heads) if heads > 1 else torch.ones(1)
+    return Fp8Rounding(dtype, case.k_scale * spread, case.v_scale * spread.flip(0))
+
+
+def representable(case: Case, queries: Tensor) -> Tensor:
+    """Return queries that the case's cache could hold too: some kernels read queries and keys of one dtype only."""
+    dtype = _fp8_dtype(case)
+    return queries if dtype is None else nearest(queries.double(), dtype)
+
+
+def _fp8_dtype(case: Case) -> torch.dtype | None:
+    if case.kv_cache_dtype in INT8_DTYPES:
+        return None
+    dtype = torch_dtype(case.requirements().kv_cache_dtype)  # the canonical name
+    return dtype if is_narrow_float(dtype) else None
+
+
+def scales_of(
+    rounding: Fp8Rounding | None, names: Collection[str], device: torch.device | str, *, per_head: bool
+) -> dict[str, Any]:
+    """
+    Return the scales of an FP8 cache as the fields of a layer. A host gives scales as tensors or as numbers: those of
+    keys are tensors here, the others numbers where one is enough.
+
+    Args:
+        rounding: What the cache makes of keys and values; None has no scales.
+        names: The scales that a quantized cache has, as `AttentionImpl.static_scales` says.
+        device: The device of the tensors.
+        per_head: Whether each KV head has its own scale.
+    """
+    if rounding is None:
+        return {}
+    found: dict[str, Any] = {"k_scale_tensor": rounding.key_scale.to(device)}
+    if per_head:
+        found["v_scale_tensor"] = rounding.value_scale.to(device)
+    else:
+        found["v_scale"] = float(rounding.value_scale)
+    if "q" in names:
+        found |= {"q_scale_tensor": _by_head(rounding).to(device)} if per_head else {"q_scale": _QUERY_SCALE}
+    return found
+
+
+def as_host_gives(query: Tensor, backend: Backend, rounding: Fp8Rounding | None) -> Tensor:
+    """
+    Return queries as a host passes them: in the dtype of an FP8 cache, if the backend leaves their quantization to it.
+
+    Args:
+        query: ``(tokens, num_q_heads, head_size)``, in the layer's dtype.
+        backend: The backend.
+        rounding: What its cache makes of keys and values.
+    """
+    impl = backend.impl_class
+    if rounding is None or impl.query_quantization != "host":
+        return query
+    scale = torch.tensor([_QUERY_SCALE if "q" in impl.static_scales else 1.0])
+    if "q" in impl.static_scales and backend.agreement.requirements.per_head_scales:
+        scale = _by_head(rounding)
+    by_head = scale.repeat_interleave(query.shape[1] // len(scale)).unsqueeze(1)
+    return (query.float() / by_head.to(query.device)).to(rounding.dtype)
+
+
+def _by_head(rounding: Fp8Rounding) -> Tensor:
+    heads = torch.arange(len(rounding.key_scale), dtype=torch.float32)
+    return torch.pow(_QUERY_SCALE, 1 + heads % 3)
+
+
+@frozen(eq=False)
+class Int8Rounding:
+    """
+    Symmetric int8: ``x ~ scale * quantized``, quantized from -127 to 127.
+
+    Queries and keys have a scale per token and head, which follows from the row. Values have one per head and channel,
+    which is fixed.
+
+    Its cache is a mapping. Beside ``"kv"``, or ``"k"`` and ``"v"``, it has ``"k_scale"``, ``(num_blocks, num_kv_heads,
+    block_size)`` float32, and for int8 values ``"v_scale"``, ``(num_kv_heads, head_size)`` float32.
+
+    Attributes:
+        value_scales: ``(num_kv_heads, head_size)`` float32; None where values are cached in the layer's dtype.
+    """
+
+    value_scales: Tensor | None
+
+    def rows(self, rows: Tensor) -> Tensor:
+        """Return what attention reads of queries or keys ``(tokens, heads, size)``, in float64."""
+        quantized, scales = by_row(rows)
+        return quantized * scales[..., None].double()
+
+    def values(self, rows: Tensor) -> Tensor:
+        """Return what attention reads of values ``(tokens, num_kv_heads, size)``."""
+        scales = self.value_scales
+        return rows if scales is None else by_channel(rows, scales) * scales.double()
+
+    def fill(self, cache: Cache, places: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        """
+        Write rows and the value scales into a cache.
+
+        Args:
+            cache: As above.
+            places: ``(tokens,)`` block and offset of each.
+            keys: ``(tokens, num_kv_heads, size)``, not quantized.
+            values: As `keys`.
+        """
+        tensors, (quantized, scales) = paged_tensors(cache), by_row(keys)
+        held = values if self.value_scales is None else by_channel(values, self.value_scales)
+        for name, rows in (("key", quantized), ("value", held), ("key scale", scales)):
+            tensors[name][places] = rows.to(tensors[name])
+        if self.value_scales is not None and isinstance(cache, Mapping):
+            cache["v_scale"].copy_(self.value_scales)
+
+
+def int8_rounding(kv_cache_dtype: str, values: tuple[Tensor, ...]) -> Int8Rounding | None:
+    """Return the rounding of an int8 cache dtype, with scales for the values; None for other dtypes."""
+    if kv_cache_dtype not in INT8_DTYPES:
+        return None
+    if kv_cache_dtype == "int8_k":
+        return Int8Rounding(None)
+    return Int8Rounding(torch.cat(values).float().abs().amax(0).clamp(min=1e-3) * _CALIBRATED / 127)
+
+
+def by_row(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return whole numbers in float64, and scales ``(tokens, heads)`` float32. Both are computed in float32."""
+    largest = rows.float().abs().amax(-1)
+    scales = torch.where(largest > 0, largest, 1.0) / 127
+    return (rows.float() / scales[..., None]).round().clamp(-127, 127).double(), scales
+
+
+def by_channel(rows: Tensor, scales: Tensor) -> Tensor:
+    """Return rows ``(tokens, num_kv_heads, size)`` as whole numbers in float64, by scales ``(num_kv_heads, size)``."""
+    return (rows.float() / scales).round().clamp(-127, 127).double()
+
+
+def paged_tensors(cache: Cache) -> dict[str, Tensor]:
+    """Return what a cache holds per token, by name: views ``(num_blocks, block_size, ...)``."""
+    keys, values = key_and_value_pages(cache)
+    found = {"key": keys, "value": values}
+    if isinstance(cache, Mapping) and "k_scale" in cache:
+        found["key scale"] = cache["k_scale"].transpose(1, 2)
+    return found

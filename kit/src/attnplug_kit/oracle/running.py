@@ -1,20 +1,27 @@
-"""Runs a scene through a backend, and compares what comes out with the oracle."""
+"""Runs scenes through a backend, step by step or as replays of a graph, and compares the results with the oracle's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
-from attnplug.contract import Limits
+from attnplug.contract import GraphShape, Limits, capture
 from attnplug_kit.oracle.closeness import assert_close
+from attnplug_kit.oracle.rounding import paged_tensors
 from attnplug_kit.oracle.scene import CANARY, Dense, Paged
 
 if TYPE_CHECKING:
-    from attnplug.contract import AttentionImpl, Backend, Cache
+    from collections.abc import Sequence
+
+    from attnplug.contract import Backend, Layer, Metadata
+    from attnplug_kit.oracle.case import Case
     from attnplug_kit.oracle.scene import Scene
+
+_LIMITS: Final = Limits(max_num_reqs=16, max_num_tokens=1024, max_seq_len=1024)
 
 
 @frozen(eq=False)
@@ -24,8 +31,8 @@ class RunResult:
 
     Attributes:
         call: The arguments; output, LSE and cache as the call left them.
-        output: ``(tokens, num_q_heads, head_size_v)``, padding left out.
-        lse: ``(tokens, num_q_heads)``, padding left out; CANARY where LSE was not negotiated.
+        output: ``(tokens, num_q_heads, head_size_v)``, without padding.
+        lse: ``(tokens, num_q_heads)``, without padding; CANARY where LSE was not negotiated.
     """
 
     call: Dense | Paged
@@ -33,8 +40,74 @@ class RunResult:
     lse: Tensor
 
 
+class SceneRunner:
+    """
+    A layer with its builder and state, which runs the steps of scenes.
+
+    Args:
+        backend: Loaded for the requirements of the scenes.
+        scene: A scene of the layer.
+        layer: The layer; None for the scene's.
+        host_writes: Whether new K/V go into the cache by `write_kv`, before `forward`.
+        limits: The limits of the steps.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        scene: Scene,
+        *,
+        layer: Layer | None = None,
+        host_writes: bool = False,
+        limits: Limits = _LIMITS,
+    ) -> None:
+        self.backend = backend
+        writer, scales = "host" if host_writes else None, backend.impl_class.static_scales
+        self.impl = backend.make_impl(layer or scene.layer(device=backend.device, cache_write=writer, scales=scales))
+        self.state = backend.make_state(limits)
+        self.builder = backend.make_builder([self.impl], self.state)
+
+    def call(self, scene: Scene) -> Dense | Paged:
+        """Return the arguments of one step, paged or dense, as the backend's agreement says."""
+        device = self.backend.device
+        is_paged = self.backend.agreement.requirements.paged
+        return scene.paged(self.backend, device) if is_paged else scene.dense(device)
+
+    def forward(self, call: Dense | Paged, metadata: Metadata) -> None:
+        """Run a step that was built."""
+        cache = call.cache if isinstance(call, Paged) else None
+        slots = call.batch.slot_mapping
+        if self.impl.host_writes and cache is not None and call.key is not None:  # None: shared K/V are cached already
+            self.impl.write_kv(call.key, call.value, cache, slots)  # type: ignore[arg-type]
+        lse = call.lse if self.backend.agreement.requirements.return_lse else None
+        self.impl.forward(call.query, call.key, call.value, cache, metadata, call.output, lse=lse)
+
+    def result(self, call: Dense | Paged, scene: Scene) -> RunResult:
+        """Return the results of a step that ran."""
+        tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
+        return RunResult(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])
+
+    def run(self, scene: Scene) -> RunResult:
+        """Build and run one step."""
+        call = self.call(scene)
+        self.forward(call, self.builder.build(call.batch))
+        return self.result(call, scene)
+
+    def compare(self, call: Dense | Paged, scene: Scene, what: str) -> None:
+        """
+        Compare the results of a step that ran with the oracle's.
+
+        Raises:
+            AssertionError: They differ; it begins with `what`.
+        """
+        try:
+            compare(self.result(call, scene), self.backend, scene)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}") from error
+
+
 def limits_of(scene: Scene) -> Limits:
-    """Return the tightest limits that hold the scene."""
+    """Return the tightest limits that the scene fits in."""
     case = scene.case
     return Limits(
         max_num_reqs=len(case.query_lens),
@@ -45,43 +118,16 @@ def limits_of(scene: Scene) -> Limits:
 
 
 def run(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunResult:
-    """
-    Build and run one step, paged or dense, as the backend's agreement says.
-
-    Args:
-        backend: Loaded for the requirements of the scene's case.
-        scene: The scene.
-        host_writes: Whether the new K/V go into the cache through `write_kv`, apart from forward.
-    """
-    device = backend.device
-    writer, scales = "host" if host_writes else None, backend.impl_class.static_scales
-    layer = scene.layer(device=device, cache_write=writer, scales=scales)
-    impl = backend.make_impl(layer)
-    builder = backend.make_builder([impl], backend.make_state(limits_of(scene)))
-    asked = backend.agreement.requirements
-    call: Dense | Paged = scene.paged(backend, device) if asked.paged else scene.dense(device)
-    cache = call.cache if isinstance(call, Paged) else None
-    if impl.host_writes and cache is not None:
-        _write(impl, call, cache)
-    lse = call.lse if asked.return_lse else None
-    impl.forward(call.query, call.key, call.value, cache, builder.build(call.batch), call.output, lse=lse)
-    tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
-    return RunResult(call, call.output[:tokens].view(tokens, heads, -1), call.lse[:tokens])
-
-
-def _write(impl: AttentionImpl, call: Dense | Paged, cache: Cache) -> None:
-    """Write what is new, as a host does that writes the cache itself."""
-    slots = call.batch.slot_mapping
-    if call.key is not None and call.value is not None and slots is not None:
-        impl.write_kv(call.key, call.value, cache, slots)
+    """Build and run one step within the tightest limits. Arguments as of `SceneRunner`."""
+    return SceneRunner(backend, scene, host_writes=host_writes, limits=limits_of(scene)).run(scene)
 
 
 def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunResult:
     """
-    Run a scene and assert that output and LSE are the oracle's, and that padding is untouched. Arguments as for `run`.
+    Run a scene and compare output and LSE with the oracle's. Arguments as for `run`.
 
     Raises:
-        AssertionError: They are not.
+        AssertionError: They differ, or padding was written.
     """
     ran, case = run(backend, scene, host_writes=host_writes), scene.case
     compare(ran, backend, scene)
@@ -93,10 +139,10 @@ def check(backend: Backend, scene: Scene, *, host_writes: bool = False) -> RunRe
 
 def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
     """
-    Assert that output and LSE are the oracle's.
+    Compare output and LSE with the oracle's.
 
     Raises:
-        AssertionError: They are not.
+        AssertionError: They differ.
     """
     exact, dtype, scaled = scene.expected(), ran.output.dtype, scene.rounding is not None
     assert_close(
@@ -108,5 +154,86 @@ def compare(ran: RunResult, backend: Backend, scene: Scene) -> None:
         byte_weights=scene.has_byte_weights,
     )
     if backend.agreement.requirements.return_lse:
-        wanted = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
-        assert_close(ran.lse, wanted, dtype=dtype, what="lse", scaled_keys=scaled)
+        expected = exact.lse_with_sink if backend.impl_class.lse_includes_sink else exact.lse
+        assert_close(ran.lse, expected, dtype=dtype, what="lse", scaled_keys=scaled)
+
+
+def padded_for(case: Case, spare: int) -> Case:
+    """Return a case of equally long queries, padded with the rows of so many more requests."""
+    return evolve(case, num_padding_tokens=spare * case.query_lens[0])
+
+
+def check_replays(
+    backend: Backend, scenes: Sequence[Scene], *, num_reqs: int, max_seq_len: int, num_tokens: int | None = None
+) -> list[RunResult]:
+    """
+    Capture one shape, replay it for every scene, and compare each result with the oracle's.
+
+    On a CUDA device the forward is captured in a graph. Elsewhere it is called again with the metadata of the capture,
+    and so it reads what a graph would read: the tensors and the numbers of that time.
+
+    Args:
+        backend: Loaded for the requirements of the scenes, with a graph level.
+        scenes: Batches whose cases differ in lengths only, padded to the rows of the captured shape.
+        num_reqs: Requests of the captured shape.
+        max_seq_len: The longest sequence of the captured shape.
+        num_tokens: Query tokens of a shape for batches of any kind. None for the shape of uniform batches, in which
+            all queries are as long as the first one (`padded_for`).
+
+    Raises:
+        AssertionError: A result differs.
+    """
+    first, query_len = scenes[0], scenes[0].case.query_lens[0]
+    shape = GraphShape(num_reqs, num_tokens or num_reqs * query_len, None if num_tokens else query_len, max_seq_len)
+    limits = Limits(max_num_reqs=num_reqs, max_num_tokens=shape.num_tokens, max_seq_len=max_seq_len)
+    runner = SceneRunner(backend, first, limits=limits)
+    calls = [_padded_call(scene, backend, shape.num_tokens) for scene in scenes]
+    static = _padded_call(max(scenes, key=lambda scene: scene.num_blocks), backend, shape.num_tokens)
+    with runner.state.graph_capture(num_reqs):
+        graph = runner.state.graph(shape)
+        metadata = runner.builder.build(graph.dummy_batch(), graph=graph)
+        _, replay = capture(_forward_of(runner, static, metadata), backend.device)
+    results = []
+    for scene, call in zip(scenes, calls, strict=True):
+        _copy_inputs(call, static)
+        runner.builder.build(call.batch, graph=graph)
+        replay()
+        tokens, heads = scene.case.num_tokens, scene.case.num_q_heads
+        ran = RunResult(call, static.output[:tokens].clone().view(tokens, heads, -1), static.lse[:tokens].clone())
+        compare(ran, backend, scene)
+        results.append(ran)
+    return results
+
+
+def _forward_of(runner: SceneRunner, call: Paged, metadata: Metadata) -> Any:
+    """Return the forward alone: a host's own cache write is not part of the graph."""
+    lse = call.lse if runner.backend.agreement.requirements.return_lse else None
+    return lambda: runner.impl.forward(call.query, call.key, call.value, call.cache, metadata, call.output, lse=lse)
+
+
+def _padded_call(scene: Scene, backend: Backend, rows: int) -> Paged:
+    call = scene.paged(backend, backend.device)
+    if call.query.shape[0] != rows:
+        raise AssertionError(
+            f"the scene has {call.query.shape[0]} rows, and the captured shape {rows}: pad its case to as many"
+        )
+    return call
+
+
+def _copy_inputs(call: Paged, static: Paged) -> None:
+    """Copy a scene into the tensors that the graph reads: rows, and pages into the front of the largest cache."""
+    static.output.fill_(CANARY)
+    static.lse.fill_(CANARY)
+    for mine, theirs in ((static.query, call.query), (static.key, call.key), (static.value, call.value)):
+        if mine is not None and theirs is not None:
+            mine.copy_(theirs)
+    for mine, theirs in zip(_pages(static.cache), _pages(call.cache), strict=True):
+        mine[: theirs.shape[0]].copy_(theirs)
+    if isinstance(static.cache, Mapping) and isinstance(call.cache, Mapping) and "v_scale" in static.cache:
+        static.cache["v_scale"].copy_(call.cache["v_scale"])
+
+
+def _pages(cache: Any) -> list[Tensor]:
+    """Return tensors with blocks first, those of narrow floats as bytes: torch copies no part of these."""
+    tensors = paged_tensors(cache).values()
+    return [tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors]

@@ -1,31 +1,40 @@
-"""Makes the tensors of a case: its tokens, a poisoned cache, the batch, and what the oracle says about them."""
+"""The tensors of a case: its tokens, a poisoned KV cache, the batch, and the oracle's result for them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from attnplug.contract import PAD_SLOT_ID, Batch, Cache, Layer, is_narrow_float, torch_dtype
+from attnplug.contract import PAD_SLOT_ID, Batch, Cache, Layer, torch_dtype
 from attnplug.errors import NotNegotiatedError
 from attnplug.ops import key_and_value_pages
-from attnplug_kit.oracle.attention import Attended, attend
-from attnplug_kit.oracle.block_table import shuffled_blocks
-from attnplug_kit.oracle.byte_rounding import BYTES, ByteRounding, paged_tensors, rounding_for
-from attnplug_kit.oracle.rounding import Rounding, nearest
-from attnplug_kit.oracle.scales import as_host_gives, scales_of
+from attnplug_kit.oracle.attention import OracleResult, attend
+from attnplug_kit.oracle.rounding import (
+    Fp8Rounding,
+    Int8Rounding,
+    as_host_gives,
+    fp8_rounding,
+    int8_rounding,
+    paged_tensors,
+    representable,
+    scales_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from attnplug.contract import Backend
-    from attnplug_kit.oracle.cases import Case
+    from attnplug_kit.oracle.case import Case
+
 
 CANARY: Final = 12288.0
-"""What outputs hold before a call: exact in every dtype, and far from any attention output."""
+"""What outputs hold before a call: exact in every dtype, and larger than any attention output."""
 
 _POISONED_BYTE: Final = 99
 
@@ -39,7 +48,7 @@ class Dense:
 
     Attributes:
         query: ``(tokens + padding, num_q_heads, head_size)``; padding rows hold NaN, here and in the other inputs.
-        key: ``(keys, num_kv_heads, head_size)``, all keys of one request after another; None where all are cached.
+        key: ``(keys, num_kv_heads, head_size)``, all keys of one request after another; None if all are cached.
         value: ``(keys, num_kv_heads, head_size_v)``, or None likewise.
         batch: The batch.
         output: ``(tokens + padding, num_q_heads * head_size_v)``.
@@ -57,11 +66,11 @@ class Dense:
 @frozen(eq=False)
 class Paged(Dense):
     """
-    The arguments of one paged call: `key` and `value` are the new tokens' only, or those of new encoders.
+    The arguments of one paged call: `key` and `value` are those of the new tokens, or of new encoder tokens, only.
 
     Attributes:
-        cache: The K/V that do not come with the call; every other slot, those of the new tokens and the null block
-            included, holds NaN.
+        cache: The K/V that do not come with the call. All other slots hold NaN, those of the new tokens and of the
+            null block included.
     """
 
     cache: Cache
@@ -80,11 +89,12 @@ class Scene:
         sinks: ``(num_q_heads,)`` float32, or None.
         alibi_slopes: ``(num_q_heads,)`` float32, or None.
         masks: Per request, ``(query_len, key_len)`` bool, or None.
-        block_table: ``(num_reqs, max_blocks)`` int32: shuffled blocks, never block 0. Unused entries name no block.
+        block_table: ``(num_reqs, max_blocks)`` int32: shuffled blocks, never block 0. Unused entries name blocks that
+            do not exist.
         num_blocks: Blocks of the cache, the null block included.
         scale: Factor of the scores.
-        rounding: What a cache of 8-bit floats makes of keys and values; None where they are cached otherwise.
-        byte_rounding: What an int8 cache makes of queries, keys and values, likewise.
+        rounding: What an FP8 cache makes of keys and values; None for another cache.
+        int8_rounding: What an int8 cache makes of queries, keys and values; None for another cache.
     """
 
     case: Case
@@ -97,21 +107,21 @@ class Scene:
     block_table: Tensor
     num_blocks: int
     scale: float
-    rounding: Rounding | None = None
-    byte_rounding: ByteRounding | None = None
-    _results: list[Attended] = field(init=False, factory=list)
+    rounding: Fp8Rounding | None = None
+    int8_rounding: Int8Rounding | None = None
+    _results: list[OracleResult] = field(init=False, factory=list)
 
     @property
     def largest_value(self) -> float:
-        """The largest absolute value: what the tolerance of an output is relative to."""
+        """The largest absolute value, to which the tolerance of an output is relative."""
         return max((float(value.abs().max()) for value in self.seen[1] if value.numel()), default=0.0)
 
     @property
     def seen(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Keys and values as attention sees them: those of an 8-bit cache rounded, whichever step brings them."""
-        rounding, by_bytes = self.rounding, self.byte_rounding
-        if by_bytes is not None:
-            return tuple(map(by_bytes.rows, self.keys)), tuple(map(by_bytes.values, self.values))
+        """Keys and values as attention reads them: rounded if the cache is quantized, those of this step too."""
+        rounding, int8 = self.rounding, self.int8_rounding
+        if int8 is not None:
+            return tuple(map(int8.rows, self.keys)), tuple(map(int8.values, self.values))
         if rounding is None:
             return self.keys, self.values
         return (
@@ -121,22 +131,22 @@ class Scene:
 
     @property
     def has_byte_weights(self) -> bool:
-        """Whether values are bytes, so that kernels may round their weights to bytes too."""
-        return self.byte_rounding is not None and self.byte_rounding.value_scales is not None
+        """Whether values are int8, so that kernels may round the softmax weights to int8 too."""
+        return self.int8_rounding is not None and self.int8_rounding.value_scales is not None
 
-    def expected(self) -> Attended:
-        """Return the oracle's result for the whole batch, ``(tokens, ...)``. Computed once."""
+    def expected(self) -> OracleResult:
+        """Return the oracle's result for the whole batch, ``(tokens, ...)``. It is computed once."""
         if not self._results:
             keys, values = self.seen
             parts = [self._expected(request, keys[request], values[request]) for request in range(len(self.queries))]
             joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("output", "lse", "lse_with_sink"))
-            self._results.append(Attended(*joined))
+            self._results.append(OracleResult(*joined))
         return self._results[0]
 
-    def _expected(self, request: int, keys: Tensor, values: Tensor) -> Attended:
-        case, by_bytes = self.case, self.byte_rounding
+    def _expected(self, request: int, keys: Tensor, values: Tensor) -> OracleResult:
+        case, int8 = self.case, self.int8_rounding
         return attend(
-            self.queries[request] if by_bytes is None else by_bytes.rows(self.queries[request]),
+            self.queries[request] if int8 is None else int8.rows(self.queries[request]),
             keys,
             values,
             scale=self.scale,
@@ -159,11 +169,11 @@ class Scene:
         scales: Collection[str] = "kv",
     ) -> Layer:
         """
-        Return the layer, with everything that the case's requirements leave to it.
+        Return the layer, with all that is a layer's own: scale, sinks, slopes, cache scales.
 
         Args:
             name: Its name.
-            device: Where its tensors go.
+            device: The device of its tensors.
             cache_write: As of `Layer`.
             scales: The scales that a quantized cache has here, as `AttentionImpl.static_scales` says.
         """
@@ -192,7 +202,7 @@ class Scene:
         return int(self.block_table[request, block]) * self.case.block_size + offset
 
     def dense(self, device: torch.device | str | None = None) -> Dense:
-        """Return a dense call: all keys given whole."""
+        """Return a dense call: all K/V come with it, contiguous."""
         batch = Batch.from_lengths(
             self.case.query_lens,
             self.case.key_lens,
@@ -206,15 +216,15 @@ class Scene:
 
     def paged(self, backend: Backend, device: torch.device | str | None = None, *, written: bool = False) -> Paged:
         """
-        Return a paged call against a fresh cache of the backend's, in the layout that was agreed on.
+        Return a paged call with a new KV cache of the backend, in the layout of the agreement.
 
         Args:
             backend: Makes the cache.
-            device: Where everything lives; None is the CPU.
-            written: Whether the new tokens are in the cache already, as hosts that write it themselves leave it.
+            device: The device of all tensors; None for the CPU.
+            written: Whether the new tokens are in the cache already, as after the cache write of a host.
 
         Raises:
-            NotNegotiatedError: The backend was loaded for something else than the case.
+            NotNegotiatedError: The backend was loaded for other requirements than the case's.
         """
         self._check_agreed(backend)
         cache = backend.make_cache(self.num_blocks, device="cpu" if device is None else device)
@@ -239,13 +249,13 @@ class Scene:
         """The tensors fit no other agreement: slots are counted in the case's blocks."""
         agreement, case = backend.agreement, self.case
         agreed = {name: getattr(agreement.requirements, name) for name in _SHAPING}
-        asked = {name: getattr(case.requirements(), name) for name in _SHAPING}
-        agreed["block_size"], asked["block_size"] = agreement.block_size, case.block_size
-        wrong = [name for name, value in asked.items() if agreed[name] != value]
+        wanted = {name: getattr(case.requirements(), name) for name in _SHAPING}
+        agreed["block_size"], wanted["block_size"] = agreement.block_size, case.block_size
+        wrong = [name for name, value in wanted.items() if agreed[name] != value]
         if wrong:
             raise NotNegotiatedError(
-                f"a scene of {', '.join(f'{name}={asked[name]!r}' for name in wrong)} was given to {agreement.id}",
-                f"this backend agreed on {', '.join(f'{name}={agreed[name]!r}' for name in wrong)}",
+                f"a scene of {', '.join(f'{name}={wanted[name]!r}' for name in wrong)} was given to {agreement.id}",
+                f"the agreement has {', '.join(f'{name}={agreed[name]!r}' for name in wrong)}",
                 "load the backend for scene.case.requirements(...)",
             )
 
@@ -259,7 +269,7 @@ class Scene:
         return None if self.masks is None else torch.cat([mask.flatten() for mask in self.masks]).to(device)
 
     def _fill_from_host(self, backend: Backend, cache: Cache, *, written: bool) -> None:
-        """Loops over slots are slow on a device: fill a cache on the CPU, and copy it over."""
+        """Fill a cache on the CPU, and copy it: loops over slots are slow on a device."""
         here = backend.make_cache(self.num_blocks, device="cpu")
         self.fill(here, written=written or self.case.kv_sharing)
         for mine, theirs in zip(paged_tensors(here).values(), paged_tensors(cache).values(), strict=True):
@@ -269,16 +279,16 @@ class Scene:
 
     def fill(self, cache: Cache, *, written: bool = False, poison: float = torch.nan) -> None:
         """
-        Put what is cached of every request into a cache and poison all other slots, with plain loops.
+        Write what is cached of every request into a cache, and poison all other slots, with plain loops.
 
         Args:
-            cache: What `Backend.make_cache` returned for one role ``"kv"``, or for the roles ``"k"`` and ``"v"``; of an
-                int8 cache, with those of `ByteRounding`.
-            written: Whether the new tokens are put there too, as where a cache is shared.
-            poison: What the other slots get; bytes cannot, and have their key scales poisoned.
+            cache: What `Backend.make_cache` returned, with the role ``"kv"``, or ``"k"`` and ``"v"``; an int8 cache has
+                the scales of `Int8Rounding` besides.
+            written: Whether the new tokens are written too, as where a cache is shared.
+            poison: The value of the other slots. Int8 numbers cannot hold NaN: their key scales do.
         """
-        if self.byte_rounding is not None:
-            self._fill_bytes(cache, self.byte_rounding, written=written, poison=poison)
+        if self.int8_rounding is not None:
+            self._fill_int8(cache, self.int8_rounding, written=written, poison=poison)
             return
         for pages, rows in zip(key_and_value_pages(cache), self._cached(), strict=True):
             pages.copy_(torch.tensor(poison).to(pages.dtype))
@@ -287,7 +297,7 @@ class Scene:
                     block, offset = divmod(self._slot(request, position), self.case.block_size)
                     pages[block, offset] = rows[request][position].to(pages)
 
-    def _fill_bytes(self, cache: Cache, rounding: ByteRounding, *, written: bool, poison: float) -> None:
+    def _fill_int8(self, cache: Cache, rounding: Int8Rounding, *, written: bool, poison: float) -> None:
         for tensor in paged_tensors(cache).values():
             tensor.fill_(poison if tensor.dtype.is_floating_point else _POISONED_BYTE)
         for request, filled in enumerate(self.case.key_lens if written else self.case.first_new_keys):
@@ -334,11 +344,11 @@ def materialize(case: Case) -> Scene:
     keys = (normal(n, case.num_kv_heads, case.head_size) for n in case.key_lens)
     values = (normal(n, case.num_kv_heads, size_v) for n in case.key_lens)
     slopes: dict[str, Any] = {"start": -1.0, "end": -4.0, "steps": case.num_q_heads}
-    block_table, num_blocks = shuffled_blocks(case)
+    block_table, num_blocks = _shuffled_blocks(case)
     own_values = _shared(case, (rows.to(dtype) for rows in values))
     return Scene(
         case=case,
-        queries=tuple(_representable(case, rows).to(dtype) for rows in queries),
+        queries=tuple(representable(case, rows).to(dtype) for rows in queries),
         keys=_shared(case, (rows.to(dtype) for rows in keys)),
         values=own_values,
         sinks=normal(case.num_q_heads) if case.sinks else None,
@@ -347,32 +357,13 @@ def materialize(case: Case) -> Scene:
         block_table=block_table,
         num_blocks=num_blocks,
         scale=case.head_size**-0.5,
-        rounding=_rounding(case),
-        byte_rounding=rounding_for(case.kv_cache_dtype, own_values),
+        rounding=fp8_rounding(case),
+        int8_rounding=int8_rounding(case.kv_cache_dtype, own_values),
     )
 
 
-def _representable(case: Case, queries: Tensor) -> Tensor:
-    """Return queries that an 8-bit cache could hold too: some kernels read queries and keys of one dtype alone."""
-    if case.kv_cache_dtype in BYTES:
-        return queries
-    dtype = torch_dtype(case.requirements().kv_cache_dtype)
-    return nearest(queries.double(), dtype) if is_narrow_float(dtype) else queries
-
-
-def _rounding(case: Case) -> Rounding | None:
-    if case.kv_cache_dtype in BYTES:
-        return None
-    dtype = torch_dtype(case.requirements().kv_cache_dtype)  # the canonical name
-    if not is_narrow_float(dtype):
-        return None
-    heads = case.num_kv_heads if case.per_head_scales else 1
-    spread = torch.linspace(0.5, 1.5, heads) if heads > 1 else torch.ones(1)
-    return Rounding(dtype, case.k_scale * spread, case.v_scale * spread.flip(0))
-
-
 def _masks(case: Case) -> tuple[Tensor, ...]:
-    """Masks that hide about half of the keys, and from some rows all of them."""
+    """Return masks that hide about half of the keys, and all of them in some rows."""
     generator = torch.Generator().manual_seed(case.seed)
 
     def mask(rows: int, keys: int) -> Tensor:
@@ -383,9 +374,29 @@ def _masks(case: Case) -> tuple[Tensor, ...]:
 
 
 def _shared(case: Case, rows: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Give the requests that compute something the first one's rows where they share a prefix."""
+    """Replace the rows of a shared prefix by those of the first request that has queries."""
     mine, length = list(rows), case.common_prefix_len
     running = [request for request, count in enumerate(case.query_lens) if count]
     for request in running:
         mine[request][:length] = mine[running[0]][:length]
     return tuple(mine)
+
+
+def _shuffled_blocks(case: Case) -> tuple[Tensor, int]:
+    """
+    Return the block table ``(num_reqs, max_blocks)`` int32, and the number of blocks of the cache.
+
+    No request gets block 0, or a block of another request, except those of a shared prefix. Unused entries name blocks
+    that do not exist.
+    """
+    counts = [-(-max(length, 0) // case.block_size) for length in case.key_lens]
+    num_blocks = max(2, 1 + sum(counts) + case.num_spare_blocks)
+    blocks = list(range(1, num_blocks))
+    random.Random(case.seed).shuffle(blocks)
+    table = torch.full((len(counts), max(counts, default=0)), num_blocks + 10**6, dtype=torch.int32)
+    for row, (count, end) in enumerate(zip(counts, accumulate(counts), strict=True)):
+        table[row, :count] = torch.tensor(blocks[end - count : end], dtype=torch.int32)
+    shared = case.common_prefix_len // case.block_size
+    running = [row for row, length in enumerate(case.query_lens) if length]
+    table[running, :shared] = table[running[:1], :shared]
+    return table, num_blocks

@@ -37,11 +37,11 @@ class DirectFlashAttention:
 
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
         """Return the write and the calls of one step, scheduled ahead where the library can."""
-        calls, (key_pages, value_pages) = CALLS[rig.planner.backend.variant], _pages(rig)
+        calls, (key_pages, value_pages) = CALLS[rig.backend.variant], _pages(rig)
         query, key, value, slots = rig.query, rig.key, rig.value, rig.slots
         output = torch.empty_like(query)
         runs = []
-        for rows in _rows(rig.planner):
+        for rows in _rows(rig):
             keys, values = key_pages, value_pages
             if not rows.past:
                 keys, values = key[rows.where], value[rows.where]

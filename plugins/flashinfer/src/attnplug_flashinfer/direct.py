@@ -28,11 +28,11 @@ class DirectFlashInfer:
 
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
         """Return the append and the runs of one planned step."""
-        return _calls(rig, _Wrappers.of(rig.planner, captured=False))
+        return _calls(rig, _Wrappers.of(rig, captured=False))
 
     def captured(self, rig: Rig) -> Callable[[], Tensor]:
         """Return the same with the wrapper for graphs."""
-        return _calls(rig, _Wrappers.of(rig.planner, captured=True))
+        return _calls(rig, _Wrappers.of(rig, captured=True))
 
     def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
         """Return the wrappers' own `plan`, and the same with the arrays that it takes, from a table of blocks."""
@@ -209,7 +209,7 @@ def _prefill_wrapper(planner: Planner, workspace: Tensor) -> Any:
 def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
     from flashinfer import append_paged_kv_cache  # noqa: PLC0415 - as above
 
-    tables, cache = _Tables.of(rig.planner), _cache(rig)
+    tables, cache = _Tables.of(rig), _cache(rig)
     wrappers.plan(tables.pages())
     where = _where(rig, tables)
     query, key, value = rig.query, rig.key, rig.value

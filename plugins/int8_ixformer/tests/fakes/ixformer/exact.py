@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug_kit.oracle.attention import attend
+from attnplug_kit.oracle import attend
 
 
 def gather(pages: Tensor, scales: Tensor | None, table: Tensor, length: int) -> Tensor:

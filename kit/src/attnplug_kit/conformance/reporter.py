@@ -1,8 +1,8 @@
 """
-The pytest plugin of the kit: gathers what its tests noted, and says it at the end of the run.
+Collects what the tests of a run recorded, and reports it at the end: files, a table for each subject, the exit status.
 
-`attnplug_kit.pytest_plugin` registers it, which pytest finds by its entry point. Where pytest-xdist spreads the tests
-over processes (``-n 4``), each of them says in its reports what they are about, and the first one puts them together.
+`attnplug_kit.pytest_plugin` registers it. With pytest-xdist (``-n 4``) each process adds the subject to the reports of
+its tests, and the first process merges them.
 """
 
 from __future__ import annotations
@@ -13,29 +13,27 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 
 from attnplug.request import Device
-from attnplug_kit.conformance.record import SUBJECT
-from attnplug_kit.conformance.report import SubjectReport, report_of, subject_of
+from attnplug_kit.conformance.report import SUBJECT, SubjectReport, lines_of, report_of, subject_of
 from attnplug_kit.conformance.subject import Subject, find_subjects
-from attnplug_kit.conformance.table import lines_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from attnplug_kit.conformance.choice import LeftOut
+    from attnplug_kit.conformance.tier import LeftOut
 
-_PART: Final = "attnplug_part"  # what a process of pytest-xdist tells the first one: that it left tests out
+_PART: Final = "attnplug_part"  # what a process of pytest-xdist reports to the first one: that it left tests out
 
 
 class Reporter:
     """
-    Gathers the reports of one run.
+    Collects the reports of one run.
 
     Args:
-        folder: Where JSON goes; None writes none.
-        command: The command of the run, as the files name it.
+        folder: The folder of the JSON files; None for no files.
+        command: The command of the run, for the files.
         complete: Whether a declared value that no test exercised fails the run.
-        left_out: The variants that the command line means, and the run does not test.
+        left_out: The variants of the backend that the run does not test.
     """
 
     def __init__(self, folder: Path | None, command: str, *, complete: bool, left_out: Sequence[LeftOut] = ()) -> None:
@@ -48,29 +46,29 @@ class Reporter:
         self._found: list[SubjectReport] = []
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        """Say in a test's report which subject it is about, whether it runs or not."""
+        """Add the subject of a test to its report, whether it runs or not."""
         call = getattr(item, "callspec", None)
         subject = call.params.get("subject") if call is not None else None
         if isinstance(subject, Subject):
-            told = {"id": subject.id, "device": subject.device.to_dict(), "features": subject.features}
-            name = json.dumps(told, sort_keys=True)
+            data = {"id": subject.id, "device": subject.device.to_dict(), "features": subject.features}
+            name = json.dumps(data, sort_keys=True)
             self._subjects[name] = subject
             item.user_properties.append((SUBJECT, name))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the report of a test's call, or of the phase that it did not get beyond."""
+        """Keep the report of a test's call, or of the phase that failed or skipped it."""
         if report.when == "call" or not report.passed:
             self._reports[report.nodeid] = report
 
     def pytest_deselected(self) -> None:
-        """Part of a run exercises part of what is declared."""
+        """Accept that a part of the tests exercises a part of the declared values."""
         self._complete = False
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Put the reports together, write them, and fail a run that left something out."""
-        told = getattr(session.config, "workeroutput", None)
-        if told is not None:
-            told[_PART] = not self._complete
+        """Merge the reports, write them, and fail a whole run that exercised less than all."""
+        worker_output = getattr(session.config, "workeroutput", None)
+        if worker_output is not None:
+            worker_output[_PART] = not self._complete
             return
         by_subject: dict[str, list[pytest.TestReport]] = {}
         for report in self._reports.values():
@@ -85,19 +83,19 @@ class Reporter:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
-        """Hear from a process of pytest-xdist whether it left tests out."""
+        """Read from a process of pytest-xdist whether it left tests out."""
         if getattr(node, "workeroutput", {}).get(_PART):
             self._complete = False
 
     def _subject(self, name: str) -> Subject:
-        """The subject of a report: of this process, or of one that collected the tests for it."""
+        """Return the subject of a report, which another process may have collected."""
         if name not in self._subjects:
             data = json.loads(name)
             (self._subjects[name],) = find_subjects(data["id"], Device.from_dict(data["device"]), data["features"])
         return self._subjects[name]
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print a table for each subject, and what was left out."""
+        """Print a table for each subject, and the variants that were left out."""
         for report in self._found:
             terminalreporter.section(f"attnplug: {report.subject.id}")
             for line in lines_of(report):

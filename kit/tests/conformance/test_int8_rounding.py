@@ -8,10 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.contract.inputs.kv_cache import CacheTensor
-from attnplug_kit.oracle.byte_rounding import ByteRounding, by_channel, by_row, paged_tensors, rounding_for
-from attnplug_kit.oracle.cases import Case
-from attnplug_kit.oracle.closeness import tolerance
-from attnplug_kit.oracle.scene import materialize
+from attnplug_kit.oracle import Case, materialize, tolerance
+from attnplug_kit.oracle.rounding import Int8Rounding, by_channel, by_row, int8_rounding, paged_tensors
 
 
 def cache_of(level: int) -> dict[str, torch.Tensor]:
@@ -44,10 +42,10 @@ def test_values_are_clipped_at_their_scale() -> None:
 def test_only_int8_caches_round_to_bytes() -> None:
     values = (torch.randn(3, 2, 8),)
 
-    assert rounding_for("auto", values) is None
-    assert rounding_for("fp8_e4m3", values) is None
-    assert rounding_for("int8_k", values).value_scales is None
-    assert rounding_for("int8", values).value_scales.shape == (2, 8)
+    assert int8_rounding("auto", values) is None
+    assert int8_rounding("fp8_e4m3", values) is None
+    assert int8_rounding("int8_k", values).value_scales is None
+    assert int8_rounding("int8", values).value_scales.shape == (2, 8)
 
 
 @pytest.mark.parametrize(("level", "dtype"), [(1, "int8"), (2, "int8_k")])
@@ -61,7 +59,7 @@ def test_a_scene_fills_each_role(level: int, dtype: str) -> None:
     block = int(scene.block_table[0, 1])
     assert torch.equal(tensors["key"][block, 2].double(), keys[18])
     assert torch.equal(tensors["key scale"][block, 2], scales[18])
-    assert torch.equal(tensors["value"][block, 2].double(), scene.byte_rounding.values(scene.values[0])[18].double()
+    assert torch.equal(tensors["value"][block, 2].double(), scene.int8_rounding.values(scene.values[0])[18].double()
                        / (cache["v_scale"].double() if level == 1 else 1))  # fmt: skip
     assert tensors["key scale"][block, 3].isnan().all()  # this step's key is not there yet
     assert ("v_scale" in cache) == scene.has_byte_weights
@@ -73,9 +71,9 @@ def test_what_a_scene_expects_is_attention_of_rounded_rows() -> None:
 
     found = scene.expected().output[0]
 
-    assert torch.equal(found[0], scene.byte_rounding.values(scene.values[0])[0, 0])
+    assert torch.equal(found[0], scene.int8_rounding.values(scene.values[0])[0, 0])
     assert not torch.equal(found[0], scene.values[0][0, 0].double())
-    assert isinstance(scene.byte_rounding, ByteRounding)
+    assert isinstance(scene.int8_rounding, Int8Rounding)
 
 
 def test_byte_weights_have_a_tolerance_of_their_own() -> None:

@@ -1,4 +1,4 @@
-"""Describes batches of every shape that an engine makes, as plain data, and draws random ones."""
+"""Batches of every shape that an engine makes, as plain data, and random ones: seeded, or as hypothesis strategies."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from attnplug.request import Requirements
 if TYPE_CHECKING:
     import random
     from collections.abc import Collection, Mapping, Sequence
+
+    from hypothesis import strategies as st
+
 
 _T = TypeVar("_T")
 
@@ -28,43 +31,43 @@ FEATURES: Final = (
     "decode_query_len",
     "kv_cache_dtype",
 )
-"""The fields that `random_case` leaves alone unless it is told that they may vary."""
+"""The fields that `random_case` varies only if they are named in `features`."""
 
 
 def _as_pairs(
     pattern: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None,
 ) -> tuple[tuple[str, Any], ...] | None:
-    """A case hashes, and mappings do not."""
+    """Return a mapping as pairs: a case is hashable."""
     return None if pattern is None else tuple(sorted(dict(pattern).items()))
 
 
 @frozen(kw_only=True)
 class Case:
     """
-    A batch, decodes first, and what its layer asks for. `materialize` makes its tensors.
+    A batch, decodes first, and the requirements of its layer. `materialize` makes its tensors.
 
     Attributes:
         query_lens: New tokens per request.
-        context_lens: Tokens per request that came before; negative (dense calls only) for fewer keys than queries.
+        context_lens: Tokens per request before these; negative (dense calls only) for fewer keys than queries.
         num_q_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_size: Size of a query and key head.
         head_size_v: Size of a value head; None for `head_size`.
         dtype: Name of the dtype.
         block_size: Slots per block.
-        num_spare_blocks: Blocks of the cache that no request uses, beside the null block.
+        num_spare_blocks: Blocks of the cache that no request uses, besides the null block.
         num_padding_tokens: Rows after the batch's last token; they hold NaN, and nothing may read or write them.
         attn_type: As in the requirements. The keys of cross attention are an encoder's, `encoder_lens` of them.
-        encoder_lens: Encoder tokens per request, for cross attention. A request without context is in its first step,
-            which brings their K/V; the others have them in the cache.
-        causal: Whether a token attends no later token.
+        encoder_lens: Encoder tokens per request, for cross attention. Their K/V come with the first step of a request,
+            which is one without context, and are in the cache in the others.
+        causal: Whether a token attends to no later token.
         sliding_window: As in the requirements.
         attention_chunk: As in the requirements.
         logits_soft_cap: As in the requirements.
         alibi: As in the requirements.
         sinks: As in the requirements.
         custom_mask: As in the requirements.
-        block_sparse: As in the requirements, with the names of `attnplug_kit.oracle.sparsity`.
+        block_sparse: As in the requirements, with the parameters of `attnplug_kit.oracle.attention`.
         kv_sharing: As in the requirements: all K/V are in the cache, and none come with the call.
         decode_query_len: As in the requirements.
         kv_cache_dtype: As in the requirements.
@@ -118,7 +121,7 @@ class Case:
 
     @property
     def may_be_paged(self) -> bool:
-        """Whether its keys may live in a cache; those of encoders never do."""
+        """Whether its K/V may be cached; those of encoders never are."""
         return self.attn_type in ("decoder", "encoder_decoder")
 
     @property
@@ -128,7 +131,7 @@ class Case:
 
     @property
     def first_new_keys(self) -> tuple[int, ...]:
-        """The first key per request whose K/V come with a paged call; those before it are in the cache."""
+        """The first key per request whose K/V come with a paged call; those before are in the cache."""
         if not self.is_cross:
             return self.context_lens
         return tuple(keys if context else 0 for keys, context in zip(self.encoder_lens, self.context_lens, strict=True))
@@ -140,7 +143,7 @@ class Case:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Positions attended to the left and to the right; -1 for all."""
+        """Positions attended to on the left and on the right; -1 for all."""
         if self.sliding_window is None:
             return -1, -1
         left = self.sliding_window - 1
@@ -148,9 +151,9 @@ class Case:
 
     def requirements(self, **engine: Any) -> Requirements:
         """
-        Return what this case asks of a backend, with the engine fields that the caller adds.
+        Return the requirements of this case, with the engine fields that the caller adds.
 
-        Where the cache is paged, its blocks are those that the case's tensors are made for, unless the caller says so.
+        If the cache is paged, its block size is the case's, unless the caller gives another one.
         """
         paged = engine.get("paged", self.may_be_paged)
         blocks = {"block_size": self.block_size} if paged else {}
@@ -178,7 +181,7 @@ class Case:
         )
 
     def with_shared_prefix(self, blocks: int) -> Case:
-        """Return the case with so many more blocks of context, which all requests that compute something share."""
+        """Return the case with so many more blocks of context, which all requests with queries share."""
         length = blocks * self.block_size
         lens = zip(self.query_lens, self.context_lens, strict=True)
         context_lens = tuple(context + length if query else context for query, context in lens)
@@ -186,13 +189,13 @@ class Case:
 
 
 class Draw(Protocol):
-    """Where choices come from: a seeded generator here, hypothesis in `attnplug_kit.oracle.strategies`."""
+    """A source of random choices: a seeded generator, or hypothesis."""
 
     def integer(self, low: int, high: int) -> int:
         """Return an integer in ``[low, high]``."""
 
     def among(self, values: Sequence[_T]) -> _T:
-        """Return one of the values; the first is the plainest."""
+        """Return one of the values; the first is the simplest."""
 
 
 @frozen
@@ -212,8 +215,8 @@ def random_case(generator: random.Random, *, features: Collection[str] = (), **f
 
     Args:
         generator: The only source of randomness.
-        features: The names out of FEATURES that may be asked for.
-        fixed: Fields of the case, by name, that are as given.
+        features: The names out of FEATURES that may vary.
+        fixed: Fields of the case that have these values.
     """
     return draw_case(_Seeded(generator), features=features, **fixed)
 
@@ -222,11 +225,11 @@ def draw_case(draw: Draw, *, features: Collection[str] = (), **fixed: Any) -> Ca
     """Return a case drawn from any source. Arguments as for `random_case`."""
     heads = draw.among((1, 2, 3))
     drawn = _features(draw, features, fixed)
-    asked = {**drawn, **fixed}
-    query_lens, context_lens = _lengths(draw, asked.get("decode_query_len", 1))
-    if asked.get("attn_type") in ("encoder", "encoder_only"):
+    both = {**drawn, **fixed}
+    query_lens, context_lens = _lengths(draw, both.get("decode_query_len", 1))
+    if both.get("attn_type") in ("encoder", "encoder_only"):
         context_lens = (0,) * len(query_lens)
-    if asked.get("attn_type") == "encoder_decoder":
+    if both.get("attn_type") == "encoder_decoder":
         drawn["encoder_lens"] = tuple(draw.among((draw.integer(1, 20), draw.integer(21, 90), 0)) for _ in query_lens)
     case = Case(
         query_lens=query_lens,
@@ -246,7 +249,7 @@ def draw_case(draw: Draw, *, features: Collection[str] = (), **fixed: Any) -> Ca
 
 
 def _lengths(draw: Draw, decode_query_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Decodes, then prefills: first ones, chunked ones, and ones whose chunk is much shorter than their context."""
+    """Return decodes, then prefills: first ones, and chunks with a context that is shorter or much longer."""
     num_decodes = draw.integer(0, 4)
     num_prefills = draw.integer(0 if num_decodes else 1, 3)
     query_lens = tuple(draw.integer(1, decode_query_len) for _ in range(num_decodes))
@@ -272,13 +275,13 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
 
 
 def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> dict[str, Any]:
-    """Values of features that go together: encoders are not causal, and have neither a cache nor distances to share."""
+    """Return values that are compatible: encoders are not causal, and have no cache."""
     drawn = {name: draw.among(_CHOICES[name]) for name in FEATURES if name in features and name not in fixed}
     attn_type = {**drawn, **fixed}.get("attn_type", "decoder")
     if attn_type != "decoder":
         drawn["causal"] = False
     if drawn.get("kv_cache_dtype", "auto") != "auto":
-        # Normal K/V stay inside what each dtype holds at a scale of 1, and pass the largest e4m3 at the smallest.
+        # Normal K/V are in the range of each dtype at a scale of 1, and beyond the largest e4m3 at the smallest.
         drawn |= {name: draw.among((1.0, 0.3, 0.004)) for name in ("k_scale", "v_scale")}
         drawn["per_head_scales"] = draw.among((False, True))
     without = _WITHOUT[attn_type]
@@ -287,10 +290,39 @@ def _features(draw: Draw, features: Collection[str], fixed: dict[str, Any]) -> d
 
 _QUANTIZED: Final = ("kv_cache_dtype", "k_scale", "v_scale", "per_head_scales")
 
-# Encoder tokens are at no distance from decoder tokens, and a mask over paged ones has no agreed shape.
+# Encoder tokens have no position relative to decoder tokens, and the contract has no mask over paged ones.
 _WITHOUT: Final[dict[str, tuple[str, ...]]] = {
     "decoder": (),
     "encoder": ("kv_sharing", *_QUANTIZED),
     "encoder_only": ("kv_sharing", *_QUANTIZED),
     "encoder_decoder": ("sliding_window", "attention_chunk", "alibi", "custom_mask"),
 }
+
+
+@frozen
+class _Drawn:
+    draw: st.DrawFn
+
+    def integer(self, low: int, high: int) -> int:
+        from hypothesis.strategies import integers  # noqa: PLC0415 - as in `cases`
+
+        return self.draw(integers(low, high))
+
+    def among(self, values: Sequence[_T]) -> _T:
+        from hypothesis.strategies import sampled_from  # noqa: PLC0415 - as in `cases`
+
+        return self.draw(sampled_from(values))
+
+
+def cases(*, features: Collection[str] = (), **fixed: Any) -> st.SearchStrategy[Case]:
+    """
+    Return a hypothesis strategy of cases. Failing ones shrink to few requests, short lengths and no features.
+
+    Args:
+        features: The names out of FEATURES that may vary.
+        fixed: Fields of the case that have these values.
+    """
+    from hypothesis.strategies import composite  # noqa: PLC0415 - only tests that draw wait for its import
+
+    drawn = composite(lambda draw: draw_case(_Drawn(draw), features=tuple(features), **fixed))
+    return drawn()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug_kit.oracle.rounding import nearest
+from attnplug_kit.oracle import nearest
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
