@@ -198,7 +198,7 @@ def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
     ("options", "said"),
     [
         (["--attn-backend=minimle"], "did you mean 'minimal/plain'?"),
-        (["--attn-backend=torch/flex"], "it cannot run here"),
+        (["--attn-backend=torch/flex"], "cannot be tested on cpu"),
         ([], "pass --attn-backend=NAME[/variant], or name it in the class"),
         (["-n2"], "pass --attn-backend=NAME[/variant], or name it in the class"),
     ],
