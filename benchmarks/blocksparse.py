@@ -30,9 +30,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from attnplug_blocksparse.params import BlocksparseParams
-from attnplug_blocksparse.prompt import is_for
-from attnplug_blocksparse.scales import Scales
 from attrs import evolve, frozen
 from sparsity import Cost, decode_cost, prefill_cost
 from torch import Tensor

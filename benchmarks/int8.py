@@ -27,8 +27,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from attnplug_int8_ixformer.prompts import Prompts, attend_prompts, column_bytes
-from attnplug_int8_ixformer.terms import Terms
 from attrs import field, frozen
 from torch import Tensor
 
@@ -48,9 +46,7 @@ from attnplug_int8_ixformer.triton_launch import (
     column_bytes,
     write_rows,
 )
-from attnplug_kit.bench.clock import DeviceClock
-from attnplug_kit.bench.interleaved import Contender, interleaved
-from attnplug_kit.bench.machine import machine
+from attnplug_kit.bench import Contender, DeviceClock, interleaved, machine
 
 DEVICE = torch.device("cuda")
 HEADS, KV_HEADS, SIZE, LENGTH = 32, 8, 128, 4096

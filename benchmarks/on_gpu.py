@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from attnplug_kit.bench import SectionResult
 
+
 HERE = Path(__file__).parent
 FLASH_ATTN = ("fa3_vllm", "fa4", "fa3", "fa2", "torch", "fa2_vllm")
 """In order of measurement: the driver compiles the last one for minutes on some GPUs."""
@@ -143,7 +144,7 @@ def _bench(backend: str, out: Path, seconds: float, repeats: int) -> int:
     return 1 if found.failures else 0
 
 
-def _steps(choice: Choice, repeats: int) -> Iterator[tuple[str, Callable[[], Finding]]]:
+def _steps(choice: Target, repeats: int) -> Iterator[tuple[str, Callable[[], SectionResult]]]:
     """Yield the measurements, the most important first."""
     host, device = host_clock("cuda"), work_clock("cuda")
     for step in forwarding.LARGE["cuda"]:

@@ -27,8 +27,7 @@ from attnplug.batching import reorder_batch_to_split_decodes_and_prefills as reo
 from attnplug.contract import Batch, Layer, Limits
 from attnplug.contract.guards.batch import BatchGuard
 from attnplug.errors import BatchError, LayerError
-from attnplug_kit.oracle import assert_close, materialize
-from attnplug_kit.oracle.strategies import cases
+from attnplug_kit.oracle import assert_close, cases, materialize
 
 
 @st.composite

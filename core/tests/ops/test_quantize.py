@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.ops import dequantize, quantize, quantize_queries, write_pages
-from attnplug_kit.oracle.rounding import nearest
+from attnplug_kit.oracle import nearest
 from tests.backends.triton_on_cpu import DIVISION, NEEDS_TRITON, compile_kernel, run_interpreted
 
 NARROW = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -15,9 +15,7 @@ from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
 from attnplug.torch_backend.builder import Sizes
-from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
-from attnplug_kit.oracle.cases import FEATURES
-from attnplug_kit.oracle.strategies import cases
+from attnplug_kit.oracle import FEATURES, Case, assert_close, cases, check, limits_of, materialize, run
 from core.tests.torch_backend.tiers import in_two_tiers
 
 if TYPE_CHECKING:

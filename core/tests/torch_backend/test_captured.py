@@ -14,11 +14,7 @@ from attnplug.errors import NoBackendError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
-from attnplug_kit.oracle import Case, materialize
-from attnplug_kit.oracle.cases import FEATURES
-from attnplug_kit.oracle.replay import check_replays, padded_for
-from attnplug_kit.oracle.scene import Scene
-from attnplug_kit.oracle.strategies import cases
+from attnplug_kit.oracle import FEATURES, Case, Scene, cases, check_replays, materialize, padded_for
 from core.tests.torch_backend.tiers import in_two_tiers
 
 SERVED = tuple(name for name in FEATURES if name not in {"attn_type", "custom_mask", "cascade"})

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 import attnplug
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
-from attnplug_kit.oracle import Case, check, limits_of, materialize, run
-from attnplug_kit.oracle.strategies import cases
+from attnplug_kit.oracle import Case, cases, check, limits_of, materialize, run
 from core.tests.torch_backend.tiers import in_two_tiers
 
 if TYPE_CHECKING:

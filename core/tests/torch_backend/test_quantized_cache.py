@@ -14,8 +14,7 @@ from attnplug.errors import NotNegotiatedError
 from attnplug.ops import key_and_value_pages
 from attnplug.request.device import Device
 from attnplug.torch_backend import builder, sdpa
-from attnplug_kit.oracle import Case, assert_close, check, limits_of, materialize, run
-from attnplug_kit.oracle.strategies import cases
+from attnplug_kit.oracle import Case, assert_close, cases, check, limits_of, materialize, run
 from core.tests.torch_backend.tiers import in_two_tiers
 
 FEATURES = ("sliding_window", "attention_chunk", "logits_soft_cap", "alibi", "sinks", "head_size_v", "causal")

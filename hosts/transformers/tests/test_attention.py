@@ -17,7 +17,7 @@ import attnplug
 from attnplug.errors import LayerError, NotNegotiatedError, TensorError
 from attnplug.request.device import Device
 from attnplug.selection import process
-from attnplug_kit.oracle.attention import attend as attend_densely
+from attnplug_kit.oracle import attend as attend_densely
 from attnplug_transformers.attention import attend
 from attnplug_transformers.binding import Group, device_of, find_binding, layer_of_module
 from attnplug_transformers.call import HARMLESS, REFUSED, AttentionCall

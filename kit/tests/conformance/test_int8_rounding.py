@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug.contract.inputs.kv_cache import CacheTensor
-from attnplug_kit.oracle import Case, materialize, tolerance
-from attnplug_kit.oracle.rounding import Int8Rounding, by_channel, by_row, int8_rounding, paged_tensors
+from attnplug_kit.oracle import Case, by_channel, materialize, paged_tensors, tolerance
+from attnplug_kit.oracle.rounding import Int8Rounding, by_row, int8_rounding
 
 
 def cache_of(level: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,8 @@ import torch
 
 from attnplug.evidence.coverage import hashable
 from attnplug.evidence.store import parse_evidence
-from attnplug_kit.oracle.attention import FULL_PATTERN, attend, has_known_parameters, seen_by
+from attnplug_kit.oracle import attend, seen_by
+from attnplug_kit.oracle.attention import FULL_PATTERN, has_known_parameters
 from kit.tests.conformance.test_kit_runs import run
 from kit.tests.conformance.test_mutants import demand_red
 

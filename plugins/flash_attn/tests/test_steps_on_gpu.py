@@ -60,7 +60,9 @@ def test_replays_of_decodes_of_several_rows_are_the_oracles(load_real, variant, 
 
 
 @pytest.mark.parametrize("variant", GRAPHS_OF_ALL_STEPS)
-@pytest.mark.parametrize("required", [{}, {"sliding_window": 9}, {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5}], ids=str)
+@pytest.mark.parametrize(
+    "required", [{}, {"sliding_window": 9}, {"kv_cache_dtype": "fp8_e4m3", "k_scale": 0.5}], ids=str
+)
 def test_replays_of_mixed_steps_are_the_oracles(load_real, variant, required) -> None:
     lens = (
         ((1, 1, 40), (300, 0, 17)),

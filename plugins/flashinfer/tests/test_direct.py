@@ -90,7 +90,7 @@ def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
 @pytest.mark.parametrize(("kernel", "expected"), [("tensor_cores", True), ("cuda_cores", False)])
 def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_fake, monkeypatch, kernel: str, expected) -> None:
     options = {"flashinfer_fake": {"decode_kernel": kernel}}
-    monkeypatch.setattr(Choice, "load", lambda _, required: load_fake(required, options=options))
+    monkeypatch.setattr(Target, "load", lambda _, required: load_fake(required, options=options))
 
     planner = make_planner(decodes(2, 5, **TINY), CHOICE)
 
