@@ -3,9 +3,8 @@ Compares the variants of the built-in backend through the public contract.
 
     python benchmarks/torch_variants.py [--device cuda] [--dtype bfloat16] [--variants sdpa,flex] [--threads 1] [--json]
 
-Each line is the time of one forward of one layer, cache write and gathering included: the median of several runs after
-a warm-up that compiles. `build` is planned once and not counted, as an engine with many layers hardly notices it; its
-time is shown beside.
+Each line is the time of one forward of one layer, KV-cache write and gathering included: the fastest of several runs
+after a warm-up that compiles. `build`, which an engine calls once for many layers, is timed separately.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BLOCK = 16
 
 @frozen
 class Work:
-    """A step to time: its lengths, and what the layer asks for."""
+    """A step to time: its lengths, and what the layer requires."""
 
     name: str
     query_lens: tuple[int, ...]
@@ -43,7 +42,7 @@ class Work:
 
 
 def works(scale: int, requests: int) -> list[Work]:
-    """The steps, for prompts of `scale` tokens and so many requests that decode."""
+    """Return the steps, for prompts of `scale` tokens and so many requests that decode."""
     prompt, nothing = (scale,), (0,)
     decode, contexts = (1,) * requests, tuple(scale * (i + 1) // requests - 1 for i in range(requests))
     return [
@@ -73,7 +72,7 @@ class Timing:
 
 
 def measure(work: Work, variant: str, options: argparse.Namespace) -> Timing | str:
-    """Return the timing, or why this variant does not run this work."""
+    """Return the timing, or why this variant does not support this work."""
     device = Device.cpu() if options.device == "cpu" else Device.current()
     requested = attnplug.Requirements(
         head_size=options.head_size, num_q_heads=options.heads[0], num_kv_heads=options.heads[1], dtype=options.dtype,
@@ -103,18 +102,18 @@ def measure(work: Work, variant: str, options: argparse.Namespace) -> Timing | s
 
 
 def load(requested: attnplug.Requirements, device: Device, variant: str) -> Backend:
-    """Load a variant; flex also where no selection leads to it, on the CPU, to see whether one should."""
+    """Load a variant; flex also on the CPU, where it is never selected, to measure whether it should be."""
     if (device.type, variant) != ("cpu", "flex"):
         return attnplug.load(requested, device, backend=f"torch/{variant}")
     from attnplug.torch_backend import backend, flex  # noqa: PLC0415 - not every torch has it
 
-    flex._flex = without_lse  # noqa: SLF001 - on the CPU it returns none
+    flex._flex = without_lse  # noqa: SLF001 - on the CPU it returns no LSE
     selection = attnplug.select(requested, device, backend="torch/sdpa")
     return backend.FlexBackend(evolve(selection.agreement, variant="flex"), device)
 
 
 def without_lse(query: Any, key: Any, value: Any, bend: Any, mask: Any, scale: float) -> tuple[Any, None]:
-    """The kernel of the variant flex, as far as the CPU has it."""
+    """Run the kernel of the variant flex without an LSE, which it does not return on the CPU."""
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - as above
 
     key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -122,7 +121,7 @@ def without_lse(query: Any, key: Any, value: Any, bend: Any, mask: Any, scale: f
 
 
 def make_batch(work: Work, pages: list[int], device: str) -> Batch:
-    """A batch on shuffled pages."""
+    """Return a batch on shuffled pages."""
     order = 1 + torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0))
     table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
     slots = []
@@ -137,7 +136,7 @@ def make_batch(work: Work, pages: list[int], device: str) -> Batch:
 
 
 def make_call(work: Work, impl: AttentionImpl, cache: Any, options: argparse.Namespace) -> Callable[[Metadata], None]:
-    """One forward on random tensors."""
+    """Return a call of forward on random tensors."""
     dtype, tokens = getattr(torch, options.dtype), sum(work.query_lens)
     (q_heads, kv_heads), size = options.heads, options.head_size
     query, key, value = (
@@ -158,7 +157,7 @@ def timed(call: Callable[[], object], sync: Callable[[], None]) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])

@@ -1,12 +1,12 @@
 """
-Compares ways to write K and V of one layer into its cache.
+Compares writes of K and V of one layer into its KV cache.
 
     python benchmarks/write.py [--device cuda] [--dtype bfloat16] [--cache bfloat16] [--layout NHD] [--json]
 
-`write_kv` is the launch that backends use, `write_pages` two calls for K and V, `index_copy` torch's own call twice, on
-rows that are in the cache's dtype already and without padding: what it does not do is not counted against it. `host` is
-how long a call keeps the host, `device` how long a call in a captured graph takes, both in microseconds: medians of
-rounds in which the ways take turns. On the CPU there is `host` alone. `pages_of` is timed beside, by requests.
+`write_kv` is the launch that backends use, `write_pages` two calls for K and V, `index_copy` two calls of torch, on rows
+that already have the dtype of the cache and no padding. `host` is the host time of a call, `device` the time of a call
+in a captured graph, both in microseconds: medians of alternating rounds. On the CPU there is `host` only. `pages_of` is
+timed too, by number of requests.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 BLOCK = 16
 
 
-def ways(tokens: int, options: argparse.Namespace) -> dict[str, Callable[[], None]]:
-    """The ways to write so many tokens into shuffled slots."""
+def writers(tokens: int, options: argparse.Namespace) -> dict[str, Callable[[], None]]:
+    """Return the calls that write so many tokens into shuffled slots."""
     dtype, narrow = getattr(torch, options.dtype), getattr(torch, options.cache)
     heads, size = options.heads, options.head_size
-    fused = torch.randn(tokens, 6 * heads, size, device=options.device).to(dtype)  # as a projection leaves Q, K and V
+    fused = torch.randn(tokens, 6 * heads, size, device=options.device).to(dtype)  # as in the output of a fused projection
     key, value = fused[:, 4 * heads : 5 * heads], fused[:, 5 * heads :]
     blocks = 2 * tokens // BLOCK + 2
     shape = (blocks, 2, BLOCK, heads, size) if options.layout == "NHD" else (blocks, 2, heads, BLOCK, size)
@@ -62,7 +62,7 @@ def ways(tokens: int, options: argparse.Namespace) -> dict[str, Callable[[], Non
 def copies(
     key: Tensor, value: Tensor, dtype: torch.dtype, slots: Tensor, options: argparse.Namespace
 ) -> Callable[[], None]:
-    """Two calls of torch, into slots that lie side by side, of rows that need no conversion."""
+    """Return two calls of torch, into contiguous slots, with rows that need no conversion."""
     rows = [
         quantize(each, dtype).view(torch.uint8) if is_narrow_float(dtype) else each.to(dtype) for each in (key, value)
     ]
@@ -78,7 +78,7 @@ def copies(
 
 
 def captured(call: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of so many calls, after a first one that compiles."""
+    """Return a graph of so many calls, after a first one that compiles."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -90,7 +90,7 @@ def captured(call: Callable[[], None], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def on_device(graph: torch.cuda.CUDAGraph, calls: int) -> float:
-    """Microseconds of one of the calls in a graph."""
+    """Return the microseconds of one of the calls in a graph."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     graph.replay()
@@ -100,7 +100,7 @@ def on_device(graph: torch.cuda.CUDAGraph, calls: int) -> float:
 
 
 def on_host(call: Callable[[], object], calls: int, device: str) -> float:
-    """Microseconds for which a call keeps the host, with nothing else under way."""
+    """Return the microseconds of host time of a call, on an idle device."""
     if device == "cuda":
         torch.cuda.synchronize()
     start = time.perf_counter()
@@ -110,13 +110,13 @@ def on_host(call: Callable[[], object], calls: int, device: str) -> float:
 
 
 def measure(tokens: int, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return microseconds by way, `host` and `device`."""
+    """Return microseconds by writer, `host` and `device`."""
     calls, cuda = options.calls, options.device == "cuda"
-    all_ways = ways(tokens, options)
-    graphs = {name: captured(call, calls) for name, call in all_ways.items()} if cuda else {}
-    found: dict[str, dict[str, list[float]]] = {name: {"host": [], "device": []} for name in all_ways}
+    all_writers = writers(tokens, options)
+    graphs = {name: captured(call, calls) for name, call in all_writers.items()} if cuda else {}
+    found: dict[str, dict[str, list[float]]] = {name: {"host": [], "device": []} for name in all_writers}
     for _ in range(options.rounds):
-        for name, call in all_ways.items():
+        for name, call in all_writers.items():
             found[name]["host"].append(on_host(call, calls, options.device))
             if cuda:
                 found[name]["device"].append(on_device(graphs[name], calls))
@@ -124,7 +124,7 @@ def measure(tokens: int, options: argparse.Namespace) -> dict[str, dict[str, flo
 
 
 def pages(requests: int, options: argparse.Namespace) -> float:
-    """Microseconds for which `pages_of` keeps the host, for requests of about 1000 tokens."""
+    """Return the microseconds of host time of `pages_of`, for requests of about 1000 tokens."""
     lens = torch.randint(1, 2000, (requests,), generator=torch.Generator().manual_seed(0)).tolist()
     table = torch.ones(requests, 125, dtype=torch.int32, device=options.device)
     batch = Batch.from_lengths([1] * requests, lens, block_table=table)
@@ -138,7 +138,7 @@ def pages(requests: int, options: argparse.Namespace) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cpu", "cuda"])
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
@@ -160,14 +160,14 @@ def main() -> None:
     name = torch.cuda.get_device_name() if options.device == "cuda" else platform.processor() or "CPU"
     print(json.dumps({"torch": torch.__version__, "device": name, **vars(options)}), file=sys.stderr)
     for tokens in options.tokens:
-        for way, found in measure(tokens, options).items():
+        for writer, found in measure(tokens, options).items():
             if options.json:
-                print(json.dumps({"tokens": tokens, "way": way, **found}), flush=True)
+                print(json.dumps({"tokens": tokens, "writer": writer, **found}), flush=True)
             else:
-                print(f"{tokens:6} tokens  {way:12} " + "  ".join(f"{k} {v:9.2f} us" for k, v in found.items()))
+                print(f"{tokens:6} tokens  {writer:12} " + "  ".join(f"{k} {v:9.2f} us" for k, v in found.items()))
     for requests in (4, 64, 256):
         host = pages(requests, options)
-        line = json.dumps({"requests": requests, "way": "pages_of", "host": host})
+        line = json.dumps({"requests": requests, "writer": "pages_of", "host": host})
         print(line if options.json else f"{requests:6} requests pages_of    host {host:9.2f} us", flush=True)
 
 
