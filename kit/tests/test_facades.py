@@ -1,4 +1,4 @@
-"""The kit's public names, and that what is imported in every run of pytest or of the command line stays cheap."""
+"""The kit's public names; modules that every run of pytest or the command line imports stay cheap."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``attnplug new``: names, files and refusals. That a project works is shown where it is built and installed."""
+"""``attnplug new``: names, files and refusals. Another test builds, installs and runs a project."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def test_a_project_is_written_beside_the_caller(run, here: Path) -> None:
     }
 
 
-def test_a_program_is_told_the_names_and_files(run, here: Path) -> None:
-    told = run("new", "acme_fast", "--path", "deep/down", "--json").json
+def test_json_has_the_names_and_files(run, here: Path) -> None:
+    reported = run("new", "acme_fast", "--path", "deep/down", "--json").json
 
-    assert {name: told[name] for name in ("backend", "distribution", "package", "path", "alike")} == {
+    assert {name: reported[name] for name in ("backend", "distribution", "package", "path", "alike")} == {
         "backend": "acme_fast",
         "distribution": "attnplug-acme-fast",
         "package": "attnplug_acme_fast",
         "path": "deep/down",
         "alike": None,
     }
-    assert set(told["files"]) == _files(here / "deep" / "down")
+    assert set(reported["files"]) == _files(here / "deep" / "down")
 
 
 def test_no_placeholder_is_left_and_every_template_is_used() -> None:
@@ -77,7 +77,7 @@ def test_the_backend_is_short() -> None:
     assert len([line for line in lines if line.strip()]) <= 45
 
 
-def test_the_readme_names_what_is_in_the_project_and_links_nothing_that_may_not_be_there(run, here: Path) -> None:
+def test_the_readme_lists_the_project_and_has_no_links(run, here: Path) -> None:
     out = run("new", "acme", "--path", "made").out
     readme = (here / "made" / "README.md").read_text("utf-8")
     rows = [line.split("`")[1] for line in readme.splitlines() if line.startswith("| `")]
@@ -99,7 +99,7 @@ def test_check_finds_nothing_in_a_new_project(run, here: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "way_out"),
+    ("name", "fix"),
     [
         ("Acme-Fast", "attnplug new acme_fast"),
         ("acme__fast", "attnplug new acme_fast"),
@@ -114,12 +114,12 @@ def test_check_finds_nothing_in_a_new_project(run, here: Path) -> None:
         ("größe", "attnplug new gr_e"),
     ],
 )
-def test_what_is_no_name_is_refused_with_one_that_is(run, here: Path, name: str, way_out: str) -> None:
+def test_an_invalid_name_is_refused_with_a_valid_one(run, here: Path, name: str, fix: str) -> None:
     outcome = run("new", name)
 
     assert outcome.code == 2
     assert f"the name {name!r} was given" in outcome.err
-    assert f"fix: {way_out}" in outcome.err
+    assert f"fix: {fix}" in outcome.err
     assert not _files(here)
 
 
@@ -200,8 +200,8 @@ def test_a_project_that_cannot_be_finished_leaves_nothing(here: Path) -> None:
     assert [path.name for path in here.rglob("*")] == ["empty"]
 
 
-def test_templates_are_read_for_a_project_alone(start, here: Path) -> None:
-    """Help costs nothing, and no verb loads torch for a project."""
+def test_help_reads_no_templates(start, here: Path) -> None:
+    """Help imports no templates, and the command no torch."""
     code = """
 import sys
 from attnplug.cli.main import main

@@ -1,4 +1,4 @@
-"""What tests of the benchmarks share: a clock without time, and layers that compute in no time."""
+"""Fakes of the benchmark tests: a clock without time, and tiny layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``attnplug bench``: that it measures what it says, and tells it. How long anything takes is not tested."""
+"""``attnplug bench``: it measures and reports. No time is asserted."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ MACHINE = {
 }
 FAST = Measurement("cached", "something fast", (1e-6, 2e-6, 9e-6), "us", 3)
 SLOW = Measurement("list", "something slow", (0.2, 0.1), "ms", 130)
-TOLD = Measurement("list", "told for comparison", (0.5,), "ms")
+SHOWN = Measurement("list", "shown for comparison", (0.5,), "ms")
 
 
 def result_of(*measurements: Measurement) -> Result:
     return Result(measurements, command="c", machine=MACHINE)
 
 
-def test_the_median_is_held_against_the_budget() -> None:
+def test_the_median_is_compared_with_the_budget() -> None:
     assert (FAST.median, FAST.best, FAST.verdict) == (pytest.approx(2), pytest.approx(1), "within")
     assert (SLOW.median, SLOW.best, SLOW.verdict) == (pytest.approx(150), pytest.approx(100), "over")
-    assert (TOLD.within, TOLD.verdict) == (True, "")
+    assert (SHOWN.within, SHOWN.verdict) == (True, "")
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [(0.1234, "0.123 us"), (1.234, "1.23 us"), (12.34, "12.3 us"), (123.4, "123 us"), (-45.67, "-45.7 us")],
 )
-def test_a_time_is_told_with_three_digits(value: float, text: str) -> None:
+def test_a_time_has_three_digits(value: float, text: str) -> None:
     assert formatted(value, "us") == text
 
 
-def test_a_result_is_within_if_all_of_it_is() -> None:
-    assert result_of(FAST, TOLD).within
+def test_a_result_is_within_budget_if_all_of_it_is() -> None:
+    assert result_of(FAST, SHOWN).within
     assert not result_of(FAST, SLOW).within
 
 
-def test_what_a_backend_takes_besides_is_told_and_fails_nothing(run, canned) -> None:
+def test_the_backends_part_is_reported_and_fails_nothing(run, canned) -> None:
     besides = evolve(SLOW, decides=False)
     canned.append(besides)
-    told = run("bench", "cached")
+    reported = run("bench", "cached")
 
     assert result_of(FAST, besides).within
-    assert told.code == 0
-    assert "list             150 ms  best 100 ms  budget 130 ms  over\n" in told.out
-    assert [m.to_dict()["decides"] for m in (FAST, besides, TOLD)] == [True, False, False]
+    assert reported.code == 0
+    assert "list             150 ms  best 100 ms  budget 130 ms  over\n" in reported.out
+    assert [m.to_dict()["decides"] for m in (FAST, besides, SHOWN)] == [True, False, False]
     assert "fails no run" in result_of(FAST, besides).page()
     assert "fails no run" not in result_of(FAST, SLOW).page()
 
 
 def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:
-    found = Result((FAST, SLOW, TOLD), command="attnplug bench cached list", machine=MACHINE)
+    found = Result((FAST, SLOW, SHOWN), command="attnplug bench cached list", machine=MACHINE)
 
     found.write(tmp_path / "result.md")
     found.write(tmp_path / "result.json")
@@ -80,7 +80,7 @@ def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:
     assert page.startswith("# Budgets of the selection\n")
     assert "| something fast | 2.00 us | 1.50 to 5.50 us | 1.00 us | 3 us | within |\n" in page
     assert "| something slow | 150 ms | 125 to 175 ms | 100 ms | 130 ms | over |\n" in page
-    assert "| told for comparison | 500 ms | 500 to 500 ms | 500 ms | - | - |\n" in page
+    assert "| shown for comparison | 500 ms | 500 to 500 ms | 500 ms | - | - |\n" in page
     assert json.loads((tmp_path / "result.json").read_text()) == found.to_dict()
 
 
@@ -93,14 +93,14 @@ def test_a_result_is_written_as_a_page_or_as_json(tmp_path: Path) -> None:
         (["--repeats", "x"], "argument --repeats: invalid int value: 'x'"),
     ],
 )
-def test_a_wrong_question_is_refused_before_anything_is_measured(run, words: list[str], given: str) -> None:
+def test_an_invalid_request_is_refused_before_measuring(run, words: list[str], given: str) -> None:
     answer = run("bench", *words)
 
     assert (answer.code, answer.out) == (2, "")
     assert given in answer.err
 
 
-def test_a_file_that_cannot_be_written_is_told(run) -> None:
+def test_a_file_that_cannot_be_written_is_an_error(run) -> None:
     answer = run("bench", "cached", "--repeats", "1", "--output", "/nowhere/result.md")
 
     assert answer.code == 2
@@ -109,8 +109,8 @@ def test_a_file_that_cannot_be_written_is_told(run) -> None:
 
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch) -> list[Measurement]:
-    """Measurements that every section answers with."""
-    found = [FAST, TOLD]
+    """Replace every section's measurements."""
+    found = [FAST, SHOWN]
     for name, path in bench.SECTIONS.items():
         answer = (lambda *_: SectionResult(tuple(found))) if name in bench.ON_A_BACKEND else (lambda _: iter(found))
         monkeypatch.setattr(f"attnplug_kit.bench.{path.replace(':', '.')}", answer)
@@ -127,7 +127,7 @@ def test_everything_is_measured_unless_something_is_named(run, canned) -> None:
     assert len(named.json["measurements"]) == 4
 
 
-def test_a_missed_budget_makes_the_answer_no(run, canned) -> None:
+def test_a_missed_budget_fails_the_run(run, canned) -> None:
     kept = run("bench", "cached")
     canned.append(SLOW)
     missed = run("bench", "cached")
@@ -140,7 +140,7 @@ def test_a_missed_budget_makes_the_answer_no(run, canned) -> None:
     assert "list             150 ms  best 100 ms  budget 130 ms  over\n" in missed.out
 
 
-def test_what_a_run_depends_on_is_told(run, canned) -> None:
+def test_a_result_has_the_machine(run, canned) -> None:
     facts = run("bench", "cached", "--json").json["machine"]
 
     assert facts.keys() == MACHINE.keys()
@@ -163,7 +163,7 @@ def test_variants_are_split_over_backends(total: int, expected: list[int]) -> No
     assert processes.shares(total, 5) == expected
 
 
-def test_a_measuring_process_knows_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measuring_process_has_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATTNPLUG_BLOCK", "torch")
     code = (
         "import attnplug, json; s = attnplug.Settings.read();"
@@ -177,7 +177,7 @@ def test_a_measuring_process_knows_no_settings(monkeypatch: pytest.MonkeyPatch) 
     assert {"bench_0", "bench_1", "torch"} <= set(names)
 
 
-def test_a_measuring_process_that_fails_is_told() -> None:
+def test_a_failed_measuring_process_is_an_error() -> None:
     with interpreter() as python, pytest.raises(AttnplugError, match="a measuring process ended with 3") as caught:
         python.json_of("import sys; print('why', file=sys.stderr); sys.exit(3)")
 
@@ -201,20 +201,20 @@ def test_the_first_selection_is_among_five_plugins() -> None:
     assert f"manifests of {selecting.PLUGINS} plugins" in first.what
 
 
-def test_without_torch_a_process_with_torch_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_no_process_with_torch_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selecting, "find_spec", lambda _: None)
 
     assert not [found for found in selecting.first_select(1) if "torch" in found.what]
 
 
-def test_a_processor_that_no_file_tells_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_processor_is_found_without_cpuinfo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(result, "_CPUINFO", tmp_path / "missing")
     monkeypatch.setattr(result.platform, "processor", lambda: "an unusual one")
 
     assert result.machine()["processor"] == "an unusual one"
 
 
-def test_fifty_candidates_answer_with_reasons() -> None:
+def test_fifty_candidates_have_reasons() -> None:
     first = next(selecting.new_requests(1))
 
     assert "with 50 candidates" in first.what

@@ -1,4 +1,4 @@
-"""``attnplug bench build forward``: what is compared, what is told, and what is refused. No time is asserted."""
+"""``attnplug bench build forward``: what is compared, reported and refused. No time is asserted."""
 
 from __future__ import annotations
 
@@ -56,27 +56,27 @@ def test_steps_say_what_they_are() -> None:
 
 
 @pytest.mark.parametrize(("requests", "lengths"), [(1, (5,)), (3, (5, 7, 9)), (2, (5, 9))])
-def test_ragged_lengths_reach_from_the_shortest_to_the_longest(requests: int, lengths: tuple[int, ...]) -> None:
+def test_ragged_lengths_are_between_the_shortest_and_the_longest(requests: int, lengths: tuple[int, ...]) -> None:
     assert ragged_decodes(requests, 5, 9).seq_lens == lengths
 
 
-def test_the_budgets_are_held_against_256_requests_and_small_layers() -> None:
+def test_the_budgets_are_for_256_requests_and_small_layers() -> None:
     assert [step.num_reqs for step in building.STEPS] == [256, 256, 256, 34, 4]
     assert [step.num_reqs for step in building.GRAPH_STEPS] == [256]
     assert (building.BUDGET, forwarding.BUDGET) == (100, 10)
     assert forwarding.LARGE.keys() == {"cpu", "cuda"}
 
 
-# -- the raw calls -------------------------------------------------------------------------------------------------
+# -- direct calls -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
-def test_raw_calls_and_backend_compute_the_same(step) -> None:
+def test_direct_calls_and_backend_compute_the_same(step) -> None:
     rig = make_rig(step, TORCH)
-    raw, forward = baseline_of("torch")[0].layer(rig), rig.forward()
+    direct, forward = baseline_of("torch")[0].layer(rig), rig.forward()
 
     for _ in range(2):  # a second time, in a cache that was written
-        assert_close(forward(), raw().double(), dtype=torch.float32, scale=5)
+        assert_close(forward(), direct().double(), dtype=torch.float32, scale=5)
 
 
 @pytest.mark.parametrize("step", STEPS[:2], ids=lambda step: step.what)
@@ -92,7 +92,7 @@ def test_a_cache_that_the_host_writes_is_written(monkeypatch: pytest.MonkeyPatch
         assert_close(rig.forward_op()(), expected, dtype=torch.float32, scale=5)
 
 
-def test_the_past_is_in_both_caches() -> None:
+def test_both_caches_have_the_past() -> None:
     step = decodes(2, 20, **TINY)
     rig = make_rig(step, TORCH)
     before = rig.forward()().clone()
@@ -103,28 +103,28 @@ def test_the_past_is_in_both_caches() -> None:
     assert torch.allclose(TorchBaseline().layer(rig)(), before, atol=1e-5)
 
 
-def test_the_raw_calls_write_their_pages() -> None:
+def test_direct_calls_write_their_pages() -> None:
     step = decodes(2, 20, **TINY)
     rig = make_rig(step, TORCH)
-    raw = TorchBaseline().layer(rig)
-    first = raw().clone()
+    direct = TorchBaseline().layer(rig)
+    first = direct().clone()
 
     rig.value.mul_(2)  # the token's own value, which comes back through the pages
 
-    assert not torch.allclose(raw(), first)
+    assert not torch.allclose(direct(), first)
 
 
 class Wrong:
-    """A baseline that forgets the last key."""
+    """A baseline with wrong results."""
 
     backend, what = "torch", "wrong calls"
 
     def layer(self, rig):
-        raw = TorchBaseline().layer(rig)
-        return lambda: raw() * 0.99
+        direct = TorchBaseline().layer(rig)
+        return lambda: direct() * 0.99
 
 
-def test_a_baseline_that_computes_something_else_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_baseline_with_another_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "baseline_of", lambda _: (Wrong(), None))
     clock = Ticks()
 
@@ -135,7 +135,7 @@ def test_a_baseline_that_computes_something_else_is_told_and_not_timed(monkeypat
     assert caught.value.expected.startswith("the results are equal but for rounding: output: ")
 
 
-def test_a_backend_that_writes_nothing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_writes_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attnplug.torch_backend.impl.TorchImpl.run", lambda *_: None)
 
     with pytest.raises(AttnplugError, match="torch/sdpa and direct torch calls compute different results"):
@@ -167,7 +167,7 @@ def test_a_gpu_is_timed_by_launches_and_by_events() -> None:
 # -- findings ------------------------------------------------------------------------------------------------------
 
 
-def test_forward_is_told_over_the_raw_calls() -> None:
+def test_forward_is_reported_over_direct_calls() -> None:
     found = forwarding.measure_steps([(STEPS[1:2], Ticks(), True), (STEPS[3:4], Ticks(), False)], TORCH, 2)
 
     small, large = found.measurements[:5], found.measurements[5:]
@@ -198,7 +198,7 @@ def test_forward_is_told_over_the_raw_calls() -> None:
     }
 
 
-def test_another_backend_has_no_budget_over_the_calls_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_backend_has_no_budget_over_torchs_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TorchBaseline, "backend", "another")
 
     forward = forwarding.measure_steps([(STEPS[1:2], Ticks(), True)], TORCH, 1).measurements
@@ -208,7 +208,7 @@ def test_another_backend_has_no_budget_over_the_calls_of_torch(monkeypatch: pyte
     assert {m.budget for m in build} == {None}
 
 
-def test_builds_are_told_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_are_reported_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
     steps = decodes(256, 3, **TINY), mixed(2, 9, 1, 5, **TINY)
 
@@ -224,7 +224,7 @@ def test_builds_are_told_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> No
     assert "with the work that a device would do" in found.measurements[-1].what
 
 
-def test_a_builder_without_a_plan_checks_all_the_same() -> None:
+def test_a_builder_that_plans_nothing_checks_the_batch() -> None:
     planner = make_planner(decodes(2, 9, **TINY), TORCH)
     bare = building._without_plan(planner.builder)
 
@@ -258,7 +258,7 @@ def test_what_was_not_steady_is_noted() -> None:
     )
 
 
-def test_a_finding_travels_as_json() -> None:
+def test_a_result_can_be_serialized() -> None:
     number = Measurement("forward", "some", (1.0, 2.0), "x", paired=True)
     found = SectionResult((number,), {"device": "cpu"}, ("a note",), ("a failure",))
 
@@ -291,14 +291,14 @@ features = ["paged"]
         (["cached", "list", "--device", "cpu"], "--device was given, to measure cached, list"),
     ],
 )
-def test_a_wrong_choice_is_refused_before_anything_is_measured(run, words: list[str], given: str) -> None:
+def test_an_invalid_target_is_refused_before_measuring(run, words: list[str], given: str) -> None:
     answer = run("bench", *words)
 
     assert (answer.code, answer.out) == (2, "")
     assert given in answer.err
 
 
-def test_a_backend_that_cannot_serve_is_told_as_it_was_in_its_process(run) -> None:
+def test_a_refusal_in_the_measuring_process_is_raised(run) -> None:
     answer = run("bench", "forward", "--backend", "torch/flex", "--device", "cpu", "--json")
 
     assert answer.code == 1
@@ -307,23 +307,23 @@ def test_a_backend_that_cannot_serve_is_told_as_it_was_in_its_process(run) -> No
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_here_is_refused() -> None:
+def test_a_missing_device_is_refused() -> None:
     with pytest.raises(DeviceError, match="--device cuda was given"):
         Target(device="cuda").prepare()
 
 
-def test_threads_are_set_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", told.append)
+def test_threads_are_set_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", reported.append)
 
     Target(device="cpu", threads=3).prepare()
 
-    assert told == [3]
+    assert reported == [3]
     assert Target("torch", "cpu", 3).options() == ["--backend", "torch", "--device", "cpu", "--threads", "3"]
     assert Target().options() == []
 
 
-def test_a_build_is_measured_in_a_process_of_its_own(run, tmp_path: Path) -> None:
+def test_a_build_is_measured_in_a_separate_process(run, tmp_path: Path) -> None:
     page = tmp_path / "build.md"
     options = ["--backend", "torch", "--device", "cpu", "--threads", "1", "--repeats", "1"]
 
@@ -339,23 +339,23 @@ def test_a_build_is_measured_in_a_process_of_its_own(run, tmp_path: Path) -> Non
     assert page.read_text().startswith("# Build and forward of torch/sdpa\n")
 
 
-def test_what_a_process_prints_is_no_part_of_its_answer(start) -> None:
+def test_what_a_process_prints_is_not_part_of_its_result(start) -> None:
     code = (
         "import os; from attnplug_kit.bench import SectionResult, forwarding, processes;"
         "forwarding.measure_here = lambda *given: print('noise') or os.write(1, b'more') and SectionResult();"
         "processes.print_section('forwarding', 2, {})"
     )
 
-    told = start("-c", code)
+    reported = start("-c", code)
 
-    assert SectionResult.from_dict(told.json["result"]) == SectionResult()
-    assert "noise" in told.err
-    assert "more" in told.err
+    assert SectionResult.from_dict(reported.json["result"]) == SectionResult()
+    assert "noise" in reported.err
+    assert "more" in reported.err
 
 
-def test_an_error_of_a_process_is_raised_with_its_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"error": {"type": "NoBackendError", "problem": "a", "expected": "b", "fix": "c"}}
-    monkeypatch.setattr(processes.Interpreter, "json_of", lambda *_: told)
+def test_an_error_of_a_process_is_raised_with_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported = {"error": {"type": "NoBackendError", "problem": "a", "expected": "b", "fix": "c"}}
+    monkeypatch.setattr(processes.Interpreter, "json_of", lambda *_: reported)
 
     with pytest.raises(NoBackendError) as caught:
         processes.measure_in_process("forwarding", 1, Target())
@@ -365,7 +365,7 @@ def test_an_error_of_a_process_is_raised_with_its_sentences(monkeypatch: pytest.
 
 @pytest.fixture
 def canned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Findings that sections answer with."""
+    """Replace the results of sections."""
     number = Measurement("build", "something", (1e-6, 3e-6), "us", 10, paired=True)
     for path in bench.SECTIONS.values():
         monkeypatch.setattr(f"attnplug_kit.bench.{path.replace(':', '.')}", lambda _: iter([number]))
@@ -374,27 +374,27 @@ def canned(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"attnplug_kit.bench.{name}.measure", lambda *_, found=found: found)
 
 
-def test_setup_and_notes_are_told(run, canned, tmp_path: Path) -> None:
+def test_setup_and_notes_are_shown(run, canned, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
 
-    told = run("bench", "build", "forward", "--backend", "torch", "--output", str(page)).out
+    reported = run("bench", "build", "forward", "--backend", "torch", "--output", str(page)).out
 
-    assert "device: one of many\n" in told
-    assert "build           2.00 us  budget 10 us  within\n    something (quartiles 1.50 to 2.50 us)\n" in told
-    assert told.endswith("\nnote: a note of building\nnote: a note of forwarding\n")
+    assert "device: one of many\n" in reported
+    assert "build           2.00 us  budget 10 us  within\n    something (quartiles 1.50 to 2.50 us)\n" in reported
+    assert reported.endswith("\nnote: a note of building\nnote: a note of forwarding\n")
     assert "| device | one of many |\n" in page.read_text()
     assert "| something | 2.00 us | 1.50 to 2.50 us | - | 10 us | within |\n" in page.read_text()
     assert page.read_text().endswith("\n- a note of building\n- a note of forwarding\n")
 
 
 def test_a_backend_may_be_named_where_everything_is_measured(run, canned) -> None:
-    told = run("bench", "--backend", "torch", "--json").json
+    reported = run("bench", "--backend", "torch", "--json").json
 
-    assert told["command"] == "attnplug bench --backend torch"
-    assert len(told["measurements"]) == len(bench.SECTIONS)
+    assert reported["command"] == "attnplug bench --backend torch"
+    assert len(reported["measurements"]) == len(bench.SECTIONS)
 
 
-def test_without_torch_what_runs_a_backend_is_left_out_or_refused(run, canned, monkeypatch) -> None:
+def test_without_torch_backend_sections_are_left_out_or_refused(run, canned, monkeypatch) -> None:
     monkeypatch.setattr(bench, "find_spec", lambda _: None)
 
     everything, named = run("bench", "--json"), run("bench", "forward", "cached")

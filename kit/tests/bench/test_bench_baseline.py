@@ -1,4 +1,4 @@
-"""Raw calls that a plugin brings to be held against, the graphs of both ways, and steps that fail beside others."""
+"""Baselines of plugins, replays of graphs, and steps that fail beside others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEP = decodes(3, 17, **TINY)
 SOURCE = """\
 from attnplug_kit.bench import TorchBaseline
 
-class Raw(TorchBaseline):
+class Direct(TorchBaseline):
     backend = "flash"
     what = "direct flash calls"
 
@@ -41,7 +41,7 @@ PLANNED: list[bool] = []
 
 
 class Planned(TorchBaseline):
-    """Raw calls of a library that plans."""
+    """A baseline of a library that plans."""
 
     def plans(self, planner, *, captured):
         return {
@@ -51,25 +51,25 @@ class Planned(TorchBaseline):
 
 
 @pytest.fixture
-def brought(tmp_path, monkeypatch):
-    """Install a distribution that brings raw calls; the word says which class of `SOURCE`."""
+def registered(tmp_path, monkeypatch):
+    """Install a distribution with a baseline; the word is the class of `SOURCE`."""
 
     def install(word: str, number: int = 0) -> None:
-        folder = tmp_path / f"raw_calls_{number}-1.dist-info"
+        folder = tmp_path / f"direct_calls_{number}-1.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: raw-calls-{number}\nVersion: 1\n")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: direct-calls-{number}\nVersion: 1\n")
         (folder / "entry_points.txt").write_text(f"[{GROUP}]\nflash = {word}\n")
-        (tmp_path / "raw_calls_of_tests.py").write_text(SOURCE)
+        (tmp_path / "direct_calls_of_tests.py").write_text(SOURCE)
         monkeypatch.syspath_prepend(str(tmp_path))
 
     yield install
-    sys.modules.pop("raw_calls_of_tests", None)
+    sys.modules.pop("direct_calls_of_tests", None)
 
 
-# -- who is held against whom --------------------------------------------------------------------------------------
+# -- baselines --------------------------------------------------------------------------------------
 
 
-def test_torch_is_held_against_its_own_calls() -> None:
+def test_torch_is_compared_with_its_own_calls() -> None:
     found, note = baseline_of("torch")
 
     assert isinstance(found, TorchBaseline)
@@ -77,15 +77,15 @@ def test_torch_is_held_against_its_own_calls() -> None:
     assert note is None
 
 
-def test_a_plugin_brings_its_own_calls(brought) -> None:
-    brought("raw_calls_of_tests:Raw")
+def test_a_plugin_registers_a_baseline(registered) -> None:
+    registered("direct_calls_of_tests:Direct")
 
     found, note = baseline_of("flash")
 
     assert (found.backend, found.what, note) == ("flash", "direct flash calls", None)
 
 
-def test_without_calls_of_its_own_a_backend_is_held_against_torch_and_it_is_said() -> None:
+def test_a_backend_without_a_baseline_is_compared_with_torch() -> None:
     found, note = baseline_of("flash")
 
     assert isinstance(found, TorchBaseline)
@@ -95,15 +95,15 @@ def test_without_calls_of_its_own_a_backend_is_held_against_torch_and_it_is_said
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        ("raw_calls_of_tests:Bare", "TypeError: Bare is no Baseline"),
-        ("raw_calls_of_tests:Other", "ValueError: it is the baseline of 'other'"),
-        ("raw_calls_of_tests:Late", "RuntimeError: no kernels"),
-        ("raw_calls_of_tests:Missing", "AttributeError: "),
-        ("raw_calls_of_nobody:Raw", "ModuleNotFoundError: No module named 'raw_calls_of_nobody'"),
+        ("direct_calls_of_tests:Bare", "TypeError: Bare is no Baseline"),
+        ("direct_calls_of_tests:Other", "ValueError: it is the baseline of 'other'"),
+        ("direct_calls_of_tests:Late", "RuntimeError: no kernels"),
+        ("direct_calls_of_tests:Missing", "AttributeError: "),
+        ("direct_calls_of_nobody:Direct", "ModuleNotFoundError: No module named 'direct_calls_of_nobody'"),
     ],
 )
-def test_broken_calls_are_told_and_torch_stands_in(brought, word: str, why: str) -> None:
-    brought(word)
+def test_a_broken_baseline_is_reported_and_replaced_by_torch(registered, word: str, why: str) -> None:
+    registered(word)
 
     found, note = baseline_of("flash")
 
@@ -112,9 +112,9 @@ def test_broken_calls_are_told_and_torch_stands_in(brought, word: str, why: str)
     assert note.startswith(f"the baseline of flash ({word}) is not used, and direct torch calls replace it: {why}")
 
 
-def test_two_that_bring_different_calls_are_told(brought) -> None:
-    brought("raw_calls_of_tests:Raw", 0)
-    brought("raw_calls_of_tests:Bare", 1)
+def test_two_baselines_of_one_backend_are_reported(registered) -> None:
+    registered("direct_calls_of_tests:Direct", 0)
+    registered("direct_calls_of_tests:Bare", 1)
 
     found, note = baseline_of("flash")
 
@@ -125,7 +125,7 @@ def test_two_that_bring_different_calls_are_told(brought) -> None:
 # -- plans ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_build_is_told_over_the_plan_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_is_reported_over_the_librarys_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     PLANNED.clear()
     monkeypatch.setattr(building, "baseline_of", lambda _: (Planned(), None))
     monkeypatch.setattr(building, "host_clock", lambda _: Ticks())
@@ -147,18 +147,18 @@ def test_a_build_is_told_over_the_plan_of_the_library(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("step", [STEP, decodes(1, 1, **TINY), decodes(4, 33, **TINY)], ids=lambda step: step.what)
-def test_replays_compute_what_the_raw_calls_do(step) -> None:
+def test_replays_compute_what_direct_calls_do(step) -> None:
     rig = make_rig(step, TORCH, cudagraph="single_token_decode")
     expected = TorchBaseline().layer(rig)().clone()
 
-    ours, raw = forwarding.replay_of(rig), forwarding.captured(rig, TorchBaseline().captured(rig))
+    ours, direct = forwarding.replay_of(rig), forwarding.captured(rig, TorchBaseline().captured(rig))
 
-    for way in (ours, raw):
+    for way in (ours, direct):
         rig.output.fill_(float("nan"))
         torch.testing.assert_close(way(), expected)
 
 
-def test_replays_are_told_over_the_raw_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_are_reported_over_direct_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forwarding, "work_clock", lambda _: Ticks())
 
     found = forwarding.measure_steps([], TORCH, 2, [STEP])
@@ -172,7 +172,7 @@ def test_replays_are_told_over_the_raw_graph(monkeypatch: pytest.MonkeyPatch) ->
     assert found.measurements[-1].median == 1
 
 
-def test_a_replay_that_computes_something_else_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_with_another_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = Ticks()
     monkeypatch.setattr(forwarding, "work_clock", lambda _: ticks)
     monkeypatch.setattr(TorchBaseline, "captured", lambda self, rig: lambda: rig.output * 0)
@@ -190,7 +190,7 @@ def test_the_ratio_has_a_budget_on_a_device_alone(monkeypatch: pytest.MonkeyPatc
     assert 0.99 <= 1 / forwarding.RATIO < 0.991
 
 
-def test_the_setup_tells_the_libraries_of_the_variant(site) -> None:
+def test_the_setup_names_the_libraries_of_the_variant(site) -> None:
     backend = SimpleNamespace(id="flash/old")
 
     assert _libraries(backend) == "flash-old 2.8.3"
@@ -201,7 +201,7 @@ def test_the_setup_tells_the_libraries_of_the_variant(site) -> None:
 # -- steps that fail -----------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_fails_is_told_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_step_is_reported_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     class Choosy(TorchBaseline):
         def layer(self, rig):
             if not rig.step.is_decode:
@@ -249,5 +249,5 @@ def test_a_failure_fails_the_run_and_is_written(run, tmp_path, monkeypatch: pyte
     assert run("bench", "forward", "--json").json["failures"] == list(found.failures)
 
 
-def test_the_help_says_where_raw_calls_come_from() -> None:
+def test_the_help_names_the_group_of_baselines() -> None:
     assert baseline.GROUP in bench._EPILOG

@@ -19,7 +19,7 @@ from attnplug_kit.bench.timing import (  # noqa: E402 - without torch there is n
 from kit.tests.bench.fakes import Ticks  # noqa: E402
 
 
-def test_every_round_measures_every_call_once_with_an_argument_of_its_own() -> None:
+def test_every_round_measures_each_call_with_a_new_argument() -> None:
     seen: list[tuple[str, int]] = []
     numbers = iter(range(10**6))
     contenders = {
@@ -51,13 +51,13 @@ def test_a_median_is_steady_once_its_interval_is_narrow(seconds: list[float], st
     assert is_steady(seconds) is steady
 
 
-def test_the_cpu_is_timed_by_the_wall() -> None:
+def test_the_cpu_is_timed_by_wall_time() -> None:
     assert (host_clock("cpu").what, work_clock("cpu").what) == ("wall time", "wall time")
     assert CallClock().seconds(lambda x: x, None) >= 0
     assert host_clock("cuda").what == "host time, launches alone"
 
 
-def test_launches_are_timed_and_the_device_catches_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launch_clock_waits_for_the_device_every_few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append("wait"))
     clock = LaunchClock()

@@ -1,4 +1,4 @@
-"""``attnplug check`` of a manifest: every mistake, with its line, and nothing that is none."""
+"""``attnplug check`` of a manifest: every mistake with its line, and no false positives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ because = "measured"
 
 @pytest.fixture
 def check(run, empty, tmp_path: Path):
-    """Check the good manifest with replacements; return the findings as (line, given, allowed), and the exit code."""
+    """Check the valid manifest with replacements; return the exit code, and (line, problem, expected) of findings."""
 
     def call(*changes: tuple[str, str]) -> tuple[int, list[tuple[int | None, str, str]]]:
         text = GOOD
@@ -60,11 +60,11 @@ def check(run, empty, tmp_path: Path):
     return call
 
 
-def test_a_good_manifest_is_good(check) -> None:
+def test_a_valid_manifest_has_no_finding(check) -> None:
     assert check() == (0, [])
 
 
-def test_the_embedded_backend_has_no_finding(run, empty) -> None:
+def test_the_built_in_backend_has_no_finding(run, empty) -> None:
     manifest = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml")
 
     outcome = run("check", str(manifest))
@@ -102,7 +102,7 @@ def test_what_reading_refuses_is_found(check, old, new, line, given, allowed) ->
     assert [at for at, said, true in found if given in said and allowed in true] == [line]
 
 
-def test_a_requirement_that_cannot_be_read_is_told_once(check) -> None:
+def test_an_invalid_requirement_is_reported_once(check) -> None:
     got = "[variants.fast.supports]", 'install = { acme-kernels = "from its vendor" }\n[variants.fast.supports]'
 
     assert check(got) == (0, [])
@@ -137,7 +137,7 @@ def test_a_requirement_that_cannot_be_read_is_told_once(check) -> None:
         ('when = { compute_capability = "9.0" }\n', "", 25, "never applies", "number 1"),
     ],
 )  # fmt: skip
-def test_rules_and_orders_that_come_to_nothing(check, old, new, line, given, allowed) -> None:
+def test_rules_and_orders_without_effect_are_found(check, old, new, line, given, allowed) -> None:
     code, found = check((old, new))
 
     assert code == (line is not None)
@@ -165,14 +165,14 @@ def test_rules_that_leave_nothing_together_are_named(check) -> None:
         ('name = "acme"', 'name = "flashinfer"', 2, "name = 'flashinfer'"),
     ],
 )
-def test_what_may_be_meant_is_a_note(check, old, new, line, given) -> None:
+def test_what_may_be_intended_is_a_note(check, old, new, line, given) -> None:
     code, found = check((old, new))
 
     assert code == 0
     assert [(at, given in said) for at, said, _ in found] == [(line, True)]
 
 
-def test_all_mistakes_are_told_at_once(check) -> None:
+def test_all_mistakes_are_reported_at_once(check) -> None:
     code, found = check(
         ('summary = "an example"', "summary = 3"),
         ("head_size = {", "head_sise = {"),
@@ -200,7 +200,7 @@ def test_all_mistakes_are_told_at_once(check) -> None:
         ("local", "the name of the backend 'local' of attnplug-local,"),
     ],
 )
-def test_an_alias_that_somebody_has_is_found(check, empty, alias, allowed) -> None:
+def test_an_alias_of_another_backend_is_found(check, empty, alias, allowed) -> None:
     empty.add("local", GOOD.replace('name = "acme", aliases = ["ACME"]', 'name = "local"'))
 
     code, found = check(('["ACME"]', f'["ACME", "{alias}"]'))
@@ -210,7 +210,7 @@ def test_an_alias_that_somebody_has_is_found(check, empty, alias, allowed) -> No
 
 
 @pytest.mark.parametrize("path", ["nowhere", "nowhere/attnplug.toml", "."])
-def test_a_path_with_nothing_to_check_is_a_wrong_question(run, tmp_path, monkeypatch, path) -> None:
+def test_a_path_with_nothing_to_check_is_an_invalid_request(run, tmp_path, monkeypatch, path) -> None:
     monkeypatch.chdir(tmp_path)
 
     outcome = run("check", path)
@@ -224,7 +224,7 @@ def test_a_path_has_to_be_given(run) -> None:
     assert "attnplug check PATH" in run("check", "--help").out
 
 
-def test_a_file_that_is_no_text_is_a_finding(run, tmp_path) -> None:
+def test_a_binary_file_is_a_finding(run, tmp_path) -> None:
     file = tmp_path / "attnplug.toml"
     file.write_bytes(b"\xff\xfe")
 

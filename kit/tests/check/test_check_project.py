@@ -1,4 +1,4 @@
-"""``attnplug check`` of a plugin project: from the entry point to the manifest in the wheel, without an import."""
+"""``attnplug check`` of a plugin project: from the entry point to the manifest in the wheel, without imports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SETUPTOOLS = PYPROJECT.replace(HATCH, "setuptools.build_meta").replace(TOOLS, '[
 
 
 class Folder:
-    """A project as it should be; each test makes one thing worse."""
+    """A valid project; each test introduces one mistake."""
 
     def __init__(self, folder: Path, run) -> None:
         self.folder = folder
@@ -66,11 +66,11 @@ class Folder:
         file.write_text(text.replace(old, new, 1), encoding="utf-8")
 
     def check(self, path: str = ".") -> tuple[int, list[tuple[str, int | None, str]]]:
-        """Return the exit code, and the findings as (file, line, everything that is said)."""
+        """Return the exit code, and the findings as (file, line, text)."""
         outcome = self.run("check", str(self.folder / path), "--json")
         found = [*outcome.json["problems"], *outcome.json["notes"]]
-        told = [(Path(f["path"]).name, f["line"], f"{f['problem']}; {f['expected']}; {f['fix']}") for f in found]
-        return outcome.code, told
+        reported = [(Path(f["path"]).name, f["line"], f"{f['problem']}; {f['expected']}; {f['fix']}") for f in found]
+        return outcome.code, reported
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def one(outcome: tuple[int, list[tuple[str, int | None, str]]]) -> tuple[int, st
 
 
 @pytest.mark.parametrize("path", [".", "pyproject.toml"])
-def test_a_good_project_is_good(project, path) -> None:
+def test_a_valid_project_has_no_finding(project, path) -> None:
     assert project.check(path) == (0, [])
 
 
@@ -127,7 +127,7 @@ def test_what_is_wrong_with_the_pyproject(project, old, new, line, said) -> None
         (HATCH, "mesonpy", 1, "whether 'mesonpy' packs data beside modules is unknown here"),
     ],
 )
-def test_what_cannot_be_told_is_a_note(project, old, new, line, said) -> None:
+def test_what_is_unknown_is_a_note(project, old, new, line, said) -> None:
     if "dynamic" in said:
         project.change(project.pyproject, "[project]\n", '[project]\ndynamic = ["entry-points"]\n')
         line += 1
@@ -149,7 +149,7 @@ def test_a_manifest_elsewhere_is_pointed_at(project) -> None:
     assert "it is src/attnplug_acme/attnplug.toml" in text
 
 
-def test_a_manifest_that_is_nowhere_is_missed(project) -> None:
+def test_a_missing_manifest_is_found(project) -> None:
     project.manifest.unlink()
 
     assert "no attnplug.toml beside 'attnplug_acme.plugin'; it is src" in one(project.check())[3]
@@ -163,7 +163,7 @@ def test_a_plugin_that_is_a_package_has_its_manifest_inside(project) -> None:
     assert project.check() == (0, [])
 
 
-def test_mistakes_of_manifest_and_project_come_together(project) -> None:
+def test_mistakes_of_manifest_and_project_are_found_together(project) -> None:
     project.change(project.manifest, "head_size", "head_sise")
     project.change(project.pyproject, "<1", "<0")
     project.change(project.plugin, "(device)", "(devise)")
@@ -216,7 +216,7 @@ def test_a_hook_without_its_marker_is_noted(project) -> None:
     assert "attnplug_probe without @hookimpl" in text
 
 
-def test_an_option_that_nobody_reads_is_noted(project) -> None:
+def test_an_option_that_no_module_reads_is_noted(project) -> None:
     project.write("src/attnplug_acme/attnplug.toml", MANIFEST + OPTION)
 
     code, file, line, text = one(project.check())
@@ -250,7 +250,7 @@ def test_hatchling_takes_the_manifest_or_leaves_it(project, settings, said) -> N
 
 
 @pytest.mark.parametrize(("ignored", "code"), [("*.toml", 1), ("*.toml\n!attnplug.toml", 0), ("# *.toml\n/dist/", 0)])
-def test_hatchling_heeds_what_git_ignores(project, ignored, code) -> None:
+def test_hatchling_leaves_out_what_git_ignores(project, ignored, code) -> None:
     project.write(".gitignore", f"{ignored}\n")
 
     assert project.check()[0] == code
@@ -293,7 +293,7 @@ def test_setuptools_reads_its_template(project, template) -> None:
     assert project.check() == (0, [])
 
 
-def test_setuptools_asks_version_control(project) -> None:
+def test_setuptools_uses_version_control(project) -> None:
     project.write("pyproject.toml", SETUPTOOLS.replace('"setuptools"', '"setuptools", "setuptools-scm>=8"'))
 
     assert project.check() == (0, [])

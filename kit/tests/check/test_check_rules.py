@@ -1,4 +1,4 @@
-"""What is said of rules is held against questions that a variant serves: nothing is called impossible that happens."""
+"""Findings about rules, compared with the requests that a variant serves."""
 
 from __future__ import annotations
 
@@ -66,16 +66,16 @@ FIELDS = {
 DEVICES = [Device.cpu(), Device.cuda("8.0"), Device.cuda("9.0")]
 
 
-def _questions():
+def _requests():
     for values in product(*FIELDS.values()):
         try:
-            asked = Requirements(num_q_heads=8, num_kv_heads=8, **dict(zip(FIELDS, values, strict=True)))
+            requirements = Requirements(num_q_heads=8, num_kv_heads=8, **dict(zip(FIELDS, values, strict=True)))
         except RequirementsError:
             continue
-        yield from (Request(asked, device) for device in DEVICES)
+        yield from (Request(requirements, device) for device in DEVICES)
 
 
-QUESTIONS = tuple(_questions())
+REQUESTS = tuple(_requests())
 VERSIONS = ("1.5", "2.5")
 
 
@@ -84,13 +84,13 @@ def _read(when, need=""):
 
 
 def _serving(manifest):
-    """Yield (candidate, question, facts) of everything that is served, for every version of the library."""
+    """Yield (candidate, request, facts) of all served requests, for every version of the library."""
     for version in VERSIONS:
         candidate = make_candidate(manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get)
-        for question in QUESTIONS:
-            outcome = negotiate(candidate, question)
+        for request in REQUESTS:
+            outcome = negotiate(candidate, request)
             if not outcome.objections:
-                yield candidate, question, {**question.facts, **outcome.terms}
+                yield candidate, request, {**request.facts, **outcome.terms}
 
 
 SERVED = tuple(_serving(_read(['dtype = "float32"'])))
@@ -101,7 +101,7 @@ def test_something_is_served() -> None:
 
 
 @given(TABLES)
-def test_a_rule_that_is_said_never_to_fire_never_does(when) -> None:
+def test_a_rule_reported_as_never_firing_never_fires(when) -> None:
     manifest = _read(when)
     (rule,) = manifest.variants[0].rules
     if cannot_hold(rule.when, manifest.variants):
@@ -109,12 +109,12 @@ def test_a_rule_that_is_said_never_to_fire_never_does(when) -> None:
             installed = make_candidate(
                 manifest, manifest.variants[0], {"acme-kernels": version, "other": "1"}.get
             ).installed
-            for _, question, facts in SERVED:
-                assert not all(c.holds(facts, question.requested_names, installed, absent=False) for c in rule.when)
+            for _, request, facts in SERVED:
+                assert not all(c.holds(facts, request.requested_names, installed, absent=False) for c in rule.when)
 
 
 @given(TABLES, st.one_of(st.just(()), TABLES))
-def test_a_variant_that_is_said_to_be_unreachable_serves_nothing(when, need) -> None:
+def test_a_variant_reported_as_unreachable_serves_nothing(when, need) -> None:
     manifest = _read(when, f"need = {{ {', '.join(need)} }}" if need else "")
     (rule,) = manifest.variants[0].rules
     if any("can never be chosen" in finding.problem for finding in check_rules(manifest, "")):
@@ -123,7 +123,7 @@ def test_a_variant_that_is_said_to_be_unreachable_serves_nothing(when, need) -> 
 
 
 @pytest.mark.parametrize("when", [['dtype = "float32"'], ["block_size = true"], ["head_size = 48"], ["sinks = true"]])
-def test_what_never_fires_is_seen(when) -> None:
+def test_conditions_that_never_hold_are_found(when) -> None:
     manifest = _read(when)
 
     assert cannot_hold(manifest.variants[0].rules[0].when, manifest.variants)
@@ -144,10 +144,10 @@ head_size = 64
 """
     manifest = parse_manifest(text)
     candidate = make_candidate(manifest, manifest.variants[0], lambda _: None)
-    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
+    requirements = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
 
     found = [finding.problem for finding in check_rules(manifest, text)]
-    served = not negotiate(candidate, Request(asked, Device.cuda("9.0"))).objections
+    served = not negotiate(candidate, Request(requirements, Device.cuda("9.0"))).objections
 
     assert found == ([] if served else ["the variant 'only' declares 'cuda' and no compute_capability"])
     assert served is bool(capability)
@@ -184,8 +184,8 @@ def test_paged_alone_is_noted_where_contiguous_keys_are_served(supports, rule, l
     text = PAGED.format(supports=supports, rule=f'[[rules]]\n{rule}\nbecause = "pages"' if rule else "")
     manifest = parse_manifest(text)
     candidate = make_candidate(manifest, manifest.variants[0], lambda _: None)
-    asked = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
-    served = not negotiate(candidate, Request(asked, Device.cpu())).objections
+    requirements = Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype="bfloat16", paged=False)
+    served = not negotiate(candidate, Request(requirements, Device.cpu())).objections
 
     found = [finding for finding in check_rules(manifest, text) if finding.problem == "paged = true"]
 

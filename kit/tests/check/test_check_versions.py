@@ -1,4 +1,4 @@
-"""What requirements can mean together, held against every version that is written in one or two numbers."""
+"""Contradictions of requirements, compared with every version of one or two numbers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def test_a_version_that_meets_all_is_no_contradiction(requirements) -> None:
 
 
 @given(st.lists(REQUIREMENTS, min_size=1, max_size=2), REQUIREMENTS)
-def test_a_version_that_meets_all_but_one_shows_that_this_one_does_not_follow(requirements, other) -> None:
+def test_a_version_that_meets_all_but_one_disproves_that_one(requirements, other) -> None:
     if any(all(meets(v, each) for each in requirements) and not meets(v, other) for v in VERSIONS):
         assert not follows(requirements, other)
 
 
-def test_contradictions_are_seen() -> None:
+def test_contradictions_are_found() -> None:
     for texts in (
         ["a<1", "a>1"],
         ["a>=2,<2"],
@@ -42,6 +42,6 @@ def test_contradictions_are_seen() -> None:
         assert not contradict(map(Requirement, texts)), texts
 
 
-def test_what_is_no_requirement_is_none() -> None:
+def test_an_invalid_requirement_has_no_versions() -> None:
     assert parsed("a b") is None
     assert str(parsed("a >=1")) == "a>=1"

@@ -1,4 +1,4 @@
-"""Values are rounded to the nearest number of a dtype: against the distances to all of its numbers."""
+"""The rounding to FP8, compared with the distances to all numbers of the dtype."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CODES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
 
 
 def numbers_of(dtype):
-    """Finite numbers, those of even codes first."""
+    """Return finite numbers, those with even codes first."""
     numbers = torch.cat([CODES[::2], CODES[1::2]]).view(dtype).double()
     return numbers[numbers.isfinite()]
 
@@ -28,7 +28,7 @@ def by_distance(values, dtype):
     dtype=st.sampled_from(DTYPES),
     values=st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, min_value=-1e6, max_value=1e6)),
 )
-def test_nothing_is_nearer(dtype, values):
+def test_no_number_is_nearer(dtype, values):
     values = torch.tensor(values, dtype=torch.float64)
 
     assert torch.equal(nearest(values, dtype), by_distance(values, dtype))
@@ -45,7 +45,7 @@ def test_numbers_keep_their_value_and_ties_go_to_even_codes(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_what_is_beyond_the_largest_becomes_it(dtype):
+def test_values_beyond_the_largest_become_the_largest(dtype):
     largest = torch.finfo(dtype).max
     found = nearest(torch.tensor([[torch.inf, 2e300], [-torch.inf, torch.nan]], dtype=torch.float64), dtype)
 

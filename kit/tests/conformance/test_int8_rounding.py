@@ -1,4 +1,4 @@
-"""What the kit knows of int8 caches."""
+"""The oracle's rounding to int8 caches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def cache_of(level: int) -> dict[str, torch.Tensor]:
 
 
 @given(st.lists(st.integers(-(2**20), 2**20).map(lambda number: number / 128), min_size=4, max_size=4))
-def test_a_row_is_half_a_step_from_what_it_was(numbers: list[float]) -> None:
+def test_a_row_is_rounded_by_at_most_half_a_step(numbers: list[float]) -> None:
     rows = torch.tensor([[numbers]])
     quantized, scales = by_row(rows)
 
@@ -39,7 +39,7 @@ def test_values_are_clipped_at_their_scale() -> None:
     assert by_channel(torch.tensor([[[200.0, -1.25]], [[-3.4, 90.0]]]), scales).flatten().tolist() == [127, -2, -3, 127]
 
 
-def test_only_int8_caches_round_to_bytes() -> None:
+def test_only_int8_caches_round_to_int8() -> None:
     values = (torch.randn(3, 2, 8),)
 
     assert int8_rounding("auto", values) is None
@@ -65,7 +65,7 @@ def test_a_scene_fills_each_role(level: int, dtype: str) -> None:
     assert ("v_scale" in cache) == scene.has_byte_weights
 
 
-def test_what_a_scene_expects_is_attention_of_rounded_rows() -> None:
+def test_a_scene_expects_attention_of_rounded_rows() -> None:
     case = Case(query_lens=(1,), context_lens=(0,), head_size=8, num_q_heads=2, kv_cache_dtype="int8")
     scene = materialize(case)
 
@@ -76,7 +76,7 @@ def test_what_a_scene_expects_is_attention_of_rounded_rows() -> None:
     assert isinstance(scene.int8_rounding, Int8Rounding)
 
 
-def test_byte_weights_have_a_tolerance_of_their_own() -> None:
+def test_int8_weights_have_a_larger_tolerance() -> None:
     plain, loose = tolerance(torch.float16), tolerance(torch.float16, byte_weights=True)
 
     assert (loose.atol, loose.rtol) == (plain.atol + 2**-6, plain.rtol + 2**-6)

@@ -1,4 +1,4 @@
-"""The kit on variants with open features: every request asks for those that are named, and what is known says so."""
+"""The kit on variants with open features: every request has those that are named, and the evidence lists them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from attnplug_kit.conformance.refusals import _refused, _without_features
 from attnplug_kit.conformance.reporter import Reporter
 from attnplug_kit.conformance.subject import Subject, find_subjects
 from attnplug_kit.conformance.tier import plan_run
-from kit.tests.conformance.test_kit_runs import demand_usage_error, run
-from kit.tests.conformance.test_mutants import demand_red
+from kit.tests.conformance.test_kit_runs import require_usage_error, run
+from kit.tests.conformance.test_mutants import require_failure
 
 pytestmark = pytest.mark.long
 
@@ -43,7 +43,7 @@ def of(variant: str, *features: str) -> Subject:
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both variants are installed, as far as the kit looks for them."""
+    """Register both variants, as far as the kit looks for them."""
     monkeypatch.setattr(subjects, "_registered", lambda: list(CANDIDATES.values()))
 
 
@@ -53,11 +53,11 @@ def kit(folder: Path, *options: str, module: str = "minimal.least"):
     return done, json.loads((report / "report.json").read_text("utf-8"))[0]
 
 
-# What is asked
+# Requests
 
 
 @pytest.mark.parametrize("subject", [of("bound", NEEDED), of("free", OPTIONAL), of("bound", NEEDED, OPTIONAL)], ids=str)
-def test_every_request_asks_for_the_features(subject: Subject) -> None:
+def test_every_request_has_the_features(subject: Subject) -> None:
     specs = (*field_values_of(subject).specs.values(), *covering_specs(subject), *refused_pairs(subject))
     refused = [requirements for _, _, requirements in _refused(subject).values()]
 
@@ -67,14 +67,14 @@ def test_every_request_asks_for_the_features(subject: Subject) -> None:
     assert all(set(subject.features) <= set(requirements.features) for requirements in refused)
 
 
-def test_a_variant_without_features_to_ask_for_is_asked_as_ever() -> None:
+def test_requests_without_features_are_the_same_but_for_them() -> None:
     assert {spec.requirements().features for spec in field_values_of(of("free")).specs.values()} == {()}
     assert field_values_of(of("free")).specs == {
         item: spec.evolve(features=None) for item, spec in field_values_of(of("free", OPTIONAL)).specs.items()
     }
 
 
-def test_what_a_feature_means_stays_out_of_reach() -> None:
+def test_open_features_are_out_of_reach() -> None:
     because = {item.capability.value: item.because for item in field_values_of(of("bound", NEEDED)).unreached}
 
     assert because[NEEDED].startswith("every request has it, and it must not change attention; beyond that, ")
@@ -85,7 +85,7 @@ def test_what_a_feature_means_stays_out_of_reach() -> None:
 # A rule that needs them
 
 
-def test_one_request_without_them_is_made_for_the_rule_that_needs_them() -> None:
+def test_each_rule_that_needs_features_has_a_request() -> None:
     ((name, (requirements, rule)),) = _without_features(of("bound", NEEDED)).items()
 
     assert name == "head_size >= 1"
@@ -94,7 +94,7 @@ def test_one_request_without_them_is_made_for_the_rule_that_needs_them() -> None
     assert _without_features(of("free", OPTIONAL)) == _without_features(of("bound")) == {}
 
 
-def test_a_request_without_them_that_is_served_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_served_request_without_needed_features_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = of("bound", NEEDED)
     (point,) = _without_features(subject).values()
     monkeypatch.setattr(matching, "_apply", lambda *rule_and_facts: None)
@@ -125,18 +125,18 @@ def test_which_rules_need_features(condition: str, needs: bool, tmp_path: Path) 
     assert bool(subject.rules_that_need_features) is needs
 
 
-# What is tested
+# Subjects
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_backend_means_its_variants_that_list_them() -> None:
+def test_a_backend_means_its_variants_that_list_the_features() -> None:
     assert [one.id for one in find_subjects("featured", "cpu")] == ["featured/free", "featured/bound"]
     (bound,) = find_subjects("featured", "cpu", [NEEDED, OPTIONAL, NEEDED])
     assert (bound.id, bound.features) == ("featured/bound", (NEEDED, OPTIONAL))
     assert {bound} != set(find_subjects("featured/bound", "cpu"))
 
 
-def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_says_how_to_install_a_missing_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     lacks = '[variants.free]\nrequires = ["a >=2", "b"]\ninstall = { b = "from its vendor" }'
     text = MANIFEST.read_text("utf-8").replace("[variants.free]", lacks)
     (tmp_path / "attnplug.toml").write_text(text, "utf-8")
@@ -147,8 +147,8 @@ def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.M
     with pytest.raises(UnknownBackendError, match="b is required and not installed") as caught:
         find_subjects("featured", "cpu")
 
-    told = "featured/free: install b: from its vendor; pip install 'a >=2'; or test it on a device that it serves"
-    assert caught.value.fix == told
+    reported = "featured/free: install b: from its vendor; pip install 'a >=2'; or test it on a device that it serves"
+    assert caught.value.fix == reported
 
 
 @pytest.mark.usefixtures("installed")
@@ -162,7 +162,7 @@ def test_of_what_lacks_a_library_the_way_to_get_it_is_told(monkeypatch: pytest.M
         ("featured", NEEDED, "'featured.needed' were requested\n  expected: each is a dotted name"),
     ],
 )
-def test_features_that_nobody_lists_are_refused(name: str, features: list[str], said: str) -> None:
+def test_features_that_no_variant_lists_are_refused(name: str, features: list[str], said: str) -> None:
     with pytest.raises(RequirementsError, match=said):
         find_subjects(name, "cpu", features)
 
@@ -186,7 +186,7 @@ class NamedWithNone(Named):
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    ("tier", "told", "asked"),
+    ("tier", "given", "expected"),
     [
         (NamedBound, [OPTIONAL, NEEDED], (NEEDED, OPTIONAL)),
         (Named, [OPTIONAL], (OPTIONAL,)),
@@ -195,21 +195,21 @@ class NamedWithNone(Named):
         (NamedWithNone, [OPTIONAL], ()),
     ],
 )
-def test_a_class_names_them_and_else_the_command_line(tier: type[Basic], told: object, asked: tuple[str, ...]) -> None:
+def test_the_class_overrides_the_command_line(tier: type[Basic], given: object, expected: tuple[str, ...]) -> None:
     made = []
     metafunc = SimpleNamespace(
         fixturenames=("subject",),
-        config=SimpleNamespace(getoption=lambda name, default: told if name == "--attn-feature" else default),
+        config=SimpleNamespace(getoption=lambda name, default: given if name == "--attn-feature" else default),
         function=tier.test_profiling_run,
         parametrize=lambda names, parameters: made.extend(parameters),
     )
 
     tier().pytest_generate_tests(metafunc)
 
-    assert [subject.features for one in made for subject in one.values] == [asked]
+    assert [subject.features for one in made for subject in one.values] == [expected]
 
 
-def test_another_process_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_features_reach_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     there, first = Reporter(None, "", complete=True), Reporter(None, "", complete=True)
     item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": of("bound", NEEDED)}))
     there.pytest_itemcollected(item)
@@ -219,7 +219,7 @@ def test_another_process_is_told_of_them(monkeypatch: pytest.MonkeyPatch) -> Non
     assert first._subject(name) == of("bound", NEEDED)
 
 
-def test_files_of_one_variant_with_and_without_them_lie_side_by_side(tmp_path: Path) -> None:
+def test_files_with_and_without_features_differ_in_name(tmp_path: Path) -> None:
     found = [reporter.report_of(subject, []) for subject in (of("bound"), of("bound", NEEDED))]
 
     reporter._write(tmp_path, "pytest", found)
@@ -230,11 +230,11 @@ def test_files_of_one_variant_with_and_without_them_lie_side_by_side(tmp_path: P
     }
 
 
-# What serves nothing as it is asked
+# Variants that refuse every request
 
 
 def choosing(monkeypatch: pytest.MonkeyPatch, folder: Path, rules: str) -> None:
-    """The variant that needs features is another one, with these rules."""
+    """Replace the variant that needs features by another one, with these rules."""
     text = MANIFEST.read_text("utf-8").partition("[[variants.bound.rules]]")[0]
     text = text.replace('["featured.needed"]', '["featured.needed", "featured.also"]')
     text = text.replace(
@@ -248,7 +248,7 @@ def choosing(monkeypatch: pytest.MonkeyPatch, folder: Path, rules: str) -> None:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("features", [(), (OPTIONAL,), (NEEDED,)])
-def test_a_run_tests_what_serves_requests_with_these_features(features: tuple[str, ...]) -> None:
+def test_a_run_tests_variants_that_serve_its_features(features: tuple[str, ...]) -> None:
     plan = plan_run("featured", "cpu", features)
 
     assert {each.id for each in plan.subjects} == {
@@ -260,7 +260,7 @@ def test_a_run_tests_what_serves_requests_with_these_features(features: tuple[st
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_features_that_the_error_names_are_enough() -> None:
+def test_the_features_named_by_the_error_suffice() -> None:
     with pytest.raises(RequirementsError, match=r"add --attn-feature=featured") as caught:
         plan_run("featured/bound", "cpu")
     named = re.findall(r"--attn-feature=([\w.]+)", caught.value.fix)
@@ -268,9 +268,7 @@ def test_the_features_that_the_error_names_are_enough() -> None:
     assert [each.id for each in plan_run("featured/bound", "cpu", named).subjects] == ["featured/bound"]
 
 
-def test_features_that_are_enough_only_together_are_named_together(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_features_that_are_needed_together_are_named_together(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     rule = "[[variants.bound.rules]]\nwhen = {{ features = ['featured.also', '{}'] }}\nbecause = 'not alone'\n"
     choosing(monkeypatch, tmp_path, rule.format(NEEDED) + rule.format(OPTIONAL))
 
@@ -278,7 +276,7 @@ def test_features_that_are_enough_only_together_are_named_together(
         plan_run(f"{tmp_path.name}/bound", "cpu")
 
 
-def test_of_a_variant_that_serves_nothing_whatever_is_asked_the_manifest_is_wrong(
+def test_a_variant_that_refuses_everything_has_a_wrong_manifest(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     choosing(monkeypatch, tmp_path, "[[variants.bound.rules]]\nwhen = { head_size = { min = 1 } }\nbecause = 'never'\n")
@@ -293,7 +291,7 @@ def test_of_a_variant_that_serves_nothing_whatever_is_asked_the_manifest_is_wron
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_variant_that_serves_nothing_without_its_feature_is_green_with_it(tmp_path: Path) -> None:
+def test_a_variant_that_needs_a_feature_passes_with_it(tmp_path: Path) -> None:
     done, report = kit(tmp_path, "--attn-backend=featured/bound", f"--attn-feature={NEEDED}")
 
     assert done.returncode == 0, done.stdout
@@ -307,10 +305,10 @@ def test_a_variant_that_serves_nothing_without_its_feature_is_green_with_it(tmp_
     assert parse_evidence({**evidence, "distribution": "attnplug-featured 1.0"}).features == {NEEDED}
 
 
-def test_without_its_feature_a_run_is_one_usage_error_that_names_the_option(tmp_path: Path) -> None:
+def test_without_the_feature_a_usage_error_names_the_option(tmp_path: Path) -> None:
     done = run(tmp_path, "--attn-backend=featured/bound", manifest=MANIFEST)
 
-    demand_usage_error(
+    require_usage_error(
         done,
         "ERROR: the backend 'featured/bound' cannot be tested by requests with no open feature\n",
         "  expected: each variant serves some; featured/bound refuses even the plainest: ",
@@ -319,13 +317,15 @@ def test_without_its_feature_a_run_is_one_usage_error_that_names_the_option(tmp_
     )
 
 
-def test_a_variant_that_needs_a_feature_is_left_out_of_its_backend_and_the_run_says_so(tmp_path: Path) -> None:
+def test_a_variant_that_needs_a_feature_is_reported_as_left_out(tmp_path: Path) -> None:
     done, report = kit(tmp_path, "--attn-backend=featured", "-k", "test_one_token", "-rs")
 
     assert done.returncode == 0, done.stdout
     assert [test["id"].rpartition("::")[2] for test in report["tests"]] == ["test_one_token[featured/free]"]
-    told = "others compute the same without it; --attn-backend=featured/bound --attn-feature=featured.optional tests it"
-    assert done.stdout.count(told) == 2, done.stdout  # of the skipped test, and at the end
+    reported = (
+        "others compute the same without it; --attn-backend=featured/bound --attn-feature=featured.optional tests it"
+    )
+    assert done.stdout.count(reported) == 2, done.stdout  # of the skipped test, and at the end
 
 
 OWN = """
@@ -339,7 +339,7 @@ class TestMine({tier}):
 
 
 @pytest.mark.parametrize("tier", ["Basic", "Conformance"])
-def test_a_class_of_a_plugin_is_told_without_a_traceback(tier: str, tmp_path: Path) -> None:
+def test_an_error_in_a_plugins_class_has_no_traceback(tier: str, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.format(tier=tier, features=()), "utf-8")
     done = run(tmp_path, tests=(str(tmp_path / "test_own.py"),), manifest=MANIFEST)
 
@@ -349,7 +349,7 @@ def test_a_class_of_a_plugin_is_told_without_a_traceback(tier: str, tmp_path: Pa
     assert "1 error in" in done.stdout
 
 
-def test_a_class_that_asks_for_its_feature_needs_no_option(tmp_path: Path) -> None:
+def test_a_class_with_features_needs_no_option(tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.format(tier="Basic", features=(NEEDED,)), "utf-8")
     own = (str(tmp_path / "test_own.py"),)
     done = run(tmp_path, "--attn-backend=featured/bound", "-k", "one_token", tests=own, manifest=MANIFEST)
@@ -358,15 +358,15 @@ def test_a_class_that_asks_for_its_feature_needs_no_option(tmp_path: Path) -> No
     assert "1 passed" in done.stdout
 
 
-@pytest.mark.parametrize("asked", [(), (f"--attn-feature={OPTIONAL}",)])
-def test_attention_that_is_wrong_with_a_feature_is_found_where_it_is_asked_for(asked, tmp_path: Path) -> None:
+@pytest.mark.parametrize("options_of_run", [(), (f"--attn-feature={OPTIONAL}",)])
+def test_attention_that_is_wrong_with_a_feature_fails_with_it(options_of_run, tmp_path: Path) -> None:
     options = ("--attn-backend=featured/free", "-k", "TestBasic and test_mixed_batch")
-    done, report = kit(tmp_path, *options, *asked, module="featured.wrong_with_feature")
+    done, report = kit(tmp_path, *options, *options_of_run, module="featured.wrong_with_feature")
 
-    if not asked:
+    if not options_of_run:
         assert done.returncode == 0, done.stdout
     else:
-        demand_red(("test_mixed_batch[*", f"features=('{OPTIONAL}',)*output: * elements differ"), report["tests"])
+        require_failure(("test_mixed_batch[*", f"features=('{OPTIONAL}',)*output: * elements differ"), report["tests"])
 
 
 def test_an_undeclared_feature_is_a_usage_error_before_any_test(tmp_path: Path) -> None:

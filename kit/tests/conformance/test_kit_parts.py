@@ -1,4 +1,4 @@
-"""The parts of the kit: what it asks for, that pairs are covered, and that known failures have to fail."""
+"""The parts of the kit: its requests, the cover of all pairs, known failures, the merge of reports."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MANIFEST = read_manifest(Path(__file__).parent / "vendor" / "attnplug.toml")
 
 
 def vendor(jit: str | None) -> Subject:
-    """The vendor's manifest, of which nothing is installed: all that the kit asks follows from it alone."""
+    """Return the vendor's variant, which is not installed: the kit derives its requests from the manifest alone."""
     variant = evolve(MANIFEST.variants[0], jit=jit)
     return Subject(f"vendor/{jit}", Device.cpu(), make_candidate(MANIFEST, variant, lambda _: None))
 
@@ -34,20 +34,20 @@ COMPILED = vendor("nvcc")
 APART = ("cudagraph", "seq_lens_cpu_kind", "compute_capability", "device_type")
 
 
-def test_every_declared_field_is_on_the_menu() -> None:
+def test_every_declared_field_is_listed() -> None:
     menu = field_values_of(SUBJECT)
     listed = {item.field for item in menu.specs} | {item.capability.field for item in menu.unreached}
 
     assert set(SUBJECT.supports) <= listed
 
 
-def test_what_this_device_cannot_reach_is_listed_with_the_reason() -> None:
+def test_values_of_other_devices_are_listed_with_the_reason() -> None:
     unreached = {item.capability: item.because for item in field_values_of(SUBJECT).unreached}
 
     assert unreached[Capability("device_type", "cuda")] == "the device is cpu"
 
 
-def test_every_ask_of_the_menu_is_served_and_contains_its_value() -> None:
+def test_every_request_is_served_and_contains_its_value() -> None:
     for capability, spec in field_values_of(SUBJECT).specs.items():
         assert is_served(SUBJECT, spec)
         if FIELDS[capability.field].kind != "device":
@@ -80,7 +80,7 @@ def are_served(subject: Subject, one: Capability, other: Capability) -> bool:
     return {one_of(one), one_of(other)} <= set(spec.pairs) and is_served(subject, spec)
 
 
-def test_a_variant_that_compiles_is_asked_for_few_kernels() -> None:
+def test_a_variant_that_compiles_needs_few_kernels() -> None:
     kernels = [
         len({kernel_of(spec) for spec in (*field_values_of(subject).specs.values(), *covering_specs(subject))})
         for subject in (vendor(None), COMPILED)
@@ -97,7 +97,7 @@ def test_rows_are_the_same_each_time() -> None:
     assert covering_specs(SUBJECT) == first
 
 
-def test_an_ask_that_makes_no_sense_has_no_requirements() -> None:
+def test_a_contradictory_request_has_no_requirements() -> None:
     plain = next(iter(field_values_of(SUBJECT).specs.values()))
 
     assert plain.evolve(per_head_scales=True).requirements() is None
@@ -117,7 +117,7 @@ class Known(Basic):
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_a_whole_run_that_leaves_values_out_is_red(part: bool) -> None:
+def test_a_whole_run_that_leaves_values_out_fails(part: bool) -> None:
     reporter, session = Reporter(None, "pytest", complete=True), of_session()
     passed = collected(reporter, part=part)
     reporter.pytest_runtest_logreport(passed)
@@ -127,13 +127,13 @@ def test_a_whole_run_that_leaves_values_out_is_red(part: bool) -> None:
 
 
 @pytest.mark.parametrize("part", [False, True])
-def test_the_first_process_puts_together_what_others_ran(part: bool) -> None:
+def test_the_first_process_merges_the_reports_of_others(part: bool) -> None:
     other, first, session = Reporter(None, "", complete=True), Reporter(None, "", complete=True), of_session()
-    passed, told = collected(other, part=part), {}
-    other.pytest_sessionfinish(of_session(workeroutput=told))
+    passed, reported = collected(other, part=part), {}
+    other.pytest_sessionfinish(of_session(workeroutput=reported))
     passed.user_properties = [list(note) for note in passed.user_properties]  # as they travel
     first.pytest_runtest_logreport(passed)
-    first.pytest_testnodedown(SimpleNamespace(workeroutput=told))
+    first.pytest_testnodedown(SimpleNamespace(workeroutput=reported))
     first.pytest_sessionfinish(session)
 
     assert [report.subject for report in first._found] == [SUBJECT]
@@ -146,7 +146,7 @@ def of_session(**config: object) -> SimpleNamespace:
 
 
 def collected(reporter: Reporter, *, part: bool) -> pytest.TestReport:
-    """The report of a test of a run, or of a part of it, that passed and exercised nothing."""
+    """Return the report of a test that passed and exercised nothing, of a whole run or a part."""
     item = SimpleNamespace(user_properties=[], callspec=SimpleNamespace(params={"subject": SUBJECT}))
     reporter.pytest_itemcollected(item)
     if part:

@@ -1,4 +1,4 @@
-"""The kit from the command line: its table, its files, its usage errors, and backends that declare little."""
+"""The kit from the command line: its table, its files, its usage errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory):
     return folder, run(folder, "--attn-backend=minimal", f"--attn-report={folder / 'report'}")
 
 
-def test_a_backend_that_declares_little_is_green(whole) -> None:
+def test_a_backend_that_declares_little_passes(whole) -> None:
     _, done = whole
 
     assert done.returncode == 0, done.stdout
@@ -58,7 +58,7 @@ def test_a_backend_that_declares_little_is_green(whole) -> None:
     assert "bfloat16   auto       output" in done.stdout
 
 
-def test_the_evidence_says_what_is_known_of_this_device(whole) -> None:
+def test_the_evidence_is_about_this_device(whole) -> None:
     folder, _ = whole
     evidence = json.loads((folder / "report" / "evidence-minimal-plain.json").read_text("utf-8"))
 
@@ -91,7 +91,7 @@ def test_the_report_has_every_test(whole) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_backend_that_is_as_a_vendors_library_is_green(tmp_path: Path) -> None:
+def test_a_backend_like_a_vendors_library_passes(tmp_path: Path) -> None:
     manifest = HERE / "vendor" / "attnplug.toml"
     done = run(tmp_path, "--attn-backend=vendor", module="vendor.planned", manifest=manifest)
 
@@ -105,7 +105,7 @@ def test_a_backend_that_is_as_a_vendors_library_is_green(tmp_path: Path) -> None
     assert "float32" not in done.stdout
 
 
-def test_a_value_that_the_rules_always_refuse_is_red(tmp_path: Path) -> None:
+def test_a_value_that_the_rules_always_refuse_fails(tmp_path: Path) -> None:
     text = (HERE / "vendor" / "attnplug.toml").read_text("utf-8")
     rule = "[[rules]]\nwhen = { sinks = true }\nbecause = 'not yet'\n\n[variants.planned]"
     (tmp_path / "attnplug.toml").write_text(text.replace("[variants.planned]", rule), "utf-8")
@@ -127,7 +127,7 @@ HOSTED = HERE / "hosted" / "attnplug.toml"
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_backend_that_is_given_quantized_queries_is_green(tmp_path: Path) -> None:
+def test_a_backend_with_quantized_queries_passes(tmp_path: Path) -> None:
     done = run(tmp_path, "--attn-backend=hosted", module="hosted.quantized_queries", manifest=HOSTED)
 
     assert done.returncode == 0, done.stdout
@@ -137,8 +137,8 @@ def test_a_backend_that_is_given_quantized_queries_is_green(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("unmeasured")
 def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
-    asked = ("--attn-backend=hosted", "-k", "test_capability and (fp8 or head_scales)")
-    done = run(tmp_path, *asked, module="hosted.forgets_query_scale", manifest=HOSTED)
+    selected = ("--attn-backend=hosted", "-k", "test_capability and (fp8 or head_scales)")
+    done = run(tmp_path, *selected, module="hosted.forgets_query_scale", manifest=HOSTED)
 
     assert done.returncode == 1, done.stdout
     assert "kv_cache_dtype=fp8_e4m3 num_kv_heads=2 paged=True per_head_scales=True: output: " in done.stdout
@@ -146,7 +146,7 @@ def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_a_backend_without_pages_is_green(tmp_path: Path) -> None:
+def test_a_backend_without_pages_passes(tmp_path: Path) -> None:
     text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")
     text = text.replace('"paged", "batch_invariant", "seq_lens_cpu_kind"', '"batch_invariant"')
     text = text.replace("block_size = { multiple_of = 16 }", "")
@@ -167,7 +167,7 @@ class TestMinimal(Basic):
 """
 
 
-def test_an_expected_failure_that_passes_is_red(tmp_path: Path) -> None:
+def test_an_expected_failure_that_passes_fails(tmp_path: Path) -> None:
     (tmp_path / "test_known.py").write_text(KNOWN, "utf-8")
     done = run(tmp_path, "-k", "one_token or mixed", tests=(str(tmp_path / "test_known.py"),))
 
@@ -204,17 +204,17 @@ def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("tests", [("--pyargs", "attnplug_kit"), AS_A_FILE])
-def test_a_backend_that_is_not_there_is_one_usage_error(options, said, tests, tmp_path: Path) -> None:
+def test_a_backend_that_cannot_be_tested_is_one_usage_error(options, said, tests, tmp_path: Path) -> None:
     done = run(tmp_path, *options, tests=tests)
 
-    demand_usage_error(done, said)
+    require_usage_error(done, said)
 
 
-def demand_usage_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
-    """The run ends before any test, with one error of three sentences."""
-    told = done.stdout + done.stderr
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR, told
-    assert told.count("ERROR") == told.count("\n  expected: ") == told.count("\n  fix: ") == 1, told
-    assert "Traceback" not in told
-    assert "conformance.py:" not in told
-    assert [text for text in said if text not in told] == [], told
+def require_usage_error(done: subprocess.CompletedProcess[str], *said: str) -> None:
+    """Require that the run ends before any test, with one error of three parts."""
+    reported = done.stdout + done.stderr
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR, reported
+    assert reported.count("ERROR") == reported.count("\n  expected: ") == reported.count("\n  fix: ") == 1, reported
+    assert "Traceback" not in reported
+    assert "conformance.py:" not in reported
+    assert [text for text in said if text not in reported] == [], reported

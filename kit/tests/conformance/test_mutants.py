@@ -1,4 +1,4 @@
-"""The kit on backends that are wrong in one way each: the right test is red, and says what is wrong."""
+"""The kit on mutants, backends with one mistake each: the test for the mistake fails, with the right message."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.long
 
 HERE = Path(__file__).parent
 MANIFEST = Path(attnplug.torch_backend.__file__).with_name("attnplug.toml").read_text("utf-8")
-EMBEDDED = MANIFEST.partition("# No custom_mask")[0].replace('name = "torch", aliases = ["TORCH_SDPA"]', 'name = "{}"')
+BUILT_IN = MANIFEST.partition("# No custom_mask")[0].replace('name = "torch", aliases = ["TORCH_SDPA"]', 'name = "{}"')
 LEAST = (HERE / "minimal" / "attnplug.toml").read_text("utf-8").replace('name = "minimal"', 'name = "{}"')
 
-RED: dict[str, tuple[str, str]] = {
+MUTANTS: dict[str, tuple[str, str]] = {
     "ignores_sinks": ("test_feature_is_used[*sinks=True]", "sinks=True was requested*without it: ignored"),
     "ignores_window": ("test_feature_is_used[*sliding_window=7]", "sliding_window=7 was requested*without it: ignored"),
     "window_off_by_one": ("test_capability[*sliding_window=7]", "sliding_window=7: output: * elements differ"),
@@ -108,7 +108,7 @@ RED: dict[str, tuple[str, str]] = {
     "profiles_with_metadata": ("test_profiling_run[*]", "a profiling run, without metadata and cache, raised "),
 }
 # Of what the built-in backend does not declare: these are wrong in what the least backend does.
-RED_OF_LEAST: dict[str, tuple[str, str]] = {
+MUTANTS_OF_LEAST: dict[str, tuple[str, str]] = {
     "sums_by_place": (
         "test_batch_invariant[*-plain]",
         "request 1 (1 new tokens, 1100 before) has other bits in a small batch",
@@ -123,12 +123,12 @@ RED_OF_LEAST: dict[str, tuple[str, str]] = {
     ),
     "takes_longest_length": ("test_seq_lens_cpu_kind[*=absent]", "is out of bounds"),
 }
-RED_ON_GPU: dict[str, tuple[str, str]] = {
+MUTANTS_ON_GPU: dict[str, tuple[str, str]] = {
     "waits_for_device": ("test_build_never_synchronizes[*]", "build or forward waits for the device"),
 }
 
 # What a manifest may declare, and a backend that is wrong in it.
-WRONG_IN = {
+MUTANT_OF_FIELD = {
     "head_size": "wrong_at_odd_sizes",
     "num_q_heads": "wrong_gqa",
     "num_kv_heads": "loses_heads",
@@ -176,13 +176,13 @@ for name, test in mutants.items():
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
-    return run(tmp_path_factory.mktemp("mutants"), RED, "--attn-device=cpu")
+    return run(tmp_path_factory.mktemp("mutants"), MUTANTS, "--attn-device=cpu")
 
 
 @pytest.fixture(scope="module")
 def reports_of_least(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
     options = {"package": "wrong", "manifest": LEAST}
-    return run(tmp_path_factory.mktemp("wrong"), RED_OF_LEAST, "--attn-device=cpu", **options)
+    return run(tmp_path_factory.mktemp("wrong"), MUTANTS_OF_LEAST, "--attn-device=cpu", **options)
 
 
 def run(
@@ -190,9 +190,9 @@ def run(
     mutants: dict[str, tuple[str, str]],
     *options: str,
     package: str = "mutants",
-    manifest: str = EMBEDDED,
+    manifest: str = BUILT_IN,
 ) -> dict[str, list[dict[str, str]]]:
-    """Every mutant in one process, each under the test that has to find it."""
+    """Run every mutant in one process, each under the test that has to fail."""
     for name in mutants:
         (folder / f"{name}.toml").write_text(manifest.replace("{}", name, 1), "utf-8")
     tests = json.dumps({name: test.partition("[")[0] for name, (test, _) in mutants.items()})
@@ -206,44 +206,44 @@ def run(
     return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in mutants}
 
 
-@pytest.mark.parametrize("mutant", RED)
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_found(mutant: str, reports: dict[str, list[dict[str, str]]]) -> None:
-    demand_red(RED[mutant], reports[mutant])
+    require_failure(MUTANTS[mutant], reports[mutant])
 
 
-@pytest.mark.parametrize("mutant", RED_OF_LEAST)
+@pytest.mark.parametrize("mutant", MUTANTS_OF_LEAST)
 def test_a_mutant_of_the_least_backend_is_found(mutant: str, reports_of_least) -> None:
-    demand_red(RED_OF_LEAST[mutant], reports_of_least[mutant])
+    require_failure(MUTANTS_OF_LEAST[mutant], reports_of_least[mutant])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mutant", RED_ON_GPU)
+@pytest.mark.parametrize("mutant", MUTANTS_ON_GPU)
 def test_a_mutant_is_found_on_a_gpu(mutant: str, tmp_path: Path) -> None:
-    demand_red(RED_ON_GPU[mutant], run(tmp_path, {mutant: RED_ON_GPU[mutant]})[mutant])
+    require_failure(MUTANTS_ON_GPU[mutant], run(tmp_path, {mutant: MUTANTS_ON_GPU[mutant]})[mutant])
 
 
-def test_whatever_a_manifest_may_declare_somebody_is_wrong_in() -> None:
+def test_every_declarable_field_has_a_mutant() -> None:
     declarable = {item.name for item in fields_of("model", "engine")}
     mutants = {path.stem for path in HERE.glob("*/*.py")}
 
-    assert declarable - set(WRONG_IN) == set(_UNREACHABLE)  # the kit says of these that it cannot tell
-    assert set(WRONG_IN) <= declarable
-    assert set(WRONG_IN.values()) <= mutants
+    assert declarable - set(MUTANT_OF_FIELD) == set(_UNREACHABLE)  # the kit says of these that it cannot tell
+    assert set(MUTANT_OF_FIELD) <= declarable
+    assert set(MUTANT_OF_FIELD.values()) <= mutants
 
 
-def demand_red(wanted: tuple[str, str], tests: list[dict[str, str]]) -> None:
-    """The test that is named is red, and says what is wrong."""
+def require_failure(wanted: tuple[str, str], tests: list[dict[str, str]]) -> None:
+    """Require that the named test fails with the message."""
     test, message = wanted
-    red = {one["id"].rpartition("::")[2]: one["message"] for one in tests if one["outcome"] == "failed"}
+    failed = {one["id"].rpartition("::")[2]: one["message"] for one in tests if one["outcome"] == "failed"}
 
-    found = [text for name, text in red.items() if matches(test, name)]
+    found = [text for name, text in failed.items() if matches(test, name)]
 
-    assert found, f"{test} is green; red: {red}"
+    assert found, f"{test} passed; failed: {failed}"
     assert any(matches(f"*{message}*", text) for text in found), found
 
 
 def matches(pattern: str, text: str) -> bool:
-    """Whether the parts between the stars occur in a text, in order; brackets mean themselves."""
+    """Whether the parts between the stars occur in a text, in order; brackets are literal."""
     first, *parts = pattern.split("*")
     if not text.startswith(first):
         return False
@@ -257,5 +257,5 @@ def matches(pattern: str, text: str) -> bool:
 
 
 def test_there_is_a_test_for_each_mutant() -> None:
-    assert {path.stem for path in HERE.glob("mutants/*.py")} == set(RED) | set(RED_ON_GPU)
-    assert {path.stem for path in HERE.glob("wrong/*.py")} == set(RED_OF_LEAST)
+    assert {path.stem for path in HERE.glob("mutants/*.py")} == set(MUTANTS) | set(MUTANTS_ON_GPU)
+    assert {path.stem for path in HERE.glob("wrong/*.py")} == set(MUTANTS_OF_LEAST)

@@ -1,4 +1,4 @@
-"""The oracle against results that can be worked out by hand, so that it is not its own witness."""
+"""The oracle compared with results that can be computed by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_one_key_gives_its_value_and_its_score() -> None:
     assert result.lse.item() == pytest.approx(5.0)
 
 
-def test_uniform_scores_give_the_mean_of_what_is_seen() -> None:
+def test_uniform_scores_give_the_mean_of_the_visible_values() -> None:
     value = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
 
     result = attend(torch.zeros(4, 1, 2), torch.randn(4, 1, 2), value, scale=1.0)
@@ -31,7 +31,7 @@ def test_uniform_scores_give_the_mean_of_what_is_seen() -> None:
     assert result.lse.flatten().tolist() == pytest.approx([math.log(n) for n in (1, 2, 3, 4)])
 
 
-def test_queries_stand_at_the_end_of_the_sequence() -> None:
+def test_queries_are_the_last_tokens_of_the_sequence() -> None:
     value = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
 
     result = attend(torch.zeros(2, 1, 2), torch.zeros(4, 1, 2), value, scale=1.0)
@@ -40,7 +40,7 @@ def test_queries_stand_at_the_end_of_the_sequence() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "seen"),
+    ("features", "seen"),
     [
         ({}, [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2, 3}]),
         ({"causal": False}, [{0, 1, 2, 3}] * 4),
@@ -52,17 +52,17 @@ def test_queries_stand_at_the_end_of_the_sequence() -> None:
         ({"attention_chunk": 3}, [{0}, {0, 1}, {0, 1, 2}, {3}]),
     ],
 )
-def test_each_mask_shows_exactly_these_keys(asked: dict[str, object], seen: list[set[int]]) -> None:
+def test_each_mask_shows_exactly_these_keys(features: dict[str, object], seen: list[set[int]]) -> None:
     # With powers of two as values, the mean times the count names the set of keys.
     value = torch.tensor([1.0, 2.0, 4.0, 8.0]).view(4, 1, 1)
 
-    result = attend(torch.zeros(4, 1, 2), torch.zeros(4, 1, 2), value, scale=1.0, **asked)
+    result = attend(torch.zeros(4, 1, 2), torch.zeros(4, 1, 2), value, scale=1.0, **features)
 
     sums = [mean * len(keys) for mean, keys in zip(result.output.flatten().tolist(), seen, strict=True)]
     assert sums == pytest.approx([sum(2.0**key for key in keys) for keys in seen])
 
 
-def test_a_mask_hides_what_else_would_be_seen() -> None:
+def test_a_mask_hides_visible_keys() -> None:
     value = torch.tensor([1.0, 2.0, 4.0]).view(3, 1, 1)
     mask = torch.tensor([[True, True, True], [False, True, True], [False, False, False]])
 
@@ -102,7 +102,7 @@ def test_alibi_lowers_distant_scores(form: str, biases: list[float]) -> None:
     assert result.lse.item() == pytest.approx(math.log(sum(math.exp(0.5 * bias) for bias in biases)))
 
 
-def test_a_sink_takes_its_share_and_gives_no_value() -> None:
+def test_a_sink_has_a_weight_and_no_value() -> None:
     result = attend(
         torch.zeros(1, 1, 1), torch.zeros(3, 1, 1), torch.ones(3, 1, 1), scale=1.0, sinks=torch.tensor([math.log(2.0)])
     )
@@ -112,7 +112,7 @@ def test_a_sink_takes_its_share_and_gives_no_value() -> None:
     assert result.lse_with_sink.item() == pytest.approx(math.log(5))
 
 
-def test_rows_that_attend_nothing_are_zero() -> None:
+def test_rows_that_attend_to_nothing_are_zero() -> None:
     query, key, value = torch.randn(3, 1, 2), torch.randn(2, 1, 2), torch.randn(2, 1, 2)
 
     result = attend(query, key, value, scale=1.0)
@@ -124,7 +124,7 @@ def test_rows_that_attend_nothing_are_zero() -> None:
     assert with_sink.lse_with_sink[0].item() == 1.5
 
 
-def test_no_keys_at_all() -> None:
+def test_without_any_keys() -> None:
     result = attend(torch.randn(2, 2, 4), torch.empty(0, 1, 4), torch.empty(0, 1, 3), scale=1.0, causal=False)
 
     assert result.output.shape == (2, 2, 3)

@@ -39,13 +39,13 @@ def test_cases_are_batches_that_an_engine_could_make(case: Case) -> None:
 
 
 @given(cases(features=FEATURES))
-def test_the_pages_asked_for_are_those_of_the_case(case: Case) -> None:
+def test_the_requirements_have_the_pages_of_the_case(case: Case) -> None:
     assert case.requirements().block_size == (case.block_size if case.may_be_paged else None)
     if case.may_be_paged:
         assert case.requirements(block_size=64).block_size == 64
 
 
-def test_a_dense_call_asks_for_no_pages() -> None:
+def test_a_dense_call_requires_no_pages() -> None:
     assert Case(query_lens=(2,), context_lens=(0,)).requirements(paged=False).block_size is None
 
 
@@ -92,7 +92,7 @@ def test_a_scene_is_for_backends_of_its_case(fields: dict[str, Any], named: tupl
 
 
 @given(cases())
-def test_every_key_lies_in_its_own_slot_and_all_others_are_poisoned(case: Case) -> None:
+def test_every_key_is_in_its_slot_and_other_slots_are_poisoned(case: Case) -> None:
     scene = materialize(case)
     shape = (2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size)
     cache = torch.zeros(shape, dtype=scene.keys[0].dtype)
@@ -161,7 +161,7 @@ def test_the_same_seed_gives_the_same_case_and_tensors() -> None:
         assert torch.equal(a, b)
 
 
-def test_dense_calls_hold_all_keys_one_request_after_another() -> None:
+def test_dense_calls_have_all_keys_by_request() -> None:
     scene = materialize(Case(query_lens=(1, 3), context_lens=(4, -1), num_padding_tokens=2))
 
     dense = scene.dense()
@@ -188,7 +188,7 @@ def test_closeness_names_the_worst_element() -> None:
 
 
 @pytest.mark.parametrize("what", ["output", "lse"])
-def test_what_was_not_written_is_called_so(what: str) -> None:
+def test_unwritten_elements_are_reported_as_such(what: str) -> None:
     found = torch.zeros(2, 3)
     found[1, 1:] = CANARY
 
@@ -197,7 +197,7 @@ def test_what_was_not_written_is_called_so(what: str) -> None:
     assert_close(found, found.double(), dtype=torch.float32, what=what)
 
 
-def test_infinities_have_to_be_met() -> None:
+def test_infinities_have_to_be_equal() -> None:
     exact = torch.tensor([-torch.inf], dtype=torch.float64)
 
     assert_close(torch.tensor([-torch.inf]), exact, dtype=torch.float32, what="lse")

@@ -1,4 +1,4 @@
-"""The kit on a backend that serves block-sparse patterns alone, and on ones that get the pattern wrong."""
+"""The kit on a backend that serves block-sparse patterns only, and on mutants of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from attnplug.evidence.store import parse_evidence
 from attnplug_kit.oracle import attend, seen_by
 from attnplug_kit.oracle.attention import FULL_PATTERN, has_known_parameters
 from kit.tests.conformance.test_kit_runs import run
-from kit.tests.conformance.test_mutants import demand_red
+from kit.tests.conformance.test_mutants import require_failure
 
 HERE = Path(__file__).parent
 MANIFEST = HERE / "sparse" / "attnplug.toml"
-RED = {
+MUTANTS = {
     "ignores_pattern": ("test_feature_is_used[*", "was requested, and the output is that of a request without it"),
     "forgets_vertical": ("test_capability[*local_blocks*", "output: * elements differ"),
     "slides_no_head": ("test_capability[*local_blocks*", "output: * elements differ"),
@@ -27,12 +27,12 @@ RED = {
 
 def kit(folder: Path, module: str, *options: str):
     report = folder / "report"
-    asked = ("--attn-backend=sparse", f"--attn-report={report}", *options)
-    done = run(folder, *asked, module=f"sparse.{module}", manifest=MANIFEST)
+    selected = ("--attn-backend=sparse", f"--attn-report={report}", *options)
+    done = run(folder, *selected, module=f"sparse.{module}", manifest=MANIFEST)
     return done, json.loads((report / "report.json").read_text("utf-8"))[0]
 
 
-def test_a_backend_of_patterns_alone_is_green(tmp_path: Path) -> None:
+def test_a_backend_that_serves_patterns_only_passes(tmp_path: Path) -> None:
     done, report = kit(tmp_path, "patterned")
 
     assert done.returncode == 0, done.stdout
@@ -44,11 +44,11 @@ def test_a_backend_of_patterns_alone_is_green(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("unmeasured")
-@pytest.mark.parametrize("mutant", RED)
+@pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_pattern_is_found(mutant: str, tmp_path: Path) -> None:
-    _, report = kit(tmp_path, mutant, "-k", RED[mutant][0].partition("[")[0])
+    _, report = kit(tmp_path, mutant, "-k", MUTANTS[mutant][0].partition("[")[0])
 
-    demand_red(RED[mutant], report["tests"])
+    require_failure(MUTANTS[mutant], report["tests"])
 
 
 PATTERN = {"max_seqlen": 64, "block_size": 2, "local_blocks": 1, "vert_stride": 4}
@@ -73,7 +73,7 @@ def test_the_blocks_of_a_head(head: int, mode: dict[str, bool], blocks: list[int
     assert seen[0].nonzero().flatten().tolist() == [2 * block + token for block in blocks for token in (0, 1)]
 
 
-def test_a_row_that_attends_nothing_is_zero_and_minus_infinity() -> None:
+def test_a_row_that_attends_to_nothing_has_no_lse() -> None:
     rows = torch.ones(2, 1, 4)
     found = attend(rows, rows, rows, scale=1.0, block_sparse={**PATTERN, "local_blocks": 0})
 
@@ -81,7 +81,7 @@ def test_a_row_that_attends_nothing_is_zero_and_minus_infinity() -> None:
     assert (found.lse == -torch.inf).all()
 
 
-def test_the_pattern_that_leaves_nothing_out_is_dense_attention() -> None:
+def test_the_full_pattern_is_dense_attention() -> None:
     rows = torch.randn(50, 2, 4)
     sparse, dense = (attend(rows, rows, rows, scale=1.0, block_sparse=one) for one in (FULL_PATTERN, None))
 

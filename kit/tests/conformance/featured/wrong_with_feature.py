@@ -1,4 +1,4 @@
-"""A backend that is right until its open feature is asked for: the attention that comes with it is another one."""
+"""A backend that is correct until its open feature is requested: then its attention is another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes queries that the host has quantized as they are."""
+"""Ignores the scale of quantized queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that is right, and is given its queries in the dtype of the cache."""
+"""A correct backend whose host quantizes queries to the dtype of the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that is right, and declares next to nothing."""
+"""A correct backend that declares as little as possible."""
 
 from __future__ import annotations
 

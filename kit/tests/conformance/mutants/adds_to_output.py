@@ -1,4 +1,4 @@
-"""Adds to what the output holds."""
+"""Adds to the output instead of overwriting it."""
 
 from __future__ import annotations
 

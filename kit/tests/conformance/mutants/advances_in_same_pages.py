@@ -1,4 +1,4 @@
-"""Advances a step, and stays in the last block of each request."""
+"""Advances a step within the last block of each request."""
 
 from __future__ import annotations
 

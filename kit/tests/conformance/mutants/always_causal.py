@@ -1,4 +1,4 @@
-"""Masks what comes later, whatever was asked for."""
+"""Applies causality, whatever was requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clamps the host's block table in place."""
+"""Changes the host's block table in place."""
 
 from __future__ import annotations
 

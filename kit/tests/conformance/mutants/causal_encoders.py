@@ -1,4 +1,4 @@
-"""Masks the tokens of an encoder as a decoder's."""
+"""Applies causality to encoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes the keys that a layer without a cache of its own has not."""
+"""Writes K/V in a layer that shares the cache of another one."""
 
 from __future__ import annotations
 

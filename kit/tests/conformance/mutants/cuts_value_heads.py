@@ -1,4 +1,4 @@
-"""Takes a head of values for no wider than one of keys."""
+"""Assumes that value heads are no larger than key heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the first head's scale for that of every head."""
+"""Uses the scale of the first head for all heads."""
 
 from __future__ import annotations
 

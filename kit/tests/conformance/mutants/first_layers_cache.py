@@ -1,4 +1,4 @@
-"""Gathers pages once a step, from the cache of the first layer."""
+"""Gathers pages once per step, from the cache of the first layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attends the step's own keys where all come with the call."""
+"""Attends to the keys of this step only, where all keys come with the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attends all but the last tokens of an encoder."""
+"""Attends to all encoder tokens but the last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves the soft cap out."""
+"""Ignores the logit soft-capping."""
 
 from __future__ import annotations
 

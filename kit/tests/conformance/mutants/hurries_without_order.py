@@ -1,4 +1,4 @@
-"""Leaves the causal mask out of fast builds."""
+"""Ignores causality after a fast build."""
 
 from __future__ import annotations
 

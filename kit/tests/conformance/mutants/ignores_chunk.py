@@ -1,4 +1,4 @@
-"""Attends across the borders of chunks."""
+"""Attends to keys of other chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the keys of an 8-bit cache as they are."""
+"""Ignores the key scale of an FP8 cache."""
 
 from __future__ import annotations
 

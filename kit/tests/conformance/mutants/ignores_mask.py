@@ -1,4 +1,4 @@
-"""Drops the mask that came with the batch."""
+"""Ignores the custom mask of the batch."""
 
 from __future__ import annotations
 

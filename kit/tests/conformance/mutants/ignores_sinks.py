@@ -1,4 +1,4 @@
-"""Drops the sinks that it was given."""
+"""Ignores the sinks of the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes every ALiBi slope for 0."""
+"""Ignores the ALiBi slopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Returns the values of an 8-bit cache as they are."""
+"""Ignores the value scale of an FP8 cache."""
 
 from __future__ import annotations
 

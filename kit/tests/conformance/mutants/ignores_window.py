@@ -1,4 +1,4 @@
-"""Attends everything, whatever the window."""
+"""Ignores the sliding window."""
 
 from __future__ import annotations
 

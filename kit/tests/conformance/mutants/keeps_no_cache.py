@@ -1,4 +1,4 @@
-"""Attends the keys of the step, and leaves none of them to the next one."""
+"""Attends to the keys of the step without writing them into the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves the last part out where many keys are split."""
+"""Ignores the last split of many keys."""
 
 from __future__ import annotations
 

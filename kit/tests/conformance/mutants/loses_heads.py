@@ -1,4 +1,4 @@
-"""Computes four KV heads."""
+"""Computes four KV heads only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes as many requests as a warp has threads."""
+"""Computes only as many requests as a warp has threads."""
 
 from __future__ import annotations
 

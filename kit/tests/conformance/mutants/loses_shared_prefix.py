@@ -1,4 +1,4 @@
-"""Leaves the prefix out that all requests share."""
+"""Ignores the shared prefix."""
 
 from __future__ import annotations
 

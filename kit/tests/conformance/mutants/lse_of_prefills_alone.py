@@ -1,4 +1,4 @@
-"""Leaves the LSE of decodes unwritten."""
+"""Does not write the LSE of decodes."""
 
 from __future__ import annotations
 

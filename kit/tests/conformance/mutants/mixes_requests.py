@@ -1,4 +1,4 @@
-"""Multiplies what is masked by 0: NaN stays NaN."""
+"""Multiplies masked values by 0: NaN stays NaN."""
 
 from __future__ import annotations
 

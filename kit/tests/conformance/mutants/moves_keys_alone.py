@@ -1,4 +1,4 @@
-"""Copies the keys of blocks, and leaves their values."""
+"""Copies the keys of blocks without their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes the first prefill behind a decode alone."""
+"""Skips the first prefill of a batch without decodes."""
 
 from __future__ import annotations
 

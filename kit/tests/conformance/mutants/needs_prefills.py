@@ -1,4 +1,4 @@
-"""Computes the last decode beside a prefill alone."""
+"""Skips the last decode of a batch without prefills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attends the whole chunk where a prompt continues."""
+"""Attends to later tokens of a chunk, in chunked prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attends all tokens of a decode in each of them, where there are decodes alone."""
+"""Attends to all tokens of a decode in a batch of decodes alone, without causality."""
 
 from __future__ import annotations
 

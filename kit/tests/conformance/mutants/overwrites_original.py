@@ -1,4 +1,4 @@
-"""Updates the block table of the metadata that it was given."""
+"""Changes the block table of the original metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes rows of queries for ones that follow each other without a gap."""
+"""Assumes contiguous queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes a block table for one whose rows follow each other without a gap."""
+"""Assumes a contiguous block table."""
 
 from __future__ import annotations
 

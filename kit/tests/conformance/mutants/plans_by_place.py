@@ -1,4 +1,4 @@
-"""Takes a batch whose block table lies where another one's lay for the same batch."""
+"""Identifies a batch by the address of its block table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs each step on the plan of the step before."""
+"""Uses the plan of the step before."""
 
 from __future__ import annotations
 

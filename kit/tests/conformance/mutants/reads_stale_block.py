@@ -1,4 +1,4 @@
-"""Reads the last block of each request where it was in the step before."""
+"""Reads the last block of each request from the step before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes in bfloat16, whatever the dtype."""
+"""Computes in bfloat16, whatever the dtype is."""
 
 from __future__ import annotations
 

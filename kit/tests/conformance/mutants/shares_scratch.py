@@ -1,4 +1,4 @@
-"""Computes in memory that all threads share."""
+"""Computes in memory that threads share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts the sink in the LSE, and declares that it does not."""
+"""Includes the sink in the LSE, and declares that it does not."""
 
 from __future__ import annotations
 

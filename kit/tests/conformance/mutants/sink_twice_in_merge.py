@@ -1,4 +1,4 @@
-"""Counts the sink in both passes of a cascade."""
+"""Includes the sink in both passes of cascade attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes each distance of ALiBi as it is, without the root that was asked for."""
+"""Computes linear ALiBi where sqrt was requested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attends as many keys as one piece has, where they may not be cut into several."""
+"""Attends to the keys of the first split only, if the split-KV limit is 1."""
 
 from __future__ import annotations
 

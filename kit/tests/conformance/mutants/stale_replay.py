@@ -1,4 +1,4 @@
-"""Replays the plan of the capture."""
+"""Replays the plan of the capture instead of the step's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Returns the prefills' rows before those of the decodes."""
+"""Writes the rows of prefills before those of decodes."""
 
 from __future__ import annotations
 

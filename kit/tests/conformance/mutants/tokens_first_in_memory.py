@@ -1,4 +1,4 @@
-"""Lays a cache out as it always does, whatever layout was agreed on."""
+"""Uses one KV layout, whatever the agreement says."""
 
 from __future__ import annotations
 

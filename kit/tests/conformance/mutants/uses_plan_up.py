@@ -1,4 +1,4 @@
-"""Runs one layer on a plan, and no other."""
+"""Uses a plan for one layer only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the longest sequence from the device in each build."""
+"""Reads the longest sequence length from the device in each build."""
 
 from __future__ import annotations
 

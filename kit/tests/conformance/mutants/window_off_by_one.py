@@ -1,4 +1,4 @@
-"""Attends one token more than the window has."""
+"""Attends to one token more than the window has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds a write up to pairs of slots."""
+"""Writes pairs of slots."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes padded rows into the null block."""
+"""Writes padding rows into the null block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clears the rows behind the batch's last token."""
+"""Writes rows behind the batch's last token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads blocks in steps of 16 slots, and the rest of the last step too."""
+"""Reads blocks in steps of 16 slots, beyond the end of the last one."""
 
 from __future__ import annotations
 

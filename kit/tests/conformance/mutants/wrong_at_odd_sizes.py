@@ -1,4 +1,4 @@
-"""Reads head sizes in steps of 16, and the rest of the last step too."""
+"""Reads heads in steps of 16 elements, beyond the end of the last one."""
 
 from __future__ import annotations
 

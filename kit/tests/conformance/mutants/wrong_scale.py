@@ -1,4 +1,4 @@
-"""Scales by the head size, whatever the layer says."""
+"""Ignores the scale of the layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Has local blocks alone."""
+"""Attends to local blocks only."""
 
 from __future__ import annotations
 

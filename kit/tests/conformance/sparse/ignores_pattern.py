@@ -1,4 +1,4 @@
-"""Attends every key."""
+"""Attends to every key."""
 
 from __future__ import annotations
 

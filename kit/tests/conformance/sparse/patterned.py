@@ -1,4 +1,4 @@
-"""A backend that serves patterns and nothing else, and what may go wrong with one: a module for each mistake."""
+"""A backend that serves block-sparse patterns only. The modules beside it make one mistake each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gives all heads the pattern of the first."""
+"""Uses the pattern of the first head for all heads."""
 
 from __future__ import annotations
 

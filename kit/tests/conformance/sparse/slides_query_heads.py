@@ -1,4 +1,4 @@
-"""Slides from query head to query head where KV heads are meant."""
+"""Shifts the pattern per query head, where it is per KV head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a vendor's library is like to wrap: it plans on the host, and wants pages its own way; its LSE is of base 2."""
+"""A backend as for a vendor's library: plans on the CPU, page lists for block tables, an LSE to base 2."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PlannedImpl(AttentionImpl):
                 lse[rows] = lse2 * log(2)  # the contract's is natural
 
     def _rows_of(self, metadata):
-        """Of decodes the kernels know one query length, of prefills where each begins."""
+        """Decodes have one query length, prefills have start offsets."""
         decodes, starts = metadata.num_decodes, metadata.batch.query_start_loc.tolist()
         each = metadata.num_decode_tokens // max(decodes, 1)
         yield from (slice(request * each, (request + 1) * each) for request in range(decodes))
@@ -101,7 +101,7 @@ class PlannedBackend(Backend):
     builder_class = PlannedBuilder
 
     def cache_tensors(self, num_blocks):
-        """Keys and values of a block lie side by side, heads before tokens where that was agreed."""
+        """A block has keys and values side by side, heads before tokens if the agreement says so."""
         tokens_and_heads = (3, 2) if self.agreement.kv_layout == "HND" else (2, 3)
         (spec,) = super().cache_tensors(num_blocks).values()
         return {"kv": CacheTensor(spec.shape, spec.dtype, 1, (1, 0, *tokens_and_heads, 4))}

@@ -1,4 +1,4 @@
-"""Adds the keys of long sequences up in another order where many requests keep the device busy."""
+"""Splits the keys of long sequences depending on the number of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adds a request's keys up in an order that follows from its place in the batch."""
+"""Sums the keys of a request in an order that depends on its position in the batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the longest length for that of each request where the host knows none."""
+"""Uses the longest length for each request where there are no CPU sequence lengths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes the lengths that the host knows for exact."""
+"""Assumes that CPU sequence lengths are exact."""
 
 from __future__ import annotations
 
