@@ -136,27 +136,27 @@ def _ended(command: list[str], log: Path, limit: float) -> int | str:
 
 
 def _bench(backend: str, out: Path, seconds: float, repeats: int) -> int:
-    choice = Target(backend, "cuda", 1)
-    if not is_here(choice):
+    target = Target(backend, "cuda", 1)
+    if not is_here(target):
         return NOT_HERE
     file = out / f"forward-{backend.replace('/', '-')}"
-    found = measure_all(_steps(choice, repeats), f"python benchmarks/on_gpu.py --bench {backend}", file, seconds)
+    found = measure_all(_steps(target, repeats), f"python benchmarks/on_gpu.py --bench {backend}", file, seconds)
     return 1 if found.failures else 0
 
 
-def _steps(choice: Target, repeats: int) -> Iterator[tuple[str, Callable[[], SectionResult]]]:
+def _steps(target: Target, repeats: int) -> Iterator[tuple[str, Callable[[], SectionResult]]]:
     """Yield the measurements, the most important first."""
     host, device = host_clock("cuda"), work_clock("cuda")
     for step in forwarding.LARGE["cuda"]:
-        yield f"device, {step.what}", lambda s=step: forwarding.measure_step(s, choice, device, repeats, is_small=False)
+        yield f"device, {step.what}", lambda s=step: forwarding.measure_step(s, target, device, repeats, is_small=False)
     for step in forwarding.SMALL:
-        yield f"host, {step.what}", lambda s=step: forwarding.measured(s, choice, host, repeats, is_small=True)
-    for step in building.IN_SLOT:
-        yield f"graph, {step.what}", lambda s=step: building.measured_in_graph(s, choice, host, repeats)
+        yield f"host, {step.what}", lambda s=step: forwarding.measure_step(s, target, host, repeats, is_small=True)
+    for step in building.GRAPH_STEPS:
+        yield f"graph, {step.what}", lambda s=step: building.measure_graph_build(s, target, host, repeats)
     for step in building.STEPS:
-        yield f"build, {step.what}", lambda s=step: building.measure_step(s, choice, host, repeats)
+        yield f"build, {step.what}", lambda s=step: building.measure_step(s, target, host, repeats)
     for step in forwarding.REPLAY_STEPS:
-        yield f"replay, {step.what}", lambda s=step: forwarding.measure_replay(s, choice, repeats)
+        yield f"replay, {step.what}", lambda s=step: forwarding.measure_replay(s, target, repeats)
 
 
 def _options() -> argparse.Namespace:

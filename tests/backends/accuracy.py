@@ -89,21 +89,21 @@ class Reference:
 
     @classmethod
     def of(
-        cls, model: Any, asked: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], *, attention: str = "eager"
+        cls, model: Any, requests: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]], *, attention: str = "eager"
     ) -> Reference:
         """
         Run a model after each of the tokens.
 
         Args:
             model: The model, with its own attention.
-            asked: The prompts.
+            requests: The prompts, as token ids.
             tokens: The new tokens of each.
             attention: The attention of transformers whose rounding is measured.
         """
         exact = deepcopy(model).float()
         exact.set_attn_implementation("eager")
         model.set_attn_implementation(attention)
-        return cls(list(_forced(exact, asked, tokens)), list(_forced(model, asked, tokens)))
+        return cls(list(_forced(exact, requests, tokens)), list(_forced(model, requests, tokens)))
 
     @property
     def noise(self) -> float:
@@ -164,8 +164,8 @@ class Accuracy:
 
 
 @torch.inference_mode()
-def _forced(model: Any, asked: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-    for prompt, new in zip(asked, tokens, strict=True):
+def _forced(model: Any, requests: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> Iterator[Tensor]:
+    for prompt, new in zip(requests, tokens, strict=True):
         ids = torch.tensor([[*prompt, *new[:-1]]], device=model.device)
         yield model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
 
@@ -191,13 +191,13 @@ def free_models() -> None:
 
 def generate(recorder: LogitRecorder, name: str, backend: str, *, graphs: bool) -> Accuracy:
     """Return the accuracy of a model generated through ``backend/variant`` alone."""
-    model, asked = built(name), prompts(LENGTHS)
+    model, requests = built(name), prompts(LENGTHS)
     with Engine(model, backend=backend, graphs=graphs, **LIMITS) as serving:
-        tokens = serving.generate(asked, max_new_tokens=NEW, stop_tokens=())
+        tokens = serving.generate(requests, max_new_tokens=NEW, stop_tokens=())
         assert {selection.id for selection in serving.selections.values()} == {backend}
         assert (serving.why_eager is None) is graphs
         assert bool(serving.stats.replayed_steps) is graphs
-    return Accuracy.of(Reference.of(model, asked, tokens, attention=NATIVE[name]), recorder.take(), tokens)
+    return Accuracy.of(Reference.of(model, requests, tokens, attention=NATIVE[name]), recorder.take(), tokens)
 
 
 def check_accuracy(accuracy: Accuracy, record_property: Callable[[str, object], None]) -> None:

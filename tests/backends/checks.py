@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     Load = Callable[..., Backend]
 
 
-def check_graph_sizes(load: Load, variant: str, *, decode_query_len: int = 1, **asked: Any) -> None:
+def check_graph_sizes(load: Load, variant: str, *, decode_query_len: int = 1, **requirements: Any) -> None:
     """Replay graphs of several sizes in any order, and compare each with an eager step."""
-    harness = GraphHarness(load, variant, decode_query_len=decode_query_len, **asked)
+    harness = GraphHarness(load, variant, decode_query_len=decode_query_len, **requirements)
     with harness.state.graph_capture(8):
         captured = [
             CapturedForward(harness, GraphShape(size, size * decode_query_len, decode_query_len, 128))
@@ -50,15 +50,17 @@ def check_graph_sizes(load: Load, variant: str, *, decode_query_len: int = 1, **
             torch.testing.assert_close(replayed[:tokens], expected, atol=2e-2, rtol=2e-2)
 
 
-def check_build_does_not_synchronize(load: Load, variant: str, *, decode_query_len: int = 1, **asked: Any) -> None:
+def check_build_does_not_synchronize(
+    load: Load, variant: str, *, decode_query_len: int = 1, **requirements: Any
+) -> None:
     """
     Build mixed and decode steps while the device is busy, without a synchronization.
 
     Decode steps are built into graph buffers as well, unless ``cudagraph="never"`` is requested.
     """
-    harness = GraphHarness(load, variant, decode_query_len=decode_query_len, **asked)
+    harness = GraphHarness(load, variant, decode_query_len=decode_query_len, **requirements)
     mixed, decodes = harness.batch([1, 1, 20], [9, 100, 33]), harness.batch([decode_query_len] * 2, [100, 33])
-    graph = None if asked.get("cudagraph") == "never" else _built_graph(harness, decode_query_len)
+    graph = None if requirements.get("cudagraph") == "never" else _built_graph(harness, decode_query_len)
     kept = [harness.builder.build(uncached(mixed)) for _ in range(3)]  # compiles, and allocates buffers
     kept.append(harness.builder.build(uncached(decodes)))
     torch.cuda._sleep(BUSY_CYCLES)
@@ -81,9 +83,9 @@ def _built_graph(harness: GraphHarness, query_len: int) -> GraphBuffers:
     return graph
 
 
-def check_forward_does_not_synchronize(load: Load, variant: str, **asked: Any) -> None:
+def check_forward_does_not_synchronize(load: Load, variant: str, **requirements: Any) -> None:
     """Run mixed and decode steps while the device is busy, without a synchronization."""
-    harness = GraphHarness(load, variant, **{"cudagraph": "never", **asked})
+    harness = GraphHarness(load, variant, **{"cudagraph": "never", **requirements})
     heads = (harness.impls[0].num_q_heads, *(harness.impls[0].num_kv_heads,) * 2)
     batches = [harness.batch([1, 1, 20], [9, 100, 33]), harness.batch([1, 1], [100, 33])]
     rows = [[harness.rows(batch.num_actual_tokens, number) for number in heads] for batch in batches]
@@ -95,9 +97,9 @@ def check_forward_does_not_synchronize(load: Load, variant: str, **asked: Any) -
         torch.testing.assert_close(*outputs)
 
 
-def check_cascade_does_not_synchronize(load: Load, variant: str, **asked: Any) -> None:
+def check_cascade_does_not_synchronize(load: Load, variant: str, **requirements: Any) -> None:
     """Build a step with a shared prefix without a synchronization."""
-    harness = Harness(load, variant=variant, cascade=True, head_size=128, **asked)
+    harness = Harness(load, variant=variant, cascade=True, head_size=128, **requirements)
     batch = harness.batch([1, 1, 20], [40, 36, 60])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
     batch = uncached(batch, common_prefix_len=32, block_table_cpu=None)
@@ -107,14 +109,14 @@ def check_cascade_does_not_synchronize(load: Load, variant: str, **asked: Any) -
     assert kept
 
 
-def check_queued_steps(load: Load, variant: str, decodes: Case, **asked: Any) -> None:
+def check_queued_steps(load: Load, variant: str, decodes: Case, **requirements: Any) -> None:
     """Queue builds and forwards behind long kernels: no build overwrites the buffers of an earlier one."""
     cases = [
         evolve(decodes, query_lens=(1,) * count + (11,), context_lens=(*range(7, 7 + 9 * count, 9), 5), seed=count)
         for count in range(1, 7)
     ]
     scenes = [materialize(case) for case in cases]
-    backend = load(cases[0].requirements(return_lse=True, **asked), variant)
+    backend = load(cases[0].requirements(return_lse=True, **requirements), variant)
     runner = SceneRunner(backend, scenes[0])
     calls = [runner.call(evolve(scene, scale=scenes[0].scale)) for scene in scenes]
     runner.forward(runner.call(scenes[0]), runner.builder.build(runner.call(scenes[0]).batch))  # compiles
@@ -126,9 +128,9 @@ def check_queued_steps(load: Load, variant: str, decodes: Case, **asked: Any) ->
         runner.compare(call, scene, f"{len(scene.case.query_lens)} requests")
 
 
-def check_queued_replays(load: Load, variant: str, **asked: Any) -> None:
+def check_queued_replays(load: Load, variant: str, **requirements: Any) -> None:
     """Queue builds and replays of one graph behind long kernels: each replay reads the buffers of its own build."""
-    harness = GraphHarness(load, variant, **asked)
+    harness = GraphHarness(load, variant, **requirements)
     with harness.state.graph_capture(4):
         captured = CapturedForward(harness, GraphShape(4, 4, 1, 128))
     captured.rows[0].normal_()
@@ -152,9 +154,9 @@ def check_queued_replays(load: Load, variant: str, **asked: Any) -> None:
     assert all(torch.equal(*pair) for pair in zip(alone, queued, strict=True))
 
 
-def check_advanced_replays(load: Load, variant: str, **asked: Any) -> None:
+def check_advanced_replays(load: Load, variant: str, **requirements: Any) -> None:
     """Advance a graph and an eager step by 40 tokens, into new blocks, and compare their outputs."""
-    harness = GraphHarness(load, variant, **asked)
+    harness = GraphHarness(load, variant, **requirements)
     with harness.state.graph_capture(2):
         captured = CapturedForward(harness, GraphShape(2, 2, 1, 128))
     table = torch.arange(1, 17, dtype=torch.int32).view(2, 8)
@@ -173,9 +175,9 @@ def check_advanced_replays(load: Load, variant: str, **asked: Any) -> None:
     assert replayed.batch.seq_lens.tolist() == eager.batch.seq_lens.tolist() == [70, 55]
 
 
-def check_after_inference_mode(load: Load, variant: str, **asked: Any) -> None:
+def check_after_inference_mode(load: Load, variant: str, **requirements: Any) -> None:
     """Build and run in inference mode, and then outside it."""
-    harness = Harness(load, variant=variant, head_size=128, **asked)
+    harness = Harness(load, variant=variant, head_size=128, **requirements)
     with torch.inference_mode():
         outputs = [harness.forward(harness.builder.build(harness.batch([1, 20], [9, 33]))).clone()]
     outputs.append(harness.forward(harness.builder.build(harness.batch([1, 20], [9, 33]))))
@@ -243,9 +245,9 @@ def check_dense_calls(load: Load, variant: str, layer: Case) -> None:
         check(load(case.requirements(paged=False, return_lse=True), variant), materialize(case))
 
 
-def check_profiling_run(load: Load, variant: str, *, computes: bool, **asked: Any) -> None:
+def check_profiling_run(load: Load, variant: str, *, computes: bool, **requirements: Any) -> None:
     """Run without metadata and KV cache. Whether the output is computed depends on the plugin."""
-    harness = Harness(load, variant=variant, head_size=128, **asked)
+    harness = Harness(load, variant=variant, head_size=128, **requirements)
     rows = [torch.randn(50, heads, 128, device=harness.backend.device).bfloat16() for heads in (4, 2, 2)]
     output = rows[0].new_zeros(50, 512)
     harness.impls[0].forward(*rows, None, None, output)
@@ -253,9 +255,9 @@ def check_profiling_run(load: Load, variant: str, *, computes: bool, **asked: An
     assert bool(output.any()) is computes
 
 
-def check_strided_output(load: Load, variant: str, **asked: Any) -> None:
+def check_strided_output(load: Load, variant: str, **requirements: Any) -> None:
     """Pass output and LSE as columns of wider tensors: only these columns are written."""
-    harness = Harness(load, variant=variant, head_size=128, return_lse=True, **asked)
+    harness = Harness(load, variant=variant, head_size=128, return_lse=True, **requirements)
     metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
     rows = [torch.randn(6, heads, 128, device=harness.backend.device).bfloat16() for heads in (4, 2, 2)]
     wide, sums = rows[0].new_zeros(6, 1024), rows[0].new_zeros(6, 8, dtype=torch.float32)

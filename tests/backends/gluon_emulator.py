@@ -3,9 +3,9 @@ An emulator of Gluon, Triton's language of warps and shared memory: it runs kern
 
 Each partition of a program is a thread, and one thread runs at a time. A random choice picks the next at each barrier,
 each wait for an MMA and each arrival. Asynchronous work finishes as late as possible. A copy lands when no thread could
-continue without it, or when the random choice says so, and its buffer is NaN until then. An MMA reads its operands, and
-a store writes, only when it is waited for. A kernel that reads a buffer too early, or releases it too early, computes
-NaN or wrong values.
+continue without it, or at random, and its buffer is NaN until then. An MMA reads its operands, and a store writes,
+only when it is waited for. A kernel that reads a buffer too early, or releases it too early, computes NaN or wrong
+values.
 
 Errors that a GPU would not report raise `MisuseError`: unexpected arrivals and copies, deadlocks, values used before
 they were waited for, shared-memory writes without a fence, and more shared memory than a program may have.

@@ -33,7 +33,7 @@ class Harness:
         load: Loads a backend for requirements.
         layers: The layers; by default one plain layer.
         variant: The variant; None is the default of `load`.
-        asked: Requirements beyond those of MODEL.
+        requirements: Requirements beyond those of MODEL.
 
     Attributes:
         limits: The limits of the state.
@@ -46,9 +46,9 @@ class Harness:
         load: Callable[..., Backend],
         layers: Sequence[Layer] = (Layer(name="layers.0"),),
         variant: str | None = None,
-        **asked: Any,
+        **requirements: Any,
     ) -> None:
-        self.backend = load(Requirements(**{**MODEL, **asked}), *([variant] if variant else []))
+        self.backend = load(Requirements(**{**MODEL, **requirements}), *([variant] if variant else []))
         self.impls = [self.backend.make_impl(layer) for layer in layers]
         self.state = self.backend.make_state(self.limits)
         self.builder = self.backend.make_builder(self.impls, self.state)
@@ -75,13 +75,13 @@ class Harness:
         self, metadata: Metadata, impl: AttentionImpl | None = None, *, lse: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Run one layer on random rows and a fresh cache, and return its output."""
-        layer, asked = impl or self.impls[0], self.backend.agreement.requirements
+        layer, requirements = impl or self.impls[0], self.backend.agreement.requirements
         tokens, generator = metadata.batch.num_actual_tokens, torch.Generator().manual_seed(3)
         query, key, value = (
-            torch.randn(tokens, heads, asked.head_size, generator=generator).bfloat16().to(self.backend.device)
-            for heads in (asked.num_q_heads, asked.num_kv_heads, asked.num_kv_heads)
+            torch.randn(tokens, heads, requirements.head_size, generator=generator).bfloat16().to(self.backend.device)
+            for heads in (requirements.num_q_heads, requirements.num_kv_heads, requirements.num_kv_heads)
         )
-        cache = self.backend.make_cache(BLOCKS) if asked.paged else None
+        cache = self.backend.make_cache(BLOCKS) if requirements.paged else None
         output = query.new_empty(tokens, layer.output_width)
         layer.forward(query, key, value, cache, metadata, output, lse=lse)
         return output
@@ -98,12 +98,12 @@ class Harness:
 class GraphHarness(Harness):
     """Two layers with different scales, each with a cache that is kept between steps."""
 
-    def __init__(self, load: Callable[..., Any], variant: str, **asked: Any) -> None:
+    def __init__(self, load: Callable[..., Any], variant: str, **requirements: Any) -> None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        sinks = torch.linspace(-1, 1, 8, device=device) if asked.get("sinks") else None
+        sinks = torch.linspace(-1, 1, 8, device=device) if requirements.get("sinks") else None
         layers = [Layer(name=f"layers.{i}", scale=0.05 * (i + 1), sinks=sinks) for i in range(2)]
-        asked = {"head_size": 128, "num_q_heads": 8, "cudagraph": "uniform_batch", **asked}
-        super().__init__(load, layers, variant, **asked)
+        requirements = {"head_size": 128, "num_q_heads": 8, "cudagraph": "uniform_batch", **requirements}
+        super().__init__(load, layers, variant, **requirements)
         self.caches = [self.backend.make_cache(64) for _ in layers]
         for cache in self.caches:
             cache.copy_(torch.randn(cache.shape, device=device))
@@ -141,8 +141,8 @@ class CapturedForward:
     replay: Callable[[], object]
 
     def __init__(self, harness: GraphHarness, shape: GraphShape) -> None:
-        asked = harness.backend.agreement.requirements
-        heads = (asked.num_q_heads, asked.num_kv_heads, asked.num_kv_heads)
+        requirements = harness.backend.agreement.requirements
+        heads = (requirements.num_q_heads, requirements.num_kv_heads, requirements.num_kv_heads)
         self.rows = tuple(harness.rows(shape.num_tokens, number).zero_() for number in heads)
         self.graph = harness.state.graph(shape)
         metadata = harness.builder.build(self.graph.dummy_batch(harness.builder), graph=self.graph)

@@ -27,10 +27,10 @@ def measure(monkeypatch):
     recorder = LogitRecorder.attach(monkeypatch)
 
     def measure(name: str, new: int = NEW) -> Accuracy:
-        model, asked = build(name, device="cpu", small=True), prompts(LENGTHS)
+        model, requests = build(name, device="cpu", small=True), prompts(LENGTHS)
         with Engine(model, backend="torch/sdpa", max_num_tokens=64, max_num_reqs=4, max_seq_len=128) as engine:
-            tokens = engine.generate(asked, max_new_tokens=new, stop_tokens=())
-        return Accuracy.of(Reference.of(model, asked, tokens), recorder.take(), tokens)
+            tokens = engine.generate(requests, max_new_tokens=new, stop_tokens=())
+        return Accuracy.of(Reference.of(model, requests, tokens), recorder.take(), tokens)
 
     return measure
 
