@@ -93,7 +93,7 @@ host.register()
 """
     )
 
-    assert "attnplug.errors.AttnplugError: the host 'transformers' was asked for" in done.stderr
+    assert "attnplug.errors.AttnplugError: the host 'transformers' was requested" in done.stderr
     assert "pip install 'attnplug[transformers]'" in done.stderr
 
 
