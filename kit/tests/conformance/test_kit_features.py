@@ -323,7 +323,9 @@ def test_a_variant_that_needs_a_feature_is_reported_as_left_out(tmp_path: Path) 
     assert done.returncode == 0, done.stdout
     assert [test["id"].rpartition("::")[2] for test in report["tests"]] == ["test_one_token[featured/free]"]
     options = "--attn-backend=featured/bound --attn-feature=featured.optional"
-    assert done.stdout.count(f"others compute the same without it; {options} tests it") == 2, done.stdout  # of the skipped test, and at the end
+    assert done.stdout.count(f"others compute the same without it; {options} tests it") == 2, (
+        done.stdout
+    )  # of the skipped test, and at the end
 
 
 OWN = """

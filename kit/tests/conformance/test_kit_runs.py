@@ -119,7 +119,7 @@ def test_a_value_that_the_rules_always_refuse_fails(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 1, done.stdout
-    assert "declared, and refused in every request: sinks=True (sinks=True refused: not yet)" in done.stdout
+    assert "declared, and refused in every request: sinks=True (does not support sinks=True: not yet)" in done.stdout
     assert "not exercised: sinks=True" in done.stdout
 
 

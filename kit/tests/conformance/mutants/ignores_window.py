@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
-from attnplug.torch_backend.impl import TorchImpl
+from attnplug.torch_backend.builder import TorchBuilder
 
 
-class MutantImpl(TorchImpl):
-    def __init__(self, layer, backend):
-        super().__init__(layer, backend)
-        self.window = (-1, -1)
+class MutantBuilder(TorchBuilder):
+    def _plan(self, key, shape, batch, graph):
+        return super()._plan(key, evolve(shape, window=(-1, -1)), batch, graph)
 
 
 class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
+    builder_class = MutantBuilder
 
 
 @hookimpl

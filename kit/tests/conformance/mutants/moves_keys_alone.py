@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from attnplug.contract import hookimpl
-from attnplug.ops.write import key_and_value_pages
+from attnplug.ops import key_and_value_pages
 from attnplug.torch_backend.backend import TorchBackend
 
 
 class MutantBackend(TorchBackend):
-    def _move(self, src, dst, pairs):
+    def swap_blocks(self, src, dst, src_to_dst):
         values = key_and_value_pages(dst)[1]
         held = values.clone()
-        super()._move(src, dst, pairs)
+        super().swap_blocks(src, dst, src_to_dst)
         values.copy_(held)
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from attrs import evolve
+
 from attnplug.contract import hookimpl
 from attnplug.torch_backend.backend import TorchBackend
-from attnplug.torch_backend.impl import TorchImpl
+from attnplug.torch_backend.builder import TorchBuilder
 
 
-class MutantImpl(TorchImpl):
-    def __init__(self, layer, backend):
-        super().__init__(layer, backend)
-        left, right = self.window
-        self.window = (left + 1 if left >= 0 else left, right)
+class MutantBuilder(TorchBuilder):
+    def _plan(self, key, shape, batch, graph):
+        left, right = shape.window
+        return super()._plan(key, evolve(shape, window=(left + 1 if left >= 0 else left, right)), batch, graph)
 
 
 class MutantBackend(TorchBackend):
-    impl_class = MutantImpl
+    builder_class = MutantBuilder
 
 
 @hookimpl
