@@ -1,4 +1,4 @@
-"""Measures step by step within a given time, and writes what was found after each: what ends early keeps the rest."""
+"""Measures step by step within a time limit, and writes the results after each step."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
     Steps = Iterable[tuple[str, Callable[[], SectionResult]]]
 
 NOT_HERE = 3
-"""Exit status of what has nothing to measure, since a library or a GPU for it is not here."""
+"""The exit status of a script without the library or the GPU that it measures."""
 
-_PLAIN = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
+_COMMON_LAYER = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
 
 
-def is_here(choice: Target) -> bool:
-    """Tell whether a backend serves a common layer here; otherwise say why not."""
+def is_here(target: Target) -> bool:
+    """Return whether a backend supports a common layer here; print why it does not."""
     try:
-        choice.load(attnplug.Requirements(**_PLAIN))
+        target.load(attnplug.Requirements(**_COMMON_LAYER))
     except NoBackendError as error:
         verdicts = error.explanation.verdicts if error.explanation is not None else ()
-        reasons = [str(reason) for one in verdicts if one.id == choice.backend for reason in one.reasons]
+        reasons = [str(reason) for one in verdicts if one.id == target.backend for reason in one.reasons]
         print(f"not here: {'; '.join(reasons) or error}", flush=True)
     except (DeviceError, PluginLoadError) as error:
-        print(f"not here: {error.allowed}", flush=True)
+        print(f"not here: {error.problem}", flush=True)
     else:
         return True
     return False
@@ -46,10 +46,10 @@ def measure_all(steps: Steps, command: str, file: Path, seconds: float) -> Resul
     Measure, and write after each step.
 
     Args:
-        steps: What is measured, in words, and the measurement; the most wanted first.
+        steps: Descriptions and measurements, the most important first.
         command: The command that the result names.
-        file: The result without its suffix.
-        seconds: After so many, no further step begins; those that are left are failures.
+        file: The file of the result, without its suffix.
+        seconds: The time after which no step begins; the remaining steps are failures.
     """
     end, found = time.monotonic() + seconds, Result(command=command, machine=machine())
     for what, measure in steps:
@@ -64,10 +64,10 @@ def _no_time() -> SectionResult:
 
 
 def _with(result: Result, what: str, measure: Callable[[], SectionResult]) -> Result:
-    """Return a result with what one step gives."""
+    """Return a result with the measurements of one more step."""
     try:
         found = measure()
-    except Exception as error:  # noqa: BLE001 - the next step may do better
+    except Exception as error:  # noqa: BLE001 - the next step may succeed
         failure = f"{what}: {type(error).__name__}: {error}"
         print(f"FAILED {failure}", flush=True)
         return evolve(result, failures=(*result.failures, failure))

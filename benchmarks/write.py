@@ -3,10 +3,10 @@ Compares writes of K and V of one layer into its KV cache.
 
     python benchmarks/write.py [--device cuda] [--dtype bfloat16] [--cache bfloat16] [--layout NHD] [--json]
 
-`write_kv` is the launch that backends use, `write_pages` two calls for K and V, `index_copy` two calls of torch, on rows
-that already have the dtype of the cache and no padding. `host` is the host time of a call, `device` the time of a call
-in a captured graph, both in microseconds: medians of alternating rounds. On the CPU there is `host` only. `pages_of` is
-timed too, by number of requests.
+`write_kv` is the launch that backends use, `write_pages` two calls for K and V, `index_copy` two calls of torch, with
+rows that already have the dtype of the cache and no padding. `host` is the host time of a call, `device` the time of a
+call in a captured graph, both in microseconds: medians of alternating rounds. On the CPU there is `host` only.
+`pages_of` is timed too, by number of requests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def writers(tokens: int, options: argparse.Namespace) -> dict[str, Callable[[], 
     """Return the calls that write so many tokens into shuffled slots."""
     dtype, narrow = getattr(torch, options.dtype), getattr(torch, options.cache)
     heads, size = options.heads, options.head_size
-    fused = torch.randn(tokens, 6 * heads, size, device=options.device).to(dtype)  # as in the output of a fused projection
+    fused = torch.randn(tokens, 6 * heads, size, device=options.device).to(
+        dtype
+    )  # as in the output of a fused projection
     key, value = fused[:, 4 * heads : 5 * heads], fused[:, 5 * heads :]
     blocks = 2 * tokens // BLOCK + 2
     shape = (blocks, 2, BLOCK, heads, size) if options.layout == "NHD" else (blocks, 2, heads, BLOCK, size)
