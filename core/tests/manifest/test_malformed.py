@@ -10,7 +10,7 @@ import pytest
 
 from attnplug.errors import ManifestError
 from attnplug.manifest.reader import Reader, parse_manifest
-from attnplug.request.toml import parse_toml
+from attnplug.request.settings import parse_toml
 
 TEXT = """\
 api = "1.0"

@@ -20,7 +20,7 @@ from attnplug.negotiation.evaluation import evaluate
 from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.matching import Request
 from attnplug.negotiation.ranking import Policy, rank
-from attnplug.request.toml import parse_toml
+from attnplug.request.settings import parse_toml
 from attnplug_kit.check.examine import examine
 from plugins.flash_attn.tests.real import FLASH_ATTN
 

@@ -13,7 +13,7 @@ from attnplug import Device, Requirements
 from attnplug.errors import SettingsError
 from attnplug.manifest.installed import requirement_name
 from attnplug.manifest.reader import read_manifest
-from attnplug.request.toml import parse_toml
+from attnplug.request.settings import parse_toml
 from attnplug_kit.check.examine import examine
 from plugins.flashinfer.tests.real import FLASHINFER
 

@@ -100,6 +100,7 @@ def list_candidates(
         ManifestError: Under the strict setting, a plugin that may be used has a problem.
         DuplicateBackendError: Likewise, two of them have one name.
     """
+    # Plugins of one name are looked at together: only one of them may be used.
     groups = {
         name: tuple(group) for name, group in groupby(sorted(plugins, key=_place), key=lambda plugin: plugin.name)
     }
@@ -113,6 +114,7 @@ def list_candidates(
         for c in _of_name(group, usable[name], settings, version_of, assume_installed=assume_installed)
     ]
     found += [_absent(plugin, settings) for plugin in known if plugin.name not in groups]
+    # An alias that several backends claim, or that is the name of another, selects none of them.
     candidates = (
         attrs.evolve(c, aliases=tuple(a for a in c.aliases if a not in aliases and a not in groups)) if c.aliases else c
         for c in found
@@ -198,6 +200,7 @@ def _unread(plugin: Plugin, settings: Settings) -> Candidate:
     """Return the one candidate of a plugin whose variants cannot be used."""
     denial = deny(settings, identity(plugin))
     reasons = ((denial.reason,) if denial else ()) + ((plugin.problem,) if plugin.problem else ())
+    # A blocked plugin is refused, whatever is wrong with it: the user has excluded it already.
     refused = denial is not None or (plugin.problem is not None and plugin.problem.code == "api")
     return Candidate(
         id=plugin.name,

@@ -24,7 +24,7 @@ from attnplug.manifest.schema import MANIFEST, Manifest, is_module
 from attnplug.manifest.supports import parse_conditions
 from attnplug.negotiation.ranking import DefaultOrder
 from attnplug.negotiation.verdict import Fix, Reason
-from attnplug.request.toml import parse_toml
+from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -83,6 +83,7 @@ class Plugin:
 
 def read_plugin(entry: Entry) -> Plugin:
     """Read the manifest of an entry. What is wrong with it becomes the plugin's problem."""
+    # Both, so that no other distribution passes for core by its name or by its module's.
     built_in = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
     try:
         manifest = _read(entry)

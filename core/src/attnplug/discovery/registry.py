@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from attnplug.negotiation.verdict import Reason
 
 _log: Final = logging.getLogger("attnplug")
-_generations: Final = count(1)
+_generations: Final = count(1)  # shared by all registries: a generation is never that of another one's state
 _lock = RLock()
 
 
@@ -59,7 +59,7 @@ class Registry:
         self._found_notes = tuple(notes)
         self._known = read_known() if known is None else known
         self._version_of = version_of
-        self._settings = attrs.evolve(settings or Settings(), strict=False)
+        self._settings = attrs.evolve(settings or Settings(), strict=False)  # look-ups by name never raise a neighbor's
         self._failures: dict[str, tuple[Reason, str]] = {}
         self._refusals: dict[str, ProbeRefusals] = {}
         self._warned: set[tuple[str, str]] = set()
@@ -199,6 +199,7 @@ class Registry:
         """
         with _lock:
             if self._failures.get(candidate_id) != (reason, fix):
+                # A new mapping, since other threads may be reading the old one.
                 self._failures = {**self._failures, candidate_id: (reason, fix)}
                 self._renew()
 
@@ -253,7 +254,7 @@ class Registry:
 
     def _listed(self, settings: Settings, *, assume_installed: bool) -> Candidates:
         """Return the candidates under settings; remembered, since every request is negotiated with them."""
-        sources = settings.sources.get("allow"), settings.sources.get("block")
+        sources = settings.sources.get("allow"), settings.sources.get("block")  # reasons of the candidates name them
         key = settings.allow, settings.block, settings.strict, sources, assume_installed
         listed = self._lists.get(key)
         if listed is None:
@@ -285,7 +286,7 @@ class Registry:
     def _with_failure(self, candidate: Candidate) -> Candidate:
         failure = self._failures.get(candidate.id)
         if failure is None or candidate.availability in ("refused", "absent"):
-            return candidate
+            return candidate  # the settings, or its absence, are reason enough
         reason, fix = failure
         offers = (p.part for p in self._plugins if (p.name, p.label) == (candidate.backend, candidate.distribution))
         return attrs.evolve(

@@ -267,7 +267,7 @@ class _Walk:
 
     def guarded(self, distribution: Distribution) -> None:
         """Read one distribution. What is wrong with it becomes a note, and hides no other."""
-        first = self.found.setdefault(distribution.key, distribution)
+        first = self.found.setdefault(distribution.key, distribution)  # Python imports the first copy on the path
         try:
             text = distribution.entry_points()
         except Exception as error:  # noqa: BLE001 - foreign code that may fail in any way

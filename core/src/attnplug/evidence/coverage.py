@@ -92,6 +92,7 @@ def find_unverified(
     """
     requested = frozenset(agreement.requirements.features)
     ran = [evidence for evidence in known if evidence.counts_for(candidate.distribution, device)]
+    # A run with open features says nothing about requests without them: the kernels may be others.
     counting = [evidence for evidence in ran if evidence.features <= requested]
     if not counting:
         return (_other_features(device, ran) if ran else _nothing(candidate, device, known),)

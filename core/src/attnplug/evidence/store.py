@@ -151,7 +151,7 @@ def read_file(path: Path) -> Evidence:
     if not path.is_file():
         raise ValueError("it is no file")
     with path.open("rb") as file:
-        content = file.read(_LARGEST + 1)
+        content = file.read(_LARGEST + 1)  # one byte more shows that there is more, whatever the file system says
     if len(content) > _LARGEST:
         raise ValueError(f"it is larger than {_LARGEST // 2**20} MiB, and evidence is not")
     return parse_evidence(_read_json(content), str(path))

@@ -150,6 +150,7 @@ def _meet(domain: Domain, ours: Alternative, theirs: Alternative) -> Alternative
         return _meet_exact(domain, ours, theirs)
     if isinstance(theirs, Exact):
         return _meet_exact(domain, theirs, ours)
+    # Two ranges meet in a range: the narrower bounds, and multiples of both steps.
     multiples = [m for m in (ours.multiple_of, theirs.multiple_of) if m is not None]
     met = Range(
         max((b for b in (ours.min, theirs.min) if b is not None), key=domain.rank, default=None),
@@ -198,6 +199,7 @@ def _around(domain: Domain, alternative: Alternative, value: Any) -> list[Any]:
         return [alternative.value]
     found = [bound for bound in (alternative.min, alternative.max) if bound is not None]
     if isinstance(domain, Integer):
+        # The multiples beside the value, and the first and the last one of the range: some of them may be outside it.
         step = alternative.multiple_of or 1
         low = max(domain.min, alternative.min or domain.min)
         high = alternative.max if alternative.max is not None else max(value, low) + step

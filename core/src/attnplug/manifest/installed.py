@@ -65,7 +65,7 @@ def find(text: str, version_of: VersionOf) -> tuple[Finding, str | None]:
             return ("missing", None) if version is None else ("met" if met else "version", version)
     requirement = _parsed(text)
     if requirement.marker is not None and not requirement.marker.evaluate():
-        return "met", None
+        return "met", None  # as pip sees it, there is nothing to install here
     version = version_of(requirement.name)
     if version is None:
         return "missing", None

@@ -15,7 +15,7 @@ from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.schema import CONTRACT_API, Condition, Jit, Manifest, Option, Preference, Rule, Variant
 from attnplug.manifest.supports import Declared, complete, parse_conditions, parse_supports
 from attnplug.request.fields import near
-from attnplug.request.toml import parse_toml
+from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -58,6 +58,7 @@ def parse_supports(fail: Fail, table: Any, where: Path, *, newer: bool) -> Decla
         raise fail(where, f"supports = {table!r}", "supports is a table of fields", "write supports = { ... }")
     listed = _features(fail, table.get("features", []), (*where, "features"), newer=newer)
     anything = {name: _anything(FIELDS[name]) for name in listed if name in FIELDS}
+    # A field that is listed as a feature and declared with values has those values.
     return Declared(
         anything | _fields(fail, table, where, newer=newer), tuple(name for name in listed if name not in FIELDS)
     )

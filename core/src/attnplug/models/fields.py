@@ -102,7 +102,7 @@ class Fields:
     def part(self, name: str) -> Fields:
         """Return a part of a composite model; what it leaves out, such as the dtype, is the whole's."""
         inherited = {key: self.data.get(key) for key in ("dtype", "torch_dtype")}
-        # A null that is written out counts: a window of null means no window.
+        # A null that is written out counts: a window of null means no window. Only the dtype may be inherited.
         own = {key: value for key, value in self.need(name).items() if value is not None or key not in inherited}
         return Fields({**inherited, **own}, f"{self.origin}.{name}")
 

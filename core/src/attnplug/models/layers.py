@@ -202,6 +202,7 @@ def _layers(fields: Fields, architecture: Architecture, wanted: Mapping[str, Any
         yield from _two_stacks(fields, architecture, wanted)
         return
     causal = _is_causal(fields, architecture)
+    # A layer of another kind, such as a convolution, has no requirements, and keeps its number.
     count = fields.need_integer(*_LAYERS)
     for index, kind in enumerate(architecture.pattern(fields, count)):
         if kind in (FULL, SLIDING, CHUNKED, BLOCK_SPARSE):
@@ -250,6 +251,7 @@ def _block_sparse(fields: Fields) -> dict[str, Any]:
 def _window(fields: Fields, architecture: Architecture, *, causal: bool) -> int:
     """Return the tokens that a token attends to on one side, itself included; encoders count without itself."""
     both_sides = fields.get("sliding_window") is None and "local_attention" in architecture.spelled
+    # A window over both sides is written as its whole width.
     width = fields.need_integer("local_attention") // 2 if both_sides else fields.need_integer("sliding_window")
     return width if causal else width + 1
 

@@ -69,6 +69,7 @@ class Candidate:
     installed: frozenset[IsInstalled] = frozenset()
     distribution: str = ""
     refusals: ProbeRefusals | None = None
+    # Objections by (field, value). Most of a decision is these look-ups: 50 candidates, some ten fields each.
     _known: dict[tuple[str, Any], Reason] = field(factory=dict, init=False, repr=False)
 
     @property

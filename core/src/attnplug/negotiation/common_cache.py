@@ -49,6 +49,7 @@ def share_terms(ranked: Sequence[Sequence[Evaluation]]) -> list[Evaluation] | No
     if picked is None:
         return None
     evaluations, shared = picked
+    # The first of the shared terms is the one that the first request, with most layers, prefers.
     terms = _as_facts(shared[0] if shared else (None, None))
     return [each.with_terms(terms) if each.request.requirements.paged else each for each in evaluations]
 

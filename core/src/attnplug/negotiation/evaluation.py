@@ -142,6 +142,7 @@ def evaluate(candidate: Candidate, request: Request, evidence: EvidenceSource | 
     outcome = negotiate(candidate, request)
     terms = None if outcome.objections else outcome.terms
     refusal = None
+    # Without terms, or without its library, nothing would be agreed on: then only a refusal of the device counts.
     if candidate.refusals is not None:
         refusal = find_refusal(candidate, request, terms if candidate.availability == "ready" else None)
     return Evaluation(candidate, request, outcome.objections, terms, refusal, evidence)

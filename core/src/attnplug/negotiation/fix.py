@@ -35,7 +35,7 @@ _OF_PAGES: Mapping[str, Any] = {
     "cascade": False,
     "dcp_size": 1,
 }
-"""What only a paged cache has, with the values that request nothing."""
+"""What only a paged KV cache has, with the values that request nothing."""
 
 
 def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any]]:
@@ -47,6 +47,7 @@ def changes_of(candidate: Candidate, request: Request) -> Iterator[dict[str, Any
     objected = objected_fields(candidate, request)
     ruled = _ruled(candidate, objected)
     options = {name: _options(candidate, request, name) for name in (*objected, *ruled)}
+    # Implied changes count too, so a set may turn out larger than the fields that were chosen: it waits for its size.
     later: dict[int, list[dict[str, Any]]] = {}
     for size in range(len(objected), len(objected) + len(ruled) + 1):
         for names in combinations(ruled, size - len(objected)):
@@ -69,7 +70,7 @@ def objected_fields(candidate: Candidate, request: Request) -> tuple[str, ...]:
 
 
 def _ruled(candidate: Candidate, objected: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the other engine fields on which the answer of a rule depends."""
+    """Return the other engine fields on which a rule depends."""
     mentioned = {condition.field for rule in candidate.rules for condition in (*rule.when, *rule.need)}
     if mentioned & {"block_size", "kv_layout"}:
         mentioned.add("paged")  # without a paged cache there is no block size for a rule to refuse
@@ -142,6 +143,7 @@ def _rule_values(candidate: Candidate, name: str, constraint: Constraint) -> lis
             if isinstance(condition, Holds) and condition.field == name:
                 found += constraint.intersect(condition.constraint).choices()
                 found += [constraint.nearest(max(bound, 1)) for bound in _bounds(condition.constraint)]
+    # The first values to fail or pass are those beside a bound: one step of the declared multiples to each side.
     step = max((a.multiple_of or 1 for a in constraint.alternatives if isinstance(a, Range)), default=1)
     around = [value + step for value in found if value is not None] + [
         value - step for value in found if value is not None and value > step
@@ -154,7 +156,7 @@ def _bounds(constraint: Constraint) -> Iterator[int]:
         drawn = (alternative.value,) if isinstance(alternative, Exact) else (alternative.min, alternative.max)
         for bound in drawn:
             if bound is not None:
-                yield from (bound - 1, bound, bound + 1)
+                yield from (bound - 1, bound, bound + 1)  # on both sides of it, whichever of them the rule refuses
 
 
 def find_fix(candidate: Candidate, request: Request) -> Fix:
@@ -172,7 +174,8 @@ def find_fix(candidate: Candidate, request: Request) -> Fix:
         return Fix(candidate.install, *found, candidate.fix)
     objections = negotiate(candidate, request).objections
     if any(isinstance(c, IsInstalled) for rule in candidate.rules for c in (*rule.when, *rule.need)):
-        found = _smallest(candidate.if_installed, request)  # in other versions, about which no rule is
+        # Every change fails with these versions. Would one work with versions that no rule is about?
+        found = _smallest(candidate.if_installed, request)
         if found is not None:
             return Fix(candidate.install, *found, _other_version(candidate, objections))
     return _none(objections, request)
@@ -185,19 +188,20 @@ def _smallest(candidate: Candidate, request: Request) -> tuple[dict[str, Any], D
         return here, None
     best: tuple[dict[str, Any], Device | None] | None = None
     for device in _devices(candidate, request):
+        # Only a device with fewer changes than the best so far counts: devices come nearest first.
         most = None if best is None else len(best[0]) - 1
         there = _fewest(candidate, Request(request.requirements, device), most)
         if there is not None:
             best = there, device
             if not there:
-                break  # no other device takes less than nothing
+                break  # no device needs fewer changes than none
     return best
 
 
 def _fewest(candidate: Candidate, request: Request, most: int | None = None) -> dict[str, Any] | None:
     """Return the fewest changes of engine fields that work, if there are any, and no more than so many."""
     if any(FIELDS[name].kind != "engine" for name in objected_fields(candidate, request)):
-        return None  # no engine field answers an objection to the model or to this device
+        return None  # no engine field removes an objection to the model or to this device
     for changes in changes_of(candidate, request):
         if most is not None and len(changes) > most:
             break
@@ -235,6 +239,8 @@ def _capabilities(candidate: Candidate, request: Request) -> tuple[Any, ...]:
     if declared is None:
         return ()
     here = request.device.compute_capability
+    # The nearest declared capability first, then those that rules name, ends of ranges, and all existing hardware:
+    # a rule may refuse the nearest.
     near = [declared.nearest(here)] if here else []
     drawn = [
         capability
@@ -248,6 +254,7 @@ def _capabilities(candidate: Candidate, request: Request) -> tuple[Any, ...]:
     built = (capability for capability in reversed(HARDWARE) if declared.allows(capability))
     found = (*near, *declared.choices(), *drawn, *ends, *built)
     others = dict.fromkeys(c for c in found if c is not None and c != here)
+    # Existing hardware before capabilities that a range admits and nobody has built. The sort is stable.
     return tuple(sorted(others, key=lambda c: ComputeCapability(c.major, c.minor) not in HARDWARE))
 
 

@@ -97,7 +97,7 @@ class Outcome:
 
 def negotiate(candidate: Candidate, request: Request) -> Outcome:
     """Negotiate with one candidate. What is installed plays no part here but for rules about installed versions."""
-    objections = candidate.objections(request.requested)
+    objections = candidate.objections(request.requested)  # a new list: rules append to it
     for rule in candidate.fixed_rules:
         _apply(rule, candidate, request, request.facts, objections)
     terms, objection = _settle(candidate, request)
@@ -127,6 +127,7 @@ def agree(candidate: Candidate, request: Request, terms: Mapping[str, Any]) -> A
 
 def graph_level(candidate: Candidate, request: Request) -> str:
     """Return the highest CUDA graph level that a candidate, able to serve the request, supports for it."""
+    # An engine that requested less may still capture graphs at a higher level, so the highest one is agreed on.
     for level in candidate.graph_levels:
         if not candidate.has_graph_rules or _serves_level(candidate, request, level):
             return level
@@ -140,7 +141,7 @@ def _serves_level(candidate: Candidate, request: Request, level: str) -> bool:
 def _apply(rule: Rule, candidate: Candidate, request: Request, facts: dict[str, Any], objections: list[Reason]) -> None:
     for condition in rule.when:
         if not condition.holds(facts, request.requested_names, candidate.installed, absent=False):
-            return
+            return  # the rule is about other requests
     if not rule.need:
         objections.append(_refusal(rule, facts))
     objections.extend(

@@ -77,5 +77,5 @@ class ProbeRefusals:
     def plus(self, refusal: ProbeRefusal) -> ProbeRefusals:
         """Return these and one more, which replaces an earlier one of the same."""
         key = refusal.agreement, refusal.device
-        others = [(known, each) for known, each in self._found.items() if known != key]
+        others = [(known, each) for known, each in self._found.items() if known != key]  # oldest first
         return ProbeRefusals(dict([*others[-_MOST + 1 :], (key, refusal)]))

@@ -94,6 +94,7 @@ def rank(evaluations: Sequence[Evaluation], policy: Policy) -> Ranked:
     if len(evaluations) < 2:
         return Ranked(tuple(evaluations))
     order = _default_order(evaluations[0].request, policy.orders)
+    # The key ends with the id, so that no two are equal and the place of an evaluation never decides.
     ranked = sorted((_key(each, policy, order), place) for place, each in enumerate(evaluations))
     (first, _), (second, _) = ranked[:2]
     decided_by = next(name for name, ours, theirs in zip(CRITERIA, first, second, strict=True) if ours != theirs)

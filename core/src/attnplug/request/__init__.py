@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from attnplug.request.settings import BackendNames as BackendNames
     from attnplug.request.settings import Options as Options
     from attnplug.request.settings import Settings as Settings
-    from attnplug.request.toml import parse_toml as parse_toml
+    from attnplug.request.settings import parse_toml as parse_toml
 
 _MODULES: Final = {
     "attnplug.request.device": "ComputeCapability Device",
@@ -36,8 +36,7 @@ _MODULES: Final = {
         "Field FIELDS fields_of Flag GRAPH_LEVELS Integer Level Name Names near Number Table Text Word"
     ),
     "attnplug.request.requirements": "Requirements",
-    "attnplug.request.settings": "BackendNames Options PREFIX Settings",
-    "attnplug.request.toml": "parse_toml",
+    "attnplug.request.settings": "BackendNames Options parse_toml PREFIX Settings",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

@@ -301,7 +301,7 @@ def _from_nvml() -> Device | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     first = None if visible is None else visible.split(",")[0].strip()
     if first is not None and first in _HIDDEN:
-        return Device.cpu()
+        return Device.cpu()  # every NVIDIA device is hidden; NVML would list them all the same
     try:
         import pynvml  # noqa: PLC0415 - optional, and only worth its import when a device is looked for
     except ImportError:

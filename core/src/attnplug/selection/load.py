@@ -74,7 +74,7 @@ def load(
         _import_contract("a backend")  # loading imports torch anyway, and now it can see the GPU
     failure: PluginError | None = None
     failed: set[str] = set()
-    while True:
+    while True:  # each failure is recorded in the registry, so that the next selection is another one
         try:
             selection = select(requirements, device, backend=backend, options=options)
         except NoBackendError as error:
@@ -86,7 +86,8 @@ def load(
             failure = error
             settings = context(overrides("the call", backend, options, device))[2]
             alone = len(settings.backend) == 1 and AUTO not in settings.backend
-            if settings.strict or alone or selection.id in failed:  # twice: with an option that is no number, say
+            # The same one twice: its refusal was not found again, since an option is NaN, which equals nothing.
+            if settings.strict or alone or selection.id in failed:
                 raise
             failed.add(selection.id)
             _log.warning("%s failed to load and is left out: %s", selection.id, error)
@@ -232,6 +233,7 @@ def _same_candidate(selection: Selection, plugin: Plugin) -> Candidate:
     candidates = registry().candidates(current_state().settings)
     candidate = next((c for c in candidates if c.id == selection.id), None)
     wanted, here = selection.distribution, candidate.distribution if candidate else ""
+    # Ranks with different versions of a plugin would run different kernels in one model.
     if candidate is None or (wanted and wanted != here):
         raise PluginLoadError(
             f"{selection.id!r} of {wanted!r} was selected, and {here or plugin.distribution!r} is installed here",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attnplug.errors import ManifestError, SettingsError
 from attnplug.manifest.schema import Condition
 from attnplug.manifest.supports import parse_conditions
-from attnplug.request.toml import parse_toml
+from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
     from attnplug.discovery.registry import Registry
@@ -28,7 +28,7 @@ def check_options(registry: Registry, settings: Settings) -> None:
         SettingsError: An option is unknown or its value is not allowed, or options are given for one variant.
         UnknownBackendError: A name is neither installed nor known.
     """
-    for name in settings.options:
+    for name in settings.options:  # an option of an unknown backend would silently have no effect
         check_owner(registry, name)
     for plugin in registry.plugins if settings.options else ():
         if plugin.manifest is not None:

@@ -172,6 +172,7 @@ def plan(
     _check_layers(layers)
     state, where, settings = context(overrides("the call", backend, options, device))
     groups = _by_request(layers, where, settings)
+    # Every request is ranked by itself first; then common terms may move the smaller groups to their next best.
     found = [evaluate_all(state, request, assume_installed=assume_installed) for request in groups]
     for names, each in zip(groups.values(), found, strict=True):
         if not each.ranked.evaluations:

@@ -47,6 +47,7 @@ class Overrides:
         """Return these keywords where given, and those of an outer scope elsewhere."""
         if below is None:
             return self
+        # Options merge one by one; a list of backends replaces the outer one as a whole.
         merged = {(backend, name): value for backend, name, value in (*below.options, *self.options)}
         return Overrides(
             self.backend or below.backend,

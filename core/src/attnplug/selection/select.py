@@ -65,7 +65,7 @@ def select(
     explanation = _explain(state, requirements, device, settings)
     if explanation.chosen is None:
         raise no_backend(explanation, settings)
-    if settings is state.settings and device is state.own_device:
+    if settings is state.settings and device is state.own_device:  # no keyword, no scope: the fast path may repeat it
         state.hot[requirements] = explanation.chosen
     return explanation.chosen
 
@@ -122,7 +122,7 @@ def _explain(
         found = explain_choice(evaluate_all(state, request, assume_installed=assume_installed))
         if state.remember(key, found) and not assume_installed:
             log_decision(found)
-        found = state.decisions.get(key, found)
+        found = state.decisions.get(key, found)  # of threads that decide at once, all return the decision of the first
     return found
 
 
