@@ -1,14 +1,14 @@
 """
-Compares FlashInfer's two kernels for decoding, on CUDA cores and on tensor cores: the default of the plugin's option
-`decode_kernel` follows from it.
+Compares FlashInfer's two decode kernels, on CUDA cores and on tensor cores. The default of the plugin's option
+`decode_kernel` is chosen from its results.
 
     python benchmarks/flashinfer_decode.py --out DIR [--seconds 400] [--repeats 5]
 
-For each head size, number of query heads per KV head, and shape of a batch, all ways run on the same inputs in turn in
-one process; their results are compared before. Times are medians: of the device between two events, of the host for a
-`plan`. What fails is told beside what was measured. The modules are compiled first, several at once.
+For each head size, number of query heads per KV head, and shape of a batch, all configurations run in turn on the same
+inputs in one process, after a comparison of their results. Times are medians: device time of a `run` between two
+events, host time of a `plan`. Failures are reported beside the measurements. Modules are compiled first, in parallel.
 
-It writes flashinfer-decode.json and flashinfer-decode.md into the folder, anew after each case.
+It writes flashinfer-decode.json and flashinfer-decode.md into the folder after each case.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 DEVICE = "cuda"
 PAGE = 16
 HEADS = 32
-"""Query heads at most: as many of them as are whole groups."""
+"""The maximum number of query heads; a case uses as many whole groups as fit."""
 SHAPES = ((16, 1024), (64, 4096), (256, 1024))
 KERNELS = ("cuda_cores", "tensor_cores")
-HOW = ("eager", "graph")
+MODES = ("eager", "graph")
 _WORKSPACE = 256 * 2**20
-_APART = 2**-6  # a weighted mean of values near 1, rounded to bfloat16, and weights that are rounded too
+_TOLERANCE = 2**-6  # for weighted means near 1, with weights and results rounded to bfloat16
 
 
 @frozen
 class Case:
     """
-    What is decoded.
+    A batch of decodes.
 
     Attributes:
-        head_size: Size of a head.
+        head_size: The head size.
         group: Query heads per KV head.
-        requests: Requests of the batch.
-        length: Keys of each.
-        cache: Dtype of the cache.
+        requests: The number of requests.
+        length: Keys per request.
+        cache: The dtype of the KV cache.
     """
 
     head_size: int
@@ -64,23 +64,23 @@ class Case:
 
     @property
     def kv_heads(self) -> int:
-        """Key and value heads."""
+        """The number of KV heads."""
         return HEADS // self.group
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.kv_heads * self.group
 
     @property
     def what(self) -> str:
-        """The case in words."""
+        """The description of the case."""
         batch = f"{self.requests} requests of {self.length}"
         return f"{batch}, {self.heads}/{self.kv_heads} heads of {self.head_size}, {self.cache}"
 
 
 def cases() -> Iterator[Case]:
-    """Yield what is measured; an 8-bit cache in one shape alone."""
+    """Yield the cases; an FP8 KV cache in one shape only."""
     for head_size, group in product((128, 64), (1, 2, 4, 8, 3)):
         for requests, length in SHAPES:
             yield Case(head_size, group, requests, length)
@@ -95,11 +95,11 @@ class Timed:
 
     Attributes:
         case: The case.
-        run: The device's time of a `run`.
-        replay: The device's time of a `run` in a graph, planned for graphs.
-        plan: The host's time of a `plan`.
-        replan: The host's time of a `plan` for the graph.
-        apart: The largest difference of two results.
+        run: Device time of a `run`.
+        replay: Device time of a `run` replayed from a CUDA graph.
+        plan: Host time of a `plan`.
+        replan: Host time of a `plan` for the graph.
+        difference: The largest difference between two results.
     """
 
     case: Case
@@ -107,28 +107,28 @@ class Timed:
     replay: dict[str, float]
     plan: dict[str, float]
     replan: dict[str, float]
-    apart: float
+    difference: float
 
     @property
     def ratio(self) -> float:
-        """The time on CUDA cores in units of that on tensor cores."""
+        """The time on CUDA cores divided by the time on tensor cores."""
         return self.run["cuda_cores"] / self.run["tensor_cores"]
 
     @property
     def replayed_ratio(self) -> float:
-        """The same in graphs."""
+        """The same ratio in graphs."""
         return self.replay["cuda_cores"] / self.replay["tensor_cores"]
 
 
 @frozen(eq=False)
-class Way:
+class PlannedKernel:
     """
-    One kernel, planned for one case.
+    A kernel that is planned for a case.
 
     Attributes:
-        plan: Plans.
-        run: Runs.
-        output: What a run writes.
+        plan: Plans the case again.
+        run: Runs the kernel, or replays its graph.
+        output: ``(requests, heads, head_size)``, written by a run.
     """
 
     plan: Callable[[], object]
@@ -139,12 +139,12 @@ class Way:
 @frozen(eq=False)
 class Inputs:
     """
-    What all ways read.
+    The inputs of all configurations.
 
     Attributes:
         query: ``(requests, heads, head_size)``.
         cache: ``(pages + 1, 2, PAGE, kv_heads, head_size)``.
-        pages: indptr and last_page_len on the host, indices on the device; int32.
+        pages: indptr, indices and last_page_len, int32; indices on the device, the others on the CPU.
     """
 
     query: Tensor
@@ -168,9 +168,9 @@ class Inputs:
         return cls(draw(case.requests, case.heads, case.head_size), cache, (indptr, indices, last))
 
 
-def way(case: Case, inputs: Inputs, kernel: str, workspace: Tensor, *, in_graph: bool) -> Way:
-    """Return a planned kernel; in a graph its run is a replay."""
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # noqa: PLC0415 - `--help` does without
+def make_kernel(case: Case, inputs: Inputs, kernel: str, workspace: Tensor, *, in_graph: bool) -> PlannedKernel:
+    """Return a planned kernel, captured in a graph if `in_graph`."""
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # noqa: PLC0415 - not needed for `--help`
 
     buffers: dict[str, Any] = {}
     if in_graph:
@@ -198,11 +198,11 @@ def way(case: Case, inputs: Inputs, kernel: str, workspace: Tensor, *, in_graph:
         wrapper.run(inputs.query, inputs.cache, out=output)
 
     plan()
-    return Way(plan, _captured(run) if in_graph else run, output)
+    return PlannedKernel(plan, _captured(run) if in_graph else run, output)
 
 
 def _captured(run: Callable[[], None]) -> Callable[[], object]:
-    from attnplug.contract import capture  # noqa: PLC0415 - beside its only use
+    from attnplug.contract import capture  # noqa: PLC0415 - its only use
 
     return capture(run, torch.device(DEVICE))[1]
 
@@ -212,39 +212,41 @@ def measure(case: Case, clocks: tuple[DeviceClock, LaunchClock], workspace: Tens
     Measure one case.
 
     Raises:
-        RuntimeError: The kernels do not compute the same.
+        RuntimeError: The results of the kernels differ.
     """
     inputs = Inputs.of(case)
-    ways = {
-        f"{kernel} {how}": way(case, inputs, kernel, workspace, in_graph=how == "graph")
-        for kernel, how in product(KERNELS, HOW)
+    kernels = {
+        f"{kernel} {mode}": make_kernel(case, inputs, kernel, workspace, in_graph=mode == "graph")
+        for kernel, mode in product(KERNELS, MODES)
     }
-    apart = _apart(list(ways.values()))
+    difference = _difference(list(kernels.values()))
     device, host = clocks
-    ran = interleaved({name: Contender(lambda _, one=one: one.run()) for name, one in ways.items()}, device, repeats)
-    planned = interleaved({name: Contender(lambda _, one=one: one.plan()) for name, one in ways.items()}, host, repeats)
-    return Timed(case, *(_medians(found, how) for found in (ran, planned) for how in HOW), apart)
+    ran = interleaved({name: Contender(lambda _, one=one: one.run()) for name, one in kernels.items()}, device, repeats)
+    planned = interleaved(
+        {name: Contender(lambda _, one=one: one.plan()) for name, one in kernels.items()}, host, repeats
+    )
+    return Timed(case, *(_medians(samples, mode) for samples in (ran, planned) for mode in MODES), difference)
 
 
-def _medians(samples: Any, how: str) -> dict[str, float]:
+def _medians(samples: Any, mode: str) -> dict[str, float]:
     """Return the microseconds of each kernel, eagerly or in a graph."""
-    return {kernel: round(1e6 * median(samples.seconds[f"{kernel} {how}"]), 2) for kernel in KERNELS}
+    return {kernel: round(1e6 * median(samples.seconds[f"{kernel} {mode}"]), 2) for kernel in KERNELS}
 
 
-def _apart(ways: list[Way]) -> float:
-    for one in ways:
+def _difference(kernels: list[PlannedKernel]) -> float:
+    for one in kernels:
         one.output.fill_(float("nan"))
         one.run()
-    first = ways[0].output.float()
-    apart = max(float((one.output.float() - first).abs().max()) for one in ways)
-    if not apart <= _APART:  # NaN is not
-        message = f"the results are {apart} apart"
+    first = kernels[0].output.float()
+    difference = max(float((one.output.float() - first).abs().max()) for one in kernels)
+    if not difference <= _TOLERANCE:  # false for NaN
+        message = f"the results differ by {difference}"
         raise RuntimeError(message)
-    return apart
+    return difference
 
 
 def compile_all(seconds: float) -> list[str]:
-    """Compile every module that the cases need, each in a process of its own, and return what failed."""
+    """Compile all modules of the cases, each in its own process, and return the failures."""
     needed = sorted({(case.head_size, case.cache, kernel) for case, kernel in product(cases(), KERNELS)})
     running = {
         one: subprocess.Popen(  # noqa: S603 - this script
@@ -255,41 +257,43 @@ def compile_all(seconds: float) -> list[str]:
     start, failed = time.perf_counter(), []
     for one, process in running.items():
         try:
-            said, _ = process.communicate(timeout=max(1.0, start + seconds - time.perf_counter()))
+            output, _ = process.communicate(timeout=max(1.0, start + seconds - time.perf_counter()))
         except subprocess.TimeoutExpired:
             process.kill()
-            said, _ = process.communicate()
+            output, _ = process.communicate()
         print(f"compiled {one}: {process.returncode}, after {time.perf_counter() - start:.0f} s", flush=True)
         if process.returncode:
-            failed.append(f"compiling {one}: {said.decode(errors='replace')[-1000:]}")
+            failed.append(f"compiling {one}: {output.decode(errors='replace')[-1000:]}")
     return failed
 
 
 def _compile(head_size: str, cache: str, kernel: str) -> None:
     case = Case(int(head_size), 4, 2, 40, cache)
     workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=DEVICE)
-    way(case, Inputs.of(case), kernel, workspace, in_graph=False).run()
+    make_kernel(case, Inputs.of(case), kernel, workspace, in_graph=False).run()
     torch.cuda.synchronize()
 
 
 def advice(timed: list[Timed]) -> list[str]:
-    """Return for each head size and group which kernel is faster over all shapes, eagerly and in graphs."""
-    head = ("head size and cache", "group", "CUDA cores / tensor cores, eager", "in graphs", "faster")
+    """Return the faster kernel for each head size and group, over all shapes, eager and in graphs."""
+    head = ("head size and KV cache", "group", "CUDA cores / tensor cores, eager", "in graphs", "faster")
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     groups = sorted({(one.case.head_size, one.case.group, one.case.cache) for one in timed})
     for key in groups:
-        mine = [one for one in timed if (one.case.head_size, one.case.group, one.case.cache) == key]
-        eager, graphs = (geometric_mean([getattr(one, name) for one in mine]) for name in ("ratio", "replayed_ratio"))
+        of_group = [one for one in timed if (one.case.head_size, one.case.group, one.case.cache) == key]
+        eager, graphs = (
+            geometric_mean([getattr(one, name) for one in of_group]) for name in ("ratio", "replayed_ratio")
+        )
         faster = KERNELS[eager * graphs > 1]
         lines.append(f"| {key[0]}, {key[2]} | {key[1]} | {eager:.2f} | {graphs:.2f} | {faster} |")
     return lines
 
 
 def page(facts: dict[str, str], timed: list[Timed], failures: list[str]) -> str:
-    """Return all of it as Markdown."""
+    """Return the results as Markdown."""
     columns = ("run", "replay", "plan", "replan")
-    said = "Written by `benchmarks/flashinfer_decode.py`. Medians in us; CUDA cores, then tensor cores."
-    lines = ["# Decode kernels of FlashInfer", "", said, ""]
+    origin = "Written by `benchmarks/flashinfer_decode.py`. Medians in us; CUDA cores, then tensor cores."
+    lines = ["# Decode kernels of FlashInfer", "", origin, ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
     lines += ["", "| case | device, eager | device, graph | host, `plan` | host, `plan` for the graph |"]
     lines += ["| --- | --- | --- | --- | --- |"]
@@ -302,7 +306,7 @@ def page(facts: dict[str, str], timed: list[Timed], failures: list[str]) -> str:
 
 
 def main() -> int:
-    """Measure all cases within the time that there is."""
+    """Measure as many cases as the time allows."""
     options = _options()
     if options.compile:
         _compile(*options.compile)
@@ -321,7 +325,7 @@ def main() -> int:
     workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=DEVICE)
     for case in cases():
         if time.perf_counter() > end:
-            failures.append(f"{case.what}: no time was left")
+            failures.append(f"{case.what}: not measured: the time is over")
             continue
         try:
             timed.append(measure(case, clocks, workspace, options.repeats))
@@ -344,8 +348,8 @@ def _write(out: Path, facts: dict[str, str], timed: list[Timed], failures: list[
 def _options() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(), help="folder of the results; default: the current one")
-    parser.add_argument("--seconds", type=float, default=400.0, help="after so many, no further case begins")
-    parser.add_argument("--repeats", type=int, default=5, help="at most so many fifths of a second for each comparison")
+    parser.add_argument("--seconds", type=float, default=400.0, help="no case starts after this time; default: 400")
+    parser.add_argument("--repeats", type=int, default=5, help="fifths of a second per comparison at most; default: 5")
     parser.add_argument("--compile", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -1,15 +1,15 @@
 """
-Compiles the modules of FlashInfer that the kit, the GPU tests and the benchmarks need: ahead, and without a GPU.
+Compiles the modules of FlashInfer for the kit, the GPU tests and the benchmarks in advance, without a GPU.
 
     python benchmarks/flashinfer_modules.py [--into DIR] [--variants fa3 fa2] [--only STRING] [--list]
 
-FlashInfer compiles a module when it is first asked for, each process for itself, while a GPU waits. Here all of them
-go to nvcc at once, as many files at a time as MAX_JOBS says. They are put where the library looks for modules that need
-no compiling, ``data/aot`` in the installed package, or into DIR, which can be copied there on another machine.
-FLASHINFER_CUDA_ARCH_LIST names the target where there is no GPU: "9.0a" for an H200. What is there is left alone.
+FlashInfer compiles a module at its first use, while a GPU is idle. This script compiles all modules in parallel, with
+MAX_JOBS files at a time. It writes them to the library's folder of precompiled modules, ``data/aot`` in the installed
+package, or to DIR, which can be copied there on another machine. Without a GPU, FLASHINFER_CUDA_ARCH_LIST names the
+target: "9.0a" for an H200. Existing modules are kept.
 
-The names are the plugin's own (`attnplug_flashinfer.prebuilt`), of all that the kit asks of a variant on compute
-capability 9.0, and of the layers of benchmarks and models. FlashInfer and the plugin have to be installed.
+The names come from the plugin (`attnplug_flashinfer.prebuilt`), for all requests of the kit on compute capability 9.0,
+and for the layers of benchmarks and models. FlashInfer and the plugin have to be installed.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ LAYERS: tuple[dict[str, Any], ...] = (
 KERNELS = ("tensor_cores", "cuda_cores")
 
 _EXTRA = ({"return_lse": True}, {"cascade": True, "return_lse": True}, {"decode_query_len": 2})
-"""What tests of the kit ask for beside the fields of its asks; what a variant refuses needs nothing."""
+"""Requirements that tests of the kit add to its requests. Refused ones need no module."""
 
-BESIDE = ("page", "cascade")
-"""Modules without a dtype in their names: the library's own cache writes, in benchmarks, and merges."""
+UNTYPED = ("page", "cascade")
+"""Modules without a dtype in their names: merges, and the cache writes of the benchmarks' direct calls."""
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 _PLAIN = re.compile(
@@ -76,17 +76,17 @@ _SINKS = re.compile(
 @frozen
 class Module:
     """
-    A module, taken apart.
+    The parts of a module's name.
 
     Attributes:
-        name: The library's name of it, or the plugin's where it has sinks.
-        kind: ``"prefill"``, ``"decode"``, ``"sinks"``, or the name where it is none of these.
+        name: The library's name, or the plugin's for sinks.
+        kind: ``"prefill"``, ``"decode"``, ``"sinks"``, or else the name.
         kernels: ``"fa2"`` or ``"fa3"``.
-        query: Torch's name of the dtype of queries.
-        cache: Likewise of keys and values.
-        head_size: Size of a head.
-        window: Whether it knows a sliding window.
-        cap: Whether it caps logits.
+        query: The dtype of queries, by torch's name.
+        cache: The dtype of the KV cache, by torch's name.
+        head_size: The head size.
+        window: Whether it applies a sliding window.
+        cap: Whether it applies logit soft-capping.
     """
 
     name: str
@@ -104,9 +104,9 @@ class Module:
         Return the module of a name.
 
         Raises:
-            ValueError: It is no name of one.
+            ValueError: The plugin needs no module of that name.
         """
-        if name in BESIDE:
+        if name in UNTYPED:
             return cls(name, name)
         if found := _PLAIN.fullmatch(name):
             kernels = "fa3" if found["hopper"] else "fa2"
@@ -116,15 +116,15 @@ class Module:
         if found := _SINKS.fullmatch(name):
             dtype = _DTYPES[found["query"]]
             return cls(name, "sinks", found["kernels"], dtype, dtype, int(found["size"]), found["window"] == "True")
-        raise ValueError(f"{name!r} is no module that the plugin needs")
+        raise ValueError(f"the plugin needs no module {name!r}")
 
     def spec(self) -> Any:
-        """Return what the library compiles it by. FlashInfer has to be installed."""
-        import torch  # noqa: PLC0415 - `--list` does without
+        """Return the library's specification of the module. FlashInfer has to be installed."""
+        import torch  # noqa: PLC0415 - not needed for `--list`
         from flashinfer.jit import cascade, page  # noqa: PLC0415 - as above
         from flashinfer.jit.attention import modules, variants  # noqa: PLC0415 - as above
 
-        if self.kind in BESIDE:
+        if self.kind in UNTYPED:
             return page.gen_page_module() if self.kind == "page" else cascade.gen_cascade_module()
         query, cache = getattr(torch, self.query), getattr(torch, self.cache)
         form = (query, cache, query, torch.int32, self.head_size, self.head_size)
@@ -140,37 +140,37 @@ class Module:
 
 
 def needed(variants: Sequence[str]) -> list[str]:
-    """Return the names of all modules that are needed of variants, those that take longest to compile first."""
-    found = dict.fromkeys(BESIDE)
+    """Return the names of all modules of the variants; the slowest to compile come first."""
+    found = dict.fromkeys(UNTYPED)
     for variant, kernel in product(variants, KERNELS):
-        how: dict[str, Any] = {"options": {"flashinfer": {"decode_kernel": kernel}}, "assume_installed": True}
-        for requirements in _asked(variant):
-            decision = attnplug.explain(requirements, TARGET, backend=f"flashinfer/{variant}", **how)
+        keywords: dict[str, Any] = {"options": {"flashinfer": {"decode_kernel": kernel}}, "assume_installed": True}
+        for requirements in _requirements(variant):
+            decision = attnplug.explain(requirements, TARGET, backend=f"flashinfer/{variant}", **keywords)
             if decision.chosen is not None:
                 found.update(dict.fromkeys(needed_modules(decision.chosen.agreement, TARGET)))
     return sorted(found, key=lambda name: (Module.named(name).kernels != "fa3", name))
 
 
-def _asked(variant: str) -> Iterator[Requirements]:
+def _requirements(variant: str) -> Iterator[Requirements]:
     (subject,) = find_subjects(f"flashinfer/{variant}", TARGET)
     plain = [attnplug.Requirements(**layer) for layer in LAYERS]
     specs = [spec.requirements() for spec in (*field_values_of(subject).specs.values(), *covering_specs(subject))]
     for requirements in (*plain, *(one for one in specs if one is not None)):
         yield requirements
         for extra in _EXTRA:
-            with suppress(RequirementsError):  # some contradict what is asked
+            with suppress(RequirementsError):  # contradicts the request
                 yield requirements.evolve(**extra)
 
 
 def compile_into(folder: Path, names: Sequence[str]) -> list[str]:
     """Compile modules, and return the names of those that failed."""
-    from flashinfer.jit.core import build_jit_specs  # noqa: PLC0415 - `--list` does without
+    from flashinfer.jit.core import build_jit_specs  # noqa: PLC0415 - not needed for `--list`
 
     specs = {name: Module.named(name).spec() for name in names if not _file(folder, name).is_file()}
     wrong = {name: spec.name for name, spec in specs.items() if spec.name != name}
     if wrong:
-        raise SystemExit(f"the installed release of FlashInfer has other names: {wrong}")
-    print(f"{len(specs)} of {len(names)} modules are to be compiled", flush=True)
+        raise SystemExit(f"the installed release of FlashInfer names modules differently: {wrong}")
+    print(f"{len(specs)} of {len(names)} modules to compile", flush=True)
     if specs:
         try:
             build_jit_specs(list(specs.values()))
@@ -195,21 +195,21 @@ def main() -> int:
     if options.list:
         print("\n".join(names))
         return 0
-    failed = compile_into(options.into or _place_of_library(), names)
+    failed = compile_into(options.into or _library_folder(), names)
     if failed:
         print("failed:", *failed, sep="\n  ", file=sys.stderr)
     return int(bool(failed))
 
 
-def _place_of_library() -> Path:
-    from flashinfer.jit import env  # noqa: PLC0415 - `--into` does without
+def _library_folder() -> Path:
+    from flashinfer.jit import env  # noqa: PLC0415 - not needed with `--into`
 
     return Path(env.FLASHINFER_AOT_DIR)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path, help="folder of the compiled modules; the library's own unless named")
+    parser.add_argument("--into", type=Path, help="folder of the compiled modules; default: the library's folder")
     parser.add_argument("--variants", nargs="+", default=["fa3", "fa2"], choices=["fa3", "fa2"])
     parser.add_argument("--only", help="only modules with this in their names")
     parser.add_argument("--list", action="store_true", help="print the names, and compile nothing")

@@ -13,14 +13,14 @@ from tests.backends.harness import BLOCK, Harness
 KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 
 
-def plan_of(setting: Harness, batch: Batch, **keywords):
-    return setting.impls[0].plan_of(setting.builder.build(batch, **keywords))
+def plan_of(harness: Harness, batch: Batch, **keywords):
+    return harness.impls[0].plan_of(harness.builder.build(batch, **keywords))
 
 
 def test_decodes_and_prefills_are_calls_of_their_own() -> None:
-    setting = Harness(load)
-    batch = setting.batch([1, 1, 5, 3], [9, 40, 5, 20])
-    plan = plan_of(setting, batch)
+    harness = Harness(load)
+    batch = harness.batch([1, 1, 5, 3], [9, 40, 5, 20])
+    plan = plan_of(harness, batch)
 
     decode, prefill = plan.decode, plan.prefill
     assert plan.parts == (decode, prefill)
@@ -37,17 +37,17 @@ def test_decodes_and_prefills_are_calls_of_their_own() -> None:
 
 @pytest.mark.parametrize("query_lens", [[1, 1], [5, 9]])
 def test_a_batch_of_one_phase_is_one_call_on_the_tensors_of_the_batch(query_lens) -> None:
-    setting = Harness(load)
-    batch = setting.batch(query_lens, [20, 30])
-    (part,) = plan_of(setting, batch).parts
+    harness = Harness(load)
+    batch = harness.batch(query_lens, [20, 30])
+    (part,) = plan_of(harness, batch).parts
 
     assert part.call.cu_seqlens_q.data_ptr() == batch.query_start_loc.data_ptr()
     assert part.call.seqused_k.data_ptr() == batch.seq_lens.data_ptr()
 
 
 def test_queries_of_several_rows_are_decodes_up_to_the_agreed_length() -> None:
-    setting = Harness(load, decode_query_len=3)
-    plan = plan_of(setting, setting.batch([3, 1, 2, 4], [20] * 4))
+    harness = Harness(load, decode_query_len=3)
+    plan = plan_of(harness, harness.batch([3, 1, 2, 4], [20] * 4))
 
     assert plan.decode.call.cu_seqlens_q.tolist() == [0, 3, 4, 6]
     assert (plan.decode.call.max_seqlen_q, plan.decode.call.causal) == (3, True)
@@ -57,20 +57,20 @@ def test_queries_of_several_rows_are_decodes_up_to_the_agreed_length() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("query_lens", [[0, 1, 1], [1, 0, 4], [1, 4, 0], [0, 4]])
 def test_padded_requests_may_stand_anywhere(kind, query_lens) -> None:
-    setting = Harness(load, variant=kind)
+    harness = Harness(load, variant=kind)
     seq_lens = [length and length + 9 for length in query_lens]
-    metadata = setting.builder.build(setting.batch(query_lens, seq_lens))
+    metadata = harness.builder.build(harness.batch(query_lens, seq_lens))
 
-    rows = [row for part in setting.impls[0].plan_of(metadata).parts for row in range(part.first, part.last)]
+    rows = [row for part in harness.impls[0].plan_of(metadata).parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(query_lens)))
-    setting.forward(metadata)  # the kernels check every number
+    harness.forward(metadata)  # the kernels check every number
 
 
 def test_libraries_are_told_keys_as_they_take_them() -> None:
     batches = {}
     for kind in KINDS:
-        setting = Harness(load, variant=kind)
-        batches[kind] = plan_of(setting, setting.batch([1, 1, 20], [9, 40, 33]))
+        harness = Harness(load, variant=kind)
+        batches[kind] = plan_of(harness, harness.batch([1, 1, 20], [9, 40, 33]))
 
     assert batches["pages"].decode.call.cu_seqlens_k is None
     cumulative = batches["cumulative"]
@@ -84,16 +84,16 @@ def test_libraries_are_told_keys_as_they_take_them() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
-    setting = Harness(load, variant=kind)
-    plan = plan_of(setting, setting.batch([1, 5, 3], [9, 5, 3]))
-    setting.forward(setting.builder.build(setting.batch([1, 5, 3], [9, 5, 3])))
+    harness = Harness(load, variant=kind)
+    plan = plan_of(harness, harness.batch([1, 5, 3], [9, 5, 3]))
+    harness.forward(harness.builder.build(harness.batch([1, 5, 3], [9, 5, 3])))
 
     call = plan.prefill.call
     assert plan.prefill.reads_new_kv
     assert call.block_table is call.seqused_k is plan.prefill.slots is call.scheduler_metadata is None
     assert (call.cu_seqlens_k.tolist(), call.max_seqlen_k, call.causal) == ([0, 5, 8], 5, True)
     assert not plan.decode.reads_new_kv
-    assert setting.backend.kernels.calls[-1].key.shape == (8, 2, 64)
+    assert harness.backend.kernels.calls[-1].key.shape == (8, 2, 64)
 
 
 @pytest.mark.parametrize(
@@ -107,8 +107,8 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
     ],
 )
 def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(required, lens) -> None:
-    setting = Harness(load, **required)
-    (part,) = plan_of(setting, setting.batch(*lens)).parts
+    harness = Harness(load, **required)
+    (part,) = plan_of(harness, harness.batch(*lens)).parts
 
     assert not part.reads_new_kv
     assert part.call.block_table is not None
@@ -116,30 +116,30 @@ def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(required
 
 def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
     layers = [Layer(name="layers.0"), Layer(name="layers.1", kv_sharing_target="layers.0")]
-    setting = Harness(load, layers, kv_sharing=True)
+    harness = Harness(load, layers, kv_sharing=True)
 
-    (part,) = plan_of(setting, setting.batch([5], [5])).parts
+    (part,) = plan_of(harness, harness.batch([5], [5])).parts
     assert not part.reads_new_kv
 
 
 @pytest.mark.parametrize("seq_lens_cpu_kind", ["upper_bound", "absent"])
 @pytest.mark.parametrize("kind", ["packed", "cumulative"])
 def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, seq_lens_cpu_kind) -> None:
-    setting = Harness(load, variant=kind, seq_lens_cpu_kind=seq_lens_cpu_kind)
-    exact = setting.batch([1, 12], [60, 50])
+    harness = Harness(load, variant=kind, seq_lens_cpu_kind=seq_lens_cpu_kind)
+    exact = harness.batch([1, 12], [60, 50])
     known = {"seq_lens_cpu": None if seq_lens_cpu_kind == "absent" else exact.seq_lens + 16, "max_seq_len": 80}
     table = torch.nn.functional.pad(exact.block_table, (0, 2), value=7)
     inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
 
     sure = Harness(load, variant=kind)
-    output = setting.forward(setting.builder.build(inexact))
+    output = harness.forward(harness.builder.build(inexact))
     assert torch.equal(output, sure.forward(sure.builder.build(exact)))
 
 
 def test_keys_that_come_with_the_call_are_one_pass() -> None:
-    setting = Harness(load, paged=False, block_size=None)
+    harness = Harness(load, paged=False, block_size=None)
     batch = Batch.from_lengths([3, 1, 7], [3, 1, 9])
-    (part,) = plan_of(setting, batch).parts
+    (part,) = plan_of(harness, batch).parts
 
     assert (part.first, part.last) == (0, 11)
     assert part.call.cu_seqlens_k.tolist() == [0, 3, 4, 13]
@@ -149,30 +149,30 @@ def test_keys_that_come_with_the_call_are_one_pass() -> None:
 
 def test_the_window_of_an_encoder_reaches_as_far_to_the_right() -> None:
     required = {"attn_type": "encoder_only", "paged": False, "block_size": None, "sliding_window": 4}
-    setting = Harness(load, **required)
-    setting.forward(setting.builder.build(Batch.from_lengths([9, 3], causal=False)))
+    harness = Harness(load, **required)
+    harness.forward(harness.builder.build(Batch.from_lengths([9, 3], causal=False)))
 
-    (recorded,) = setting.backend.kernels.calls
+    (recorded,) = harness.backend.kernels.calls
     assert recorded.params.window == (3, 3)
     assert recorded.call.causal is False
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_cross_attention_reads_the_keys_of_the_encoder(kind) -> None:
-    setting = Harness(load, variant=kind, attn_type="encoder_decoder")
+    harness = Harness(load, variant=kind, attn_type="encoder_decoder")
     lens = torch.tensor([20, 5], dtype=torch.int32)
     given = {"encoder_seq_lens": lens, "causal": False, "block_table": torch.tensor([[1, 2], [3, 0]]).int()}
     slots = torch.tensor([*range(16, 36), *range(48, 53)])
-    first = setting.batch([4, 2], **given, slot_mapping=slots)
-    later = setting.batch([1, 1], [5, 3], **given, slot_mapping=slots[:0])
-    cache, impl = setting.backend.make_cache(8), setting.impls[0]
+    first = harness.batch([4, 2], **given, slot_mapping=slots)
+    later = harness.batch([1, 1], [5, 3], **given, slot_mapping=slots[:0])
+    cache, impl = harness.backend.make_cache(8), harness.impls[0]
     query, keys = torch.randn(6, 4, 64).bfloat16(), torch.randn(25, 2, 64).bfloat16()
     output = torch.empty(6, 256).bfloat16()
 
-    impl.forward(query, keys, keys, cache, setting.builder.build(first), output)
-    impl.forward(query[:2], None, None, cache, setting.builder.build(later), output[:2])
+    impl.forward(query, keys, keys, cache, harness.builder.build(first), output)
+    impl.forward(query[:2], None, None, cache, harness.builder.build(later), output[:2])
 
-    call = setting.backend.kernels.calls[-1].call
+    call = harness.backend.kernels.calls[-1].call
     assert call.max_seqlen_k == 20
     lengths = call.cu_seqlens_k.diff() if call.seqused_k is None else call.seqused_k
     assert lengths.tolist() == [20, 5]
@@ -180,46 +180,46 @@ def test_cross_attention_reads_the_keys_of_the_encoder(kind) -> None:
 
 def test_layers_of_equal_windows_share_a_plan() -> None:
     layers = [Layer(name=f"layers.{i}", scale=scale) for i, scale in enumerate((0.1, 0.2))]
-    setting = Harness(load, layers, variant="scheduled")
-    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+    harness = Harness(load, layers, variant="scheduled")
+    metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
 
-    assert setting.impls[0].plan_of(metadata) is setting.impls[1].plan_of(metadata)
-    assert len(setting.backend.kernels.scheduled) == 2
-    for impl in setting.impls:
-        setting.forward(metadata, impl)
-    assert [recorded.params.softmax_scale for recorded in setting.backend.kernels.calls] == [0.1, 0.1, 0.2, 0.2]
+    assert harness.impls[0].plan_of(metadata) is harness.impls[1].plan_of(metadata)
+    assert len(harness.backend.kernels.scheduled) == 2
+    for impl in harness.impls:
+        harness.forward(metadata, impl)
+    assert [recorded.params.softmax_scale for recorded in harness.backend.kernels.calls] == [0.1, 0.1, 0.2, 0.2]
 
 
 def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> None:
-    setting = Harness(load, batch_invariant=True, decode_query_len=2, sliding_window=9)
+    harness = Harness(load, batch_invariant=True, decode_query_len=2, sliding_window=9)
     calls = []
     for query_lens, seq_lens in (([1, 7], [30, 40]), ([2, 1, 20], [2, 9, 20])):
-        plan = plan_of(setting, setting.batch(query_lens, seq_lens))
+        plan = plan_of(harness, harness.batch(query_lens, seq_lens))
         calls.append([(call.max_seqlen_q, call.max_seqlen_k, call.num_splits) for call in (p.call for p in plan.parts)])
 
-    limits = setting.limits
+    limits = harness.limits
     assert calls[0] == calls[1] == [(2, limits.max_seq_len, 1), (limits.max_num_tokens, limits.max_seq_len, 1)]
 
 
 def test_a_host_may_do_without_the_invariance_that_was_agreed_on() -> None:
-    setting = Harness(load, batch_invariant=True)
+    harness = Harness(load, batch_invariant=True)
     limits = Limits(max_num_reqs=4, max_num_tokens=16, max_seq_len=64, batch_invariant=False)
-    builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
+    builder = harness.backend.make_builder(harness.impls, harness.backend.make_state(limits))
 
-    (part,) = setting.impls[0].plan_of(builder.build(setting.batch([1]))).parts
+    (part,) = harness.impls[0].plan_of(builder.build(harness.batch([1]))).parts
     assert (part.call.num_splits, part.call.max_seqlen_k) == (0, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_block_table_is_followed_by_every_pass(kind) -> None:
-    setting = Harness(load, variant=kind)
-    before = setting.builder.build(setting.batch([1, 1, 20], [9, 40, 33]))
-    other = setting.batch([1, 1, 20], [9, 40, 33], first_block=20)
-    made = len(setting.backend.kernels.scheduled)
-    after = setting.builder.update_block_table(before, other.block_table, other.slot_mapping)
+    harness = Harness(load, variant=kind)
+    before = harness.builder.build(harness.batch([1, 1, 20], [9, 40, 33]))
+    other = harness.batch([1, 1, 20], [9, 40, 33], first_block=20)
+    made = len(harness.backend.kernels.scheduled)
+    after = harness.builder.update_block_table(before, other.block_table, other.slot_mapping)
 
-    old, new = (setting.impls[0].plan_of(metadata) for metadata in (before, after))
-    assert len(setting.backend.kernels.scheduled) == made  # schedules follow from lengths, which are the same
+    old, new = (harness.impls[0].plan_of(metadata) for metadata in (before, after))
+    assert len(harness.backend.kernels.scheduled) == made  # schedules follow from lengths, which are the same
     for name, rows in (("decode", slice(0, 2)), ("prefill", slice(2, 3))):
         earlier, later = getattr(old, name), getattr(new, name)
         assert later.call.scheduler_metadata is earlier.call.scheduler_metadata
@@ -228,27 +228,27 @@ def test_another_block_table_is_followed_by_every_pass(kind) -> None:
         else:
             assert torch.equal(later.call.block_table, other.block_table[rows])
             assert torch.equal(earlier.call.block_table, before.batch.block_table[rows])
-    setting.forward(after)
+    harness.forward(after)
 
 
 def test_metadata_of_other_layers_is_scheduled_for_those_of_the_builder() -> None:
-    setting = Harness(load, variant="scheduled", sliding_window=9)
-    batch = setting.batch([1, 5], [9, 20])
-    before = setting.builder.build(batch)
+    harness = Harness(load, variant="scheduled", sliding_window=9)
+    batch = harness.batch([1, 5], [9, 20])
+    before = harness.builder.build(batch)
     strange = evolve(before, plans={})
 
-    plan = setting.impls[0].plan_of(setting.builder.update_block_table(strange, batch.block_table, batch.slot_mapping))
+    plan = harness.impls[0].plan_of(harness.builder.update_block_table(strange, batch.block_table, batch.slot_mapping))
     assert all(part.call.scheduler_metadata is not None for part in plan.parts)
 
 
 def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
     shared = Layer(name="layers.1", kv_sharing_target="layers.0")
-    setting = Harness(load, variant="scheduled", kv_sharing=True)
-    other = setting.backend.make_builder([setting.backend.make_impl(shared)], setting.state)
-    batch = setting.batch([5], [5])
+    harness = Harness(load, variant="scheduled", kv_sharing=True)
+    other = harness.backend.make_builder([harness.backend.make_impl(shared)], harness.state)
+    batch = harness.batch([5], [5])
     pages = other.build(batch)
-    rows = setting.builder.update_block_table(pages, batch.block_table, batch.slot_mapping)
-    again = other.update_block_table(setting.builder.build(batch), batch.block_table, batch.slot_mapping)
+    rows = harness.builder.update_block_table(pages, batch.block_table, batch.slot_mapping)
+    again = other.update_block_table(harness.builder.build(batch), batch.block_table, batch.slot_mapping)
 
     first, second, third = (other.impls[0].plan_of(metadata).prefill for metadata in (pages, rows, again))
     assert [part.reads_new_kv for part in (first, second, third)] == [False, True, False]
@@ -257,11 +257,11 @@ def test_a_schedule_of_pages_is_not_one_of_rows() -> None:
 
 
 def test_advanced_steps_are_decodes() -> None:
-    setting = Harness(load, variant="scheduled")
-    metadata = setting.builder.build(setting.batch([1, 1], [9, 16]))
+    harness = Harness(load, variant="scheduled")
+    metadata = harness.builder.build(harness.batch([1, 1], [9, 16]))
     table = torch.nn.functional.pad(metadata.batch.block_table, (0, 1), value=9)
-    metadata = setting.builder.update_block_table(metadata, table, metadata.batch.slot_mapping)
+    metadata = harness.builder.update_block_table(metadata, table, metadata.batch.slot_mapping)
 
-    (part,) = setting.impls[0].plan_of(setting.builder.advance_step(metadata)).parts
+    (part,) = harness.impls[0].plan_of(harness.builder.advance_step(metadata)).parts
     assert part.call.seqused_k.tolist() == [10, 17]
     assert part.call.scheduler_metadata is None  # the next step is near, and a schedule is a launch

@@ -20,11 +20,11 @@ SINKS = torch.linspace(-1.0, 3.0, 4)
 ASKED: dict[str, Any] = {"cascade": True, "dtype": "float32", "return_lse": True}
 
 
-def shared_batch(setting: Harness, query_lens: list[int], own: list[int], blocks: int, **more: Any) -> Batch:
+def shared_batch(harness: Harness, query_lens: list[int], own: list[int], blocks: int, **more: Any) -> Batch:
     """Return a batch whose requests share their first blocks, with so many keys of their own beside their queries."""
     length = blocks * BLOCK
     seq_lens = [query and query + more + length for query, more in zip(query_lens, own, strict=True)]
-    batch = setting.batch(query_lens, seq_lens, first_block=1 + blocks)
+    batch = harness.batch(query_lens, seq_lens, first_block=1 + blocks)
     table = batch.block_table.clone()
     table[torch.tensor(query_lens) > 0, :blocks] = torch.arange(1, 1 + blocks, dtype=torch.int32)
     places = [
@@ -36,12 +36,12 @@ def shared_batch(setting: Harness, query_lens: list[int], own: list[int], blocks
     return evolve(batch, **given, slot_mapping_cpu=given["slot_mapping"], common_prefix_len=blocks * BLOCK, **more)
 
 
-def results(setting: Harness, batch: Batch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def results(harness: Harness, batch: Batch, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, generator = batch.num_actual_tokens, torch.Generator().manual_seed(5)
     query = torch.randn(tokens, 4, 64, generator=generator)
     key, value = (torch.randn(tokens, 2, 64, generator=generator) for _ in range(2))
     output, lse = torch.empty(tokens, 256), torch.empty(tokens, 4)
-    setting.impls[0].forward(query, key, value, cache.clone(), setting.builder.build(batch), output, lse=lse)
+    harness.impls[0].forward(query, key, value, cache.clone(), harness.builder.build(batch), output, lse=lse)
     return output, lse
 
 
@@ -60,22 +60,22 @@ def test_it_is_what_flat_attention_is(query_lens, prompts, padding, own, blocks,
     if padding is not None:  # a padded request has other pages, and may stand first
         lens.insert(0 if padding == 0 else len(lens), 0)
     layer = Layer(name="layers.0", sinks=SINKS if with_sinks else None)
-    setting = Harness(load, [layer], kind, **ASKED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
-    batch = shared_batch(setting, lens, [own + request for request in range(len(lens))], blocks)
-    cache = setting.backend.make_cache(64)
+    harness = Harness(load, [layer], kind, **ASKED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
+    batch = shared_batch(harness, lens, [own + request for request in range(len(lens))], blocks)
+    cache = harness.backend.make_cache(64)
     cache.normal_(generator=torch.Generator().manual_seed(1))
 
     (output, lse), (flat, flat_lse) = (
-        results(setting, each, cache) for each in (batch, evolve(batch, common_prefix_len=0))
+        results(harness, each, cache) for each in (batch, evolve(batch, common_prefix_len=0))
     )
     assert_close(output, flat.double(), dtype=torch.float32, scale=4.0)
     assert_close(lse, flat_lse.double(), dtype=torch.float32, what="lse")
 
 
 def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> None:
-    setting = Harness(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **ASKED, sinks=True)
-    batch = shared_batch(setting, [1, 1, 5], [3, 0, 20], 2)
-    plan = setting.impls[0].plan_of(setting.builder.build(batch))
+    harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **ASKED, sinks=True)
+    batch = shared_batch(harness, [1, 1, 5], [3, 0, 20], 2)
+    plan = harness.impls[0].plan_of(harness.builder.build(batch))
 
     call = plan.prefix.call
     assert (plan.prefix.first, plan.prefix.last, call.causal) == (0, 7, False)
@@ -85,34 +85,34 @@ def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> 
     assert [part.call.max_seqlen_k for part in plan.parts] == [4, 25]
     assert torch.equal(plan.decode.call.block_table, batch.block_table[:2, 2:])
     assert all(part.call.causal for part in plan.parts)
-    assert len(setting.backend.kernels.scheduled) == 3  # the prefix, the decodes and the prefills
+    assert len(harness.backend.kernels.scheduled) == 3  # the prefix, the decodes and the prefills
 
 
 def test_the_sink_enters_the_prefix_alone() -> None:
-    setting = Harness(load, [Layer(name="layers.0", sinks=SINKS)], **ASKED, sinks=True)
-    results(setting, shared_batch(setting, [1, 5], [3, 20], 1), setting.backend.make_cache(64))
+    harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], **ASKED, sinks=True)
+    results(harness, shared_batch(harness, [1, 5], [3, 20], 1), harness.backend.make_cache(64))
 
-    *parts, prefix = setting.backend.kernels.calls
+    *parts, prefix = harness.backend.kernels.calls
     assert [recorded.params.sinks for recorded in parts] == [None, None]
     assert torch.equal(prefix.params.sinks, SINKS)
 
 
 def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
-    setting = Harness(load, **ASKED)
-    plan = setting.impls[0].plan_of(setting.builder.build(shared_batch(setting, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
+    harness = Harness(load, **ASKED)
+    plan = harness.impls[0].plan_of(harness.builder.build(shared_batch(harness, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
 
     assert plan.prefix.call.block_table.tolist() == [[1, 2]]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
-    setting = Harness(load, variant=kind, **ASKED)
-    batch = shared_batch(setting, [1, 1], [3, 9], 2)
-    before = setting.builder.build(batch)
+    harness = Harness(load, variant=kind, **ASKED)
+    batch = shared_batch(harness, [1, 1], [3, 9], 2)
+    before = harness.builder.build(batch)
     table = torch.where(batch.block_table > 0, batch.block_table + 7, 0)
-    after = setting.builder.update_block_table(before, table, batch.slot_mapping + 7 * BLOCK)
+    after = harness.builder.update_block_table(before, table, batch.slot_mapping + 7 * BLOCK)
 
-    prefix, earlier = (setting.impls[0].plan_of(metadata).prefix for metadata in (after, before))
+    prefix, earlier = (harness.impls[0].plan_of(metadata).prefix for metadata in (after, before))
     if kind == "packed":
         assert torch.equal(prefix.slots, earlier.slots + 7 * BLOCK)
     else:
@@ -128,14 +128,14 @@ def test_hosts_are_told_when_it_pays() -> None:
 
 
 def test_outputs_whose_rows_lie_apart_are_merged_in_place() -> None:
-    setting = Harness(load, **ASKED)
-    batch = shared_batch(setting, [1, 1], [3, 9], 1)
-    cache = setting.backend.make_cache(64)
+    harness = Harness(load, **ASKED)
+    batch = shared_batch(harness, [1, 1], [3, 9], 1)
+    cache = harness.backend.make_cache(64)
     wide = torch.full((3, 512), 7.0)
     query, keys = torch.randn(3, 4, 64), torch.randn(3, 2, 64)
     plain = torch.full((3, 256), 7.0)
     for output in (wide[:, 256:], plain):
-        setting.impls[0].forward(query, keys, keys, cache.clone(), setting.builder.build(batch), output)
+        harness.impls[0].forward(query, keys, keys, cache.clone(), harness.builder.build(batch), output)
 
     assert torch.equal(wide[:2, 256:], plain[:2])
     assert bool((wide[:, :256] == 7.0).all())

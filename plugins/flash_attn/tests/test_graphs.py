@@ -16,40 +16,40 @@ MIXED = ([[1, 7], [9, 20]], [[16], [16]], [[1, 1, 1, 9], [40, 2, 17, 16]])
 @pytest.mark.parametrize("kind", ["pages", "cumulative", "padded", "scheduled"])
 @pytest.mark.parametrize(("key", "steps"), [(GraphShape(4, 4, 1), DECODES), (GraphShape(4, 16), MIXED)])
 def test_replays_read_the_memory_of_the_capture(kind, key, steps) -> None:
-    setting = Harness(load, variant=kind, cudagraph="always")
-    with setting.state.graph_capture(4):
-        graph = setting.state.graph(key)
-        captured = setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
-    (part,) = setting.impls[0].plan_of(captured).parts  # a graph runs this one for ever
+    harness = Harness(load, variant=kind, cudagraph="always")
+    with harness.state.graph_capture(4):
+        graph = harness.state.graph(key)
+        captured = harness.builder.build(graph.dummy_batch(harness.builder), graph=graph)
+    (part,) = harness.impls[0].plan_of(captured).parts  # a graph runs this one for ever
 
     for query_lens, seq_lens in steps:
-        batch = setting.batch(query_lens, seq_lens)
-        setting.builder.build(batch, graph=graph)  # which compares all that a graph reads with the capture
+        batch = harness.batch(query_lens, seq_lens)
+        harness.builder.build(batch, graph=graph)  # which compares all that a graph reads with the capture
         lens = part.call.seqused_k.tolist()
         assert lens == seq_lens + [0] * (4 - len(seq_lens))
         assert (part.first, part.last) == (0, key.num_tokens)
-        replayed = setting.forward(captured)[: sum(query_lens)]
-        assert torch.equal(replayed, eager(setting, query_lens, seq_lens, key.num_tokens))
+        replayed = harness.forward(captured)[: sum(query_lens)]
+        assert torch.equal(replayed, eager(harness, query_lens, seq_lens, key.num_tokens))
 
 
-def eager(setting: Harness, query_lens: list[int], seq_lens: list[int], rows: int) -> torch.Tensor:
+def eager(harness: Harness, query_lens: list[int], seq_lens: list[int], rows: int) -> torch.Tensor:
     """The rows of a replay, built by themselves: `forward` draws as many as its metadata has, from one seed."""
-    impl, batch, generator = setting.impls[0], setting.batch(query_lens, seq_lens), torch.Generator().manual_seed(3)
+    impl, batch, generator = harness.impls[0], harness.batch(query_lens, seq_lens), torch.Generator().manual_seed(3)
     query, key, value = (
         torch.randn(rows, heads, 64, generator=generator).bfloat16()[: sum(query_lens)] for heads in (4, 2, 2)
     )
     output = query.new_empty(sum(query_lens), impl.output_width)
-    cache = setting.backend.make_cache(64)
-    impl.forward(query, key, value, cache, setting.builder.build(batch), output)
+    cache = harness.backend.make_cache(64)
+    impl.forward(query, key, value, cache, harness.builder.build(batch), output)
     return output
 
 
 @pytest.mark.parametrize("kind", ["pages", "cumulative", "padded", "scheduled"])
 def test_mixed_batches_are_one_call_in_a_graph(kind) -> None:
-    setting = Harness(load, variant=kind, cudagraph="always")
-    with setting.state.graph_capture(4):
-        graph = setting.state.graph(GraphShape(4, 16))
-        plan = setting.impls[0].plan_of(setting.builder.build(graph.dummy_batch(setting.builder), graph=graph))
+    harness = Harness(load, variant=kind, cudagraph="always")
+    with harness.state.graph_capture(4):
+        graph = harness.state.graph(GraphShape(4, 16))
+        plan = harness.impls[0].plan_of(harness.builder.build(graph.dummy_batch(harness.builder), graph=graph))
 
     assert plan.decode is None
     assert not plan.prefill.reads_new_kv  # the steps to come may be others

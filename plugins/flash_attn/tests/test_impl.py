@@ -13,39 +13,39 @@ from tests.backends.harness import Harness
 FP8 = torch.float8_e4m3fn
 
 
-def run(setting: Harness, query_lens: list[int], seq_lens: list[int], **tensors):
+def run(harness: Harness, query_lens: list[int], seq_lens: list[int], **tensors):
     """Run a step; the call's tensors may be given."""
-    batch = setting.batch(query_lens, seq_lens)
-    tokens, impl = batch.num_actual_tokens, setting.impls[0]
+    batch = harness.batch(query_lens, seq_lens)
+    tokens, impl = batch.num_actual_tokens, harness.impls[0]
     given = {
         "query": torch.randn(tokens, 4, 64).bfloat16(),
         "key": torch.randn(tokens, 2, 64).bfloat16(),
         "value": torch.randn(tokens, 2, 64).bfloat16(),
-        "kv_cache": setting.backend.make_cache(16),
+        "kv_cache": harness.backend.make_cache(16),
         "output": torch.empty(tokens, 256).bfloat16(),
         **tensors,
     }
-    impl.forward(**given, metadata=setting.builder.build(batch))
-    return given, setting.backend.kernels.calls
+    impl.forward(**given, metadata=harness.builder.build(batch))
+    return given, harness.backend.kernels.calls
 
 
 def test_a_profiling_run_leaves_the_output_alone() -> None:
-    setting = Harness(load)
+    harness = Harness(load)
     query, keys = torch.randn(3, 4, 64).bfloat16(), torch.randn(3, 2, 64).bfloat16()
     output = torch.full((3, 256), 7.0).bfloat16()
-    setting.impls[0].forward(query, keys, keys, None, None, output)
+    harness.impls[0].forward(query, keys, keys, None, None, output)
 
     assert bool((output == 7.0).all())
-    assert not setting.backend.kernels.calls
+    assert not harness.backend.kernels.calls
 
 
 def test_kernels_write_the_output_and_the_lse_in_place() -> None:
-    setting = Harness(load, return_lse=True)
+    harness = Harness(load, return_lse=True)
     wide = torch.full((6, 300), 7.0).bfloat16()
     lse = torch.full((6, 4), 7.0)
-    given, calls = run(setting, [1, 4], [9, 4], output=wide[:5, 20:276], lse=lse[:5])
+    given, calls = run(harness, [1, 4], [9, 4], output=wide[:5, 20:276], lse=lse[:5])
     exact = torch.empty(5, 256).bfloat16()
-    run(setting, [1, 4], [9, 4], **{**given, "output": exact, "lse": None})
+    run(harness, [1, 4], [9, 4], **{**given, "output": exact, "lse": None})
 
     assert torch.equal(wide[:5, 20:276], exact)
     assert bool((wide[:, :20] == 7.0).all())
@@ -83,9 +83,9 @@ def test_no_soft_cap_is_zero() -> None:
 
 def test_queries_are_quantized_by_their_scale() -> None:
     layer = Layer(name="layers.0", q_scale=0.5, k_scale=0.25, v_scale=2.0)
-    setting = Harness(load, [layer], kv_cache_dtype="fp8_e4m3")
+    harness = Harness(load, [layer], kv_cache_dtype="fp8_e4m3")
     query = (torch.arange(4 * 64).view(1, 4, 64) / 16).bfloat16()
-    _, (recorded,) = run(setting, [1], [5], query=query)
+    _, (recorded,) = run(harness, [1], [5], query=query)
 
     assert recorded.query_dtype == FP8
     assert [
@@ -99,8 +99,8 @@ def test_queries_are_quantized_by_their_scale() -> None:
 
 def test_scales_per_head_come_with_each_call() -> None:
     scales = {f"{letter}_scale_tensor": torch.tensor([0.5, 4.0]) for letter in "qkv"}
-    setting = Harness(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
-    _, (recorded,) = run(setting, [1], [5])
+    harness = Harness(load, [Layer(name="layers.0", **scales)], kv_cache_dtype="fp8_e4m3", per_head_scales=True)
+    _, (recorded,) = run(harness, [1], [5])
 
     assert all(
         torch.equal(scale, torch.tensor([0.5, 4.0])) for scale in (recorded.params.q_descale, recorded.params.k_descale)
@@ -117,14 +117,14 @@ def test_a_scale_that_the_host_changes_is_seen() -> None:
 
 @pytest.mark.parametrize("writer", ["forward", "host"])
 def test_either_writes_the_cache(writer) -> None:
-    setting = Harness(load, [Layer(name="layers.0", cache_write=writer)])
-    cache, batch = setting.backend.make_cache(16), setting.batch([2], [5])
+    harness = Harness(load, [Layer(name="layers.0", cache_write=writer)])
+    cache, batch = harness.backend.make_cache(16), harness.batch([2], [5])
     query, keys = torch.randn(2, 4, 64).bfloat16(), torch.randn(2, 2, 64).bfloat16()
-    impl, output = setting.impls[0], torch.empty(2, 256).bfloat16()
+    impl, output = harness.impls[0], torch.empty(2, 256).bfloat16()
     if writer == "host":
         impl.write_kv(keys, keys, cache, batch.slot_mapping)
         written = cache.clone()
-    impl.forward(query, keys, keys, cache, setting.builder.build(batch), output)
+    impl.forward(query, keys, keys, cache, harness.builder.build(batch), output)
 
     assert torch.equal(cache[0, 1, 3:5], keys)
     assert torch.equal(cache[1, 1, 3:5], keys)
@@ -134,9 +134,9 @@ def test_either_writes_the_cache(writer) -> None:
 
 @pytest.mark.parametrize("brings", [True, False])
 def test_a_layer_that_shares_a_cache_writes_nothing(brings) -> None:
-    setting = Harness(load, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
+    harness = Harness(load, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
     keys = torch.randn(2, 2, 64).bfloat16() if brings else None
-    given, _ = run(setting, [2], [5], key=keys, value=keys)
+    given, _ = run(harness, [2], [5], key=keys, value=keys)
 
     assert not given["kv_cache"].any()
 
@@ -152,27 +152,27 @@ def test_all_layers_in_one_tensor_are_blocks_first(layout) -> None:
     assert steps[2] == 3 * 2 * 16 * 2 * 64  # a block holds what all layers have for it
     order = sorted(range(6), key=lambda axis: -steps[axis])
     assert order == ([2, 0, 1, 3, 4, 5] if layout == "NHD" else [2, 4, 0, 1, 3, 5])
-    setting = Harness(load, kv_layout=layout)
-    run(setting, [1, 4], [9, 4], kv_cache=layers[1])
+    harness = Harness(load, kv_layout=layout)
+    run(harness, [1, 4], [9, 4], kv_cache=layers[1])
 
 
 @pytest.mark.parametrize("brings", [True, False])
 def test_a_layer_that_shares_a_cache_refuses_metadata_of_rows(brings) -> None:
-    setting = Harness(load, kv_sharing=True)
-    stranger = setting.backend.make_impl(Layer(name="layers.1", kv_sharing_target="layers.0"))
-    metadata, query = setting.builder.build(setting.batch([3], [3])), torch.randn(3, 4, 64).bfloat16()
+    harness = Harness(load, kv_sharing=True)
+    stranger = harness.backend.make_impl(Layer(name="layers.1", kv_sharing_target="layers.0"))
+    metadata, query = harness.builder.build(harness.batch([3], [3])), torch.randn(3, 4, 64).bfloat16()
     keys = torch.randn(3, 2, 64).bfloat16() if brings else None
 
     with pytest.raises(LayerError, match="run on metadata of prompts"):
-        stranger.forward(query, keys, keys, setting.backend.make_cache(4), metadata, query.flatten(1))
+        stranger.forward(query, keys, keys, harness.backend.make_cache(4), metadata, query.flatten(1))
 
 
 def test_rows_of_keys_beyond_those_of_the_batch_are_not_handed_on() -> None:
-    setting = Harness(load, paged=False, block_size=None)
+    harness = Harness(load, paged=False, block_size=None)
     query, keys = torch.randn(4, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
     output = torch.full((4, 256), 7.0).bfloat16()
-    setting.impls[0].forward(query, keys, keys, None, setting.builder.build(Batch.from_lengths([3], [7])), output)
+    harness.impls[0].forward(query, keys, keys, None, harness.builder.build(Batch.from_lengths([3], [7])), output)
 
-    (recorded,) = setting.backend.kernels.calls
+    (recorded,) = harness.backend.kernels.calls
     assert recorded.key.shape[0] == 7
     assert bool((output[3] == 7.0).all())

@@ -56,19 +56,19 @@ def test_each_call_has_as_many_requests_as_there_is_room_for(lens, most) -> None
 def test_hosts_are_told_of_the_memory(keys_at_once, required, at_once, expected) -> None:
     keys_at_once(at_once)
     for kind, keys in (("packed", expected), ("pages", 0), ("cumulative", 0)):
-        setting = Small(load, variant=kind, **required)
-        assert setting.backend.workspace_bytes(setting.limits) == keys * PER_KEY
-        assert setting.state.workspace.shape[0] == keys * PER_KEY
+        harness = Small(load, variant=kind, **required)
+        assert harness.backend.workspace_bytes(harness.limits) == keys * PER_KEY
+        assert harness.state.workspace.shape[0] == keys * PER_KEY
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_packed_keys_lie_in_the_workspace(layout) -> None:
-    setting = Small(load, variant="packed", kv_layout=layout)
-    setting.forward(setting.builder.build(setting.batch([1, 4], [30, 40])))
+    harness = Small(load, variant="packed", kv_layout=layout)
+    harness.forward(harness.builder.build(harness.batch([1, 4], [30, 40])))
 
-    memory = setting.state.workspace.untyped_storage().data_ptr()
-    assert [one.key.shape[0] for one in setting.backend.kernels.calls] == [30, 40]
-    assert all(one.key.untyped_storage().data_ptr() == memory for one in setting.backend.kernels.calls)
+    memory = harness.state.workspace.untyped_storage().data_ptr()
+    assert [one.key.shape[0] for one in harness.backend.kernels.calls] == [30, 40]
+    assert all(one.key.untyped_storage().data_ptr() == memory for one in harness.backend.kernels.calls)
 
 
 @pytest.mark.parametrize("step", [LENS, ([0, 1, 0, 12], [0, 90, 0, 80]), ([90 // 2] * 1, [90])])
@@ -96,27 +96,27 @@ def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, required) 
 @pytest.mark.parametrize("seq_lens_cpu_kind", ["upper_bound", "absent"])
 def test_requests_of_unknown_length_have_room_for_the_longest(keys_at_once, seq_lens_cpu_kind) -> None:
     keys_at_once(200)
-    setting = Small(load, variant="packed", seq_lens_cpu_kind=seq_lens_cpu_kind)
-    exact = setting.batch([1] * 5, [30, 20, 9, 60, 3])
+    harness = Small(load, variant="packed", seq_lens_cpu_kind=seq_lens_cpu_kind)
+    exact = harness.batch([1] * 5, [30, 20, 9, 60, 3])
     known = {"seq_lens_cpu": None if seq_lens_cpu_kind == "absent" else exact.seq_lens + 30, "max_seq_len": 90}
     table = torch.nn.functional.pad(exact.block_table, (0, 2), value=7)
     inexact = evolve(exact, **known, block_table=table, block_table_cpu=None, num_computed_tokens_cpu=None)
-    metadata = setting.builder.build(inexact)
+    metadata = harness.builder.build(inexact)
 
-    ends = [part.last for part in setting.impls[0].plan_of(metadata).parts]
+    ends = [part.last for part in harness.impls[0].plan_of(metadata).parts]
     assert ends == ([2, 4, 5] if seq_lens_cpu_kind == "absent" else [3, 5])
     sure = Small(load, variant="packed")
-    assert torch.equal(setting.forward(metadata), sure.forward(sure.builder.build(exact)))
+    assert torch.equal(harness.forward(metadata), sure.forward(sure.builder.build(exact)))
 
 
 def test_other_blocks_are_followed_by_every_call(keys_at_once) -> None:
     keys_at_once(100)
-    setting = Small(load, variant="packed")
-    before = setting.builder.build(setting.batch(*LENS))
-    other = setting.batch(*LENS, first_block=25)
-    after = setting.builder.update_block_table(before, other.block_table, other.slot_mapping)
+    harness = Small(load, variant="packed")
+    before = harness.builder.build(harness.batch(*LENS))
+    other = harness.batch(*LENS, first_block=25)
+    after = harness.builder.update_block_table(before, other.block_table, other.slot_mapping)
 
-    old, new = (setting.impls[0].plan_of(metadata).parts for metadata in (before, after))
+    old, new = (harness.impls[0].plan_of(metadata).parts for metadata in (before, after))
     packed = [(a, b) for a, b in zip(old, new, strict=True) if a.slots is not None]
     assert len(packed) > 2
     assert all(torch.equal(a.slots + 24 * 16, b.slots) for a, b in packed)
@@ -126,16 +126,16 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
     keys_at_once(100)
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
     required = {"return_lse": True, "sinks": True}
-    setting = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", cascade=True, **required)
-    batch = setting.batch([1, 1, 1, 9], [80, 70, 90, 80])
+    harness = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", cascade=True, **required)
+    batch = harness.batch([1, 1, 1, 9], [80, 70, 90, 80])
     table = batch.block_table.clone()
     table[:, 0] = table[0, 0]
     batch = evolve(batch, block_table=table, block_table_cpu=table, common_prefix_len=16)
     flat = Small(load, [Layer(name="layers.0", sinks=sinks)], "packed", **required)
     plain = evolve(batch, common_prefix_len=0)
-    cache = setting.backend.make_cache(64).normal_(generator=torch.Generator().manual_seed(1))
+    cache = harness.backend.make_cache(64).normal_(generator=torch.Generator().manual_seed(1))
     found = []
-    for world, given_batch in ((setting, batch), (flat, plain)):
+    for world, given_batch in ((harness, batch), (flat, plain)):
         query, key, value = (
             torch.randn(12, heads, 64, generator=torch.Generator().manual_seed(2)).bfloat16() for heads in (4, 2, 2)
         )
@@ -144,7 +144,7 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
         world.impls[0].forward(query, key, value, cache.clone(), metadata, output, lse=lse)
         found.append((output, lse))
 
-    assert len(setting.impls[0].plan_of(setting.builder.build(batch)).parts) == 4
+    assert len(harness.impls[0].plan_of(harness.builder.build(batch)).parts) == 4
     torch.testing.assert_close(found[0][0], found[1][0], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-3, rtol=1e-3)
 
@@ -152,8 +152,8 @@ def test_a_shared_prefix_leaves_calls_over_some_requests_each(keys_at_once) -> N
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_packing_takes_no_memory_beside_the_workspace(layout) -> None:
     """Pages whose heads come first cannot be looked up as rows: they are read by block and place, into the memory."""
-    setting = Small(load, variant="packed", kv_layout=layout)
-    cache = setting.backend.make_cache(8).normal_()
+    harness = Small(load, variant="packed", kv_layout=layout)
+    cache = harness.backend.make_cache(8).normal_()
     slots, out = torch.arange(20, 60), torch.empty(40, 2, 64).bfloat16()
     with torch.profiler.profile(profile_memory=True) as profile:
         found = gather_slots(cache[0], slots, out=out)

@@ -44,13 +44,13 @@ def whole(schedule: torch.Tensor) -> torch.Tensor:
 
 
 def test_each_pass_has_a_schedule_of_its_own() -> None:
-    setting = Harness(load, variant="scheduled", cascade=True)
-    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 5], [9, 20])))
+    harness = Harness(load, variant="scheduled", cascade=True)
+    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 5], [9, 20])))
 
     made = [part.call.scheduler_metadata for part in plan.parts]
     assert all(schedule is not None for schedule in made)
     assert made[0] is not made[1]
-    assert [call.max_seqlen_q for call in setting.backend.kernels.scheduled] == [1, 5]
+    assert [call.max_seqlen_q for call in harness.backend.kernels.scheduled] == [1, 5]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -74,21 +74,21 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
 
 
 def test_a_build_in_a_hurry_makes_none() -> None:
-    setting = Harness(load, variant="scheduled")
-    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 5], [9, 20]), fast=True))
+    harness = Harness(load, variant="scheduled")
+    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 5], [9, 20]), fast=True))
 
     assert all(part.call.scheduler_metadata is None for part in plan.parts)
-    assert not setting.backend.kernels.scheduled
+    assert not harness.backend.kernels.scheduled
 
 
 def test_a_graph_has_its_schedule_however_fast_it_is_built() -> None:
-    setting = Captured(GraphShape(4, 4, 1))
-    before = setting.schedule(0, [1, 1], [9, 20])
-    metadata = setting.builder.build(setting.batch([1, 1, 1], [4, 5, 6]), fast=True, graph=setting.graphs[0])
+    harness = Captured(GraphShape(4, 4, 1))
+    before = harness.schedule(0, [1, 1], [9, 20])
+    metadata = harness.builder.build(harness.batch([1, 1, 1], [4, 5, 6]), fast=True, graph=harness.graphs[0])
 
-    (part,) = setting.impls[0].plan_of(metadata).parts
+    (part,) = harness.impls[0].plan_of(metadata).parts
     assert part.call.scheduler_metadata.data_ptr() == before.data_ptr()
-    setting.forward(metadata)
+    harness.forward(metadata)
 
 
 @pytest.mark.parametrize(
@@ -100,38 +100,38 @@ def test_memory_is_for_the_largest_batch(reqs, captured, expected) -> None:
 
 
 def test_slots_share_one_memory_whose_tail_is_zero() -> None:
-    setting = Captured(GraphShape(8, 8, 1), GraphShape(2, 2, 1), GraphShape(4, 24))
-    large = setting.schedule(0, [1] * 8, [100] * 8)
+    harness = Captured(GraphShape(8, 8, 1), GraphShape(2, 2, 1), GraphShape(4, 24))
+    large = harness.schedule(0, [1] * 8, [100] * 8)
     memory, place = whole(large), large.data_ptr()
     assert memory.shape[0] == longest_schedule(LIMITS)
     assert not memory[large.shape[0] :].any()
 
     for number, lens in ((1, ([1, 1], [9, 20])), (0, ([1] * 3, [50] * 3)), (1, ([1], [3]))):
-        schedule = setting.schedule(number, *lens)
+        schedule = harness.schedule(number, *lens)
         assert schedule.data_ptr() == place
         assert whole(schedule).data_ptr() == memory.data_ptr()
         assert not whole(schedule)[schedule.shape[0] :].any()
 
-    prefills = setting.schedule(2, [7, 17], [9, 20])
+    prefills = harness.schedule(2, [7, 17], [9, 20])
     assert prefills.data_ptr() != place  # of another pass
     assert not whole(prefills)[prefills.shape[0] :].any()
 
 
 def test_the_memory_goes_with_the_slots() -> None:
-    setting = Captured(GraphShape(4, 4, 1))
-    assert len(setting.builder._schedules._memories) == 1
-    setting.graphs.clear()
-    setting.state.release_graphs()
-    setting.backend.kernels.calls.clear()
+    harness = Captured(GraphShape(4, 4, 1))
+    assert len(harness.builder._schedules._memories) == 1
+    harness.graphs.clear()
+    harness.state.release_graphs()
+    harness.backend.kernels.calls.clear()
 
-    assert not setting.builder._schedules._memories
+    assert not harness.builder._schedules._memories
 
 
 def test_the_bound_of_captured_sizes_holds_for_eager_steps_of_that_size_too() -> None:
     limits = evolve(LIMITS, max_num_splits=6, capture_sizes=(4,))
-    setting = Harness(load, variant="scheduled", cudagraph="always")
-    builder = setting.backend.make_builder(setting.impls, setting.backend.make_state(limits))
-    small, large = (builder.build(setting.batch([1] * count)) for count in (4, 5))
+    harness = Harness(load, variant="scheduled", cudagraph="always")
+    builder = harness.backend.make_builder(harness.impls, harness.backend.make_state(limits))
+    small, large = (builder.build(harness.batch([1] * count)) for count in (4, 5))
 
-    assert [setting.impls[0].plan_of(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
-    assert [call.num_splits for call in setting.backend.kernels.scheduled] == [6, 0]
+    assert [harness.impls[0].plan_of(metadata).decode.call.num_splits for metadata in (small, large)] == [6, 0]
+    assert [call.num_splits for call in harness.backend.kernels.scheduled] == [6, 0]

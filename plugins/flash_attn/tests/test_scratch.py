@@ -140,9 +140,9 @@ def test_a_profiling_run_takes_what_a_step_takes(monkeypatch, tmp_path, kernels,
     monkeypatch.setattr(
         running, "quantize_queries", lambda query, _: torch.empty_like(query, dtype=torch.float8_e4m3fn)
     )
-    setting = Measured(kernels, **required)
+    harness = Measured(kernels, **required)
 
-    taken, counted = peak(setting.step(), tmp_path), peak(setting.profiled(), tmp_path)
+    taken, counted = peak(harness.step(), tmp_path), peak(harness.profiled(), tmp_path)
     small = 2**18  # of a few bytes per row
     assert taken - small <= counted <= 1.5 * taken + small
 

@@ -261,9 +261,9 @@ def test_groups_with_different_windows_share_a_state(load_real, variant) -> None
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("required", [{}, {"cascade": True, "return_lse": True}, {"decode_query_len": 3}], ids=str)
 def test_warm_up_runs(load_real, variant, required) -> None:
-    setting = Harness(load_real, variant=variant, head_size=128, block_size=block_of(variant), **required)
+    harness = Harness(load_real, variant=variant, head_size=128, block_size=block_of(variant), **required)
 
-    setting.backend.warmup([GraphShape(4, 4, 1)])
+    harness.backend.warmup([GraphShape(4, 4, 1)])
 
 
 # -- what does not depend on the batch -----------------------------------------------------------------------------
@@ -289,24 +289,24 @@ def test_a_request_has_other_bits_where_keys_are_split_as_the_library_likes(load
     assert _bits_that_differ(Long(load_real, variant="fa3_vllm", head_size=128)) > 0
 
 
-def _bits_that_differ(setting: Harness) -> int:
+def _bits_that_differ(harness: Harness) -> int:
     """Return how many requests have other bits alone than together."""
-    rows = [torch.randn(8, heads, 128, device=setting.backend.device).bfloat16() for heads in (4, 2, 2)]
-    size = setting.backend.agreement.block_size
-    cache = setting.backend.make_cache(1 + len(LENGTHS) * max(LENGTHS) // size)
+    rows = [torch.randn(8, heads, 128, device=harness.backend.device).bfloat16() for heads in (4, 2, 2)]
+    size = harness.backend.agreement.block_size
+    cache = harness.backend.make_cache(1 + len(LENGTHS) * max(LENGTHS) // size)
     cache.normal_()
-    gather_heads = run(setting, cache, setting.batch([1] * 8, LENGTHS), rows)
+    gather_heads = run(harness, cache, harness.batch([1] * 8, LENGTHS), rows)
     first, differing = 1, 0
     for request, length in enumerate(LENGTHS):
-        alone = setting.batch([1], [length], first_block=first)
-        found = run(setting, cache, alone, [row[request : request + 1] for row in rows])
+        alone = harness.batch([1], [length], first_block=first)
+        found = run(harness, cache, alone, [row[request : request + 1] for row in rows])
         differing += not torch.equal(found[0], gather_heads[request])
         first += -(-length // size)
     return differing
 
 
-def run(setting, cache, batch, rows):
-    impl = setting.impls[0]
+def run(harness, cache, batch, rows):
+    impl = harness.impls[0]
     output = rows[0].new_empty(batch.num_actual_tokens, impl.output_width)
-    impl.forward(*rows, cache, setting.builder.build(batch), output)
+    impl.forward(*rows, cache, harness.builder.build(batch), output)
     return output

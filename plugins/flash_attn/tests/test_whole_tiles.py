@@ -100,9 +100,9 @@ def test_all_steps_share_the_zeros_of_a_builder(load_fake, variant) -> None:
     class Large(Harness):
         limits = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=256)
 
-    setting = Large(load_fake, variant=variant, block_size=128)
+    harness = Large(load_fake, variant=variant, block_size=128)
     plans = [
-        setting.impls[0].plan_of(setting.builder.build(setting.batch([1] * count + [5], [20] * (count + 1))))
+        harness.impls[0].plan_of(harness.builder.build(harness.batch([1] * count + [5], [20] * (count + 1))))
         for count in (2, 7)
     ]
     found = [part.call.leftpad_k for plan in plans for part in plan.parts]
@@ -113,14 +113,14 @@ def test_all_steps_share_the_zeros_of_a_builder(load_fake, variant) -> None:
 
 
 def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_fake) -> None:
-    setting = Harness(load_fake, variant="fa3", block_size=64, cudagraph="always")
-    with setting.state.graph_capture(4):
-        graph = setting.state.graph(GraphShape(4, 4, 1))
-        plan = setting.impls[0].plan_of(setting.builder.build(graph.dummy_batch(setting.builder), graph=graph))
-    (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(setting.builder._leftpad)
+    harness = Harness(load_fake, variant="fa3", block_size=64, cudagraph="always")
+    with harness.state.graph_capture(4):
+        graph = harness.state.graph(GraphShape(4, 4, 1))
+        plan = harness.impls[0].plan_of(harness.builder.build(graph.dummy_batch(harness.builder), graph=graph))
+    (zeros,), zeros_of_builder = (part.call.leftpad_k for part in plan.parts), ref(harness.builder._leftpad)
     assert zeros.data_ptr() == zeros_of_builder().data_ptr()
 
-    del plan, zeros, setting.builder
+    del plan, zeros, harness.builder
     gc.collect()
     assert zeros_of_builder() is not None
 

@@ -1,4 +1,4 @@
-"""Agreements as negotiation makes them, for what reads them without loading a backend."""
+"""Agreements as negotiation makes them, for tests that load no backend."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnplug import Agreement, Requirements
 
 
 def agreed(variant: str = "fa2", kv_cache_dtype: str = "bfloat16", kernel: str = "auto", **required: Any) -> Agreement:
-    """Return what is agreed on for layers of 32 query and 8 KV heads of 128 in bfloat16, and what is asked beyond."""
+    """Return the agreement for layers of 32 query and 8 KV heads, head size 128, in bfloat16."""
     model = {"head_size": 128, "num_q_heads": 32, "num_kv_heads": 8, "dtype": "bfloat16"}
     requirements = Requirements(**{**model, "kv_cache_dtype": kv_cache_dtype, **required})
     options = {"decode_kernel": kernel, "workspace_mib": 256}

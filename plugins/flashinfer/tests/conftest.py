@@ -1,8 +1,8 @@
 """
-The fake in place of FlashInfer, and the plugin registered beside it as a backend that a CPU may run.
+Installs the fake in place of FlashInfer, and registers the plugin as a backend for CPUs.
 
-A test or class that uses the fixture `fakes` sees both, when it is collected and when it runs; nothing else does.
-Where FlashInfer itself is installed the fake would be mistaken for it, and these tests are left out.
+Both are in effect only for tests and classes that use the fixture `fakes`, during collection and during the run.
+Where FlashInfer itself is installed these tests are skipped, since the fake has the same import name.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ VERSIONS: Final = {DISTRIBUTION: "0.6.12"}
 IS_REAL_HERE: Final = find_spec("flashinfer") is not None
 JOURNAL: Final = "flashinfer.journal"
 
-collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its tests are made while the fake is in place
+collect_ignore = ["test_conformance.py"] if IS_REAL_HERE else []  # its parameters are collected from the fake
 
 
-def _tell_version(versions: Mapping[str, str]) -> None:
+def _set_version(versions: Mapping[str, str]) -> None:
     importlib.import_module("flashinfer").__version__ = versions[DISTRIBUTION]
 
 
@@ -43,11 +43,11 @@ FAKES: Final = FakeLibraries(
         (r'name = "flashinfer", aliases = \[[^]]*\]', 'name = "flashinfer_fake"'),
         (r'^device_type = "cuda"', 'device_type = ["cuda", "cpu"]'),
         (r'compute_capability = ("[^"]*"|\{[^}]*\}),? ?', ""),
-        # The fake needs no workspace, and every test of the kit would fill a new one with zeros.
+        # The fake needs no workspace, and zeroing 256 MiB per test takes longer than the test.
         (r"^min = 128\ndefault = 256$", "min = 1\ndefault = 1"),
     ),
-    skip_reason="FlashInfer is installed here, and its fake would be mistaken for it" if IS_REAL_HERE else None,
-    prepare=_tell_version,
+    skip_reason="FlashInfer is installed, and the fake has its import name" if IS_REAL_HERE else None,
+    prepare=_set_version,
 )
 
 pytest_generate_tests = FAKES.collection_hook(VERSIONS)
@@ -55,19 +55,19 @@ fakes = FAKES.fixture(VERSIONS, JOURNAL)
 
 
 def pytest_unconfigure() -> None:
-    """Remove what the stages have written."""
+    """Remove the folders of the fakes."""
     FAKES.close()
 
 
 @pytest.fixture
 def journal(fakes: None) -> Any:
-    """Return what the fake has been asked, by this test alone."""
+    """Return the calls that this test makes of the fake."""
     return importlib.import_module(JOURNAL).journal
 
 
 @pytest.fixture
 def load_fake(fakes: None) -> Callable[..., Any]:
-    """Return what loads a backend on the fake, by requirements, variant and the keywords of `attnplug.load`."""
+    """Return a function that loads a backend on the fake: requirements, variant, and keywords of `attnplug.load`."""
 
     def load(requirements: attnplug.Requirements, variant: str = "fa2", **keywords: Any) -> Any:
         return FAKES.load(requirements, variant, **keywords)
@@ -77,7 +77,7 @@ def load_fake(fakes: None) -> Callable[..., Any]:
 
 @pytest.fixture
 def library_at() -> Callable[[str], Any]:
-    """Return what puts the fake in place of the release of a version, as a context."""
+    """Return a function from a version to a context in which the fake has that version."""
     if FAKES.skip_reason:
         pytest.skip(FAKES.skip_reason)
     return lambda version: FAKES.environment({DISTRIBUTION: version}).active()
@@ -85,6 +85,6 @@ def library_at() -> Callable[[str], Any]:
 
 @pytest.fixture
 def load_real(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return what loads the plugin on FlashInfer itself, by requirements, variant and options; for tests on a GPU."""
+    """Return a function that loads the plugin on FlashInfer itself, on a GPU: requirements, variant, options."""
     FLASHINFER.register(monkeypatch)
     return lambda requirements, variant="fa2", **options: FLASHINFER.load(requirements, variant, **options)

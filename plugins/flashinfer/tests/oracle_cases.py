@@ -1,4 +1,4 @@
-"""What the plugin attends, line by line, for the fake and for a GPU: output and LSE are the oracle's."""
+"""Requests compared with the oracle, output and LSE, on the fake and on a GPU."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ SCALES: Final = {"k_scale": 0.25, "v_scale": 3.0}
 CASES: Final[dict[str, tuple[Case, dict[str, Any]]]] = {
     "a decode": (evolve(DECODES, query_lens=(1,), context_lens=(77,)), {}),
     "a batch of decodes": (DECODES, {}),
-    "prompts on pages": (PROMPTS, {}),
-    "prompts without a cache": (PROMPTS, {"paged": False}),
-    "chunks of prompts, and prefix hits": (evolve(MIXED, query_lens=(40, 16, 2), context_lens=(40, 7, 32)), {}),
-    "decodes and prompts": (MIXED, {}),
+    "paged prefill": (PROMPTS, {}),
+    "prefill without a KV cache": (PROMPTS, {"paged": False}),
+    "chunked prefill and prefix cache hits": (evolve(MIXED, query_lens=(40, 16, 2), context_lens=(40, 7, 32)), {}),
+    "decodes and prefills": (MIXED, {}),
     "a window": (evolve(MIXED, sliding_window=9), {}),
     "a soft cap": (evolve(MIXED, logits_soft_cap=2.0), {}),
     "groups of 1": (evolve(MIXED, num_q_heads=2), {}),
     "groups of 4": (MIXED, {}),
     "groups of 8": (evolve(MIXED, num_q_heads=16), {}),
-    "heads of 64": (evolve(MIXED, head_size=64), {}),
-    "heads of 256": (evolve(MIXED, head_size=256), {}),
-    "a cache of fp8_e4m3": (evolve(MIXED, kv_cache_dtype="fp8_e4m3", **SCALES), {}),
-    "a cache of fp8_e5m2": (evolve(MIXED, kv_cache_dtype="fp8_e5m2", **SCALES), {}),
+    "head size 64": (evolve(MIXED, head_size=64), {}),
+    "head size 256": (evolve(MIXED, head_size=256), {}),
+    "an fp8_e4m3 KV cache": (evolve(MIXED, kv_cache_dtype="fp8_e4m3", **SCALES), {}),
+    "an fp8_e5m2 KV cache": (evolve(MIXED, kv_cache_dtype="fp8_e5m2", **SCALES), {}),
     "sinks": (evolve(MIXED, sinks=True, head_size=64), {}),
-    "sinks in decodes alone": (evolve(DECODES, sinks=True, head_size=64), {}),
+    "sinks in decodes only": (evolve(DECODES, sinks=True, head_size=64), {}),
     "NHD": (MIXED, {"kv_layout": "NHD"}),
     "HND": (MIXED, {"kv_layout": "HND"}),
-    "HND and a cache of fp8_e4m3": (evolve(MIXED, kv_cache_dtype="fp8_e4m3", **SCALES), {"kv_layout": "HND"}),
+    "HND and an fp8_e4m3 KV cache": (evolve(MIXED, kv_cache_dtype="fp8_e4m3", **SCALES), {"kv_layout": "HND"}),
     "a shared prefix": (evolve(MIXED, context_lens=(77, 40, 33, 33)).with_shared_prefix(2), {}),
     "a shared prefix of decodes": (evolve(DECODES, context_lens=(77, 40, 33)).with_shared_prefix(2), {}),
-    "a prefix in a cache of fp8_e4m3": (
+    "a shared prefix in an fp8_e4m3 KV cache": (
         evolve(MIXED, context_lens=(77, 40, 33, 33), kv_cache_dtype="fp8_e4m3", **SCALES).with_shared_prefix(2),
         {},
     ),
-    "keys of another layer": (evolve(MIXED, kv_sharing=True), {}),
+    "K/V of another layer": (evolve(MIXED, kv_sharing=True), {}),
     "no causal mask": (evolve(MIXED, causal=False), {}),
     "decodes of several tokens": (evolve(DECODES, query_lens=(3, 1, 3), decode_query_len=3), {}),
     "padded requests": (evolve(MIXED, query_lens=(1, 0, 40, 0), context_lens=(77, 0, 0, 0), num_padding_tokens=3), {}),
@@ -63,10 +63,10 @@ SERVED: Final = tuple(
     for name, (case, _) in CASES.items()
     if variant == "fa2" or case.kv_cache_dtype == "auto"
 )
-"""Each variant with the names of the cases that it serves."""
+"""Each variant with the names of the cases that it supports."""
 
 
-def check_attended(load: Callable[..., Any], variant: str, name: str) -> None:
+def check_case(load: Callable[..., Any], variant: str, name: str) -> None:
     """Run a case, and compare output and LSE with the oracle's."""
     case, required = CASES[name]
     check(load(case.requirements(return_lse=True, **required), variant), materialize(case))

@@ -13,11 +13,11 @@ VARIANTS: Final = ("fa2", "fa3")
 
 
 def lacking(variant: str) -> str | None:
-    """Return what a variant needs and is not here."""
+    """Return what a variant needs and this machine lacks; None if it lacks nothing."""
     if find_spec("flashinfer") is None:
         return "pip install 'flashinfer-python>=0.6.8,<0.7.3'"
     if variant == "fa3" and torch.cuda.get_device_capability() != (9, 0):
-        return "the kernels of fa3 are for compute capability 9.0"
+        return "the fa3 kernels require compute capability 9.0"
     return None
 
 

@@ -1,12 +1,12 @@
 """
-Records the signatures of FlashInfer that the plugin depends on, from wheels that are read and never imported.
+Records the signatures of FlashInfer that the plugin depends on, from wheels, without importing them.
 
     python plugins/flashinfer/tests/record_signatures.py WHEEL...
 
-writes ``signatures/VERSION.json`` for each wheel: a parameter is its name, its kind and, if it has one, its default. A
-post release with the signatures of the release before it gets no file.
+writes ``signatures/VERSION.json`` for each wheel. A parameter has a name, a kind and, if any, a default. A post release
+with the signatures of the release before gets no file.
 
-Where a method takes ``**kwargs`` and hands them to another one of its class, the other's keywords are recorded.
+Where a method passes its ``**kwargs`` to another method of its class, the keywords of that method are recorded.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CALLABLES: Final = (
     "merge_state_in_place",
     "decode.fast_decode_plan",
 )
-"""What the plugin calls: by the names that the package exports, or that a module of it has."""
+"""The callables that the plugin uses, by their names in the package, or in one of its modules."""
 
 Parameter = tuple[str, ...]
 _Function = ast.FunctionDef
@@ -68,7 +68,7 @@ class Wheel:
         return self._method(module, node, method)
 
     def _method(self, module: str, node: ast.ClassDef, name: str) -> list[Parameter]:
-        """A class's own method, or that of the first base that has it."""
+        """Return the method of a class, or of its first base that defines it."""
         functions = {item.name: item for item in node.body if isinstance(item, _Function) and not _is_overload(item)}
         if name not in functions:
             base = node.bases[0].id  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ class Wheel:
         return found
 
     def _defined(self, module: str, name: str) -> tuple[str, Any]:
-        """Follow imports until a class or function of that name is defined."""
+        """Follow imports to the definition of a class or function."""
         for node in self._tree(module).body:
             if isinstance(node, (ast.ClassDef, _Function)) and node.name == name:
                 return module, node
@@ -105,12 +105,12 @@ class Wheel:
 
 
 def _parameters(function: ast.FunctionDef) -> Iterator[Parameter]:
-    """Yield name, kind and default of each parameter but `self`, as `inspect` names kinds."""
+    """Yield name, kind (as in `inspect`) and default of each parameter except `self`."""
     given = function.args
     positional = [*given.posonlyargs, *given.args]
     defaults: list[ast.expr | None] = [*[None] * (len(positional) - len(given.defaults)), *given.defaults]
     for item, default in zip(positional, defaults, strict=True):
-        if item.arg != "self" or function.col_offset == 0:  # a function may call its first parameter so
+        if item.arg != "self" or function.col_offset == 0:  # also the first parameter of some functions
             kind = "POSITIONAL_ONLY" if item in given.posonlyargs else "POSITIONAL_OR_KEYWORD"
             yield _parameter(item.arg, kind, default)
     if given.vararg is not None:
@@ -126,13 +126,13 @@ def _parameter(name: str, kind: str, default: ast.expr | None) -> Parameter:
 
 
 def _receiver(function: ast.FunctionDef) -> str:
-    """Return the method that a method hands its keywords to."""
+    """Return the method that a method passes its keywords to."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and any(keyword.arg is None for keyword in node.keywords):
             target = node.func
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
                 return target.attr
-    raise LookupError(f"{function.name} takes keywords, and hands them to no method of its class")
+    raise LookupError(f"{function.name} takes keywords, and passes them to no method of its class")
 
 
 def _is_overload(function: ast.FunctionDef) -> bool:
@@ -144,7 +144,7 @@ def _in_order(version: str) -> list[int]:
 
 
 def _text(signatures: dict[str, list[Parameter]]) -> str:
-    """One parameter per line, so that a change of the library's reads as one."""
+    """Return the JSON text with one parameter per line, so that a diff shows each change."""
     blocks = []
     for name, parameters in signatures.items():
         lines = ",\n".join(f"    {json.dumps(item)}" for item in parameters)

@@ -1,4 +1,4 @@
-"""What a build asks of the library: which wrapper plans which rows, with which values, and how often."""
+"""The library calls of a build: which wrapper plans which rows, with which values, and how often."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def owners(calls) -> list[str]:
 
 
 def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_fake, journal) -> None:
-    setting = Harness(load_fake)
-    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
+    harness = Harness(load_fake)
+    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 1, 5], [9, 40, 5])))
 
     assert owners(journal.plans) == [DECODE, PREFILL]
     assert [(part.first, part.last) for part in plan.parts] == [(0, 2), (2, 7)]
@@ -30,8 +30,8 @@ def test_single_rows_at_the_front_are_decodes_and_all_others_prefills(load_fake,
 
 @pytest.mark.parametrize("query_lens", [[3, 3], [3, 1], [3, 2, 1]])
 def test_decodes_of_several_rows_run_as_causal_prefills(load_fake, journal, query_lens) -> None:
-    setting = Harness(load_fake, decode_query_len=3)
-    metadata = setting.builder.build(setting.batch(query_lens, [20] * len(query_lens)))
+    harness = Harness(load_fake, decode_query_len=3)
+    metadata = harness.builder.build(harness.batch(query_lens, [20] * len(query_lens)))
 
     assert metadata.num_prefills == 0
     (plan,) = journal.plans
@@ -39,53 +39,51 @@ def test_decodes_of_several_rows_run_as_causal_prefills(load_fake, journal, quer
     assert plan.arguments["causal"] is True
 
 
-def test_one_row_ahead_of_longer_decodes_is_planned_as_one(load_fake, journal) -> None:
-    setting = Harness(load_fake, decode_query_len=3)
-    setting.builder.build(setting.batch([1, 3, 3], [20, 20, 20]))
+def test_a_decode_of_one_row_before_longer_ones_runs_as_a_decode(load_fake, journal) -> None:
+    harness = Harness(load_fake, decode_query_len=3)
+    harness.builder.build(harness.batch([1, 3, 3], [20, 20, 20]))
 
     assert owners(journal.plans) == [DECODE, PREFILL]
 
 
 @pytest.mark.parametrize("query_lens", [[0, 1, 1], [1, 0, 1], [1, 1, 0], [1, 0, 4], [1, 4, 0], [0, 4]])
-def test_padded_requests_may_stand_anywhere(load_fake, query_lens) -> None:
-    setting = Harness(load_fake)
+def test_padded_requests_may_be_anywhere(load_fake, query_lens) -> None:
+    harness = Harness(load_fake)
     seq_lens = [length and length + 9 for length in query_lens]
-    plan = setting.impls[0].plan_of(setting.builder.build(setting.batch(query_lens, seq_lens)))
+    plan = harness.impls[0].plan_of(harness.builder.build(harness.batch(query_lens, seq_lens)))
 
     rows = [row for part in plan.parts for row in range(part.first, part.last)]
     assert rows == list(range(sum(query_lens)))
-    setting.forward(setting.builder.build(setting.batch(query_lens, seq_lens)))  # the fake checks every array
+    harness.forward(harness.builder.build(harness.batch(query_lens, seq_lens)))  # the fake checks every array
 
 
-def test_layers_with_equal_values_share_a_plan_and_others_have_their_own(load_fake, journal) -> None:
+def test_layers_share_a_plan_if_their_values_are_equal(load_fake, journal) -> None:
     layers = [Layer(name=f"layers.{i}", scale=scale) for i, scale in enumerate((0.1, 0.2, 0.1))]
-    setting = Harness(load_fake, layers)
-    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+    harness = Harness(load_fake, layers)
+    metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
 
-    first, second, third = (impl.plan_of(metadata) for impl in setting.impls)
+    first, second, third = (impl.plan_of(metadata) for impl in harness.impls)
     assert first is third
     assert second is not first
     assert [call.arguments["sm_scale"] for call in journal.plans] == [0.1, 0.1, 0.2, 0.2]
     assert len({call.wrapper for call in journal.plans}) == 4
 
 
-def test_every_value_that_has_a_default_is_said(load_fake, journal) -> None:
-    setting = Harness(load_fake, sliding_window=7, logits_soft_cap=30.0, kv_cache_dtype="fp8_e5m2")
-    setting.builder.build(setting.batch([1, 5], [9, 5]))
+def test_values_with_defaults_are_passed(load_fake, journal) -> None:
+    harness = Harness(load_fake, sliding_window=7, logits_soft_cap=30.0, kv_cache_dtype="fp8_e5m2")
+    harness.builder.build(harness.batch([1, 5], [9, 5]))
 
     for call in journal.plans:
-        said = {name: call.arguments[name] for name in ("window_left", "logits_soft_cap", "sm_scale", "page_size")}
-        assert said == {"window_left": 6, "logits_soft_cap": 30.0, "sm_scale": 0.125, "page_size": 16}
+        passed = {name: call.arguments[name] for name in ("window_left", "logits_soft_cap", "sm_scale", "page_size")}
+        assert passed == {"window_left": 6, "logits_soft_cap": 30.0, "sm_scale": 0.125, "page_size": 16}
         assert call.arguments["q_data_type"] is call.arguments["o_data_type"] is torch.bfloat16
         assert call.arguments["kv_data_type"] is torch.float8_e5m2
 
 
 @pytest.mark.parametrize(("variant", "backend"), [("fa2", "fa2"), ("fa3", "fa3")])
-def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both(
-    load_fake, journal, variant, backend
-) -> None:
-    setting = Harness(load_fake, variant=variant)
-    setting.builder.build(setting.batch([1, 5], [9, 5]))
+def test_variants_differ_in_the_prefill_kernels_only(load_fake, journal, variant, backend) -> None:
+    harness = Harness(load_fake, variant=variant)
+    harness.builder.build(harness.batch([1, 5], [9, 5]))
 
     made = {call.owner: call.arguments["backend"] for call in journal.of("__init__")}
     assert made == {DECODE: "fa2", PREFILL: backend}
@@ -106,22 +104,20 @@ def test_prefills_run_what_the_variant_is_named_for_and_decodes_the_same_in_both
         ({"phases": ("decode",)}, [1, 0, 1], ["fa2", "fa2"]),
     ],
 )
-def test_few_rows_per_request_run_the_kernels_that_split_keys(
-    load_fake, journal, required, query_lens, backends
-) -> None:
+def test_few_rows_per_request_run_the_split_kv_kernels(load_fake, journal, required, query_lens, backends) -> None:
     layer = Layer(name="layers.0", sinks=torch.zeros(4) if "sinks" in required else None)
-    setting = Harness(load_fake, [layer], variant="fa3", **required)
-    setting.forward(setting.builder.build(setting.batch(query_lens, [bool(length) * 20 for length in query_lens])))
+    harness = Harness(load_fake, [layer], variant="fa3", **required)
+    harness.forward(harness.builder.build(harness.batch(query_lens, [bool(length) * 20 for length in query_lens])))
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == backends
 
 
 @pytest.mark.parametrize(("query_lens", "backend"), [([1, 1], "fa2"), ([1, 9], "fa3")])
-def test_a_shared_prefix_runs_what_the_longest_queries_run(load_fake, journal, query_lens, backend) -> None:
-    setting = Harness(load_fake, variant="fa3", cascade=True)
-    batch = setting.batch(query_lens, [40, 45])
+def test_a_shared_prefix_runs_the_kernels_of_the_longest_queries(load_fake, journal, query_lens, backend) -> None:
+    harness = Harness(load_fake, variant="fa3", cascade=True)
+    batch = harness.batch(query_lens, [40, 45])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
-    setting.builder.build(_sharing(batch, 32))
+    harness.builder.build(_sharing(batch, 32))
 
     last = journal.plans[-1]
     assert last.arguments["causal"] is False
@@ -129,7 +125,7 @@ def test_a_shared_prefix_runs_what_the_longest_queries_run(load_fake, journal, q
 
 
 def test_the_pages_of_the_published_example(fakes) -> None:
-    from attnplug_flashinfer import arrays, routes  # noqa: PLC0415 - the fake has to be active
+    from attnplug_flashinfer import arrays, routes  # noqa: PLC0415 - requires the fake
 
     table = torch.tensor([[0, 5, 8], [1, 6, 7], [3, 4, 9]], dtype=torch.int32)
     batch = Batch.from_lengths([1, 1, 1], [40, 48, 17], block_table=table, slot_mapping=torch.zeros(3).long())
@@ -141,40 +137,40 @@ def test_the_pages_of_the_published_example(fakes) -> None:
     assert {rows.indices.dtype, rows.indptr.dtype, rows.last_page_len.dtype, rows.starts.dtype} == {torch.int32}
 
 
-def test_a_layer_whose_values_were_not_planned_is_refused(load_fake) -> None:
-    setting = Harness(load_fake)
-    other = setting.backend.make_impl(Layer(name="other", scale=0.5))
+def test_a_layer_without_a_plan_is_refused(load_fake) -> None:
+    harness = Harness(load_fake)
+    other = harness.backend.make_impl(Layer(name="other", scale=0.5))
 
     with pytest.raises(LayerError, match="no plan for layer 'other'"):
-        setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])), other)
+        harness.forward(harness.builder.build(harness.batch([1, 5], [9, 5])), other)
 
 
-def test_a_built_batch_travels_to_another_process_without_its_wrappers(load_fake) -> None:
-    here, there = Harness(load_fake), Harness(load_fake)
-    metadata = here.builder.build(here.batch([1, 5], [9, 5]))
+def test_a_batch_is_pickled_without_its_wrappers(load_fake) -> None:
+    sender, receiver = Harness(load_fake), Harness(load_fake)
+    metadata = sender.builder.build(sender.batch([1, 5], [9, 5]))
     received = Batch(**pickle.loads(pickle.dumps(metadata.batch.to_dict())))
 
-    assert torch.equal(there.forward(there.builder.build(received)), here.forward(metadata))
+    assert torch.equal(receiver.forward(receiver.builder.build(received)), sender.forward(metadata))
 
 
 def test_arrays_are_made_once_per_batch(load_fake, monkeypatch) -> None:
     layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(3)]
-    setting = Harness(load_fake, layers)
-    from attnplug_flashinfer import arrays, builder  # noqa: PLC0415 - the fake has to be active
+    harness = Harness(load_fake, layers)
+    from attnplug_flashinfer import arrays, builder  # noqa: PLC0415 - requires the fake
 
     made = []
     monkeypatch.setattr(
-        builder, "rows_of_step", lambda *given, **how: made.append(1) or arrays.rows_of_step(*given, **how)
+        builder, "rows_of_step", lambda *args, **kwargs: made.append(1) or arrays.rows_of_step(*args, **kwargs)
     )
-    setting.builder.build(setting.batch([1, 5], [9, 5]))
+    harness.builder.build(harness.batch([1, 5], [9, 5]))
 
     assert made == [1]
 
 
-def test_dense_calls_run_ragged(load_fake, journal) -> None:
-    setting = Harness(load_fake, paged=False, block_size=None)
+def test_dense_calls_run_the_ragged_wrapper(load_fake, journal) -> None:
+    harness = Harness(load_fake, paged=False, block_size=None)
     batch = Batch.from_lengths([3, 1, 6], [5, 1, 6])
-    metadata = setting.builder.build(batch)
+    metadata = harness.builder.build(batch)
 
     assert owners(journal.plans) == [RAGGED]
     assert journal.plans[0].arguments["causal"] is True
@@ -183,65 +179,66 @@ def test_dense_calls_run_ragged(load_fake, journal) -> None:
 
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
 def test_encoders_are_not_causal(load_fake, journal, attn_type) -> None:
-    setting = Harness(load_fake, paged=False, block_size=None, attn_type=attn_type)
-    setting.builder.build(Batch.from_lengths([3, 6], causal=False))
+    harness = Harness(load_fake, paged=False, block_size=None, attn_type=attn_type)
+    harness.builder.build(Batch.from_lengths([3, 6], causal=False))
 
     assert journal.plans[0].arguments["causal"] is False
 
 
-def test_sinks_have_a_wrapper_of_their_own_for_every_row(load_fake, journal) -> None:
+def test_with_sinks_one_wrapper_runs_all_rows(load_fake, journal) -> None:
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
-    setting = Harness(load_fake, [Layer(name="layers.0", sinks=sinks)], sinks=True, sliding_window=7)
-    setting.forward(setting.builder.build(setting.batch([1, 1, 5], [9, 40, 5])))
+    harness = Harness(load_fake, [Layer(name="layers.0", sinks=sinks)], sinks=True, sliding_window=7)
+    harness.forward(harness.builder.build(harness.batch([1, 1, 5], [9, 40, 5])))
 
     assert owners(journal.plans) == owners(journal.runs) == [SINK]
     (made,) = journal.of("__init__")
     assert made.arguments["window_left"] == 6
     assert (made.arguments["head_dim_qk"], made.arguments["head_dim_vo"]) == (64, 64)
-    assert not {"sinks", "k_scale", "v_scale"} & set(journal.runs[0].keywords)  # taken by run, and not read
+    # `run` accepts these keywords, and ignores them.
+    assert not {"sinks", "k_scale", "v_scale"} & set(journal.runs[0].keywords)
 
 
-def test_layers_with_other_sinks_share_a_plan(load_fake) -> None:
+def test_layers_with_different_sinks_share_a_plan(load_fake) -> None:
     layers = [Layer(name=f"layers.{i}", sinks=torch.full((4,), float(i))) for i in range(2)]
-    setting = Harness(load_fake, layers, sinks=True)
-    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+    harness = Harness(load_fake, layers, sinks=True)
+    metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
 
-    assert setting.impls[0].plan_of(metadata) is setting.impls[1].plan_of(metadata)
-    assert not torch.equal(*(setting.forward(metadata, impl) for impl in setting.impls))
+    assert harness.impls[0].plan_of(metadata) is harness.impls[1].plan_of(metadata)
+    assert not torch.equal(*(harness.forward(metadata, impl) for impl in harness.impls))
 
 
-def test_scales_of_a_layer_go_to_the_kernels_as_floats(load_fake, journal) -> None:
+def test_scales_are_passed_to_the_kernels_as_floats(load_fake, journal) -> None:
     layers = [Layer(name="layers.0", k_scale=0.5, v_scale_tensor=torch.tensor([0.25]))]
-    setting = Harness(load_fake, layers, kv_cache_dtype="fp8_e4m3")
-    setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])))
+    harness = Harness(load_fake, layers, kv_cache_dtype="fp8_e4m3")
+    harness.forward(harness.builder.build(harness.batch([1, 5], [9, 5])))
 
     assert [(call.arguments["k_scale"], call.arguments["v_scale"]) for call in journal.runs] == [(0.5, 0.25)] * 2
 
 
-def test_without_an_8_bit_cache_no_scale_is_passed(load_fake, journal) -> None:
-    setting = Harness(load_fake)
-    setting.forward(setting.builder.build(setting.batch([1, 5], [9, 5])))
+def test_without_an_fp8_kv_cache_no_scale_is_passed(load_fake, journal) -> None:
+    harness = Harness(load_fake)
+    harness.forward(harness.builder.build(harness.batch([1, 5], [9, 5])))
 
     assert not any({"k_scale", "v_scale"} & set(call.keywords) for call in journal.runs)
 
 
-def test_a_layer_that_shares_keys_writes_none(load_fake) -> None:
-    setting = Harness(load_fake, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
-    batch = setting.batch([1, 1], [9, 4])
-    cache = setting.backend.make_cache(8)
+def test_a_layer_that_shares_a_kv_cache_writes_none(load_fake) -> None:
+    harness = Harness(load_fake, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
+    batch = harness.batch([1, 1], [9, 4])
+    cache = harness.backend.make_cache(8)
     output = torch.empty(2, 256, dtype=torch.bfloat16)
     query = torch.ones(2, 4, 64, dtype=torch.bfloat16)
-    setting.impls[0].forward(query, None, None, cache, setting.builder.build(batch), output)
+    harness.impls[0].forward(query, None, None, cache, harness.builder.build(batch), output)
 
     assert not cache.any()
-    assert not output.any()  # values of zero
+    assert not output.any()  # all values are zero
 
 
-def test_a_shared_prefix_is_a_pass_of_all_rows_and_the_rest_as_ever(load_fake, journal) -> None:
-    setting = Harness(load_fake, cascade=True)
-    batch = setting.batch([1, 1, 3], [40, 36, 43])
+def test_a_shared_prefix_is_a_further_pass_of_all_rows(load_fake, journal) -> None:
+    harness = Harness(load_fake, cascade=True)
+    batch = harness.batch([1, 1, 3], [40, 36, 43])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
-    plan = setting.impls[0].plan_of(setting.builder.build(_sharing(batch, 32)))
+    plan = harness.impls[0].plan_of(harness.builder.build(_sharing(batch, 32)))
 
     assert owners(journal.plans) == [DECODE, PREFILL, PREFILL]
     assert [call.arguments.get("causal") for call in journal.plans] == [None, True, False]
@@ -250,13 +247,13 @@ def test_a_shared_prefix_is_a_pass_of_all_rows_and_the_rest_as_ever(load_fake, j
 
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_a_cascade_equals_the_flat_step(load_fake, journal, with_lse) -> None:
-    setting = Harness(load_fake, cascade=True, return_lse=True)
-    batch = setting.batch([1, 1, 3], [40, 36, 43])
+    harness = Harness(load_fake, cascade=True, return_lse=True)
+    batch = harness.batch([1, 1, 3], [40, 36, 43])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
     lses = [torch.zeros(5, 4) if with_lse else None for _ in range(2)]
     flat, shared = (
-        setting.forward(setting.builder.build(given), lse=lse)
-        for given, lse in zip((batch, _sharing(batch, 32)), lses, strict=True)
+        harness.forward(harness.builder.build(each), lse=lse)
+        for each, lse in zip((batch, _sharing(batch, 32)), lses, strict=True)
     )
 
     torch.testing.assert_close(shared, flat, atol=2e-2, rtol=2e-2)
@@ -265,32 +262,32 @@ def test_a_cascade_equals_the_flat_step(load_fake, journal, with_lse) -> None:
     assert len(journal.of("merge_state_in_place")) == 1
 
 
-def test_a_shared_prefix_is_read_in_the_blocks_of_a_request_that_runs(load_fake) -> None:
-    setting = Harness(load_fake, cascade=True)
-    batch = setting.batch([0, 1, 3], [0, 36, 43])
+def test_a_shared_prefix_is_not_read_from_a_padded_request(load_fake) -> None:
+    harness = Harness(load_fake, cascade=True)
+    batch = harness.batch([0, 1, 3], [0, 36, 43])
     batch.block_table[:, :2] = torch.tensor([[0, 0], [1, 2], [1, 2]], dtype=torch.int32)
 
-    flat, shared = (setting.forward(setting.builder.build(given)) for given in (batch, _sharing(batch, 32)))
+    flat, shared = (harness.forward(harness.builder.build(each)) for each in (batch, _sharing(batch, 32)))
     torch.testing.assert_close(shared, flat, atol=2e-2, rtol=2e-2)
 
 
 def test_a_shared_prefix_has_to_be_negotiated(load_fake) -> None:
-    setting = Harness(load_fake)
-    batch = setting.batch([1, 1], [40, 36])
+    harness = Harness(load_fake)
+    batch = harness.batch([1, 1], [40, 36])
     batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
 
     with pytest.raises(NotNegotiatedError, match="cascade was not requested"):
-        setting.builder.build(_sharing(batch, 32))
+        harness.builder.build(_sharing(batch, 32))
 
 
-def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_fake) -> None:
-    setting = Harness(load_fake, return_lse=True)
-    metadata = setting.builder.build(setting.batch([1, 5], [9, 5]))
+def test_a_non_contiguous_output_is_written_in_place(load_fake) -> None:
+    harness = Harness(load_fake, return_lse=True)
+    metadata = harness.builder.build(harness.batch([1, 5], [9, 5]))
     wide, sums = torch.zeros(6, 512, dtype=torch.bfloat16), torch.zeros(6, 8)
     query, rows = torch.randn(6, 4, 64).bfloat16(), torch.randn(6, 2, 64).bfloat16()
-    cache, outputs = setting.backend.make_cache(8), []
+    cache, outputs = harness.backend.make_cache(8), []
     for output, lse in ((wide[:, :256], sums[:, :4]), (torch.zeros(6, 256, dtype=torch.bfloat16), torch.zeros(6, 4))):
-        setting.impls[0].forward(query, rows, rows, cache, metadata, output, lse=lse)
+        harness.impls[0].forward(query, rows, rows, cache, metadata, output, lse=lse)
         outputs.append((output, lse))
 
     assert torch.equal(outputs[0][0], outputs[1][0])
@@ -299,33 +296,33 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_fake) -> N
     assert not sums[:, 4:].any()
 
 
-def test_a_step_is_advanced_by_planning_it_with_the_lengths_of_the_next(load_fake, journal) -> None:
-    setting = Harness(load_fake)
-    metadata = setting.builder.build(setting.batch([1, 1], [15, 9]))
-    advanced = setting.builder.advance_step(metadata)
+def test_advancing_a_step_plans_the_next_lengths(load_fake, journal) -> None:
+    harness = Harness(load_fake)
+    metadata = harness.builder.build(harness.batch([1, 1], [15, 9]))
+    advanced = harness.builder.advance_step(metadata)
 
     assert advanced.batch.seq_lens_cpu.tolist() == [16, 10]
     assert [call.wrapper for call in journal.plans] == [journal.plans[0].wrapper, journal.plans[0].wrapper + 1]
-    setting.forward(metadata)  # the original can still be run
-    setting.forward(advanced)
+    harness.forward(metadata)  # the original can still run
+    harness.forward(advanced)
 
 
-def test_other_pages_are_planned_in_another_wrapper(load_fake) -> None:
-    setting = Harness(load_fake)
-    batch = setting.batch([1, 1], [15, 9])
-    metadata = setting.builder.build(batch)
-    moved = setting.builder.update_block_table(metadata, batch.block_table + 2, batch.slot_mapping + 32)
+def test_a_new_block_table_is_planned_in_another_wrapper(load_fake) -> None:
+    harness = Harness(load_fake)
+    batch = harness.batch([1, 1], [15, 9])
+    metadata = harness.builder.build(batch)
+    moved = harness.builder.update_block_table(metadata, batch.block_table + 2, batch.slot_mapping + 32)
 
-    assert setting.impls[0].plan_of(moved).parts[0].run is not setting.impls[0].plan_of(metadata).parts[0].run
-    assert torch.equal(setting.forward(moved), setting.forward(metadata))  # the same numbers, in other blocks
+    assert harness.impls[0].plan_of(moved).parts[0].run is not harness.impls[0].plan_of(metadata).parts[0].run
+    assert torch.equal(harness.forward(moved), harness.forward(metadata))  # both blocks hold the same K/V
 
 
 def _sharing(batch: Batch, length: int) -> Batch:
-    """Return the batch again, with a prefix that its requests share."""
+    """Return the batch with a shared prefix of `length` tokens."""
     return Batch(**{**batch.to_dict(), "common_prefix_len": length})
 
 
-def test_a_bound_of_splits_is_refused_and_not_dropped(load_fake) -> None:
+def test_a_split_kv_limit_is_refused(load_fake) -> None:
     backend = Harness(load_fake).backend
 
     with pytest.raises(LimitsError, match=r"(?s)max_num_splits=4 was given.*does not support a split-KV limit"):

@@ -1,4 +1,4 @@
-"""The conformance kit on the fake: every declared value is served and right, and everything else is refused."""
+"""The conformance kit on the fake: declared values are supported and correct, all others are refused."""
 
 from __future__ import annotations
 

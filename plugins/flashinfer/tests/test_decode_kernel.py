@@ -1,4 +1,4 @@
-"""The option `decode_kernel`: kernels that there are none of are refused by name, and nobody else pays for it."""
+"""The option `decode_kernel`: kernels that do not exist are refused, for that layer only."""
 
 from __future__ import annotations
 
@@ -13,52 +13,53 @@ from plugins.flashinfer.tests.agreements import agreed
 
 @pytest.mark.parametrize("kernel", ["auto", "tensor_cores"])
 @pytest.mark.parametrize("num_q_heads", [8, 40, 56, 128])
-def test_tensor_cores_take_every_group(kernel: str, num_q_heads: int) -> None:
+def test_tensor_cores_support_every_group(kernel: str, num_q_heads: int) -> None:
     check_decode_kernel(agreed(kernel=kernel, num_q_heads=num_q_heads))
     check_decode_kernel(agreed(kernel=kernel, num_q_heads=num_q_heads, sinks=True))
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
-def test_cuda_cores_take_the_groups_that_they_are_compiled_for(group: int) -> None:
+def test_cuda_cores_support_the_compiled_groups(group: int) -> None:
     check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=8 * group))
 
 
 @pytest.mark.parametrize("group", [5, 6, 7, 9, 16])
-def test_another_group_is_refused_with_the_way_out(group: int) -> None:
+def test_other_groups_are_refused_with_a_fix(group: int) -> None:
     with pytest.raises(SettingsError) as caught:
         check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=8 * group))
 
-    assert caught.value.problem == "decode_kernel='cuda_cores' was given to 'flashinfer/fa2'"
-    assert f"{8 * group} query heads over 8 KV heads are groups of {group}" in caught.value.expected
+    assert caught.value.problem == (
+        "decode_kernel='cuda_cores' is not available for 'flashinfer/fa2': "
+        f"{8 * group} query heads over 8 KV heads are groups of {group}"
+    )
+    assert "groups of 1, 2, 3, 4, 8 query heads" in caught.value.expected
     assert caught.value.fix == "set it to 'auto' or 'tensor_cores'"
 
 
-def test_with_sinks_there_are_none_either() -> None:
-    with pytest.raises(SettingsError, match="with sinks decodes run the kernels of prefills"):
+def test_sinks_have_no_kernels_on_cuda_cores() -> None:
+    with pytest.raises(SettingsError, match="with attention sinks decodes run the prefill kernels"):
         check_decode_kernel(agreed(kernel="cuda_cores", sinks=True))
 
 
-def test_without_a_cache_the_option_is_about_nothing() -> None:
+def test_without_a_kv_cache_the_option_has_no_effect() -> None:
     check_decode_kernel(agreed(kernel="cuda_cores", num_q_heads=40, paged=False))
 
 
 @pytest.mark.usefixtures("fakes")
-def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> None:
-    required, options = (
-        agreed(kernel="auto", num_q_heads=40).requirements,
-        {"flashinfer_fake": {"decode_kernel": "cuda_cores"}},
-    )
-    refusing = attnplug.load(required, "cpu", backend="flashinfer_fake/fa2", options=options)
+def test_a_refused_layer_leaves_the_variant_available() -> None:
+    required = agreed(num_q_heads=40).requirements
+    options = {"flashinfer_fake": {"decode_kernel": "cuda_cores"}}
+    refused = attnplug.load(required, "cpu", backend="flashinfer_fake/fa2", options=options)
 
     with pytest.raises(SettingsError, match="groups of 5"):
-        refusing.make_impl(attnplug.Layer(name="layer", scale=1.0))
+        refused.make_impl(attnplug.Layer(name="layer", scale=1.0))
 
-    serving = attnplug.load(required, "cpu", backend="flashinfer_fake/fa2")
-    assert serving.make_impl(attnplug.Layer(name="layer", scale=1.0)).num_q_heads == 40
+    supported = attnplug.load(required, "cpu", backend="flashinfer_fake/fa2")
+    assert supported.make_impl(attnplug.Layer(name="layer", scale=1.0)).num_q_heads == 40
 
 
 @pytest.mark.parametrize(
-    ("device", "cache", "on_cuda_cores"),
+    ("device", "kv_cache_dtype", "on_cuda_cores"),
     [
         ("8.0", "bfloat16", {1, 2, 3, 4}),
         ("8.9", "fp8_e4m3", {1, 2, 3, 4}),
@@ -68,13 +69,13 @@ def test_the_refusal_comes_with_the_layer_and_costs_the_variant_nothing() -> Non
         ("12.0", "bfloat16", {1, 2, 3, 4}),
     ],
 )
-def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_threshold(
-    device: str, cache: str, on_cuda_cores: set[int]
+def test_auto_uses_measurements_on_hopper_and_the_published_threshold_elsewhere(
+    device: str, kv_cache_dtype: str, on_cuda_cores: set[int]
 ) -> None:
     found = {
         group
         for group in range(1, 17)
-        if not uses_tensor_cores(agreed("fa2", cache, kernel="auto", num_q_heads=8 * group), Device.cuda(device))
+        if not uses_tensor_cores(agreed("fa2", kv_cache_dtype, num_q_heads=8 * group), Device.cuda(device))
     }
 
     assert found == on_cuda_cores
@@ -82,6 +83,6 @@ def test_by_itself_it_is_what_was_measured_there_and_elsewhere_the_published_thr
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("device", [Device.cuda("8.0"), Device.cuda("9.0"), Device.cpu()])
-def test_what_is_said_counts_on_every_device(group: int, device: Device) -> None:
+def test_an_explicit_option_decides_on_every_device(group: int, device: Device) -> None:
     assert uses_tensor_cores(agreed(kernel="tensor_cores", num_q_heads=8 * group), device)
     assert not uses_tensor_cores(agreed(kernel="cuda_cores", num_q_heads=8 * group), device)

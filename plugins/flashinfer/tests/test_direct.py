@@ -1,4 +1,4 @@
-"""The raw calls that the plugin is held against: they compute the same, and are what an expert would write."""
+"""Direct FlashInfer calls compute the same as the plugin, and are the baseline of its benchmarks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def append_paged_kv_cache(  # noqa: PLR0917 - the library's signature
 
 @pytest.fixture
 def library(fakes, monkeypatch):
-    """Give the fake the two functions that the plugin does without, and the bench a dtype that it has."""
+    """Add two functions that only the direct calls use to the fake, and register the baseline."""
     import flashinfer  # noqa: PLC0415 - the fake, active by now
 
     for function in (get_batch_indices_positions, append_paged_kv_cache):
@@ -48,26 +48,26 @@ def library(fakes, monkeypatch):
     use_baseline(monkeypatch, DirectFlashInfer, "flashinfer_fake")
 
 
-def test_they_are_a_baseline() -> None:
+def test_direct_calls_are_a_baseline() -> None:
     assert isinstance(DirectFlashInfer(), Baseline)
     assert DirectFlashInfer().backend == "flashinfer"
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
-def test_forwards_are_held_against_them(library, step) -> None:
+def test_forwards_are_compared_with_direct_calls(library, step) -> None:
     found = forwarding.measure_steps([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], CHOICE, 1)
 
     assert not found.failures
     assert [m.budget for m in found.measurements] == [None, None, 10, 10, None, None, None, None]
-    assert found.measurements[0].what.endswith("raw FlashInfer calls")
+    assert found.measurements[0].what.endswith("direct FlashInfer calls")
 
 
-def test_a_second_call_finds_what_the_first_has_written(library) -> None:
+def test_a_second_call_reads_what_the_first_has_written(library) -> None:
     check_second_call(DirectFlashInfer(), CHOICE)
 
 
 @pytest.mark.parametrize("step", [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)], ids=lambda step: step.what)
-def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
+def test_replays_are_compared_with_direct_calls(library, monkeypatch, step) -> None:
     monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
 
     found = forwarding.measure_steps([], CHOICE, 1, [step])
@@ -76,7 +76,7 @@ def test_replays_are_held_against_them(library, monkeypatch, step) -> None:
     assert len(found.measurements) == 3
 
 
-def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
+def test_builds_are_compared_with_direct_plans(library, monkeypatch) -> None:
     monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
 
     found = building.measure_steps(STEPS, STEPS[1:2], CHOICE, 1)
@@ -84,11 +84,11 @@ def test_builds_are_held_against_their_plans(library, monkeypatch) -> None:
     assert not found.failures
     over = [m.what for m in found.measurements if m.paired]
     assert len(over) == len(STEPS) + 1
-    assert all(what.endswith("`build` over the raw `plan`") for what in over)
+    assert all(what.endswith("`build` over the direct `plan`") for what in over)
 
 
 @pytest.mark.parametrize(("kernel", "expected"), [("tensor_cores", True), ("cuda_cores", False)])
-def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_fake, monkeypatch, kernel: str, expected) -> None:
+def test_direct_decodes_run_the_kernels_of_the_plugin(library, load_fake, monkeypatch, kernel: str, expected) -> None:
     options = {"flashinfer_fake": {"decode_kernel": kernel}}
     monkeypatch.setattr(Target, "load", lambda _, required: load_fake(required, options=options))
 
@@ -98,12 +98,12 @@ def test_decodes_run_on_what_the_plugin_runs_them_on(library, load_fake, monkeyp
     assert direct._Wrappers.of(planner, captured=False).decode.use_tensor_cores is expected
 
 
-def test_pages_are_those_of_the_step(library) -> None:
+def test_page_arrays_are_those_of_the_step(library) -> None:
     planner = make_planner(mixed(1, 40, 1, 18, **TINY), CHOICE)
-    decode, prompt = direct._Tables.of(planner).pages()
+    decode, prefill = direct._Tables.of(planner).pages()
 
     size = planner.block_size
     assert size == 16
     assert (decode.indptr.tolist(), decode.last_page_len.tolist()) == ([0, 3], [8])
-    assert (prompt.indptr.tolist(), prompt.last_page_len.tolist()) == ([0, 2], [2])
-    assert [decode.indices.tolist(), prompt.indices.tolist()] == list(planner.blocks)
+    assert (prefill.indptr.tolist(), prefill.last_page_len.tolist()) == ([0, 2], [2])
+    assert [decode.indices.tolist(), prefill.indices.tolist()] == list(planner.blocks)

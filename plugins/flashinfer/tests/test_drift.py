@@ -1,8 +1,8 @@
 """
-What the plugin calls is what the library takes: in every release that it allows, and in the one that is installed.
+The plugin's library calls fit the signatures of every allowed release, and of the installed one.
 
-`CALLS` is what it calls. A run of all features on the fake shows that the list is right; the records in
-``signatures/``, by ``record_signatures.py``, and what is installed are held against it.
+`CALLS` lists the calls. A run of all features on the fake shows that the list is complete. It is compared with the
+records in ``signatures/``, which ``record_signatures.py`` writes, and with the installed library.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ PREFILL = "BatchPrefillWithPagedKVCacheWrapper"
 RAGGED = "BatchPrefillWithRaggedKVCacheWrapper"
 SINK = "BatchAttentionWithAttentionSinkWrapper"
 
-_TERMS = {"num_qo_heads", "num_kv_heads", "window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type"}
+_PARAMS = {"num_qo_heads", "num_kv_heads", "window_left", "logits_soft_cap", "sm_scale", "q_data_type", "kv_data_type"}
 _SIZES = {"head_dim_qk", "head_dim_vo"}
 _RESULTS = {"out", "lse", "return_lse"}
-_PREFILLS = {*_TERMS, *_SIZES, "o_data_type", "page_size", "causal", "max_token_per_sequence"}
+_PREFILLS = {*_PARAMS, *_SIZES, "o_data_type", "page_size", "causal", "max_token_per_sequence"}
 _PAGES = {"paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf"}
 _BUFFERS = {"use_cuda_graph", "qo_indptr_buf", *_PAGES}
 CALLS: dict[str, tuple[int, set[str]]] = {
     f"{DECODE}.__init__": (2, {"backend", "use_tensor_cores", "use_cuda_graph", *(f"{name}fer" for name in _PAGES)}),
-    f"{DECODE}.plan": (3, {*_TERMS, "o_data_type", "page_size", "head_dim"}),
+    f"{DECODE}.plan": (3, {*_PARAMS, "o_data_type", "page_size", "head_dim"}),
     f"{DECODE}.run": (2, {*_RESULTS, "k_scale", "v_scale"}),
     f"{PREFILL}.__init__": (2, {"backend", *_BUFFERS}),
     f"{PREFILL}.plan": (4, _PREFILLS),
     f"{PREFILL}.run": (2, {*_RESULTS, "k_scale", "v_scale"}),
     f"{RAGGED}.__init__": (2, {"backend"}),
-    f"{RAGGED}.plan": (2, {*_TERMS, *_SIZES, "o_data_type", "causal"}),
+    f"{RAGGED}.plan": (2, {*_PARAMS, *_SIZES, "o_data_type", "causal"}),
     f"{RAGGED}.run": (3, _RESULTS),
     f"{SINK}.__init__": (
         2, {"backend", *_BUFFERS, *_SIZES, "q_data_type", "kv_data_type", "window_left"},
     ),
     f"{SINK}.plan": (4, _PREFILLS),
     f"{SINK}.run": (4, _RESULTS),
-    "decode.fast_decode_plan": (4, {*_TERMS, "page_size", "head_dim", "global_override_indptr_cpu"}),
+    "decode.fast_decode_plan": (4, {*_PARAMS, "page_size", "head_dim", "global_override_indptr_cpu"}),
     "merge_state_in_place": (4, set()),
 }  # fmt: skip
-"""What the plugin calls: how many arguments by position, and the keywords it passes in one call or another."""
+"""The plugin's calls: the number of positional arguments, and all keywords that any call passes."""
 
 MIXED = Case(query_lens=(1, 1, 5, 17), context_lens=(20, 7, 5, 0), head_size=64, dtype="bfloat16")
 DECODES = Case(query_lens=(1, 1), context_lens=(20, 7), head_size=64, dtype="bfloat16")
@@ -84,7 +84,7 @@ GRAPHS = {
 
 
 def run_all_features(load: Callable[..., Any]) -> None:
-    """Make every call that the plugin has."""
+    """Make every call of the plugin."""
     kernels = [{"flashinfer_fake": {"decode_kernel": kernel}} for kernel in ("tensor_cores", "cuda_cores")]
     for case, engine in STEPS.values():
         for options in kernels[: 1 if case.sinks or not engine.get("paged", True) else 2]:
@@ -99,7 +99,7 @@ def run_all_features(load: Callable[..., Any]) -> None:
     load(MIXED.with_shared_prefix(2).requirements()).warmup([GraphShape(1, 1, 1, 64)])
 
 
-def test_the_list_is_what_the_plugin_calls(journal, load_fake):
+def test_calls_are_the_plugins_calls(journal, load_fake):
     run_all_features(load_fake)
     found: dict[str, tuple[int, set[str]]] = {}
     for call in journal.calls:
@@ -109,24 +109,24 @@ def test_the_list_is_what_the_plugin_calls(journal, load_fake):
     assert found == CALLS
 
 
-def lacking(parameters: Iterable[inspect.Parameter], positional: int, keywords: Iterable[str]) -> list[str]:
+def missing_parameters(parameters: Iterable[inspect.Parameter], positional: int, keywords: Iterable[str]) -> list[str]:
     """
-    Return what a call passes and parameters do not take.
+    Return the arguments of a call that a signature does not accept.
 
-    Arguments by position may go into ``*args``, as those of a kernel of one's own do, but not into a ``*name`` that a
-    release has put where it wants keywords.
+    Positional arguments may go into ``*args``, as those of custom kernels do, but not into another ``*name``: releases
+    use such a parameter to deprecate positional arguments.
     """
-    given = list(parameters)
-    by_place = [item for item in given if item.kind.name.startswith("POSITIONAL")]
-    by_name = {item.name for item in given if item.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
-    takes_more = any(item.kind.name == "VAR_POSITIONAL" and item.name == "args" for item in given)
-    missing = [] if positional <= len(by_place) or takes_more else [f"argument {positional} by position"]
-    occupied = {item.name for item in by_place[:positional]}
+    accepted = list(parameters)
+    by_position = [item for item in accepted if item.kind.name.startswith("POSITIONAL")]
+    by_name = {item.name for item in accepted if item.kind.name in ("POSITIONAL_OR_KEYWORD", "KEYWORD_ONLY")}
+    takes_more = any(item.kind.name == "VAR_POSITIONAL" and item.name == "args" for item in accepted)
+    missing = [] if positional <= len(by_position) or takes_more else [f"argument {positional} by position"]
+    occupied = {item.name for item in by_position[:positional]}
     return missing + [f"keyword {name!r}" for name in sorted(keywords) if name not in by_name or name in occupied]
 
 
 def recorded(version: str, name: str) -> list[inspect.Parameter]:
-    """The parameters of a release. Defaults are texts."""
+    """Return the recorded parameters of a release. Defaults are texts."""
     made = []
     for parameter, kind, *default in RECORDS[version][name]:
         more = {"default": default[0]} if default else {}
@@ -134,15 +134,15 @@ def recorded(version: str, name: str) -> list[inspect.Parameter]:
     return made
 
 
-def complaint(version: str, name: str, missing: Iterable[str]) -> str:
-    return f"flashinfer-python {version}: {name} no longer takes {', '.join(missing)}, which the plugin passes"
+def failure(version: str, name: str, missing: Iterable[str]) -> str:
+    return f"flashinfer-python {version}: {name} no longer accepts {', '.join(missing)}, which the plugin passes"
 
 
 @pytest.mark.parametrize("version", sorted(RECORDS, key=Version))
 @pytest.mark.parametrize("name", CALLS)
-def test_every_release_takes_the_calls(version, name):
-    missing = lacking(recorded(version, name), *CALLS[name])
-    assert not missing, complaint(version, name, missing)
+def test_every_release_accepts_the_calls(version, name):
+    missing = missing_parameters(recorded(version, name), *CALLS[name])
+    assert not missing, failure(version, name, missing)
 
 
 def test_the_first_and_the_last_release_are_recorded():
@@ -158,18 +158,18 @@ def test_the_first_and_the_last_release_are_recorded():
 
 
 def found_in(package: Any, name: str) -> Any:
-    """The function that a name stands for."""
+    """Return the function of a dotted name."""
     found = package
     for part in name.split("."):
         found = getattr(found, part)
     return found
 
 
-def accepted(package: Any, name: str) -> list[inspect.Parameter]:
+def parameters_of(package: Any, name: str) -> list[inspect.Parameter]:
     """
-    Return the parameters of a function, `self` of methods left out.
+    Return the parameters of a function, without `self`.
 
-    Where a method takes ``**kwargs`` it hands them to one of the same name with ``_impl`` behind it.
+    A method with ``**kwargs`` passes them to the method of the same name with the suffix ``_impl``.
     """
     owner, _, method = name.rpartition(".")
     parameters = list(inspect.signature(found_in(package, name)).parameters.values())
@@ -184,18 +184,20 @@ def accepted(package: Any, name: str) -> list[inspect.Parameter]:
 
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("name", RECORDS[FAKE_VERSION])
-def test_the_fake_has_the_signatures_of_its_release(name):
-    def told(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
+def test_the_fake_has_the_release_signatures(name):
+    def described(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
         return [
             (item.name, item.kind.name, *(() if item.default is item.empty else (show(item.default),)))
             for item in parameters
         ]
 
-    assert told(accepted(import_module("flashinfer"), name), repr) == told(recorded(FAKE_VERSION, name), str)
+    fake = parameters_of(import_module("flashinfer"), name)
+
+    assert described(fake, repr) == described(recorded(FAKE_VERSION, name), str)
 
 
 class Future:
-    """A release that is yet to come."""
+    """A future release."""
 
     class Wrapper:
         def plan(self, indptr, *deprecated_positional_args, window=-1, **kwargs):
@@ -209,25 +211,25 @@ class Future:
 
 
 FUTURE = {
-    "known": ("Wrapper.plan", 1, {"window", "sm_scale"}, []),
-    "gone": ("Wrapper.plan", 1, {"window_left", "sm_scale"}, ["keyword 'window_left'"]),
-    "no_more_places": ("Wrapper.plan", 2, set(), ["argument 2 by position"]),
-    "places_of_a_kernel": ("Wrapper.run", 3, {"lse"}, []),
+    "accepted": ("Wrapper.plan", 1, {"window", "sm_scale"}, []),
+    "renamed": ("Wrapper.plan", 1, {"window_left", "sm_scale"}, ["keyword 'window_left'"]),
+    "deprecated_position": ("Wrapper.plan", 2, set(), ["argument 2 by position"]),
+    "custom_kernel": ("Wrapper.run", 3, {"lse"}, []),
     "twice": ("Wrapper.run", 1, {"q"}, ["keyword 'q'"]),
 }
 
 
 @pytest.mark.parametrize("what", FUTURE)
-def test_what_a_release_does_not_take_is_seen(what):
+def test_arguments_that_a_release_rejects_are_found(what):
     name, positional, keywords, missing = FUTURE[what]
-    assert lacking(accepted(Future, name), positional, keywords) == missing
+    assert missing_parameters(parameters_of(Future, name), positional, keywords) == missing
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CALLS)
-def test_the_installed_library_takes_the_calls(name):
+def test_the_installed_library_accepts_the_calls(name):
     package = pytest.importorskip("flashinfer")
     if "." in name and name.partition(".")[0].islower():
         import_module(f"flashinfer.{name.partition('.')[0]}")
-    missing = lacking(accepted(package, name), *CALLS[name])
-    assert not missing, complaint(package.__version__, name, missing)
+    missing = missing_parameters(parameters_of(package, name), *CALLS[name])
+    assert not missing, failure(package.__version__, name, missing)

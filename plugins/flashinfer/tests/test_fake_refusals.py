@@ -1,4 +1,4 @@
-"""The fake refuses what the library leaves undefined, and has the library's traps."""
+"""The fake refuses calls that the library leaves undefined, and reproduces the library's traps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def int32(*values: int) -> torch.Tensor:
 
 
 def library() -> Any:
-    """The fake, which is to be found while a test runs."""
+    """Return the fake, which is importable only while a test runs."""
     return import_module("flashinfer")
 
 
@@ -38,7 +38,7 @@ def prefill(backend: str = "fa2", **kwargs: Any) -> Any:
 
 
 def plan_decode(wrapper: Any, **changed: Any) -> Any:
-    """Two requests of 6 and 3 keys, on 2 pages and 1."""
+    """Plan two requests of 6 and 3 keys, on 2 pages and 1."""
     arguments = {
         "indptr": int32(0, 2, 3), "indices": int32(5, 2, 7), "last_page_len": int32(2, 3), "num_qo_heads": HEADS,
         "num_kv_heads": KV_HEADS, "head_dim": HEAD, "page_size": SIZE, "q_data_type": torch.bfloat16,
@@ -48,7 +48,7 @@ def plan_decode(wrapper: Any, **changed: Any) -> Any:
 
 
 def plan_prefill(wrapper: Any, **changed: Any) -> Any:
-    """The same with 3 rows and 1."""
+    """Plan the same requests with 3 rows and 1."""
     arguments = {
         "qo_indptr": int32(0, 3, 4), "paged_kv_indptr": int32(0, 2, 3), "paged_kv_indices": int32(5, 2, 7),
         "paged_kv_last_page_len": int32(2, 3), "num_qo_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim_qk": HEAD,
@@ -80,17 +80,17 @@ PLANS = {
     "int64_last_page_len": ({"last_page_len": torch.tensor([2, 3])}, "last_page_len is torch.int64"),
     "indptr_elsewhere": ({"indptr": int32(0, 2, 3).to("meta")}, "indptr is on meta"),
     "indices_elsewhere": ({"indices": int32(5, 2, 7).to("meta")}, "indices are on meta"),
-    "indptr_strided": ({"indptr": int32(0, 9, 2, 9, 3)[::2]}, "indptr is no flat, contiguous tensor"),
-    "indptr_falls": ({"indptr": int32(0, 3, 2)}, "indptr falls"),
+    "indptr_strided": ({"indptr": int32(0, 9, 2, 9, 3)[::2]}, "indptr is not a flat, contiguous tensor"),
+    "indptr_decreases": ({"indptr": int32(0, 3, 2)}, "indptr decreases"),
     "indptr_begins_late": ({"indptr": int32(1, 2, 3)}, "indptr begins with 1"),
     "indptr_short": ({"indptr": int32(0, 3)}, "indptr has 2 numbers, not 3"),
     "too_few_indices": ({"indices": int32(5, 2)}, "2 indices for 3 pages"),
     "empty_last_page": ({"last_page_len": int32(0, 3)}, r"last_page_len\[0\]=0 of a request with 2 pages of 4"),
     "overfull_last_page": ({"last_page_len": int32(2, 5)}, r"last_page_len\[1\]=5"),
     "keys_without_pages": ({"indptr": int32(0, 2, 2)}, r"last_page_len\[1\]=3 of a request with 0 pages"),
-    "head_size": ({"head_dim": 80}, "no kernel has heads of 80"),
-    "queries_of_fp8": ({"q_data_type": torch.float8_e4m3fn}, "kernels read queries of"),
-    "float32": ({"q_data_type": torch.float32}, "kernels read queries of"),
+    "head_size": ({"head_dim": 80}, "no kernel supports head sizes 80"),
+    "queries_of_fp8": ({"q_data_type": torch.float8_e4m3fn}, "kernels support queries of"),
+    "float32": ({"q_data_type": torch.float32}, "kernels support queries of"),
     "alibi": ({"pos_encoding_mode": "ALIBI"}, "not modelled"),
 }
 
@@ -103,30 +103,30 @@ def test_plans(wrong, use_tensor_cores):
         plan_decode(decode(use_tensor_cores=use_tensor_cores), **changed)
 
 
-def test_no_request_and_no_row():
+def test_plans_without_requests_or_rows():
     empty = torch.zeros(0, dtype=torch.int32)
-    with pytest.raises(AssertionError, match="no request"):
+    with pytest.raises(AssertionError, match="without requests"):
         plan_decode(decode(), indptr=int32(0), indices=empty, last_page_len=empty)
-    with pytest.raises(AssertionError, match="no row"):
+    with pytest.raises(AssertionError, match="without rows"):
         plan_prefill(prefill(), qo_indptr=int32(0, 0, 0))
 
 
 @pytest.mark.parametrize("heads", [10, 12, 14])
-def test_cuda_cores_know_few_group_sizes(heads):
+def test_cuda_cores_support_few_group_sizes(heads):
     plan_decode(decode(use_tensor_cores=True), num_qo_heads=heads)
     with pytest.raises(RuntimeError, match=f"Unsupported group_size: {heads // 2}"):
         plan_decode(decode(), num_qo_heads=heads)
 
 
-def test_fa3_reads_no_narrow_cache():
+def test_fa3_reads_no_fp8_kv_cache():
     changed = {"kv_data_type": torch.float8_e5m2}
     plan_prefill(prefill("fa2"), **changed)
     plan_prefill(prefill("auto"), **changed)
-    with pytest.raises(AssertionError, match=r"fa3 kernels with queries of torch\.bfloat16 read caches of"):
+    with pytest.raises(AssertionError, match=r"fa3 kernels with queries of torch\.bfloat16 support KV caches of"):
         plan_prefill(prefill("fa3"), **changed)
 
 
-def test_a_window_ends_at_the_token_in_causal_plans_alone():
+def test_windows_require_causal_plans():
     plan_prefill(prefill(), window_left=3)
     with pytest.raises(AssertionError, match="a window without causal=True"):
         plan_prefill(prefill(), window_left=3, causal=False)
@@ -139,7 +139,7 @@ RUNS = {
     "cache_type": ({"paged_kv_cache": [cache()]}, KeyError, "Unrecognized paged_kv_cache type"),
     "heads": ({"q": torch.randn(2, 2 * HEADS, HEAD).bfloat16()}, AssertionError, "q has shape"),
     "page_size": ({"paged_kv_cache": torch.randn(9, 2, 8, 2, 64).bfloat16()}, AssertionError, "the key cache has"),
-    "few_pages": ({"paged_kv_cache": cache()[:7]}, AssertionError, r"pages \[7\], and the cache has 7"),
+    "few_pages": ({"paged_kv_cache": cache()[:7]}, AssertionError, r"pages \[7\], and the KV cache has 7"),
     "q_strided": ({"q": rows(2).transpose(1, 2).contiguous().transpose(1, 2)}, AssertionError, "not contiguous"),
     "q_elsewhere": ({"q": rows(2).to("meta")}, AssertionError, "q is on meta"),
     "cache_elsewhere": ({"paged_kv_cache": cache().to("meta")}, AssertionError, "the key cache is on meta"),
@@ -154,7 +154,7 @@ RUNS = {
     "out_strided": ({"out": rows(2).transpose(0, 1).contiguous().transpose(0, 1)}, AssertionError, "out is not contig"),
     "lse_dtype": ({"lse": torch.zeros(2, HEADS).half(), "return_lse": True}, ValueError, "Invalid dtype of lse"),
     "lse_shape": ({"lse": torch.zeros(HEADS, 2), "return_lse": True}, ValueError, "Invalid shape of lse"),
-    "lse_unasked": ({"lse": torch.zeros(2, HEADS)}, AssertionError, "lse without return_lse"),
+    "lse_not_requested": ({"lse": torch.zeros(2, HEADS)}, AssertionError, "lse without return_lse"),
     "window": ({"window_left": 3}, AssertionError, "window_left differs"),
     "scale_tensor": ({"k_scale": torch.tensor(0.5)}, AssertionError, "k_scale is a Tensor"),
     "output_scale_tensor": ({"v_scale": torch.tensor(0.5)}, AssertionError, "v_scale is a Tensor"),
@@ -180,7 +180,7 @@ def test_the_workspace_is_zero_at_its_first_use():
     used = workspace()
     make(used)
     used[5] = 1
-    make(used)  # not its first
+    make(used)  # not the first use
     with pytest.raises(AssertionError, match="not zero at its first use"):
         make(torch.ones(1 << 12, dtype=torch.uint8))
     with pytest.raises(AssertionError, match=r"torch\.float32"):
@@ -209,7 +209,7 @@ def test_graphs_never_get_more_rows():
 
 
 def test_a_replay_reads_what_the_buffers_hold():
-    """The call of the capture, made again, computes from the plan and the pages of then."""
+    """Repeating the captured call uses the plan and the pages at that time."""
     query, pages = rows(), cache()
     wrapper = plan_decode(decode(use_cuda_graph=True, **graph_buffers()))
     captured = wrapper.run(query, pages)
@@ -247,7 +247,7 @@ def test_buffers_that_changed_without_a_plan():
 
 
 @pytest.mark.parametrize("make", [decode, prefill])
-def test_sinks_are_ignored_where_there_are_none(make):
+def test_sinks_are_ignored_by_other_wrappers(make):
     wrapper = plan_decode(make()) if make is decode else plan_prefill(make())
     query, pages = rows(2 if make is decode else 4), cache()
     without = wrapper.run(query, pages)
@@ -276,34 +276,34 @@ def test_sinks(wrong):
         wrapper.run(rows(4), cache(), sink, 0.125)
 
 
-def test_the_kernels_with_sinks_are_made_beforehand():
-    with pytest.raises(AssertionError, match="the wrapper was made for"):
+def test_sink_kernels_are_compiled_in_the_constructor():
+    with pytest.raises(AssertionError, match="the wrapper is compiled for"):
         plan_prefill(sink_wrapper(), head_dim_qk=128)
-    with pytest.raises(AssertionError, match="the wrapper was made for"):
+    with pytest.raises(AssertionError, match="the wrapper is compiled for"):
         plan_prefill(sink_wrapper(), window_left=3)
-    with pytest.raises(AssertionError, match="the wrapper was made for"):
+    with pytest.raises(AssertionError, match="the wrapper is compiled for"):
         plan_prefill(sink_wrapper(), q_data_type=torch.float16)
     with pytest.raises(AssertionError, match="no soft cap"):
         plan_prefill(sink_wrapper(), logits_soft_cap=3.0)
-    with pytest.raises(AssertionError, match="a cache of"):
+    with pytest.raises(AssertionError, match="a KV cache of"):
         sink_wrapper(kv_data_type=torch.float8_e4m3fn)
 
 
-def test_the_kernels_with_sinks_take_no_scale_of_the_keys():
+def test_sink_kernels_ignore_key_scales():
     wrapper, sink = plan_prefill(sink_wrapper()), torch.zeros(HEADS)
-    with pytest.raises(AssertionError, match="read neither q_scale nor k_scale"):
+    with pytest.raises(AssertionError, match="ignore q_scale and k_scale"):
         wrapper.run(rows(4), cache(), sink, 0.125, k_scale=0.5)
-    with pytest.raises(AssertionError, match="with 0 arguments after the cache"):
+    with pytest.raises(AssertionError, match="got 0 arguments after the KV cache"):
         wrapper.run(rows(4), cache())
 
 
-def test_two_kernels_with_sinks_of_one_name(journal):
-    """The library's name for such a module does not say the head size, and a process loads a name once."""
+def test_sink_modules_of_different_head_sizes_collide(journal):
+    """The library's module name omits the head size, and a process loads each name once."""
     sink_wrapper()
     sink_wrapper()
     sink_wrapper(window_left=3)
     assert len(journal.modules) == 2
-    with pytest.raises(AssertionError, match="a wrapper wants it for"):
+    with pytest.raises(AssertionError, match="a wrapper needs it for"):
         sink_wrapper(head_dim_qk=128, head_dim_vo=128)
 
 
@@ -332,8 +332,8 @@ def test_a_fast_plan_copies_nothing(use_tensor_cores):
 
 
 @pytest.mark.parametrize("use_tensor_cores", [False, True])
-def test_a_fast_plan_gives_every_request_a_key_where_pages_have_one(use_tensor_cores):
-    """On tensor cores it does not look at the last pages then: a padded request without pages is planned with a key."""
+def test_a_fast_plan_adds_a_key_where_pages_hold_one(use_tensor_cores):
+    """On tensor cores it ignores `last_page_len` then, and plans a key for a padded request without pages."""
     buffers, arrays = graph_buffers(), (int32(0, 2, 2), int32(5, 2), int32(1, 0))
     wrapper = plan_decode(
         decode(use_cuda_graph=True, use_tensor_cores=use_tensor_cores, **buffers),
@@ -353,7 +353,7 @@ FAST = {
     "kernel": ({"q_data_type": torch.float16}, AssertionError, "the kernel is for"),
     "window": ({"window_left": 2}, AssertionError, "the kernel is for"),
     "default_dtype": ({"q_data_type": None}, AssertionError, "the kernel is for"),
-    "no_host_array": ({"global_override_indptr_cpu": None}, AssertionError, "waits for the device"),
+    "no_cpu_array": ({"global_override_indptr_cpu": None}, AssertionError, "synchronizes"),
     "batch_size": ({"last_page_len": int32(2)}, ValueError, "The batch size should be fixed"),
     "indices": ({"indices": int32(*range(7))}, ValueError, "less than or equal to the allocated buffer"),
 }
@@ -367,21 +367,21 @@ def test_fast_plans(wrong):
         fast_plan(wrapper, **changed)
 
 
-def test_a_fast_plan_is_a_later_plan():
+def test_a_fast_plan_follows_a_plain_one():
     with pytest.raises(AssertionError, match=r"before plan\(\)"):
         fast_plan(decode(use_cuda_graph=True, **graph_buffers()))
     with pytest.raises(AssertionError, match="outside a graph"):
         fast_plan(plan_decode(decode()))
 
 
-def test_queries_are_float16_unless_the_plan_says_so():
+def test_queries_default_to_float16():
     wrapper = decode()
     wrapper.plan(int32(0, 2, 3), int32(5, 2, 7), int32(2, 3), HEADS, KV_HEADS, HEAD, SIZE)
     with pytest.raises(ValueError, match=r"does not match the q_data_type torch\.float16"):
         wrapper.run(rows(), cache())
 
 
-def test_plans_are_not_causal_unless_they_say_so():
+def test_plans_default_to_non_causal():
     query, pages = rows(4), cache()
     plain = prefill()
     plain.plan(
@@ -393,7 +393,7 @@ def test_plans_are_not_causal_unless_they_say_so():
 
 
 @pytest.mark.parametrize("use_tensor_cores", [False, True])
-def test_decodes_of_several_rows_leave_rows_out(use_tensor_cores):
+def test_decodes_of_several_rows_skip_rows(use_tensor_cores):
     wrapper = plan_decode(decode(use_tensor_cores=use_tensor_cores))
     out = torch.full((4, HEADS, HEAD), 7.0).bfloat16()
     wrapper.run(rows(4), cache(), out=out, q_len_per_req=2)
@@ -408,8 +408,8 @@ def test_ragged_scales_are_ignored():
     assert torch.equal(wrapper.run(*operands, k_scale=2.0, v_scale=3.0), wrapper.run(*operands))
 
 
-def test_device_arrays_are_used_as_they_are():
-    """Indices are no copy outside a graph: whoever reuses their memory changes a step that was planned."""
+def test_device_arrays_are_not_copied():
+    """Outside a graph the wrapper reads the indices in place, so overwriting them changes the planned step."""
     indices, query, pages = int32(5, 2, 7), rows(), cache()
     wrapper = plan_decode(decode(), indices=indices)
     before = wrapper.run(query, pages)
@@ -417,7 +417,7 @@ def test_device_arrays_are_used_as_they_are():
     assert not torch.equal(wrapper.run(query, pages), before)
 
 
-def test_a_plan_overwrites_the_staging_of_the_one_in_flight(journal):
+def test_a_plan_overwrites_staging_memory_being_copied(journal):
     first, second = decode(), decode()
     plan_decode(first)
     with journal.pending_copies():
@@ -431,7 +431,7 @@ def test_a_plan_overwrites_the_staging_of_the_one_in_flight(journal):
     plan_decode(first)
 
 
-def test_the_journal_knows_what_was_asked(journal):
+def test_the_journal_records_calls(journal):
     wrapper = plan_decode(decode())
     wrapper.run(rows(), cache(), return_lse=True)
     made, planned, ran = journal.calls
@@ -444,7 +444,7 @@ def test_the_journal_knows_what_was_asked(journal):
     assert journal.runs == [ran]
 
 
-def test_a_wrapper_with_sinks_is_in_the_journal_once(journal):
+def test_a_sink_wrapper_is_recorded_once(journal):
     sink_wrapper()
     assert [call.callable for call in journal.calls] == ["BatchAttentionWithAttentionSinkWrapper.__init__"]
 
@@ -456,6 +456,6 @@ def test_merging_checks_its_states():
     for wrong in ((v, s.half(), v, s), (v, s, v.half(), s), (v, s[:1], v, s), (v, s, v, s.T.contiguous().T)):
         with pytest.raises(AssertionError):
             library().merge_state_in_place(*wrong)
-    nowhere = torch.full_like(s, -torch.inf)
-    library().merge_state_in_place(v, nowhere, v.clone(), nowhere.clone())
+    empty = torch.full_like(s, -torch.inf)
+    library().merge_state_in_place(v, empty, v.clone(), empty.clone())
     assert v.isnan().all()

@@ -1,4 +1,4 @@
-"""The fake computes attention: what it returns is the oracle's, up to one rounding."""
+"""The fake computes attention: its results equal the oracle's, up to one rounding."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LN2 = math.log(2.0)
 
 
 def library() -> Any:
-    """The fake, which is to be found while a test runs."""
+    """Return the fake, which is importable only while a test runs."""
     return import_module("flashinfer")
 
 
@@ -44,7 +44,7 @@ def workspace() -> torch.Tensor:
 
 
 def pages(scene: Scene) -> tuple[torch.Tensor, ...]:
-    """The arrays of a plan."""
+    """Return the page arrays of a plan."""
     size = scene.case.block_size
     counts = [-(-length // size) for length in scene.case.seq_lens]
     indptr = torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32)
@@ -58,7 +58,7 @@ def offsets(*lens: int) -> torch.Tensor:
 
 
 def cache_of(scene: Scene, layout: str, *, as_tuple: bool = False) -> Any:
-    """A cache as the library wants it, with NaN wherever no key is."""
+    """Return a KV cache in the library's layout, with NaN in unused slots."""
     case = scene.case
     dtype = torch_dtype(case.requirements().kv_cache_dtype)
     cache = torch.empty(2, scene.num_blocks, case.block_size, case.num_kv_heads, case.head_size, dtype=dtype)
@@ -89,7 +89,7 @@ def compare(scene: Scene, output: torch.Tensor, lse: torch.Tensor) -> None:
     dtype, scaled = torch_dtype(scene.case.dtype), scene.rounding is not None
     assert_close(output, exact.output, dtype=dtype, scale=scene.largest_value, scaled_keys=scaled)
     wanted = exact.lse if scene.sinks is None else exact.lse_with_sink
-    assert_close(lse * LN2, wanted, dtype=torch.float32, what="lse")  # the library's base is 2
+    assert_close(lse * LN2, wanted, dtype=torch.float32, what="lse")  # the library's LSE has base 2
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
@@ -173,7 +173,7 @@ def test_merged_states_are_those_of_all_keys(partial_of):
 
 @pytest.fixture
 def partial_of() -> Callable[[Scene, int], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Outputs and base-2 LSE over the keys up to a place, and over the rest."""
+    """Return a function that splits the keys at an index: outputs and base-2 LSE over both parts."""
 
     def split(scene: Scene, place: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         (query,), (key,), (value,) = scene.queries, scene.keys, scene.values

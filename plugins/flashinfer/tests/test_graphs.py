@@ -1,4 +1,4 @@
-"""Graph slots: one wrapper that is planned again, padding that reads the null block, memory that never moves."""
+"""CUDA graphs: one wrapper that is planned again, padding that reads the null block, memory that never moves."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def graphs(load_fake, layers=PLAIN, **required) -> Harness:
     return Harness(load_fake, layers, cudagraph="uniform_batch", **required)
 
 
-def rows_of(setting: Harness, graph, monkeypatch, batch):
-    """Build a batch into a slot, and return the rows that were planned."""
-    from attnplug_flashinfer import kinds  # noqa: PLC0415 - the fake has to be active
+def rows_of(harness: Harness, graph, monkeypatch, batch):
+    """Build a batch for a graph, and return the rows that were planned."""
+    from attnplug_flashinfer import kinds  # noqa: PLC0415 - requires the fake
 
     seen = []
     for kind in (kinds.Decode, kinds.Prefill):
         monkeypatch.setattr(kind, "replan", lambda self, wrapper, rows, buffers: seen.append(rows))
-    setting.builder.build(batch, graph=graph)
+    harness.builder.build(batch, graph=graph)
     return seen[0]
 
 
-def test_a_slot_has_one_wrapper_per_plan_key(load_fake, journal) -> None:
-    setting = graphs(load_fake, [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)])
-    graph = setting.graph()
+def test_a_graph_has_one_wrapper_per_plan_key(load_fake, journal) -> None:
+    harness = graphs(load_fake, [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)])
+    graph = harness.graph()
     for lens in ([20, 9, 40], [5], [64, 64, 64, 64]):
-        setting.builder.build(setting.batch([1] * len(lens), lens), graph=graph)
+        harness.builder.build(harness.batch([1] * len(lens), lens), graph=graph)
 
     assert [call.owner for call in journal.of("__init__")] == [DECODE, DECODE]
     assert len(journal.plans) == 8
@@ -44,22 +44,20 @@ def test_a_slot_has_one_wrapper_per_plan_key(load_fake, journal) -> None:
 
 
 def test_the_plan_is_the_same_object_in_every_replay(load_fake) -> None:
-    setting = graphs(load_fake)
-    graph = setting.graph()
+    harness = graphs(load_fake)
+    graph = harness.graph()
     plans = [
-        setting.impls[0].plan_of(setting.builder.build(setting.batch([1], [length]), graph=graph)) for length in (5, 50)
+        harness.impls[0].plan_of(harness.builder.build(harness.batch([1], [length]), graph=graph)) for length in (5, 50)
     ]
 
     assert plans[0] is plans[1]
 
 
 @pytest.mark.parametrize("query_len", [1, 3, 20])
-def test_padded_requests_read_as_many_keys_as_they_have_rows_in_the_null_block(
-    load_fake, monkeypatch, query_len
-) -> None:
-    setting = graphs(load_fake, decode_query_len=query_len)
-    graph = setting.graph(4 if query_len < 20 else 3, query_len)
-    rows = rows_of(setting, graph, monkeypatch, setting.batch([query_len, query_len], [40, 33]))
+def test_padded_requests_read_one_null_key_per_row(load_fake, monkeypatch, query_len) -> None:
+    harness = graphs(load_fake, decode_query_len=query_len)
+    graph = harness.graph(4 if query_len < 20 else 3, query_len)
+    rows = rows_of(harness, graph, monkeypatch, harness.batch([query_len, query_len], [40, 33]))
     reqs, each = graph.key.num_reqs, -(-query_len // BLOCK)
 
     assert rows.starts.tolist() == list(range(0, graph.key.num_tokens + 1, query_len))
@@ -68,25 +66,25 @@ def test_padded_requests_read_as_many_keys_as_they_have_rows_in_the_null_block(
     assert rows.last_page_len.tolist() == [8, 1, *[(query_len - 1) % BLOCK + 1] * (reqs - 2)]
 
 
-def test_a_full_slot_has_no_padding(load_fake, monkeypatch) -> None:
-    setting = graphs(load_fake)
-    rows = rows_of(setting, setting.graph(2), monkeypatch, setting.batch([1, 1], [16, 17]))
+def test_a_full_graph_has_no_padding(load_fake, monkeypatch) -> None:
+    harness = graphs(load_fake)
+    rows = rows_of(harness, harness.graph(2), monkeypatch, harness.batch([1, 1], [16, 17]))
 
     assert rows.indptr.tolist() == [0, 1, 3]
     assert rows.last_page_len.tolist() == [16, 1]
 
 
-def test_lengths_that_a_padded_request_kept_are_not_read(load_fake, monkeypatch) -> None:
-    setting = graphs(load_fake)
-    rows = rows_of(setting, setting.graph(3), monkeypatch, setting.batch([1, 0], [16, 40]))
+def test_stale_lengths_of_padded_requests_are_not_read(load_fake, monkeypatch) -> None:
+    harness = graphs(load_fake)
+    rows = rows_of(harness, harness.graph(3), monkeypatch, harness.batch([1, 0], [16, 40]))
 
     assert rows.indptr.tolist() == [0, 1, 2, 3]
     assert rows.indices.tolist() == [1, 0, 0]
 
 
 def test_decodes_of_several_rows_are_captured_as_prefills(load_fake, journal) -> None:
-    setting = graphs(load_fake, decode_query_len=3)
-    setting.graph(4, 3)
+    harness = graphs(load_fake, decode_query_len=3)
+    harness.graph(4, 3)
 
     (made,) = journal.of("__init__")
     assert made.owner == PREFILL
@@ -94,105 +92,105 @@ def test_decodes_of_several_rows_are_captured_as_prefills(load_fake, journal) ->
     assert journal.plans[0].arguments["causal"] is True
 
 
-def test_in_both_variants_they_run_the_kernels_that_split_keys(load_fake, journal) -> None:
+def test_captured_prefills_run_the_split_kv_kernels(load_fake, journal) -> None:
     Harness(load_fake, variant="fa3", cudagraph="uniform_batch", decode_query_len=3).graph(4, 3)
 
     assert [call.arguments["backend"] for call in journal.of("__init__")] == ["fa2"]
 
 
 def test_decodes_with_sinks_are_captured_in_their_wrapper(load_fake, journal) -> None:
-    setting = graphs(load_fake, [Layer(name="layers.0", sinks=torch.zeros(4))], sinks=True)
-    setting.graph()
+    harness = graphs(load_fake, [Layer(name="layers.0", sinks=torch.zeros(4))], sinks=True)
+    harness.graph()
 
     assert [call.owner for call in journal.plans] == ["BatchAttentionWithAttentionSinkWrapper"]
 
 
-def test_tensor_cores_are_planned_fast_after_the_first_time(load_fake, journal) -> None:
-    setting = graphs(load_fake, num_q_heads=16)
-    graph = setting.graph()
-    setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)
+def test_tensor_cores_use_the_fast_plan_after_the_first(load_fake, journal) -> None:
+    harness = graphs(load_fake, num_q_heads=16)
+    graph = harness.graph()
+    harness.builder.build(harness.batch([1, 1], [20, 30]), graph=graph)
 
     assert [call.kind for call in journal.plans] == ["plan", "fast_decode_plan"]
 
 
 def test_without_a_fast_plan_the_plain_one_is_repeated(load_fake, journal, monkeypatch) -> None:
-    setting = graphs(load_fake, num_q_heads=16)
-    from attnplug_flashinfer import library  # noqa: PLC0415 - the fake has to be active
+    harness = graphs(load_fake, num_q_heads=16)
+    from attnplug_flashinfer import library  # noqa: PLC0415 - requires the fake
 
     monkeypatch.setattr(library, "_fast_decode_plan", None)
-    graph = setting.graph()
-    setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)
+    graph = harness.graph()
+    harness.builder.build(harness.batch([1, 1], [20, 30]), graph=graph)
 
     assert [call.kind for call in journal.plans] == ["plan", "plan"]
 
 
-def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_fake, monkeypatch) -> None:
-    setting = graphs(load_fake, num_q_heads=16)
-    graph, outputs = setting.graph(2), []
-    from attnplug_flashinfer import library  # noqa: PLC0415 - the fake has to be active
+def test_fast_and_plain_plans_are_bitwise_equal(load_fake, monkeypatch) -> None:
+    harness = graphs(load_fake, num_q_heads=16)
+    graph, outputs = harness.graph(2), []
+    from attnplug_flashinfer import library  # noqa: PLC0415 - requires the fake
 
     for _ in range(2):
-        outputs.append(setting.forward(setting.builder.build(setting.batch([1, 1], [20, 30]), graph=graph)))
+        outputs.append(harness.forward(harness.builder.build(harness.batch([1, 1], [20, 30]), graph=graph)))
         monkeypatch.setattr(library, "_fast_decode_plan", None)
-        setting.builder.build(setting.batch([1], [3]), graph=graph)
+        harness.builder.build(harness.batch([1], [3]), graph=graph)
 
     assert torch.equal(*outputs)
 
 
-def test_slots_share_the_memory_of_the_pages(load_fake) -> None:
-    setting = graphs(load_fake)
-    large = setting.graph(4)
-    with setting.state.graph_capture(4):
-        small = setting.state.graph(GraphShape(2, 2, 1, 64))
-        setting.builder.build(small.dummy_batch(setting.builder), graph=small)
-    first, second = (setting.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in (large, small))
+def test_graphs_share_the_memory_of_the_pages(load_fake) -> None:
+    harness = graphs(load_fake)
+    large = harness.graph(4)
+    with harness.state.graph_capture(4):
+        small = harness.state.graph(GraphShape(2, 2, 1, 64))
+        harness.builder.build(small.dummy_batch(harness.builder), graph=small)
+    first, second = (harness.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in (large, small))
 
     assert first.indices is second.indices
     assert first.indptr is not second.indptr
 
 
-def test_released_slots_free_it(load_fake) -> None:
-    setting = graphs(load_fake)
-    setting.graph(4)
-    assert setting.builder._indices() is not None
+def test_released_graphs_free_the_memory_of_the_pages(load_fake) -> None:
+    harness = graphs(load_fake)
+    harness.graph(4)
+    assert harness.builder._indices() is not None
 
-    setting.state.release_graphs()
+    harness.state.release_graphs()
     gc.collect()
 
-    assert setting.builder._indices() is None
+    assert harness.builder._indices() is None
 
 
-def test_a_larger_slot_gets_memory_of_its_own(load_fake) -> None:
-    setting = graphs(load_fake)
-    with setting.state.graph_capture(4):
-        made = [setting.state.graph(GraphShape(size, size, 1, 64)) for size in (2, 4)]
+def test_a_larger_graph_allocates_its_memory(load_fake) -> None:
+    harness = graphs(load_fake)
+    with harness.state.graph_capture(4):
+        made = [harness.state.graph(GraphShape(size, size, 1, 64)) for size in (2, 4)]
         for graph in made:
-            setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
-    first, second = (setting.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in made)
+            harness.builder.build(graph.dummy_batch(harness.builder), graph=graph)
+    first, second = (harness.builder.per_graph(graph, "buffers", lambda: None)[0] for graph in made)
 
     assert first.indices.shape[0] < second.indices.shape[0]
 
 
 @pytest.mark.parametrize("max_seq_len", [64, 50])
-def test_a_slot_has_room_for_the_longest_sequences_of_all_its_requests(load_fake, max_seq_len) -> None:
-    setting = graphs(load_fake)
-    with setting.state.graph_capture(3):
-        graph = setting.state.graph(GraphShape(3, 3, 1, max_seq_len))
-        setting.builder.build(graph.dummy_batch(setting.builder), graph=graph)
-    buffers, _ = setting.builder.per_graph(graph, "buffers", lambda: None)
-    setting.forward(setting.builder.build(setting.batch([1] * 3, [max_seq_len] * 3), graph=graph))
+def test_a_graph_has_memory_for_the_longest_sequences(load_fake, max_seq_len) -> None:
+    harness = graphs(load_fake)
+    with harness.state.graph_capture(3):
+        graph = harness.state.graph(GraphShape(3, 3, 1, max_seq_len))
+        harness.builder.build(graph.dummy_batch(harness.builder), graph=graph)
+    buffers, _ = harness.builder.per_graph(graph, "buffers", lambda: None)
+    harness.forward(harness.builder.build(harness.batch([1] * 3, [max_seq_len] * 3), graph=graph))
 
     assert buffers.indices.shape == (3 * 4,)
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa3"])
 @pytest.mark.parametrize("required", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True}], ids=str)
-def test_a_slot_is_advanced_into_pages_that_no_step_had_before(load_fake, variant, required) -> None:
+def test_a_graph_is_advanced_into_new_pages(load_fake, variant, required) -> None:
     check_advanced_replays(load_fake, variant, **required, head_size=64)
 
 
-def test_every_wrapper_of_a_state_uses_its_one_workspace(load_fake, monkeypatch) -> None:
-    from attnplug_flashinfer import library  # noqa: PLC0415 - the fake has to be active
+def test_all_wrappers_of_a_state_share_its_workspace(load_fake, monkeypatch) -> None:
+    from attnplug_flashinfer import library  # noqa: PLC0415 - requires the fake
 
     seen = []
     for name in ("decode_wrapper", "prefill_wrapper"):
@@ -200,32 +198,32 @@ def test_every_wrapper_of_a_state_uses_its_one_workspace(load_fake, monkeypatch)
         monkeypatch.setattr(
             library,
             name,
-            lambda workspace, *given, make=make, **more: seen.append(workspace) or make(workspace, *given, **more),
+            lambda workspace, *args, make=make, **more: seen.append(workspace) or make(workspace, *args, **more),
         )
     layers = [Layer(name=f"layers.{i}", scale=0.1 * (i + 1)) for i in range(2)]
-    setting = graphs(load_fake, layers, cascade=True)
-    setting.graph()
-    setting.builder.build(setting.batch([1, 5], [9, 5]))
+    harness = graphs(load_fake, layers, cascade=True)
+    harness.graph()
+    harness.builder.build(harness.batch([1, 5], [9, 5]))
 
-    assert len(seen) == 6  # two plan keys: a graph, decodes and prompts each
-    assert all(workspace is setting.state.workspace for workspace in seen)
+    assert len(seen) == 6  # two plan keys, with a graph, decodes and prefills each
+    assert all(workspace is harness.state.workspace for workspace in seen)
 
 
-def test_a_slot_can_be_advanced(load_fake) -> None:
-    setting = graphs(load_fake)
-    graph = setting.graph(2)
-    metadata = setting.builder.build(setting.batch([1, 1], [15, 9]), graph=graph)
-    advanced = setting.builder.advance_step(metadata)
+def test_a_graph_can_be_advanced(load_fake) -> None:
+    harness = graphs(load_fake)
+    graph = harness.graph(2)
+    metadata = harness.builder.build(harness.batch([1, 1], [15, 9]), graph=graph)
+    advanced = harness.builder.advance_step(metadata)
 
-    assert setting.impls[0].plan_of(advanced) is setting.impls[0].plan_of(metadata)
+    assert harness.impls[0].plan_of(advanced) is harness.impls[0].plan_of(metadata)
     assert advanced.batch.seq_lens_cpu.tolist() == [16, 10]
 
 
-def test_shared_prefixes_and_prompts_run_eagerly(load_fake) -> None:
-    setting = graphs(load_fake, cascade=True)
-    batch = setting.batch([1, 1], [40, 36])
+def test_shared_prefixes_and_prefills_run_eagerly(load_fake) -> None:
+    harness = graphs(load_fake, cascade=True)
+    batch = harness.batch([1, 1], [40, 36])
     shared = type(batch)(**{**batch.to_dict(), "common_prefix_len": 32})
 
-    assert setting.builder.can_run_in_cudagraph(batch)
-    assert not setting.builder.can_run_in_cudagraph(shared)
-    assert not setting.builder.can_run_in_cudagraph(setting.batch([1, 5], [9, 5]))
+    assert harness.builder.can_run_in_cudagraph(batch)
+    assert not harness.builder.can_run_in_cudagraph(shared)
+    assert not harness.builder.can_run_in_cudagraph(harness.batch([1, 5], [9, 5]))

@@ -1,4 +1,4 @@
-"""The wheel, installed by pip into a scratch folder: found by its entry points, told from its metadata alone."""
+"""The wheel, installed by pip into a scratch folder: found by its entry points, described by its metadata."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from tests.backends.plugin import InstalledPlugin
 
-pytestmark = pytest.mark.slow  # pip, and a process for each command
+pytestmark = pytest.mark.slow  # runs pip, and a process per command
 
 PROJECT = Path(__file__).parents[1]
 REQUIRED = "flashinfer-python >=0.6.8,<0.7.3"
-absent = pytest.mark.skipif(find_spec("flashinfer") is not None, reason="the library is installed here")
+not_installed = pytest.mark.skipif(find_spec("flashinfer") is not None, reason="the library is installed")
 
 
 @pytest.fixture(scope="module")
@@ -26,19 +26,19 @@ def test_every_module_and_the_manifest_are_in_the_wheel(site: InstalledPlugin) -
     site.check_files([Path("attnplug.toml")])
 
 
-def test_the_metadata_says_what_it_needs_and_offers(site: InstalledPlugin) -> None:
+def test_the_metadata_has_requirements_and_entry_points(site: InstalledPlugin) -> None:
     (found,) = [d for d in distributions(path=[str(site.folder)]) if d.name == "attnplug-flashinfer"]
 
     assert [(e.group, e.name, e.value) for e in found.entry_points] == [
         ("attnplug.backends", "flashinfer", "attnplug_flashinfer.plugin"),
         ("attnplug.benchmarks", "flashinfer", "attnplug_flashinfer.direct:DirectFlashInfer"),
     ]
-    assert [text for text in found.requires or () if "extra" not in text] == ["attnplug[torch]<1,>=0.1"]
+    assert [text for text in found.requires or () if "extra" not in text] == ["attnplug[torch]<1,>=0.1", "attrs>=24.1"]
     assert sorted(found.metadata.get_all("Provides-Extra") or ()) == ["bench", "library", "test"]
 
 
-@absent
-def test_without_the_library_it_is_listed_as_lacking_it(site: InstalledPlugin) -> None:
+@not_installed
+def test_without_the_library_it_is_listed_as_missing(site: InstalledPlugin) -> None:
     found = site.listed()
 
     assert found["distribution"] == "attnplug-flashinfer 0.1.0"
@@ -48,8 +48,8 @@ def test_without_the_library_it_is_listed_as_lacking_it(site: InstalledPlugin) -
     ]
 
 
-@absent
-def test_without_the_library_the_remedy_is_to_install_it(site: InstalledPlugin) -> None:
+@not_installed
+def test_without_the_library_the_fix_is_to_install_it(site: InstalledPlugin) -> None:
     explanation = site.explanation("cuda:9.0", "--backend", "flashinfer", status=1)
 
     (verdict,) = [v for v in explanation["verdicts"] if v["id"] == "flashinfer/fa3"]
@@ -61,7 +61,7 @@ def test_without_the_library_the_remedy_is_to_install_it(site: InstalledPlugin) 
 
 
 @pytest.mark.parametrize("version", ["0.5.0", "0.7.3", "0.8.0"])
-def test_another_version_of_the_library_is_told_as_such(site: InstalledPlugin, tmp_path: Path, version: str) -> None:
+def test_an_unsupported_version_is_reported(site: InstalledPlugin, tmp_path: Path, version: str) -> None:
     libraries = site.libraries(tmp_path, {"flashinfer-python": version})
 
     explanation = site.explanation("cuda:8.0", "--backend", "flashinfer", libraries=libraries, status=1)
@@ -84,7 +84,7 @@ def test_with_the_library_it_is_ready_and_chosen(site: InstalledPlugin, tmp_path
     assert site.explanation("cpu", libraries=libraries)["chosen"] == "torch/sdpa"
 
 
-def test_its_old_name_selects_it(site: InstalledPlugin, tmp_path: Path) -> None:
+def test_its_alias_selects_it(site: InstalledPlugin, tmp_path: Path) -> None:
     explanation = site.explanation(
         "cuda:9.0", "--backend", "FLASHINFER", libraries=site.libraries(tmp_path, {"flashinfer-python": "0.6.12"})
     )
@@ -92,7 +92,7 @@ def test_its_old_name_selects_it(site: InstalledPlugin, tmp_path: Path) -> None:
     assert explanation["chosen"] == "flashinfer/fa3"
 
 
-def test_what_the_probe_finds_is_what_loading_says(site: InstalledPlugin, tmp_path: Path) -> None:
+def test_loading_reports_what_the_probe_finds(site: InstalledPlugin, tmp_path: Path) -> None:
     printed = site.load(site.libraries(tmp_path, {"flashinfer-python": "0.6.12"}))
 
     assert "the probe of 'flashinfer/fa3' refuses this machine" in printed

@@ -1,4 +1,4 @@
-"""The one module that imports FlashInfer."""
+"""Only one module imports FlashInfer, and it adds what the library lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import attnplug_flashinfer
 
 SOURCES = sorted(Path(attnplug_flashinfer.__file__).parent.glob("*.py"))
-COMPARED = {"library.py", "direct.py"}  # direct.py stands for a host that knows the library alone
+IMPORTING = {"library.py", "direct.py"}  # direct.py plays a host for this library alone
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
@@ -20,17 +20,17 @@ def test_no_other_module_imports_it(path: Path) -> None:
     imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
     found = {name for name in imported if name.split(".")[0] == "flashinfer"}
 
-    assert not found or path.name in COMPARED
+    assert not found or path.name in IMPORTING
 
 
-def test_it_touches_no_private_name_of_the_library(fakes) -> None:
+def test_it_uses_no_private_name_of_the_library(fakes) -> None:
     source = next(path for path in SOURCES if path.name == "library.py").read_text(encoding="utf-8")
     attributes = {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
 
     assert not {name for name in attributes if name.startswith("_") and not name.startswith("__")}
 
 
-def test_a_module_with_sinks_is_named_by_its_head_size(fakes, monkeypatch) -> None:
+def test_sink_modules_are_named_by_head_size(fakes, monkeypatch) -> None:
     import flashinfer  # noqa: PLC0415 - the fake, active by now
 
     from attnplug_flashinfer import library  # noqa: PLC0415 - likewise
@@ -46,7 +46,7 @@ def test_a_module_with_sinks_is_named_by_its_head_size(fakes, monkeypatch) -> No
     assert seen[1] == (("workspace",), {"backend": "fa2"})
 
 
-def test_the_wrapper_with_sinks_is_constructed_by_way_of_that_name(fakes) -> None:
+def test_the_sink_wrapper_is_constructed_with_that_name(fakes) -> None:
     import flashinfer  # noqa: PLC0415 - the fake, active by now
 
     from attnplug_flashinfer import library  # noqa: PLC0415 - likewise

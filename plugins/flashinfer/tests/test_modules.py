@@ -1,4 +1,4 @@
-"""The modules that the probe names are those that get loaded: no more of them, and no less."""
+"""The probe names exactly the modules that get loaded."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ NAMES = {
 }
 DECODING = {"phases": ("decode",)}
 H200 = Device.cuda("9.0")
-
-
-PAIRS = {"num_q_heads": 16}  # groups of 2, which decode on CUDA cores everywhere
+PAIRS = {"num_q_heads": 16}  # groups of 2 decode on CUDA cores on every device
 THREES = {"num_q_heads": 24}
 
 
@@ -44,19 +42,22 @@ THREES = {"num_q_heads": 24}
     [
         (agreed(**PAIRS), ["decode", "prefill"]),
         (agreed(kernel="tensor_cores", **PAIRS), ["prefill"]),
-        (agreed(**DECODING, **PAIRS), ["decode", "prefill"]),  # behind a padded request a decode is a prefill
+        (agreed(**DECODING, **PAIRS), ["decode", "prefill"]),  # a decode after a padded request runs as a prefill
         (agreed(cascade=True, **PAIRS), ["decode", "prefill", "cascade"]),
         (agreed(paged=False, **PAIRS), ["prefill"]),
         (agreed(sinks=True, **PAIRS), ["sink"]),
         (agreed("fa3", **PAIRS), ["decode", "prefill_sm90"]),
         (agreed("fa3", kernel="tensor_cores", **PAIRS), ["prefill", "prefill_sm90"]),
-        (agreed("fa3", **THREES), ["prefill", "prefill_sm90"]),  # groups of 3 decode on tensor cores there
+        (agreed("fa3", **THREES), ["prefill", "prefill_sm90"]),  # on Hopper, groups of 3 decode on tensor cores
         (agreed("fa3", cascade=True, **PAIRS), ["decode", "prefill", "prefill_sm90", "cascade"]),
         (agreed("fa3", decode_query_len=3, **PAIRS), ["decode", "prefill", "prefill_sm90"]),
         (agreed("fa3", paged=False, **PAIRS), ["prefill_sm90"]),
         (agreed("fa3", sinks=True, **PAIRS), ["sink", "sink_sm90"]),
         (agreed("fa3", sinks=True, **DECODING, **PAIRS), ["sink"]),
-        (agreed("fa3", **DECODING, **PAIRS), ["decode", "prefill", "prefill_sm90"]),  # the last one for profiling runs
+        (
+            agreed("fa3", **DECODING, **PAIRS),
+            ["decode", "prefill", "prefill_sm90"],
+        ),  # the last is for profiling
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else value.variant,
 )
@@ -65,17 +66,17 @@ def test_the_modules_of_an_agreement(agreement: Agreement, named: list[str]) -> 
 
 
 def test_window_soft_cap_and_cache_dtype_are_in_the_names() -> None:
-    both = agreed("fa2", "fp8_e5m2", "cuda_cores", sliding_window=512, logits_soft_cap=50.0, **PAIRS)
-    decode, prefill, profiling = needed_modules(both, H200)
+    agreement = agreed("fa2", "fp8_e5m2", "cuda_cores", sliding_window=512, logits_soft_cap=50.0, **PAIRS)
+    decode, prefill, profiling = needed_modules(agreement, H200)
 
     assert all("use_swa_True_use_logits_cap_True" in name for name in (decode, prefill, profiling))
     assert ["dtype_kv_e5m2" in name for name in (decode, prefill, profiling)] == [True, True, False]
-    assert "dtype_kv_bf16" in profiling  # what a profiling run attends is in no cache
+    assert "dtype_kv_bf16" in profiling  # a profiling run has no KV cache
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
-    """Draw a variant, a decode kernel, and what is asked, all of which the manifest takes."""
+def layers(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
+    """Draw a variant, a decode kernel and requirements that the manifest supports."""
     variant, sinks = draw(st.sampled_from(("fa2", "fa3"))), draw(st.booleans())
     paged = sinks or draw(st.integers(0, 3)) > 0
     required = {"dtype": draw(st.sampled_from(("bfloat16", "float16"))), "head_size": draw(st.sampled_from((64, 128)))}
@@ -97,29 +98,29 @@ def asks(draw: st.DrawFn) -> tuple[str, str, dict[str, Any]]:
     return variant, draw(st.sampled_from(kernels)), required
 
 
-def prepared(load: Any, variant: str, kernel: str, required: dict[str, Any]) -> Harness:
-    """Return a layer as it was asked for, with a builder."""
+def make_harness(load: Any, variant: str, kernel: str, required: dict[str, Any]) -> Harness:
+    """Return a layer with these requirements, and its builder."""
     load = partial(load, options={"flashinfer_fake": {"decode_kernel": kernel}})
     sinks = torch.zeros(required["num_q_heads"]) if required["sinks"] else None
     return Harness(load, [Layer(name="layers.0", sinks=sinks)], variant, **required)
 
 
-def run(setting: Harness, batch: Batch) -> None:
+def run(harness: Harness, batch: Batch) -> None:
     """Build and run a step."""
-    impl, required = setting.impls[0], setting.backend.agreement.requirements
+    impl, required = harness.impls[0], harness.backend.agreement.requirements
     dtype, tokens = getattr(torch, required.dtype), batch.num_actual_tokens
     query, rows = (
         torch.zeros(tokens, n, required.head_size, dtype=dtype) for n in (required.num_q_heads, required.num_kv_heads)
     )
     lse = torch.zeros(tokens, required.num_q_heads) if required.return_lse else None
-    cache = setting.backend.make_cache(16) if required.paged else None
+    cache = harness.backend.make_cache(16) if required.paged else None
     output = query.new_empty(tokens, impl.output_width)
-    impl.forward(query, rows, rows, cache, setting.builder.build(batch), output, lse=lse)
+    impl.forward(query, rows, rows, cache, harness.builder.build(batch), output, lse=lse)
 
 
-def steps(setting: Harness) -> Iterator[Batch]:
-    """Yield steps of every kind that an agreement may have, padded requests and shared prefixes among them."""
-    required = setting.backend.agreement.requirements
+def steps(harness: Harness) -> Iterator[Batch]:
+    """Yield steps of every kind that the agreement allows, with padded requests and shared prefixes."""
+    required = harness.backend.agreement.requirements
     if not required.paged:
         yield Batch.from_lengths([3, 1])
         return
@@ -129,43 +130,43 @@ def steps(setting: Harness) -> Iterator[Batch]:
         lens += [[1, longest + 4], [longest + 1], [0, 5], [1, 0, longest, 7]]
     for query_lens in lens:
         seq_lens = [length and length + 2 * BLOCK for length in query_lens]
-        yield setting.batch(query_lens, seq_lens)
+        yield harness.batch(query_lens, seq_lens)
         if required.cascade and all(query_lens):
-            batch = setting.batch(query_lens, seq_lens)
+            batch = harness.batch(query_lens, seq_lens)
             batch.block_table[:, :2] = torch.tensor([1, 2], dtype=torch.int32)
             yield Batch(**{**batch.to_dict(), "common_prefix_len": 2 * BLOCK})
 
 
 def loaded(journal: Any) -> set[str]:
-    """Return the names of the modules that were loaded since it was asked last."""
+    """Return the names of the modules that were loaded since the last call."""
     names = set(journal.modules)
     journal.clear()
     return names
 
 
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(asks())
-def test_they_are_what_steps_and_a_profiling_run_load_and_warm_up_has_loaded_all_of_the_steps(
-    load_fake: Any, journal: Any, ask: tuple[str, str, dict[str, Any]]
+@given(layers())
+def test_warm_up_and_profiling_load_the_modules_of_all_steps(
+    load_fake: Any, journal: Any, layer: tuple[str, str, dict[str, Any]]
 ) -> None:
-    setting = prepared(load_fake, *ask)
-    required = setting.backend.agreement.requirements
+    harness = make_harness(load_fake, *layer)
+    required = harness.backend.agreement.requirements
     journal.clear()
-    setting.backend.warmup([GraphShape(4, 4, 1)])
+    harness.backend.warmup([GraphShape(4, 4, 1)])
     warmed = loaded(journal)
-    for batch in steps(setting):
-        run(setting, batch)
+    for batch in steps(harness):
+        run(harness, batch)
     stepped = loaded(journal)
     for query_len in {1, required.decode_query_len} if required.cudagraph != "never" else ():
-        setting.graph(2, query_len)
+        harness.graph(2, query_len)
     captured = loaded(journal)
     query, rows = (
         torch.zeros(4, heads, required.head_size, dtype=getattr(torch, required.dtype))
         for heads in (required.num_q_heads, required.num_kv_heads)
     )
-    setting.impls[0].forward(query, rows, rows, None, None, query.flatten(1).clone())
+    harness.impls[0].forward(query, rows, rows, None, None, query.flatten(1).clone())
     profiled = loaded(journal)
 
     assert warmed == stepped
     assert captured <= warmed
-    assert warmed | profiled == set(needed_modules(setting.backend.agreement, setting.backend.device_properties))
+    assert warmed | profiled == set(needed_modules(harness.backend.agreement, harness.backend.device_properties))

@@ -1,4 +1,4 @@
-"""What the probe finds missing on a fake machine: a fake torch, fake programs, fake metadata."""
+"""The probe on a fake machine: a fake torch, fake programs, fake metadata."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIBRARIES = ("flashinfer", "flashinfer_jit_cache")
 
 
 class Machine(FakeMachine):
-    """A machine with FlashInfer, and programs to compile its kernels with."""
+    """A fake machine with FlashInfer and the programs that compile its kernels."""
 
     @property
     def path(self) -> Path:
@@ -53,13 +53,13 @@ class Machine(FakeMachine):
             self.write(f"site/flashinfer_jit_cache/jit_cache/{name}/{name}.so")
 
     def probe(self, agreement: Agreement, device: str = "cuda:9.0", *before: Path, **environment: str) -> Any:
-        """Probe with the machine's programs alone on the PATH."""
+        """Probe with only the programs of this machine on the PATH."""
         return super().probe(agreement, device, *before, PATH=str(self.path), **environment)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    """A machine with a torch for CUDA and the library, and no tool to compile with."""
+    """Return a machine with a CUDA build of torch, the library, and no compiler."""
     made = Machine(tmp_path, probe.probe, LIBRARIES)
     monkeypatch.setattr(toolchain, "DEFAULT_HOME", str(made.default_home))
     made.path.mkdir()
@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
-    """A machine without packages: its PATH and its default toolkit are those of this process."""
+    """Return a machine without packages, whose PATH and default toolkit this process uses."""
     made = Machine(tmp_path, probe.probe, LIBRARIES)
     made.path.mkdir()
     for name in ("CUDA_HOME", "CUDA_PATH", "FLASHINFER_NVCC", "FLASHINFER_DISABLE_JIT", "CXX"):
@@ -87,7 +87,7 @@ def test_a_complete_machine_is_not_refused(machine: Machine) -> None:
     assert machine.probe(agreed("fa3")) is None
 
 
-def test_a_torch_for_the_cpu_is_refused(machine: Machine) -> None:
+def test_a_cpu_build_of_torch_is_refused(machine: Machine) -> None:
     machine.torch(CPU_TORCH)
     machine.tools("nvcc", *TOOLS)
 
@@ -148,7 +148,7 @@ def test_the_library_may_contain_the_modules(machine: Machine) -> None:
     assert machine.probe(agreed()) is None
 
 
-def test_modules_with_sinks_are_always_compiled(machine: Machine) -> None:
+def test_sink_modules_are_always_compiled(machine: Machine) -> None:
     machine.jit_cache(*prebuilt.needed_modules(agreed(), H200))
 
     reason = machine.probe(agreed(sinks=True))
@@ -157,19 +157,19 @@ def test_modules_with_sinks_are_always_compiled(machine: Machine) -> None:
     assert reason.because == "install a CUDA toolkit, and set CUDA_HOME to its folder"
 
 
-def test_a_library_that_must_not_compile(machine: Machine) -> None:
+def test_a_library_with_compilation_disabled(machine: Machine) -> None:
     machine.tools("nvcc", *TOOLS)
     decode, prefill = prebuilt.needed_modules(agreed(num_q_heads=8), H200)
     machine.jit_cache(prefill)
-    forbidding = {"FLASHINFER_DISABLE_JIT": "0"}  # the library reads every value as true
+    disabled = {"FLASHINFER_DISABLE_JIT": "0"}  # to the library every value is true
 
-    assert str(machine.probe(agreed(num_q_heads=8), **forbidding)) == (
+    assert str(machine.probe(agreed(num_q_heads=8), **disabled)) == (
         f"FLASHINFER_DISABLE_JIT is '0', and {decode} would have to be compiled: unset it; or install a "
         f"flashinfer-jit-cache of the library's version that has {decode}"
     )
-    assert str(machine.probe(agreed(sinks=True), **forbidding)).endswith("would have to be compiled: unset it")
+    assert str(machine.probe(agreed(sinks=True), **disabled)).endswith("would have to be compiled: unset it")
     machine.jit_cache(decode, prefill)
-    assert machine.probe(agreed(num_q_heads=8), **forbidding) is None
+    assert machine.probe(agreed(num_q_heads=8), **disabled) is None
     assert machine.probe(agreed(sinks=True)) is None
 
 
@@ -211,7 +211,7 @@ def test_cuda_path_replaces_an_empty_cuda_home(bare: Machine, monkeypatch: pytes
     assert toolchain.missing_tool(["m"]) is None
 
 
-def test_the_default_place_is_the_last_one(bare: Machine) -> None:
+def test_the_default_folder_comes_last(bare: Machine) -> None:
     bare.tools(*TOOLS)
     bare.default_home.mkdir()
 
@@ -230,7 +230,7 @@ def test_nvcc_has_to_be_executable(bare: Machine) -> None:
     assert toolchain.missing_tool(["m"]) is not None
 
 
-def test_another_nvcc_still_needs_a_toolkit(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_custom_nvcc_still_needs_a_toolkit(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     bare.tools("my-nvcc", *TOOLS)
     monkeypatch.setenv("FLASHINFER_NVCC", "my-nvcc --quiet")
 
@@ -240,9 +240,9 @@ def test_another_nvcc_still_needs_a_toolkit(bare: Machine, monkeypatch: pytest.M
     assert "there is no nvcc" in str(reason)
     bare.default_home.mkdir()
     assert toolchain.missing_tool(["m"]) is None
-    monkeypatch.setenv("FLASHINFER_NVCC", "their-nvcc")
+    monkeypatch.setenv("FLASHINFER_NVCC", "no-such-nvcc")
     assert str(toolchain.missing_tool(["m"])) == (
-        "FLASHINFER_NVCC is 'their-nvcc', which is not a program: correct it, or unset it"
+        "FLASHINFER_NVCC is 'no-such-nvcc', which is not a program: correct it, or unset it"
     )
 
 
@@ -267,7 +267,7 @@ def test_without_ninja(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "__version__ = '2.11'", "cuda = '13.0'"])
-def test_a_custom_build_of_torch_is_not_judged(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_of_unknown_build_is_not_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spec:
         origin = str(tmp_path / "__init__.py")
 

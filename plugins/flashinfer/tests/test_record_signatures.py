@@ -1,4 +1,4 @@
-"""The script that records signatures reads a wheel: bases, overloads, and keywords that are handed on."""
+"""The script that records signatures: bases, overloads, and keywords that are passed on."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def wheel(folder: Path, version: str, *changes: tuple[str, str]) -> str:
     with zipfile.ZipFile(path, "w") as archive:
         for name, source in SOURCES.items():
             for old, new in changes:
-                source = source.replace(old, new)  # noqa: PLW2901 - each change on top of the one before
+                source = source.replace(old, new)  # noqa: PLW2901 - the changes accumulate
             archive.writestr(name, source)
     return str(path)
 
@@ -93,6 +93,6 @@ def test_files(recorder, tmp_path):
     assert found["1.10"]["merge"][-1] == ["base", "POSITIONAL_OR_KEYWORD", "2"]
 
 
-def test_a_callable_that_is_gone(recorder, tmp_path):
+def test_a_missing_callable(recorder, tmp_path):
     with pytest.raises(LookupError, match=r"1\.0: flashinfer/decode\.py does not have merge"):
         recorder.Wheel(Path(wheel(tmp_path, "1.0", ("def merge(", "def unite(")))).signatures()

@@ -1,4 +1,4 @@
-"""Steps one after another on a GPU: nothing waits, nothing is overwritten too early, graphs replay what was built."""
+"""Consecutive steps on a GPU: nothing synchronizes, nothing is overwritten early, graphs replay the last build."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_graphs_of_several_sizes_replay_in_any_order(load_real, variant, require
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("num_reqs", [3, 5, 64])
-def test_replays_are_the_oracles(load_real, kernel, num_reqs) -> None:
+def test_replays_match_the_oracle(load_real, kernel, num_reqs) -> None:
     contexts = ((300, 0, 17), (41,), (17, 17))
     cases = [
         padded_for(evolve(DECODES, query_lens=(1,) * len(c), context_lens=c, seed=i), num_reqs - len(c))
@@ -38,18 +38,18 @@ def test_replays_are_the_oracles(load_real, kernel, num_reqs) -> None:
     check_replays(backend, [materialize(case) for case in cases], num_reqs=num_reqs, max_seq_len=400)
 
 
-def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> None:
-    from attnplug_flashinfer import library  # noqa: PLC0415 - it imports FlashInfer
+def test_fast_and_plain_plans_are_bitwise_equal(load_real, monkeypatch) -> None:
+    from attnplug_flashinfer import library  # noqa: PLC0415 - imports FlashInfer
 
     outputs = []
     for fast in (library._fast_decode_plan, None):
         monkeypatch.setattr(library, "_fast_decode_plan", fast)
         torch.manual_seed(1)
-        setting = GraphHarness(load_real, "fa2", num_q_heads=16)
-        with setting.state.graph_capture(4):
-            captured = CapturedForward(setting, GraphShape(4, 4, 1, 128))
+        harness = GraphHarness(load_real, "fa2", num_q_heads=16)
+        with harness.state.graph_capture(4):
+            captured = CapturedForward(harness, GraphShape(4, 4, 1, 128))
         for lens in ([30, 9, 100], [128, 1, 77, 5]):
-            setting.builder.build(setting.batch([1] * len(lens), lens), graph=captured.graph)
+            harness.builder.build(harness.batch([1] * len(lens), lens), graph=captured.graph)
             for tensor in captured.rows:
                 tensor.fill_(0.5)
             captured.replay()
@@ -60,22 +60,22 @@ def test_a_fast_plan_gives_the_bits_of_the_plain_one(load_real, monkeypatch) -> 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("required", LAYERS, ids=str)
-def test_no_build_waits_for_the_device(load_real, variant, required) -> None:
+def test_builds_do_not_synchronize(load_real, variant, required) -> None:
     checks.check_build_does_not_synchronize(load_real, variant, **required)
 
 
-def test_no_cascade_waits_for_the_device(load_real) -> None:
+def test_cascades_do_not_synchronize(load_real) -> None:
     checks.check_cascade_does_not_synchronize(load_real, "fa2")
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_steps_may_be_built_while_others_run(load_real, variant) -> None:
-    """What a plan left in pinned memory has yet to be copied when the next is made."""
+    """The pinned memory of a plan is still being copied when the next plan is made."""
     checks.check_queued_steps(load_real, variant, DECODES)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_made_under_inference_mode_serves_outside(load_real, variant) -> None:
+def test_objects_made_under_inference_mode_run_outside(load_real, variant) -> None:
     checks.check_after_inference_mode(load_real, variant)
 
 
@@ -88,5 +88,5 @@ def test_replays_may_be_built_while_others_run(load_real, num_q_heads) -> None:
 @pytest.mark.parametrize(
     "required", [{"num_q_heads": 4}, {"num_q_heads": 16}, {"sinks": True, "head_size": 64}], ids=str
 )
-def test_replays_of_advanced_steps_are_those_of_eager_ones(load_real, variant, required) -> None:
+def test_replays_of_advanced_steps_match_eager_ones(load_real, variant, required) -> None:
     checks.check_advanced_replays(load_real, variant, **required)

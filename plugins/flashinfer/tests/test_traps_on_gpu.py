@@ -1,8 +1,8 @@
 """
-What FlashInfer gets wrong in silence when it is asked in the wrong way: on a GPU, and held against the oracle.
+Calls for which FlashInfer can return wrong results without an error, compared with the oracle on a GPU.
 
-The kit asks for every declared value as well. Here is what it cannot know: which kernels there are, and what one
-process does to another layer's.
+The kit tests every declared value too. These tests add what the kit does not know: which kernels exist, and what the
+layers of one process share.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DECODES = evolve(LLAMA, query_lens=(1, 1, 1), context_lens=(300, 0, 17))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sinks_count_in_both_head_sizes_of_one_process(load_real, variant) -> None:
-    """The library names both modules alike: the second would be given the first's, and compute with its head size."""
+def test_sinks_apply_to_both_head_sizes_of_one_process(load_real, variant) -> None:
+    """The library gives both modules one name: the second layer would load the first module, with its head size."""
     for head_size in (64, 128, 64):
         for lens in (LLAMA, DECODES):
             case = evolve(lens, head_size=head_size, sinks=True)
@@ -39,14 +39,14 @@ def test_sinks_count_in_both_head_sizes_of_one_process(load_real, variant) -> No
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("lens", [LLAMA, DECODES], ids=["mixed", "decodes"])
-def test_sinks_count_beside_a_window(load_real, variant, lens) -> None:
+def test_sinks_apply_together_with_a_window(load_real, variant, lens) -> None:
     case = evolve(lens, head_size=64, sinks=True, sliding_window=9)
 
     check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_sinks_count_in_decodes_of_several_rows(load_real, variant) -> None:
+def test_sinks_apply_to_decodes_of_several_rows(load_real, variant) -> None:
     case = evolve(LLAMA, query_lens=(3, 3, 2), context_lens=(300, 0, 17), head_size=64, sinks=True, decode_query_len=3)
 
     check(load_real(case.requirements(), variant), materialize(case))
@@ -55,7 +55,7 @@ def test_sinks_count_in_decodes_of_several_rows(load_real, variant) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("group", [1, 4, 8])
-def test_both_kernels_decode_and_their_lse_is_natural(load_real, variant, kernel, group) -> None:
+def test_both_decode_kernels_return_a_natural_lse(load_real, variant, kernel, group) -> None:
     case = evolve(DECODES, num_q_heads=2 * group)
 
     check(load_real(case.requirements(return_lse=True), variant, decode_kernel=kernel), materialize(case))
@@ -84,7 +84,7 @@ def test_every_row_of_a_decode_is_written(load_real, variant, query_lens) -> Non
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_8_bit_caches_are_read_with_their_scales(load_real, layout, kernel, dtype) -> None:
+def test_fp8_kv_caches_are_read_with_their_scales(load_real, layout, kernel, dtype) -> None:
     case = evolve(LLAMA, kv_cache_dtype=dtype, k_scale=0.25, v_scale=3.0)
     backend = load_real(case.requirements(return_lse=True, kv_layout=layout), decode_kernel=kernel)
 
@@ -93,7 +93,7 @@ def test_8_bit_caches_are_read_with_their_scales(load_real, layout, kernel, dtyp
 
 @pytest.mark.parametrize(("variant", "dtype"), [("fa2", "auto"), ("fa3", "auto"), ("fa2", "fp8_e4m3")])
 @pytest.mark.parametrize("lens", [LLAMA, DECODES], ids=["mixed", "decodes"])
-def test_a_cascade_is_what_the_flat_step_is(load_real, variant, dtype, lens) -> None:
+def test_a_cascade_equals_the_flat_step(load_real, variant, dtype, lens) -> None:
     scales = {} if dtype == "auto" else {"k_scale": 0.5, "v_scale": 2.0}
     case = evolve(lens, kv_cache_dtype=dtype, **scales).with_shared_prefix(2)
 
@@ -101,13 +101,13 @@ def test_a_cascade_is_what_the_flat_step_is(load_real, variant, dtype, lens) -> 
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_groups_with_different_windows_share_a_state_and_nothing_else(load_real, variant) -> None:
-    """They use one workspace."""
+def test_layers_with_different_windows_share_a_state(load_real, variant) -> None:
+    """Their wrappers share one workspace."""
     checks.check_shared_state(load_real, variant, LLAMA)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
+def test_padded_requests_may_be_anywhere(load_real, variant) -> None:
     checks.check_padded_requests(load_real, variant, LLAMA)
 
 
@@ -118,7 +118,7 @@ def test_dense_calls_and_profiling_runs(load_real, variant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, variant) -> None:
+def test_a_non_contiguous_output_is_written_in_place(load_real, variant) -> None:
     checks.check_strided_output(load_real, variant)
 
 
@@ -135,30 +135,28 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, vari
     ],
     ids=str,
 )
-def test_warm_up_and_a_profiling_run_load_what_the_probe_names(load_real, variant, required) -> None:
-    from flashinfer.jit.core import jit_spec_registry  # noqa: PLC0415 - there is a GPU
+def test_warm_up_and_profiling_load_the_modules_of_the_probe(load_real, variant, required) -> None:
+    from flashinfer.jit.core import jit_spec_registry  # noqa: PLC0415 - requires a GPU
 
-    setting = Harness(load_real, [_layer(required)], variant, **{"head_size": 128, "num_q_heads": 8, **required})
-    backend, known = setting.backend, set(jit_spec_registry.get_all_specs())
+    harness = Harness(load_real, [_layer(required)], variant, **{"head_size": 128, "num_q_heads": 8, **required})
+    backend, before = harness.backend, set(jit_spec_registry.get_all_specs())
     backend.warmup([GraphShape(4, 4, 1)])
-    rows = [torch.zeros(50, n, setting.impls[0].head_size, device=backend.device).bfloat16() for n in (8, 2, 2)]
-    setting.impls[0].forward(*rows, None, None, rows[0].flatten(1).clone())
-    now, needed = (
-        set(jit_spec_registry.get_all_specs()),
-        set(needed_modules(backend.agreement, backend.device_properties)),
-    )
+    rows = [torch.zeros(50, n, harness.impls[0].head_size, device=backend.device).bfloat16() for n in (8, 2, 2)]
+    harness.impls[0].forward(*rows, None, None, rows[0].flatten(1).clone())
+    after = set(jit_spec_registry.get_all_specs())
+    needed = set(needed_modules(backend.agreement, backend.device_properties))
 
-    assert needed <= now
-    assert now - known <= needed
+    assert needed <= after
+    assert after - before <= needed
 
 
 @pytest.mark.parametrize("kind", ["decode", "prefill"])
-def test_a_wrapper_takes_the_memory_that_the_documentation_tells(load_real, kind) -> None:
-    setting = Harness(load_real, variant="fa2")
-    workspace = setting.state.workspace
-    from attnplug_flashinfer.kinds import make_kind  # noqa: PLC0415 - it imports FlashInfer
+def test_a_wrapper_takes_the_documented_memory(load_real, kind) -> None:
+    harness = Harness(load_real, variant="fa2")
+    workspace = harness.state.workspace
+    from attnplug_flashinfer.kinds import make_kind  # noqa: PLC0415 - imports FlashInfer
 
-    made = make_kind(kind, setting.impls[0], workspace)
+    made = make_kind(kind, harness.impls[0], workspace)
     before = torch.cuda.memory_allocated()
     wrapper = made.make(None)
 

@@ -1,4 +1,4 @@
-"""The size of the float workspace: what the options say, or what the kernels need where that is more."""
+"""The size of the float workspace: that of the options, or more if the kernels need more."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ def agreed(
     )
 
 
-def limits(num_reqs: int = 256, **more: object) -> Limits:
-    return Limits(max_num_reqs=num_reqs, max_num_tokens=8192, max_seq_len=4096, **more)
+def limits(num_reqs: int = 256, **others: object) -> Limits:
+    return Limits(max_num_reqs=num_reqs, max_num_tokens=8192, max_seq_len=4096, **others)
 
 
 @pytest.mark.parametrize("mib", [128, 256, 512])
-def test_usual_models_have_what_the_options_say(mib: int) -> None:
+def test_common_models_have_the_size_of_the_options(mib: int) -> None:
     assert workspace_bytes(agreed(32, 8, "uniform_batch", mib=mib), H200, limits()) == mib * MIB
 
 
-def test_a_large_group_has_as_much_as_its_pieces_take() -> None:
+def test_a_large_group_needs_more_for_its_splits() -> None:
     needed = workspace_bytes(agreed(128, 4, mib=128), H200, limits())
 
     assert needed > 128 * (264 // 4) * 128 * 128 * 4 > 256 * MIB
 
 
-def test_an_unknown_device_is_taken_for_a_large_one() -> None:
+def test_an_unknown_device_counts_as_a_large_one() -> None:
     assert workspace_bytes(agreed(128, 4), UNKNOWN, limits()) > workspace_bytes(agreed(128, 4), H200, limits())
 
 
@@ -56,17 +56,17 @@ def test_graphs_of_several_rows_per_request_have_large_tiles() -> None:
     assert workspace_bytes(agreement, H200, limits(512)) > 32 * 511 * 128 * 128 * 4
 
 
-def test_captured_sizes_bound_them() -> None:
+def test_capture_sizes_limit_the_tiles() -> None:
     agreement = agreed(64, 8, "uniform_batch")
 
     assert workspace_bytes(agreement, H200, limits(1024, capture_sizes=(8, 32))) == 256 * MIB
 
 
-def test_fewer_rows_per_request_leave_room_for_more_requests() -> None:
+def test_fewer_rows_per_request_allow_more_requests() -> None:
     agreement = agreed(32, 8, "uniform_batch", decode_query_len=8)
-    bounded = limits(1024, capture_sizes=(2048,))
+    limited = limits(1024, capture_sizes=(2048,))
 
-    assert workspace_bytes(agreement, H200, bounded) > 32 * 1023 * 128 * 128 * 4  # 1024 requests of two rows
+    assert workspace_bytes(agreement, H200, limited) > 32 * 1023 * 128 * 128 * 4  # 1024 requests of two rows
 
 
 def test_dense_calls_are_not_captured() -> None:
@@ -75,7 +75,7 @@ def test_dense_calls_are_not_captured() -> None:
     assert workspace_bytes(agreement, H200, limits(1024)) == 256 * MIB
 
 
-def test_heads_of_256_have_tiles_half_as_high() -> None:
+def test_head_size_256_halves_the_height_of_tiles() -> None:
     sizes = [workspace_bytes(agreed(128, 4, head_size=size), H200, limits()) for size in (128, 256)]
 
     assert abs(sizes[0] - sizes[1]) < sizes[0] // 100

@@ -1,4 +1,4 @@
-"""Who plans which wrapper when: none whose plan is still needed, or still on its way to the device."""
+"""Leases of wrappers: no wrapper is planned while its plan is in use or still being copied to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("fakes")
 
 
 class Kind:
-    """Makes wrappers that write down what is asked of them."""
+    """Makes wrappers that log their calls."""
 
     def __init__(self) -> None:
         self.made: list[Library] = []
@@ -39,7 +39,7 @@ class Library:
 
 
 class PlanCopyEvent:
-    """An event that a test completes."""
+    """An event whose completion a test decides."""
 
     log: list
 
@@ -59,7 +59,7 @@ class PlanCopyEvent:
 
 @pytest.fixture
 def wrappers(fakes, monkeypatch):
-    from attnplug_flashinfer import wrappers  # noqa: PLC0415 - the fake has to be active
+    from attnplug_flashinfer import wrappers  # noqa: PLC0415 - requires the fake
 
     monkeypatch.setattr(wrappers, "PlanCopyEvent", PlanCopyEvent)
     return wrappers
@@ -68,14 +68,14 @@ def wrappers(fakes, monkeypatch):
 CPU = torch.device("cpu")
 
 
-def test_a_wrapper_is_taken_by_one_plan_at_a_time(wrappers) -> None:
+def test_a_wrapper_has_one_lease_at_a_time(wrappers) -> None:
     pool = wrappers.WrapperPool(Kind(), CPU)
     first, second = pool.take(), pool.take()
 
     assert first.wrapper is not second.wrapper
 
 
-def test_it_goes_back_with_the_last_reference_to_the_plan(wrappers) -> None:
+def test_a_wrapper_is_reused_after_its_lease(wrappers) -> None:
     kind = Kind()
     pool = wrappers.WrapperPool(kind, CPU)
     lease = pool.take()
@@ -86,11 +86,11 @@ def test_it_goes_back_with_the_last_reference_to_the_plan(wrappers) -> None:
     assert len(kind.made) == 1
 
 
-def test_steps_that_overlap_take_two_in_turn(wrappers) -> None:
+def test_overlapping_steps_alternate_between_two_wrappers(wrappers) -> None:
     kind, taken = Kind(), []
     pool, step = wrappers.WrapperPool(kind, CPU), None
     for _ in range(6):
-        step = pool.take()  # while the one before is still held
+        step = pool.take()  # before the lease of the last step ends
         taken.append(step.wrapper)
 
     assert len(kind.made) == 2
@@ -98,17 +98,17 @@ def test_steps_that_overlap_take_two_in_turn(wrappers) -> None:
     assert taken[1] is taken[3] is taken[5]
 
 
-def test_rather_than_wait_for_the_only_one_a_second_is_made(wrappers) -> None:
+def test_a_second_wrapper_is_made_rather_than_wait(wrappers) -> None:
     kind = Kind()
     pool = wrappers.WrapperPool(kind, CPU)
     first = pool.take().wrapper
-    first.plan_copied.is_copied = False  # its plan is not on the device yet, though nobody needs it any more
+    first.plan_copied.is_copied = False  # the copy of its plan is not complete, though its lease has ended
 
     assert pool.take().wrapper is not first
     assert len(kind.made) == 2
 
 
-def test_with_two_free_the_older_is_waited_for(wrappers) -> None:
+def test_with_two_free_wrappers_a_plan_waits_for_the_older(wrappers) -> None:
     kind = Kind()
     pool = wrappers.WrapperPool(kind, CPU)
     first, second = pool.take(), pool.take()
@@ -123,7 +123,7 @@ def test_with_two_free_the_older_is_waited_for(wrappers) -> None:
     assert len(kind.made) == 2
 
 
-def test_a_plan_waits_for_the_copy_of_the_one_before_and_marks_its_own(wrappers) -> None:
+def test_a_plan_waits_for_the_copy_of_the_last_plan(wrappers) -> None:
     kind = Kind()
     wrapper = wrappers.PlannedWrapper(kind, CPU)
     wrapper.plan("first")
@@ -133,14 +133,14 @@ def test_a_plan_waits_for_the_copy_of_the_one_before_and_marks_its_own(wrappers)
     assert kind.made[0].log == [("plan", "first"), ("plan", "second")]
 
 
-def test_a_wrapper_that_is_made_under_inference_mode_can_be_planned_outside(wrappers) -> None:
+def test_a_wrapper_made_under_inference_mode_is_planned_outside(wrappers) -> None:
     with torch.inference_mode():
         wrapper = wrappers.PlannedWrapper(Kind(), CPU)
 
     wrapper.plan("rows")
 
 
-def test_a_graphs_wrapper_is_planned_and_then_planned_again(wrappers) -> None:
+def test_the_wrapper_of_a_graph_is_replanned(wrappers) -> None:
     kind = Kind()
     wrapper = wrappers.PlannedWrapper(kind, CPU, buffers=object())
     wrapper.plan("first")
@@ -149,8 +149,8 @@ def test_a_graphs_wrapper_is_planned_and_then_planned_again(wrappers) -> None:
     assert kind.made[0].log == [("plan", "first"), ("replan", "second")]
 
 
-def test_without_events_nobody_knows_that_a_copy_is_done() -> None:
-    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the fake has to be active
+def test_without_events_no_copy_is_known_to_be_complete() -> None:
+    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - requires the fake
 
     event = Real(CPU)
     event.record()
@@ -159,8 +159,8 @@ def test_without_events_nobody_knows_that_a_copy_is_done() -> None:
     assert not event.is_complete()
 
 
-def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
-    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - the fake has to be active
+def test_waiting_blocks_only_before_completion(monkeypatch) -> None:
+    from attnplug_flashinfer.wrappers import PlanCopyEvent as Real  # noqa: PLC0415 - requires the fake
 
     done, log = deque([False, True]), []
 
@@ -178,25 +178,25 @@ def test_an_event_is_waited_for_when_it_has_to_be(monkeypatch) -> None:
     assert log == ["record", "synchronize"]
 
 
-def test_the_next_step_is_built_while_plans_are_in_flight(load_fake, journal) -> None:
-    setting = Harness(load_fake)
+def test_the_next_step_is_built_while_plans_are_copied(load_fake, journal) -> None:
+    harness = Harness(load_fake)
     with journal.pending_copies():
-        first = setting.builder.build(setting.batch([1, 5], [9, 5]))
-        setting.forward(first)
-        second = setting.builder.build(setting.batch([1, 1, 7], [9, 17, 7]))
-        setting.forward(second)
+        first = harness.builder.build(harness.batch([1, 5], [9, 5]))
+        harness.forward(first)
+        second = harness.builder.build(harness.batch([1, 1, 7], [9, 17, 7]))
+        harness.forward(second)
 
     assert len({call.wrapper for call in journal.plans}) == 4
 
 
-def test_metadata_that_is_kept_can_be_run_after_any_number_of_builds(load_fake) -> None:
-    setting = Harness(load_fake)
-    batches = [setting.batch([1] * count, list(range(9, 9 + count))) for count in (1, 2, 3, 4)]
-    kept = [setting.builder.build(batch) for batch in batches]
-    outputs = [setting.forward(metadata) for metadata in kept]
+def test_kept_metadata_runs_after_further_builds(load_fake) -> None:
+    harness = Harness(load_fake)
+    batches = [harness.batch([1] * count, list(range(9, 9 + count))) for count in (1, 2, 3, 4)]
+    kept = [harness.builder.build(batch) for batch in batches]
+    outputs = [harness.forward(metadata) for metadata in kept]
 
     again = [
-        setting.forward(setting.builder.build(setting.batch([1] * count, list(range(9, 9 + count)))))
+        harness.forward(harness.builder.build(harness.batch([1] * count, list(range(9, 9 + count)))))
         for count in (1, 2, 3, 4)
     ]
     assert all(torch.equal(*pair) for pair in zip(outputs, again, strict=True))

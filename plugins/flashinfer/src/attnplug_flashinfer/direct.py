@@ -1,4 +1,4 @@
-"""FlashInfer's own calls, as a host that knows this library alone writes them: the plugin is held against them."""
+"""Direct calls of FlashInfer, as a host for this library alone writes them: the baseline of the plugin's benchmarks."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ _LAYOUT = "NHD"
 
 @frozen
 class DirectFlashInfer:
-    """`append_paged_kv_cache`, and the wrappers for decodes and prompts, on the kernels that the plugin runs too."""
+    """`append_paged_kv_cache`, and the wrappers for decode and prefill, with the same kernels as the plugin."""
 
     backend: ClassVar[str] = "flashinfer"
-    what: ClassVar[str] = "raw FlashInfer calls"
+    what: ClassVar[str] = "direct FlashInfer calls"
 
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
-        """Return the append and the runs of one planned step."""
+        """Return the append and the wrapper calls of one planned step."""
         return _calls(rig, _Wrappers.of(rig, captured=False))
 
     def captured(self, rig: Rig) -> Callable[[], Tensor]:
-        """Return the same with the wrapper for graphs."""
+        """Return the same calls with the wrapper for CUDA graphs."""
         return _calls(rig, _Wrappers.of(rig, captured=True))
 
     def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
-        """Return the wrappers' own `plan`, and the same with the arrays that it takes, from a table of blocks."""
+        """Return the wrappers' `plan`: with page arrays that are ready, and with arrays made from a block table."""
         wrappers, tables = _Wrappers.of(planner, captured=captured), _Tables.of(planner)
         pages = tables.pages()
         return {
-            "the raw `plan`": lambda: wrappers.plan(pages),
-            "the raw `plan`, its page arrays made from a table of blocks": lambda: wrappers.plan(tables.pages()),
+            "the direct `plan`": lambda: wrappers.plan(pages),
+            "the direct `plan`, with page arrays made from a block table": lambda: wrappers.plan(tables.pages()),
         }
 
 
 @frozen(eq=False)
 class _Pages:
     """
-    The pages of some requests as the library takes them, int32.
+    The page arrays of some requests in the library's format, int32.
 
     Attributes:
-        indptr: ``(num_reqs + 1,)`` on the host.
-        last_page_len: ``(num_reqs,)`` on the host.
+        indptr: ``(num_reqs + 1,)`` on the CPU.
+        last_page_len: ``(num_reqs,)`` on the CPU.
         indices: ``(pages,)`` on the device.
     """
 
@@ -60,7 +60,7 @@ class _Pages:
     indices: Tensor
 
     def part(self, requests: slice) -> _Pages:
-        """Return those of some requests."""
+        """Return the arrays of a range of requests."""
         last_page_len = self.last_page_len[requests]
         if len(last_page_len) == len(self.last_page_len):
             return self
@@ -72,14 +72,14 @@ class _Pages:
 @frozen(eq=False)
 class _Tables:
     """
-    What a host keeps from step to step.
+    The block table and lengths that a host keeps from step to step.
 
     Attributes:
-        blocks: ``(num_reqs, columns)`` int32 on the host.
-        seq_lens: ``(num_reqs,)`` int32 on the host.
+        blocks: ``(num_reqs, columns)`` int32 on the CPU.
+        seq_lens: ``(num_reqs,)`` int32 on the CPU.
         block_size: Slots per block.
         device: Where the kernels run.
-        num_decodes: Requests with one new token, which come first.
+        num_decodes: The number of requests with one new token; they come first.
     """
 
     blocks: Tensor
@@ -97,7 +97,7 @@ class _Tables:
         return cls(blocks, seq_lens, planner.block_size, planner.backend.device, step.query_lens.count(1))
 
     def whole(self) -> _Pages:
-        """Return the pages of the step."""
+        """Return the page arrays of the step."""
         counts = (self.seq_lens + (self.block_size - 1)) // self.block_size
         indptr = torch.zeros(len(counts) + 1, dtype=torch.int32)
         torch.cumsum(counts, 0, dtype=torch.int32, out=indptr[1:])
@@ -105,7 +105,7 @@ class _Tables:
         return _Pages(indptr, self.seq_lens - (counts - 1) * self.block_size, _to_device(indices, self.device))
 
     def pages(self) -> tuple[_Pages, _Pages]:
-        """Return the pages of the decodes, and of the prompts."""
+        """Return the page arrays of the decodes and of the prefills."""
         whole = self.whole()
         return whole.part(slice(self.num_decodes)), whole.part(slice(self.num_decodes, None))
 
@@ -113,33 +113,33 @@ class _Tables:
 @frozen(eq=False)
 class _Wrappers:
     """
-    The wrappers of a step, and what their plans take besides pages.
+    The wrappers of a step, and the arguments of their plans besides the page arrays.
 
     Attributes:
-        decode: For the requests with one new token; None where there are none.
-        prefill: For the others; None where there are none.
-        query_start_loc: ``(prompts + 1,)`` int32 on the host.
-        given: Keywords that both take.
-        head_size: Size of a head.
+        decode: For requests with one new token; None if the step has no such request.
+        prefill: For the other requests; None if there are no others.
+        query_start_loc: ``(prefills + 1,)`` int32 on the CPU.
+        shared: The keywords that both plans take.
+        head_size: The head size.
     """
 
     decode: Any
     prefill: Any
     query_start_loc: Tensor
-    given: dict[str, Any]
+    shared: dict[str, Any]
     head_size: int
 
     @classmethod
     def of(cls, planner: Planner, *, captured: bool) -> _Wrappers:
         step = planner.step
         workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=planner.backend.device)
-        prompts = [length for length in step.query_lens if length > 1]
-        decodes = len(prompts) < step.num_reqs
+        prefills = [length for length in step.query_lens if length > 1]
+        has_decodes = len(prefills) < step.num_reqs
         return cls(
-            _decode_wrapper(planner, workspace, captured=captured) if decodes else None,
-            _prefill_wrapper(planner, workspace) if prompts else None,
-            torch.tensor([0, *prompts]).cumsum(0, dtype=torch.int32),
-            _given(planner),
+            _decode_wrapper(planner, workspace, captured=captured) if has_decodes else None,
+            _prefill_wrapper(planner, workspace) if prefills else None,
+            torch.tensor([0, *prefills]).cumsum(0, dtype=torch.int32),
+            _shared_keywords(planner),
             step.head_size,
         )
 
@@ -152,7 +152,7 @@ class _Wrappers:
                 for_decode.indices,
                 for_decode.last_page_len,
                 head_dim=self.head_size,
-                **self.given,
+                **self.shared,
             )
         if self.prefill is not None:
             self.prefill.plan(
@@ -162,11 +162,11 @@ class _Wrappers:
                 for_prefill.last_page_len,
                 head_dim_qk=self.head_size,
                 causal=True,
-                **self.given,
+                **self.shared,
             )
 
 
-def _given(planner: Planner) -> dict[str, Any]:
+def _shared_keywords(planner: Planner) -> dict[str, Any]:
     step, dtype = planner.step, _dtype(planner)
     return {
         "num_qo_heads": step.num_q_heads,
@@ -180,7 +180,7 @@ def _given(planner: Planner) -> dict[str, Any]:
 
 
 def _decode_wrapper(planner: Planner, workspace: Tensor, *, captured: bool) -> Any:
-    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # noqa: PLC0415 - a second, and a GPU's libraries
+    from flashinfer import BatchDecodeWithPagedKVCacheWrapper  # noqa: PLC0415 - takes a second, and loads CUDA
 
     def buffer(size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=workspace.device)
@@ -211,7 +211,7 @@ def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
 
     tables, cache = _Tables.of(rig), _cache(rig)
     wrappers.plan(tables.pages())
-    where = _where(rig, tables)
+    indices = _append_indices(rig, tables)
     query, key, value = rig.query, rig.key, rig.value
     output, first = torch.empty_like(query), tables.num_decodes
     runs = [
@@ -221,7 +221,7 @@ def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
     ]
 
     def call() -> Tensor:
-        append_paged_kv_cache(key, value, *where[:2], cache, *where[2:], kv_layout=_LAYOUT)
+        append_paged_kv_cache(key, value, *indices[:2], cache, *indices[2:], kv_layout=_LAYOUT)
         for run, rows, out in runs:
             run(rows, cache, out=out)
         return output.flatten(1)
@@ -229,8 +229,8 @@ def _calls(rig: Rig, wrappers: _Wrappers) -> Callable[[], Tensor]:
     return call
 
 
-def _where(rig: Rig, tables: _Tables) -> tuple[Tensor, ...]:
-    """Return what an append takes beside rows and cache, on the device: requests and positions of the rows, pages."""
+def _append_indices(rig: Rig, tables: _Tables) -> tuple[Tensor, ...]:
+    """Return the index arguments of an append, on the device: requests and positions of the rows, page arrays."""
     from flashinfer import get_batch_indices_positions  # noqa: PLC0415 - as above
 
     pages, step, device = tables.whole(), rig.step, tables.device
@@ -240,7 +240,7 @@ def _where(rig: Rig, tables: _Tables) -> tuple[Tensor, ...]:
 
 
 def _cache(rig: Rig) -> Tensor:
-    """Return a cache ``(num_blocks, 2, block_size, num_kv_heads, head_size)`` that holds the past."""
+    """Return a KV cache ``(num_blocks, 2, block_size, num_kv_heads, head_size)`` with the cached K/V of the step."""
     key, value, slots = rig.cached
     cache = rig.key.new_zeros(rig.num_blocks, 2, rig.block_size, *rig.key.shape[1:])
     blocks, places = slots // rig.block_size, slots % rig.block_size

@@ -1,8 +1,8 @@
 """
-A fake of FlashInfer for tests without a GPU: its names and signatures, refusals as strict as its own or stricter, its
-traps, and the exact result. Nothing of the library's code is in it, and no kernel.
+A fake of FlashInfer for tests without a GPU. It has the library's names, signatures and traps, refuses at least what
+the library refuses, and computes the exact result. It contains none of the library's code, and no kernel.
 
-What a test may ask it is in `flashinfer.journal`.
+Tests read its calls in `flashinfer.journal`.
 """
 
 from flashinfer.cascade import merge_state_in_place

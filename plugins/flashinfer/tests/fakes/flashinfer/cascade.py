@@ -1,4 +1,4 @@
-"""Two partial results of attention become one."""
+"""Merges two partial outputs of attention by LSE."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @recorded
 def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None) -> None:
     """
-    Merge another state into one, base 2. Rows that have seen no key in either become NaN, as in the library.
+    Merge another state into one, base 2. Rows without keys in both become NaN, as in the library.
 
     Args:
         v: ``(rows, heads, head_size)``, written.
@@ -30,8 +30,8 @@ def merge_state_in_place(v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor,
     require(s.dtype == torch.float32, f"s is {s.dtype}: a float32 copy of it is written, and lost")
     require(s_other.dtype == torch.float32, f"s_other is {s_other.dtype}")
     require(v.ndim == 3 and s.ndim == 2, f"v has shape {tuple(v.shape)}, and s {tuple(s.shape)}")
-    require(v.shape == v_other.shape and v.dtype == v_other.dtype, "the states have other shapes or dtypes")
-    require(s.shape == s_other.shape == v.shape[:2], "LSE and outputs have other shapes")
+    require(v.shape == v_other.shape and v.dtype == v_other.dtype, "the states differ in shape or dtype")
+    require(s.shape == s_other.shape == v.shape[:2], "LSE and outputs differ in shape")
     require(len({x.device for x in (v, s, v_other, s_other)}) == 1, "the states are on several devices")
     require(all(x.is_contiguous() for x in (v, s, v_other, s_other)), "a state is not contiguous")
     mine, other = s.double(), s_other.double()

@@ -1,4 +1,4 @@
-"""The arrays of a plan: which rows, pages and keys a request has."""
+"""The index arrays of a plan: the rows, pages and keys of each request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flashinfer.misuse import require
 @frozen(eq=False)
 class Lengths:
     """
-    What a plan has computed from its host arrays, and what a kernel's schedule is made for.
+    The lengths that a plan reads from its CPU arrays, for which it makes a kernel's schedule.
 
     Attributes:
         rows: Query rows per request.
@@ -28,28 +28,27 @@ def check_offsets(name: str, offsets: Tensor, batch_size: int) -> None:
     Check an indptr.
 
     Raises:
-        MisuseError: It is no int32 host tensor of ``batch_size + 1`` offsets that begin with 0 and never fall.
+        MisuseError: It is not an int32 CPU tensor of ``batch_size + 1`` offsets that begin with 0 and never decrease.
     """
     _check_host(name, offsets, batch_size + 1)
     require(int(offsets[0]) == 0, f"{name} begins with {int(offsets[0])}, not with 0")
-    require(bool((offsets.diff() >= 0).all()), f"{name} falls: {offsets.tolist()}")
+    require(bool((offsets.diff() >= 0).all()), f"{name} decreases: {offsets.tolist()}")
 
 
 def check_pages(indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int, device: torch.device) -> None:
     """
-    Check the arrays that say where keys are.
+    Check the page arrays.
 
     Raises:
-        MisuseError: An array is of another kind than the kernels read, or a last page holds no key, or more than a
-            page does.
+        MisuseError: An array has a type that the kernels do not read, or the length of a last page is invalid.
     """
     batch_size = last_page_len.shape[0]
-    require(batch_size > 0, "a plan for no request at all")
+    require(batch_size > 0, "a plan without requests")
     check_offsets("indptr", indptr, batch_size)
     _check_host("last_page_len", last_page_len, batch_size)
     require(indices.dtype == torch.int32, f"indices are {indices.dtype}, and are read as int32")
-    require(indices.ndim == 1 and indices.is_contiguous(), "indices are no flat, contiguous tensor")
-    require(indices.device == device, f"indices are on {indices.device}: the copy to {device} would make plan() wait")
+    require(indices.ndim == 1 and indices.is_contiguous(), "indices are not a flat, contiguous tensor")
+    require(indices.device == device, f"indices are on {indices.device}: plan() would synchronize to copy them")
     require(indices.shape[0] >= int(indptr[-1]), f"{indices.shape[0]} indices for {int(indptr[-1])} pages")
     require(page_size >= 1, f"page_size={page_size}")
     for request, (pages, last) in enumerate(zip(indptr.diff().tolist(), last_page_len.tolist(), strict=True)):
@@ -68,6 +67,6 @@ def key_lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> tuple[
 
 def _check_host(name: str, array: Tensor, length: int) -> None:
     require(array.dtype == torch.int32, f"{name} is {array.dtype}, and is read as int32")
-    require(array.device.type == "cpu", f"{name} is on {array.device}: plan() would wait for its copy to the host")
-    require(array.ndim == 1 and array.is_contiguous(), f"{name} is no flat, contiguous tensor")
+    require(array.device.type == "cpu", f"{name} is on {array.device}: plan() would synchronize to copy it to the CPU")
+    require(array.ndim == 1 and array.is_contiguous(), f"{name} is not a flat, contiguous tensor")
     require(array.shape[0] == length, f"{name} has {array.shape[0]} numbers, not {length}")

@@ -1,4 +1,4 @@
-"""Decoding: one query row per request, on CUDA cores or, with tensor cores, by the kernels of prefills."""
+"""Decodes of one query row per request: decode kernels on CUDA cores, or prefill kernels on tensor cores."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """
-    Decodes of one row each. `sinks` is taken by `run`, and changes nothing.
+    Decodes of one row each. `run` accepts `sinks`, and ignores it.
 
-    A batch with `q_len_per_req` rows each is taken too: as many rows as there are requests are written then.
+    It also accepts `q_len_per_req` rows per request, and then writes only as many rows as there are requests.
     """
 
     @recorded
@@ -51,7 +51,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     @property
     def use_tensor_cores(self) -> bool:
-        """Whether the kernels of prefills run."""
+        """Whether the prefill kernels run."""
         return self._use_tensor_cores
 
     @recorded
@@ -123,7 +123,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         skip_softmax_threshold_scale_factor: float | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        require(not args, "arguments of a kernel of one's own are not modelled")
+        require(not args, "arguments of custom kernels are not modelled")
         require_unused(skip=skip_softmax_threshold_scale_factor, kv_cache_sf=kv_cache_sf)
         planned = self._plan_of()
         require(window_left in (None, planned.params.window_left), "window_left differs from the plan's")
@@ -164,12 +164,12 @@ def fast_decode_plan(  # noqa: PLR0917 - the library's signature
     global_override_indptr_cpu: Tensor | None = None,
 ) -> None:
     """
-    Plan a graph's decodes again, for the same kernel: nothing is copied, and whoever calls has filled the buffers.
+    Plan the decodes of a graph again, for the same kernel. The caller has already written the buffers.
 
-    Outside a graph the library takes the arrays as they are, on the device: the fake does not model that.
+    Outside a graph the library reads the device arrays in place; the fake does not model that.
     """
     require(self.is_cuda_graph_enabled, "a fast plan outside a graph is not modelled")
-    require(global_override_indptr_cpu is not None, "without global_override_indptr_cpu a plan waits for the device")
+    require(global_override_indptr_cpu is not None, "without global_override_indptr_cpu a plan synchronizes")
     require_unused(data_type=data_type, rope_scale=rope_scale, rope_theta=rope_theta)
     former = self._plan_of()
     self._fixed(len(last_page_len), self._batch_size)
@@ -180,7 +180,7 @@ def fast_decode_plan(  # noqa: PLR0917 - the library's signature
     q = dtype_of("float16" if q_data_type is None else q_data_type)
     kv = dtype_of(q if kv_data_type is None else kv_data_type)
     params = params_of(sm_scale, head_dim, logits_soft_cap, window_left, causal=False)
-    one_each = self.use_tensor_cores and page_size == 1  # whatever the array says of requests without pages
+    one_each = self.use_tensor_cores and page_size == 1  # also for requests without pages
     last = torch.ones_like(last_page_len) if one_each else last_page_len
     lengths = Lengths((1,) * len(last_page_len), key_lengths(host, last, page_size))
     planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim, page_size, q, kv, former.o, params, former.backend)

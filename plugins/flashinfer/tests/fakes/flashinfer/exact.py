@@ -12,13 +12,13 @@ from torch import Tensor
 @frozen
 class ScoreParams:
     """
-    How scores are made.
+    The parameters of the scores.
 
     Attributes:
-        scale: Factor of the scores.
-        soft_cap: Scores become ``cap * tanh(score / cap)``; 0 for none.
-        window_left: Positions attended to the left of a token's own; -1 for all.
-        causal: Whether a token attends no later position.
+        scale: The softmax scale.
+        soft_cap: Scores become ``cap * tanh(score / cap)``; 0 means no cap.
+        window_left: The window to the left, without the token itself; -1 means all positions.
+        causal: Whether a causal mask applies.
     """
 
     scale: float
@@ -37,8 +37,8 @@ def attend(
         query: ``(queries, num_qo_heads, head_size)``.
         key: ``(keys, num_kv_heads, head_size)``.
         value: ``(keys, num_kv_heads, head_size)``.
-        params: How scores are made.
-        sink: ``(num_qo_heads,)`` logits that take part in the softmax, and in the LSE.
+        params: The parameters of the scores.
+        sink: ``(num_qo_heads,)`` logits in the denominator of the softmax, and in the LSE.
     """
     group = query.shape[1] // key.shape[1]
     keys = key.double().repeat_interleave(group, 1)
@@ -56,7 +56,7 @@ def attend(
 
 
 def _visible(queries: int, keys: int, params: ScoreParams) -> Tensor:
-    """``(queries, keys)``: which position sees which."""
+    """Return the mask ``(queries, keys)``."""
     position = torch.arange(queries)[:, None] + keys - queries
     other = torch.arange(keys)[None, :]
     visible = torch.ones(queries, keys, dtype=torch.bool)
@@ -68,7 +68,7 @@ def _visible(queries: int, keys: int, params: ScoreParams) -> Tensor:
 
 
 def _logsumexp(scores: Tensor) -> Tensor:
-    """-inf where a row has no key at all, which torch does not say for rows of length 0."""
+    """Return -inf for rows without keys, for which torch raises an error."""
     if not scores.shape[-1]:
         return scores.new_full(scores.shape[:-1], -torch.inf)
     return torch.logsumexp(scores, -1)

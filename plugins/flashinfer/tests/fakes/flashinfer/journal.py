@@ -1,4 +1,4 @@
-"""Everything that was asked of the fake, for tests to read; and which plans are still on their way to the device."""
+"""Records the calls of the fake, and the plans whose copies to the device are not complete."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from attrs import define, field, frozen
 from flashinfer.misuse import require
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_INNER = {"fast_decode_plan": "decode.fast_decode_plan"}  # what the package itself does not export
+_INNER = {"fast_decode_plan": "decode.fast_decode_plan"}  # not exported by the package
 
 
 @frozen
 class Call:
     """
-    One call, as it was written.
+    One call.
 
     Attributes:
-        callable: ``"Class.method"``, or the name of a function, with its module where the package does not export it.
-        wrapper: The number of the wrapper; 0 for a function that has none.
-        num_positional: Arguments by position, `self` left out.
-        keywords: The names of the others.
-        arguments: Its values by name, without tensors: they would live as long as the journal.
+        callable: ``"Class.method"``, or the name of a function, with its module unless the package exports it.
+        wrapper: The number of the wrapper; 0 for functions.
+        num_positional: The number of positional arguments, without `self`.
+        keywords: The names of the keyword arguments.
+        arguments: The values by name, without tensors, which the journal would keep alive.
     """
 
     callable: str
@@ -38,24 +38,24 @@ class Call:
 
     @property
     def kind(self) -> str:
-        """``"__init__"``, ``"plan"`` or ``"run"``; the name of a function."""
+        """Return ``"__init__"``, ``"plan"``, ``"run"``, or the name of a function."""
         return self.callable.rpartition(".")[2]
 
     @property
     def owner(self) -> str:
-        """The class; empty for a function."""
+        """Return the class; empty for functions."""
         return self.callable.rpartition(".")[0]
 
 
 @define(eq=False)
 class Journal:
     """
-    The log of a process.
+    The calls of a process.
 
     Attributes:
         calls: All calls that were not refused, in order.
-        modules: The modules that were loaded, by name, and what each is for.
-        in_flight: The numbers of the wrappers whose last plan may still be read from their staging memory.
+        modules: The loaded modules, by name, with the kernel that each is compiled for.
+        pending: The numbers of the wrappers whose last plan may still be copied from their staging memory.
     """
 
     calls: list[Call] = field(factory=list)
@@ -65,7 +65,7 @@ class Journal:
     _numbers: Iterator[int] = field(factory=functools.partial(itertools.count, 1))
 
     def clear(self) -> None:
-        """Forget everything but the numbers."""
+        """Delete everything except the counter of wrappers."""
         self.calls.clear()
         self.modules.clear()
         self.pending.clear()
@@ -75,25 +75,25 @@ class Journal:
         return next(self._numbers)
 
     def of(self, kind: str, owner: str | None = None) -> list[Call]:
-        """Return the calls of a kind, of one class alone where it is named."""
+        """Return the calls of a kind; only those of `owner`, if given."""
         return [call for call in self.calls if call.kind == kind and owner in (None, call.owner)]
 
     @property
     def plans(self) -> list[Call]:
-        """The plans, fast ones included."""
+        """Return all plans, fast plans included."""
         return [call for call in self.calls if call.kind in ("plan", "fast_decode_plan")]
 
     @property
     def runs(self) -> list[Call]:
-        """The runs."""
+        """Return all runs."""
         return self.of("run")
 
     @contextmanager
     def pending_copies(self) -> Iterator[None]:
         """
-        Let no copy of a plan arrive on the device while the body runs, unless `land` says that somebody waited for it.
+        Let all copies of plans stay incomplete while the body runs, except those passed to `complete`.
 
-        A second plan of one wrapper is refused then: it overwrites what the first one's copy has yet to read.
+        A second plan of a wrapper is refused then, since it overwrites memory that the first copy still reads.
         """
         self._copies_pend = True
         try:
@@ -103,30 +103,30 @@ class Journal:
             self.pending.clear()
 
     def complete(self, *wrappers: int) -> None:
-        """Say that somebody has waited for the copies of these wrappers, or of all."""
+        """Complete the copies of these wrappers, or of all."""
         self.pending.difference_update(wrappers or tuple(self.pending))
 
     def compile(self, name: str, *kernel: Any) -> None:
-        """Note that a module is loaded, and compiled where a process and its disk know none of its name."""
+        """Record that a module is loaded; it is compiled unless one of that name exists."""
         former = self.modules.setdefault(name, kernel)
-        require(former == kernel, f"the module {name} is there for {former}, and a wrapper wants it for {kernel}")
+        require(former == kernel, f"the module {name} is compiled for {former}, and a wrapper needs it for {kernel}")
 
     def stage(self, wrapper: int) -> None:
-        """Note that a plan was written into a wrapper's staging memory, and that its copy has begun."""
+        """Record that a plan is in a wrapper's staging memory, and that its copy has begun."""
         require(
             wrapper not in self.pending,
-            f"plan() of wrapper {wrapper} overwrites the staging memory that its plan in flight is copied from",
+            f"plan() of wrapper {wrapper} overwrites the staging memory of a plan that is still being copied",
         )
         if self._copies_pend:
             self.pending.add(wrapper)
 
 
 journal = Journal()
-"""The journal of this process."""
+"""The calls of this process."""
 
 
 def recorded(function: _F) -> _F:
-    """Write the calls of a function, or of a method of a wrapper, into the journal."""
+    """Record the calls of a function, or of a wrapper's method."""
     signature = inspect.signature(function)
     is_method = "." in function.__qualname__
     called = _INNER.get(function.__name__, function.__name__)
@@ -135,7 +135,7 @@ def recorded(function: _F) -> _F:
     def recording(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         owner = type(args[0]) if is_method else None
-        if owner is None or getattr(owner, function.__name__) is recording:  # not where a subclass calls its parent's
+        if owner is None or getattr(owner, function.__name__) is recording:  # not the call of a parent's method
             plain = {k: v for k, v in signature.bind(*args, **kwargs).arguments.items() if _is_plain(v)}
             name = called if owner is None else f"{_name_of(owner)}.{called}"
             number = getattr(args[0], "number", 0) if args else 0
@@ -146,7 +146,7 @@ def recorded(function: _F) -> _F:
 
 
 def _name_of(owner: type) -> str:
-    """Return what the library calls a class, or the one that a plugin's is made from."""
+    """Return the library's name for a class, or for the parent of a plugin's class."""
     return next(each.__name__ for each in owner.__mro__ if each.__module__.partition(".")[0] == "flashinfer")
 
 

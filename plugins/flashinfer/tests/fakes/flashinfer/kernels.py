@@ -1,4 +1,4 @@
-"""What the library has kernels for."""
+"""The dtypes, head sizes and groups that the library has kernels for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CUDA_CORE_GROUPS: Final = (1, 2, 3, 4, 8)
 
 def dtype_of(given: Any) -> torch.dtype:
     """
-    Return a dtype that was given by itself or by name.
+    Return a dtype, given as one or by name.
 
     Raises:
         TypeError: It is neither.
@@ -29,7 +29,7 @@ def dtype_of(given: Any) -> torch.dtype:
 
 
 def resolve(backend: str, kv: torch.dtype) -> str:
-    """Return the backend that ``auto`` means on a device of compute capability 9.0."""
+    """Return the backend of ``auto`` at compute capability 9.0."""
     if backend != "auto":
         return backend
     return "fa2" if kv in FP8 else "fa3"
@@ -42,7 +42,7 @@ def check_backend(backend: str, *allowed: str) -> None:
     Raises:
         MisuseError: The fake does not model it.
     """
-    require(backend in allowed, f"backend={backend!r} is not one of {allowed}, which are all that the fake knows")
+    require(backend in allowed, f"backend={backend!r} is not one of {allowed}, which the fake models")
 
 
 def check_heads(num_qo_heads: int, num_kv_heads: int, head_size: int, head_size_v: int) -> None:
@@ -50,12 +50,13 @@ def check_heads(num_qo_heads: int, num_kv_heads: int, head_size: int, head_size_
     Check the shape of the heads.
 
     Raises:
-        ValueError: The query heads are no multiple of the others.
-        MisuseError: There is no kernel of that head size.
+        ValueError: The number of query heads is not a multiple of the number of KV heads.
+        MisuseError: No kernel supports the head size.
     """
     if num_qo_heads < 1 or num_kv_heads < 1 or num_qo_heads % num_kv_heads:
         raise ValueError(f"num_qo_heads {num_qo_heads} should be divisible by num_kv_heads {num_kv_heads}")
-    require(head_size in _HEAD_SIZES and head_size_v == head_size, f"no kernel has heads of {head_size}, {head_size_v}")
+    is_supported = head_size in _HEAD_SIZES and head_size_v == head_size
+    require(is_supported, f"no kernel supports head sizes {head_size}, {head_size_v}")
 
 
 def check_dtypes(backend: str, q: torch.dtype, kv: torch.dtype, o: torch.dtype) -> None:
@@ -63,20 +64,20 @@ def check_dtypes(backend: str, q: torch.dtype, kv: torch.dtype, o: torch.dtype) 
     Check dtypes against the kernels of a backend: ``fa2``, ``fa3`` or ``cuda_cores``.
 
     Raises:
-        MisuseError: There is no kernel for them, or one that does not what one expects.
+        MisuseError: No kernel supports them, or its results differ from the documentation.
     """
-    require(q in _HALF, f"{backend} kernels read queries of {_HALF}, and these are {q}")
+    require(q in _HALF, f"{backend} kernels support queries of {_HALF}, not {q}")
     require(o == q, f"outputs of {o} for queries of {q} are not modelled")
     caches = (q,) if backend == "fa3" else (q, *FP8)
-    require(kv in caches, f"{backend} kernels with queries of {q} read caches of {caches}, and this one is {kv}")
+    require(kv in caches, f"{backend} kernels with queries of {q} support KV caches of {caches}, not {kv}")
 
 
 def check_group(num_qo_heads: int, num_kv_heads: int) -> None:
     """
-    Check the number of query heads that share a key head, for CUDA cores.
+    Check the number of query heads per KV head, for CUDA cores.
 
     Raises:
-        RuntimeError: There is no such kernel.
+        RuntimeError: No kernel supports it.
     """
     if num_qo_heads // num_kv_heads not in _CUDA_CORE_GROUPS:
         raise RuntimeError(f"Unsupported group_size: {num_qo_heads // num_kv_heads}")

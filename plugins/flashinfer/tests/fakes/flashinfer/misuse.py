@@ -1,4 +1,4 @@
-"""What the fake refuses beyond the library: calls whose result the library leaves undefined."""
+"""Refusals beyond the library's: calls whose result the library leaves undefined."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 
 class MisuseError(AssertionError):
-    """A call that the library would take, and answer with wrong numbers or a fault on the device."""
+    """A call that the library accepts, with wrong results or a fault on the device."""
 
 
 def require(condition: object, message: str) -> None:
     """
-    Refuse a call that breaks an unwritten rule.
+    Refuse a call that violates an undocumented rule.
 
     Raises:
         MisuseError: The condition does not hold.
@@ -25,7 +25,7 @@ def require_unused(**arguments: Any) -> None:
     Refuse arguments that the fake does not model.
 
     Raises:
-        MisuseError: One of them is neither None, 0 nor False.
+        MisuseError: One of them is not None, 0 or False.
     """
     for name, value in arguments.items():
-        require(value is None or value is False or value == 0, f"the fake does not know what {name}={value!r} does")
+        require(value is None or value is False or value == 0, f"{name}={value!r} is not modelled")

@@ -1,4 +1,4 @@
-"""The modules that the library compiles, by the names under which a process and its disk know them."""
+"""The names of the modules that the library compiles, in memory and on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SAFE: Final = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float8_e4m3fn
 
 
 def compile_for(planned: Planned) -> None:
-    """Note the module that a plan loads, unless its wrapper was made with one."""
+    """Record the module that a plan loads, unless its wrapper's constructor has loaded one."""
     q, kv, o = (SAFE[dtype] for dtype in (planned.q, planned.kv, planned.o))
     size, params = planned.head_size, planned.params
     form = f"with_kv_cache_dtype_q_{q}_dtype_kv_{kv}_dtype_o_{o}_dtype_idx_i32_head_dim_qk_{size}_head_dim_vo_{size}"

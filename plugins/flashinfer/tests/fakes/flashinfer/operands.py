@@ -1,4 +1,4 @@
-"""The tensors of a run: queries, caches and what results go into."""
+"""The tensors of a run: queries, KV cache, outputs and LSE."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def check_query(query: Tensor, shape: tuple[int, ...], dtype: torch.dtype, devic
 
 def check_rows(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     """
-    Check a tensor that kernels read through its strides, in steps of 16 bytes.
+    Check a tensor that kernels read by its strides, in steps of 16 bytes.
 
     Raises:
-        MisuseError: They would read something else.
+        MisuseError: They would read other memory.
     """
-    require(tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, and the plan says {shape}")
+    require(tuple(tensor.shape) == shape, f"{name} has shape {tuple(tensor.shape)}, and the plan requires {shape}")
     require(tensor.device == device, f"{name} is on {tensor.device}, and the wrapper on {device}")
     require(tensor.stride(-1) == 1, f"the last axis of {name} is not contiguous: strides {tensor.stride()}")
     steps = [step * tensor.itemsize for step in tensor.stride()[:-1]]
@@ -43,17 +43,17 @@ def pages_of(
     cache: Any, layout: str, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """
-    Return the key and value pages of a cache, ``(pages, page_size, num_kv_heads, head_size)`` each.
+    Return the key and value pages of a KV cache, ``(pages, page_size, num_kv_heads, head_size)`` each.
 
     Args:
-        cache: One tensor of 5 axes, or a tuple of two of 4 axes, as the layout says.
+        cache: One tensor of 5 axes, or a tuple of two of 4 axes, in the layout.
         layout: ``"NHD"`` or ``"HND"``.
         shape: The page size, heads and head size of the plan.
-        dtype: That of the plan.
-        device: That of the wrapper.
+        dtype: The dtype of the plan.
+        device: The device of the wrapper.
 
     Raises:
-        KeyError: The cache is neither.
+        KeyError: The KV cache has another type.
         ValueError: It has another dtype than the plan.
         MisuseError: It has another shape or device, or strides that the kernels cannot follow.
     """
@@ -64,7 +64,7 @@ def pages_of(
             raise ValueError(f"The dtype of the {name} cache {half.dtype} does not match the kv_data_type {dtype}")
         check_rows(f"the {name} cache", half, (half.shape[0], *wanted), device)
     require(keys.stride() == values.stride(), f"strides differ: keys {keys.stride()}, values {values.stride()}")
-    require(keys.shape[0] == values.shape[0], "the caches of keys and of values have different numbers of pages")
+    require(keys.shape[0] == values.shape[0], "keys and values have different numbers of pages")
     return (keys, values) if layout == "NHD" else (keys.transpose(1, 2), values.transpose(1, 2))
 
 
@@ -76,7 +76,7 @@ def _halves(cache: Any) -> tuple[Tensor, Tensor]:
     if isinstance(cache, torch.Tensor):
         require(
             cache.ndim == 5 and cache.shape[1] == 2,
-            f"a cache of shape {tuple(cache.shape)}: keys and values are [:, 0:2]",
+            f"a KV cache of shape {tuple(cache.shape)}: keys and values are [:, 0:2]",
         )
         return cache[:, 0], cache[:, 1]
     raise KeyError(f"Unrecognized paged_kv_cache type {type(cache)}, expect a single tensor or a tuple of tensor.")
@@ -84,17 +84,17 @@ def _halves(cache: Any) -> tuple[Tensor, Tensor]:
 
 def output_for(query: Tensor, out: Tensor | None, dtype: torch.dtype, *, like_empty: bool = True) -> Tensor:
     """
-    Return where outputs go: the tensor that was given, or a new one.
+    Return `out`, or a new tensor.
 
     Args:
         query: The queries.
-        out: The tensor that was given.
-        dtype: That of the plan.
-        like_empty: Whether a new tensor holds garbage; the paged prefill wrapper begins with zeros.
+        out: The tensor for outputs; None for a new one.
+        dtype: The dtype of the plan.
+        like_empty: Whether a new tensor has undefined values; the paged prefill wrapper fills it with zeros.
 
     Raises:
-        ValueError: The one that was given has another shape, dtype or device.
-        MisuseError: It is not contiguous: kernels write rows one after another.
+        ValueError: The given tensor has another shape, dtype or device.
+        MisuseError: It is not contiguous, and the kernels ignore strides.
     """
     if out is None:
         return torch.full_like(query, torch.nan if like_empty else 0.0, dtype=dtype)
@@ -104,15 +104,15 @@ def output_for(query: Tensor, out: Tensor | None, dtype: torch.dtype, *, like_em
 
 def lse_for(query: Tensor, lse: Tensor | None, *, return_lse: bool) -> Tensor | None:
     """
-    Return where LSE go: the tensor that was given, a new one, or None where nobody asked.
+    Return `lse`, a new tensor, or None if no LSE is requested.
 
     Raises:
-        ValueError: The one that was given has another shape, dtype or device.
-        MisuseError: It is not contiguous, or was given without return_lse: nobody checks it then.
+        ValueError: The given tensor has another shape, dtype or device.
+        MisuseError: It is not contiguous, or given without return_lse, so that the library does not check it.
     """
     shape = tuple(query.shape[:2])
     if not return_lse:
-        require(lse is None, "lse without return_lse=True is written, or not, without a check")
+        require(lse is None, "lse without return_lse=True is not checked, and possibly not written")
         return None
     if lse is None:
         return torch.full(shape, torch.nan, dtype=torch.float32, device=query.device)

@@ -1,4 +1,4 @@
-"""Prefills, and whatever else has several rows per request, on paged keys."""
+"""Several query rows per request, with a paged KV cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
-    """Prefills on paged keys. `run` takes `sinks`, which change nothing; plans are not causal unless they say so."""
+    """Prefills with a paged KV cache. `run` ignores `sinks`; plans are not causal by default."""
 
     @recorded
     def __init__(  # noqa: PLR0917 - the library's signature
@@ -108,7 +108,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         lens = tuple(qo_indptr.diff().tolist())
         longest = max(lens) if max_token_per_sequence is None else max_token_per_sequence
         require(longest == max(lens), f"max_token_per_sequence={longest} of queries of {lens}")
-        require(causal or window_left < 0 or max(lens) <= 1, "a window without causal=True does not end at the token")
+        require(causal or window_left < 0 or max(lens) <= 1, "a window without causal=True has no right bound")
         lengths = Lengths(lens, key_lengths(paged_kv_indptr, paged_kv_last_page_len, page_size))
         params = params_of(sm_scale, head_dim_qk, logits_soft_cap, window_left, causal=causal)
         planned = Planned(lengths, num_qo_heads, num_kv_heads, head_dim_qk, page_size, q, kv, o, params, backend)
@@ -153,13 +153,13 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         return out if lse is None else (out, lse)
 
     def _load(self, planned: Planned) -> None:
-        """Load what a plan needs."""
+        """Load the module of a plan."""
         compile_for(planned)
 
     def _check_kernel(self, planned: Planned) -> None:
-        """Refuse a plan that the kernel of a wrapper is not made for; this one's are made for their plans."""
+        """Refuse a plan that the wrapper's kernel does not support; here each plan loads its kernel."""
 
     def _params(self, params: ScoreParams, args: tuple[Any, ...]) -> tuple[ScoreParams, Tensor | None]:
-        """Return how scores are made, and the sink, of which this wrapper has none."""
-        require(not args, "arguments of a kernel of one's own are not modelled")
+        """Return the parameters of the scores, and the sinks: None in this wrapper."""
+        require(not args, "arguments of custom kernels are not modelled")
         return params, None

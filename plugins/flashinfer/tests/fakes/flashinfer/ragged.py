@@ -1,4 +1,4 @@
-"""Prefills on keys that come with the call, one request after another."""
+"""Prefills with contiguous (non-paged) K/V, one request after another."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
-    """Prefills on ragged keys. Scales are taken by `run`, and change nothing; there is no graph mode in the fake."""
+    """Prefills with ragged K/V. `run` ignores scales; the fake models no graph mode."""
 
     @recorded
     def __init__(  # noqa: PLR0917 - the library's signature
@@ -39,7 +39,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         require_unused(custom_mask_buf=custom_mask_buf, mask_indptr_buf=mask_indptr_buf)
         require_unused(jit_args=jit_args, jit_kwargs=jit_kwargs)
         check_backend(backend, "auto", "fa2", "fa3")
-        require(kv_layout == "NHD", "ragged keys with heads first are not modelled")
+        require(kv_layout == "NHD", "ragged K/V with heads first are not modelled")
         self._begin(float_workspace_buffer, kv_layout, use_cuda_graph=False)
         self._backend = backend
         self._rows, self._keys = Rows(), Rows()
@@ -90,18 +90,18 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         q = dtype_of(q_data_type)
         kv = dtype_of(q if kv_data_type is None else kv_data_type)
         o = dtype_of(q if o_data_type is None else o_data_type)
-        require(kv == q, f"ragged keys of {kv} with queries of {q}: no kernel of the fake reads them")
+        require(kv == q, f"ragged K/V of {kv} with queries of {q} are not modelled")
         backend = resolve(self._backend, kv)
         check_heads(num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo or head_dim_qk)
         check_dtypes(backend, q, kv, o)
         batch_size = len(qo_indptr) - 1
         if len(kv_indptr) != batch_size + 1:
             raise ValueError("The kv_indptr length should be equal to mask_indptr length.")
-        require(batch_size > 0, "a plan for no request at all")
+        require(batch_size > 0, "a plan without requests")
         check_offsets("qo_indptr", qo_indptr, batch_size)
         check_offsets("kv_indptr", kv_indptr, batch_size)
         lengths = Lengths(tuple(qo_indptr.diff().tolist()), tuple(kv_indptr.diff().tolist()))
-        require(causal or window_left < 0, "a window without causal=True does not end at the token")
+        require(causal or window_left < 0, "a window without causal=True has no right bound")
         journal.stage(self.number)
         self._rows.take(qo_indptr, is_fixed=False)
         self._keys.buffer = kv_indptr.clone()
@@ -126,7 +126,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
         enable_pdl: bool | None = None,
         kv_cache_sf: Tensor | tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        require(not args, "arguments of a kernel of one's own are not modelled")
+        require(not args, "arguments of custom kernels are not modelled")
         require_unused(kv_cache_sf=kv_cache_sf)
         planned = self._plan_of()
         rows, keys = self._rows.buffer, self._keys.buffer

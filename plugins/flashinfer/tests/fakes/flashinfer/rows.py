@@ -1,4 +1,4 @@
-"""The query rows of a wrapper that has several per request."""
+"""The query rows of wrappers with several rows per request."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from flashinfer.misuse import require
 @define(eq=False)
 class Rows:
     """
-    Which rows are whose.
+    The rows of each request.
 
     Attributes:
-        buffer: The indptr that kernels read: a graph's, or that of the last plan.
-        most: The rows of the first plan of a graph: no later one may have more.
-        captured: The rows of the first run of a graph: replays have as many, whatever is planned.
+        buffer: The indptr that the kernels read: a graph's, or that of the last plan.
+        most: The rows of the first plan of a graph; later plans may not have more.
+        captured: The rows of the first run of a graph; replays have as many, whatever their plans.
     """
 
     buffer: Tensor = field(factory=lambda: torch.zeros(1, dtype=torch.int32))
@@ -26,14 +26,14 @@ class Rows:
 
     def take(self, indptr: Tensor, *, is_fixed: bool) -> None:
         """
-        Take the rows of a plan.
+        Set the rows of a plan.
 
         Raises:
-            ValueError: There are more of them than in a graph's first plan.
-            MisuseError: There are none.
+            ValueError: There are more rows than in a graph's first plan.
+            MisuseError: There are no rows.
         """
         total = int(indptr[-1])
-        require(total > 0, "a plan for no row at all")
+        require(total > 0, "a plan without rows")
         if not is_fixed:
             self.buffer = indptr.clone()
             return
@@ -46,7 +46,7 @@ class Rows:
         self.buffer.copy_(indptr)
 
     def of_run(self, query: Tensor, *, is_fixed: bool) -> int:
-        """Return how many rows a run has to bring: those of its plan, or those that its graph was captured with."""
+        """Return the number of rows of a run: those of its plan, or those of the graph's capture."""
         planned = int(self.buffer[-1])
         if not is_fixed:
             return planned

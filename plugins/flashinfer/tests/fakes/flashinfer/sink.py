@@ -1,4 +1,4 @@
-"""The wrapper whose kernels know sinks: no soft cap, no scales, and everything that shapes a kernel said beforehand."""
+"""The wrapper for attention sinks: no soft cap, no scales, and a kernel that the constructor compiles."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
     """
-    Attention with sinks, which `run` takes by position, with the scale of the scores behind them.
+    Attention with sinks. `run` takes them and the softmax scale by position.
 
-    The scale of the plan is not read, and neither are a soft cap and k_scale: the fake refuses these two.
+    The library ignores the scale, the soft cap and the k_scale of plans; the fake refuses the latter two.
     """
 
     @recorded
@@ -51,11 +51,11 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         check_backend(backend, "fa2", "fa3", "auto")
         require(pos_encoding_mode == "NONE", f"pos_encoding_mode={pos_encoding_mode!r} is not modelled")
         require_unused(use_fp16_qk_reduction=use_fp16_qk_reduction)
-        require(kv_data_type == q_data_type, f"a cache of {kv_data_type} has scales, which these kernels do not read")
+        require(kv_data_type == q_data_type, f"a KV cache of {kv_data_type} has scales, which these kernels ignore")
         self._kernel = (q_data_type, kv_data_type, head_dim_qk, head_dim_vo, window_left >= 0)
         backend = resolve(backend, kv_data_type)
         name = f"batch_prefill_attention_sink_{SAFE[q_data_type]}_swa_{window_left >= 0}_{backend}"
-        super().__init__(  # by keyword, as in the library: what stands between the two classes may change them
+        super().__init__(  # by keyword, as in the library, so that a class between the two may change them
             float_workspace_buffer=float_workspace_buffer,
             kv_layout=kv_layout,
             use_cuda_graph=use_cuda_graph,
@@ -71,20 +71,20 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         )
 
     def _load(self, planned: Planned) -> None:
-        """The constructor has."""
+        """Load nothing: the constructor has loaded the module."""
 
     def _check_kernel(self, planned: Planned) -> None:
         required = (planned.q, planned.kv, planned.head_size, planned.head_size, planned.params.window_left >= 0)
-        require(required == self._kernel, f"the wrapper was made for {self._kernel}, and the plan is for {required}")
-        require(not planned.params.soft_cap, "the kernels with sinks have no soft cap, and ignore one")
+        require(required == self._kernel, f"the wrapper is compiled for {self._kernel}, and the plan is for {required}")
+        require(not planned.params.soft_cap, "the sink kernels have no soft cap, and ignore one")
 
     def _params(self, params: ScoreParams, args: tuple[Any, ...]) -> tuple[ScoreParams, Tensor | None]:
-        require(params == self._plan_of().params, "the kernels with sinks read neither q_scale nor k_scale")
-        require(len(args) == 2, f"run(q, cache, sink, sm_scale) was called with {len(args)} arguments after the cache")
+        require(params == self._plan_of().params, "the sink kernels ignore q_scale and k_scale")
+        require(len(args) == 2, f"run(q, cache, sink, sm_scale) got {len(args)} arguments after the KV cache")
         sink, scale = args
         require(isinstance(sink, torch.Tensor) and isinstance(scale, float), "sink is a tensor, and sm_scale a float")
         heads = self._plan_of().num_qo_heads
         require(sink.dtype == torch.float32, f"the sink is {sink.dtype}, and is read as float32")
         require(tuple(sink.shape) == (heads,), f"the sink has shape {tuple(sink.shape)}, and there are {heads} heads")
-        require(sink.device == self.device and sink.is_contiguous(), "the sink is elsewhere, or not contiguous")
+        require(sink.device == self.device and sink.is_contiguous(), "the sink is elsewhere or not contiguous")
         return evolve(params, scale=scale), sink

@@ -1,4 +1,4 @@
-"""The float workspace: bytes that a kernel counts in, and that have to be zero when it first does."""
+"""The float workspace: bytes with counters of the kernels, which must be zero at first use."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def check_workspace(buffer: Tensor) -> None:
     Check a float workspace.
 
     Raises:
-        MisuseError: It is no contiguous, aligned tensor of bytes, or not zero when a wrapper first gets it. Both its
-            ends are looked at, and bytes all over it: reading all of it would take longer than a test.
+        MisuseError: It is not a contiguous, aligned tensor of bytes, or not zero when a wrapper first gets it. Only
+            a sample of the bytes is read, both ends included: reading all takes longer than a test.
     """
     require(buffer.dtype == torch.uint8, f"float_workspace_buffer is {buffer.dtype}, and its size is counted in bytes")
-    require(buffer.ndim == 1 and buffer.is_contiguous(), "float_workspace_buffer is no flat, contiguous tensor")
+    require(buffer.ndim == 1 and buffer.is_contiguous(), "float_workspace_buffer is not a flat, contiguous tensor")
     require(buffer.data_ptr() % 16 == 0, "float_workspace_buffer is not aligned to 16 bytes")
     former = _known.get(buffer.data_ptr())
     if former is not None and former() is not None:

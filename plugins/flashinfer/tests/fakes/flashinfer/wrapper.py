@@ -1,4 +1,4 @@
-"""What all wrappers share: a number, a workspace, a plan, and loops over requests."""
+"""The base of all wrappers: a number, a workspace, a plan, and loops over requests."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from flashinfer.workspace import check_workspace
 @frozen(eq=False)
 class Planned:
     """
-    What a plan has left behind.
+    The values of the last plan.
 
     Attributes:
-        lengths: What the schedule is made for.
-        num_qo_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_size: Size of a head.
-        page_size: Keys per page; 1 for ragged keys.
-        q: Dtype of the queries.
-        kv: Dtype of keys and values.
-        o: Dtype of the outputs.
-        params: How scores are made.
+        lengths: The lengths that the schedule is made for.
+        num_qo_heads: The number of query heads.
+        num_kv_heads: The number of KV heads.
+        head_size: The head size.
+        page_size: Keys per page; 1 for ragged K/V.
+        q: The dtype of queries.
+        kv: The dtype of keys and values.
+        o: The dtype of outputs.
+        params: The parameters of the scores.
         backend: ``fa2``, ``fa3`` or ``cuda_cores``.
     """
 
@@ -46,19 +46,19 @@ class Planned:
 
     @property
     def kernel(self) -> tuple[object, ...]:
-        """What a kernel is compiled for."""
+        """Return the values that a kernel is compiled for."""
         return self.q, self.kv, self.o, self.head_size, self.params.window_left >= 0, self.params.soft_cap > 0
 
     def row_shape(self, rows: int) -> tuple[int, int, int]:
-        """Return the shape of so many query rows."""
+        """Return the shape of `rows` query rows."""
         return rows, self.num_qo_heads, self.head_size
 
     def scaled(self, q_scale: float | None, k_scale: float | None) -> ScoreParams:
         """
-        Return how scores are made with scales.
+        Return the parameters of the scores with the scales applied.
 
         Raises:
-            MisuseError: A scale is no number of the host: reading a tensor's would wait for the device.
+            MisuseError: A scale is not a Python number: reading a tensor would synchronize.
         """
         scale = self.params.scale
         for name, given in (("q_scale", q_scale), ("k_scale", k_scale)):
@@ -68,7 +68,7 @@ class Planned:
 
 
 class Wrapper:
-    """A wrapper with a number, by which the journal knows it."""
+    """A wrapper with a number, which the journal records."""
 
     def _begin(self, float_workspace_buffer: Tensor, kv_layout: str, *, use_cuda_graph: bool) -> None:
         if kv_layout not in ("NHD", "HND"):
@@ -83,7 +83,7 @@ class Wrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plans go into the buffers that the wrapper was made with."""
+        """Whether plans are written into the buffers of a graph."""
         return self._use_cuda_graph
 
     def _buffer(self, name: str, buffer: Tensor | None, length: int | None = None) -> Tensor:
@@ -94,7 +94,7 @@ class Wrapper:
             raise ValueError(f"The length of {name} should be {length}, and is {len(buffer)}")
         require(buffer.dtype == torch.int32, f"{name} is {buffer.dtype}, and is read as int32")
         require(buffer.device == self.device, f"{name} is on {buffer.device}, and the wrapper on {self.device}")
-        require(buffer.ndim == 1 and buffer.is_contiguous(), f"{name} is no flat, contiguous tensor")
+        require(buffer.ndim == 1 and buffer.is_contiguous(), f"{name} is not a flat, contiguous tensor")
         return buffer
 
     def _fixed(self, batch_size: int, fixed: int) -> None:
@@ -105,19 +105,19 @@ class Wrapper:
             )
 
     def _plan_of(self) -> Planned:
-        require(self._planned is not None, "before plan(), there is nothing to run or to plan again")
+        require(self._planned is not None, "called before plan()")
         return self._planned  # type: ignore[return-value]
 
 
 class PagedWrapper(Wrapper):
-    """A wrapper of paged keys. Its arrays are buffers of a graph, or of the last plan."""
+    """A wrapper for a paged KV cache. Its arrays are the buffers of a graph, or those of the last plan."""
 
     _indptr: Tensor
     _indices: Tensor
     _last_page_len: Tensor
 
     def _take_pages(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor) -> None:
-        """Copy host arrays; a device array is used as it is, unless there are buffers for it."""
+        """Copy CPU arrays. Without graph buffers, a device array is not copied."""
         if not self._use_cuda_graph:
             self._indptr, self._indices, self._last_page_len = indptr.clone(), indices, last_page_len.clone()
             return
@@ -137,7 +137,7 @@ class PagedWrapper(Wrapper):
         params: ScoreParams,
         sink: Tensor | None = None,
     ) -> None:
-        """Run on what the buffers hold now. `rows` is an indptr of the query rows."""
+        """Run with the current contents of the buffers. `rows` is an indptr of the query rows."""
         planned = self._plan_of()
         lengths = Lengths(
             tuple(rows.diff().tolist()), key_lengths(self._indptr, self._last_page_len, planned.page_size)
@@ -163,7 +163,7 @@ class PagedWrapper(Wrapper):
     def _gathered(self, request: int, keys: int, pages: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         indices = self._indices[int(self._indptr[request]) : int(self._indptr[request + 1])].long()
         inside = not len(indices) or (int(indices.min()) >= 0 and int(indices.max()) < pages[0].shape[0])
-        require(inside, f"request {request} has pages {indices.tolist()}, and the cache has {pages[0].shape[0]}")
+        require(inside, f"request {request} has pages {indices.tolist()}, and the KV cache has {pages[0].shape[0]}")
         key, value = (half[indices].flatten(0, 1)[:keys] for half in pages)
         return key, value
 
@@ -186,10 +186,10 @@ def write(
 
 def scale_output(out: Tensor, v_scale: float | None) -> None:
     """
-    Multiply what was written, as the library does after its kernel: it is rounded twice.
+    Multiply the output after it is rounded, as the library does, which rounds twice.
 
     Raises:
-        MisuseError: The scale is no number of the host.
+        MisuseError: The scale is not a Python number.
     """
     require(v_scale is None or isinstance(v_scale, float), f"v_scale is a {type(v_scale).__name__}, not a float")
     if v_scale is not None and v_scale != 1.0:
@@ -199,6 +199,6 @@ def scale_output(out: Tensor, v_scale: float | None) -> None:
 def params_of(
     sm_scale: float | None, head_size: int, logits_soft_cap: float | None, window_left: int, *, causal: bool
 ) -> ScoreParams:
-    """Return how scores are made, with the library's defaults for what was not said."""
+    """Return the parameters of the scores, with the library's defaults."""
     scale = 1.0 / math.sqrt(head_size) if sm_scale is None else sm_scale
     return ScoreParams(scale, logits_soft_cap or 0.0, window_left, causal)
