@@ -67,10 +67,11 @@ test-all: $(READY) ## every test with branch coverage, then the parts without to
 test-oldest: ## core and the kit with the oldest torch and the oldest dependencies that they admit
 	@PIP_ARGS='$(PIP_ARGS)' tools/test-oldest.sh
 
-lint: $(READY) ## ruff, ruff format, mypy strict
+lint: $(READY) ## ruff, ruff format, mypy strict, words
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python -m tools.words
 
 # The banner that mkdocs-material prints about the future of MkDocs is not about this documentation.
 docs: $(READY) ## the documentation, into site/; a warning is an error

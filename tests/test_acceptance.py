@@ -35,7 +35,7 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         "nor does a file that is not UTF-8, nor a value that is no module",
         [
             (BROKEN, "test_malformed_entry_points_are_notes_and_hide_nobody"),
-            (BROKEN, "test_a_neighbour_at_which_torch_stops_is_told_with_the_way_out"),
+            (BROKEN, "test_a_neighbour_at_which_torch_stops_is_told_with_the_fix"),
             (INSTALLED, "test_a_malformed_neighbour_hides_nothing"),
             ("core/tests/discovery/test_plugin.py", "test_what_leads_nowhere_is_a_problem"),
         ],

@@ -128,7 +128,7 @@ def test_malformed_entry_points_are_notes_and_hide_nobody(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("name", ["no_equals", "not_utf8"])
-def test_a_neighbour_at_which_torch_stops_is_told_with_the_way_out(name: str, ask: Ask) -> None:
+def test_a_neighbour_at_which_torch_stops_is_told_with_the_fix(name: str, ask: Ask) -> None:
     """Importing torch reads every distribution's entry points, and fails where one is malformed."""
     code = """
 try:

@@ -293,25 +293,25 @@ print(json.dumps(answers))
 """
     answers = ask(code, "catalogue", "malformed", "api_major")
 
-    def status_reason_and_remedy(name: str) -> tuple[str, str, str]:
+    def status_reason_and_fix(name: str) -> tuple[str, str, str]:
         status, _, reasons, fix = answers[name]
         return status, reasons[0], fix
 
-    absent = status_reason_and_remedy("blocksparse")
-    lacking = status_reason_and_remedy("acme_flash/fa2")
-    refused = status_reason_and_remedy("acme_flash/fa2 for float32")
-    broken = status_reason_and_remedy("malformed")
-    other = status_reason_and_remedy("api_major")
+    absent = status_reason_and_fix("blocksparse")
+    lacking = status_reason_and_fix("acme_flash/fa2")
+    refused = status_reason_and_fix("acme_flash/fa2 for float32")
+    broken = status_reason_and_fix("malformed")
+    other = status_reason_and_fix("api_major")
 
-    assert (absent[0], absent[2]) == ("absent", "known, not published yet")
+    assert (absent[0], absent[2]) == ("absent", "pip install ./plugins/blocksparse, in a checkout")
     assert lacking == (
         "missing_dependency",
         "acme-flash-attn >=2.7.1,<2.9 is required and not installed",
         "pip install 'acme-flash-attn >=2.7.1,<2.9'",
     )
     assert refused[0] == "refused"
-    assert refused[1].startswith("dtype=float32 asked, supported: bfloat16")
-    assert "none: this variant lacks dtype=float32" in refused[2]
+    assert refused[1].startswith("does not support dtype=float32; supported: bfloat16")
+    assert "none: this variant does not support dtype=float32" in refused[2]
     assert broken[0] == "broken"
     assert "attnplug_malformed/attnplug.toml:5: it is not TOML" in broken[1]
     assert broken[2] == "correct the syntax"
@@ -532,7 +532,7 @@ print(json.dumps([answers, "torch" in sys.modules]))
     _, verdicts = answers["sinks 8.0"]
     status, distribution, reasons, fix = verdicts["acme_flash/fa3"]
     assert (status, distribution) == ("refused", "attnplug-catalogue 1.0")
-    assert reasons == ["compute_capability=8.0 asked, supported: 9.0"]
+    assert reasons == ["requires compute capability 9.0; the device has 8.0"]
     assert "9.0" in fix
     for name, (status, _, reasons, _) in answers["cascade 9.0"][1].items():
         if name.startswith("acme_flash/"):

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
+from tests.command import WITHOUT_PLUGINS
+
 PLUGINS = Path(__file__).parent
 _BUILD = """
 import sys
@@ -70,7 +72,9 @@ class Workshop:
 
 def run(code: str, *sites: Path, home: Path, **environment: str) -> Any:
     """
-    Run code in a fresh Python that looks into these folders first; return what it printed last, read as JSON.
+    Run code in a fresh Python that looks into these folders first, and has none of the workspace's plugins.
+
+    Returns what it printed last, read as JSON.
 
     Args:
         code: The program.
@@ -81,7 +85,11 @@ def run(code: str, *sites: Path, home: Path, **environment: str) -> Any:
     program = home / "program.py"
     program.write_text(code, encoding="utf-8")
     outside = {name: value for name, value in os.environ.items() if not name.startswith("ATTNPLUG_")}
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, sites)), "XDG_CONFIG_HOME": str(home), "HOME": str(home)}
+    variables = {
+        "PYTHONPATH": os.pathsep.join(map(str, (*sites, WITHOUT_PLUGINS))),
+        "XDG_CONFIG_HOME": str(home),
+        "HOME": str(home),
+    }
     done = subprocess.run(
         [sys.executable, "-W", "error", str(program)],
         env={**outside, **variables, **environment},

@@ -1,4 +1,4 @@
-"""Sequences that are spread over two GPUs, which exchange through NCCL, on each kernel library that serves them."""
+"""Decode context parallelism over two GPUs, which exchange through NCCL, on each kernel library that serves them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host says about this rank's share is held against `Parallel`, before anything is written."""
+"""What a host says about this rank's share is compared with `Parallel`, before anything is written."""
 
 from __future__ import annotations
 

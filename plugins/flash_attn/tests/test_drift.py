@@ -2,7 +2,7 @@
 What the adapters call is what the libraries take: in the first and the last release that is allowed, and as installed.
 
 `CALLS` is what they call. Runs of all features on the fakes show that the list is right; the records in
-``signatures/``, by ``record_signatures.py``, and what is installed are held against it.
+``signatures/``, by ``record_signatures.py``, and what is installed are compared with it.
 """
 
 from __future__ import annotations

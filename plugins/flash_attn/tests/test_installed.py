@@ -46,14 +46,14 @@ pytestmark = [
 ]
 
 
-def standings(site: InstalledPlugin, libraries: Path | None = None) -> dict[str, str]:
+def availabilities(site: InstalledPlugin, libraries: Path | None = None) -> dict[str, str]:
     """Return what `attnplug list` says of each variant."""
     found = site.listed(libraries)
     assert found["distribution"] == "attnplug-flash-attn 0.1.0"
     return {v["id"].partition("/")[2]: v["availability"] for v in found["variants"]}
 
 
-def check_remedy(fix: Mapping[str, Any], variant: str) -> None:
+def check_fix(fix: Mapping[str, Any], variant: str) -> None:
     assert fix["install"] == ([] if variant in COMPILED else [NEEDS[variant]])
     assert COMPILED.get(variant, "") in fix["action"]
     assert bool(fix["action"]) is (variant in COMPILED)
@@ -80,11 +80,11 @@ def test_the_metadata_says_what_it_needs_and_offers(site: InstalledPlugin) -> No
 
 
 def test_without_a_library_torch_remains(site: InstalledPlugin) -> None:
-    assert standings(site) == {name: "missing_dependency" if name in NEEDS else "ready" for name in VARIANTS}
+    assert availabilities(site) == {name: "missing_dependency" if name in NEEDS else "ready" for name in VARIANTS}
 
 
 @pytest.mark.parametrize("variant", NEEDS)
-def test_without_its_library_the_remedy_of_a_variant_is_to_install_it(site: InstalledPlugin, variant: str) -> None:
+def test_without_its_library_the_fix_of_a_variant_is_to_install_it(site: InstalledPlugin, variant: str) -> None:
     explanation = site.explanation("cuda:9.0", "--backend", f"flash_attn/{variant}", status=1)
 
     (verdict,) = [v for v in explanation["verdicts"] if v["id"] == f"flash_attn/{variant}"]
@@ -92,7 +92,7 @@ def test_without_its_library_the_remedy_of_a_variant_is_to_install_it(site: Inst
     assert [(r["code"], r["supported"]) for r in verdict["reasons"]] == [
         ("missing", f"{NEEDS[variant]} is required and not installed")
     ]
-    check_remedy(verdict["fix"], variant)
+    check_fix(verdict["fix"], variant)
 
 
 def test_another_version_of_a_library_is_told_as_such(site: InstalledPlugin, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_another_version_of_a_library_is_told_as_such(site: InstalledPlugin, tmp
         (reason,) = verdicts[variant]["reasons"]
         there = old[needed.partition(" ")[0]]
         assert (reason["code"], reason["supported"]) == ("version", f"{needed} is required and {there} is installed")
-        check_remedy(verdicts[variant]["fix"], variant)
+        check_fix(verdicts[variant]["fix"], variant)
     assert explanation["chosen"] == "flash_attn/torch"
 
 
@@ -112,7 +112,7 @@ def test_flash_attention_4_alone_is_no_flash_attention_2(site: InstalledPlugin, 
     """`import flash_attn` would succeed with either; versions are those of distributions."""
     alone = site.libraries(tmp_path, {"flash-attn-4": "4.0.0b36"})
 
-    ready = [name for name, availability in standings(site, alone).items() if availability == "ready"]
+    ready = [name for name, availability in availabilities(site, alone).items() if availability == "ready"]
 
     assert ready == ["fa4", "torch"]
 
@@ -124,7 +124,7 @@ def test_with_every_library_each_device_has_its_own(site: InstalledPlugin, tmp_p
     def chosen(device: str, *words: str) -> str:
         return site.explanation(device, *words, libraries=everything)["chosen"]
 
-    assert set(standings(site, everything).values()) == {"ready"}
+    assert set(availabilities(site, everything).values()) == {"ready"}
     assert chosen("cuda:8.0", *sixteen) == "flash_attn/fa2_vllm"
     assert chosen("cuda:9.0", *sixteen) == "flash_attn/fa3_vllm"
     assert chosen("cuda:10.0", *sixteen) == "flash_attn/fa4"

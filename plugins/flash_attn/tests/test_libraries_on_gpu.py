@@ -42,7 +42,7 @@ def status_of(variant: str) -> str:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_here_is_offered_and_what_is_not_is_not(load_real, variant) -> None:
-    """Held against files and versions: how an import ends says nothing."""
+    """Files and versions decide: how an import ends says nothing."""
     if lacking(variant) is None:
         assert status_of(variant) in ("chosen", "eligible")
         assert load_real(ASKED, variant).variant == variant

@@ -1,4 +1,4 @@
-"""A profiling run takes the memory that a step takes: as much of it is held against steps that are measured."""
+"""A profiling run takes the memory that a step takes: as much of it is compared with steps that are measured."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """
-What the kernel libraries get wrong when they are asked in the wrong way, on a GPU, and held against the oracle.
+What the kernel libraries get wrong when they are asked in the wrong way, on a GPU, and compared with the oracle.
 
 The kit asks for every declared value as well. Here is what it cannot know: which kernels there are, where they change
 over, and what has been wrong in one of them.

@@ -1,4 +1,4 @@
-"""FlashAttention's own calls, as a host that knows one library alone writes them: the plugin is held against them."""
+"""FlashAttention's own calls, as a host that knows one library alone writes them: the plugin is compared with them."""
 
 from __future__ import annotations
 
