@@ -102,7 +102,7 @@ def test_doctor_finds_them_all(workshop: Workshop, tmp_path: Path) -> None:
 
     done = _attnplug(site, tmp_path, "doctor", "--load", "--json")
 
-    trials = {trial["id"]: trial for trial in json.loads(done.stdout)["trials"]}
+    trials = {trial["id"]: trial for trial in json.loads(done.stdout)["loading"]}
     assert done.returncode == 1
     assert trials["good/toy"]["status"] == "loaded"
     for name, (_, _, said) in FAILING.items():
@@ -216,7 +216,7 @@ def test_a_slow_probe_is_asked_once_a_load_and_its_time_is_told(workshop: Worksh
         site, tmp_path, "doctor", "--load", "--json", SLOW_PROBE="0.25", SLOW_PROBE_TRACE=str(trace)
     )  # fmt: skip
 
-    (trial,) = (trial for trial in json.loads(done.stdout)["trials"] if trial["id"] == "slow_probe/default")
+    (trial,) = (trial for trial in json.loads(done.stdout)["loading"] if trial["id"] == "slow_probe/default")
     assert trial["status"] == "loaded"
     took = re.fullmatch(r"in (\d+\.\d) s", trial["text"])
     assert took is not None
@@ -256,7 +256,7 @@ def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, 
 
     assert done.returncode == 1
     assert "importing its module wrote ['trace.txt']" in done.stdout
-    assert re.findall(r"^FAILED \S+::test_(\w+)", done.stdout, re.MULTILINE) == ["importing_leaves_no_trace"]
+    assert re.findall(r"^FAILED \S+::test_(\w+)", done.stdout, re.MULTILINE) == ["importing_has_no_side_effects"]
 
 
 def test_the_kit_says_why_a_plugin_that_is_there_cannot_be_tested(workshop: Workshop, tmp_path: Path) -> None:

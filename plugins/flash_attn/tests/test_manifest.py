@@ -381,7 +381,7 @@ def test_free_fields_are_agreed_on(variant: str, device: Device, size: int) -> N
 
 @pytest.mark.parametrize("attn_type", ["decoder", "encoder", "encoder_only"])
 def test_contiguous_keys_have_the_dtype_of_the_model(attn_type: str) -> None:
-    with pytest.raises(RequirementsError, match="only a paged cache has a dtype of its own"):
+    with pytest.raises(RequirementsError, match="only a paged KV cache has another dtype than the layer"):
         DENSE.evolve(attn_type=attn_type, kv_cache_dtype="fp8")
 
 
