@@ -182,8 +182,8 @@ def test_old_releases_of_flash_attention_4_lack_what_rules_say(site: InstalledPl
 
     assert [reason["because"] for reason in verdict["reasons"]] == [
         (
-            "before 4.0.0b36 the Blackwell kernel for head size 256 supports no logit soft-capping, and block tables of one"
-            " width only"
+            "before 4.0.0b36 the Blackwell kernel for head size 256 supports no logit soft-capping, and block tables"
+            " of one width only"
         )
     ]
 
