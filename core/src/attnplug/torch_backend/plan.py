@@ -66,8 +66,10 @@ class Rectangle:
     @classmethod
     def of(cls, segments: Sequence[Segment], least_keys: int = 1) -> Rectangle:
         """Return the rectangle of segments, with `least_keys` keys or more."""
-        rows, keys = max(one.rows for one in segments), max(one.keys for one in segments)
-        uniform = len(segments) == 1 or all(one.rows == rows and one.keys == keys for one in segments)
+        first = segments[0]
+        uniform = len(segments) == 1 or all(one.rows == first.rows and one.keys == first.keys for one in segments)
+        rows = first.rows if uniform else max(one.rows for one in segments)
+        keys = first.keys if uniform else max(one.keys for one in segments)
         return cls(segments, rows, max(keys, least_keys), uniform)
 
 

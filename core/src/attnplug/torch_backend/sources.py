@@ -181,10 +181,9 @@ class Sources:
         if self.codec is not None:
             return self._decode(self.codec, group, members, pages, sizes)
         memory = cast("Tensor", self.workspace)[: sum(sizes) * pages[0].itemsize].view(pages[0].dtype)
-        key_memory, value_memory = torch.split(memory, sizes)
         return (
-            source.gather(pages[0], keys, members, key_memory),
-            source.gather(pages[1], keys, members, value_memory),
+            source.gather(pages[0], keys, members, memory[: sizes[0]]),
+            source.gather(pages[1], keys, members, memory[sizes[0] :]),
         )
 
     def _call_rows(self) -> tuple[Tensor, Tensor]:
