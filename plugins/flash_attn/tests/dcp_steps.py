@@ -205,7 +205,7 @@ def run(rank: int, group: Any, step: DcpStep, mutant: str | None = None, *, repl
     per_key = 2 * step.kv_heads * step.head_size * torch_dtype(step.dtype).itemsize
     with dcp_mutants.active(mutant), pytest.MonkeyPatch.context() as patch:
         if step.max_packed_keys is not None:
-            patch.setattr(packing, "AT_ONCE", step.max_packed_keys * per_key)
+            patch.setattr(packing, "MAX_BYTES", step.max_packed_keys * per_key)
         return run_on(backend_of(step, replayed=replayed), rank, group, step, replayed=replayed)
 
 

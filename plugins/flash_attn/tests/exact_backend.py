@@ -154,8 +154,8 @@ def make_backend(requirements: Requirements, kernel_kind: str = "pages", cudagra
 
     Args:
         requirements: With a block size.
-        kernel_kind: What the kernels take: ``"pages"``, ``"cumulative"`` lengths with pages, keys that are
-            ``"packed"``, or pages with zeros for what is ``"padded"`` to the left, or rows by whole ``"tiles"``.
+        kernel_kind: The interface of the kernels: ``"pages"``, ``"cumulative"`` lengths with pages, ``"packed"`` keys,
+            pages with zero left padding (``"padded"``), or whole ``"tiles"``.
         cudagraph: The agreed graph level.
     """
     agreement = Agreement(

@@ -33,12 +33,12 @@ def test_there_has_to_be_a_group():
 
 
 def test_a_group_of_another_size_is_refused(group):
-    with pytest.raises(LimitsError, match=r"(?s)dcp_size=2 and dcp_rank=1 were given.*1 ranks.*rank 0 of it"):
+    with pytest.raises(LimitsError, match=r"(?s)dcp_size=2 and dcp_rank=1 were given.*1 ranks.*its rank 0"):
         Ranks(Parallel(dcp_size=2, dcp_rank=1, dcp_group=group), CPU)
 
 
 def test_a_group_that_goes_through_the_host_is_refused_for_a_device(group):
-    with pytest.raises(LimitsError, match=r"(?s)for a cuda device.*gloo moves tensors through the host"):
+    with pytest.raises(LimitsError, match=r"(?s)for a cuda device.*gloo copies tensors to the CPU"):
         Ranks(Parallel(dcp_group=group), torch.device("cuda"))
 
 

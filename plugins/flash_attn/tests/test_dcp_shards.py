@@ -43,20 +43,20 @@ def test_what_each_rank_holds_is_accepted(ranks, interleave, lens):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_lengths_of_other_runs_are_refused(rank):
     batch = batch_of(rank)
-    with pytest.raises(BatchError, match=r"(?s)dcp_local_seq_lens of .* request .*dealt runs of 1, holds") as refusal:
+    with pytest.raises(BatchError, match=r"(?s)dcp_local_seq_lens is .*with runs of 1 tokens, has") as refusal:
         check_local_shard(batch, evolve(parallel(rank), dcp_interleave=1), STEP.block_size)
     assert "num_local_tokens_per_dcp_rank" in str(refusal.value)
 
 
 def test_lengths_of_another_rank_are_refused():
-    with pytest.raises(BatchError, match="given for request 0 of 21 tokens"):
+    with pytest.raises(BatchError, match="for request 0 of 21 tokens"):
         check_local_shard(batch_of(0), parallel(1), STEP.block_size)
 
 
 def test_the_slot_of_another_rank_is_refused():
     batch = batch_of(1)  # the first request's new token is its 20th, which rank 1 holds; rank 0 does not
     taken = evolve(batch_of(0), slot_mapping=batch.slot_mapping, slot_mapping_cpu=batch.slot_mapping_cpu)
-    with pytest.raises(CacheError, match=r"(?s)token 0 has slot .*token 20 of its request.*does not hold"):
+    with pytest.raises(CacheError, match=r"(?s)token 0 has slot .*token 20 of its request.*does not have"):
         check_local_shard(evolve(taken), parallel(0), STEP.block_size)
 
 
@@ -65,7 +65,7 @@ def test_the_wrong_place_is_refused():
     place = int((batch.slot_mapping != PAD_SLOT_ID).int().argmax())
     slots = batch.slot_mapping.clone()
     slots[place] += 1
-    with pytest.raises(CacheError, match=rf"(?s)token {place} has slot {int(slots[place])}.*holds in slot"):
+    with pytest.raises(CacheError, match=rf"(?s)token {place} has slot {int(slots[place])}.*has in slot"):
         check_local_shard(evolve(batch, slot_mapping=slots, slot_mapping_cpu=slots), parallel(1), STEP.block_size)
 
 

@@ -163,7 +163,7 @@ def test_a_layer_that_shares_a_cache_refuses_metadata_of_rows(brings) -> None:
     metadata, query = harness.builder.build(harness.batch([3], [3])), torch.randn(3, 4, 64).bfloat16()
     keys = torch.randn(3, 2, 64).bfloat16() if brings else None
 
-    with pytest.raises(LayerError, match="run on metadata of prompts"):
+    with pytest.raises(LayerError, match="ran with metadata of prefills"):
         stranger.forward(query, keys, keys, harness.backend.make_cache(4), metadata, query.flatten(1))
 
 

@@ -23,7 +23,7 @@ LENS = ([1, 1, 1, 7, 20, 3], [60, 90, 2, 90, 33, 3])
 @pytest.fixture
 def keys_at_once(monkeypatch):
     """Return what sets for how many keys there is room."""
-    return lambda keys: monkeypatch.setattr(packing, "AT_ONCE", keys * PER_KEY)
+    return lambda keys: monkeypatch.setattr(packing, "MAX_BYTES", keys * PER_KEY)
 
 
 class Small(Harness):

@@ -156,7 +156,7 @@ def test_an_empty_namespace_is_no_flash_attention_2(machine: Machine) -> None:
 def test_metadata_without_a_package_is_no_flash_attention_2(machine: Machine) -> None:
     machine.distribution("flash-attn", "2.8.3")
 
-    assert "flash-attn 2.8.3 is installed, and there is no package flash_attn" in machine.reason(agreed("fa2"))
+    assert "flash-attn 2.8.3 is installed, but there is no package flash_attn" in machine.reason(agreed("fa2"))
 
 
 def test_flash_attention_2_without_its_kernels_is_refused(machine: Machine) -> None:
@@ -164,7 +164,8 @@ def test_flash_attention_2_without_its_kernels_is_refused(machine: Machine) -> N
     (machine.site / "flash_attn_2_cuda.py").unlink()
 
     assert machine.reason(agreed("fa2")).startswith(
-        "flash-attn | flash-attn 2.8.3 comes without kernels: no flash_attn_2_cuda: install a wheel for this torch and"
+        "flash-attn | flash-attn 2.8.3 is installed without kernels: there is no flash_attn_2_cuda: "
+        "install a wheel for this torch and"
     )
 
 
@@ -182,8 +183,8 @@ def test_a_folder_cute_that_was_installed_later_is_not_flash_attention_4(machine
     file.write_text("raise AssertionError('that of flash-attn')", encoding="utf-8")
 
     assert machine.reason(agreed("fa4")) == (
-        f"flash-attn-4 | flash-attn-4 4.0.0b36 is installed, but {file} is another's: that of flash-attn, "
-        "installed later: pip install --force-reinstall --no-deps flash-attn-4==4.0.0b36"
+        f"flash-attn-4 | flash-attn-4 4.0.0b36 is installed, but flash-attn, installed later, has overwritten "
+        f"{file}: pip install --force-reinstall --no-deps flash-attn-4==4.0.0b36"
     )
     assert machine.probe(agreed("fa2")) is None
 
@@ -192,7 +193,7 @@ def test_what_uninstalling_the_other_one_took_away_is_missed(machine: Machine) -
     file = machine.fa4()
     file.unlink()
 
-    assert f"flash-attn-4 4.0.0b36 is installed, but {file} is gone" in machine.reason(agreed("fa4"))
+    assert f"flash-attn-4 4.0.0b36 is installed, but {file} does not exist" in machine.reason(agreed("fa4"))
 
 
 def test_a_package_that_comes_first_on_the_path_hides_flash_attention_4(machine: Machine) -> None:
@@ -201,8 +202,8 @@ def test_a_package_that_comes_first_on_the_path_hides_flash_attention_4(machine:
     first = machine.root / "first"
 
     assert machine.reason(agreed("fa4"), first) == (
-        f"flash-attn-4 | flash-attn-4 4.0.0b36 lies in {machine.site}, and import flash_attn finds "
-        f"{first / 'flash_attn'}: install both into one folder, or one of them only"
+        f"flash-attn-4 | flash-attn-4 4.0.0b36 is in {machine.site}, but import flash_attn finds "
+        f"{first / 'flash_attn'}: install both into one folder, or only one of them"
     )
 
 
@@ -258,7 +259,7 @@ def test_what_was_compiled_out_is_refused_where_it_is_needed(
     name = f"FLASH_ATTENTION_DISABLE_{flag}"
 
     assert machine.reason(agreed("fa3", **needing), code="probe") == (
-        f"flash-attn-3 | this flash-attn-3 was compiled with {name}: compile it without {name}"
+        f"flash-attn-3 | this flash-attn-3 is compiled with {name}: compile it without {name}"
     )
     assert machine.probe(agreed("fa3", **without)) is None
 
@@ -276,7 +277,7 @@ def test_heads_run_the_kernels_of_the_next_size_that_there_is(machine: Machine) 
 
     assert machine.probe(agreed("fa3", head_size=64)) is None
     assert machine.reason(agreed("fa3", head_size=160), code="probe") == (
-        "flash-attn-3 | this flash-attn-3 was compiled without kernels for heads of 160: "
+        "flash-attn-3 | this flash-attn-3 is compiled without kernels for head size 160: "
         "compile it without FLASH_ATTENTION_DISABLE_HDIM192"
     )
 
@@ -298,9 +299,9 @@ def test_a_configuration_without_flags_leaves_nothing_out(machine: Machine) -> N
 def test_metadata_alone_is_no_flash_attention_3(machine: Machine) -> None:
     machine.distribution("flash-attn-3", "3.0.0")
 
-    assert "and there is no module flash_attn_interface" in machine.reason(agreed("fa3"))
+    assert "but there is no module flash_attn_interface" in machine.reason(agreed("fa3"))
     machine.write("site/flash_attn_interface.py")
-    assert "flash-attn-3 comes without kernels: no flash_attn_3/_C" in machine.reason(agreed("fa3"))
+    assert "flash-attn-3 is installed without kernels: there is no flash_attn_3/_C" in machine.reason(agreed("fa3"))
 
 
 def test_the_features_of_an_agreement() -> None:
@@ -319,7 +320,7 @@ def test_a_wheel_of_vllm_without_the_op_library_is_refused(machine: Machine, var
     machine.vllm("_C")
 
     assert machine.reason(agreed(variant)) == (
-        f"vllm | vllm 0.24.0 has no {library} in vllm/vllm_flash_attn: install the wheel of vLLM that is built for CUDA"
+        f"vllm | vllm 0.24.0 has no {library} in vllm/vllm_flash_attn: install a CUDA build of vLLM"
     )
 
 
@@ -331,8 +332,8 @@ def test_an_op_that_lacks_an_argument_is_refused_by_its_name(machine: Machine) -
     )
 
     assert machine.reason(agreed("fa3_vllm")) == (
-        "vllm | fwd of _vllm_fa3_C in vllm 0.24.0 takes other arguments than are known here: "
-        "install another release of vLLM, or one of this plugin"
+        "vllm | fwd of _vllm_fa3_C in vllm 0.24.0 has an unsupported signature: "
+        "install another release of vLLM or of this plugin"
     )
 
 

@@ -29,7 +29,7 @@ CASE = Case(
 
 def blind(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     """Let an adapter take no page for one that is loaded by whole tiles."""
-    monkeypatch.setattr(module_of(variant), "may_be_whole_tiles", lambda _: False)
+    monkeypatch.setattr(module_of(variant), "may_load_whole_tiles", lambda _: False)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""The backend, the same for all variants: they differ in their kernel library."""
+"""The backend: one class for all variants, which differ in their kernel library."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from attnplug.contract import GraphShape, Limits
     from attnplug_flash_attn.kernels.interface import Kernels
 
-_WITH_LAYERS = {"NHD": (2, 0, 1, 3, 4, 5), "HND": (2, 4, 0, 1, 3, 5)}
+_LAYER_STRIDE_ORDERS = {"NHD": (2, 0, 1, 3, 4, 5), "HND": (2, 4, 0, 1, 3, 5)}
 
 
 class FlashAttentionBackend(Backend):
-    """FlashAttention over a paged cache, or over keys and values that come with the call."""
+    """FlashAttention with a paged KV cache, or with contiguous (non-paged) K/V."""
 
     impl_class = FlashAttentionImpl
     builder_class = FlashAttentionBuilder
@@ -32,12 +32,12 @@ class FlashAttentionBackend(Backend):
 
     @cached_property
     def kernels(self) -> Kernels:
-        """The kernel library of the variant, imported with the first use."""
+        """The kernel library of the variant, imported at its first use."""
         return kernels_of(self.variant)(self.agreement)
 
     def cache_tensors(self, num_blocks: int) -> dict[str, CacheTensor]:
-        """Return the contract's tensors. Where a host keeps all layers in one, a block holds those of all layers."""
-        order = _WITH_LAYERS[self.agreement.kv_layout or "NHD"]
+        """Return the contract's tensors. A host may keep all layers in one tensor: then a block holds all layers."""
+        order = _LAYER_STRIDE_ORDERS[self.agreement.kv_layout or "NHD"]
         tensors = super().cache_tensors(num_blocks)
         return {
             role: evolve(tensor, layer_stride_order=order) if role == "kv" else tensor
@@ -45,14 +45,12 @@ class FlashAttentionBackend(Backend):
         }
 
     def workspace_bytes(self, limits: Limits) -> int:
-        """Return the size of the memory into which pages are packed for a library that reads none."""
-        return (
-            workspace_bytes(self.agreement, limits)
-            if self.agreement.requirements.paged and not self.kernels.paged
-            else 0
-        )
+        """Return the size of the buffer into which pages are packed for a library without paged kernels."""
+        if not self.agreement.requirements.paged or self.kernels.paged:
+            return 0
+        return workspace_bytes(self.agreement, limits)
 
     def warmup(self, shapes: Sequence[GraphShape]) -> None:
-        """Run one tiny step of each kind: what is compiled at first use is compiled then."""
+        """Run a small step of each kind, which compiles the kernels that are compiled at first use."""
         if shapes:
             run_each_pass(self)

@@ -1,4 +1,4 @@
-"""Turns a batch into plans."""
+"""Plans the kernel calls of each step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from attrs import evolve
 
 from attnplug.contract import MetadataBuilder
 from attnplug_flash_attn import dcp
-from attnplug_flash_attn.cascade import behind_prefix, prefix_rows
+from attnplug_flash_attn.cascade import after_prefix, prefix_rows
 from attnplug_flash_attn.collectives import Ranks
 from attnplug_flash_attn.kernels.interface import VarlenCall
 from attnplug_flash_attn.packing import packed, rows_of_shard
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 class FlashAttentionBuilder(MetadataBuilder):
     """
-    Makes one `Plan` per step, and a schedule for each plan key where the library has such a thing.
+    Makes one `Plan` per step, and a schedule per plan key if the library has schedules.
 
-    Decodes and prefills are calls of their own: their rows are tiled in other ways.
+    Decodes and prefills are separate calls, since kernels tile their rows differently.
     """
 
     supports_graphs = True
@@ -44,10 +44,11 @@ class FlashAttentionBuilder(MetadataBuilder):
         self._is_cross = required.attn_type == "encoder_decoder"
         self._block_size = self.agreement.block_size or 1
         self._schedules = Schedules(self, self._kernels)
-        # Graphs read it where it is: a slot keeps the builders that were captured, and nobody writes it.
+        # Graphs read it in place: they keep their builder alive, and nothing writes it.
         self._leftpad = leftpad_of(self._kernels, self.limits.max_num_reqs, state.device)
-        # Chunks of a prompt read pages, and pages and rows are tiled in other ways: never where results may not differ.
-        self._uses_rows = (
+        # Chunked prefill reads pages, and kernels tile pages and rows differently. So prefills read the new K/V of the
+        # call only if their results may depend on the chunks.
+        self._reads_new_kv = (
             required.dtype == self.agreement.kv_cache_dtype
             and required.seq_lens_cpu_kind == "exact"
             and not (self._is_cross or self.batch_invariant)
@@ -58,15 +59,15 @@ class FlashAttentionBuilder(MetadataBuilder):
         self._params = {key: group[0].params for key, group in groups.items()}
 
     def plan_batch(self, batch: Batch, split: BatchSplit, *, fast: bool, graph: GraphBuffers | None) -> dict[str, Any]:
-        """Return the passes of the step, with a schedule for each plan key unless the build is to be fast."""
+        """Return the passes of the step, with a schedule for each plan key unless the build is fast."""
         plan = self._plan(batch, split, graph)
-        if not self._kernels.schedules or (fast and graph is None):  # a graph keeps reading what it was captured with
+        if not self._kernels.schedules or (fast and graph is None):  # a captured graph always reads its schedule
             return {"plans": dict.fromkeys(self._params, plan)}
         add = self._schedules.add
         return {"plans": {key: add(plan, key, params, graph) for key, params in self._params.items()}}
 
     def replan_block_table(self, metadata: Metadata, batch: Batch, split: BatchSplit) -> dict[str, Any]:
-        """Keep the schedules, which follow from the lengths; those of other builders may be for other layers."""
+        """Keep the schedules, which depend on lengths only. Those of another builder may be for other layers."""
         plan = self._plan(batch, split, None)
         plans = {
             key: carried_over(plan, metadata.plans[key])
@@ -82,7 +83,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         if not self._is_paged:
             return Plan(prefill=self._dense(batch, splits))
         if self._ranks is not None:
-            return self._sharded(batch, self._ranks, splits, graph)
+            return self._dcp(batch, self._ranks, splits, graph)
         prefix = None
         if batch.common_prefix_len:
             prefix = self._paged(prefix_rows(batch, self._block_size), splits, graph, "prefix")
@@ -97,11 +98,11 @@ class FlashAttentionBuilder(MetadataBuilder):
     ) -> KernelPass | None:
         if phase is None:
             return None
-        if name == "prefill" and graph is None and self._uses_rows and _starts_sequences(phase):
+        if name == "prefill" and graph is None and self._reads_new_kv and _starts_sequences(phase):
             return self._new_kv_pass(phase, splits, causal=batch.causal)
         rows = self._rows(phase, causal=batch.causal)
         if batch.common_prefix_len:
-            rows = behind_prefix(rows, batch.common_prefix_len, self._block_size)
+            rows = after_prefix(rows, batch.common_prefix_len, self._block_size)
         return self._paged(rows, splits, graph, name)
 
     def _rows(self, phase: Phase, *, causal: bool) -> Rows:
@@ -123,7 +124,7 @@ class FlashAttentionBuilder(MetadataBuilder):
         )
 
     def _new_kv_pass(self, phase: Phase, splits: int, *, causal: bool) -> KernelPass:
-        """Rows are read faster than pages, and need not be packed."""
+        """Return the pass over the new K/V of the call, which are faster to read than pages and need no packing."""
         call = VarlenCall(
             cu_seqlens_q=phase.query_start_loc,
             max_seqlen_q=phase.max_query_len,
@@ -135,38 +136,38 @@ class FlashAttentionBuilder(MetadataBuilder):
         return KernelPass(call, phase.first_token, phase.first_token + phase.num_tokens, reads_new_kv=True)
 
     def _paged(self, rows: Rows, splits: int, graph: GraphBuffers | None, name: str) -> KernelPass:
-        call = self._bounded(call_of(rows, splits), name)
+        call = self._with_fixed_sizes(call_of(rows, splits), name)
         if not self._kernels.paged:
             return packed(rows, call, self.state.workspace, self.agreement)
-        return KernelPass(self._taken(call, graph, name), rows.first, rows.last)
+        return KernelPass(self._adapted(call, graph, name), rows.first, rows.last)
 
-    def _taken(self, call: VarlenCall, graph: GraphBuffers | None, name: str) -> VarlenCall:
+    def _adapted(self, call: VarlenCall, graph: GraphBuffers | None, name: str) -> VarlenCall:
         return adapted(
             call, self._kernels, self._leftpad, lambda kind, tensor: self.persist(graph, (name, kind), tensor)
         )
 
-    def _bounded(self, call: VarlenCall, name: str) -> VarlenCall:
-        """Libraries choose tiles by the longest query and the most keys: all batches have the same ones if need be."""
+    def _with_fixed_sizes(self, call: VarlenCall, name: str) -> VarlenCall:
+        """Fix the maximum lengths for batch invariance, since libraries choose tiles by them."""
         if not self.batch_invariant:
             return call
         decodes = self.agreement.requirements.decode_query_len
         longest = decodes if name == "decode" else self.limits.max_num_tokens
         return evolve(call, max_seqlen_q=longest, max_seqlen_k=self.limits.max_seq_len)
 
-    def _sharded(self, batch: Batch, ranks: Ranks, splits: int, graph: GraphBuffers | None) -> Plan:
-        """Shared prefixes are attended like all else here."""
-        found = dcp.passes(self, batch, ranks, num_splits=splits, graph=graph)
-        found = evolve(found, new=self._bounded(found.new, "new"))
-        if found.context is None:
-            return Plan(dcp=found)
-        context = self._bounded(found.context, "context")
+    def _dcp(self, batch: Batch, ranks: Ranks, splits: int, graph: GraphBuffers | None) -> Plan:
+        """Return the passes of a rank. A shared prefix is not treated separately."""
+        plan = dcp.passes(self, batch, ranks, num_splits=splits, graph=graph)
+        plan = evolve(plan, new=self._with_fixed_sizes(plan.new, "new"))
+        if plan.context is None:
+            return Plan(dcp=plan)
+        context = self._with_fixed_sizes(plan.context, "context")
         if self._kernels.paged:
-            return Plan(dcp=evolve(found, context=self._taken(context, graph, "context")))
-        packed_context = packed(rows_of_shard(batch, found.context), context, self.state.workspace, self.agreement)
-        return Plan(dcp=evolve(found, context=context), packed_context=packed_context)
+            return Plan(dcp=evolve(plan, context=self._adapted(context, graph, "context")))
+        packed_context = packed(rows_of_shard(batch, plan.context), context, self.state.workspace, self.agreement)
+        return Plan(dcp=evolve(plan, context=context), packed_context=packed_context)
 
     def _dense(self, batch: Batch, splits: int) -> KernelPass:
-        """Keys come with the call, one request behind the other."""
+        """Return the pass over contiguous K/V, one request after another."""
         call = VarlenCall(
             cu_seqlens_q=batch.query_start_loc,
             max_seqlen_q=batch.max_query_len,
@@ -175,10 +176,10 @@ class FlashAttentionBuilder(MetadataBuilder):
             causal=batch.causal,
             num_splits=splits,
         )
-        return KernelPass(self._bounded(call, "prefill"), 0, batch.num_actual_tokens)
+        return KernelPass(self._with_fixed_sizes(call, "prefill"), 0, batch.num_actual_tokens)
 
 
 def _starts_sequences(phase: Phase) -> bool:
-    """Whether no request has keys from before this step."""
+    """Whether no request has cached keys before this step."""
     starts, lens = phase.query_start_loc_cpu, phase.seq_lens_cpu
     return lens is not None and phase.max_query_len == phase.max_seq_len and torch.equal(starts.diff(), lens)

@@ -1,4 +1,4 @@
-"""A prefix that all requests share: attended once for all rows, and merged with what each request has of its own."""
+"""Cascade attention: all rows attend once to the shared prefix, and its result is merged with that of the rest."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ if TYPE_CHECKING:
 
 def prefix_rows(batch: Batch, block_size: int) -> Rows:
     """
-    Return all rows of a batch as one request, over the keys that all requests share.
+    Return all rows of a batch as one request, over the shared prefix.
 
-    Every key of the prefix comes before every row, so that nothing is masked.
+    All keys of the prefix precede all rows, so that the pass needs no mask.
 
     Args:
         batch: A checked batch with a shared prefix.
         block_size: Slots per block.
     """
     length, count = batch.common_prefix_len, batch.num_actual_tokens
-    host = torch.tensor([0, count, length], dtype=torch.int32)
-    numbers = upload(host, batch.seq_lens.device)
+    on_cpu = torch.tensor([0, count, length], dtype=torch.int32)
+    numbers = upload(on_cpu, batch.seq_lens.device)
     return Rows(
         first=0,
         last=count,
         starts=numbers[:2],
-        starts_cpu=host[:2],
+        starts_cpu=on_cpu[:2],
         longest_query=count,
         lens=numbers[2:],
-        lens_cpu=host[2:],
+        lens_cpu=on_cpu[2:],
         longest=length,
         table=shared_prefix_blocks(batch, block_size),
         causal=False,
     )
 
 
-def behind_prefix(rows: Rows, length: int, block_size: int) -> Rows:
+def after_prefix(rows: Rows, length: int, block_size: int) -> Rows:
     """
-    Return requests with the keys that they have of their own.
+    Return requests with the keys after the shared prefix.
 
     Args:
         rows: Requests with all their keys. Padded ones may have fewer than the prefix.
-        length: Keys that the others share.
+        length: The number of shared keys.
         block_size: Slots per block.
     """
     return evolve(

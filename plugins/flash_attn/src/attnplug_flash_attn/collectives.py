@@ -1,4 +1,4 @@
-"""What ranks say to each other, through torch.distributed: the one place that knows its backends and its releases."""
+"""Collectives of the ranks, through torch.distributed. Differences between its backends and releases stay here."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ if TYPE_CHECKING:
     from attnplug.contract import Parallel
 
 _WITHOUT_REDUCE_SCATTER: Final = frozenset({"gloo", "mpi"})
-"""Backends that do not reduce and scatter in every torch this plugin allows, or do it as a whole reduction."""
+"""Backends whose reduce-scatter is missing in some supported releases of torch, or is a whole all-reduce."""
 
-_THROUGH_THE_HOST: Final = frozenset({"gloo", "mpi"})
-"""Backends that bring a device's tensors to the host, and let the host wait for the device."""
+_SYNCHRONIZING: Final = frozenset({"gloo", "mpi"})
+"""Backends that copy device tensors to the CPU, and so synchronize."""
 
 
 class Ranks:
     """
-    The ranks that share each sequence. Every rank has to make the same calls in the same order.
+    The ranks that share each sequence. All ranks make the same calls in the same order.
 
     Args:
         parallel: Sizes, and the process group.
-        device: Where the tensors of all calls live.
+        device: The device of all tensors.
 
     Raises:
-        LimitsError: There is no group, it is another one than the sizes say, or it does not serve the device.
+        LimitsError: The process group is missing, contradicts the sizes, or does not support the device.
 
     Attributes:
-        size: Ranks.
-        rank: This one.
+        size: The number of ranks.
+        rank: The index of this rank.
     """
 
     def __init__(self, parallel: Parallel, device: torch.device) -> None:
@@ -47,7 +47,7 @@ class Ranks:
         Return the tensors of all ranks, ``(size, *shape)``.
 
         Args:
-            tensor: Of one shape and dtype on all ranks. Any dtype: bytes are moved.
+            tensor: Of the same shape and dtype on all ranks. Any dtype, since it is sent as bytes.
         """
         mine = tensor.contiguous().view(-1).view(torch.uint8)
         found = mine.new_empty(self.size * mine.shape[0])
@@ -56,12 +56,12 @@ class Ranks:
 
     def reduce_scatter(self, parts: Tensor, *, in_order: bool = False) -> Tensor:
         """
-        Return the sum over all ranks of what they have for this one, ``(...)``.
+        Return the sum of all ranks' parts for this rank, ``(...)``.
 
         Args:
-            parts: ``(size, ...)`` contiguous: what this rank has for each.
-            in_order: Whether the ranks' parts are added in the order of the ranks, whatever else is in the tensor.
-                Libraries choose the order by the size of the message.
+            parts: ``(size, ...)`` contiguous, this rank's part for each rank.
+            in_order: Whether parts are added in the order of the ranks. Libraries choose the order by message size, so
+                that it depends on the whole batch.
         """
         if in_order or not self._reduces:
             return self._exchange(parts)
@@ -70,7 +70,7 @@ class Ranks:
         return found
 
     def _exchange(self, parts: Tensor) -> Tensor:
-        """Send each rank its part, and add up here: as many bytes as a ring sends that reduces and scatters."""
+        """Send each rank its part, and sum here. It sends as many bytes as a ring reduce-scatter."""
         found = torch.empty_like(parts)
         dist.all_to_all_single(found, parts, group=self._group)
         total = found[0]
@@ -79,9 +79,9 @@ class Ranks:
         return total
 
 
-def _call(name: str, before: str) -> Any:
-    """Return a function of torch.distributed by its name of today, or by that of earlier releases."""
-    return getattr(dist, name, None) or getattr(dist, before)
+def _call(name: str, former_name: str) -> Any:
+    """Return a function of torch.distributed by its current name, or by that of earlier releases."""
+    return getattr(dist, name, None) or getattr(dist, former_name)
 
 
 def _checked(parallel: Parallel) -> dist.ProcessGroup:
@@ -89,35 +89,35 @@ def _checked(parallel: Parallel) -> dist.ProcessGroup:
     if not isinstance(group, dist.ProcessGroup):
         _refuse(
             f"dcp_group={group!r} was given with dcp_size={size}",
-            "ranks that share a sequence exchange queries and sums through a process group of torch that they are in",
+            "ranks that share a sequence communicate through a torch process group that contains them",
         )
     found = (dist.get_world_size(group), dist.get_rank(group))
     if found != (size, parallel.dcp_rank):
         _refuse(
             f"dcp_size={size} and dcp_rank={parallel.dcp_rank} were given",
-            f"the process group given as dcp_group has {found[0]} ranks, and this process is rank {found[1]} of it",
+            f"dcp_group has {found[0]} ranks, and this process is its rank {found[1]}",
         )
     return group
 
 
 def _backend_of(group: dist.ProcessGroup, device_type: str) -> str:
-    """Return the group's backend for a device: groups may have one for each."""
+    """Return the group's backend for a device type; a group may have several backends."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     backends = {device: backend for device, _, backend in pairs}
     backend = backends.get(device_type)
-    if backend is None or (device_type != "cpu" and backend in _THROUGH_THE_HOST):
+    if backend is None or (device_type != "cpu" and backend in _SYNCHRONIZING):
         _refuse(
             f"a dcp_group with the backends {dist.get_backend_config(group)} was given for a {device_type} device",
             f"it has no backend for {device_type}"
             if backend is None
-            else f"{backend} moves tensors through the host, which waits for the device in each layer",
+            else f"{backend} copies tensors to the CPU, and so synchronizes in each layer",
         )
     return backend
 
 
-def _refuse(given: str, expected: str) -> NoReturn:
+def _refuse(problem: str, expected: str) -> NoReturn:
     raise LimitsError(
-        given,
+        problem,
         expected,
-        "pass the result of torch.distributed.new_group(ranks), of NCCL on NVIDIA GPUs, as dcp_group of Parallel",
+        "pass torch.distributed.new_group(ranks), with NCCL on NVIDIA GPUs, as dcp_group of Parallel",
     )

@@ -1,12 +1,11 @@
 """
-Decode context parallelism: the cached tokens of each sequence are spread over ranks that share its KV heads.
+Decode context parallelism (DCP): the cached tokens of each sequence are distributed over ranks with the same KV heads.
 
-Each rank has query heads of its own, the same KV heads as the others, and pages for its share of the tokens (`shares`).
-Two passes over the same rows: the cached tokens, which this rank attends for the query heads of all ranks and as far as
-it holds them, and the new tokens, which come with the call and which each rank attends for its own heads. A key of the
-first pass lies before all of the rows whatever its place among the rank's keys, so that no mask is needed there; it is
-also why windows, chunks and ALiBi cannot be served. The sink is in the second pass alone: in the first each rank would
-count it.
+Each rank has its own query heads, and pages for its shard of the tokens (`dcp_shards`). Two passes run over the same
+rows. The context pass attends to the cached tokens of this rank, for the query heads of all ranks. The other pass
+attends to the new tokens, with the K/V of the call, for this rank's query heads. All keys of the context pass precede
+all rows, so that it needs no mask. Their positions are not known to the kernels, which excludes windows, chunks and
+ALiBi. The sink is in the pass over new tokens only, since each rank would count it in the context pass.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from attnplug_flash_attn.collectives import Ranks
 
     class Run(Protocol):
-        """Attends the keys of a call: `Kernels.attend`, or what packs pages first."""
+        """Attends to the keys of a call: `Kernels.attend`, or a method that packs pages first."""
 
         def __call__(  # noqa: D102
             self,
@@ -47,17 +46,17 @@ if TYPE_CHECKING:
 @frozen(eq=False, kw_only=True)
 class DcpPlan:
     """
-    The passes of a step whose sequences are spread over ranks.
+    The passes of a step with decode context parallelism.
 
     Attributes:
-        num_tokens: Rows of the step, from the first one on.
-        new: Of the new tokens.
-        context: Of the cached tokens that this rank holds; None where it holds none.
-        has_context: Whether any rank holds some. All ranks know it alike, and exchange then, also those that hold none.
-        ranks: Who they are.
-        in_order: Whether sums over ranks may not depend on what else is in the step.
-        beyond: ``(num_tokens,)`` bool, in a graph: which rows belong to no request. Kernels that load keys tile by tile
-            read the values there with the weight 0, and 0 * NaN is NaN. None elsewhere: there are no such rows.
+        num_tokens: The rows of the step, which are the first ones.
+        new: The pass over the new tokens.
+        context: The pass over this rank's cached tokens; None if it has none.
+        has_context: Whether any rank has cached tokens. It is equal on all ranks, since all communicate then.
+        ranks: The ranks.
+        in_order: Whether sums over ranks may not depend on the rest of the batch.
+        is_padding: ``(num_tokens,)`` bool in a graph: the rows that belong to no request. Kernels that load whole tiles
+            multiply the values there by 0, and 0 * NaN is NaN. None in eager steps, which have no such rows.
     """
 
     num_tokens: int
@@ -69,7 +68,7 @@ class DcpPlan:
     is_padding: Tensor | None = None
 
     def values(self, value: Tensor) -> Tensor:
-        """Return the values of the new tokens, with zeros in rows that belong to no request."""
+        """Return the values of the new tokens, with zeros in padding rows."""
         if self.is_padding is None:
             return value
         return value[: self.num_tokens].masked_fill(self.is_padding.view(-1, 1, 1), 0.0)
@@ -79,18 +78,18 @@ def passes(
     builder: MetadataBuilder, batch: Batch, ranks: Ranks, *, num_splits: int, graph: GraphBuffers | None
 ) -> DcpPlan:
     """
-    Return the passes of a batch, without schedules. Nothing waits for the device.
+    Return the passes of a batch, without schedules and without synchronization.
 
     Args:
-        builder: Whose ranks, agreement and slots they are.
+        builder: The builder of the step.
         batch: A checked batch.
-        ranks: Of the builder's `Parallel`; made once.
-        num_splits: `Call.num_splits` of both passes.
-        graph: The graph that is built into; None runs eagerly.
+        ranks: The ranks of the builder's `Parallel`.
+        num_splits: `VarlenCall.num_splits` of both passes.
+        graph: The graph of the build; None for eager steps.
 
     Raises:
-        BatchError: The host counts another share for this rank than `Parallel` says.
-        CacheError: A token has a slot that is not its place on this rank.
+        BatchError: The batch's local lengths differ from those of `Parallel`.
+        CacheError: A token has another slot than on this rank.
     """
     new = VarlenCall(
         cu_seqlens_q=batch.query_start_loc,
@@ -100,9 +99,9 @@ def passes(
         causal=batch.causal,
         num_splits=num_splits,
     )
-    cached, held = _counted(builder, batch)
-    is_known = held is not None and graph is None  # what a graph runs serves all lengths to come
-    longest = int(held.amax()) if held is not None and is_known else _bound(builder, batch)
+    cached, local = _context_lens(builder, batch)
+    is_known = local is not None and graph is None  # a graph is captured for all later lengths
+    longest = int(local.amax()) if local is not None and is_known else _max_local_len(builder, batch)
     return DcpPlan(
         num_tokens=batch.num_actual_tokens,
         new=new,
@@ -119,8 +118,8 @@ def _is_padding(batch: Batch) -> Tensor:
     return torch.arange(batch.num_actual_tokens, dtype=torch.int32, device=starts.device) >= starts[-1]
 
 
-def _counted(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None]:
-    """Return the most cached tokens of a request, and what this rank holds of each request's; None if not known."""
+def _context_lens(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None]:
+    """Return the maximum number of cached tokens, and this rank's number per request; None if not known on the CPU."""
     lens, starts = batch.seq_lens_cpu, batch.query_start_loc_cpu
     if builder.agreement.requirements.seq_lens_cpu_kind != "exact" or lens is None or starts is None:
         return 0, None
@@ -129,10 +128,10 @@ def _counted(builder: MetadataBuilder, batch: Batch) -> tuple[int, Tensor | None
     return int(cached.amax()), local_lens(cached, builder.parallel)
 
 
-def _bound(builder: MetadataBuilder, batch: Batch) -> int:
-    """Return at least what this rank holds of any request."""
+def _max_local_len(builder: MetadataBuilder, batch: Batch) -> int:
+    """Return an upper bound of this rank's tokens of a request."""
     parallel, table = builder.parallel, batch.block_table
-    assert table is not None  # noqa: S101 - sequences that are spread are paged
+    assert table is not None  # noqa: S101 - DCP requires pages
     bound = max_local_tokens_per_dcp_rank(batch.max_seq_len, parallel.dcp_size, parallel.dcp_interleave)
     return min(bound, table.shape[1] * (builder.agreement.block_size or 1))
 
@@ -163,17 +162,17 @@ def attend(
     params: LayerParams,
 ) -> None:
     """
-    Attend, and write the result of this rank's query heads into the first rows of `output` and `lse`.
+    Attend, and write the result for this rank's query heads into the first rows of `output` and `lse`.
 
     Args:
-        plan: Of the step; all ranks have the same but for their shares.
-        query: ``(tokens, q_heads, head_size)``: this rank's heads.
-        new: K/V of the new tokens, ``(tokens, kv_heads, size)``, as the cache would give them back.
-        pages: K/V of this rank's share, as `run` takes them.
+        plan: The passes of the step. They differ between ranks in the cached tokens only.
+        query: ``(tokens, q_heads, head_size)``, this rank's heads.
+        new: K/V of the new tokens, ``(tokens, kv_heads, size)``, in the dtype of the KV cache.
+        pages: K/V of this rank's cached tokens, in the form that `run` reads.
         output: ``(tokens, q_heads, head_size_v)``.
         lse: ``(tokens, q_heads)`` float32, or None.
-        run: Attends the keys of one call.
-        params: The layer's.
+        run: Attends to the keys of one call.
+        params: The parameters of the layer.
     """
     rows = slice(plan.num_tokens)
     query, output, lse = query[rows], output[rows], None if lse is None else lse[rows]
@@ -193,42 +192,42 @@ def attend(
 def _attend_context(
     plan: DcpPlan, query: Tensor, pages: tuple[Any, Any], like: Tensor, kv_heads: int, run: Run, params: LayerParams
 ) -> tuple[Tensor, Tensor]:
-    """Return this rank's heads over the cached tokens of all ranks: float32, and its LSE."""
-    every = gather_heads(plan.ranks.all_gather(query), kv_heads)
-    out, sums = like.new_empty((*every.shape[:2], like.shape[2])), _empty_lse(every)
+    """Return the float32 output and the LSE of this rank's heads over the cached tokens of all ranks."""
+    all_heads = gather_heads(plan.ranks.all_gather(query), kv_heads)
+    out, sums = like.new_empty((*all_heads.shape[:2], like.shape[2])), _empty_lse(all_heads)
     if plan.context is None:
         sums.fill_(-torch.inf)
     else:
-        run(every, *pages, out, plan.context, params if params.sinks is None else evolve(params, sinks=None), sums)
+        run(all_heads, *pages, out, plan.context, params if params.sinks is None else evolve(params, sinks=None), sums)
     return combine(out, sums, plan.ranks, kv_heads, in_order=plan.in_order)
 
 
 def combine(out: Tensor, lse: Tensor, ranks: Ranks, kv_heads: int, *, in_order: bool) -> tuple[Tensor, Tensor]:
     """
-    Return the attention of this rank's heads over the keys of all ranks, float32, and its LSE.
+    Merge partial outputs of all ranks by LSE: return the float32 output and the LSE of this rank's heads.
 
     Args:
-        out: ``(tokens, all q_heads, head_size_v)`` over the keys of this rank; anything where there are none.
-        lse: ``(tokens, all q_heads)`` float32, -inf where this rank has no keys.
-        ranks: Who they are.
-        kv_heads: KV heads, by which the query heads are ordered (`together`).
-        in_order: As of `Ranks.reduce_scatter`.
+        out: ``(tokens, all q_heads, head_size_v)`` over the keys of this rank; undefined in rows without keys.
+        lse: ``(tokens, all q_heads)`` float32, -inf in rows without keys.
+        ranks: The ranks.
+        kv_heads: The number of KV heads, by which `gather_heads` orders the query heads.
+        in_order: As in `Ranks.reduce_scatter`.
     """
     total = ranks.all_gather(lse).logsumexp(0)
     weight = (lse - total.masked_fill(total == -torch.inf, 0.0)).exp().unsqueeze(-1)
-    # Where there are no keys out may be anything, NaN included, and 0 * NaN is NaN: it is replaced, not scaled.
-    share = torch.where(weight > 0, out * weight, 0.0)
-    mine = ranks.reduce_scatter(split_heads(share, ranks.size, kv_heads).contiguous(), in_order=in_order)
+    # Rows without keys are undefined, NaN included, and 0 * NaN is NaN. So they are replaced, not scaled.
+    weighted = torch.where(weight > 0, out * weight, 0.0)
+    mine = ranks.reduce_scatter(split_heads(weighted, ranks.size, kv_heads).contiguous(), in_order=in_order)
     return mine, split_heads(total, ranks.size, kv_heads)[ranks.rank]
 
 
 def gather_heads(heads: Tensor, kv_heads: int) -> Tensor:
     """
-    Return the query heads of all ranks in the order in which they read KV heads: ``(tokens, ranks * q_heads, ...)``.
+    Return the query heads of all ranks, ordered by KV head: ``(tokens, ranks * q_heads, ...)``.
 
     Args:
         heads: ``(ranks, tokens, q_heads, ...)``.
-        kv_heads: KV heads; those of one follow each other.
+        kv_heads: The number of KV heads. The query heads of a KV head become consecutive.
     """
     size, tokens, count, *rest = heads.shape
     grouped = heads.view(size, tokens, kv_heads, count // kv_heads, *rest)
@@ -236,14 +235,14 @@ def gather_heads(heads: Tensor, kv_heads: int) -> Tensor:
 
 
 def split_heads(heads: Tensor, size: int, kv_heads: int) -> Tensor:
-    """Return what `together` has put together, by rank again: ``(size, tokens, q_heads, ...)``."""
+    """Undo `gather_heads`: return ``(size, tokens, q_heads, ...)``, by rank."""
     tokens, count, *rest = heads.shape
     grouped = heads.view(tokens, kv_heads, size, count // (kv_heads * size), *rest)
     return grouped.movedim(2, 0).reshape(size, tokens, count // size, *rest)
 
 
 def as_cached(impl: AttentionImpl, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return new K/V as the cache of a layer holds them: kernels take queries, cached and new keys of one dtype."""
+    """Return new K/V in the dtype of the KV cache, since kernels take queries and all keys in one dtype."""
     dtype = torch_dtype(impl.agreement.kv_cache_dtype)
     if dtype == key.dtype:
         return key, value

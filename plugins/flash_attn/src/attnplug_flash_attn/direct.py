@@ -1,4 +1,4 @@
-"""FlashAttention's own calls, as a host that knows one library alone writes them: the plugin is compared with them."""
+"""Direct calls of FlashAttention, as a host for one library writes them: the baseline of the plugin's benchmarks."""
 
 from __future__ import annotations
 
@@ -19,33 +19,32 @@ if TYPE_CHECKING:
     from attnplug_kit.bench import Planner, Rig
 
 
-SCHEDULE: Final = "the raw `get_scheduler_metadata`"
+SCHEDULE: Final = "the direct `get_scheduler_metadata`"
 
 
 @frozen
 class DirectFlashAttention:
     """
-    One call for the decodes and one for the prompts, of the library that the variant is. Prompts in one piece are read
-    as they come, and all else from the pages.
+    One call for decodes and one for prefills, of the variant's library.
 
-    The new K/V are written by `attnplug.ops.write_kv`, in one launch: most of these libraries write no cache, and what
-    is compared is attention.
+    Prefills without cached keys read contiguous K/V, all others pages. `attnplug.ops.write_kv` writes the new K/V in
+    one launch, since most of these libraries have no cache write, and attention is what is compared.
     """
 
     backend: ClassVar[str] = "flash_attn"
-    what: ClassVar[str] = "raw FlashAttention calls"
+    what: ClassVar[str] = "direct FlashAttention calls"
 
     def layer(self, rig: Rig) -> Callable[[], Tensor]:
-        """Return the write and the calls of one step, scheduled ahead where the library can."""
+        """Return the cache write and the calls of one step, with schedules if the library has them."""
         calls, (key_pages, value_pages) = CALLS[rig.backend.variant], _pages(rig)
         query, key, value, slots = rig.query, rig.key, rig.value, rig.slots
         output = torch.empty_like(query)
         runs = []
         for rows in _rows(rig):
             keys, values = key_pages, value_pages
-            if not rows.past:
-                keys, values = key[rows.where], value[rows.where]
-            runs.append(calls.bind(query[rows.where], keys, values, output[rows.where], rows, calls.schedule(rows)))
+            if not rows.has_cached:
+                keys, values = key[rows.tokens], value[rows.tokens]
+            runs.append(calls.bind(query[rows.tokens], keys, values, output[rows.tokens], rows, calls.schedule(rows)))
 
         def write() -> None:
             write_kv(key, value, key_pages, value_pages, slots, padded=False)
@@ -53,14 +52,14 @@ class DirectFlashAttention:
         return _in_turn(write, runs, output if calls.fills_output else None)
 
     def captured(self, rig: Rig) -> Callable[[], Tensor]:
-        """Return the same calls: nothing that they read moves."""
+        """Return the same calls: all that they read keeps its address."""
         return self.layer(rig)
 
     def plans(self, planner: Planner, *, captured: bool) -> Mapping[str, Callable[[], object]]:
-        """Return the schedules of a step where the library has such a thing, from lengths that are on the device."""
+        """Return the schedules of a step, from lengths on the device; nothing if the library has none."""
         del captured
         calls = CALLS[planner.backend.variant]
-        parts = [rows for rows in _rows(planner) if rows.past and calls.schedules]
+        parts = [rows for rows in _rows(planner) if rows.has_cached and calls.schedules]
         if not parts:
             return {}
         return {SCHEDULE: lambda: [calls.schedule(rows) for rows in parts]}
@@ -69,26 +68,26 @@ class DirectFlashAttention:
 def _in_turn(
     write: Callable[[], None], runs: list[Callable[[], Tensor]], output: Tensor | None
 ) -> Callable[[], Tensor]:
-    """Return what writes and runs; results that the library has put into tensors of its own are joined."""
+    """Return a function that writes and runs. Without `output`, it concatenates the library's new tensors."""
 
     def call() -> Tensor:
         write()
-        found = [run() for run in runs]
+        outputs = [run() for run in runs]
         if output is not None:
             return output.flatten(1)
-        return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1)
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).flatten(1)
 
     return call
 
 
-def _rows(planner: Planner) -> list[Rows]:
-    """Return the decodes of a step and its prompts, what there is of them."""
+def _rows(planner: Planner) -> list[PhaseRows]:
+    """Return the decodes and the prefills of a step, if it has any."""
     first = planner.step.query_lens.count(1)
     parts = (slice(0, first), slice(first, planner.step.num_reqs))
     return [_of(planner, part) for part in parts if planner.step.query_lens[part]]
 
 
-def _of(planner: Planner, part: slice) -> Rows:
+def _of(planner: Planner, part: slice) -> PhaseRows:
     step, device = planner.step, planner.backend.device
     query_lens, seq_lens = step.query_lens[part], step.seq_lens[part]
     begin, count = sum(step.query_lens[: part.start]), sum(query_lens)
@@ -100,9 +99,9 @@ def _of(planner: Planner, part: slice) -> Rows:
     def on_device(numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.int32, device=device)
 
-    return Rows(
-        where=slice(begin, begin + count),
-        past=any(step.cached_lens[part]),
+    return PhaseRows(
+        tokens=slice(begin, begin + count),
+        has_cached=any(step.cached_lens[part]),
         num_q_heads=step.num_q_heads,
         num_kv_heads=step.num_kv_heads,
         head_size=step.head_size,
@@ -119,7 +118,7 @@ def _of(planner: Planner, part: slice) -> Rows:
 
 
 def _pages(rig: Rig) -> Tensor:
-    """Return a cache ``(2, num_blocks, block_size, num_kv_heads, head_size)`` that holds the past."""
+    """Return a KV cache ``(2, num_blocks, block_size, num_kv_heads, head_size)`` with the cached K/V of the step."""
     key, value, slots = rig.cached
     pages = rig.key.new_zeros(2, rig.num_blocks, rig.block_size, *rig.key.shape[1:])
     for rows, cache in zip((key, value), pages, strict=True):
@@ -128,29 +127,29 @@ def _pages(rig: Rig) -> Tensor:
 
 
 @frozen(eq=False, kw_only=True)
-class Rows:
+class PhaseRows:
     """
-    The decodes of a step, or its prompts. Tensors are int32, on the device.
+    The decodes or the prefills of a step. Tensors are int32, on the device.
 
     Attributes:
-        where: Their rows of the step.
-        past: Whether some of their keys are in the cache before the step.
-        num_q_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_size: Size of a head.
+        tokens: Their rows in the step.
+        has_cached: Whether some of their keys are cached before the step.
+        num_q_heads: The number of query heads.
+        num_kv_heads: The number of KV heads.
+        head_size: The head size.
         block_size: Slots per block.
-        dtype: Of queries, keys and values.
+        dtype: The dtype of queries, keys and values.
         max_query: The most new tokens of a request.
         max_keys: The most keys of a request.
-        query_starts: ``(requests + 1,)`` first rows.
-        keys: ``(requests,)`` keys, new ones included.
-        key_starts: ``(requests + 1,)`` first keys, packed.
-        table: ``(requests, columns)`` blocks.
-        slots: ``(keys of all,)`` slots.
+        query_starts: ``(requests + 1,)``, the first row of each request.
+        keys: ``(requests,)``, keys per request, with the new ones.
+        key_starts: ``(requests + 1,)``, the first key of each request, packed.
+        table: ``(requests, columns)``, the block table.
+        slots: ``(sum of keys,)``, the slot of each key.
     """
 
-    where: slice
-    past: bool
+    tokens: slice
+    has_cached: bool
     num_q_heads: int
     num_kv_heads: int
     head_size: int
@@ -166,58 +165,58 @@ class Rows:
 
     @property
     def scale(self) -> float:
-        """What scores are multiplied with."""
+        """The softmax scale."""
         return float(self.head_size**-0.5)
 
 
 class Calls(ABC):
     """
-    A library's calls.
+    The calls of a library.
 
     Attributes:
-        fills_output: Whether results are put where they belong; otherwise they are new tensors.
-        schedules: Whether work may be divided ahead of the calls.
+        fills_output: Whether results are written into `out`; otherwise they are new tensors.
+        schedules: Whether `schedule` returns schedules.
     """
 
     fills_output: ClassVar[bool] = False
     schedules: ClassVar[bool] = False
 
-    def schedule(self, rows: Rows) -> Tensor | None:
-        """Return the schedule of a call, None where there is none."""
+    def schedule(self, rows: PhaseRows) -> Tensor | None:
+        """Return the schedule of a call; None if it has none."""
         del rows
         return None
 
     @abstractmethod
     def bind(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: PhaseRows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
         """
         Return the call.
 
         Args:
             query: ``(tokens, num_q_heads, head_size)``.
-            key: ``(num_blocks, block_size, num_kv_heads, head_size)``; where there is no past, ``(tokens, num_kv_heads,
-                head_size)``.
-            value: Likewise.
-            out: As `query`.
-            rows: Whose rows these are.
-            schedule: As `schedule` has returned it.
+            key: ``(num_blocks, block_size, num_kv_heads, head_size)``, or ``(tokens, num_kv_heads, head_size)`` if
+                nothing is cached.
+            value: In the form of `key`.
+            out: In the form of `query`.
+            rows: The requests of the rows.
+            schedule: From `schedule`.
         """
 
 
 class Fa2(Calls):
-    """`flash_attn`: its call for packed rows, which splits the keys of decodes."""
+    """`flash_attn`: its call for packed rows, with split-KV for decodes."""
 
     def bind(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: PhaseRows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
         """Return the call."""
         del out, schedule
-        import flash_attn  # noqa: PLC0415 - a GPU's library
+        import flash_attn  # noqa: PLC0415 - requires a GPU
 
         lengths = (rows.query_starts, rows.key_starts, rows.max_query, rows.max_keys)
-        given = {"block_table": rows.table if rows.past else None, "softmax_scale": rows.scale, "causal": True}
-        return partial(flash_attn.flash_attn_varlen_func, query, key, value, *lengths, **given)
+        keywords = {"block_table": rows.table if rows.has_cached else None, "softmax_scale": rows.scale, "causal": True}
+        return partial(flash_attn.flash_attn_varlen_func, query, key, value, *lengths, **keywords)
 
 
 class Fa2Vllm(Calls):
@@ -226,30 +225,30 @@ class Fa2Vllm(Calls):
     fills_output = True
 
     def bind(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: PhaseRows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
         """Return the op with its arguments in the order of its schema."""
         del schedule
-        keys = (rows.keys, None, rows.table) if rows.past else (None, None, None)
-        where = (rows.query_starts, rows.key_starts, *keys, None)
-        how = (rows.max_query, rows.max_keys, 0.0, rows.scale, False, True, -1, -1, 0.0, False, 0, None)
-        return partial(torch.ops._vllm_fa2_C.varlen_fwd.default, query, key, value, out, *where, *how)  # noqa: SLF001 - the op's name
+        keys = (rows.keys, None, rows.table) if rows.has_cached else (None, None, None)
+        lengths = (rows.query_starts, rows.key_starts, *keys, None)
+        scalars = (rows.max_query, rows.max_keys, 0.0, rows.scale, False, True, -1, -1, 0.0, False, 0, None)
+        return partial(torch.ops._vllm_fa2_C.varlen_fwd.default, query, key, value, out, *lengths, *scalars)  # noqa: SLF001 - the op's name
 
 
 class Fa3(Calls):
-    """`flash_attn_interface`: its call for caches, which takes several rows per request as well, or that without."""
+    """`flash_attn_interface`: its call with a KV cache, for any number of rows per request, or the one without."""
 
     def bind(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: PhaseRows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
         """Return the call."""
         del out, schedule
-        import flash_attn_interface  # noqa: PLC0415 - a GPU's library
+        import flash_attn_interface  # noqa: PLC0415 - requires a GPU
 
-        if not rows.past:
+        if not rows.has_cached:
             lengths = (rows.query_starts, rows.key_starts, rows.max_query, rows.max_keys)
-            given: dict[str, Any] = {"softmax_scale": rows.scale, "causal": True}
-            return partial(flash_attn_interface.flash_attn_varlen_func, query, key, value, *lengths, **given)
+            keywords: dict[str, Any] = {"softmax_scale": rows.scale, "causal": True}
+            return partial(flash_attn_interface.flash_attn_varlen_func, query, key, value, *lengths, **keywords)
         return partial(
             flash_attn_interface.flash_attn_with_kvcache,
             query,
@@ -270,74 +269,78 @@ class Fa3Vllm(Calls):
     fills_output = True
     schedules = True
 
-    def schedule(self, rows: Rows) -> Tensor | None:
-        """Divide the work of what is read from pages."""
-        if not rows.past:
+    def schedule(self, rows: PhaseRows) -> Tensor | None:
+        """Return the schedule of a call with pages."""
+        if not rows.has_cached:
             return None
         sizes = (rows.num_q_heads, rows.num_kv_heads, rows.head_size, rows.head_size, rows.dtype)
         lengths = (rows.keys, rows.query_starts, None, None, None, None, rows.block_size, 0)
         schedule = torch.ops._vllm_fa3_C.get_scheduler_metadata.default  # noqa: SLF001 - the op's name
-        how = (True, -1, -1, False, 0, None, 0)
-        found: Tensor = schedule(len(rows.keys), rows.max_query, rows.max_keys, *sizes, *lengths, *how)
-        return found
+        scalars = (True, -1, -1, False, 0, None, 0)
+        metadata: Tensor = schedule(len(rows.keys), rows.max_query, rows.max_keys, *sizes, *lengths, *scalars)
+        return metadata
 
     def bind(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: PhaseRows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
         """Return the op with its arguments in the order of its schema."""
         none = (None,) * 3
-        starts, keys, table = (None, rows.keys, rows.table) if rows.past else (rows.key_starts, None, None)
+        starts, keys, table = (None, rows.keys, rows.table) if rows.has_cached else (rows.key_starts, None, None)
         lengths = (rows.query_starts, starts, None, None, keys, rows.max_query, rows.max_keys, table)
-        how = (rows.scale, True, -1, -1, 0.0, True, schedule, 0, None, 0, None, 1, 0, None)
+        scalars = (rows.scale, True, -1, -1, 0.0, True, schedule, 0, None, 0, None, 1, 0, None)
         fwd = torch.ops._vllm_fa3_C.fwd.default  # noqa: SLF001 - the op's name
         # key_new, value_new, query_value; batch indices, padding, rotary embedding (3); descales
-        return partial(fwd, query, key, value, *none, out, *lengths, None, None, *none, *none, *how)
+        return partial(fwd, query, key, value, *none, out, *lengths, None, None, *none, *none, *scalars)
 
 
 class Fa4(Calls):
-    """`flash_attn.cute`: the function behind its public one, as engines call it. That one allocates what it returns."""
+    """`flash_attn.cute`: the function that its public one calls, as in engines. The public one allocates its output."""
 
     fills_output = True
 
     def bind(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: PhaseRows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
         """Return the call."""
         del schedule
-        from flash_attn.cute.interface import _flash_attn_fwd  # noqa: PLC0415 - a GPU's library, and seconds
+        from flash_attn.cute.interface import _flash_attn_fwd  # noqa: PLC0415 - requires a GPU, and takes seconds
 
-        given: dict[str, Any] = {
+        keywords: dict[str, Any] = {
             "cu_seqlens_q": rows.query_starts,
-            **({"seqused_k": rows.keys, "page_table": rows.table} if rows.past else {"cu_seqlens_k": rows.key_starts}),
+            **(
+                {"seqused_k": rows.keys, "page_table": rows.table}
+                if rows.has_cached
+                else {"cu_seqlens_k": rows.key_starts}
+            ),
             "max_seqlen_q": rows.max_query,
             "max_seqlen_k": rows.max_keys,
             "softmax_scale": rows.scale,
             "causal": True,
             "out": out,
         }
-        return partial(_flash_attn_fwd, query, key, value, **given)
+        return partial(_flash_attn_fwd, query, key, value, **keywords)
 
 
 class Torch(Calls):
-    """torch's own op: keys that are in pages are packed into memory that is used again."""
+    """The op of torch: paged keys are packed into buffers that are reused."""
 
     def bind(
-        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: Rows, schedule: Tensor | None
+        self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, rows: PhaseRows, schedule: Tensor | None
     ) -> Callable[[], Tensor]:
-        """Return the op, and what packs its keys."""
+        """Return the op with the packing of its keys."""
         del out, schedule
         lengths = (rows.query_starts, rows.key_starts, rows.max_query, rows.max_keys)
-        how = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": rows.scale}
+        scalars = {"dropout_p": 0.0, "is_causal": True, "return_debug_mask": False, "scale": rows.scale}
         attend: Any = partial(torch.ops.aten._flash_attention_forward.default, query)  # noqa: SLF001 - the op's name
-        if not rows.past:
-            return lambda: attend(key, value, *lengths, **how)[0]
+        if not rows.has_cached:
+            return lambda: attend(key, value, *lengths, **scalars)[0]
         pages = tuple(cache.flatten(0, 1) for cache in (key, value))
         packed = tuple(cache.new_empty(len(rows.slots), *cache.shape[1:]) for cache in pages)
 
         def call() -> Any:
             for cache, into in zip(pages, packed, strict=True):
                 torch.index_select(cache, 0, rows.slots, out=into)
-            return attend(*packed, *lengths, **how)[0]
+            return attend(*packed, *lengths, **scalars)[0]
 
         return call
 
@@ -345,4 +348,4 @@ class Torch(Calls):
 CALLS: Final[Mapping[str, Calls]] = MappingProxyType(
     {"fa2": Fa2(), "fa2_vllm": Fa2Vllm(), "fa3": Fa3(), "fa3_vllm": Fa3Vllm(), "fa4": Fa4(), "torch": Torch()}
 )
-"""By variant."""
+"""The calls of each variant."""

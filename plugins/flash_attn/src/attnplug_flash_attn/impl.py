@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 class FlashAttentionImpl(AttentionImpl):
     """
-    Runs the passes that its builder has made. All that does not change from call to call is made here once.
+    Runs the passes of its builder. Everything that does not change between calls is made in the constructor.
 
     Attributes:
-        kernels: The library.
-        terms: What the layer brings to each call.
-        other_terms: The same for a pass that is merged with one of `terms`: a sink enters the softmax once.
+        kernels: The kernel library.
+        params: The parameters of the layer.
+        params_without_sinks: The same for a pass that is merged with one of `params`: the softmax includes a sink once.
     """
 
     cache_write = "either"
@@ -54,11 +54,11 @@ class FlashAttentionImpl(AttentionImpl):
         self._caches = CacheViews(_keys_and_values)
         self._writes = bool(self.forward_writes)
         self._scale_tensors = (layer.k_scale_tensor, layer.v_scale_tensor)
-        self._query_scale = layer.q_scale_tensor  # there wherever the cache is quantized
+        self._query_scale = layer.q_scale_tensor  # set if the KV cache is quantized
 
     @property
     def plan_key(self) -> Hashable:
-        """What a schedule depends on. All else is told with each call."""
+        """The values that a schedule depends on. All others are arguments of each call."""
         return self._key
 
     def _params(self, layer: Layer) -> LayerParams:
@@ -69,7 +69,9 @@ class FlashAttentionImpl(AttentionImpl):
             window=self.window,
             softcap=self.logits_soft_cap or 0.0,
             alibi_slopes=None if slopes is None else slopes.float().contiguous(),
-            sinks=None if sinks is None else sinks.detach().to(dtype).contiguous(),  # fa4 trains parameters
+            sinks=None
+            if sinks is None
+            else sinks.detach().to(dtype).contiguous(),  # fa4 computes gradients of parameters
             q_descale=_flat(layer.q_scale_tensor),
             k_descale=_flat(layer.k_scale_tensor),
             v_descale=_flat(layer.v_scale_tensor),
@@ -85,7 +87,7 @@ class FlashAttentionImpl(AttentionImpl):
         output: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Write the rows into the cache where forward does, then run the passes of the plan."""
+        """Write K/V into the cache unless the host does, then run the passes of the plan."""
         plan: Plan = metadata.plans.get(self._key) or self.plan_of(metadata)
         if kv_cache is None:
             keys, values, rows = cast("Tensor", key), cast("Tensor", value), metadata.num_key_rows
@@ -99,35 +101,35 @@ class FlashAttentionImpl(AttentionImpl):
             query = quantize_queries(query, self._query_scale)
         out = output.view(-1, *self._heads_v)
         if plan.dcp is not None:
-            new = cast("tuple[Tensor, Tensor]", (key, value))  # no layer shares a cache here: all bring theirs
+            new = cast("tuple[Tensor, Tensor]", (key, value))  # DCP excludes layers that share a KV cache
             self._attend_shard(plan, plan.dcp, query, new, (keys, values), out, lse)
             return
         if plan.prefix is not None:
-            self._attend_twice(plan.parts, plan.prefix, query, keys, values, out, lse)
+            self._attend_with_prefix(plan.parts, plan.prefix, query, keys, values, out, lse)
             return
         for part in plan.parts:
-            given = self._given(part, key, value) if part.reads_new_kv else (keys, values)
-            self._attend(part, query, *given, out, lse, self.params)
+            operands = self._new_kv(part, key, value) if part.reads_new_kv else (keys, values)
+            self._attend(part, query, *operands, out, lse, self.params)
 
     def run_profile(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, output: Tensor, lse: Tensor | None
     ) -> None:
-        """Take as much memory as a step of so many rows, and let go of it. The output is left alone."""
+        """Allocate and free as much memory as a step of `query.shape[0]` rows. The output is not written."""
         del key, value, output, lse
         query.new_empty(scratch_bytes(self.agreement, self.kernels, query.shape[0]), dtype=torch.uint8)
 
-    def _given(self, part: KernelPass, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _new_kv(self, part: KernelPass, key: Tensor | None, value: Tensor | None) -> tuple[Tensor, Tensor]:
         """
-        Return the rows of prompts that have no key in the cache from before.
+        Return the new K/V of prefills without cached keys.
 
         Raises:
-            LayerError: The layer shares the cache of another: its own builder reads pages.
+            LayerError: The layer shares the KV cache of another, so its metadata has to read pages.
         """
         if key is None or value is None or self.layer.kv_sharing_target is not None:
             raise LayerError(
-                f"layer {self.layer.name!r} was run on metadata of prompts whose keys come with the call",
-                f"it reads the cache of {self.layer.kv_sharing_target!r}, and the builder did not know of it",
-                "give all layers that run on its metadata to make_builder",
+                f"layer {self.layer.name!r} ran with metadata of prefills that read the K/V of the call",
+                f"it reads the KV cache of {self.layer.kv_sharing_target!r}, and was not passed to this builder",
+                "pass all layers that share its metadata to make_builder",
             )
         if not part.first and part.last == key.shape[0]:
             return key, value
@@ -143,7 +145,7 @@ class FlashAttentionImpl(AttentionImpl):
         lse: Tensor | None,
         params: LayerParams,
     ) -> None:
-        """Attend the rows of a part."""
+        """Run a pass for its rows."""
         if part.first or part.last != query.shape[0]:
             rows = slice(part.first, part.last)
             query, out, lse = query[rows], out[rows], None if lse is None else lse[rows]
@@ -151,7 +153,7 @@ class FlashAttentionImpl(AttentionImpl):
             keys, values = packed_rows(part, keys, values)
         self.kernels.attend(query, keys, values, out, part.call, params, lse)
 
-    def _attend_twice(
+    def _attend_with_prefix(
         self,
         parts: tuple[KernelPass, ...],
         prefix: KernelPass,
@@ -161,7 +163,7 @@ class FlashAttentionImpl(AttentionImpl):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Attend the shared prefix and the rest apart, and merge. The sink is in the prefix alone."""
+        """Attend to the shared prefix and to the rest, and merge by LSE. Only the prefix pass has the sink."""
         rows = prefix.last
         query, out = query[:rows], out[:rows]
         sums = out.new_empty(out.shape[:2], dtype=torch.float32) if lse is None else lse[:rows]
@@ -181,7 +183,7 @@ class FlashAttentionImpl(AttentionImpl):
         out: Tensor,
         lse: Tensor | None,
     ) -> None:
-        """Attend this rank's share of the cached keys for all ranks, and the new ones."""
+        """Attend to this rank's cached keys for all ranks, and to the new keys."""
         run = self.kernels.attend if plan.packed_context is None else partial(self._attend_packed, plan)
         new = dcp.as_cached(self, new[0], dcp_plan.values(new[1]))
         dcp.attend(dcp_plan, query, new, pages, out, lse, run=run, params=self.params)
@@ -197,7 +199,7 @@ class FlashAttentionImpl(AttentionImpl):
         params: LayerParams,
         lse: Tensor | None,
     ) -> None:
-        """Attend keys that come with the call, or those of this rank's pages, for a library that reads no pages."""
+        """Attend to new keys, or to those of this rank's pages, for a library without paged kernels."""
         if plan.packed_context is None or plan.dcp is None or call is not plan.dcp.context:
             self.kernels.attend(query, keys, values, out, call, params, lse)
             return
@@ -208,12 +210,12 @@ class FlashAttentionImpl(AttentionImpl):
         return self._caches.of(kv_cache) if self._is_one_tensor else (kv_cache["k"], kv_cache["v"])
 
     def update_kv_cache(self, key: Tensor, value: Tensor, kv_cache: Any, slot_mapping: Tensor) -> None:
-        """Write the rows into their slots, with the layer's scales."""
+        """Write K/V into their slots, with the layer's scales."""
         write_kv(key, value, *self._pages(kv_cache), slot_mapping, *self._scale_tensors)
 
 
 def _flat(scale: Tensor | None) -> Tensor | None:
-    """Return a view ``(1,)`` or ``(kv_heads,)``: what the host writes into its scale later is seen."""
+    """Return a view ``(1,)`` or ``(kv_heads,)``, so that the kernels read later changes of the scale."""
     return None if scale is None else scale.view(-1)
 
 
@@ -223,36 +225,34 @@ def _keys_and_values(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 _FLOAT32: Final = torch.float32.itemsize
-_SUMS_OF_RANKS: Final = 3
-"""Float32 results of all ranks' heads that are held at once: weighted, in the order of ranks, and exchanged."""
+_BUFFERS_OF_MERGE: Final = 3
+"""Float32 outputs for all ranks' heads that exist at once in `dcp.combine`: weighted, split by rank, and received."""
 
 
 def scratch_bytes(agreement: Agreement, kernels: Kernels, rows: int) -> int:
     """
-    Return the most bytes that a step of so many query rows holds at once.
+    Return the peak scratch memory of a step in bytes.
 
-    What a library takes for itself is not in it: partial results where it splits keys, of few rows as a rule.
+    It excludes the library's allocations: partial outputs of split-KV, usually of few rows.
 
     Args:
-        agreement: What was agreed on.
-        kernels: The library.
-        rows: Query rows.
+        agreement: The agreement.
+        kernels: The kernel library.
+        rows: The number of query rows.
     """
     required = agreement.requirements
     width, cached = torch_dtype(required.dtype).itemsize, torch_dtype(agreement.kv_cache_dtype).itemsize
-    of_query, of_result = (
-        required.num_q_heads * required.head_size,
-        required.num_q_heads * (required.head_size_v or required.head_size),
-    )
+    of_query = required.num_q_heads * required.head_size
+    of_output = required.num_q_heads * (required.head_size_v or required.head_size)
     ranks = required.dcp_size
-    held = of_query * cached if cached != width else 0
-    result = of_result * width + required.num_q_heads * _FLOAT32
+    total = of_query * cached if cached != width else 0
+    result = of_output * width + required.num_q_heads * _FLOAT32
     if not kernels.fills_output:
-        held += ranks * result
+        total += ranks * result
     if ranks > 1:
-        queries = 2 * ranks * of_query * cached  # as they come from all ranks, and by KV head
+        queries = 2 * ranks * of_query * cached  # gathered from all ranks, and ordered by KV head
         sums = ranks * (ranks + 2) * required.num_q_heads * _FLOAT32
-        held += result + queries + ranks * result + sums + _SUMS_OF_RANKS * ranks * of_result * _FLOAT32
+        total += result + queries + ranks * result + sums + _BUFFERS_OF_MERGE * ranks * of_output * _FLOAT32
     elif required.cascade:
-        held += result + required.num_q_heads * _FLOAT32
-    return rows * held
+        total += result + required.num_q_heads * _FLOAT32
+    return rows * total

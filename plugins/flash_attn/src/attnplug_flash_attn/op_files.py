@@ -1,7 +1,7 @@
 """
-The op libraries inside a vLLM wheel: where they lie, and which ops they declare. Nothing is loaded to find out.
+The op libraries inside a vLLM wheel: their files, and the ops that they declare. Nothing is loaded.
 
-A library registers its ops by texts, ``varlen_fwd(Tensor! q, Tensor k, ...) -> Tensor[]``; its file has them.
+The file of a library contains the schemas of its ops as text: ``varlen_fwd(Tensor! q, Tensor k, ...) -> Tensor[]``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DISTRIBUTION: Final = "vllm"
 FOLDER: Final = "vllm/vllm_flash_attn"
 LIBRARIES: Final = {"fa2_vllm": "_vllm_fa2_C", "fa3_vllm": "_vllm_fa3_C"}
-"""The library of each variant: its namespace below ``torch.ops``, with which the name of its file begins."""
+"""The library of each variant: its namespace in ``torch.ops``, and the first part of its file name."""
 
 ARGUMENTS: Final = {
     "_vllm_fa2_C": {
@@ -43,14 +43,14 @@ ARGUMENTS: Final = {
         ),
     },
 }
-"""The ops that are called, by library, and the names of their arguments: they are passed by position."""
+"""The ops that this plugin calls, by library, and the names of their arguments, which it passes by position."""
 
-_LONGEST: Final = 4096  # characters of a declaration
+_LONGEST: Final = 4096  # characters of a schema
 _NAME: Final = re.compile(r"\w+(?=\s*(?:=.*)?$)")
 
 
 def find(library: str) -> Path | None:
-    """Return the file of an op library; None where vLLM is not installed, or has none."""
+    """Return the file of an op library; None if vLLM is not installed or lacks it."""
     for folder in _folders():
         found = sorted(folder.glob(f"{library}*.so"))
         if found:
@@ -59,16 +59,16 @@ def find(library: str) -> Path | None:
 
 
 def changed_ops(library: str, file: Path) -> list[str]:
-    """Return the ops that a file does not declare, or declares with other arguments."""
-    wanted = ARGUMENTS[library]
-    if not file.stat().st_size:  # nothing to map
-        return list(wanted)
+    """Return the ops that a file lacks, or declares with other arguments."""
+    expected = ARGUMENTS[library]
+    if not file.stat().st_size:  # an empty file cannot be mapped
+        return list(expected)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return [op for op, names in wanted.items() if names.split() not in _declared(data, op)]
+        return [op for op, names in expected.items() if names.split() not in _declared(data, op)]
 
 
 def _folders() -> Iterator[Path]:
-    """Yield where the distribution lies, then where its package is: another place for a checkout."""
+    """Yield the folder of the distribution, then that of its package, which differs for an editable install."""
     try:
         yield Path(str(distribution(DISTRIBUTION).locate_file(FOLDER)))
     except PackageNotFoundError:
@@ -79,7 +79,7 @@ def _folders() -> Iterator[Path]:
 
 
 def _declared(data: mmap.mmap, op: str) -> list[list[str]]:
-    """Return the names of the arguments of each declaration of an op."""
+    """Return the argument names of each schema of an op."""
     found, mark, at = [], f"\0{op}(".encode(), -1
     while (at := data.find(mark, at + 1)) >= 0:
         text = data[at + len(mark) : at + len(mark) + _LONGEST].partition(b"\0")[0].decode("ascii", "replace")

@@ -1,4 +1,4 @@
-"""The calls of a step, and what they are made from."""
+"""The kernel calls of a step."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 @frozen(eq=False, kw_only=True)
 class Rows:
     """
-    Requests that are attended in one call, with their keys in pages.
+    Requests with consecutive query rows that one call processes, with a paged KV cache.
 
     Attributes:
         first: The first query row.
-        last: The row behind the last one.
-        starts: ``(requests + 1,)`` int32 from 0: where the query rows of each request start.
-        starts_cpu: Host copy.
-        longest_query: At least the longest query.
-        lens: ``(requests,)`` int32: keys of each request.
-        lens_cpu: Host copy, as exact as the batch's; None where the host does not know them.
-        longest: At least the most keys of a request.
-        table: ``(requests, blocks)`` int32: the pages of those keys.
-        causal: Whether a row sees no later key.
+        last: The row after the last one.
+        starts: ``(requests + 1,)`` int32, the first query row of each request, from 0.
+        starts_cpu: CPU copy.
+        longest_query: The rows of the longest query, or an upper bound.
+        lens: ``(requests,)`` int32, the keys of each request.
+        lens_cpu: CPU copy, as exact as the batch's; None if absent there.
+        longest: The most keys of a request, or an upper bound.
+        table: ``(requests, blocks)`` int32, the pages of the keys.
+        causal: Whether a causal mask applies.
     """
 
     first: int
@@ -51,18 +51,18 @@ class Rows:
 @frozen(eq=False)
 class KernelPass:
     """
-    One call: whose rows attend which keys. The same for all layers of a plan key.
+    One kernel call over consecutive query rows. It is the same for all layers of a plan key.
 
     Attributes:
-        call: What the kernels are told.
+        call: The arguments of the call.
         first: The first query row.
-        last: The row behind the last one.
-        slots: ``(keys,)`` int64: the slots of the cache that are packed for a library that reads no pages; None where
-            it reads them, or keys come with the call.
-        room: Where these keys and values are packed, ``(keys, kv_heads, size)`` each; used again by the next call.
-        rest: Further calls, of other requests, whose keys the room does not hold beside these.
-        is_first: Whether the keys of a paged step are those that come with the call, in the same rows: no request has
-            any in the cache from before.
+        last: The row after the last one.
+        slots: ``(keys,)`` int64, the KV-cache slots that are packed for a library without paged kernels; None if
+            nothing is packed.
+        reads_new_kv: Whether a paged step reads the K/V of the call, in the same rows as the queries, since no request
+            has cached keys.
+        buffers: The memory of the packed K/V, ``(keys, kv_heads, size)`` each. The next pass reuses it.
+        rest: Further passes of other requests, whose keys do not fit into the buffers together with these.
     """
 
     call: VarlenCall
@@ -75,7 +75,7 @@ class KernelPass:
 
     @property
     def calls(self) -> tuple[KernelPass, ...]:
-        """All calls: this one, and the rest."""
+        """This pass and the rest."""
         return (self, *self.rest)
 
 
@@ -85,12 +85,12 @@ class Plan:
     The passes of a step.
 
     Attributes:
-        decode: The rows of the decodes; None where there are none.
-        prefill: The rows of the prefills, of all requests in dense calls; None where there are none.
-        prefix: All rows, over the keys that all requests share; `decode` and `prefill` then have the other keys.
-        sharded: All rows, where sequences are spread over ranks, in place of the others.
-        shard: Its pass over the cached keys, for a library that reads no pages; None where it reads them.
-        parts: `decode` and `prefill`, as far as they are there, with all their calls: each row once.
+        decode: The decodes; None if the step has none.
+        prefill: The prefills, or all requests of a dense call; None if the step has none.
+        prefix: All rows, over the shared prefix; `decode` and `prefill` then have the other keys.
+        dcp: All rows, with decode context parallelism; the other passes are None then.
+        packed_context: The pass over this rank's cached keys, for a library without paged kernels.
+        parts: The passes of `decode` and `prefill`, which contain each row once.
     """
 
     decode: KernelPass | None = None
@@ -106,7 +106,7 @@ class Plan:
 
 
 def call_of(rows: Rows, num_splits: int) -> VarlenCall:
-    """Return the call of requests, for a library that reads pages and is told the number of keys of each."""
+    """Return the call of requests with pages and the number of keys of each."""
     return VarlenCall(
         cu_seqlens_q=rows.starts,
         max_seqlen_q=rows.longest_query,
@@ -119,7 +119,7 @@ def call_of(rows: Rows, num_splits: int) -> VarlenCall:
 
 
 def leftpad_of(kernels: Kernels, requests: int, device: torch.device) -> Tensor | None:
-    """Return `Call.leftpad_k` of so many requests; None where the library wants none. Nobody writes it again."""
+    """Return `VarlenCall.leftpad_k`, which is never written again; None if the library does not want it."""
     return torch.zeros(requests, dtype=torch.int32, device=device) if kernels.wants_leftpad else None
 
 
@@ -127,13 +127,13 @@ def adapted(
     call: VarlenCall, kernels: Kernels, leftpad: Tensor | None, keep: Callable[[str, Tensor], Tensor]
 ) -> VarlenCall:
     """
-    Return a call on pages as a library that reads pages takes it.
+    Return a call with the arguments that a library with paged kernels expects.
 
     Args:
-        call: As `call_of` returns it.
-        kernels: The library.
-        leftpad: As `leftpad_of` has returned it, of the call's requests or more.
-        keep: Takes a tensor of this step by name, and returns it as a graph may read it.
+        call: From `call_of`.
+        kernels: The kernel library.
+        leftpad: From `leftpad_of`, for at least the requests of the call.
+        keep: Returns a tensor of this step, by name, at an address that a graph may read.
     """
     if leftpad is not None:
         call = evolve(call, leftpad_k=leftpad[: call.cu_seqlens_q.shape[0] - 1])
@@ -142,39 +142,39 @@ def adapted(
     return evolve(call, cu_seqlens_k=keep("cu_seqlens_k", cumulative(call.seqused_k)))
 
 
-LIBRARYS_CHOICE: Final = 0
+LIBRARY_CHOICE: Final = 0
 UNSPLIT: Final = 1
 
 
 def num_splits(limits: Limits, tokens: int, *, batch_invariant: bool) -> int:
     """
-    Return the most parts that a step of so many tokens may have; 0 leaves it to the library.
+    Return the split-KV limit of a step; 0 leaves it to the library.
 
-    The partial results of parts are summed in an order that follows from their number, which the library chooses by
-    what else is in the batch: only one part is the same everywhere. A graph holds memory for partial results, so that
-    batches as small as those that are captured have the host's bound, and larger ones none: of a large batch the
-    library would make as many parts as it is told, and not fewer. A bound of one part costs nothing, and holds for all.
+    The number of splits decides the order in which partial outputs are merged, and libraries choose it by the whole
+    batch. So batch invariance requires one split. A graph holds memory for partial outputs, so batches up to the
+    largest captured size have the host's limit. Larger ones have none: the library would make exactly as many splits,
+    which is slow for large batches. A limit of one split costs nothing, and applies to all.
 
     Args:
-        limits: With the host's bound, and the sizes that it captures.
-        tokens: Query rows of the step, padding included.
-        batch_invariant: Whether results may not depend on what else is in the batch.
+        limits: The host's split-KV limit, and its capture sizes.
+        tokens: The number of query rows of the step, with padding.
+        batch_invariant: Whether results may not depend on the rest of the batch.
     """
     if batch_invariant or limits.max_num_splits == UNSPLIT:
         return UNSPLIT
     captured = max(limits.capture_sizes, default=0)
-    return limits.max_num_splits or LIBRARYS_CHOICE if tokens <= captured else LIBRARYS_CHOICE
+    return limits.max_num_splits or LIBRARY_CHOICE if tokens <= captured else LIBRARY_CHOICE
 
 
 def cumulative(lens: Tensor) -> Tensor:
     """
-    Return where the keys of each request start when they are packed, computed on the device.
+    Return the first packed key of each request, computed on the device of `lens`.
 
     Args:
         lens: ``(requests,)`` int32.
 
     Returns:
-        ``(requests + 1,)`` int32 from 0.
+        ``(requests + 1,)`` int32, from 0.
     """
     starts = torch.zeros(lens.shape[0] + 1, dtype=torch.int32, device=lens.device)
     torch.cumsum(lens, 0, dtype=torch.int32, out=starts[1:])

@@ -1,4 +1,4 @@
-"""The entry point: imported once this backend is chosen. A kernel library is loaded with the backend, not before."""
+"""The entry point, imported when this backend is chosen. The kernel library is imported with the backend."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @hookimpl
 def attnplug_backend(variant: str, agreement: Agreement) -> type[Backend]:
-    """Return the backend class, the same for all variants: which library they call is settled behind it."""
+    """Return the backend class, which is the same for all variants."""
     del variant, agreement
-    from attnplug_flash_attn.backend import FlashAttentionBackend  # noqa: PLC0415 - torch loads with the choice
+    from attnplug_flash_attn.backend import FlashAttentionBackend  # noqa: PLC0415 - imports torch
 
     return FlashAttentionBackend
 
 
 @hookimpl
 def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Say what this machine lacks for running the kernels; None: nothing."""
+    """Return what this machine lacks to run the kernels; None if it lacks nothing."""
     return probe(variant, agreement, device)

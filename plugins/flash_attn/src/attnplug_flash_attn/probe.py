@@ -1,7 +1,7 @@
 """
-What this machine lacks for the kernels of a variant, found without importing a library or torch.
+Reports what this machine lacks for the kernels of a variant, without importing a library or torch.
 
-That a distribution is absent, or there in another version, the manifest says already (`requires`).
+Absent distributions and unsupported versions are refused by the manifest already (`requires`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 def probe(variant: str, agreement: Agreement, device: Device) -> Reason | None:
-    """Return the first thing that is missing, with what was found and the fix; None where nothing is."""
+    """Return the first missing requirement with its fix; None if nothing is missing."""
     if device.type != "cuda":
-        return None  # the manifest has refused it, unless somebody declares another device in order to test without one
+        return None  # the manifest refuses it, except in tests without a GPU
     return _torch() or _device() or _library(variant, agreement)
 
 
 def _torch() -> Reason | None:
     build = torch_build()
     if build is None or build.cuda is not None:
-        return None  # without a build that reads like one: an odd torch, whoever made it knows
+        return None  # an unknown build is not refused
     because = "install a torch that is built for CUDA, from https://pytorch.org/get-started/locally"
     return Reason("broken", "torch", None, f"torch {build.version} is built without CUDA", because)
 
 
 def _device() -> Reason | None:
-    """Ask torch where it is loaded anyway, as it is once the contract is; that creates no CUDA context."""
+    """Check for a CUDA device if torch is imported already. That creates no CUDA context."""
     torch = sys.modules.get("torch")
     if torch is None or torch.cuda.is_available():
         return None
@@ -61,15 +61,15 @@ def _op_library(name: str) -> Reason | None:
     try:
         installed = version(op_files.DISTRIBUTION)
     except PackageNotFoundError:
-        return None  # the manifest has said so
+        return None  # the manifest refuses it
     file = op_files.find(name)
     if file is None:
-        found = f"vllm {installed} has no {name} in {op_files.FOLDER}"
-        return Reason("broken", "vllm", None, found, "install the wheel of vLLM that is built for CUDA")
+        problem = f"vllm {installed} has no {name} in {op_files.FOLDER}"
+        return Reason("broken", "vllm", None, problem, "install a CUDA build of vLLM")
     changed = op_files.changed_ops(name, file)
     if changed:
-        found = f"{', '.join(changed)} of {name} in vllm {installed} takes other arguments than are known here"
-        return Reason("broken", "vllm", None, found, "install another release of vLLM, or one of this plugin")
+        problem = f"{', '.join(changed)} of {name} in vllm {installed} has an unsupported signature"
+        return Reason("broken", "vllm", None, problem, "install another release of vLLM or of this plugin")
     return None
 
 
@@ -83,8 +83,8 @@ class TorchBuild:
     A build of torch.
 
     Attributes:
-        version: Its version, with the label of the build.
-        cuda: The CUDA version that it was built for, or None: for the CPU or another vendor.
+        version: Its version, with its local label.
+        cuda: Its CUDA version; None for builds for the CPU or another vendor.
     """
 
     version: str
@@ -92,7 +92,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild | None:
-    """Return the build from torch's ``version.py``; None where there is none, or none that reads like one."""
+    """Return the build from torch's ``version.py``; None if the file is missing or unreadable."""
     spec = find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():

@@ -1,4 +1,4 @@
-"""Runs one tiny step of each kind, so that what compiles at its first use is compiled before the first request."""
+"""Warm-up: runs a small step of each kind, which compiles the kernels that are compiled at first use."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 def run_each_pass(backend: FlashAttentionBackend) -> None:
     """
-    Run decodes, prefills, and a shared prefix where it was asked for; all keys are in the null block.
+    Run decodes, prefills, and a shared prefix if requested. All keys are in the null block.
 
-    Where sequences are spread over ranks, the calls of one rank are run: nobody is asked to take part.
+    With decode context parallelism, run the calls of this rank without communication.
     """
     required = backend.agreement.requirements
     if required.dcp_size > 1:
@@ -38,7 +38,7 @@ def run_each_pass(backend: FlashAttentionBackend) -> None:
 
 
 def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: Tensor) -> None:
-    """Run the new tokens of two requests, and their cached ones for the query heads of all ranks."""
+    """Run the new tokens of two requests, and their cached tokens for the query heads of all ranks."""
     required, device = backend.agreement.requirements, backend.device
     lens = torch.tensor([1, 2], dtype=torch.int32, device=device)
     starts, tokens = cumulative(lens), 3
@@ -46,21 +46,21 @@ def _run_shard(backend: FlashAttentionBackend, impl: FlashAttentionImpl, cache: 
     key, value = dcp.as_cached(impl, key, value)
     new = VarlenCall(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=2, max_seqlen_k=2, num_splits=0)
     table = torch.zeros(2, 1, dtype=torch.int32, device=device)
-    held = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
+    cached = evolve(new, cu_seqlens_k=None, seqused_k=lens, block_table=table, causal=False)
     keys, values = cache.unbind(0)
     if backend.kernels.paged:
-        context = adapted(held, backend.kernels, leftpad_of(backend.kernels, 2, device), lambda _, kept: kept)
+        context = adapted(cached, backend.kernels, leftpad_of(backend.kernels, 2, device), lambda _, tensor: tensor)
     else:
-        context = evolve(held, cu_seqlens_k=starts, seqused_k=None, block_table=None)
-        keys, values = key, value  # packed, they look like these
-    for heads, given, found, call, params in (
+        context = evolve(cached, cu_seqlens_k=starts, seqused_k=None, block_table=None)
+        keys, values = key, value  # packed keys have the same form
+    for heads, keys_of_call, values_of_call, call, params in (
         (impl.num_q_heads, key, value, new, impl.params),
         (impl.num_q_heads * required.dcp_size, keys, values, context, impl.params_without_sinks),
     ):
         query = _zeros(impl, tokens, heads, impl.head_size).to(cache.dtype)
         lse = torch.empty(tokens, heads, device=device)
         out = _zeros(impl, tokens, heads, impl.head_size_v)
-        backend.kernels.attend(query, given, found, out, call, params, lse)
+        backend.kernels.attend(query, keys_of_call, values_of_call, out, call, params, lse)
 
 
 def _batches(backend: Backend) -> Iterator[Batch]:
@@ -70,7 +70,7 @@ def _batches(backend: Backend) -> Iterator[Batch]:
         yield dummy_batch_of(agreement, device, [2])
         return
     lens = _query_lens(required)
-    # Without context: the keys may be read as they come with the call.
+    # Prefills without cached keys may read the K/V of the call.
     yield dummy_batch_of(agreement, device, lens, lens)
     yield dummy_batch_of(agreement, device, lens, [length + 1 for length in lens])
     if required.cascade:
@@ -78,7 +78,7 @@ def _batches(backend: Backend) -> Iterator[Batch]:
 
 
 def _query_lens(required: Requirements) -> list[int]:
-    """One row, as many as a decode may have, and one more."""
+    """Return one row, as many as a decode may have, and one more for a prefill."""
     longest = required.decode_query_len
     return sorted({1, longest, longest + 1 if "prefill" in required.phases else 1})
 

@@ -1,4 +1,4 @@
-"""The kernel libraries, one adapter each, behind one interface."""
+"""Adapters of the kernel libraries to one interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTERS: Final = {
     "fa4": "fa4:Fa4",
     "torch": "fa2:TorchFlash",
 }
-"""Module and class of each variant's adapter."""
+"""The module and class of each variant's adapter."""
 
 
 def kernels_of(variant: str) -> type[Kernels]:

@@ -1,4 +1,4 @@
-"""How FlashAttention 2's kernels take calls of one row per request, and what is done where that is not wanted."""
+"""FlashAttention 2: from its own distribution, from a vLLM wheel, and in torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from attnplug_flash_attn.kernels import op_library
-from attnplug_flash_attn.kernels.interface import Kernels, keep_lse
+from attnplug_flash_attn.kernels.interface import Kernels, write_lse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,14 +20,14 @@ def max_seqlen_q_of(call: VarlenCall, rows: int, *, unfolded: bool) -> int:
     """
     Return ``max_seqlen_q`` for a call.
 
-    Where it is 1 the query heads of a key head are folded into rows, and keys are split: as the library likes, and in
-    some releases with an LSE in another order than its shape says. Requests without a row cannot be folded: every one
-    is taken to have its row. A bound of 2 changes nothing else.
+    For 1 the kernels fold the query heads of a KV head into rows, and split keys at the library's choice. In some
+    releases the LSE then has another order than its shape. They also assume that each request has a row, which padded
+    requests have not. A value of 2 prevents folding, and changes nothing else.
 
     Args:
         call: The call.
-        rows: Query rows of the call.
-        unfolded: Whether the call must not be folded.
+        rows: The number of query rows.
+        unfolded: Whether folding is not allowed.
     """
     if call.max_seqlen_q != 1:
         return call.max_seqlen_q
@@ -38,9 +38,9 @@ def window_size_of(call: VarlenCall, params: LayerParams, *, return_lse: bool) -
     """
     Return ``window_size`` for a call.
 
-    With ALiBi and nothing but a causal mask the kernels leave out what is the same for all keys of a row: outputs do
-    not notice, an LSE does. They take a window that holds all keys for none. One that holds all but the first makes
-    them count distances, and the only row that could see that many keys sees one more, its own.
+    With ALiBi and only a causal mask the kernels omit a bias that is constant per row. That does not change outputs,
+    but it changes the LSE. A window of all keys counts as none. A window of all but the first key makes the kernels
+    compute distances, and no row loses a key: the last row attends to the window and to its own token.
     """
     left, right = params.window
     is_causal_alone = (call.causal or right == 0) and not 0 <= left < call.max_seqlen_k
@@ -50,13 +50,13 @@ def window_size_of(call: VarlenCall, params: LayerParams, *, return_lse: bool) -
 
 
 class Fa2(Kernels):
-    """``flash_attn``: pages of multiples of 256 tokens, ALiBi; no sinks."""
+    """``flash_attn``: pages of multiples of 256 tokens, and ALiBi; no sinks."""
 
     cumulative_keys = True
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - the other adapters here do without it
+        from flash_attn import flash_attn_varlen_func  # noqa: PLC0415 - the other adapters here do not need it
 
         self._varlen = flash_attn_varlen_func
 
@@ -70,7 +70,7 @@ class Fa2(Kernels):
         params: LayerParams,
         lse: Tensor | None,
     ) -> None:
-        found, by_heads, _ = self._varlen(
+        output, lse_by_head, _ = self._varlen(
             query,
             key,
             value,
@@ -83,15 +83,15 @@ class Fa2(Kernels):
             window_size=window_size_of(call, params, return_lse=lse is not None),
             softcap=params.softcap,
             alibi_slopes=params.alibi_slopes,
-            return_attn_probs=True,  # the LSE, that is: probabilities come with dropout alone
+            return_attn_probs=True,  # returns the LSE; probabilities require dropout
             block_table=call.block_table,
         )
-        out.copy_(found)
-        keep_lse(lse, by_heads)
+        out.copy_(output)
+        write_lse(lse, lse_by_head)
 
 
 class Fa2Vllm(Kernels):
-    """``_vllm_fa2_C``: pages of multiples of 16 tokens, ALiBi; no sinks."""
+    """``_vllm_fa2_C``: pages of multiples of 16 tokens, and ALiBi; no sinks."""
 
     fills_output = True
 
@@ -111,13 +111,13 @@ class Fa2Vllm(Kernels):
     ) -> None:
         starts = call.cu_seqlens_q if call.cu_seqlens_k is None else call.cu_seqlens_k
         left, right = window_size_of(call, params, return_lse=lse is not None)
-        _, by_heads = self._varlen_fwd(
+        _, lse_by_head = self._varlen_fwd(
             query,
             key,
             value,
             out,
             call.cu_seqlens_q,
-            starts,  # with pages nobody reads it, and it must be there
+            starts,  # required with pages too, though ignored
             call.seqused_k,
             None,  # leftpad_k
             call.block_table,
@@ -132,17 +132,17 @@ class Fa2Vllm(Kernels):
             right,
             params.softcap,
             False,  # noqa: FBT003 - zero_tensors
-            min(call.num_splits, 1),  # of more than one it knows what calls of one row per request have, and no bound
+            min(call.num_splits, 1),  # 1 disables split-KV; larger limits are not supported
             None,  # gen
         )
-        keep_lse(lse, by_heads)
+        write_lse(lse, lse_by_head)
 
 
 _torch_forward: Final = getattr(torch.ops.aten, "_flash_attention_forward").default  # noqa: B009 - public as an op
 
 
 class TorchFlash(Kernels):
-    """``aten::_flash_attention_forward``: packed keys alone; no ALiBi, soft cap or sinks."""
+    """``aten::_flash_attention_forward``: contiguous K/V only; no ALiBi, soft-capping or sinks."""
 
     paged = False
 
@@ -156,7 +156,7 @@ class TorchFlash(Kernels):
         params: LayerParams,
         lse: Tensor | None,
     ) -> None:
-        found, by_heads, *_ = _torch_forward(
+        output, lse_by_head, *_ = _torch_forward(
             query,
             key,
             value,
@@ -172,5 +172,5 @@ class TorchFlash(Kernels):
             window_size_right=params.window[1],
             seqused_k=call.seqused_k,
         )
-        out.copy_(found)
-        keep_lse(lse, by_heads)
+        out.copy_(output)
+        write_lse(lse, lse_by_head)

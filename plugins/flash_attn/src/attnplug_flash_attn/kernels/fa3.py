@@ -1,4 +1,4 @@
-"""Pages that FlashAttention 3 would load tile by tile, whatever of a tile is in use."""
+"""FlashAttention 3: from its own distribution, and from a vLLM wheel."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.contract import torch_dtype
 from attnplug_flash_attn.kernels import op_library
-from attnplug_flash_attn.kernels.interface import Kernels, descales_of, keep_lse
+from attnplug_flash_attn.kernels.interface import Kernels, descales_of, write_lse
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,34 +15,34 @@ if TYPE_CHECKING:
     from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
 
-_LEAST_TILE: Final = 64
+_MIN_TILE: Final = 64
 
 
-def may_be_whole_tiles(agreement: Agreement) -> bool:
+def may_load_whole_tiles(agreement: Agreement) -> bool:
     """
-    Return whether pages of the agreed size may be loaded by whole tiles, unless a call has `Call.leftpad_k`.
+    Return whether kernels may load pages of the agreed size by whole tiles, unless a call has `VarlenCall.leftpad_k`.
 
-    TMA copies all slots of a tile, those behind the last key of a request too. What an earlier request has left there
-    has the weight 0, and 0 * NaN is NaN. Pages are copied so where they are multiples of a tile and a call has rows
-    enough, but never with a padding to the left, be it of 0 slots: each key is then loaded by itself, and none behind
-    the last. Tiles have 64 to 224 keys, by head size, mask, dtype and release: no smaller page is concerned.
+    TMA copies all slots of a tile, also those after the last key of a request. Stale values there have weight 0, and
+    0 * NaN is NaN. The kernels use TMA if pages are multiples of a tile and a call has enough rows, but never with left
+    padding, even of 0 slots: then they load each key separately, and none after the last. Tiles have 64 to 224 keys, by
+    head size, mask, dtype and release, so that smaller pages are not affected.
 
     Sources: ``get_pagedkv_tma`` in hopper/flash_api.cpp and hopper/tile_size.h, of Dao-AILab/flash-attention and of
     vllm-project/flash-attention.
     """
-    return (agreement.block_size or 0) >= _LEAST_TILE
+    return (agreement.block_size or 0) >= _MIN_TILE
 
 
 class Fa3(Kernels):
-    """``flash_attn_interface``: pages of any size, fp8; no ALiBi, no sinks."""
+    """``flash_attn_interface``: pages of any size, and FP8; no ALiBi, no sinks."""
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        import flash_attn_interface  # noqa: PLC0415 - the other adapter here does without it
+        import flash_attn_interface  # noqa: PLC0415 - the other adapter here does not need it
 
         self._varlen = flash_attn_interface.flash_attn_varlen_func
         self._with_kvcache = flash_attn_interface.flash_attn_with_kvcache
-        self.wants_leftpad = may_be_whole_tiles(agreement)
+        self.wants_leftpad = may_load_whole_tiles(agreement)
 
     def attend(  # noqa: D102
         self,
@@ -54,7 +54,7 @@ class Fa3(Kernels):
         params: LayerParams,
         lse: Tensor | None,
     ) -> None:
-        given: dict[str, Any] = {
+        shared: dict[str, Any] = {
             "cu_seqlens_q": call.cu_seqlens_q,
             "max_seqlen_q": call.max_seqlen_q,
             "softmax_scale": params.softmax_scale,
@@ -65,18 +65,18 @@ class Fa3(Kernels):
             **descales_of(call, params, key.shape[-2]),
         }
         if call.block_table is None:
-            found, by_heads, *_ = self._varlen(
+            output, lse_by_head, *_ = self._varlen(
                 query,
                 key,
                 value,
                 cu_seqlens_k=call.cu_seqlens_k,
                 max_seqlen_k=call.max_seqlen_k,
                 seqused_k=call.seqused_k,
-                return_attn_probs=True,  # the LSE, that is
-                **given,
+                return_attn_probs=True,  # returns the LSE
+                **shared,
             )
         else:
-            found, by_heads, *_ = self._with_kvcache(
+            output, lse_by_head, *_ = self._with_kvcache(
                 query,
                 key,
                 value,
@@ -84,21 +84,21 @@ class Fa3(Kernels):
                 cache_leftpad=call.leftpad_k,
                 page_table=call.block_table,
                 return_softmax_lse=True,
-                **given,
+                **shared,
             )
-        out.copy_(found)
-        keep_lse(lse, by_heads)
+        out.copy_(output)
+        write_lse(lse, lse_by_head)
 
 
 class Fa3Vllm(Kernels):
-    """``_vllm_fa3_C``: pages of any size, fp8, sinks, schedules made ahead; no ALiBi."""
+    """``_vllm_fa3_C``: pages of any size, FP8, sinks, and schedules; no ALiBi."""
 
     schedules = True
     fills_output = True
 
     def __init__(self, agreement: Agreement) -> None:
         super().__init__(agreement)
-        self.wants_leftpad = may_be_whole_tiles(agreement)
+        self.wants_leftpad = may_load_whole_tiles(agreement)
         ops = op_library.load("_vllm_fa3_C")
         self._fwd, self._get_scheduler_metadata = ops.fwd.default, ops.get_scheduler_metadata.default
 
@@ -113,7 +113,7 @@ class Fa3Vllm(Kernels):
         lse: Tensor | None,
     ) -> None:
         descales = descales_of(call, params, key.shape[-2])
-        _, by_heads, *_ = self._fwd(
+        _, lse_by_head, *_ = self._fwd(
             query,
             key,
             value,
@@ -151,7 +151,7 @@ class Fa3Vllm(Kernels):
             0,  # cp_rank
             None,  # cp_tot_seqused_k
         )
-        keep_lse(lse, by_heads)
+        write_lse(lse, lse_by_head)
 
     def schedule(self, call: VarlenCall, params: LayerParams, *, num_heads_q: int) -> Tensor | None:  # noqa: D102
         if call.seqused_k is None:

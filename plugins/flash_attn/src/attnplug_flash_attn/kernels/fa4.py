@@ -1,4 +1,4 @@
-"""FlashAttention 4: kernels in Python, compiled when they are first called."""
+"""FlashAttention 4: kernels in Python, compiled at their first call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from flash_attn.cute import flash_attn_varlen_func, interface
 
-from attnplug_flash_attn.kernels.interface import Kernels, keep_lse
+from attnplug_flash_attn.kernels.interface import Kernels, write_lse
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     from attnplug import Agreement
     from attnplug_flash_attn.kernels.interface import LayerParams, VarlenCall
 
-_NAMED: Final = (
+_KEYWORDS: Final = (
     "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_k", "page_table", "softmax_scale",
     "causal", "window_size_left", "window_size_right", "learnable_sink", "softcap", "num_splits", "return_lse",
 )  # fmt: skip
-"""What `Fa4.attend` passes by name."""
+"""The keywords that `Fa4.attend` passes."""
 
-_STEP: Final = 16
-"""Bytes that the kernels write at once: a power of two. 4.0.0b36 asserts it of rows and heads; 4.0.0b11 does not."""
+_ALIGNMENT: Final = 16
+"""Bytes that the kernels write at once, a power of two. 4.0.0b36 asserts it for rows and heads; 4.0.0b11 does not."""
 
 
 class Fa4(Kernels):
     """
-    ``flash_attn.cute``: pages, but those of a tile of keys, and sinks; no ALiBi.
+    ``flash_attn.cute``: sinks, and pages of any size except that of a tile; no ALiBi.
 
-    Its public function returns a new tensor, which would have to be copied. The private one behind it, which engines
-    call, is told where to write. Where the installed release has none that takes what is passed here, or the output is
-    not one that kernels may write, the public one is called, and its results are copied.
+    Its public function returns a new tensor, which has to be copied. The private function that it calls, and that
+    engines call, writes into `out`. If the installed release lacks it, its signature differs, or the kernels cannot
+    write `out`, the public function is called, and its output is copied.
     """
 
     def __init__(self, agreement: Agreement) -> None:
@@ -54,8 +54,8 @@ class Fa4(Kernels):
         lse: Tensor | None,
     ) -> None:
         left, right = params.window
-        forward: Callable[..., Any] = self.run if _is_in_steps(out) else _copied
-        _, by_heads, *_ = forward(
+        forward: Callable[..., Any] = self.run if _is_aligned(out) else _copied
+        _, lse_by_head, *_ = forward(
             query,
             key,
             value,
@@ -72,21 +72,21 @@ class Fa4(Kernels):
             window_size_right=None if right < 0 else right,
             learnable_sink=params.sinks,
             softcap=params.softcap or None,
-            num_splits=call.num_splits if self._splits else 1,  # where it does not split it refuses to choose
-            return_lse=lse is not None,  # it takes an LSE to write, by heads alone
+            num_splits=call.num_splits if self._splits else 1,  # without split-KV it refuses 0
+            return_lse=lse is not None,  # it could write an LSE, but only one laid out by head
         )
         if lse is not None:
-            keep_lse(lse, by_heads)
+            write_lse(lse, lse_by_head)
 
 
 def run() -> Callable[..., Any]:
-    """Return the library's forward that writes where it is told, or what does the same where there is none."""
+    """Return the library's function that writes into `out`, or `_copied` if there is none."""
     found: Callable[..., Any] | None = getattr(interface, "_flash_attn_fwd", None)
     if found is None:
         return _copied
     try:
-        signature(found).bind(None, None, None, **dict.fromkeys(_NAMED))
-    except (TypeError, ValueError):  # other arguments, or none that can be read
+        signature(found).bind(None, None, None, **dict.fromkeys(_KEYWORDS))
+    except (TypeError, ValueError):  # another signature, or an unreadable one
         return _copied
     return found
 
@@ -99,14 +99,14 @@ def _copied(
     softcap: float | None,
     **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Call the public function by the arguments of the private one."""
+    """Call the public function with the arguments of the private one."""
     window = (window_size_left, window_size_right)
-    found, by_heads = flash_attn_varlen_func(*rows, window_size=window, softcap=softcap or 0.0, **named)
-    return out.copy_(found), by_heads
+    output, lse_by_head = flash_attn_varlen_func(*rows, window_size=window, softcap=softcap or 0.0, **named)
+    return out.copy_(output), lse_by_head
 
 
-def _is_in_steps(out: Tensor) -> bool:
-    """Whether each head of each row begins where kernels may write. Rows of a wider tensor need not."""
+def _is_aligned(out: Tensor) -> bool:
+    """Whether each head of each row starts at an aligned address. Rows of a wider tensor may not."""
     token, head, element = out.stride()
     width = out.itemsize
-    return element == 1 and token > 0 and head > 0 and not (out.data_ptr() | token * width | head * width) % _STEP
+    return element == 1 and token > 0 and head > 0 and not (out.data_ptr() | token * width | head * width) % _ALIGNMENT

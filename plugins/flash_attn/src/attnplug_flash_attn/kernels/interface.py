@@ -1,4 +1,4 @@
-"""What the plugin asks of a kernel library. Everything behind it is written once, everything before it once each."""
+"""The interface of a kernel library. Everything above it is written once for all libraries."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 @frozen(eq=False, kw_only=True)
 class LayerParams:
     """
-    What a layer brings to each of its calls: made once per layer.
+    The parameters of a layer, made once.
 
     Attributes:
-        softmax_scale: What the logits are multiplied with.
-        window: How many keys a row sees to its left and to its right; -1 for all of them.
-        softcap: Bound of the logits; 0 for none.
-        alibi_slopes: float32 of shape (q_heads,).
-        sinks: Of shape (q_heads,), in the dtype of the model. None in a pass that is merged with one that has them.
-        q_descale: float32 of shape (1,) or (kv_heads,): what quantized queries are multiplied with.
-        k_descale: Likewise for keys.
-        v_descale: Likewise for values.
+        softmax_scale: The factor of the logits.
+        window: The keys to the left and to the right of a row that it attends to; -1 means all.
+        softcap: The soft cap of the logits; 0 means none.
+        alibi_slopes: ``(q_heads,)`` float32.
+        sinks: ``(q_heads,)`` in the dtype of the model. None in a pass that is merged with one that has them.
+        q_descale: ``(1,)`` or ``(kv_heads,)`` float32, the factor of quantized queries.
+        k_descale: The same for keys.
+        v_descale: The same for values.
     """
 
     softmax_scale: float
@@ -46,25 +46,25 @@ class LayerParams:
 @frozen(eq=False, kw_only=True)
 class VarlenCall:
     """
-    Whose rows attend which keys: made once per step, the same for all layers of a plan key.
+    The rows and keys of a call. It is made once per step, for all layers of a plan key.
 
-    Index tensors are int32, contiguous, on the device of the queries. Keys are in pages where there is a block table,
-    and else packed one request behind the other.
+    Index tensors are int32, contiguous, on the device of the queries. With a block table keys are in pages, otherwise
+    they are packed one request after another.
 
     Attributes:
-        cu_seqlens_q: (requests + 1,), from 0: where the rows of each request start.
-        max_seqlen_q: At least the longest of them.
-        max_seqlen_k: At least the most keys of a request.
-        seqused_k: (requests,): keys per request. Always there with a block table.
-        cu_seqlens_k: (requests + 1,), from 0: where the keys of each request start. Always there without a block table;
-            with one, where `Kernels.cumulative_keys` says so, and else not.
-        block_table: (requests, blocks): pages of each request, the last dimension contiguous.
-        leftpad_k: (requests,), zeros: slots before the first key of each request. With a block table where
-            `Kernels.wants_leftpad` says so, and else not.
-        causal: Whether the last row of a request sees all of its keys, and each row before it one less.
-        num_splits: At most so many parts of the keys of a request; 0 leaves it to the library, 1 is batch-invariant.
-            Libraries that choose by themselves tell 1 from other numbers and no more.
-        scheduler_metadata: What `Kernels.schedule` has returned for this call.
+        cu_seqlens_q: ``(requests + 1,)``, the first row of each request, from 0.
+        max_seqlen_q: The most rows of a request, or an upper bound.
+        max_seqlen_k: The most keys of a request, or an upper bound.
+        seqused_k: ``(requests,)``, keys per request. Set with a block table.
+        cu_seqlens_k: ``(requests + 1,)``, the first key of each request, from 0. Set without a block table, and with
+            one if `Kernels.cumulative_keys`.
+        block_table: ``(requests, blocks)``, the pages of each request; the last dimension is contiguous.
+        leftpad_k: ``(requests,)`` zeros, the slots before the first key of each request. Set with a block table if
+            `Kernels.wants_leftpad`.
+        causal: Whether a causal mask applies, aligned to the last row and the last key of a request.
+        num_splits: The split-KV limit: 0 leaves the number to the library, 1 is batch-invariant. Some libraries only
+            distinguish 1 from other numbers.
+        scheduler_metadata: The schedule of this call, from `Kernels.schedule`.
     """
 
     cu_seqlens_q: Tensor
@@ -81,19 +81,19 @@ class VarlenCall:
 
 class Kernels(ABC):
     """
-    A kernel library, loaded.
+    An imported kernel library.
 
     Attributes:
-        paged: Whether it reads pages of the agreed size. Where it does not, the builder packs the pages in use and
-            calls have no block table.
-        cumulative_keys: Whether calls with a block table say the numbers of keys as ``cu_seqlens_k``.
-        wants_leftpad: Whether calls with a block table have `Call.leftpad_k`.
-        schedules: Whether `schedule` may return anything but None.
-        fills_output: Whether it writes its results where they belong; where it does not, they are copied there. Where
-            that depends on what is installed, instances tell.
+        paged: Whether it reads pages of the agreed size. Otherwise the builder packs the pages in use, and calls have
+            no block table.
+        cumulative_keys: Whether calls with a block table need ``cu_seqlens_k``.
+        wants_leftpad: Whether calls with a block table have `VarlenCall.leftpad_k`.
+        schedules: Whether `schedule` may return a schedule.
+        fills_output: Whether it writes into `out`; otherwise its new tensors are copied. An instance sets it if it
+            depends on the installed release.
 
     Args:
-        agreement: What was agreed on for all layers.
+        agreement: The agreement.
     """
 
     paged: ClassVar[bool] = True
@@ -117,30 +117,30 @@ class Kernels(ABC):
         lse: Tensor | None,
     ) -> None:
         """
-        Fill `out`, and `lse` where it is given. No synchronization with the device, nothing allocated that is kept.
+        Fill `out`, and `lse` unless it is None, without synchronization.
 
         Args:
-            query: (tokens, q_heads, head_size).
-            key: (blocks, block_size, kv_heads, head_size) with a block table, whatever the strides; else packed rows
-                (keys, kv_heads, head_size).
-            value: Likewise, of head_size_v.
-            out: (tokens, q_heads, head_size_v): the rows of `query`, in the dtype of the model.
-            call: Whose rows, which keys.
-            params: The layer's.
-            lse: float32 of shape (tokens, q_heads), natural logarithm. A row without keys has -inf, and zeros in `out`.
+            query: ``(tokens, q_heads, head_size)``.
+            key: ``(blocks, block_size, kv_heads, head_size)`` of any strides with a block table, otherwise packed
+                ``(keys, kv_heads, head_size)``.
+            value: In the form of `key`, with head_size_v.
+            out: ``(tokens, q_heads, head_size_v)`` in the dtype of the model.
+            call: The rows and keys of the call.
+            params: The parameters of the layer.
+            lse: ``(tokens, q_heads)`` float32, natural logarithm. Rows without keys get -inf, and zeros in `out`.
         """
 
     def schedule(self, call: VarlenCall, params: LayerParams, *, num_heads_q: int) -> Tensor | None:
         """
-        Return how the library divides a call among the multiprocessors, for `Call.scheduler_metadata`.
+        Return the library's division of a call among multiprocessors, for `VarlenCall.scheduler_metadata`.
 
         Args:
-            call: The call, its own schedule ignored.
-            params: Of any layer of the plan key.
-            num_heads_q: Query heads of the call: more than the layer's where ranks gather them.
+            call: The call; a schedule in it is ignored.
+            params: The parameters of any layer of the plan key.
+            num_heads_q: The query heads of the call: more than the layer's if ranks gather them.
 
         Returns:
-            A new int32 tensor, or None where the library has no such thing.
+            A new int32 tensor; None if the library has no schedule for the call.
         """
         del call, params, num_heads_q
         return None
@@ -149,20 +149,20 @@ class Kernels(ABC):
 _UNSCALED: Final = MappingProxyType({"q_descale": None, "k_descale": None, "v_descale": None})
 
 
-def keep_lse(lse: Tensor | None, found: Tensor) -> None:
+def write_lse(lse: Tensor | None, lse_by_head: Tensor) -> None:
     """
-    Write a library's LSE where it was asked for.
+    Write a library's LSE, if it is requested.
 
     Args:
-        lse: (tokens, q_heads), or None where nobody asked.
-        found: (q_heads, tokens): all libraries lay it out by heads. Rows without keys have infinity of either sign.
+        lse: ``(tokens, q_heads)``; None if it is not requested.
+        lse_by_head: ``(q_heads, tokens)``, the layout of all libraries. Rows without keys have infinity of either sign.
     """
     if lse is not None:
-        torch.nan_to_num(found.T, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=lse)
+        torch.nan_to_num(lse_by_head.T, nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf, out=lse)
 
 
 def descales_of(call: VarlenCall, params: LayerParams, kv_heads: int) -> Mapping[str, Tensor | None]:
-    """Return the keywords ``q_descale``, ``k_descale`` and ``v_descale``, each of shape (requests, kv_heads)."""
+    """Return the keywords ``q_descale``, ``k_descale`` and ``v_descale``, ``(requests, kv_heads)`` each."""
     if params.q_descale is params.k_descale is params.v_descale is None:
         return _UNSCALED
     requests = call.cu_seqlens_q.shape[0] - 1

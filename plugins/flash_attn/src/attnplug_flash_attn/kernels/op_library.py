@@ -1,4 +1,4 @@
-"""The op libraries in vLLM's wheel, loaded. vLLM itself is never imported."""
+"""Loads the op libraries of vLLM's wheel. vLLM itself is never imported."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ if TYPE_CHECKING:
 
 def load(library: str) -> Any:
     """
-    Return the namespace of a library's ops. They are registered once per process, whoever did it first.
+    Return the namespace of a library's ops. They are registered once per process, by this plugin or by vLLM.
 
     Raises:
-        PluginLoadError: It is not there, its file does not load, or its ops take other arguments.
+        PluginLoadError: The library is missing, does not load, or its ops have other arguments.
     """
     if not _is_registered(library):
         path = find(library)
         if path is None:
             raise PluginLoadError(
-                f"The op library {library!r} is not installed.",
-                f"It is a file of vLLM's wheel, in {FOLDER}.",
-                f"Install {DISTRIBUTION}, or let attnplug choose another variant.",
+                f"the op library {library!r} is not installed",
+                f"it is a file of vLLM's wheel, in {FOLDER}",
+                f"install {DISTRIBUTION}, or let attnplug choose another variant",
             )
         _load_file(library, path)
     for op in changed_ops(library):
         raise PluginLoadError(
-            f"{library}.{op} of the installed {DISTRIBUTION} takes other arguments than this plugin passes.",
-            f"It passes, by position: {ARGUMENTS[library][op].replace(' ', ', ')}.",
-            f"Install a release of {DISTRIBUTION} that the plugin's manifest allows.",
+            f"{library}.{op} of the installed {DISTRIBUTION} has an unsupported signature",
+            f"this plugin passes, by position: {ARGUMENTS[library][op].replace(' ', ', ')}",
+            f"install a release of {DISTRIBUTION} that the manifest allows",
         )
     return getattr(torch.ops, library)
 
 
 def changed_ops(library: str) -> list[str]:
-    """Return which ops of a loaded library are gone, or do not take what the adapters pass."""
-    return [op for op, names in ARGUMENTS[library].items() if not _takes(library, op, names.split())]
+    """Return the ops of a loaded library that are missing or have other arguments."""
+    return [op for op, names in ARGUMENTS[library].items() if not _accepts(library, op, names.split())]
 
 
-def _takes(library: str, op: str, names: list[str]) -> bool:
+def _accepts(library: str, op: str, names: list[str]) -> bool:
     packet = getattr(getattr(torch.ops, library), op, None)
     if packet is None:
         return False
-    arguments = packet.default._schema.arguments  # noqa: SLF001 - there is no other way to ask
+    arguments = packet.default._schema.arguments  # noqa: SLF001 - ops have no public schema
     more = arguments[len(names) :]
     return [item.name for item in arguments[: len(names)]] == names and all(item.has_default_value() for item in more)
 
@@ -61,7 +61,7 @@ def _load_file(library: str, path: Path) -> None:
         torch.ops.load_library(path)  # type: ignore[no-untyped-call]
     except OSError as error:
         raise PluginLoadError(
-            f"The op library {library!r} does not load: {error}.",
-            "It is built for one release of torch and of CUDA each.",
-            f"Install the release of {DISTRIBUTION} that goes with this torch.",
+            f"the op library {library!r} does not load: {error}",
+            "it is built for one release of torch and CUDA",
+            f"install the release of {DISTRIBUTION} for this torch",
         ) from error
