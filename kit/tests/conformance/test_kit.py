@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from attnplug_kit.conformance import Conformance
+import pytest
+
+from attnplug_kit.conformance import Basic, Conformance
+
+OTHER_TIERS = tuple(tier for tier in Conformance.__bases__ if tier is not Basic)
 
 
-class TestBuiltIn(Conformance):
+class TestBasicTier(Basic):
+    backend = "torch/sdpa"
+    device = "cpu"
+
+
+@pytest.mark.slow
+class TestOtherTiers(*OTHER_TIERS):
     backend = "torch/sdpa"
     device = "cpu"

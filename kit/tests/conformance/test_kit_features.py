@@ -290,6 +290,7 @@ def test_a_variant_that_refuses_everything_has_a_wrong_manifest(
 # Whole runs
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_a_variant_that_needs_a_feature_passes_with_it(tmp_path: Path) -> None:
     done, report = kit(tmp_path, "--attn-backend=featured/bound", f"--attn-feature={NEEDED}")
@@ -338,6 +339,7 @@ class TestMine({tier}):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tier", ["Basic", "Conformance"])
 def test_an_error_in_a_plugins_class_has_no_traceback(tier: str, tmp_path: Path) -> None:
     (tmp_path / "test_own.py").write_text(OWN.format(tier=tier, features=()), "utf-8")
@@ -358,6 +360,7 @@ def test_a_class_with_features_needs_no_option(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options_of_run", [(), (f"--attn-feature={OPTIONAL}",)])
 def test_attention_that_is_wrong_with_a_feature_fails_with_it(options_of_run, tmp_path: Path) -> None:
     options = ("--attn-backend=featured/free", "-k", "TestBasic and test_mixed_batch")

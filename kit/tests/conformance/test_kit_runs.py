@@ -90,6 +90,7 @@ def test_the_report_has_every_test(whole) -> None:
     assert any(item.attrib["name"] == "attnplug exercised" for item in root.iter("property"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_a_backend_like_a_vendors_library_passes(tmp_path: Path) -> None:
     manifest = HERE / "vendor" / "attnplug.toml"
@@ -126,6 +127,7 @@ def test_a_value_that_the_rules_always_refuse_fails(tmp_path: Path) -> None:
 HOSTED = HERE / "hosted" / "attnplug.toml"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_a_backend_with_quantized_queries_passes(tmp_path: Path) -> None:
     done = run(tmp_path, "--attn-backend=hosted", module="hosted.quantized_queries", manifest=HOSTED)
@@ -135,6 +137,7 @@ def test_a_backend_with_quantized_queries_passes(tmp_path: Path) -> None:
     assert "cudagraph          single_token_decode, uniform_batch" in done.stdout  # though each decode has one token
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
     selected = ("--attn-backend=hosted", "-k", "test_capability and (fp8 or head_scales)")
@@ -145,6 +148,7 @@ def test_the_scale_of_quantized_queries_has_to_be_used(tmp_path: Path) -> None:
     assert "3 failed, " in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 def test_a_backend_without_pages_passes(tmp_path: Path) -> None:
     text = (HERE / "minimal" / "attnplug.toml").read_text("utf-8")
@@ -183,6 +187,7 @@ def test_part_of_a_run_may_leave_values_out(tmp_path: Path) -> None:
     assert "not exercised: gqa_ratio=1, 4, 7, 8" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
     pytest.importorskip("xdist", reason="pytest-xdist, which spreads tests over processes, is not installed")
     done = run(tmp_path, "--attn-backend=torch/sdpa", "-n2", "-k", "TestBasic", f"--attn-report={tmp_path / 'report'}")
@@ -203,7 +208,7 @@ def test_a_run_in_several_processes_has_one_report(tmp_path: Path) -> None:
         (["-n2"], "pass --attn-backend=NAME[/variant], or name it in the class"),
     ],
 )
-@pytest.mark.parametrize("tests", [("--pyargs", "attnplug_kit"), AS_A_FILE])
+@pytest.mark.parametrize("tests", [("--pyargs", "attnplug_kit"), pytest.param(AS_A_FILE, marks=pytest.mark.slow)])
 def test_a_backend_that_cannot_be_tested_is_one_usage_error(options, said, tests, tmp_path: Path) -> None:
     done = run(tmp_path, *options, tests=tests)
 

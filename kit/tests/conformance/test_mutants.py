@@ -206,11 +206,13 @@ def run(
     return {name: json.loads((folder / name / "report.json").read_text("utf-8"))[0]["tests"] for name in mutants}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_mutant_is_found(mutant: str, reports: dict[str, list[dict[str, str]]]) -> None:
     require_failure(MUTANTS[mutant], reports[mutant])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS_OF_LEAST)
 def test_a_mutant_of_the_least_backend_is_found(mutant: str, reports_of_least) -> None:
     require_failure(MUTANTS_OF_LEAST[mutant], reports_of_least[mutant])

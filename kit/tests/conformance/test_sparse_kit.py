@@ -32,6 +32,7 @@ def kit(folder: Path, module: str, *options: str):
     return done, json.loads((report / "report.json").read_text("utf-8"))[0]
 
 
+@pytest.mark.slow
 def test_a_backend_that_serves_patterns_only_passes(tmp_path: Path) -> None:
     done, report = kit(tmp_path, "patterned")
 
@@ -43,6 +44,7 @@ def test_a_backend_that_serves_patterns_only_passes(tmp_path: Path) -> None:
     assert {value for field, value in read if field == "block_sparse"} == set(map(hashable, patterns))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_wrong_pattern_is_found(mutant: str, tmp_path: Path) -> None:
