@@ -80,6 +80,8 @@ def _decode_query_lens(subject: Subject) -> Mapping[str, RequestSpec]:
 def _batch_invariant(subject: Subject) -> Mapping[str, RequestSpec]:
     """Return a plain request for batch invariance, and one with each value by which kernels may split differently."""
     declared = field_values_of(subject)
+    if not declared.of("batch_invariant"):
+        return {}
     names: dict[RequestSpec | None, str] = {}
     fields = {str(item): {item.field: item.value} for item in declared.specs if item.field in _SPLIT_BY}
     for name, own in {"plain": {}, **fields}.items():
