@@ -64,7 +64,7 @@ FROM_A_VENDOR = FLASH.replace(
 )
 SOURCE = """\
 from attnplug.contract import hookimpl
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 
 print("this plugin talks while it is imported")
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from attnplug.cli import parser
-from attnplug.cli.command import BUILT_IN, KNOWN, missing_commands
+from attnplug.cli import BUILT_IN, command
+from attnplug.cli.command import KNOWN, missing_commands
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ def test_a_command_that_ends_with_a_text_prints_it(run, add) -> None:
 
 
 def test_what_is_not_installed_is_one_line_with_what_to_install(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parser, "installed_commands", dict)
+    monkeypatch.setattr(command, "installed_commands", dict)
 
     listed = run("--help").out
     done = run("bench")

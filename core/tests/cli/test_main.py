@@ -9,8 +9,8 @@ import sys
 import pytest
 
 import attnplug
+from attnplug.cli import BUILT_IN
 from attnplug.cli import list as listing
-from attnplug.cli.command import BUILT_IN
 
 ONE_LAYER = ["--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16"]
 

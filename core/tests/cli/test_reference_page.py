@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from attnplug import commands
-from attnplug.cli.command import BUILT_IN, installed_commands
+from attnplug.cli import BUILT_IN
+from attnplug.cli.command import installed_commands
 from attnplug.cli.parser import Parser
 from attnplug.request.fields import FIELDS
 from attnplug_kit import bench

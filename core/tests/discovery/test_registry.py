@@ -19,7 +19,7 @@ from attnplug.discovery.registry import Registry
 from attnplug.discovery.scan import Diagnostic, Entry
 from attnplug.errors import ApiVersionError, DuplicateBackendError, ManifestError, UnknownBackendError
 from attnplug.negotiation.probe_refusals import ProbeRefusal
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 

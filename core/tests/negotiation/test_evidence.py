@@ -10,7 +10,7 @@ from attnplug.evidence.coverage import Evidence, find_unverified
 from attnplug.manifest.reader import parse_manifest
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import make_candidate
-from attnplug.negotiation.verdict import Unverified
+from attnplug.negotiation.reason import Unverified
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 

@@ -8,7 +8,7 @@ import pytest
 
 from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.matching import Request, negotiate
-from attnplug.negotiation.verdict import Fix, Reason
+from attnplug.negotiation.reason import Fix, Reason
 from attnplug.request.device import Device
 from attnplug.request.requirements import Requirements
 from core.tests.negotiation.test_brute_force import candidate

@@ -10,7 +10,7 @@ import attnplug
 from attnplug.discovery.plugin import Known, KnownPlugin, Plugin
 from attnplug.discovery.registry import Registry
 from attnplug.errors import NoBackendError
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process

@@ -12,7 +12,7 @@ from attrs import evolve
 import attnplug
 from attnplug.discovery.plugin import Known, KnownPlugin, read_known
 from attnplug.errors import DeviceError, NoBackendError, RequirementsError, SettingsError, UnknownBackendError
-from attnplug.negotiation.verdict import Fix, Reason
+from attnplug.negotiation.reason import Fix, Reason
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection import process

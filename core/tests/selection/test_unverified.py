@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import attnplug
-from attnplug.negotiation.verdict import Reason, Verdict
+from attnplug.negotiation.reason import Reason
+from attnplug.negotiation.verdict import Verdict
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection.explanation import detail

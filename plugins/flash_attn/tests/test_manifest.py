@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnplug import Reason, Verdict
-    from attnplug.negotiation.verdict import Fix
+    from attnplug.negotiation.reason import Fix
 
 PROJECT = Path(__file__).parents[1]
 MANIFEST = PROJECT / "src" / "attnplug_flash_attn" / "attnplug.toml"

@@ -1,4 +1,4 @@
-"""The commands: the built-in ones, and those that distributions add (entry points in the group `attnplug.commands`)."""
+"""The commands that distributions add: entry points in the group `attnplug.commands`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Final
 
 from attrs import frozen
 
+from attnplug.cli import BUILT_IN
+from attnplug.discovery.scan import scan
 from attnplug.errors import PluginLoadError
 
 if TYPE_CHECKING:
@@ -14,13 +16,6 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from attnplug.discovery.scan import Entry
-
-BUILT_IN: Final = {
-    "list": "what is installed, and what is missing for the rest",
-    "explain": "which backend serves a layer or a model, and why not the others",
-    "doctor": "what is wrong with this environment",
-}
-"""The built-in commands with their summaries; each is a module of this package. No distribution can replace them."""
 
 KNOWN: Final = {
     "attnplug-kit": ("check", "new", "bench"),
@@ -113,8 +108,6 @@ def missing_commands(installed: Collection[str]) -> Iterator[str]:
 
 
 def _entries() -> tuple[Entry, ...]:
-    from attnplug.discovery.scan import scan  # noqa: PLC0415 - the built-in commands do without
-
     return scan(group=_GROUP).entries
 
 

@@ -10,7 +10,7 @@ from attrs import asdict
 from attnplug.commands import OK, Row, say, say_json, say_rows, wrapped
 from attnplug.discovery.registry import Registry
 from attnplug.evidence.store import EvidenceStore
-from attnplug.negotiation.verdict import Fix
+from attnplug.negotiation.reason import Fix
 from attnplug.request.settings import Settings
 
 if TYPE_CHECKING:

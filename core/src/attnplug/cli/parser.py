@@ -7,20 +7,15 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from attnplug.cli.command import (
-    BUILT_IN,
-    KNOWN,
-    Command,
-    ignored_commands,
-    installed_commands,
-    missing_commands,
-)
+from attnplug.cli import BUILT_IN
 from attnplug.commands import OK, WRONG, say
 from attnplug.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from types import ModuleType
+
+    from attnplug.cli.command import Command
 
 _DESCRIPTION: Final = "Attention backends as parts: which one serves a request, and why not the others."
 _EPILOG: Final = """\
@@ -89,20 +84,22 @@ def parse(words: Sequence[str]) -> tuple[ModuleType, argparse.Namespace]:
 
 
 def _installed(name: str) -> Command:
-    installed = installed_commands()
+    from attnplug.cli import command  # noqa: PLC0415 - the built-in commands do without, and `list --json` has a budget
+
+    installed = command.installed_commands()
     if name in installed:
         return installed[name]
-    for distribution, names in KNOWN.items():
+    for distribution, names in command.KNOWN.items():
         if name in names:
             raise RequestError(
                 f"the command {name!r} is not installed",
                 f"it is a command of {distribution}",
                 f"pip install {distribution}, or its folder of a checkout",
             )
-    from attnplug.request.fields import near  # noqa: PLC0415 - `list --json` has a budget, and does without
+    from attnplug.request.fields import near  # noqa: PLC0415 - likewise
 
     commands = (*BUILT_IN, *installed)
-    known = (name for names in KNOWN.values() for name in names)
+    known = (name for names in command.KNOWN.values() for name in names)
     raise RequestError(
         f"the command {name!r} was given{near(name, (*commands, *known))}",
         f"the commands are {', '.join(commands)}",
@@ -130,13 +127,14 @@ def _without_command(words: Sequence[str]) -> NoReturn:
 
 def _commands() -> str:
     """Return every command with its summary, then those of this project that are not installed."""
-    installed = installed_commands()
-    summaries = {**BUILT_IN, **{name: command.summary() for name, command in installed.items()}}
+    from attnplug.cli import command  # noqa: PLC0415 - as above
+
+    installed = command.installed_commands()
+    summaries = {**BUILT_IN, **{name: each.summary() for name, each in installed.items()}}
     width = max(map(len, summaries)) + 2
     lines = ["commands:", *(f"  {name:{width}}{summary}" for name, summary in summaries.items())]
-    return "\n".join(
-        [*lines, *_section("not installed:", missing_commands(installed)), *_section("ignored:", ignored_commands())]
-    )
+    lines += _section("not installed:", command.missing_commands(installed))
+    return "\n".join([*lines, *_section("ignored:", command.ignored_commands())])
 
 
 def _section(title: str, lines: Iterable[str]) -> list[str]:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from attnplug.contract.inputs.layer import Layer
     from attnplug.contract.inputs.limits import Limits
     from attnplug.negotiation.agreement import Agreement
-    from attnplug.negotiation.verdict import Unverified, Verdict
+    from attnplug.negotiation.reason import Unverified
+    from attnplug.negotiation.verdict import Verdict
     from attnplug.request.device import Device
 
 

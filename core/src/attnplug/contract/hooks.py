@@ -20,7 +20,7 @@ import pluggy
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
     from attnplug.negotiation.agreement import Agreement
-    from attnplug.negotiation.verdict import Reason
+    from attnplug.negotiation.reason import Reason
     from attnplug.request.device import Device
 
 PROJECT: Final = "attnplug"

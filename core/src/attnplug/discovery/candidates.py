@@ -12,7 +12,7 @@ from attnplug.discovery.permission import deny, identity
 from attnplug.discovery.scan import normalized
 from attnplug.errors import AttnplugError, DuplicateBackendError
 from attnplug.negotiation.candidate import Candidate, make_candidate
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping

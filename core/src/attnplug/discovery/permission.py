@@ -8,7 +8,7 @@ from attrs import frozen
 
 from attnplug.discovery.plugin import KnownPlugin
 from attnplug.discovery.scan import normalized
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

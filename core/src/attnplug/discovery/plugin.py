@@ -23,7 +23,7 @@ from attnplug.manifest.reader import parse_manifest, read_manifest
 from attnplug.manifest.schema import MANIFEST, Manifest, is_module
 from attnplug.manifest.supports import parse_conditions
 from attnplug.negotiation.ranking import DefaultOrder
-from attnplug.negotiation.verdict import Fix, Reason
+from attnplug.negotiation.reason import Fix, Reason
 from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:

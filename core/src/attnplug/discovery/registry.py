@@ -17,7 +17,6 @@ from attnplug.discovery.plugin import Known, KnownPlugin, Plugin, read_known, re
 from attnplug.discovery.scan import Diagnostic, scan
 from attnplug.errors import UnknownBackendError
 from attnplug.manifest.schema import CONTRACT_API, Manifest
-from attnplug.negotiation.probe_refusals import ProbeRefusals
 from attnplug.negotiation.ranking import AUTO, DefaultOrder
 from attnplug.request.fields import near
 from attnplug.request.settings import Settings
@@ -27,8 +26,8 @@ if TYPE_CHECKING:
 
     from attnplug.manifest.installed import VersionOf
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.negotiation.probe_refusals import ProbeRefusal
-    from attnplug.negotiation.verdict import Reason
+    from attnplug.negotiation.probe_refusals import ProbeRefusal, ProbeRefusals
+    from attnplug.negotiation.reason import Reason
 
 _log: Final = logging.getLogger("attnplug")
 _generations: Final = count(1)  # shared by all registries: a generation is never that of another one's state
@@ -216,9 +215,9 @@ class Registry:
             self.mark_broken(candidate_id, refusal.finding, refusal.fix)
             return
         with _lock:
-            known = self._refusals.get(candidate_id, ProbeRefusals())
-            if refusal not in known:
-                self._refusals = {**self._refusals, candidate_id: known.plus(refusal)}
+            known = self._refusals.get(candidate_id)
+            if known is None or refusal not in known:
+                self._refusals = {**self._refusals, candidate_id: refusal.beside(known)}
                 self._renew()
 
     def register(self, plugin: Plugin) -> None:

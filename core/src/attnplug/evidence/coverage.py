@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from attnplug.negotiation.verdict import Unverified
+from attnplug.negotiation.reason import Unverified
 from attnplug.request.fields import FIELDS, Names
 
 if TYPE_CHECKING:

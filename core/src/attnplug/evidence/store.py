@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from attnplug.discovery.plugin import Plugin
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.negotiation.verdict import Unverified
+    from attnplug.negotiation.reason import Unverified
 
 FOLDER: Final = "evidence"
 """The folder beside an ``attnplug.toml`` in which a plugin ships its evidence."""

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from attnplug.negotiation.matching import Request as Request
     from attnplug.negotiation.matching import negotiate as negotiate
     from attnplug.negotiation.ranking import AUTO as AUTO
-    from attnplug.negotiation.verdict import Fix as Fix
-    from attnplug.negotiation.verdict import Reason as Reason
-    from attnplug.negotiation.verdict import Unverified as Unverified
+    from attnplug.negotiation.reason import Fix as Fix
+    from attnplug.negotiation.reason import Reason as Reason
+    from attnplug.negotiation.reason import Unverified as Unverified
     from attnplug.negotiation.verdict import Verdict as Verdict
 
 _MODULES: Final = {
@@ -22,7 +22,8 @@ _MODULES: Final = {
     "attnplug.negotiation.candidate": "Candidate",
     "attnplug.negotiation.matching": "negotiate Request",
     "attnplug.negotiation.ranking": "AUTO",
-    "attnplug.negotiation.verdict": "Fix Reason Unverified Verdict",
+    "attnplug.negotiation.reason": "Fix Reason Unverified",
+    "attnplug.negotiation.verdict": "Verdict",
 }
 
 __getattr__, __dir__, __all__ = lazy(__name__, _MODULES)

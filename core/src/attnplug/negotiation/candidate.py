@@ -9,7 +9,7 @@ from attrs import evolve, field, frozen
 
 from attnplug.manifest.installed import VersionOf, find, requirement_name
 from attnplug.manifest.schema import IsInstalled, Manifest, Rule, Variant
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import FIELDS, GRAPH_LEVELS, Names
 
 if TYPE_CHECKING:

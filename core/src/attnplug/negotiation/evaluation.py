@@ -9,7 +9,8 @@ from attrs import evolve, frozen
 
 from attnplug.negotiation.fix import find_fix
 from attnplug.negotiation.matching import Request, agree, negotiate
-from attnplug.negotiation.verdict import Fix, Verdict
+from attnplug.negotiation.reason import Fix
+from attnplug.negotiation.verdict import Verdict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.candidate import Candidate
     from attnplug.negotiation.probe_refusals import ProbeRefusal
-    from attnplug.negotiation.verdict import Reason, Status, Unverified
+    from attnplug.negotiation.reason import Reason, Unverified
+    from attnplug.negotiation.verdict import Status
     from attnplug.request.device import Device
 
 

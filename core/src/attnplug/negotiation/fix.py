@@ -15,7 +15,7 @@ from attnplug.errors import AttnplugError
 from attnplug.manifest.constraint import Constraint, Exact, Range
 from attnplug.manifest.schema import Holds, IsInstalled
 from attnplug.negotiation.matching import Request, negotiate
-from attnplug.negotiation.verdict import Fix
+from attnplug.negotiation.reason import Fix
 from attnplug.request.device import HARDWARE, ComputeCapability, Device, default_vendor
 from attnplug.request.fields import FIELDS, Flag, Integer, Level, Name, Names, fields_of
 from attnplug.request.requirements import neutral
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.negotiation.verdict import Reason
+    from attnplug.negotiation.reason import Reason
 
 
 _ENGINE = tuple(item.name for item in fields_of("engine"))

@@ -14,7 +14,7 @@ from attrs import field, frozen
 from attnplug.manifest.schema import IsInstalled, IsRequested
 from attnplug.negotiation.agreement import Agreement
 from attnplug.negotiation.candidate import FREE, Candidate
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 from attnplug.request.fields import FIELDS
 from attnplug.request.settings import Settings
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from attnplug.negotiation.agreement import Agreement
-    from attnplug.negotiation.verdict import Reason
+    from attnplug.negotiation.reason import Reason
     from attnplug.request.device import Device
 
 _MOST: Final = 1024
@@ -38,6 +38,10 @@ class ProbeRefusal:
         if reason.code == "broken":
             return cls(reason)
         return cls(reason, None if reason.code == "probe_device" else agreement, device)
+
+    def beside(self, known: ProbeRefusals | None) -> ProbeRefusals:
+        """Return it with what the candidate's probe has refused before, if that is anything."""
+        return (ProbeRefusals() if known is None else known).plus(self)
 
     @property
     def is_total(self) -> bool:

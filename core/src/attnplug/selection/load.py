@@ -24,7 +24,7 @@ from attnplug.errors import (
 from attnplug.negotiation.matching import Request, graph_level, judge_terms, negotiate
 from attnplug.negotiation.probe_refusals import ProbeRefusal
 from attnplug.negotiation.ranking import AUTO
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 from attnplug.request.device import is_unseen
 from attnplug.selection.process import current_state, registry
 from attnplug.selection.scope import overrides

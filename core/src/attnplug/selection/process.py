@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from attnplug.evidence.store import EvidenceStore
     from attnplug.negotiation.agreement import Agreement
     from attnplug.negotiation.candidate import Candidate
-    from attnplug.negotiation.verdict import Unverified
+    from attnplug.negotiation.reason import Unverified
     from attnplug.request.requirements import Requirements
     from attnplug.selection.explanation import Explanation
     from attnplug.selection.selection import Selection

@@ -16,7 +16,7 @@ from attnplug.request.fields import read_only
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend
-    from attnplug.negotiation.verdict import Unverified
+    from attnplug.negotiation.reason import Unverified
     from attnplug.request.requirements import Requirements
 
 

@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from attnplug.contract.hooks import hookimpl
-from attnplug.negotiation.verdict import Reason
+from attnplug.negotiation.reason import Reason
 
 if TYPE_CHECKING:
     from attnplug.contract.backend import Backend

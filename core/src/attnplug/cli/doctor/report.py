@@ -16,7 +16,7 @@ from attnplug.discovery.registry import Registry
 from attnplug.errors import AttnplugError, DeviceError, SettingsError
 from attnplug.evidence.store import EvidenceStore
 from attnplug.negotiation.ranking import AUTO, Policy
-from attnplug.negotiation.verdict import Fix
+from attnplug.negotiation.reason import Fix
 from attnplug.request.device import Device
 from attnplug.request.settings import Settings
 from attnplug.selection.options import check_owner

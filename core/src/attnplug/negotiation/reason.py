@@ -1,0 +1,208 @@
+"""What verdicts are made of, as data: the reasons that refuse a candidate, the fix, and what is unverified."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import attrs
+from attrs import field, frozen
+
+from attnplug.request.device import Device
+from attnplug.request.fields import FIELDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from attnplug.request.requirements import Requirements
+
+Code = Literal[
+    "unsupported",
+    "undeclared",
+    "rule",
+    "missing",
+    "version",
+    "absent",
+    "blocked",
+    "api",
+    "probe",
+    "probe_device",
+    "broken",
+]
+_OF_DEVICE: Final = {"device_type": "is", "device_name": "is", "vendor": "is from"}
+"""How a device has what a field says; it "has" everything else."""
+
+
+def _hashable(value: Any) -> Any:
+    """Return lists as tuples: what JSON gives back is equal to what it was made from."""
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
+
+
+@frozen
+class Reason:
+    """
+    One reason against a candidate.
+
+    Attributes:
+        code: ``undeclared`` (the field is not supported at all), ``unsupported`` (not this value), ``rule`` (a
+            combination), ``missing`` and ``version`` (a required distribution), ``absent`` (the plugin is not
+            installed), ``blocked`` (by the settings), ``api`` (another major version of the contract). What a plugin's
+            probe refuses: ``probe`` (this request on this device), ``probe_device`` (every request on this device),
+            ``broken`` (everything; also where the manifest or the plugin's code fails).
+        field: The field that it is about, or the requirement, or the plugin.
+        wanted: The requested value, as a plain value.
+        supported: What is supported, in words; of a probe what it found. Empty where that is nothing.
+        because: The explanation of the manifest or of the failure, of a probe its fix, or an empty text.
+    """
+
+    code: Code
+    field: str
+    wanted: Any = attrs.field(converter=_hashable)
+    supported: str
+    because: str = ""
+
+    @property
+    def requested(self) -> str:
+        """The fields with their values, as ``head_size=256 with causal=False``."""
+        names = self.field.split(" and ")
+        values = self.wanted if len(names) > 1 else (self.wanted,)
+        pairs = zip(names, values, strict=True)
+        return " with ".join(f"{name}={value}" if name in FIELDS else str(value) for name, value in pairs)
+
+    def __str__(self) -> str:
+        return f"{self._claim()}: {self.because}" if self.because else self._claim()
+
+    def _claim(self) -> str:
+        if self.code in ("unsupported", "undeclared"):
+            return self._claim_about_value()
+        if self.code != "rule":
+            return self.supported
+        if not self.supported:
+            return f"does not support {self.requested}"
+        if self.wanted in (None, ()) or self.field not in FIELDS:
+            return f"requires {self.supported}"
+        return f"requires {self.supported} (requested: {self.requested})"
+
+    def _claim_about_value(self) -> str:
+        if not self.supported:
+            return f"does not support {self.requested}"
+        if self.field in FIELDS and FIELDS[self.field].kind == "device":  # nobody requests the device that is there
+            name = self.field.removeprefix("num_").replace("_", " ")
+            return f"requires {name} {self.supported}; the device {_OF_DEVICE.get(self.field, 'has')} {self.wanted}"
+        return f"does not support {self.requested}; supported: {self.supported}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return attrs.asdict(self, recurse=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Reason:
+        """Read what `to_dict` wrote."""
+        return cls(**data)
+
+
+@frozen
+class Fix:
+    """
+    One fix. Applying all of its parts makes the candidate serve; where `lacks` or `needs` are not empty there is
+    no fix.
+
+    Attributes:
+        install: Requirements to install, as pip takes them.
+        engine: Engine fields to request instead, with their values.
+        device: The device to run on instead.
+        action: A step in words: a setting to change, a plugin to repair.
+        lacks: What the model requests and the candidate does not support.
+        needs: What the candidate requires of every request, and the model does not request.
+    """
+
+    install: tuple[str, ...] = ()
+    engine: Mapping[str, Any] = field(factory=dict, hash=False)
+    device: Device | None = None
+    action: str = ""
+    lacks: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is a fix at all."""
+        return not (self.lacks or self.needs)
+
+    def apply(self, requirements: Requirements, device: Device) -> tuple[Requirements, Device]:
+        """Return the requirements and the device as the fix changes them."""
+        return (requirements.evolve(**self.engine) if self.engine else requirements), self.device or device
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; ``text`` is the fix in words."""
+        return {
+            "install": list(self.install),
+            "engine": {
+                name: FIELDS[name].domain.dump(value) if value is not None else None
+                for name, value in self.engine.items()
+            },
+            "device": self.device.to_dict() if self.device else None,
+            "action": self.action,
+            "lacks": list(self.lacks),
+            "needs": list(self.needs),
+            "text": str(self),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Fix:
+        """Read what `to_dict` wrote."""
+        engine = {
+            name: FIELDS[name].domain.canonical(value) if value is not None else None
+            for name, value in data["engine"].items()
+        }
+        device = Device.from_dict(data["device"]) if data["device"] else None
+        return cls(tuple(data["install"]), engine, device, data["action"], tuple(data["lacks"]), tuple(data["needs"]))
+
+    def __str__(self) -> str:
+        if not self.possible:
+            lacks = [f"does not support {', '.join(self.lacks)}"] if self.lacks else []
+            needs = [f"requires {', '.join(self.needs)}"] if self.needs else []
+            return f"none: this variant {', and '.join(lacks + needs)}"
+        changes = ", ".join(f"{name}={value!r}" for name, value in self.engine.items())
+        parts = [
+            self.action,
+            f"pip install {' '.join(map(_quoted, self.install))}" if self.install else "",
+            f"request {changes}" if changes else "",
+            f"run on {self.device}" if self.device else "",
+        ]
+        return "; ".join(filter(None, parts))
+
+
+def _quoted(requirement: str) -> str:
+    """Quote a requirement for a shell, to which ``<`` and ``>`` mean files."""
+    return f"'{requirement}'" if set(requirement) & set(" <>[]") else requirement
+
+
+@frozen
+class Unverified:
+    """
+    One thing that no evidence covers.
+
+    Attributes:
+        field: The field; ``device`` where no evidence is for such a device, ``distribution`` where it is for another
+            version only.
+        value: The requested value, the device, or what is installed; a plain value.
+        because: What is verified instead.
+    """
+
+    field: str
+    value: Any
+    because: str
+
+    def __str__(self) -> str:
+        if self.field == "device":
+            return self.because
+        subject = str(self.value) if self.field == "distribution" else f"{self.field}={self.value}"
+        return f"{subject} ({self.because})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return attrs.asdict(self, recurse=False)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Unverified:
+        """Read what `to_dict` wrote."""
+        return cls(**data)
