@@ -28,7 +28,7 @@ def test_they_are_a_baseline_for_every_variant() -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.what)
-def test_forwards_are_held_against_them(library, step, variant) -> None:
+def test_forwards_are_compared_with_them(library, step, variant) -> None:
     found = forwarding.measure_steps([((step,), FakeTimer(), True), ((step,), FakeTimer(), False)], choice(variant), 1)
 
     assert not found.failures
@@ -42,7 +42,7 @@ def test_a_second_call_finds_what_the_first_has_written(library, variant) -> Non
 
 
 @pytest.mark.parametrize("variant", GRAPHS)
-def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
+def test_replays_are_compared_with_them(library, monkeypatch, variant) -> None:
     monkeypatch.setattr(forwarding, "work_clock", lambda _: FakeTimer())
 
     found = forwarding.measure_steps([], choice(variant), 1, [decodes(3, 33, **TINY), ragged_decodes(4, 2, 70, **TINY)])
@@ -52,7 +52,7 @@ def test_replays_are_held_against_them(library, monkeypatch, variant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_builds_are_held_against_schedules_where_there_are_any(library, monkeypatch, variant) -> None:
+def test_builds_are_compared_with_schedules(library, monkeypatch, variant) -> None:
     monkeypatch.setattr(building, "host_clock", lambda _: FakeTimer())
 
     found = building.measure_steps(STEPS, STEPS[1:2], choice(variant), 1)
