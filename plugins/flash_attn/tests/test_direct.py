@@ -66,10 +66,10 @@ def test_builds_are_compared_with_schedules(library, monkeypatch, variant) -> No
 
 def test_rows_are_those_of_the_step(library) -> None:
     planner = make_planner(mixed(1, 40, 1, 18, **TINY), choice("fa3_vllm"))
-    decode, prompt = direct._rows(planner)
+    decode, prefill = direct._rows(planner)
 
-    assert (decode.where, prompt.where) == (slice(0, 1), slice(1, 19))
-    assert (decode.past, prompt.past) == (True, False)
-    assert (decode.max_query, decode.max_keys, prompt.max_query, prompt.max_keys) == (1, 40, 18, 18)
-    assert [decode.table.tolist()[0], prompt.table.tolist()[0]] == list(planner.blocks)
-    assert prompt.slots.tolist()[:2] == [planner.blocks[1][0] * 16, planner.blocks[1][0] * 16 + 1]
+    assert (decode.tokens, prefill.tokens) == (slice(0, 1), slice(1, 19))
+    assert (decode.has_cached, prefill.has_cached) == (True, False)
+    assert (decode.max_query, decode.max_keys, prefill.max_query, prefill.max_keys) == (1, 40, 18, 18)
+    assert [decode.table.tolist()[0], prefill.table.tolist()[0]] == list(planner.blocks)
+    assert prefill.slots.tolist()[:2] == [planner.blocks[1][0] * 16, planner.blocks[1][0] * 16 + 1]

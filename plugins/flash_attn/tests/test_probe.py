@@ -211,7 +211,7 @@ def test_a_module_of_that_name_hides_it_too(machine: Machine) -> None:
     machine.fa4()
     file = machine.write("first/flash_attn.py")
 
-    assert f"and import flash_attn finds {file}: install" in machine.reason(agreed("fa4"), file.parent)
+    assert f"but import flash_attn finds {file}: install" in machine.reason(agreed("fa4"), file.parent)
 
 
 def test_two_folders_of_one_namespace_hide_nothing(machine: Machine) -> None:
