@@ -21,27 +21,18 @@ def fake_torch(*, cuda: str | None, available: bool) -> SimpleNamespace:
     )
 
 
-@pytest.mark.parametrize(
-    ("torch", "problem"),
-    [
-        (fake_torch(cuda=None, available=False), "torch 2.13.0 is built without CUDA"),
-        (fake_torch(cuda="13.0", available=False), "torch 2.13.0 sees no CUDA device"),
-    ],
-)
-def test_a_missing_device_is_reported_with_a_fix(monkeypatch, torch, problem):
-    monkeypatch.setitem(sys.modules, "torch", torch)
+def test_a_missing_device_is_reported_with_a_fix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda="13.0", available=False))
     reason = probe(HOPPER)
 
-    assert problem in str(reason)
+    assert "torch 2.13.0 sees no CUDA device" in str(reason)
     assert reason.because
+    assert probe(Device.cpu()) is None
 
 
 def test_nothing_is_reported_otherwise(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch(cuda="13.0", available=True))
     assert probe(HOPPER) is None
-    monkeypatch.delitem(sys.modules, "torch")
-    assert probe(HOPPER) is None
-    assert probe(Device.cpu()) is None
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
-from attnplug import Agreement, Device, Requirements
+from attnplug import Agreement, Requirements
 from attnplug_flash_attn import op_files, packages, probe
 from tests.backends.fake_machine import CPU_TORCH, CUDA_TORCH, FakeMachine
 
@@ -124,19 +123,6 @@ def test_another_device_is_the_business_of_the_manifest(machine: Machine) -> Non
     machine.torch(CPU_TORCH)
 
     assert machine.probe(agreed("fa2"), "cpu") is None
-
-
-@pytest.mark.parametrize("available", [True, False])
-def test_a_torch_that_is_loaded_is_asked_for_a_device(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    monkeypatch.setattr(probe, "torch_build", lambda: None)
-
-    reason = probe.probe("torch", agreed("torch"), Device.cuda("9.0"))
-
-    assert (reason is None) == available
-    if reason is not None:
-        assert (reason.field, reason.because) == ("device", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
-        assert reason.supported == f"torch {torch.__version__} sees no CUDA device"
 
 
 # One package of two distributions

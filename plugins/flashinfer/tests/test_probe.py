@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 from attnplug import Agreement, Device
 from attnplug_flashinfer import prebuilt, probe, toolchain
@@ -264,38 +263,6 @@ def test_without_ninja(bare: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(toolchain.missing_tool(["m"])).endswith("there is no ninja on the PATH: pip install ninja")
     beside = bare.program("venv/bin/ninja").parent
     assert str(toolchain.missing_tool(["m"])).endswith(f"add {beside}, which has one, to the PATH")
-
-
-@pytest.mark.parametrize("text", ["", "__version__ = '2.11'", "cuda = '13.0'"])
-def test_a_torch_of_unknown_build_is_not_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Spec:
-        origin = str(tmp_path / "__init__.py")
-
-    monkeypatch.setattr(probe, "find_spec", lambda _: Spec)
-    assert probe.torch_build() is None
-    (tmp_path / "version.py").write_text(text, encoding="utf-8")
-    assert probe.torch_build() is None
-    monkeypatch.setattr(probe, "find_spec", lambda _: None)
-    assert probe.torch_build() is None
-    assert probe._torch("fa2") is None
-
-
-def test_the_installed_torch_is_read() -> None:
-    build = probe.torch_build()
-
-    assert build is not None
-    assert build.version == torch.__version__
-    assert build.cuda == (None if torch.version.cuda is None else tuple(map(int, torch.version.cuda.split(".")[:2])))
-
-
-def test_a_loaded_torch_is_checked_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(probe, "_torch", lambda _: None)
-
-    reason = probe.probe("fa2", agreed(), Device.cuda("9.0"))
-
-    assert reason is not None
-    assert (reason.field, reason.because) == ("device", "check nvidia-smi and CUDA_VISIBLE_DEVICES")
 
 
 def test_a_probe_imports_neither_torch_nor_the_library() -> None:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from attnplug.negotiation.reason import Fix as Fix
     from attnplug.negotiation.reason import Reason as Reason
     from attnplug.negotiation.reason import Unverified as Unverified
+    from attnplug.negotiation.torch_probe import TorchBuild as TorchBuild
+    from attnplug.negotiation.torch_probe import missing_cuda as missing_cuda
+    from attnplug.negotiation.torch_probe import torch_build as torch_build
     from attnplug.negotiation.verdict import Verdict as Verdict
 
 _MODULES: Final = {
@@ -23,6 +26,7 @@ _MODULES: Final = {
     "attnplug.negotiation.matching": "negotiate Request",
     "attnplug.negotiation.ranking": "AUTO",
     "attnplug.negotiation.reason": "Fix Reason Unverified",
+    "attnplug.negotiation.torch_probe": "TorchBuild missing_cuda torch_build",
     "attnplug.negotiation.verdict": "Verdict",
 }
 

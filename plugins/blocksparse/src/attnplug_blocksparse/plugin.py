@@ -6,15 +6,15 @@ It imports neither torch nor Triton: the backend module loads them.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 from attnplug.contract import hookimpl
-from attnplug.negotiation import Reason
+from attnplug.negotiation import missing_cuda
 
 if TYPE_CHECKING:
     from attnplug import Agreement, Device
     from attnplug.contract import Backend
+    from attnplug.negotiation import Reason
 
 
 @hookimpl
@@ -41,12 +41,4 @@ def probe(device: Device) -> Reason | None:
     """
     if device.type != "cuda":
         return None  # the manifest refuses other devices; a test's manifest may add one for the interpreter
-    torch = sys.modules.get("torch")  # is_available() creates no CUDA context
-    if torch is None or torch.cuda.is_available():
-        return None
-    if torch.version.cuda is None:
-        found = f"torch {torch.__version__} is built without CUDA"
-        because = "install a torch that is built for CUDA, from https://pytorch.org/get-started/locally"
-        return Reason("broken", "torch", None, found, because)
-    found = f"torch {torch.__version__} sees no CUDA device"
-    return Reason("broken", "device", None, found, "check nvidia-smi and CUDA_VISIBLE_DEVICES")
+    return missing_cuda()

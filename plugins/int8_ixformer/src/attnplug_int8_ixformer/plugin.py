@@ -6,14 +6,13 @@ It imports neither torch, Triton nor ixformer: the backend modules load them.
 
 from __future__ import annotations
 
-import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from attnplug import NoBackendError
 from attnplug.contract import hookimpl
 from attnplug.errors import UnknownBackendError
-from attnplug.negotiation import Reason
+from attnplug.negotiation import Reason, missing_cuda
 from attnplug_int8_ixformer.inner import choose
 
 if TYPE_CHECKING:
@@ -44,7 +43,8 @@ def attnplug_probe(variant: str, agreement: Agreement, device: Device) -> Reason
         return _probe_inner(agreement, device)
     if variant == "ixformer":
         return _probe_modules()
-    return _probe_gpu(device)
+    # The manifest refuses other devices; a test's manifest may add one for the interpreter.
+    return missing_cuda() if device.type == "cuda" else None
 
 
 def _probe_inner(agreement: Agreement, device: Device) -> Reason | None:
@@ -64,13 +64,3 @@ def _probe_modules() -> Reason | None:
         if found is None:
             return Reason("broken", "ixformer", None, f"{name} is missing", "install ixformer from its vendor")
     return None
-
-
-def _probe_gpu(device: Device) -> Reason | None:
-    torch = sys.modules.get("torch")  # is_available() creates no CUDA context
-    # The manifest refuses devices other than CUDA; a test's manifest may add one for the interpreter.
-    if device.type != "cuda" or torch is None or torch.cuda.is_available():
-        return None
-    found = "is built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
-    because = "install a torch that is built for CUDA, and check nvidia-smi and CUDA_VISIBLE_DEVICES"
-    return Reason("broken", "torch", None, f"torch {torch.__version__} {found}", because)
