@@ -3,7 +3,7 @@ The command with the plugins that a test installs, and no others.
 
 `empty` and `site` are scratch folders on the path of the test's process and of those that it starts. They hide the
 workspace's plugins, which are installed beside core, through `without_plugins/sitecustomize.py`; a test that only needs
-these hidden takes `no_plugins`. A process that is started in another way needs `WITHOUT_PLUGINS` on its PYTHONPATH.
+these hidden takes `no_plugins`. Any other process needs `WITHOUT_PLUGINS` on its PYTHONPATH.
 """
 
 from __future__ import annotations

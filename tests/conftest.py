@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.plugins.asking import ASK, Ask
+from tests.plugins.preamble import PREAMBLE, RunCode
 from tests.plugins.workshop import Workshop, run
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture
-def ask(workshop: Workshop, tmp_path: Path) -> Ask:
+def run_code(workshop: Workshop, tmp_path: Path) -> RunCode:
     """Return what installs plugins, and runs code with them."""
 
-    def asking(code: str, *plugins: str, sites: tuple[Path, ...] = (), **environment: str) -> Any:
+    def runner(code: str, *plugins: str, sites: tuple[Path, ...] = (), **environment: str) -> Any:
         installed = (workshop.install(tmp_path / "site", *plugins),) if plugins else ()
-        return run(ASK + code, *sites, *installed, home=tmp_path, **environment)
+        return run(PREAMBLE + code, *sites, *installed, home=tmp_path, **environment)
 
-    return asking
+    return runner

@@ -16,7 +16,7 @@ import pytest
 from tests.plugins.workshop import run
 
 if TYPE_CHECKING:
-    from tests.plugins.asking import Ask
+    from tests.plugins.preamble import RunCode
     from tests.plugins.workshop import Workshop
 
 ROOT = Path(__file__).parents[1]
@@ -27,15 +27,15 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
     1: (
         "a line without `=` in entry_points.txt hides no plugin, and is recorded by the distribution's name",
         [
-            (BROKEN, "test_malformed_entry_points_are_notes_and_hide_nobody"),
+            (BROKEN, "test_malformed_entry_points_are_noted_and_hide_no_plugin"),
             (INSTALLED, "test_a_malformed_neighbour_hides_nothing"),
         ],
     ),
     2: (
         "nor does a file that is not UTF-8, nor a value that is no module",
         [
-            (BROKEN, "test_malformed_entry_points_are_notes_and_hide_nobody"),
-            (BROKEN, "test_a_neighbour_at_which_torch_stops_is_told_with_the_fix"),
+            (BROKEN, "test_malformed_entry_points_are_noted_and_hide_no_plugin"),
+            (BROKEN, "test_an_entry_point_that_torch_cannot_read_is_reported"),
             (INSTALLED, "test_a_malformed_neighbour_hides_nothing"),
             ("core/tests/discovery/test_plugin.py", "test_what_leads_nowhere_is_a_problem"),
         ],
@@ -44,20 +44,20 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         "two distributions with one name are reported alike under ten hash seeds and both orders, each by its name",
         [
             (INSTALLED, "test_duplicates_are_reported_alike_whatever_the_order"),
-            (INSTALLED, "test_a_named_duplicate_is_an_error_and_the_proposed_settings_choose"),
+            (INSTALLED, "test_a_named_duplicate_fails_and_the_proposed_settings_fix_it"),
         ],
     ),
     4: (
         "a stale copy later on sys.path is not loaded, and is reported as shadowed",
         [
-            (BROKEN, "test_of_two_versions_the_first_on_the_path_is_used_with_its_own_module"),
+            (BROKEN, "test_the_first_version_on_the_path_is_used_with_its_module"),
             (INSTALLED, "test_a_stale_copy_is_not_used_and_is_noted"),
         ],
     ),
     5: (
         "listing imports neither torch, nor triton, nor any plugin",
         [
-            (INSTALLED, "test_asking_imports_no_plugin_and_no_library"),
+            (INSTALLED, "test_selecting_imports_no_plugin_and_no_library"),
             ("tests/test_laziness.py", "test_list_as_json_needs_neither_torch_nor_rich"),
         ],
     ),
@@ -70,9 +70,9 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         ],
     ),
     8: (
-        "every way to say no turns a setting off, and nonsense is an error that names the variable",
+        "every spelling of off turns a setting off, and an invalid value is an error that names the variable",
         [
-            (INSTALLED, "test_strict_is_off_for_every_way_to_say_so"),
+            (INSTALLED, "test_every_spelling_of_off_turns_strict_off"),
             (INSTALLED, "test_strict_raises_and_nonsense_is_refused"),
             ("core/tests/request/test_settings.py", "test_every_spelling_of_off_is_off"),
             ("core/tests/request/test_settings.py", "test_anything_else_is_an_error_that_names_the_variable"),
@@ -82,13 +82,13 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         "ImportError, OSError, SystemExit and RuntimeError on import are isolated, and are the cause when named",
         [
             (BROKEN, "test_a_named_plugin_fails_with_its_own_error"),
-            (BROKEN, "test_a_failure_is_left_out_and_takes_nobody_along"),
+            (BROKEN, "test_a_failing_plugin_is_isolated"),
             (BROKEN, "test_doctor_finds_them_all"),
         ],
     ),
     10: (
-        "absent, lacking, refused and broken are four messages with four fixes",
-        [(INSTALLED, "test_absent_lacking_refused_and_broken_are_told_apart")],
+        "absent, missing_dependency, refused and broken have four messages with four fixes",
+        [(INSTALLED, "test_each_status_has_its_own_message_and_fix")],
     ),
     11: (
         "a higher major api is rejected before import, a higher minor one is accepted and noted",
@@ -100,23 +100,23 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
     12: (
         "a hook with fewer arguments runs; one with an unknown argument is refused with its signature, without a trace",
         [
-            (INSTALLED, "test_a_repeated_question_is_answered_from_memory_until_refreshed"),
+            (INSTALLED, "test_a_repeated_request_is_cached_until_a_refresh"),
             (BROKEN, "test_a_named_plugin_fails_with_its_own_error"),
-            (BROKEN, "test_a_failure_is_left_out_and_takes_nobody_along"),
+            (BROKEN, "test_a_failing_plugin_is_isolated"),
         ],
     ),
     13: (
         "one raising probe does not discard the other plugins' answers",
         [
-            (BROKEN, "test_a_failure_is_left_out_and_takes_nobody_along"),
-            (BROKEN, "test_all_of_them_together_leave_the_good_one"),
+            (BROKEN, "test_a_failing_plugin_is_isolated"),
+            (BROKEN, "test_all_failing_plugins_together_leave_the_good_one"),
         ],
     ),
     14: (
         "a circle in a declared order is an error, and what its message proposes makes it pass",
         [
-            (HERE, "test_an_order_with_a_circle_is_an_error_and_the_proposed_one_passes"),
-            (INSTALLED, "test_a_named_duplicate_is_an_error_and_the_proposed_settings_choose"),
+            (HERE, "test_a_circular_order_is_an_error_and_the_proposed_one_passes"),
+            (INSTALLED, "test_a_named_duplicate_fails_and_the_proposed_settings_fix_it"),
         ],
     ),
     15: (
@@ -128,17 +128,17 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         [("core/tests/selection/test_golden.py", "test_nothing_fits")],
     ),
     17: (
-        "every declared capability is exercised, every other one is shown to be refused, and a lie is seen",
+        "every declared capability is exercised, every other one is shown to be refused, and a false claim is detected",
         [
             (f"{KIT}/capabilities.py", "test_capability"),
             (f"{KIT}/refusals.py", "test_undeclared_is_refused"),
-            (BROKEN, "test_the_kit_passes_the_plugin_that_is_as_it_should_be"),
-            (BROKEN, "test_the_kit_sees_through_a_plugin_that_drops_what_it_claims"),
+            (BROKEN, "test_a_correct_plugin_passes_the_kit"),
+            (BROKEN, "test_the_kit_detects_features_that_a_plugin_drops"),
         ],
     ),
     18: (
         "the second identical request calls no plugin, and after a refresh it does",
-        [(INSTALLED, "test_a_repeated_question_is_answered_from_memory_until_refreshed")],
+        [(INSTALLED, "test_a_repeated_request_is_cached_until_a_refresh")],
     ),
     19: (
         "registering twice, and in a spawned worker, gives the same registry",
@@ -156,7 +156,7 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         ],
     ),
 }
-"""What is asked, and the tests that show it: (file, name)."""
+"""What is required, and the tests that show it: (file, name)."""
 
 
 def test_there_are_twenty() -> None:
@@ -186,9 +186,9 @@ def test_another_major_contract_is_rejected_before_its_code_runs(workshop: Works
     trace = tmp_path / "trace"
     code = """
 import attnplug, json
-asked = attnplug.Requirements(head_size=8, num_q_heads=4, num_kv_heads=2, dtype="float32")
+request = attnplug.Requirements(head_size=8, num_q_heads=4, num_kv_heads=2, dtype="float32")
 try:
-    attnplug.load(asked, attnplug.Device.cpu(), backend="writes_on_import")
+    attnplug.load(request, attnplug.Device.cpu(), backend="writes_on_import")
 except attnplug.NoBackendError as error:
     print(json.dumps(str(error)))
 """
@@ -201,10 +201,10 @@ except attnplug.NoBackendError as error:
 # 14
 
 
-def test_an_order_with_a_circle_is_an_error_and_the_proposed_one_passes(
-    ask: Ask, workshop: Workshop, tmp_path: Path
+def test_a_circular_order_is_an_error_and_the_proposed_one_passes(
+    run_code: RunCode, workshop: Workshop, tmp_path: Path
 ) -> None:
-    """Orders are whole lists, so that a circle is a name that comes twice: before and after another."""
+    """An order is a list of names, so a circle is a name that occurs twice: before and after another."""
     site = workshop.install(tmp_path / "site", "catalogue")
     manifest = site / "attnplug_catalogue" / "attnplug.toml"
     _edit(manifest, 'order = ["fa3", "fa4", "fa2", "dense"]', 'order = ["fa3", "fa4", "fa3", "fa2", "dense"]')
@@ -214,17 +214,17 @@ found = attnplug.explain(served, attnplug.Device.cuda("9.0"), backend="acme_flas
 print(json.dumps([found.chosen and found.chosen.id, verdicts(found)]))
 """
 
-    def asked() -> Any:
-        return ask(code, sites=(site,))
+    def explained() -> Any:
+        return run_code(code, sites=(site,))
 
-    chosen, answers = asked()
-    status, _, (reason,), fix = answers["acme_flash"]
+    chosen, found = explained()
+    status, _, (reason,), fix = found["acme_flash"]
     assert (chosen, status, fix) == (None, "broken", "correct the list")
     assert "order = ['fa3', 'fa4', 'fa3', 'fa2', 'dense']" in reason
     allowed = reason.partition("each once: ")[2].split(", ")
 
     _edit(manifest, '["fa3", "fa4", "fa3", "fa2", "dense"]', str(allowed).replace("'", '"'))
-    chosen, _ = asked()
+    chosen, _ = explained()
     assert chosen == f"acme_flash/{allowed[0]}"
 
 

@@ -30,10 +30,10 @@ try:
 except attnplug.AttnplugError as error:
     print(json.dumps({"error": type(error).__name__}))
 else:
-    asked = attnplug.Requirements(
+    request = attnplug.Requirements(
         head_size=64, num_q_heads=1, num_kv_heads=1, dtype="float32", paged=False, **json.loads(sys.argv[2])
     )
-    verdicts = attnplug.explain(asked, attnplug.Device("cpu")).verdicts
+    verdicts = attnplug.explain(request, attnplug.Device("cpu")).verdicts
     own = next(verdict for verdict in verdicts if verdict.id == "acme/default")
     notes = [note.message for note in attnplug.registry().notes if "'acme'" in note.message]
     print(json.dumps({"codes": [reason.code for reason in own.reasons], "notes": notes}))

@@ -1,7 +1,7 @@
 """
-Plugins that are broken in ways that plugins are broken in: what they do stays with them, and is told.
+Broken plugins are isolated and reported.
 
-Each is a distribution under ``tests/plugins``, installed beside a good one, and asked in a fresh Python.
+Each is a distribution under ``tests/plugins``, installed beside a good one, and examined in a fresh Python.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.plugins.asking import ASK
+from tests.plugins.preamble import PREAMBLE
 from tests.plugins.workshop import PLUGINS, Workshop, run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.plugins.asking import Ask
+    from tests.plugins.preamble import RunCode
 
 pytestmark = pytest.mark.long
 
@@ -32,13 +32,13 @@ FAILING = {
     "exits_on_import": ("PluginLoadError", "SystemExit", "does not import: SystemExit: 3"),
     "fails_on_import": ("PluginLoadError", "RuntimeError", "no CUDA device is available"),
     "unknown_argument": ("PluginContractError", "PluginValidationError", "attnplug_backend(variant, colour)"),
-    "raising_probe": ("PluginLoadError", "ValueError", "cannot ask cpu about default"),
+    "raising_probe": ("PluginLoadError", "ValueError", "cannot probe cpu for default"),
 }
 NAMED = f"""
 found = {{}}
 for name in {list(FAILING)!r}:
     try:
-        attnplug.load(asked, cpu, backend=name)
+        attnplug.load(request, cpu, backend=name)
     except attnplug.AttnplugError as error:
         found[name] = [type(error).__name__, type(error.__cause__).__name__, str(error), error.fix]
 print(json.dumps(found))
@@ -46,20 +46,20 @@ print(json.dumps(found))
 AMONG_OTHERS = f"""
 found = {{}}
 before = [p[0] for p in listing()[0]]
-statuses = {{id: status for id, (status, *_) in verdicts(attnplug.explain(asked, cpu)).items()}}
+statuses = {{id: status for id, (status, *_) in verdicts(attnplug.explain(request, cpu)).items()}}
 for name in {list(FAILING)!r}:
-    loaded = attnplug.load(asked, cpu, backend=[name, "good", "auto"]).id
-    told = verdicts(attnplug.explain(asked, cpu, backend=["good", "auto"]))
+    loaded = attnplug.load(request, cpu, backend=[name, "good", "auto"]).id
+    reported = verdicts(attnplug.explain(request, cpu, backend=["good", "auto"]))
     attnplug.refresh()
-    again = {{id: status for id, (status, *_) in verdicts(attnplug.explain(asked, cpu)).items()}}
+    again = {{id: status for id, (status, *_) in verdicts(attnplug.explain(request, cpu)).items()}}
     same = before == [p[0] for p in listing()[0]] and again == statuses
-    found[name] = [loaded, told, same]
+    found[name] = [loaded, reported, same]
 print(json.dumps(found))
 """
 
 
-def test_a_named_plugin_fails_with_its_own_error(ask: Ask) -> None:
-    found = ask(NAMED, "good", *FAILING)
+def test_a_named_plugin_fails_with_its_own_error(run_code: RunCode) -> None:
+    found = run_code(NAMED, "good", *FAILING)
 
     assert {name: (kind, cause) for name, (kind, cause, *_) in found.items()} == {
         name: (kind, cause) for name, (kind, cause, _) in FAILING.items()
@@ -69,29 +69,29 @@ def test_a_named_plugin_fails_with_its_own_error(ask: Ask) -> None:
         assert fix
 
 
-def test_a_failure_is_left_out_and_takes_nobody_along(ask: Ask) -> None:
-    """The others answer as before, the failure is told with its reason, and a refresh forgets it."""
-    found = ask(AMONG_OTHERS, "good", *FAILING)
+def test_a_failing_plugin_is_isolated(run_code: RunCode) -> None:
+    """The others load as before, the failure is reported with its reason, and a refresh forgets it."""
+    found = run_code(AMONG_OTHERS, "good", *FAILING)
 
     assert set(found) == set(FAILING)
-    for name, (loaded, told, same) in found.items():
-        status, distribution, reasons, _ = told.pop(f"{name}/default")
+    for name, (loaded, reported, same) in found.items():
+        status, distribution, reasons, _ = reported.pop(f"{name}/default")
         assert (loaded, status) == ("good/toy", "broken")
         assert distribution == f"attnplug-{name.replace('_', '-')} 1.0"
         assert FAILING[name][2] in " ".join(reasons)
-        assert told.pop("good/toy")[0] == "chosen"
+        assert reported.pop("good/toy")[0] == "chosen"
         others = {"torch/sdpa", *(f"{other}/default" for other in FAILING if other != name)}
-        assert {told[other][0] for other in others} == {"eligible"}
+        assert {reported[other][0] for other in others} == {"eligible"}
         assert same
 
 
-def test_all_of_them_together_leave_the_good_one(ask: Ask) -> None:
+def test_all_failing_plugins_together_leave_the_good_one(run_code: RunCode) -> None:
     code = f"""
-loaded = attnplug.load(asked, cpu, backend=[*{list(FAILING)!r}, "auto"]).id
-told = verdicts(attnplug.explain(asked, cpu))
-print(json.dumps([loaded, [told[name + "/default"][0] for name in {list(FAILING)!r}]]))
+loaded = attnplug.load(request, cpu, backend=[*{list(FAILING)!r}, "auto"]).id
+reported = verdicts(attnplug.explain(request, cpu))
+print(json.dumps([loaded, [reported[name + "/default"][0] for name in {list(FAILING)!r}]]))
 """
-    loaded, statuses = ask(code, "good", *FAILING)
+    loaded, statuses = run_code(code, "good", *FAILING)
 
     assert loaded == "good/toy"
     assert statuses == ["broken"] * len(FAILING)
@@ -113,10 +113,10 @@ def test_doctor_finds_them_all(workshop: Workshop, tmp_path: Path) -> None:
 # Metadata
 
 
-def test_malformed_entry_points_are_notes_and_hide_nobody(ask: Ask) -> None:
-    code = "print(json.dumps([attnplug.select(asked, cpu).id, listing()]))"
+def test_malformed_entry_points_are_noted_and_hide_no_plugin(run_code: RunCode) -> None:
+    code = "print(json.dumps([attnplug.select(request, cpu).id, listing()]))"
 
-    chosen, (plugins, notes) = ask(code, "good", "no_equals", "not_utf8")
+    chosen, (plugins, notes) = run_code(code, "good", "no_equals", "not_utf8")
 
     assert chosen == "good/toy"
     assert {"good", "torch"} <= {name for name, *_ in plugins}
@@ -128,35 +128,35 @@ def test_malformed_entry_points_are_notes_and_hide_nobody(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("name", ["no_equals", "not_utf8"])
-def test_a_neighbour_at_which_torch_stops_is_told_with_the_fix(name: str, ask: Ask) -> None:
+def test_an_entry_point_that_torch_cannot_read_is_reported(name: str, run_code: RunCode) -> None:
     """Importing torch reads every distribution's entry points, and fails where one is malformed."""
     code = """
 try:
-    answer = attnplug.load(asked, cpu).id
+    found = attnplug.load(request, cpu).id
 except attnplug.AttnplugError as error:
-    answer = [type(error).__name__, str(error), error.fix]
-print(json.dumps(answer))
+    found = [type(error).__name__, str(error), error.fix]
+print(json.dumps(found))
 """
-    kind, text, fix = ask(code, "good", name)
+    kind, text, fix = run_code(code, "good", name)
 
     assert kind == "PluginLoadError"
     assert "torch, which does not import" in text
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in fix
-    assert ask(code, "good", name, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "good/toy"
+    assert run_code(code, "good", name, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "good/toy"
 
 
 @pytest.mark.parametrize("order", [("good", "stale"), ("stale", "good")])
-def test_of_two_versions_the_first_on_the_path_is_used_with_its_own_module(
+def test_the_first_version_on_the_path_is_used_with_its_module(
     order: tuple[str, str], workshop: Workshop, tmp_path: Path
 ) -> None:
     """Two real versions of one distribution, with different modules: what is shadowed is noted, and does not run."""
     sites = [workshop.install(tmp_path / name, name) for name in order]
     code = """
-backend = attnplug.load(asked, cpu, backend="good")
+backend = attnplug.load(request, cpu, backend="good")
 modules = sorted(name for name in sys.modules if name in ("attnplug_good", "attnplug_stale"))
 print(json.dumps([backend.selection.distribution, modules, listing()[1]]))
 """
-    distribution, modules, notes = run(ASK + code, *sites, home=tmp_path)
+    distribution, modules, notes = run(PREAMBLE + code, *sites, home=tmp_path)
 
     used, shadowed = ("1.0", "0.9") if order[0] == "good" else ("0.9", "1.0")
     assert distribution == f"attnplug-good {used}"
@@ -170,45 +170,45 @@ print(json.dumps([backend.selection.distribution, modules, listing()[1]]))
 # A probe that takes its time
 
 
-def test_asking_never_waits_for_a_probe(ask: Ask, tmp_path: Path) -> None:
-    """Listing, explaining and selecting ask no probe; with this one they would end in an error after a minute."""
-    code = "print(json.dumps([len(listing()[0]), attnplug.select(asked, cpu, backend='slow_probe').id]))"
+def test_selecting_runs_no_probe(run_code: RunCode, tmp_path: Path) -> None:
+    """Listing, explaining and selecting call no probe; this one would raise after a minute."""
+    code = "print(json.dumps([len(listing()[0]), attnplug.select(request, cpu, backend='slow_probe').id]))"
     trace = tmp_path / "trace"
 
-    _, identity = ask(code, "good", "slow_probe", SLOW_PROBE_TRACE=str(trace), SLOW_PROBE_UNTIL="/nowhere")
+    _, identity = run_code(code, "good", "slow_probe", SLOW_PROBE_TRACE=str(trace), SLOW_PROBE_UNTIL="/nowhere")
 
     assert identity == "slow_probe/default"
     assert not trace.exists()
 
 
-def test_a_slow_probe_keeps_no_other_thread_waiting(ask: Ask, tmp_path: Path) -> None:
-    """Its probe ends once another backend has been loaded meanwhile: were there a common lock, it would give up."""
+def test_a_slow_probe_blocks_no_other_thread(run_code: RunCode, tmp_path: Path) -> None:
+    """Its probe ends once another backend is loaded: with a common lock it would raise after a minute."""
     done = tmp_path / "done"
     code = f"""
 import threading, time
 from pathlib import Path
-answers = {{}}
+loaded = {{}}
 def load(name):
-    answers[name] = attnplug.load(asked, cpu, backend=name).id
+    loaded[name] = attnplug.load(request, cpu, backend=name).id
 import attnplug.contract
 thread = threading.Thread(target=load, args=["slow_probe"])
 thread.start()
 while not Path({str(tmp_path / "trace")!r}).exists():
     time.sleep(0.01)
 load("good")
-attnplug.explain(asked, cpu)
+attnplug.explain(request, cpu)
 Path({str(done)!r}).touch()
 thread.join()
-print(json.dumps(answers))
+print(json.dumps(loaded))
 """
-    answers = ask(
+    loaded = run_code(
         code, "good", "slow_probe", SLOW_PROBE_TRACE=str(tmp_path / "trace"), SLOW_PROBE_UNTIL=str(done)
     )  # fmt: skip
 
-    assert answers == {"good": "good/toy", "slow_probe": "slow_probe/default"}
+    assert loaded == {"good": "good/toy", "slow_probe": "slow_probe/default"}
 
 
-def test_a_slow_probe_is_asked_once_a_load_and_its_time_is_told(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_probe_runs_once_per_load_and_its_time_is_shown(workshop: Workshop, tmp_path: Path) -> None:
     site = workshop.install(tmp_path / "site", "slow_probe")
     trace = tmp_path / "trace"
 
@@ -224,11 +224,11 @@ def test_a_slow_probe_is_asked_once_a_load_and_its_time_is_told(workshop: Worksh
     assert trace.read_text(encoding="utf-8") == "default\n"
 
 
-# A manifest that is not true
+# A manifest with false claims
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_kit_passes_the_plugin_that_is_as_it_should_be(workshop: Workshop, tmp_path: Path) -> None:
+def test_a_correct_plugin_passes_the_kit(workshop: Workshop, tmp_path: Path) -> None:
     done = _conformance(workshop.install(tmp_path / "site", "good"), tmp_path, "good")
 
     assert done.returncode == 0, done.stdout
@@ -236,20 +236,24 @@ def test_the_kit_passes_the_plugin_that_is_as_it_should_be(workshop: Workshop, t
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_kit_sees_through_a_plugin_that_drops_what_it_claims(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_kit_detects_features_that_a_plugin_drops(workshop: Workshop, tmp_path: Path) -> None:
     """Every dropped feature by its name, and not what the plugin does right."""
     done = _conformance(
-        workshop.install(tmp_path / "site", "lies"), tmp_path, "lies", "-k", "is_used or mixed or slots"
+        workshop.install(tmp_path / "site", "drops_features"),
+        tmp_path,
+        "drops_features",
+        "-k",
+        "is_used or mixed or slots",
     )
 
-    failed = re.findall(r"^FAILED \S+::test_(\w+)(?:\[lies/default-(\S+)\])?", done.stdout, re.MULTILINE)
+    failed = re.findall(r"^FAILED \S+::test_(\w+)(?:\[drops_features/default-(\S+)\])?", done.stdout, re.MULTILINE)
     assert done.returncode == 1
     assert {test for test, _ in failed} == {"feature_is_used", "input_is_used"}
     assert {name.partition("=")[0] for test, name in failed} == {"sinks", "sliding_window", "logits_soft_cap"}
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_kit_detects_side_effects_of_importing_a_plugin(workshop: Workshop, tmp_path: Path) -> None:
     site = workshop.install(tmp_path / "site", "writes_on_import")
     options = ("-q", "--pyargs", "attnplug_kit", "--attn-backend=writes_on_import", "-k", "TestPurity")
     done = _python(site, tmp_path, "pytest", *options, WRITES_ON_IMPORT="trace.txt")
@@ -259,7 +263,7 @@ def test_the_kit_sees_what_importing_a_plugin_leaves_behind(workshop: Workshop, 
     assert re.findall(r"^FAILED \S+::test_(\w+)", done.stdout, re.MULTILINE) == ["importing_has_no_side_effects"]
 
 
-def test_the_kit_says_why_a_plugin_that_is_there_cannot_be_tested(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_kit_says_why_a_broken_plugin_cannot_be_tested(workshop: Workshop, tmp_path: Path) -> None:
     site = workshop.install(tmp_path / "site", "malformed")
     done = _python(site, tmp_path, "pytest", "--pyargs", "attnplug_kit", "--attn-backend=malformed")
 
@@ -269,7 +273,7 @@ def test_the_kit_says_why_a_plugin_that_is_there_cannot_be_tested(workshop: Work
     assert "attnplug.toml:" in said
 
 
-@pytest.mark.parametrize("name", ["duplicate", "catalogue", "good", "lies", "slow_probe", "stale"])
+@pytest.mark.parametrize("name", ["duplicate", "catalogue", "good", "drops_features", "slow_probe", "stale"])
 def test_check_of_a_sound_project_finds_no_problem(name: str, tmp_path: Path) -> None:
     done = _attnplug(tmp_path, tmp_path, "check", str(PLUGINS / name))
 

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
 TEXT = """\
 An attention backend today is welded into one engine. This project makes it a part that anyone can publish, install,
-query, trust and swap: a small core that negotiates, and one distribution per backend. Nothing that was asked for is
+query, trust and swap: a small core that negotiates, and one distribution per backend. Nothing that was requested is
 silently dropped: it is used, or refused with a reason.
 """
 
@@ -212,8 +212,8 @@ def test_a_faulty_backend_is_detected(name, fault, faulty):
 
 
 def test_a_host_that_attends_to_padding_is_detected(monkeypatch):
-    def without_padding(**asked):
-        return masking_utils.sdpa_mask(**asked | {"attention_mask": None})
+    def without_padding(**arguments):
+        return masking_utils.sdpa_mask(**arguments | {"attention_mask": None})
 
     monkeypatch.setattr(mask, "sdpa_mask", without_padding)
 

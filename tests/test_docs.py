@@ -121,8 +121,8 @@ def test_an_output_that_differs_is_found() -> None:
     [
         ("```python\nx = 1\n", "never closed"),
         ("<!-- not run: -->\n```python\n```\n", "needs a value"),
-        ("<!-- not run: a reason -->\nprose\n```python\n```\n", "does not stand above a block"),
-        ("<!-- not run: a reason -->\n", "does not stand above a block"),
+        ("<!-- not run: a reason -->\nprose\n```python\n```\n", "is not above a block"),
+        ("<!-- not run: a reason -->\n", "is not above a block"),
     ],
 )
 def test_a_page_that_would_hide_code_is_refused(text: str, why: str) -> None:
@@ -142,7 +142,7 @@ def test_a_console_block_runs_only_attnplug() -> None:
 
 
 def test_the_exit_status_of_a_command_counts() -> None:
-    unknown = "```console\n$ attnplug no-such-verb\n```\n"
+    unknown = "```console\n$ attnplug no-such-command\n```\n"
 
     with pytest.raises(SnippetError, match=r"exits with 2, not 0"):
         run_page("page.md", unknown)
@@ -195,7 +195,7 @@ three
 """
 
 
-def test_a_page_runs_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_runs_in_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
     assert run_page("page.md", SCRATCH) == 5
@@ -210,10 +210,10 @@ def test_a_page_runs_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.
         ("$ attnplug new acme", "$ make", "only attnplug, pytest, pip install and cd"),
         ("$ cd attnplug-acme/src", "$ cd attnplug-other/src", "only attnplug, pytest, pip install and cd"),
         ("shows: attnplug.toml", "shows: other.toml", r"page\.md:13 shows other\.toml: there is no such file"),
-        ('api = "1.0"', 'api = "2.0"', r"page\.md:13 shows attnplug\.toml: it does not stand there"),
-        ("-two", "-zwei", "it stands there 0 times"),
-        ("one\ntwo", "one\ntwo\none\ntwo", "it stands there 2 times"),
-        ("\ndeux\n2.5", "\ntwo\n2.5", r"page\.md:39 shows notes/one\.txt: it does not stand there"),
+        ('api = "1.0"', 'api = "2.0"', r"page\.md:13 shows attnplug\.toml: it is not in the file"),
+        ("-two", "-zwei", "it is in the file 0 times"),
+        ("one\ntwo", "one\ntwo\none\ntwo", "it is in the file 2 times"),
+        ("\ndeux\n2.5", "\ntwo\n2.5", r"page\.md:39 shows notes/one\.txt: it is not in the file"),
     ],
 )
 def test_a_page_that_does_not_do_what_it_says_is_found(old: str, new: str, why: str) -> None:
@@ -224,7 +224,7 @@ def test_a_page_that_does_not_do_what_it_says_is_found(old: str, new: str, why: 
 
 
 def test_a_page_changes_no_file_of_the_project() -> None:
-    with pytest.raises(SnippetError, match="writes files in an empty folder alone"):
+    with pytest.raises(SnippetError, match="writes files only in an empty folder"):
         run_page("page.md", "<!-- writes: README.md -->\n```text\nnothing\n```\n")
 
 

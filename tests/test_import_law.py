@@ -48,7 +48,7 @@ BELOW = {
 # Imports against the order, which only a function may make, each with its reason.
 LATE = {
     ("selection", "contract"): "loading checks the class that a plugin returns; selecting must not pay for torch",
-    ("discovery", "evidence"): "evidence is read by those who ask the registry for it; deciding does without",
+    ("discovery", "evidence"): "the registry loads evidence on demand; a decision needs none",
     ("batching", "selection"): "the KV-cache layout in force is a setting",
     ("cli", "_version"): "the version takes 20 ms to look up",
 }
@@ -137,7 +137,7 @@ def part_of(module: str) -> str | None:
 
 
 def core_violations(files: dict[str, str]) -> list[str]:
-    """Check core, given as texts by their path relative to the package. The facade imports nothing until asked."""
+    """Check core, given as texts by their path relative to the package. The facade imports lazily."""
     return [
         f"{path}:{found.line} {why}"
         for path, source in files.items()

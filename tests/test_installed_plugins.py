@@ -1,5 +1,5 @@
 """
-Discovery and selection with plugins that are really installed; each question is asked in a fresh Python.
+Discovery and selection with plugins that are really installed; each test runs a fresh Python.
 
 The plugins are the distributions under ``tests/plugins``; what is said here about order, isolation and laziness is what
 a user of several vendors' plugins relies on.
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.plugins.asking import ASK
+from tests.plugins.preamble import PREAMBLE
 from tests.plugins.workshop import PLUGINS, Workshop, run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.plugins.asking import Ask
+    from tests.plugins.preamble import RunCode
 
 pytestmark = pytest.mark.long
 
@@ -45,7 +45,7 @@ EVERYTHING = (
 
 
 def test_pip_installs_one_and_it_serves(tmp_path: Path) -> None:
-    """The whole way: pip, selection, import, a paged call, and the numbers of torch's own attention."""
+    """From pip to numbers: installation, selection, import, a paged call, compared with torch's attention."""
     options = ["--no-deps", "--no-build-isolation", "--no-index", "--quiet", "--disable-pip-version-check"]
     target = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", *options, "--target", str(target), str(PLUGINS / "good")]
@@ -53,7 +53,7 @@ def test_pip_installs_one_and_it_serves(tmp_path: Path) -> None:
     code = """
     import torch
     torch.set_num_threads(1)
-    backend = attnplug.load(asked, cpu)
+    backend = attnplug.load(request, cpu)
     impl = backend.make_impl(attnplug.Layer(name="layers.0"))
     limits = attnplug.Limits(max_num_reqs=2, max_num_tokens=16, max_seq_len=32, num_blocks=4)
     builder = backend.make_builder([impl], backend.make_state(limits))
@@ -68,7 +68,7 @@ def test_pip_installs_one_and_it_serves(tmp_path: Path) -> None:
     print(json.dumps([backend.id, backend.selection.distribution, backend.agreement.options["flavour"], error]))
     """
 
-    identity, distribution, flavour, error = run(ASK + _dedented(code), target, home=tmp_path)
+    identity, distribution, flavour, error = run(PREAMBLE + _dedented(code), target, home=tmp_path)
 
     assert (identity, distribution, flavour) == ("good/toy", "attnplug-good 1.0", "plain")
     assert error < 1e-6
@@ -77,7 +77,11 @@ def test_pip_installs_one_and_it_serves(tmp_path: Path) -> None:
 def test_an_editable_installation_is_found(tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
     site = Workshop(tmp_path / "wheels", "editable").install(tmp_path / "site", "good")
-    code = f"import site; site.addsitedir({str(site)!r})\n" + ASK + "print(json.dumps(attnplug.select(asked, cpu).id))"
+    code = (
+        f"import site; site.addsitedir({str(site)!r})\n"
+        + PREAMBLE
+        + "print(json.dumps(attnplug.select(request, cpu).id))"
+    )
 
     assert run(code, home=tmp_path) == "good/toy"
     assert not (site / "attnplug_good").exists()
@@ -94,14 +98,14 @@ def test_an_editable_installation_is_found(tmp_path: Path) -> None:
         b"[attnplug.backends]\nodd = not a module!\n",
     ],
 )
-def test_a_malformed_neighbour_hides_nothing(content: bytes, ask: Ask, tmp_path: Path) -> None:
+def test_a_malformed_neighbour_hides_nothing(content: bytes, run_code: RunCode, tmp_path: Path) -> None:
     neighbour = tmp_path / "neighbours" / "neighbour-0.1.dist-info"
     neighbour.mkdir(parents=True)
     (neighbour / "METADATA").write_text("Metadata-Version: 2.1\nName: neighbour\nVersion: 0.1\n", encoding="utf-8")
     (neighbour / "entry_points.txt").write_bytes(content)
 
-    chosen, (plugins, notes) = ask(
-        "print(json.dumps([attnplug.select(asked, cpu).id, listing()]))",
+    chosen, (plugins, notes) = run_code(
+        "print(json.dumps([attnplug.select(request, cpu).id, listing()]))",
         "good",
         "catalogue",
         sites=(neighbour.parent,),
@@ -114,51 +118,54 @@ def test_a_malformed_neighbour_hides_nothing(content: bytes, ask: Ask, tmp_path:
 
 def test_duplicates_are_reported_alike_whatever_the_order(workshop: Workshop, tmp_path: Path) -> None:
     sites = [workshop.install(tmp_path / name, name) for name in ("good", "duplicate")]
-    code = ASK + "print(json.dumps([attnplug.select(asked, cpu).id, verdicts(attnplug.explain(asked, cpu))['good']]))"
+    code = (
+        PREAMBLE
+        + "print(json.dumps([attnplug.select(request, cpu).id, verdicts(attnplug.explain(request, cpu))['good']]))"
+    )
 
-    answers = [
+    outcomes = [
         run(code, *order, home=tmp_path, PYTHONHASHSEED=str(seed))
         for seed in range(10)
         for order in (sites, sites[::-1])
     ]
 
-    assert all(answer == answers[0] for answer in answers)
-    chosen, (status, distributions, reasons, fix) = answers[0]
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    chosen, (status, distributions, reasons, fix) = outcomes[0]
     assert (chosen.partition("/")[0], status) == ("torch", "broken")
     assert distributions == "attnplug-duplicate 2.5, attnplug-good 1.0"
     assert "offered by attnplug-duplicate 2.5 and by attnplug-good 1.0" in reasons[0]
     assert "ATTNPLUG_BLOCK=attnplug-duplicate to keep 'attnplug-good'" in fix
 
 
-def test_a_named_duplicate_is_an_error_and_the_proposed_settings_choose(ask: Ask) -> None:
+def test_a_named_duplicate_fails_and_the_proposed_settings_fix_it(run_code: RunCode) -> None:
     code = """
 try:
-    answer = attnplug.select(asked, cpu, backend="good").distribution
+    found = attnplug.select(request, cpu, backend="good").distribution
 except attnplug.NoBackendError as error:
-    answer = " ".join(str(error).split())
-print(json.dumps(answer))
+    found = " ".join(str(error).split())
+print(json.dumps(found))
 """
     both = ("good", "duplicate")
 
-    error = ask(code, *both)
+    error = run_code(code, *both)
     assert "attnplug-duplicate 2.5 and by attnplug-good 1.0" in error
     assert "ATTNPLUG_BLOCK=attnplug-good" in error
-    assert ask(code, *both, ATTNPLUG_BLOCK="attnplug-good") == "attnplug-duplicate 2.5"
-    assert ask(code, *both, ATTNPLUG_BLOCK="attnplug_duplicate") == "attnplug-good 1.0"
-    assert ask(code, *both, ATTNPLUG_ALLOW="attnplug-duplicate,torch") == "attnplug-duplicate 2.5"
+    assert run_code(code, *both, ATTNPLUG_BLOCK="attnplug-good") == "attnplug-duplicate 2.5"
+    assert run_code(code, *both, ATTNPLUG_BLOCK="attnplug_duplicate") == "attnplug-good 1.0"
+    assert run_code(code, *both, ATTNPLUG_ALLOW="attnplug-duplicate,torch") == "attnplug-duplicate 2.5"
 
 
-def test_the_distribution_that_was_chosen_is_the_one_that_loads(ask: Ask) -> None:
-    code = "print(json.dumps(type(attnplug.load(asked, cpu, backend='good')).__name__))"
+def test_the_distribution_that_was_chosen_is_the_one_that_loads(run_code: RunCode) -> None:
+    code = "print(json.dumps(type(attnplug.load(request, cpu, backend='good')).__name__))"
 
-    assert ask(code, "good", "duplicate", ATTNPLUG_BLOCK="attnplug-good") == "OtherBackend"
+    assert run_code(code, "good", "duplicate", ATTNPLUG_BLOCK="attnplug-good") == "OtherBackend"
 
 
 def test_a_stale_copy_is_not_used_and_is_noted(workshop: Workshop, tmp_path: Path) -> None:
     fresh, stale = (workshop.install(tmp_path / name, "good") for name in ("fresh", "stale"))
     old = stale / "attnplug_good-1.0.dist-info"
     (old / "METADATA").write_text("Metadata-Version: 2.1\nName: attnplug-good\nVersion: 0.9\n", encoding="utf-8")
-    code = ASK + "print(json.dumps([attnplug.select(asked, cpu).distribution, listing()]))"
+    code = PREAMBLE + "print(json.dumps([attnplug.select(request, cpu).distribution, listing()]))"
 
     distribution, (plugins, notes) = run(code, fresh, stale, home=tmp_path)
 
@@ -172,15 +179,16 @@ def test_a_stale_copy_is_not_used_and_is_noted(workshop: Workshop, tmp_path: Pat
 # What does not run (acceptance 5, 6)
 
 
-def test_asking_imports_no_plugin_and_no_library(ask: Ask) -> None:
+def test_selecting_imports_no_plugin_and_no_library(run_code: RunCode) -> None:
     code = """
-listing(), attnplug.select(asked, cpu), str(attnplug.explain(asked, attnplug.Device.cuda("9.0"), assume_installed=True))
+listing(), attnplug.select(request, cpu)
+str(attnplug.explain(request, attnplug.Device.cuda("9.0"), assume_installed=True))
 attnplug.refresh()
-attnplug.plan({"layers.0": asked, "layers.1": asked.evolve(sliding_window=4)}, cpu)
+attnplug.plan({"layers.0": request, "layers.1": request.evolve(sliding_window=4)}, cpu)
 print(json.dumps(sorted({name.partition(".")[0] for name in set(sys.modules) - before})))
 print(json.dumps(sorted(set(sys.modules) - before)))
 """
-    loaded = ask(code, *EVERYTHING, WRITES_ON_IMPORT="/nowhere/to/write", SLOW_PROBE_TRACE="/nowhere/to/write")
+    loaded = run_code(code, *EVERYTHING, WRITES_ON_IMPORT="/nowhere/to/write", SLOW_PROBE_TRACE="/nowhere/to/write")
 
     tops = {name.partition(".")[0] for name in loaded}
     assert not tops & {
@@ -201,20 +209,20 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 @pytest.mark.parametrize(
     ("code", "environment", "runs"),
     [
-        ("listing(), attnplug.explain(asked, cpu)", {}, False),
-        ("attnplug.select(asked, cpu, backend='writes_on_import')", {}, False),
-        ("attnplug.load(asked, cpu)", {"ATTNPLUG_BLOCK": "writes_on_import"}, False),
-        ("attnplug.select(asked, cpu)", {"ATTNPLUG_BLOCK": "attnplug-writes-on-import"}, False),
-        ("attnplug.select(asked, cpu)", {"ATTNPLUG_ALLOW": "torch"}, False),
-        ("attnplug.load(asked, cpu)", {}, True),
+        ("listing(), attnplug.explain(request, cpu)", {}, False),
+        ("attnplug.select(request, cpu, backend='writes_on_import')", {}, False),
+        ("attnplug.load(request, cpu)", {"ATTNPLUG_BLOCK": "writes_on_import"}, False),
+        ("attnplug.select(request, cpu)", {"ATTNPLUG_BLOCK": "attnplug-writes-on-import"}, False),
+        ("attnplug.select(request, cpu)", {"ATTNPLUG_ALLOW": "torch"}, False),
+        ("attnplug.load(request, cpu)", {}, True),
     ],
 )
 def test_code_runs_only_when_its_backend_is_loaded(
-    code: str, environment: dict[str, str], runs: bool, ask: Ask, tmp_path: Path
+    code: str, environment: dict[str, str], runs: bool, run_code: RunCode, tmp_path: Path
 ) -> None:
     trace = tmp_path / "trace"
 
-    ask(f"{code}\nprint('0')", "writes_on_import", WRITES_ON_IMPORT=str(trace), **environment)
+    run_code(f"{code}\nprint('0')", "writes_on_import", WRITES_ON_IMPORT=str(trace), **environment)
 
     assert trace.exists() == runs
 
@@ -222,21 +230,21 @@ def test_code_runs_only_when_its_backend_is_loaded(
 # Settings (acceptance 7, 8)
 
 
-def test_an_empty_allow_list_allows_nothing(ask: Ask) -> None:
+def test_an_empty_allow_list_allows_nothing(run_code: RunCode) -> None:
     code = """
 try:
-    attnplug.load(asked, cpu)
+    attnplug.load(request, cpu)
 except attnplug.NoBackendError as error:
     print(json.dumps([v.status for v in error.explanation.verdicts] + [str(error)]))
 """
-    *statuses, error = ask(code, "good", ATTNPLUG_ALLOW="")
+    *statuses, error = run_code(code, "good", ATTNPLUG_ALLOW="")
 
     assert set(statuses) <= {"refused", "absent"}
     assert "not even the built-in backend" in error
     assert "environment variable ATTNPLUG_ALLOW" in error
 
 
-def test_an_unknown_name_in_a_list_warns_once_with_the_near_match(ask: Ask) -> None:
+def test_an_unknown_name_in_a_list_warns_once_with_the_near_match(run_code: RunCode) -> None:
     code = """
 import logging
 records = []
@@ -244,10 +252,10 @@ handler = logging.Handler()
 handler.emit = lambda record: records.append([record.levelname, record.getMessage()])
 logging.getLogger("attnplug").addHandler(handler)
 for _ in range(2):
-    attnplug.select(asked, cpu), attnplug.explain(asked, cpu, assume_installed=True)
+    attnplug.select(request, cpu), attnplug.explain(request, cpu, assume_installed=True)
 print(json.dumps([record for record in records if record[0] == "WARNING"]))
 """
-    warnings = ask(code, "good", ATTNPLUG_BLOCK="godo,torch", ATTNPLUG_ALLOW="attnplug-goood,good")
+    warnings = run_code(code, "good", ATTNPLUG_BLOCK="godo,torch", ATTNPLUG_ALLOW="attnplug-goood,good")
 
     assert [level for level, _ in warnings] == ["WARNING", "WARNING"]
     assert "'attnplug-goood'" in warnings[0][1]
@@ -258,9 +266,10 @@ print(json.dumps([record for record in records if record[0] == "WARNING"]))
 
 
 @pytest.mark.parametrize(("value", "outcome"), [("0", "good/toy"), ("False", "good/toy"), ("no", "good/toy")])
-def test_strict_is_off_for_every_way_to_say_so(value: str, outcome: str, ask: Ask) -> None:
+def test_every_spelling_of_off_turns_strict_off(value: str, outcome: str, run_code: RunCode) -> None:
     assert (
-        ask("print(json.dumps(attnplug.select(asked, cpu).id))", "good", "malformed", ATTNPLUG_STRICT=value) == outcome
+        run_code("print(json.dumps(attnplug.select(request, cpu).id))", "good", "malformed", ATTNPLUG_STRICT=value)
+        == outcome
     )
 
 
@@ -268,14 +277,14 @@ def test_strict_is_off_for_every_way_to_say_so(value: str, outcome: str, ask: As
     ("value", "error"),
     [("1", "ManifestError"), ("true", "ManifestError"), ("maybe", "SettingsError"), ("2", "SettingsError")],
 )
-def test_strict_raises_and_nonsense_is_refused(value: str, error: str, ask: Ask) -> None:
+def test_strict_raises_and_nonsense_is_refused(value: str, error: str, run_code: RunCode) -> None:
     code = """
 try:
-    attnplug.select(asked, cpu)
+    attnplug.select(request, cpu)
 except attnplug.AttnplugError as error:
     print(json.dumps([type(error).__name__, str(error)]))
 """
-    name, text = ask(code, "good", "malformed", ATTNPLUG_STRICT=value)
+    name, text = run_code(code, "good", "malformed", ATTNPLUG_STRICT=value)
 
     assert name == error
     assert ("attnplug.toml:5" if error == "ManifestError" else "ATTNPLUG_STRICT") in text
@@ -284,17 +293,17 @@ except attnplug.AttnplugError as error:
 # Failures (acceptance 9, 10, 11)
 
 
-def test_absent_lacking_refused_and_broken_are_told_apart(ask: Ask) -> None:
+def test_each_status_has_its_own_message_and_fix(run_code: RunCode) -> None:
     code = """
-hopper = attnplug.explain(asked.evolve(dtype="bfloat16", head_size=64), attnplug.Device.cuda("9.0"))
-answers = verdicts(hopper)
-answers["acme_flash/fa2 for float32"] = verdicts(attnplug.explain(asked, attnplug.Device.cuda("9.0")))["acme_flash/fa2"]
-print(json.dumps(answers))
+hopper = attnplug.explain(request.evolve(dtype="bfloat16", head_size=64), attnplug.Device.cuda("9.0"))
+found = verdicts(hopper)
+found["acme_flash/fa2 for float32"] = verdicts(attnplug.explain(request, attnplug.Device.cuda("9.0")))["acme_flash/fa2"]
+print(json.dumps(found))
 """
-    answers = ask(code, "catalogue", "malformed", "api_major")
+    found = run_code(code, "catalogue", "malformed", "api_major")
 
     def status_reason_and_fix(name: str) -> tuple[str, str, str]:
-        status, _, reasons, fix = answers[name]
+        status, _, reasons, fix = found[name]
         return status, reasons[0], fix
 
     absent = status_reason_and_fix("blocksparse")
@@ -321,22 +330,22 @@ print(json.dumps(answers))
     assert len({each[2] for each in (absent, lacking, refused, broken, other)}) == 5
 
 
-def test_a_newer_minor_contract_is_accepted_and_noted(ask: Ask) -> None:
-    chosen, (_, notes) = ask("print(json.dumps([attnplug.load(asked, cpu).id, listing()]))", "api_minor")
+def test_a_newer_minor_contract_is_accepted_and_noted(run_code: RunCode) -> None:
+    chosen, (_, notes) = run_code("print(json.dumps([attnplug.load(request, cpu).id, listing()]))", "api_minor")
 
     assert chosen == "api_minor/default"
     assert [note for note in notes if note.startswith("attnplug-api-minor 1.0: ") and "contract 1.9" in note]
 
 
-def test_a_plugin_that_does_not_import_is_left_out_and_remembered(ask: Ask) -> None:
+def test_a_plugin_that_does_not_import_is_left_out_and_remembered(run_code: RunCode) -> None:
     code = """
 first = attnplug.registry().generation
-loaded = attnplug.load(asked, cpu, backend=["raises_on_import", "auto"]).id
-again = attnplug.select(asked, cpu, backend=["raises_on_import", "auto"]).id
-told = verdicts(attnplug.explain(asked, cpu))["raises_on_import/default"]
-print(json.dumps([loaded, again, told, attnplug.registry().generation > first]))
+loaded = attnplug.load(request, cpu, backend=["raises_on_import", "auto"]).id
+again = attnplug.select(request, cpu, backend=["raises_on_import", "auto"]).id
+reported = verdicts(attnplug.explain(request, cpu))["raises_on_import/default"]
+print(json.dumps([loaded, again, reported, attnplug.registry().generation > first]))
 """
-    loaded, again, (status, _, reasons, _), newer = ask(code, "good", "raises_on_import")
+    loaded, again, (status, _, reasons, _), newer = run_code(code, "good", "raises_on_import")
 
     assert loaded == again == "good/toy"
     assert status == "broken"
@@ -344,15 +353,15 @@ print(json.dumps([loaded, again, told, attnplug.registry().generation > first]))
     assert newer
 
 
-def test_a_named_plugin_that_does_not_import_raises_its_own_error(ask: Ask) -> None:
+def test_a_named_plugin_that_does_not_import_raises_its_own_error(run_code: RunCode) -> None:
     code = """
 from attnplug.errors import PluginLoadError
 try:
-    attnplug.load(asked, cpu, backend="raises_on_import")
+    attnplug.load(request, cpu, backend="raises_on_import")
 except PluginLoadError as error:
     print(json.dumps([type(error.__cause__).__name__, str(error)]))
 """
-    cause, text = ask(code, "good", "raises_on_import")
+    cause, text = run_code(code, "good", "raises_on_import")
 
     assert cause == "ImportError"
     assert "libacme.so.4" in text
@@ -363,23 +372,23 @@ except PluginLoadError as error:
 
 
 def test_installing_what_is_opt_in_or_unusable_changes_no_decision(
-    ask: Ask, workshop: Workshop, tmp_path: Path
+    run_code: RunCode, workshop: Workshop, tmp_path: Path
 ) -> None:
     code = """
 more = [{"dtype": "bfloat16", "sliding_window": 4}, {"paged": False}, {"head_size": 64}]
-questions = [asked, *(asked.evolve(**changes) for changes in more)]
-decisions = [attnplug.select(question, cpu).to_dict() for question in questions]
+requests = [request, *(request.evolve(**changes) for changes in more)]
+decisions = [attnplug.select(each, cpu).to_dict() for each in requests]
 print(json.dumps([{name: decision[name] for name in ("agreement", "device")} for decision in decisions]))
 """
-    before = ask(code, "good")
+    before = run_code(code, "good")
     more = workshop.install(tmp_path / "more", "opt_in", "catalogue", "malformed", "api_major")
 
-    assert ask(code, "good", sites=(more,)) == before
-    quantized = "print(json.dumps(attnplug.select(asked.evolve(kv_cache_dtype='int8'), cpu).id))"
-    assert ask(quantized, "good", sites=(more,)) == "opt_in/default"
+    assert run_code(code, "good", sites=(more,)) == before
+    quantized = "print(json.dumps(attnplug.select(request.evolve(kv_cache_dtype='int8'), cpu).id))"
+    assert run_code(quantized, "good", sites=(more,)) == "opt_in/default"
 
 
-def test_a_repeated_question_is_answered_from_memory_until_refreshed(ask: Ask) -> None:
+def test_a_repeated_request_is_cached_until_a_refresh(run_code: RunCode) -> None:
     code = """
 import logging
 records = []
@@ -390,47 +399,45 @@ logger.addHandler(handler)
 logger.setLevel(logging.INFO)
 def decisions():
     return len([record for record in records if hasattr(record, "selection")])
-first = attnplug.select(asked)
+first = attnplug.select(request)
 counts = [decisions()]
-same = [attnplug.select(asked) is first, attnplug.select(asked.evolve()) is first]
+same = [attnplug.select(request) is first, attnplug.select(request.evolve()) is first]
 counts.append(decisions())
-attnplug.load(asked)
+attnplug.load(request)
 from attnplug_good.plugin import CALLS
 called = list(CALLS)
-attnplug.select(asked), attnplug.explain(asked)
+attnplug.select(request), attnplug.explain(request)
 same.append(CALLS == called)
 attnplug.refresh()
-again = attnplug.select(asked)
+again = attnplug.select(request)
 same += [again is not first, again.to_dict() == first.to_dict()]
 counts.append(decisions())
 print(json.dumps([same, counts, called]))
 """
-    same, counts, called = ask(code, "good", CUDA_VISIBLE_DEVICES="")
+    same, counts, called = run_code(code, "good", CUDA_VISIBLE_DEVICES="")
 
     assert all(same)
     assert counts == [1, 1, 2]
     assert called == ["probe", "backend"]
 
 
-def test_a_plugin_that_was_installed_meanwhile_is_found_after_a_refresh(
-    ask: Ask, workshop: Workshop, tmp_path: Path
-) -> None:
+def test_a_new_plugin_is_found_after_a_refresh(run_code: RunCode, workshop: Workshop, tmp_path: Path) -> None:
     (wheel,) = workshop.build("good")
     (tmp_path / "later").mkdir()
     code = f"""
 from zipfile import ZipFile
-before = [attnplug.select(asked, cpu).backend]
+before = [attnplug.select(request, cpu).backend]
 with ZipFile({str(wheel)!r}) as archive:
     archive.extractall({str(tmp_path / "later")!r})
-before.append(attnplug.select(asked, cpu).backend)
+before.append(attnplug.select(request, cpu).backend)
 attnplug.refresh()
-print(json.dumps([*before, attnplug.select(asked, cpu).backend]))
+print(json.dumps([*before, attnplug.select(request, cpu).backend]))
 """
 
-    assert ask(code, sites=(tmp_path / "later",)) == ["torch", "torch", "good"]
+    assert run_code(code, sites=(tmp_path / "later",)) == ["torch", "torch", "good"]
 
 
-def test_registering_twice_changes_nothing_and_a_clash_is_refused(ask: Ask) -> None:
+def test_registering_twice_changes_nothing_and_a_clash_is_refused(run_code: RunCode) -> None:
     code = f"""
 from attnplug.errors import DuplicateBackendError
 manifest = {str(PLUGINS / "duplicate" / "attnplug_duplicate" / "attnplug.toml")!r}
@@ -444,9 +451,9 @@ try:
 except DuplicateBackendError as error:
     clash = str(error)
 same = same and (attnplug.registry().generation, listing()) == first
-print(json.dumps([registered, same, clash, type(attnplug.load(asked, cpu)).__name__]))
+print(json.dumps([registered, same, clash, type(attnplug.load(request, cpu)).__name__]))
 """
-    registered, same, clash, backend = ask(code)
+    registered, same, clash, backend = run_code(code)
 
     assert registered == ["good", "good"]
     assert same
@@ -456,16 +463,16 @@ print(json.dumps([registered, same, clash, type(attnplug.load(asked, cpu)).__nam
 
 PROCESSES = """
 import multiprocessing
-def answer(_):
-    selection = attnplug.select(asked, cpu)
+def work(_):
+    selection = attnplug.select(request, cpu)
     return [listing(), selection.to_dict(), selection.id]
 if __name__ == "__main__":
-    ours = json.loads(json.dumps(answer(0)))
+    ours = json.loads(json.dumps(work(0)))
     theirs = {}
     for method in ("fork", "spawn"):
         with multiprocessing.get_context(method).Pool(2) as pool:
-            theirs[method] = pool.map(answer, range(4), chunksize=1)
-    same = [json.loads(json.dumps(answer)) == ours for answers in theirs.values() for answer in answers]
+            theirs[method] = pool.map(work, range(4), chunksize=1)
+    same = [json.loads(json.dumps(result)) == ours for results in theirs.values() for result in results]
     loads = attnplug.Selection.from_dict(ours[1]).load().selection.id == ours[2]
     print(json.dumps([len(same), all(same), loads, ours[2]]))
 """
@@ -476,48 +483,48 @@ def test_forked_and_spawned_processes_agree(workshop: Workshop, tmp_path: Path) 
     apart = ("duplicate", "api_minor", "exits_on_import", "fails_on_import", "no_equals", "not_utf8")
     site = workshop.install(tmp_path / "site", *(name for name in EVERYTHING if name not in apart))
 
-    count, same, loads, identity = run(ASK + PROCESSES, site, home=tmp_path)
+    count, same, loads, identity = run(PREAMBLE + PROCESSES, site, home=tmp_path)
 
     assert (count, same, loads, identity) == (8, True, True, "good/toy")
 
 
-def test_threads_agree(ask: Ask) -> None:
+def test_threads_agree(run_code: RunCode) -> None:
     code = """
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 barrier = Barrier(32)
 def work(_):
     barrier.wait()
-    selection = attnplug.select(asked, cpu)
+    selection = attnplug.select(request, cpu)
     return id(attnplug.registry()), attnplug.registry().generation, id(selection), selection.id
 with ThreadPoolExecutor(32) as pool:
     results = set(pool.map(work, range(32)))
 print(json.dumps([len(results), results.pop()[-1]]))
 """
 
-    assert ask(code, "good", "catalogue", "malformed") == [1, "good/toy"]
+    assert run_code(code, "good", "catalogue", "malformed") == [1, "good/toy"]
 
 
 # What-ifs
 
 
-def test_what_other_devices_would_run(ask: Ask) -> None:
+def test_what_other_devices_would_run(run_code: RunCode) -> None:
     code = """
 served = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
 cascade = served.evolve(cascade=True, sliding_window=64)
-questions = {"plain": served, "sinks": served.evolve(sinks=True), "cascade": cascade}
-answers = {}
-for name, question in questions.items():
+requests = {"plain": served, "sinks": served.evolve(sinks=True), "cascade": cascade}
+decisions = {}
+for name, request in requests.items():
     for capability in ("8.0", "9.0", "10.0"):
         device = attnplug.Device.cuda(capability)
-        found = attnplug.explain(question, device, backend="acme_flash", assume_installed=True)
-        answers[f"{name} {capability}"] = [found.chosen and found.chosen.id, verdicts(found)]
-print(json.dumps([answers, "torch" in sys.modules]))
+        found = attnplug.explain(request, device, backend="acme_flash", assume_installed=True)
+        decisions[f"{name} {capability}"] = [found.chosen and found.chosen.id, verdicts(found)]
+print(json.dumps([decisions, "torch" in sys.modules]))
 """
-    answers, torch_imported = ask(code, "catalogue")
+    decisions, torch_imported = run_code(code, "catalogue")
 
     assert not torch_imported
-    chosen = {question: identity for question, (identity, _) in answers.items()}
+    chosen = {request: identity for request, (identity, _) in decisions.items()}
     assert chosen == {
         "plain 8.0": "acme_flash/fa2",
         "plain 9.0": "acme_flash/fa3",
@@ -529,23 +536,23 @@ print(json.dumps([answers, "torch" in sys.modules]))
         "cascade 9.0": None,
         "cascade 10.0": None,
     }
-    _, verdicts = answers["sinks 8.0"]
+    _, verdicts = decisions["sinks 8.0"]
     status, distribution, reasons, fix = verdicts["acme_flash/fa3"]
     assert (status, distribution) == ("refused", "attnplug-catalogue 1.0")
     assert reasons == ["requires compute capability 9.0; the device has 8.0"]
     assert "9.0" in fix
-    for name, (status, _, reasons, _) in answers["cascade 9.0"][1].items():
+    for name, (status, _, reasons, _) in decisions["cascade 9.0"][1].items():
         if name.startswith("acme_flash/"):
             assert status == "refused"
             assert "the shared prefix is one dense pass over every cached key" in " ".join(reasons)
 
 
-def test_without_the_supposition_the_libraries_are_what_is_missing(ask: Ask) -> None:
+def test_without_assume_installed_the_libraries_are_missing(run_code: RunCode) -> None:
     code = """
 served = attnplug.Requirements(head_size=128, num_q_heads=32, num_kv_heads=8, dtype="bfloat16")
 print(json.dumps(verdicts(attnplug.explain(served, attnplug.Device.cuda("9.0"), backend="ACME_FLASH"))))
 """
-    verdicts = ask(code, "catalogue")
+    verdicts = run_code(code, "catalogue")
 
     assert {name: verdicts[name][0] for name in verdicts if name.startswith("acme_flash/")} == {
         "acme_flash/dense": "chosen",

@@ -79,7 +79,7 @@ def test_deciding_opens_no_evidence() -> None:
     assert not found & {"attnplug.evidence.store", "attnplug.evidence.coverage"}
 
 
-def test_what_is_unverified_is_told_without_importing_anything_heavy() -> None:
+def test_unverified_values_are_listed_without_heavy_imports() -> None:
     found = _imported(
         f"import attnplug; assert attnplug.select({QUESTION}, device=attnplug.Device.cpu()).unverified is not None"
     )

@@ -35,7 +35,7 @@ emulates = { paged = "copies" }
 type = "int"
 min = 1
 default = 4
-help = "tiles in flight"
+help = "tiles per block"
 """
 
 
@@ -83,7 +83,7 @@ def test_the_matrix_states_rules_options_and_what_is_refused(tmp_path: Path) -> 
     assert (
         "- where *dtype = float16*, *head_size = 64* is needed (`fast`, `slow`): the tile fits no other | size" in page
     )
-    assert "- `tiles` (int from 1, default `4`): tiles in flight" in page
+    assert "- `tiles` (int from 1, default `4`): tiles per block" in page
     assert "- `slow`, paged: copies" in page
     assert "- `fast`, `acme-kernels`: from its vendor" in page
     assert "`alibi`" in page.split("Served at their neutral value only")[1].splitlines()[0]
@@ -107,15 +107,15 @@ def test_a_variant_that_no_report_covers_is_unverified(tmp_path: Path) -> None:
     assert _rows(capabilities.page(root))["checked"][1] == "[b200.md](evidence/b200.md)"
 
 
-def test_a_run_of_the_kit_that_a_plugin_brings_along_covers_its_variant(tmp_path: Path) -> None:
+def test_a_kit_run_in_the_distribution_covers_its_variant(tmp_path: Path) -> None:
     root = _workspace(tmp_path)
     folder = root / "plugins" / "acme" / "src" / "attnplug_acme" / "evidence"
     folder.mkdir()
     device = {"type": "cuda", "vendor": "nvidia", "name": "NVIDIA B200", "compute_capability": "10.0"}
     run = {"format": 1, "distribution": "attnplug-acme 1.0", "device": device, "served": [], "unreached": []}
     for variant, passed in (("fast", True), ("slow", False)):
-        told = json.dumps({**run, "backend": f"acme/{variant}", "passed": passed})
-        (folder / f"{variant}-b200.json").write_text(told, encoding="utf-8")
+        text = json.dumps({**run, "backend": f"acme/{variant}", "passed": passed})
+        (folder / f"{variant}-b200.json").write_text(text, encoding="utf-8")
 
     assert _rows(capabilities.page(root))["checked"] == ["kit (NVIDIA B200)", "unverified"]
 

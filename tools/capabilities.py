@@ -21,11 +21,11 @@ INTRODUCTION = """\
 What every backend of this workspace declares in its `attnplug.toml`. This page is generated from those files by
 `make tables`, and a test fails where it is stale. The [fields](requirements.md) say what each name means.
 
-- *any*: every value may be asked for. *yes*: may be asked for, need not be. *only*: must be asked for.
-- Only a dash: this variant serves the neutral value only; asking for anything else is refused with that reason.
+- *any*: every value is supported. *yes*: may be requested. *only*: must be requested.
+- Only a dash: this variant supports the neutral value only; another value is refused with that reason.
 - *(emulated)*: works, at the cost that is stated below the table.
 - *checked*: what showed the column to be true. The tests run on the CPU in `make test`; a GPU needs a
-  [report](evidence/index.md), or a run of the [conformance kit](conformance.md) whose file the distribution brings.
+  [report](evidence/index.md), or a run of the [conformance kit](conformance.md) whose file is in the distribution.
   *unverified* means that neither covers the variant yet.
 """
 
@@ -44,7 +44,7 @@ def reports(root: Path) -> dict[str, str]:
 
 
 def _runs_of_kit(root: Path, manifest: Manifest) -> dict[str, list[str]]:
-    """Return the devices on which the conformance kit has passed, by candidate: files beside the manifest tell."""
+    """Return the devices on which the conformance kit has passed, by candidate, from the files beside the manifest."""
     found: dict[str, list[str]] = {}
     for evidence in read_folder((root / manifest.path).with_name(FOLDER)).evidence:
         if evidence.passed:
@@ -53,7 +53,7 @@ def _runs_of_kit(root: Path, manifest: Manifest) -> dict[str, list[str]]:
 
 
 def page(root: Path) -> str:
-    """Return the whole page."""
+    """Return the page."""
     evidence = reports(root)
     return "\n".join(
         [INTRODUCTION, *("\n".join(section(found, evidence, _runs_of_kit(root, found))) for found in manifests(root))]
@@ -77,8 +77,8 @@ def section(manifest: Manifest, evidence: Mapping[str, str], runs: Mapping[str, 
     yield from _list(
         "Emulated", (f"`{v.name}`, {name}: {why}" for v in manifest.variants for name, why in v.emulates.items())
     )
-    ways = (f"`{v.name}`, `{name}`: {how}" for v in manifest.variants for name, how in v.install.items())
-    yield from _list("What pip does not get by its name alone", ways)
+    hints = (f"`{v.name}`, `{name}`: {how}" for v in manifest.variants for name, how in v.install.items())
+    yield from _list("Installed by more than `pip install NAME`", hints)
     yield from _list("Rules", _rules(manifest.variants))
     yield from _list("Options", (_option(option) for option in manifest.options.values()))
 
@@ -96,8 +96,8 @@ def cell(item: Field, variant: Variant) -> str:
 
 def _refused(declared: Iterable[Field]) -> str:
     known = {item.name for item in declared}
-    askable = [item for item in FIELDS.values() if item.kind in {"model", "engine"} and not item.open]
-    return ", ".join(f"`{item.name}`" for item in askable if item.name not in known and item.name != "features")
+    requestable = [item for item in FIELDS.values() if item.kind in {"model", "engine"} and not item.open]
+    return ", ".join(f"`{item.name}`" for item in requestable if item.name not in known and item.name != "features")
 
 
 def _covers(report: str, name: str) -> bool:

@@ -96,7 +96,7 @@ def distributions(root: Path) -> list[Distribution]:
 
 
 def page(root: Path) -> str:
-    """Return the whole page."""
+    """Return the page."""
     found = distributions(root)
     tables = (_distributions(found), _hosts(found), _libraries(found), _extras(found))
     return "\n".join([INTRODUCTION, *(line for table in tables for line in table)])

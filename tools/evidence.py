@@ -2,9 +2,9 @@
 A pytest plugin that writes what a run on a GPU showed: device, versions, command, outcome and numbers, as one page.
 
 A test contributes a number by pytest's own ``record_property("decode, 64 x 4096", "286 us")``. Text of several lines, a
-table for instance, stands below the table of tests.
-A number without hardware, versions and command is no evidence, so nothing is published in another way. The revision
-is git's; the environment variable REVISION names it where the tree travels without its history.
+table for instance, is printed below the table of tests.
+A number without hardware, versions and command is not evidence, so these pages are the only ones with numbers. The
+revision is git's; the environment variable REVISION names it where the tree is copied without its history.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start to collect where a report is asked for."""
+    """Collect reports where the command line requests a page."""
     path = config.getoption("--gpu-report")
     if path is not None:
         config.pluginmanager.register(Collector(path, " ".join(_command(config.invocation_params.args))))

@@ -1,4 +1,4 @@
-"""Where the commands of a page run: here, or in a temporary folder with an environment of its own."""
+"""Where the commands of a page run: here, or in a temporary folder with a separate environment."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ EMPTY = "an empty folder"
 _MODULES = {"attnplug": "attnplug", "pytest": "pytest", "pip": "pip"}
 # Nothing is fetched: what a page installs needs nothing that is not here.
 _INSTALL = ("--quiet", "--disable-pip-version-check", "--no-index", "--no-build-isolation")
-# Settings and measurements of this run, which a folder of its own has nothing of.
+# Settings and measurements of this run, which a temporary folder does not inherit.
 _OURS = ("ATTNPLUG_", "COV", "PYTEST")
 
 
 class SessionError(Exception):
-    """A page asks for what a session does not do."""
+    """A page requests what a session does not support."""
 
 
 @final
@@ -31,8 +31,8 @@ class Session:
     """
     The folder and the Python that commands run with.
 
-    In a folder of its own the environment sees all that is installed here, and what is installed there is seen nowhere
-    else.
+    In a temporary folder the environment sees all that is installed here, and what is installed there is visible only
+    there.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class Session:
     def enter_empty_folder(self) -> None:
         """Go on in a temporary folder."""
         if self._home is not None:
-            raise SessionError("the page is in a folder of its own already")
+            raise SessionError("the page is already in a temporary folder")
         self._home = TemporaryDirectory()
         home = Path(self._home.name).resolve()
         self._python = _make_environment(home / "environment")
@@ -64,7 +64,7 @@ class Session:
         Run a command, with the width and without the colors that a page can show.
 
         Raises:
-            SessionError: It is none of those that run here.
+            SessionError: The command does not run here.
         """
         name, arguments = words[0] if words else "", words[1:]
         if self._home is None and name != "attnplug":
@@ -86,9 +86,9 @@ class Session:
         return self._place(name).read_text("utf-8")
 
     def write(self, name: str, text: str) -> None:
-        """Write a file anew, in a folder of the page's own alone."""
+        """Replace a file, in the page's temporary folder only."""
         if self._home is None:
-            raise SessionError(f"a page writes files in {EMPTY} alone")
+            raise SessionError(f"a page writes files only in {EMPTY}")
         file = self.folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, "utf-8")
@@ -106,7 +106,7 @@ class Session:
             old, new = ("".join(f"{line[1:]}\n" for line in lines if line[:1] in ("", " ", own)) for own in "-+")
             if text.count(old) != 1:
                 raise SessionError(
-                    f"it stands there {text.count(old)} times\n--- the page\n{old}\n--- the file\n{text}"
+                    f"it is in the file {text.count(old)} times\n--- the page\n{old}\n--- the file\n{text}"
                 )
             text = text.replace(old, new)
         self.write(name, text)
@@ -122,8 +122,8 @@ def _make_environment(folder: Path) -> str:
     """Make an environment that sees the packages of this one, and return its Python."""
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip())  # noqa: S603 - just made
+    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())  # noqa: S603 - just made
     here = sysconfig.get_path("purelib")
     (site / "here.pth").write_text(f"import site; site.addsitedir({here!r})\n", "utf-8")
     return str(python)

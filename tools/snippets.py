@@ -4,13 +4,13 @@ Runs the code that the documentation shows: ``python -m tools.snippets README.md
 - The ``python`` blocks of one page run in order and share a namespace.
 - In a ``console`` block every line ``$ attnplug ...`` runs, and what follows it is its output.
 - A ``text`` block right after a ``python`` block is that block's output.
-- ``...`` in an output stands for anything, in a line or as whole lines.
+- ``...`` in an output matches anything, in a line or as full lines.
 - ``<!-- exits: 3 -->`` above a console block announces that its commands exit with 3 and not with 0.
 - ``<!-- not run: REASON -->`` above a block is the only way to show code that does not run.
 - ``<!-- in: an empty folder -->`` above a console block: from there on, commands run in a temporary folder with an
-  environment of its own, where ``cd``, ``pip install`` and ``pytest`` run too (`tools.session`).
-- ``<!-- shows: FILE -->`` above a block says that its code stands in that file; ``<!-- writes: FILE -->`` that the file
-  is to contain it, and nothing else; ``<!-- edits: FILE -->`` above a ``diff`` block, that the file is changed so.
+  separate environment, where ``cd``, ``pip install`` and ``pytest`` run too (`tools.session`).
+- ``<!-- shows: FILE -->`` above a block says that the file contains its code; ``<!-- writes: FILE -->`` writes the
+  block to the file; ``<!-- edits: FILE -->`` above a ``diff`` block applies it to the file.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Block:
 
     @property
     def file_note(self) -> str | None:
-        """What the block is to a file: shows, writes or edits it; None where it is nothing to one."""
+        """What the block does with a file: shows, writes or edits it; None without a file."""
         return next((key for key in FILE_NOTES if key in self.notes), None)
 
 
@@ -78,7 +78,7 @@ def blocks(page: str, text: str) -> list[Block]:
     Return the fenced blocks of a page, each python block with the output that is shown right below it.
 
     Raises:
-        SnippetError: A fence is not closed, or a note has no reason or stands above no block.
+        SnippetError: A fence is not closed, or a note has no reason or is above no block.
     """
     found: list[Block] = []
     for block, follows in _fenced(page, text.splitlines()):
@@ -89,7 +89,7 @@ def blocks(page: str, text: str) -> list[Block]:
 
 
 def _fenced(page: str, lines: list[str]) -> Iterator[tuple[Block, bool]]:
-    """Yield each block, and whether nothing but blank lines lies between it and the block before."""
+    """Yield each block, and whether only blank lines separate it from the block before."""
     notes: dict[str, str] = {}
     follows = False
     number = 0
@@ -124,7 +124,7 @@ def _value(where: str, note: re.Match[str]) -> str:
 
 def _no_notes(where: str, notes: dict[str, str]) -> None:
     if notes:
-        raise SnippetError(f"{where} the note {next(iter(notes))!r} does not stand above a block")
+        raise SnippetError(f"{where} the note {next(iter(notes))!r} is not above a block")
 
 
 def run_page(page: str, text: str) -> int:
@@ -139,7 +139,7 @@ def run_page(page: str, text: str) -> int:
     with Session() as session:
         for block in chosen:
             if block.file_note is not None:
-                _meet_file(block, block.file_note, session)
+                _apply_file_note(block, block.file_note, session)
             elif block.language == "python":
                 _run_python(block, namespace)
             else:
@@ -147,7 +147,7 @@ def run_page(page: str, text: str) -> int:
     return len(chosen)
 
 
-def _meet_file(block: Block, how: str, session: Session) -> None:
+def _apply_file_note(block: Block, how: str, session: Session) -> None:
     """Compare a file with the block, or change it as the block says."""
     name = block.notes[how]
     where = f"{block.page}:{block.line} {how} {name}"
@@ -155,9 +155,7 @@ def _meet_file(block: Block, how: str, session: Session) -> None:
         if how == "shows":
             text = session.read(name)
             if not any(matches(f"...{textwrap.indent(block.code, ' ' * depth)}...", text) for depth in range(0, 17, 4)):
-                raise SnippetError(
-                    f"{where}: it does not stand there\n--- the page\n{block.code}\n--- the file\n{text}"
-                )
+                raise SnippetError(f"{where}: it is not in the file\n--- the page\n{block.code}\n--- the file\n{text}")
         elif how == "writes":
             session.write(name, f"{block.code}\n")
         else:
@@ -217,7 +215,7 @@ def _compare(where: str, expected: str, printed: str) -> None:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Tell whether the output is what the page shows; ``...`` stands for anything, blanks at line ends do not count."""
+    """Return whether the page shows this output; ``...`` matches anything, blanks at line ends do not count."""
     wanted, got = ("\n".join(line.rstrip() for line in text.strip("\n").splitlines()) for text in (expected, printed))
     pattern = ".*?".join(re.escape(piece) for piece in wanted.split("..."))
     return re.fullmatch(pattern, got, flags=re.DOTALL) is not None

@@ -28,7 +28,7 @@ KINDS: Final[dict[Kind, str]] = {
 
 
 def page(root: Path) -> str:
-    """Return the whole page; the workspace does not matter, since the table is code."""
+    """Return the page; the workspace does not matter, since the table is code."""
     del root
     return "\n".join([INTRODUCTION, *(line for kind in KINDS for line in section(kind))])
 

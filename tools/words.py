@@ -171,7 +171,7 @@ def files(root: Path, paths: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
         paths: Files and folders, from the current folder; the whole repository by default.
 
     Raises:
-        CalledProcessError: Git does not know the repository, or a path is outside of it.
+        CalledProcessError: The folder is not a git repository, or a path is outside of it.
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "--"]
     command += [str(Path(path).resolve(strict=True)) for path in paths]

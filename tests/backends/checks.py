@@ -129,7 +129,7 @@ def check_queued_steps(load: Load, variant: str, decodes: Case, **requirements: 
 
 
 def check_queued_replays(load: Load, variant: str, **requirements: Any) -> None:
-    """Queue builds and replays of one graph behind long kernels: each replay reads the buffers of its own build."""
+    """Queue builds and replays of one graph behind long kernels: each replay reads the buffers of its build."""
     harness = GraphHarness(load, variant, **requirements)
     with harness.state.graph_capture(4):
         captured = CapturedForward(harness, GraphShape(4, 4, 1, 128))

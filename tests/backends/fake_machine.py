@@ -74,10 +74,10 @@ class FakeMachine:
     @contextmanager
     def active(self, *before: Path, **environment: str) -> Iterator[None]:
         """
-        Show this process the machine's packages, and none of its own but the standard library and what is imported.
+        Show this process the machine's packages only, besides the standard library and what is already imported.
 
         Args:
-            *before: Folders that come before the machine's own on the path.
+            *before: Folders before the machine's packages on the path.
             **environment: Variables, in place of those of this process.
         """
         path, variables = list(sys.path), dict(os.environ)

@@ -72,7 +72,7 @@ class Workshop:
 
 def run(code: str, *sites: Path, home: Path, **environment: str) -> Any:
     """
-    Run code in a fresh Python that looks into these folders first, and has none of the workspace's plugins.
+    Run code in a fresh Python that has these folders first on its path, and none of the workspace's plugins.
 
     Returns what it printed last, read as JSON.
 

@@ -1,4 +1,4 @@
-"""What a script does that is no module."""
+"""Exits like a script when it is imported."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a library does that looks for a GPU while it is imported."""
+"""Fails like a library that searches for a GPU while it is imported."""
 
 msg = "no CUDA device is available"
 raise RuntimeError(msg)

@@ -1,1 +1,1 @@
-"""Its manifest is no TOML."""
+"""Its manifest is not TOML."""

@@ -1,1 +1,1 @@
-"""Nobody gets this far."""
+"""Is never imported."""

@@ -20,5 +20,5 @@ def attnplug_backend(variant, agreement):
 
 @hookimpl
 def attnplug_probe(variant, device):
-    msg = f"cannot ask {device.type} about {variant}"
+    msg = f"cannot probe {device.type} for {variant}"
     raise ValueError(msg)

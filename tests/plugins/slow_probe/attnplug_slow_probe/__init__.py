@@ -1,1 +1,1 @@
-"""Its probe takes as long as it is told to."""
+"""Its probe takes as long as an environment variable says."""

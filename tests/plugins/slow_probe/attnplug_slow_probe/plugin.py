@@ -1,6 +1,6 @@
 """
-The hooks. The probe tells in the file SLOW_PROBE_TRACE that it was asked, then takes SLOW_PROBE seconds, and then waits
-for the file SLOW_PROBE_UNTIL, where one is named.
+The hooks. The probe records its call in the file SLOW_PROBE_TRACE, takes SLOW_PROBE seconds, and then waits for the
+file SLOW_PROBE_UNTIL, where one is named.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def attnplug_probe(variant):
     end = time.monotonic() + 60
     while until and not Path(until).exists():
         if time.monotonic() > end:
-            msg = "nobody came"
+            msg = f"{until} was not written"
             raise TimeoutError(msg)
         time.sleep(0.01)

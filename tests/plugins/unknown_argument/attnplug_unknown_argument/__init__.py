@@ -1,1 +1,1 @@
-"""Its hook takes an argument that there is not."""
+"""Its hook takes an unknown argument."""

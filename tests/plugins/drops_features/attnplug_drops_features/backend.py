@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attnplug.contract import AttentionImpl, Backend
 
 
-class LyingImpl(AttentionImpl):
+class DroppingImpl(AttentionImpl):
     cache_write = "either"
 
     def run(self, query, key, value, kv_cache, metadata, output, lse):
@@ -39,5 +39,5 @@ class LyingImpl(AttentionImpl):
             half[slots // size, slots % size] = new[: len(slot_mapping)][written]
 
 
-class LyingBackend(Backend):
-    impl_class = LyingImpl
+class DroppingBackend(Backend):
+    impl_class = DroppingImpl

@@ -1,4 +1,4 @@
-"""What tests of installed plugins ask with: a preamble in a fresh Python, and questions after it."""
+"""The preamble of programs that tests of installed plugins run in a fresh Python."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     from pathlib import Path
 
-ASK = """
+PREAMBLE = """
 import json, sys
 before = set(sys.modules)
 import attnplug
-asked = attnplug.Requirements(head_size=8, num_q_heads=4, num_kv_heads=2, dtype="float32")
+request = attnplug.Requirements(head_size=8, num_q_heads=4, num_kv_heads=2, dtype="float32")
 cpu = attnplug.Device.cpu()
 def verdicts(explanation):
     return {v.id: [v.status, v.distribution, [str(r) for r in v.reasons], str(v.fix)] for v in explanation.verdicts}
@@ -22,7 +22,7 @@ def listing():
 """
 
 
-class Ask(Protocol):
+class RunCode(Protocol):
     """Installs plugins, runs code after the preamble in a fresh Python, returns what it printed."""
 
     def __call__(self, code: str, *plugins: str, sites: tuple[Path, ...] = (), **environment: str) -> Any: ...
