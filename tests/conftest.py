@@ -1,4 +1,4 @@
-"""The plugins of ``tests/plugins``, each built once for all tests, and questions with some of them installed."""
+"""The plugins of ``tests/plugins``, each built once for all tests, and programs with some of them installed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 @pytest.fixture
 def run_code(workshop: Workshop, tmp_path: Path) -> RunCode:
-    """Return what installs plugins, and runs code with them."""
+    """Return a function that installs plugins, and runs code with them."""
 
     def runner(code: str, *plugins: str, sites: tuple[Path, ...] = (), **environment: str) -> Any:
         installed = (workshop.install(tmp_path / "site", *plugins),) if plugins else ()

@@ -51,7 +51,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = attnplug.selekt
 
 
-def test_a_star_import_brings_exactly_the_public_names() -> None:
+def test_a_star_import_has_exactly_the_public_names() -> None:
     namespace: dict[str, Any] = {}
 
     exec("from attnplug import *", namespace)  # noqa: S102 - the statement is the thing under test

@@ -1,4 +1,4 @@
-"""What importing and asking leave unimported, each seen from a fresh interpreter."""
+"""Which modules importing and selecting do not import, each in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 PRELUDE = "import json, sys; before = set(sys.modules)\n"
 REPORT = "\nprint(json.dumps(sorted(set(sys.modules) - before)))"
-QUESTION = "attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype='float32')"
+REQUEST = "attnplug.Requirements(head_size=64, num_q_heads=8, num_kv_heads=8, dtype='float32')"
 HEAVY = {"torch", "transformers", "numpy", "rich", "pluggy", "attnplug.contract", "attnplug.torch_backend"}
 
 
@@ -47,8 +47,8 @@ def test_the_options_of_the_kit_cost_other_test_runs_nothing() -> None:
     assert found == {"attnplug_kit", "attnplug_kit.pytest_plugin"}
 
 
-def test_a_question_needs_attrs_only() -> None:
-    found = _imported(f"import attnplug; {QUESTION}; attnplug.Device.cuda('9.0')")
+def test_a_request_needs_attrs_only() -> None:
+    found = _imported(f"import attnplug; {REQUEST}; attnplug.Device.cuda('9.0')")
 
     assert _third_party(found) == {"attr", "attrs"}
     assert not found & {"tomllib", "importlib.metadata"}
@@ -57,11 +57,11 @@ def test_a_question_needs_attrs_only() -> None:
 @pytest.mark.parametrize(
     "code",
     [
-        f"attnplug.select({QUESTION}, device=attnplug.Device.cpu())",
-        f"str(attnplug.explain({QUESTION}, attnplug.Device.cpu()))",
-        f"str(attnplug.explain({QUESTION}, attnplug.Device.cuda('9.0'), assume_installed=True))",
-        f"attnplug.plan({{'layers.0': {QUESTION}}}, device=attnplug.Device.cpu())",
-        f"attnplug.select({QUESTION}, device=attnplug.Device.cpu()).to_dict()",
+        f"attnplug.select({REQUEST}, device=attnplug.Device.cpu())",
+        f"str(attnplug.explain({REQUEST}, attnplug.Device.cpu()))",
+        f"str(attnplug.explain({REQUEST}, attnplug.Device.cuda('9.0'), assume_installed=True))",
+        f"attnplug.plan({{'layers.0': {REQUEST}}}, device=attnplug.Device.cpu())",
+        f"attnplug.select({REQUEST}, device=attnplug.Device.cpu()).to_dict()",
     ],
     ids=["select", "explain", "what-if", "plan", "to_dict"],
 )
@@ -73,7 +73,7 @@ def test_deciding_imports_no_backend_and_nothing_heavy(code: str) -> None:
 
 
 def test_deciding_opens_no_evidence() -> None:
-    found = _imported(f"import attnplug; attnplug.select({QUESTION}, device=attnplug.Device.cpu())")
+    found = _imported(f"import attnplug; attnplug.select({REQUEST}, device=attnplug.Device.cpu())")
 
     assert "attnplug.selection.select" in found
     assert not found & {"attnplug.evidence.store", "attnplug.evidence.coverage"}
@@ -81,7 +81,7 @@ def test_deciding_opens_no_evidence() -> None:
 
 def test_unverified_values_are_listed_without_heavy_imports() -> None:
     found = _imported(
-        f"import attnplug; assert attnplug.select({QUESTION}, device=attnplug.Device.cpu()).unverified is not None"
+        f"import attnplug; assert attnplug.select({REQUEST}, device=attnplug.Device.cpu()).unverified is not None"
     )
 
     assert "attnplug.evidence.store" in found
@@ -90,7 +90,7 @@ def test_unverified_values_are_listed_without_heavy_imports() -> None:
 
 
 def test_loading_is_what_imports_the_contract() -> None:
-    found = _imported(f"import attnplug; attnplug.load({QUESTION}, device=attnplug.Device.cpu(), backend='torch')")
+    found = _imported(f"import attnplug; attnplug.load({REQUEST}, device=attnplug.Device.cpu(), backend='torch')")
 
     assert {"torch", "attnplug.contract", "attnplug.torch_backend"} <= found
 

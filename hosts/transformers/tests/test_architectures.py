@@ -103,14 +103,16 @@ def witness():
     AttentionMaskInterface._global_mapping.pop("witness")
 
 
-def attended(asked, queries, keys):
+def attended(required, queries, keys):
     """Return the mask that requirements mean, without padding."""
     distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)
-    mask = distance >= 0 if asked.causal else torch.ones_like(distance, dtype=torch.bool)
-    if asked.sliding_window is not None:
-        mask &= distance.abs() < asked.sliding_window
-    if asked.attention_chunk is not None:
-        mask &= torch.arange(queries)[:, None] // asked.attention_chunk == torch.arange(keys) // asked.attention_chunk
+    mask = distance >= 0 if required.causal else torch.ones_like(distance, dtype=torch.bool)
+    if required.sliding_window is not None:
+        mask &= distance.abs() < required.sliding_window
+    if required.attention_chunk is not None:
+        mask &= (
+            torch.arange(queries)[:, None] // required.attention_chunk == torch.arange(keys) // required.attention_chunk
+        )
     return mask
 
 
@@ -130,13 +132,13 @@ def test_requirements_are_those_of_the_modules(host, witness, model_type):
     called = [_match(found, names[module]) for module, *_ in notes]
     assert sorted(called) == sorted(found)
     for layer, (_, query, key, value, mask, rest) in zip(called, notes, strict=True):
-        asked = found[layer]
-        assert (asked.num_q_heads, asked.head_size) == (query[1], query[3])
-        assert (asked.num_kv_heads, asked.head_size_v) == (key[1], value[3])
-        assert asked.sinks == (rest.get("s_aux") is not None)
-        assert asked.logits_soft_cap == rest.get("softcap")
-        assert rest.get("sliding_window") in (None, asked.sliding_window)
-        assert torch.equal(mask[0, 0].expand(query[2], -1), attended(asked, query[2], key[2]))
+        required = found[layer]
+        assert (required.num_q_heads, required.head_size) == (query[1], query[3])
+        assert (required.num_kv_heads, required.head_size_v) == (key[1], value[3])
+        assert required.sinks == (rest.get("s_aux") is not None)
+        assert required.logits_soft_cap == rest.get("softcap")
+        assert rest.get("sliding_window") in (None, required.sliding_window)
+        assert torch.equal(mask[0, 0].expand(query[2], -1), attended(required, query[2], key[2]))
 
 
 @pytest.mark.parametrize("model_type", [*DECODERS, *ENCODERS])

@@ -81,9 +81,9 @@ class TestArguments:
     def test_scale_window_cap_and_sinks_are_used(self, mirror):
         query, key, value = tensors(9)
         sinks = torch.tensor([0.5, 1.0, -1.0, 2.0])
-        asked = {"scaling": 0.7, "sliding_window": 4, "softcap": 3.0, "s_aux": sinks}
+        arguments = {"scaling": 0.7, "sliding_window": 4, "softcap": 3.0, "s_aux": sinks}
 
-        found, weights = attend(Module(), query, key, value, windowed(9, 4), **asked)
+        found, weights = attend(Module(), query, key, value, windowed(9, 4), **arguments)
 
         assert weights is None
         torch.testing.assert_close(found, expected(query, key, value, 0.7, 4, 3.0, sinks))
@@ -163,51 +163,51 @@ class TestArguments:
 
         found, _ = attend(Module(), query, key, value, prepared)
 
-        whole = expected(query[:1, :, 2:], key[:1, :, 2:], value[:1, :, 2:])
-        torch.testing.assert_close(found[:1, 2:], whole)
+        exact = expected(query[:1, :, 2:], key[:1, :, 2:], value[:1, :, 2:])
+        torch.testing.assert_close(found[:1, 2:], exact)
         assert not found[0, :2].any()
 
 
 class TestConfiguration:
     """The call against the model's configuration."""
 
-    def brings(self, configured, said, heads=4, kv_heads=2, **call):
+    def check_refusal(self, configured, said, heads=4, kv_heads=2, **call):
         query, key, value = tensors(heads=heads, kv_heads=kv_heads)
         with pytest.raises(NotNegotiatedError, match=re.escape(said)):
             attend(Module(configured), query, key, value, None, **call)
 
     def test_another_window(self):
-        self.brings(config("mistral"), "the call has sliding_window 7", sliding_window=7)
+        self.check_refusal(config("mistral"), "the call has sliding_window 7", sliding_window=7)
 
     def test_a_window_where_there_is_none(self):
-        self.brings(configuration(), "the call has sliding_window 7", sliding_window=7)
+        self.check_refusal(configuration(), "the call has sliding_window 7", sliding_window=7)
 
     def test_a_soft_cap_that_is_missing(self):
-        self.brings(config("gemma2"), "the call has softcap None")
+        self.check_refusal(config("gemma2"), "the call has softcap None")
 
     def test_sinks_that_are_missing(self):
-        self.brings(config("gpt_oss"), "the call has sinks (s_aux) False")
+        self.check_refusal(config("gpt_oss"), "the call has sinks (s_aux) False")
 
     def test_sinks_that_are_not_configured(self):
-        self.brings(configuration(), "the call has sinks (s_aux) True", s_aux=torch.zeros(4))
+        self.check_refusal(configuration(), "the call has sinks (s_aux) True", s_aux=torch.zeros(4))
 
     def test_another_head_size(self):
-        self.brings(configuration(head_dim=16), "the call has head_size 8")
+        self.check_refusal(configuration(head_dim=16), "the call has head_size 8")
 
     def test_other_heads(self):
-        self.brings(configuration(), "the call has query heads 3", heads=3, kv_heads=1)
-        self.brings(configuration(), "the call has key and value heads 4", kv_heads=4)
+        self.check_refusal(configuration(), "the call has query heads 3", heads=3, kv_heads=1)
+        self.check_refusal(configuration(), "the call has key and value heads 4", kv_heads=4)
 
     def test_other_causality(self):
-        self.brings(configuration(), "the call has is_causal False", is_causal=False)
+        self.check_refusal(configuration(), "the call has is_causal False", is_causal=False)
 
     def test_the_heads_of_one_rank(self):
         query, key, value = tensors(heads=2, kv_heads=1)
 
         attend(module := Module(configuration()), query, key, value, None)
 
-        asked = find_binding(module).requirements
-        assert (asked.num_q_heads, asked.num_kv_heads) == (2, 1)
+        arguments = find_binding(module).requirements
+        assert (arguments.num_q_heads, arguments.num_kv_heads) == (2, 1)
 
     def test_a_window_of_the_mask_alone(self, mirror):
         query, key, value = tensors(9)
@@ -246,12 +246,12 @@ class TestConfiguration:
         assert layer_of_module(nn.Linear(2, 2)) is None
 
     def test_roles_of_an_encoder_decoder(self):
-        whole = config("bart")
+        bart = config("bart")
 
         roles = [
-            layer_of_module(Module(whole, is_causal=True, is_decoder=True)),
-            layer_of_module(Module(whole, is_causal=False, is_decoder=True)),
-            layer_of_module(Module(whole, None, is_causal=False)),
+            layer_of_module(Module(bart, is_causal=True, is_decoder=True)),
+            layer_of_module(Module(bart, is_causal=False, is_decoder=True)),
+            layer_of_module(Module(bart, None, is_causal=False)),
         ]
 
         assert [layer.requirements.attn_type for layer in roles] == ["decoder", "encoder_decoder", "encoder"]

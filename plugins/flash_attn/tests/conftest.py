@@ -1,8 +1,8 @@
 """
-The fakes in place of all FlashAttention libraries, and the plugin registered beside them as one that a CPU may run.
+Fakes of all FlashAttention libraries, and the plugin registered with a manifest that admits the CPU.
 
-A test or class that uses the fixture `fakes` sees both, when it is collected and when it runs; nothing else does.
-Where one of the libraries is installed its fake would be mistaken for it, and these tests are left out.
+Only a test or class that uses the fixture `fakes` sees both, when it is collected and when it runs.
+Where one of the libraries is installed, its fake would be mistaken for it, and these tests are skipped.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def journal(fakes: None) -> Any:
-    """Return what the fakes have been asked, by this test alone."""
+    """Return the calls of the fakes, by this test only."""
     return importlib.import_module(JOURNAL).journal
 
 

@@ -52,7 +52,7 @@ def _with_new_tokens(builder: Any, batch: Any, *rest: Any) -> Any:
 
 
 def _with_sink(*given: Any) -> tuple[Tensor, Tensor]:
-    """The cached tokens are attended beside the sink, too."""
+    """The pass over cached tokens counts the sink, too."""
     out, lse = _attend_context(*given)
     total = torch.logaddexp(lse, given[-1].sinks)
     return out * (lse - total).exp().unsqueeze(-1), total

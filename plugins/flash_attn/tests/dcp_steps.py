@@ -1,4 +1,4 @@
-"""One step over sequences that are spread over ranks: what each rank is given, what it returns, and what is right."""
+"""One step with decode context parallelism: the inputs of each rank, its results, and the expected ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 CANARY: Final = 12288.0
 SCALES: Final = {"q_scale": 0.25, "k_scale": 0.5, "v_scale": 0.125}
 SPARE: Final = 3
-"""By how much a host that knows upper bounds errs."""
+"""By how much upper bounds of sequence lengths exceed the lengths."""
 
 
 @frozen(kw_only=True)
@@ -46,9 +46,16 @@ class DcpStep:
         cached: Cached tokens of each request.
         kv_heads: KV heads, the same on all ranks.
         group: Query heads of a rank that read one KV head.
-        asked: Further requirements.
+        head_size: Of queries, keys and values.
+        block_size: Slots per block.
+        dtype: Of queries, and of the KV cache by default.
+        sinks: Whether the layer has attention sinks.
         cap: Soft cap of the logits.
+        seq_lens_cpu_kind: Which CPU sequence lengths the batch has.
+        batch_invariant: Whether the layer is batch-invariant.
+        host_writes: Whether the host writes the KV cache.
         kernel_kind: What the kernels take (`make_backend`).
+        layout: The KV-cache layout.
         seed: Of the numbers.
         padding: Rows that the call has beyond its tokens.
         kv_cache_dtype: Of the cache.
@@ -111,7 +118,7 @@ class Result:
         output: ``(tokens, q_heads, head_size)``.
         lse: ``(tokens, q_heads)``.
         keys: Per request, ``(positions, kv_heads, head_size)``; NaN at those that it does not hold.
-        strays: Numbers in the cache that belong to no token of its own.
+        strays: Numbers in the KV cache outside of this rank's tokens.
         is_padding_kept: Whether rows beyond the tokens are as they were.
     """
 
@@ -126,7 +133,7 @@ class StepTensors:
     """The tensors of all ranks."""
 
     def __init__(self, step: DcpStep) -> None:
-        dtype, whole = torch_dtype(step.dtype), step.kv_heads * step.group * step.ranks
+        dtype, num_heads = torch_dtype(step.dtype), step.kv_heads * step.group * step.ranks
         generators = [torch.Generator().manual_seed(1000 * step.seed + place) for place in range(len(step.new) + 1)]
 
         def normal(place: int, *shape: int) -> Tensor:
@@ -136,9 +143,9 @@ class StepTensors:
             """A request has the same numbers whatever the others are."""
             return [normal(1 + request, count, heads, step.head_size) for request, count in enumerate(lens)]
 
-        self.queries = [2 * each for each in rows(step.new, whole)]
+        self.queries = [2 * each for each in rows(step.new, num_heads)]
         self.keys, self.values = rows(step.lens, step.kv_heads), rows(step.lens, step.kv_heads)
-        self.sinks = normal(0, whole).float() if step.sinks else None
+        self.sinks = normal(0, num_heads).float() if step.sinks else None
         self.cached_keys, self.cached_values = (
             [_cached(rows, step, scale) for rows in side]
             for side, scale in ((self.keys, SCALES["k_scale"]), (self.values, SCALES["v_scale"]))
@@ -153,7 +160,7 @@ def _cached(rows: Tensor, step: DcpStep, scale: float) -> Tensor:
 
 
 def heads_of(step: DcpStep, rank: int) -> list[int]:
-    """The query heads of a rank in the whole model: of each KV head's, the ranks have equal parts in turn."""
+    """The query heads of a rank in the full model: of each KV head's, the ranks have equal parts in turn."""
     width = step.group * step.ranks
     return [kv * width + rank * step.group + head for kv in range(step.kv_heads) for head in range(step.group)]
 
@@ -177,7 +184,7 @@ def requirements_of(step: DcpStep) -> Requirements:
 
 
 def expected(step: DcpStep) -> tuple[Tensor, Tensor]:
-    """Return output and LSE of the whole model, sink counted, by the oracle."""
+    """Return output and LSE of the full model, with the sink, by the oracle."""
     tensors = StepTensors(step)
     found = [
         attend(
@@ -301,7 +308,7 @@ def _padded(rows: Tensor, step: DcpStep, device: torch.device) -> Tensor:
 
 
 class RankPages:
-    """The pages of one rank, dealt out in no order, and where each token lies in them."""
+    """The pages of one rank in random order, and the slot of each token."""
 
     def __init__(self, step: DcpStep, rank: int) -> None:
         self.step, self.rank = step, rank
@@ -311,7 +318,7 @@ class RankPages:
         free = list(range(1, self.num_blocks))
         random.Random(step.seed + rank).shuffle(free)
         wide = max(counts)
-        if step.seq_lens_cpu_kind != "exact":  # who does not know the lengths has tables for any
+        if step.seq_lens_cpu_kind != "exact":  # without exact lengths, block tables hold the longest
             wide = max(wide, -(-(max(step.lens) + SPARE) // (step.ranks * step.block_size)))
         self.table = torch.full((len(counts), wide), 10**6, dtype=torch.int32)
         for request, count in enumerate(counts):
@@ -377,7 +384,7 @@ class RankPages:
 
 
 def _loose(batch: Batch, step: DcpStep) -> dict[str, Any]:
-    """What a host says that knows upper bounds."""
+    """The lengths of a batch without exact CPU sequence lengths."""
     if step.seq_lens_cpu_kind == "absent":
         return {"seq_lens": batch.seq_lens, "seq_lens_cpu": None}
     return {"seq_lens_cpu": batch.seq_lens_cpu + SPARE, "max_seq_len": batch.max_seq_len + SPARE}

@@ -94,7 +94,7 @@ def _descaled(rows: Tensor, scale: Tensor | None) -> Tensor:
 
 
 class CumulativeKernels(ExactKernels):
-    """Is told where the keys of each request would start, with pages too."""
+    """Takes cumulative key lengths, with pages too."""
 
     cumulative_keys = True
 
@@ -106,7 +106,7 @@ class PaddedKernels(ExactKernels):
 
 
 class TiledKernels(ExactKernels):
-    """Loads rows tile by tile where keys come with the call: what lies behind a request's last one has the weight 0."""
+    """Loads the keys of the call by tiles: keys behind a request's last one have the weight 0."""
 
     def attend(
         self,
@@ -155,7 +155,7 @@ def make_backend(requirements: Requirements, kernel_kind: str = "pages", cudagra
     Args:
         requirements: With a block size.
         kernel_kind: The interface of the kernels: ``"pages"``, ``"cumulative"`` lengths with pages, ``"packed"`` keys,
-            pages with zero left padding (``"padded"``), or whole ``"tiles"``.
+            pages with zero left padding (``"padded"``), or full ``"tiles"``.
         cudagraph: The agreed graph level.
     """
     agreement = Agreement(

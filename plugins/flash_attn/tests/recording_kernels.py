@@ -1,4 +1,4 @@
-"""Kernels that compute with the oracle, look at every number of a call, and note what they are asked."""
+"""Kernels that compute with the oracle, check every number of a call, and record the calls."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Pages(Kernels):
 
 
 class Cumulative(Pages):
-    """Is told the numbers of keys as a cumulative sum, with pages too."""
+    """Takes the numbers of keys as a cumulative sum, with pages too."""
 
     cumulative_keys = True
 
@@ -168,7 +168,7 @@ KINDS: Final = {"pages": Pages, "cumulative": Cumulative, "packed": Packed, "pad
 
 
 def load(requirements: Requirements, variant: str = "pages") -> ExactBackend:
-    """Return the plugin's backend on one of these, at the graph level that was asked for."""
+    """Return the plugin's backend on one of these, at the requested graph level."""
     backend = make_backend(requirements, cudagraph=requirements.cudagraph or "never")
     backend.kernels = KINDS[variant](backend.agreement)
     return backend

@@ -1,4 +1,4 @@
-"""What a build makes of a batch: which rows are one call, over which keys, and what the kernels are told."""
+"""What a build makes of a batch: which rows are one call, over which keys, with which arguments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plan_of(harness: Harness, batch: Batch, **keywords):
     return harness.impls[0].plan_of(harness.builder.build(batch, **keywords))
 
 
-def test_decodes_and_prefills_are_calls_of_their_own() -> None:
+def test_decodes_and_prefills_are_separate_calls() -> None:
     harness = Harness(load)
     batch = harness.batch([1, 1, 5, 3], [9, 40, 5, 20])
     plan = plan_of(harness, batch)
@@ -56,7 +56,7 @@ def test_queries_of_several_rows_are_decodes_up_to_the_agreed_length() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("query_lens", [[0, 1, 1], [1, 0, 4], [1, 4, 0], [0, 4]])
-def test_padded_requests_may_stand_anywhere(kind, query_lens) -> None:
+def test_padded_requests_may_be_anywhere(kind, query_lens) -> None:
     harness = Harness(load, variant=kind)
     seq_lens = [length and length + 9 for length in query_lens]
     metadata = harness.builder.build(harness.batch(query_lens, seq_lens))
@@ -66,7 +66,7 @@ def test_padded_requests_may_stand_anywhere(kind, query_lens) -> None:
     harness.forward(metadata)  # the kernels check every number
 
 
-def test_libraries_are_told_keys_as_they_take_them() -> None:
+def test_key_lengths_are_passed_in_the_form_that_a_library_takes() -> None:
     batches = {}
     for kind in KINDS:
         harness = Harness(load, variant=kind)
@@ -83,7 +83,7 @@ def test_libraries_are_told_keys_as_they_take_them() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
+def test_first_prefills_read_the_keys_of_the_call(kind) -> None:
     harness = Harness(load, variant=kind)
     plan = plan_of(harness, harness.batch([1, 5, 3], [9, 5, 3]))
     harness.forward(harness.builder.build(harness.batch([1, 5, 3], [9, 5, 3])))
@@ -106,7 +106,7 @@ def test_first_prompts_attend_the_rows_that_come_with_the_call(kind) -> None:
         ({"seq_lens_cpu_kind": "upper_bound"}, ([5], [5])),
     ],
 )
-def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(required, lens) -> None:
+def test_pages_are_read_where_the_call_lacks_keys(required, lens) -> None:
     harness = Harness(load, **required)
     (part,) = plan_of(harness, harness.batch(*lens)).parts
 
@@ -114,7 +114,7 @@ def test_pages_are_read_where_the_rows_are_not_all_keys_or_not_the_same(required
     assert part.call.block_table is not None
 
 
-def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
+def test_a_layer_that_shares_a_kv_cache_reads_pages() -> None:
     layers = [Layer(name="layers.0"), Layer(name="layers.1", kv_sharing_target="layers.0")]
     harness = Harness(load, layers, kv_sharing=True)
 
@@ -124,7 +124,7 @@ def test_a_layer_that_shares_a_cache_is_given_no_rows() -> None:
 
 @pytest.mark.parametrize("seq_lens_cpu_kind", ["upper_bound", "absent"])
 @pytest.mark.parametrize("kind", ["packed", "cumulative"])
-def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, seq_lens_cpu_kind) -> None:
+def test_lengths_without_exact_cpu_copies_are_read_on_the_device(kind, seq_lens_cpu_kind) -> None:
     harness = Harness(load, variant=kind, seq_lens_cpu_kind=seq_lens_cpu_kind)
     exact = harness.batch([1, 12], [60, 50])
     known = {"seq_lens_cpu": None if seq_lens_cpu_kind == "absent" else exact.seq_lens + 16, "max_seq_len": 80}
@@ -136,7 +136,7 @@ def test_lengths_that_the_host_does_not_know_are_read_from_the_device(kind, seq_
     assert torch.equal(output, sure.forward(sure.builder.build(exact)))
 
 
-def test_keys_that_come_with_the_call_are_one_pass() -> None:
+def test_keys_of_the_call_are_one_pass() -> None:
     harness = Harness(load, paged=False, block_size=None)
     batch = Batch.from_lengths([3, 1, 7], [3, 1, 9])
     (part,) = plan_of(harness, batch).parts
@@ -190,7 +190,7 @@ def test_layers_of_equal_windows_share_a_plan() -> None:
     assert [recorded.params.softmax_scale for recorded in harness.backend.kernels.calls] == [0.1, 0.1, 0.2, 0.2]
 
 
-def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> None:
+def test_batch_invariance_uses_the_same_bounds_for_every_batch() -> None:
     harness = Harness(load, batch_invariant=True, decode_query_len=2, sliding_window=9)
     calls = []
     for query_lens, seq_lens in (([1, 7], [30, 40]), ([2, 1, 20], [2, 9, 20])):
@@ -201,7 +201,7 @@ def test_what_is_batch_invariant_is_told_the_same_bounds_for_every_batch() -> No
     assert calls[0] == calls[1] == [(2, limits.max_seq_len, 1), (limits.max_num_tokens, limits.max_seq_len, 1)]
 
 
-def test_a_host_may_do_without_the_invariance_that_was_agreed_on() -> None:
+def test_a_state_may_turn_batch_invariance_off() -> None:
     harness = Harness(load, batch_invariant=True)
     limits = Limits(max_num_reqs=4, max_num_tokens=16, max_seq_len=64, batch_invariant=False)
     builder = harness.backend.make_builder(harness.impls, harness.backend.make_state(limits))

@@ -1,4 +1,4 @@
-"""A shared prefix that is attended once gives what attending it in each request gives."""
+"""Attention with a shared prefix in one pass equals attention over each full request."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from tests.backends.harness import BLOCK, Harness
 
 KINDS = ["pages", "cumulative", "packed", "padded", "scheduled"]
 SINKS = torch.linspace(-1.0, 3.0, 4)
-ASKED: dict[str, Any] = {"cascade": True, "dtype": "float32", "return_lse": True}
+REQUIRED: dict[str, Any] = {"cascade": True, "dtype": "float32", "return_lse": True}
 
 
 def shared_batch(harness: Harness, query_lens: list[int], own: list[int], blocks: int, **more: Any) -> Batch:
-    """Return a batch whose requests share their first blocks, with so many keys of their own beside their queries."""
+    """Return a batch whose requests share their first blocks, with so many further keys before their queries."""
     length = blocks * BLOCK
     seq_lens = [query and query + more + length for query, more in zip(query_lens, own, strict=True)]
     batch = harness.batch(query_lens, seq_lens, first_block=1 + blocks)
@@ -55,12 +55,12 @@ def results(harness: Harness, batch: Batch, cache: torch.Tensor) -> tuple[torch.
     cap=st.sampled_from([None, 5.0]),
     kind=st.sampled_from(KINDS),
 )
-def test_it_is_what_flat_attention_is(query_lens, prompts, padding, own, blocks, with_sinks, cap, kind) -> None:
+def test_cascade_equals_flat_attention(query_lens, prompts, padding, own, blocks, with_sinks, cap, kind) -> None:
     lens = [*query_lens, *prompts]
-    if padding is not None:  # a padded request has other pages, and may stand first
+    if padding is not None:  # a padded request has other pages, and may be the first
         lens.insert(0 if padding == 0 else len(lens), 0)
     layer = Layer(name="layers.0", sinks=SINKS if with_sinks else None)
-    harness = Harness(load, [layer], kind, **ASKED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
+    harness = Harness(load, [layer], kind, **REQUIRED, sinks=with_sinks, decode_query_len=3, logits_soft_cap=cap)
     batch = shared_batch(harness, lens, [own + request for request in range(len(lens))], blocks)
     cache = harness.backend.make_cache(64)
     cache.normal_(generator=torch.Generator().manual_seed(1))
@@ -72,8 +72,8 @@ def test_it_is_what_flat_attention_is(query_lens, prompts, padding, own, blocks,
     assert_close(lse, flat_lse.double(), dtype=torch.float32, what="lse")
 
 
-def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> None:
-    harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **ASKED, sinks=True)
+def test_the_prefix_is_one_non_causal_request_of_all_rows() -> None:
+    harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], "scheduled", **REQUIRED, sinks=True)
     batch = shared_batch(harness, [1, 1, 5], [3, 0, 20], 2)
     plan = harness.impls[0].plan_of(harness.builder.build(batch))
 
@@ -88,8 +88,8 @@ def test_the_prefix_is_one_request_of_all_rows_that_nothing_is_hidden_from() -> 
     assert len(harness.backend.kernels.scheduled) == 3  # the prefix, the decodes and the prefills
 
 
-def test_the_sink_enters_the_prefix_alone() -> None:
-    harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], **ASKED, sinks=True)
+def test_the_sink_is_in_the_prefix_only() -> None:
+    harness = Harness(load, [Layer(name="layers.0", sinks=SINKS)], **REQUIRED, sinks=True)
     results(harness, shared_batch(harness, [1, 5], [3, 20], 1), harness.backend.make_cache(64))
 
     *parts, prefix = harness.backend.kernels.calls
@@ -98,7 +98,7 @@ def test_the_sink_enters_the_prefix_alone() -> None:
 
 
 def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
-    harness = Harness(load, **ASKED)
+    harness = Harness(load, **REQUIRED)
     plan = harness.impls[0].plan_of(harness.builder.build(shared_batch(harness, [0, 0, 1, 1], [0, 0, 4, 5], 2)))
 
     assert plan.prefix.call.block_table.tolist() == [[1, 2]]
@@ -106,7 +106,7 @@ def test_the_prefix_is_read_through_the_pages_of_a_request_that_runs() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
-    harness = Harness(load, variant=kind, **ASKED)
+    harness = Harness(load, variant=kind, **REQUIRED)
     batch = shared_batch(harness, [1, 1], [3, 9], 2)
     before = harness.builder.build(batch)
     table = torch.where(batch.block_table > 0, batch.block_table + 7, 0)
@@ -120,15 +120,15 @@ def test_another_block_table_is_followed_by_the_prefix_too(kind) -> None:
     assert prefix.call.scheduler_metadata is earlier.call.scheduler_metadata
 
 
-def test_hosts_are_told_when_it_pays() -> None:
-    builder = Harness(load, **ASKED).builder
+def test_cascade_attention_is_recommended_where_it_is_faster() -> None:
+    builder = Harness(load, **REQUIRED).builder
     assert builder.use_cascade_attention(8192, [2] * 64)
     assert not builder.use_cascade_attention(128, [2] * 64)
     assert not Harness(load).builder.use_cascade_attention(8192, [2] * 64)
 
 
-def test_outputs_whose_rows_lie_apart_are_merged_in_place() -> None:
-    harness = Harness(load, **ASKED)
+def test_strided_outputs_are_merged_in_place() -> None:
+    harness = Harness(load, **REQUIRED)
     batch = shared_batch(harness, [1, 1], [3, 9], 1)
     cache = harness.backend.make_cache(64)
     wide = torch.full((3, 512), 7.0)

@@ -37,7 +37,7 @@ def test_a_group_of_another_size_is_refused(group):
         Ranks(Parallel(dcp_size=2, dcp_rank=1, dcp_group=group), CPU)
 
 
-def test_a_group_that_goes_through_the_host_is_refused_for_a_device(group):
+def test_a_cpu_process_group_is_refused_for_a_gpu(group):
     with pytest.raises(LimitsError, match=r"(?s)for a cuda device.*gloo copies tensors to the CPU"):
         Ranks(Parallel(dcp_group=group), torch.device("cuda"))
 

@@ -1,4 +1,4 @@
-"""Sequences that are spread over ranks give, on real processes, what one rank gives; and mistakes are found out."""
+"""Decode context parallelism on real processes gives the results of one rank, and the tests find mistakes."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def call(function: Callable[..., dcp_steps.Result], step: DcpStep, *arguments: A
 
 
 def assert_as_one_rank(step: DcpStep, results: list[dcp_steps.Result], *, replayed: bool = False) -> None:
-    """Output and LSE are the oracle's and those of one rank; each new token is in the cache of its holder alone."""
+    """Output and LSE are the oracle's and those of one rank; each new token is in its holder's KV cache only."""
     alone = dcp_steps.run(0, None, step.alone())
     known = [(alone.output.double(), alone.lse.double())]
-    known += [] if step.is_narrow else [dcp_steps.expected(step)]  # what rounds queries and keys has tests of its own
+    known += [] if step.is_narrow else [dcp_steps.expected(step)]  # other tests cover rounded queries and keys
     dtype, tensors = alone.output.dtype, dcp_steps.StepTensors(step)
     largest = max(float(rows.abs().max()) for rows in tensors.values)
     for rank, result in enumerate(results):
@@ -152,7 +152,7 @@ class TestOnProcesses:
         assert_as_one_rank(step, on_ranks(step))
 
     @pytest.mark.parametrize("kernel_kind", ["pages", "packed"])
-    def test_ranks_are_as_one_over_an_8_bit_cache(self, kernel_kind):
+    def test_ranks_are_as_one_over_an_fp8_kv_cache(self, kernel_kind):
         step = DcpStep(
             ranks=2,
             interleave=4,
@@ -165,7 +165,7 @@ class TestOnProcesses:
         assert_as_one_rank(step, on_ranks(step))
 
     @pytest.mark.parametrize("ranks", [2, 4])
-    def test_other_requests_change_no_bit_where_that_was_asked_for(self, ranks):
+    def test_batch_invariance_keeps_every_bit(self, ranks):
         by_itself = DcpStep(ranks=ranks, interleave=2, new=(1,), cached=(37,), batch_invariant=True, sinks=True)
         beside = evolve(by_itself, new=(1, 1, 6), cached=(37, 90, 0))
         for alone, among in zip(on_ranks(by_itself), on_ranks(beside), strict=True):
@@ -197,7 +197,7 @@ class TestOnProcesses:
 
     @pytest.mark.parametrize("mutant", MUTANTS)
     @pytest.mark.parametrize("ranks", [2, 4])
-    def test_a_mistake_is_found_out(self, mutant, ranks):
+    def test_a_mutant_is_detected(self, mutant, ranks):
         step = DcpStep(ranks=ranks, interleave=3, new=(1, 1, 4), cached=(33, 4, 25), sinks=True)
         assert_as_one_rank(step, on_ranks(step))
         wrong = on_ranks(step, mutant)

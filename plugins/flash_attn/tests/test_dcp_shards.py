@@ -60,7 +60,7 @@ def test_the_slot_of_another_rank_is_refused():
         check_local_shard(evolve(taken), parallel(0), STEP.block_size)
 
 
-def test_the_wrong_place_is_refused():
+def test_the_wrong_slot_is_refused():
     batch = batch_of(1)
     place = int((batch.slot_mapping != PAD_SLOT_ID).int().argmax())
     slots = batch.slot_mapping.clone()
@@ -69,13 +69,13 @@ def test_the_wrong_place_is_refused():
         check_local_shard(evolve(batch, slot_mapping=slots, slot_mapping_cpu=slots), parallel(1), STEP.block_size)
 
 
-def test_tokens_that_nobody_writes_are_accepted():
+def test_tokens_without_a_slot_are_accepted():
     batch = batch_of(1)
     nowhere = torch.full_like(batch.slot_mapping, PAD_SLOT_ID)
     check_local_shard(evolve(batch, slot_mapping=nowhere, slot_mapping_cpu=nowhere), parallel(1), STEP.block_size)
 
 
-def test_what_the_host_does_not_know_is_not_looked_at():
+def test_missing_cpu_lengths_are_not_checked():
     batch = evolve(batch_of(0), dcp_local_seq_lens_cpu=None, slot_mapping_cpu=None)
     check_local_shard(batch, parallel(1), STEP.block_size)
     check_local_shard(evolve(batch_of(0), seq_lens_cpu=None), parallel(1), STEP.block_size)

@@ -155,14 +155,14 @@ def test_the_installed_torch_takes_the_call():
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("library", "function"), IN_PYTHON)
 def test_the_fakes_have_the_signatures_of_their_releases(library, function):
-    def told(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
+    def shown(parameters: Iterable[inspect.Parameter], show: Callable[[Any], str]) -> list[tuple[str, ...]]:
         return [
             (item.name, item.kind.name, *(() if item.default is item.empty else (show(item.default),)))
             for item in parameters
         ]
 
     fake = inspect.signature(getattr(import_module(MODULES[library]), function)).parameters.values()
-    assert told(fake, repr) == told(recorded(NEWEST[library], function), str)
+    assert shown(fake, repr) == shown(recorded(NEWEST[library], function), str)
 
 
 def future(q, k, *, window, softcap=0.0): ...
@@ -178,7 +178,7 @@ FUTURE = {
 
 
 @pytest.mark.parametrize("what", FUTURE)
-def test_what_a_release_does_not_take_is_seen(what):
+def test_arguments_that_a_release_does_not_take_are_found(what):
     positional, keywords, missing = FUTURE[what]
     assert lacking(inspect.signature(future).parameters.values(), positional, keywords) == missing
 

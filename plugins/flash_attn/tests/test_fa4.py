@@ -1,4 +1,4 @@
-"""FlashAttention 4 writes where it is told, by a private function: as long as that is there, and may write there."""
+"""FlashAttention 4 writes to the given output by a private function, if a release has it and the output is aligned."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def library() -> Any:
 
 @pytest.fixture
 def given(library, monkeypatch) -> list[Tensor]:
-    """What the private function was told to write into, call by call."""
+    """The outputs that the private function received, by call."""
     found, forward = [], getattr(library, PRIVATE)
 
     def noting(q, k, v, **named):
@@ -61,7 +61,7 @@ def assert_right(out: Tensor, lse: Tensor, params: LayerParams = PLAIN) -> None:
 
 
 def rows_of(tokens: int, width: int, *, first: int = 0, row: int = 0) -> Callable[[], Tensor]:
-    """Return what makes an output: rows of a wider tensor, behind others."""
+    """Return a function that makes an output: rows of a wider tensor, behind others."""
 
     def made() -> Tensor:
         wide = torch.full((tokens, width), torch.nan).bfloat16()
@@ -132,7 +132,7 @@ def test_one_row_that_is_broadcast_is_copied(journal) -> None:
     assert [call.function for call in journal.calls] == [PUBLIC]
 
 
-def test_rows_of_nobody_are_left_alone() -> None:
+def test_rows_of_no_request_are_not_written() -> None:
     wide = evolve(MIXED, query=torch.cat([MIXED.query, MIXED.query[:2]]))
     adapter = kernels("fa4")
     out, _ = wide.attend(adapter, MIXED.call(adapter), PLAIN)
@@ -157,7 +157,7 @@ def more(monkeypatch: Any, library: Any) -> None:
 
 
 def unreadable(monkeypatch: Any, library: Any) -> None:
-    """A release whose function tells nothing."""
+    """A release whose function has no readable signature."""
     monkeypatch.setattr(library, PRIVATE, max)
 
 
@@ -185,7 +185,7 @@ def test_another_release_is_called_by_its_public_function(monkeypatch, journal, 
     torch.testing.assert_close(out, again, rtol=0, atol=0)
 
 
-def test_an_adapter_says_that_it_fills() -> None:
+def test_the_adapter_fills_outputs() -> None:
     assert kernels("fa4").fills_output
 
 
@@ -200,14 +200,14 @@ def test_an_adapter_says_that_it_fills() -> None:
     ],
     ids=str,
 )
-def test_what_a_layer_brings_is_passed(journal, params, passed) -> None:
+def test_layer_parameters_are_passed(journal, params, passed) -> None:
     attend(FILLED["its own"](), params)
 
     arguments = journal.calls[-1].arguments
     assert {name: arguments[name] for name in passed} == passed
 
 
-def test_an_lse_is_computed_where_it_is_asked_for(journal) -> None:
+def test_an_lse_is_computed_where_it_is_requested(journal) -> None:
     adapter, out = kernels("fa4"), FILLED["its own"]()
     adapter.attend(MIXED.query, *MIXED.pages, out, MIXED.call(adapter), PLAIN, None)
 
@@ -227,7 +227,7 @@ def test_an_lse_is_computed_where_it_is_asked_for(journal) -> None:
         ("lse", lambda: torch.empty(HEADS, ROWS).bfloat16(), "lse dtype"),
     ],
 )
-def test_the_library_looks_at_what_it_is_given(library, name, wrong, match) -> None:
+def test_the_library_checks_given_tensors(library, name, wrong, match) -> None:
     call = MIXED.call(kernels("fa4"))
     with pytest.raises(AssertionError, match=match):
         library._flash_attn_fwd(

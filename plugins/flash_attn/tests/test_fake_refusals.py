@@ -109,7 +109,7 @@ def test_slopes_of_another_dtype(variant):
 
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm"])
 def test_rows_without_keys_in_pages(variant):
-    assert refuse(variant, requests((3, 2), (5, 0)), match="its LSE goes astray") == "MisuseError"
+    assert refuse(variant, requests((3, 2), (5, 0)), match="its LSE is written to a wrong address") == "MisuseError"
 
 
 def test_sinks_of_another_dtype():
@@ -248,7 +248,7 @@ def test_the_ops_check_where_they_write():
             adapter.attend(MIXED.query, *MIXED.pages, out, MIXED.call(adapter), PLAIN, None)
 
 
-def test_the_ops_leave_rows_of_nobody_alone():
+def test_the_ops_do_not_write_rows_of_no_request():
     for variant in ("fa2_vllm", "fa3_vllm"):
         adapter = kernels(variant)
         wide = evolve(MIXED, query=torch.cat([MIXED.query, MIXED.query[:2]]))

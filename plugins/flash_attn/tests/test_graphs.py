@@ -1,4 +1,4 @@
-"""What is built into a slot stays where it is, step after step, for each way in which libraries are told of keys."""
+"""Tensors in graph buffers keep their addresses, step after step, for each form of key lengths that libraries take."""
 
 from __future__ import annotations
 

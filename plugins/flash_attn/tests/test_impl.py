@@ -1,4 +1,4 @@
-"""What a layer brings to each call, and what it leaves alone."""
+"""What a layer passes to each call, and which tensors it does not write."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_kernels_write_the_output_and_the_lse_in_place() -> None:
     assert bool((lse[5] == 7.0).all())
 
 
-def test_slopes_and_sinks_come_as_the_kernels_take_them() -> None:
+def test_slopes_and_sinks_have_the_dtypes_of_the_kernels() -> None:
     layer = Layer(name="layers.0", sinks=torch.randn(4), alibi_slopes=torch.rand(8)[::2])
     impl = Harness(load, [layer], sinks=True, alibi="linear").impls[0]
 
@@ -67,8 +67,8 @@ def test_slopes_and_sinks_come_as_the_kernels_take_them() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sinks_that_are_trained_elsewhere_are_numbers_here(dtype) -> None:
-    """FlashAttention 4 compiles other kernels for them, and fills an LSE that nobody reads."""
+def test_trainable_sinks_are_detached(dtype) -> None:
+    """For tensors that require grad, FlashAttention 4 compiles other kernels, and computes an unused LSE."""
     sinks = torch.nn.Parameter(torch.randn(4).to(dtype))
     impl = Harness(load, [Layer(name="layers.0", sinks=sinks)], sinks=True).impls[0]
 
@@ -107,7 +107,7 @@ def test_scales_per_head_come_with_each_call() -> None:
     )
 
 
-def test_a_scale_that_the_host_changes_is_seen() -> None:
+def test_a_changed_scale_takes_effect() -> None:
     scale = torch.ones(1)
     impl = Harness(load, [Layer(name="layers.0", k_scale_tensor=scale)], kv_cache_dtype="fp8_e4m3").impls[0]
     scale.fill_(3.0)
@@ -132,10 +132,10 @@ def test_either_writes_the_cache(writer) -> None:
         assert torch.equal(cache, written)
 
 
-@pytest.mark.parametrize("brings", [True, False])
-def test_a_layer_that_shares_a_cache_writes_nothing(brings) -> None:
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_layer_that_shares_a_kv_cache_does_not_write(has_keys) -> None:
     harness = Harness(load, [Layer(name="layers.1", kv_sharing_target="layers.0")], kv_sharing=True)
-    keys = torch.randn(2, 2, 64).bfloat16() if brings else None
+    keys = torch.randn(2, 2, 64).bfloat16() if has_keys else None
     given, _ = run(harness, [2], [5], key=keys, value=keys)
 
     assert not given["kv_cache"].any()
@@ -156,18 +156,18 @@ def test_all_layers_in_one_tensor_are_blocks_first(layout) -> None:
     run(harness, [1, 4], [9, 4], kv_cache=layers[1])
 
 
-@pytest.mark.parametrize("brings", [True, False])
-def test_a_layer_that_shares_a_cache_refuses_metadata_of_rows(brings) -> None:
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_a_layer_that_shares_a_kv_cache_refuses_row_metadata(has_keys) -> None:
     harness = Harness(load, kv_sharing=True)
     stranger = harness.backend.make_impl(Layer(name="layers.1", kv_sharing_target="layers.0"))
     metadata, query = harness.builder.build(harness.batch([3], [3])), torch.randn(3, 4, 64).bfloat16()
-    keys = torch.randn(3, 2, 64).bfloat16() if brings else None
+    keys = torch.randn(3, 2, 64).bfloat16() if has_keys else None
 
     with pytest.raises(LayerError, match="ran with metadata of prefills"):
         stranger.forward(query, keys, keys, harness.backend.make_cache(4), metadata, query.flatten(1))
 
 
-def test_rows_of_keys_beyond_those_of_the_batch_are_not_handed_on() -> None:
+def test_key_rows_beyond_the_batch_are_not_passed_to_kernels() -> None:
     harness = Harness(load, paged=False, block_size=None)
     query, keys = torch.randn(4, 4, 64).bfloat16(), torch.randn(9, 2, 64).bfloat16()
     output = torch.full((4, 256), 7.0).bfloat16()

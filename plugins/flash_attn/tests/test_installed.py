@@ -1,4 +1,4 @@
-"""The wheel, installed by pip into a scratch folder: found by its entry points, told from its metadata alone."""
+"""The wheel, installed by pip into a scratch folder: found by its entry points, examined by its metadata only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEEDS = {
     "fa4": "flash-attn-4 >=4.0.0b11,<4.1",
 }
 COMPILED = {"fa2": "--no-build-isolation 'flash-attn >=2.7.1,<2.9'", "fa3": "#subdirectory=hopper' compiles it"}
-"""What pip does not get by its name alone, and what the fix says of it."""
+"""What is installed by more than `pip install NAME`, and what the fix says of it."""
 
 EVERYTHING = {"flash-attn": "2.8.3", "vllm": "0.24.0", "flash-attn-3": "3.0.0", "flash-attn-4": "4.0.0b36"}
 PACKAGES = ("vllm", "flash_attn", "flash_attn_interface", "flash_attn_3")
@@ -95,7 +95,7 @@ def test_without_its_library_the_fix_of_a_variant_is_to_install_it(site: Install
     check_fix(verdict["fix"], variant)
 
 
-def test_another_version_of_a_library_is_told_as_such(site: InstalledPlugin, tmp_path: Path) -> None:
+def test_another_version_of_a_library_is_reported(site: InstalledPlugin, tmp_path: Path) -> None:
     old = {"flash-attn": "2.6.3", "vllm": "0.18.1", "flash-attn-3": "2.9", "flash-attn-4": "4.0.0b8"}
     explanation = site.explanation("cuda:9.0", libraries=site.libraries(tmp_path, old))
 
@@ -117,7 +117,7 @@ def test_flash_attention_4_alone_is_no_flash_attention_2(site: InstalledPlugin, 
     assert ready == ["fa4", "torch"]
 
 
-def test_with_every_library_each_device_has_its_own(site: InstalledPlugin, tmp_path: Path) -> None:
+def test_with_every_library_each_device_selects_its_variant(site: InstalledPlugin, tmp_path: Path) -> None:
     everything = site.libraries(tmp_path, EVERYTHING)
     sixteen = ("--block-size", "16")
 
@@ -152,8 +152,8 @@ def test_on_hopper_the_best_of_what_is_there_is_chosen(
     assert explanation["chosen"] == f"flash_attn/{chosen}"
 
 
-def test_what_the_kit_has_shown_on_hopper_is_not_called_unverified(site: InstalledPlugin, tmp_path: Path) -> None:
-    """The wheel brings the files of the kit's runs along, and they count for its version."""
+def test_values_verified_on_hopper_are_not_unverified(site: InstalledPlugin, tmp_path: Path) -> None:
+    """The wheel contains the files of the kit's runs, and they count for its version."""
     given = site.libraries(tmp_path, EVERYTHING)
 
     def unverified(head_size: str) -> dict[str, list[str]]:

@@ -1,4 +1,4 @@
-"""The adapters, each on the fake of its library: what goes in is what the library wants, what comes out is right."""
+"""The adapters on the fakes of their libraries: arguments have the form of the library, results are right."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_requests_without_rows(variant):
         ("torch", "max_q", 2),
     ],
 )
-def test_one_part_of_the_keys(journal, variant, name, value):
+def test_keys_in_one_split(journal, variant, name, value):
     """Keys that are not split are added up in the same order in all batches."""
     adapter = kernels(variant)
     LONG.attend(adapter, LONG.call(adapter, num_splits=1), PLAIN, lse=False)
@@ -104,14 +104,14 @@ def test_one_part_of_the_keys(journal, variant, name, value):
 
 
 @pytest.mark.parametrize(("variant", "passed"), [("fa2_vllm", 1), ("fa3", 8), ("fa3_vllm", 8)])
-def test_bound_of_parts(journal, variant, passed):
+def test_split_kv_limit(journal, variant, passed):
     adapter = kernels(variant)
     LONG.attend(adapter, LONG.call(adapter, num_splits=8), PLAIN)
     assert journal.calls[-1].arguments["num_splits"] == passed
 
 
 @pytest.mark.parametrize(("capability", "num_splits"), [((9, 0), 1), ((10, 0), 0), ((11, 0), 0)])
-def test_fa4_splits_on_blackwell_alone(journal, monkeypatch, capability, num_splits):
+def test_fa4_splits_keys_on_blackwell_only(journal, monkeypatch, capability, num_splits):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(import_module("flash_attn.cute.interface"), "CAPABILITY", capability[0])
@@ -151,7 +151,7 @@ def test_descales(journal, variant, heads):
 
 
 @pytest.mark.parametrize("variant", ADAPTERS)
-def test_who_schedules(variant):
+def test_only_fa3_vllm_schedules(variant):
     adapter = kernels(variant)
     schedule = adapter.schedule(MIXED.call(adapter), PLAIN, num_heads_q=HEADS)
     assert (schedule is not None) == adapter.schedules == (variant == "fa3_vllm")

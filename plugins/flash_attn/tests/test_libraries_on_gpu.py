@@ -1,4 +1,4 @@
-"""What is so of the installed libraries, and the plugin relies on; what they refuse, and what they are taken for."""
+"""Properties of the installed libraries that the plugin relies on: what they support and what they refuse."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def status_of(variant: str) -> str:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_what_is_here_is_offered_and_what_is_not_is_not(load_real, variant) -> None:
+def test_installed_libraries_are_ready_and_others_missing(load_real, variant) -> None:
     """Files and versions decide: how an import ends says nothing."""
     if lacking(variant) is None:
         assert status_of(variant) in ("chosen", "eligible")
@@ -79,7 +79,7 @@ OUTPUTS = {
 @pytest.mark.parametrize("made", OUTPUTS.values(), ids=OUTPUTS)
 @pytest.mark.parametrize("heads", [2, 8], ids="kv_heads={}".format)
 @pytest.mark.parametrize("paged", [True, False])
-def test_fa4_writes_where_it_is_told(load_real, paged, heads, made) -> None:
+def test_fa4_writes_to_the_given_output(load_real, paged, heads, made) -> None:
     """The same numbers as its public function's, and none beside the rows; several heads, or one, share keys."""
     kernels = load_real(evolve(ASKED, num_kv_heads=heads, block_size=16), "fa4").kernels
     assert kernels.fills_output

@@ -1,4 +1,4 @@
-"""Keys that are packed lie in the workspace, whose size hosts are told; where it is too small there are more calls."""
+"""Packed keys are in the workspace, whose size `workspace_bytes` returns; if it is too small there are more calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LENS = ([1, 1, 1, 7, 20, 3], [60, 90, 2, 90, 33, 3])
 
 @pytest.fixture
 def keys_at_once(monkeypatch):
-    """Return what sets for how many keys there is room."""
+    """Return a function that sets how many keys fit."""
     return lambda keys: monkeypatch.setattr(packing, "MAX_BYTES", keys * PER_KEY)
 
 
@@ -53,7 +53,7 @@ def test_each_call_has_as_many_requests_as_there_is_room_for(lens, most) -> None
         ({"paged": False, "block_size": None}, 200, 0),
     ],
 )
-def test_hosts_are_told_of_the_memory(keys_at_once, required, at_once, expected) -> None:
+def test_workspace_bytes_cover_packed_keys(keys_at_once, required, at_once, expected) -> None:
     keys_at_once(at_once)
     for kind, keys in (("packed", expected), ("pages", 0), ("cumulative", 0)):
         harness = Small(load, variant=kind, **required)
@@ -62,7 +62,7 @@ def test_hosts_are_told_of_the_memory(keys_at_once, required, at_once, expected)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_packed_keys_lie_in_the_workspace(layout) -> None:
+def test_packed_keys_are_in_the_workspace(layout) -> None:
     harness = Small(load, variant="packed", kv_layout=layout)
     harness.forward(harness.builder.build(harness.batch([1, 4], [30, 40])))
 
@@ -76,9 +76,9 @@ def test_packed_keys_lie_in_the_workspace(layout) -> None:
     "required", [{}, {"sliding_window": 9}, {"batch_invariant": True}, {"kv_cache_dtype": "fp8_e4m3"}]
 )
 def test_calls_over_some_requests_each_are_as_one(keys_at_once, step, required) -> None:
-    whole = Small(load, variant="packed", return_lse=True, **required)
+    single = Small(load, variant="packed", return_lse=True, **required)
     lse = torch.full((2, sum(step[0]), 4), 7.0)
-    expected = whole.forward(whole.builder.build(whole.batch(*step)), lse=lse[0])
+    expected = single.forward(single.builder.build(single.batch(*step)), lse=lse[0])
     keys_at_once(50 if "kv_cache_dtype" in required else 100)  # of 8 bits there is room for twice as many
     parted = Small(load, variant="packed", return_lse=True, **required)
     metadata = parted.builder.build(parted.batch(*step))

@@ -111,7 +111,7 @@ def test_a_torch_for_the_cpu_is_refused(machine: Machine, variant: str) -> None:
     )
 
 
-def test_a_torch_that_does_not_say_how_it_was_built_is_let_in(machine: Machine) -> None:
+def test_a_torch_without_build_information_is_admitted(machine: Machine) -> None:
     machine.torch("commit = 'abc'\n")
     assert machine.probe(agreed("torch")) is None
 
@@ -119,7 +119,7 @@ def test_a_torch_that_does_not_say_how_it_was_built_is_let_in(machine: Machine) 
     assert machine.probe(agreed("torch")) is None
 
 
-def test_another_device_is_the_business_of_the_manifest(machine: Machine) -> None:
+def test_another_device_is_refused_by_the_manifest_alone(machine: Machine) -> None:
     machine.torch(CPU_TORCH)
 
     assert machine.probe(agreed("fa2"), "cpu") is None
@@ -163,7 +163,7 @@ def test_both_in_one_folder_are_both_found(machine: Machine) -> None:
     assert machine.probe(agreed("fa4")) is None
 
 
-def test_a_folder_cute_that_was_installed_later_is_not_flash_attention_4(machine: Machine) -> None:
+def test_a_later_folder_cute_is_not_flash_attention_4(machine: Machine) -> None:
     file = machine.fa4()
     machine.fa2()
     file.write_text("raise AssertionError('that of flash-attn')", encoding="utf-8")
@@ -175,14 +175,14 @@ def test_a_folder_cute_that_was_installed_later_is_not_flash_attention_4(machine
     assert machine.probe(agreed("fa2")) is None
 
 
-def test_what_uninstalling_the_other_one_took_away_is_missed(machine: Machine) -> None:
+def test_files_that_uninstalling_removed_are_missing(machine: Machine) -> None:
     file = machine.fa4()
     file.unlink()
 
     assert f"flash-attn-4 4.0.0b36 is installed, but {file} does not exist" in machine.reason(agreed("fa4"))
 
 
-def test_a_package_that_comes_first_on_the_path_hides_flash_attention_4(machine: Machine) -> None:
+def test_an_earlier_package_on_the_path_hides_flash_attention_4(machine: Machine) -> None:
     machine.fa4()
     machine.package("flash_attn", site="first")
     first = machine.root / "first"
@@ -216,10 +216,10 @@ def test_flash_attention_4_needs_what_it_imports(machine: Machine, record: bool)
     if not record:  # an editable installation lists no file of the package
         (machine.site / "flash_attn_4-4.0.0b36.dist-info" / "RECORD").unlink()
 
-    told = machine.reason(agreed("fa4"))
+    reason = machine.reason(agreed("fa4"))
 
-    assert "einops" in told
-    assert told == (
+    assert "einops" in reason
+    assert reason == (
         "flash-attn-4 | flash-attn-4 4.0.0b36 is installed without nvidia-cutlass-dsl, einops: "
         "pip install nvidia-cutlass-dsl einops"
     )
@@ -250,12 +250,12 @@ def test_what_was_compiled_out_is_refused_where_it_is_needed(
     assert machine.probe(agreed("fa3", **without)) is None
 
 
-def test_everything_that_was_compiled_out_is_told_at_once(machine: Machine) -> None:
+def test_everything_that_was_compiled_out_is_listed_at_once(machine: Machine) -> None:
     machine.fa3("FLASHATTENTION_DISABLE_VARLEN", "FLASHATTENTION_DISABLE_LOCAL", "FLASHATTENTION_DISABLE_FP8")
 
-    told = machine.reason(agreed("fa3", sliding_window=4096), code="probe")
+    reason = machine.reason(agreed("fa3", sliding_window=4096), code="probe")
 
-    assert told.endswith("compile it without FLASH_ATTENTION_DISABLE_VARLEN, FLASH_ATTENTION_DISABLE_LOCAL")
+    assert reason.endswith("compile it without FLASH_ATTENTION_DISABLE_VARLEN, FLASH_ATTENTION_DISABLE_LOCAL")
 
 
 def test_heads_run_the_kernels_of_the_next_size_that_there_is(machine: Machine) -> None:
@@ -268,7 +268,7 @@ def test_heads_run_the_kernels_of_the_next_size_that_there_is(machine: Machine) 
     )
 
 
-def test_a_build_that_does_not_say_is_let_in(machine: Machine) -> None:
+def test_a_build_without_a_configuration_is_admitted(machine: Machine) -> None:
     machine.fa3()
     (machine.site / "flash_attn_config.py").unlink()
 
@@ -346,7 +346,7 @@ def test_defaults_and_types_of_arguments_do_not_matter(machine: Machine) -> None
     assert op_files.changed_ops("_vllm_fa2_C", file) == []
 
 
-def test_a_checkout_of_vllm_is_looked_into_where_its_package_is(machine: Machine) -> None:
+def test_a_checkout_of_vllm_is_searched_for_the_op_library(machine: Machine) -> None:
     file = machine.vllm("_vllm_fa2_C", declaration("_vllm_fa2_C", "varlen_fwd"))
     moved = machine.root / "checkout" / "vllm"
     moved.parent.mkdir()
@@ -361,7 +361,7 @@ def test_without_vllm_there_is_no_op_library() -> None:
 
 
 @pytest.mark.parametrize("variant", ["fa2", "fa2_vllm", "fa3_vllm", "fa4"])
-def test_what_is_not_installed_is_the_business_of_the_manifest(machine: Machine, variant: str) -> None:
+def test_a_missing_library_is_refused_by_the_manifest_alone(machine: Machine, variant: str) -> None:
     assert machine.probe(agreed(variant)) is None
 
 

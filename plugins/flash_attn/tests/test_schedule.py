@@ -19,7 +19,7 @@ LIMITS = Limits(max_num_reqs=8, max_num_tokens=64, max_seq_len=128, capture_size
 
 
 class Captured(Harness):
-    """A backend that makes schedules, with slots of several shapes."""
+    """A backend that makes schedules, with graph buffers of several shapes."""
 
     limits = LIMITS
 
@@ -37,13 +37,13 @@ class Captured(Harness):
         return part.call.scheduler_metadata
 
 
-def whole(schedule: torch.Tensor) -> torch.Tensor:
-    """The memory that a schedule lies in."""
+def memory_of(schedule: torch.Tensor) -> torch.Tensor:
+    """The memory that holds a schedule."""
     size = schedule.untyped_storage().nbytes() // 4
     return schedule.as_strided((size,), (1,), 0)
 
 
-def test_each_pass_has_a_schedule_of_its_own() -> None:
+def test_each_pass_has_its_own_schedule() -> None:
     harness = Harness(load, variant="scheduled", cascade=True)
     plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 5], [9, 20])))
 
@@ -73,7 +73,7 @@ def test_cached_keys_of_ranks_are_scheduled_for_the_heads_of_all(monkeypatch, ra
     assert plan.dcp.new.scheduler_metadata is None
 
 
-def test_a_build_in_a_hurry_makes_none() -> None:
+def test_a_fast_build_makes_no_schedule() -> None:
     harness = Harness(load, variant="scheduled")
     plan = harness.impls[0].plan_of(harness.builder.build(harness.batch([1, 5], [9, 20]), fast=True))
 
@@ -99,25 +99,25 @@ def test_memory_is_for_the_largest_batch(reqs, captured, expected) -> None:
     assert longest_schedule(limits) == expected
 
 
-def test_slots_share_one_memory_whose_tail_is_zero() -> None:
+def test_graphs_share_one_memory_whose_tail_is_zero() -> None:
     harness = Captured(GraphShape(8, 8, 1), GraphShape(2, 2, 1), GraphShape(4, 24))
     large = harness.schedule(0, [1] * 8, [100] * 8)
-    memory, place = whole(large), large.data_ptr()
+    memory, place = memory_of(large), large.data_ptr()
     assert memory.shape[0] == longest_schedule(LIMITS)
     assert not memory[large.shape[0] :].any()
 
     for number, lens in ((1, ([1, 1], [9, 20])), (0, ([1] * 3, [50] * 3)), (1, ([1], [3]))):
         schedule = harness.schedule(number, *lens)
         assert schedule.data_ptr() == place
-        assert whole(schedule).data_ptr() == memory.data_ptr()
-        assert not whole(schedule)[schedule.shape[0] :].any()
+        assert memory_of(schedule).data_ptr() == memory.data_ptr()
+        assert not memory_of(schedule)[schedule.shape[0] :].any()
 
     prefills = harness.schedule(2, [7, 17], [9, 20])
     assert prefills.data_ptr() != place  # of another pass
-    assert not whole(prefills)[prefills.shape[0] :].any()
+    assert not memory_of(prefills)[prefills.shape[0] :].any()
 
 
-def test_the_memory_goes_with_the_slots() -> None:
+def test_the_memory_is_freed_with_the_graphs() -> None:
     harness = Captured(GraphShape(4, 4, 1))
     assert len(harness.builder._schedules._memories) == 1
     harness.graphs.clear()
@@ -127,7 +127,7 @@ def test_the_memory_goes_with_the_slots() -> None:
     assert not harness.builder._schedules._memories
 
 
-def test_the_bound_of_captured_sizes_holds_for_eager_steps_of_that_size_too() -> None:
+def test_the_split_limit_of_captured_sizes_holds_for_eager_steps() -> None:
     limits = evolve(LIMITS, max_num_splits=6, capture_sizes=(4,))
     harness = Harness(load, variant="scheduled", cudagraph="always")
     builder = harness.backend.make_builder(harness.impls, harness.backend.make_state(limits))

@@ -1,4 +1,4 @@
-"""Requests that share thousands of tokens: attended once for all of them, and merged, on a GPU."""
+"""Requests that share thousands of tokens: one pass over the prefix for all of them, merged by LSE, on a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_sinks_count_once(load_real, variant, step) -> None:
 
 
 @pytest.mark.parametrize("variant", SOFT_CAP)
-def test_soft_caps_bend_both_passes(load_real, variant) -> None:
+def test_soft_caps_apply_to_both_passes(load_real, variant) -> None:
     case = shared(MIXED, variant, logits_soft_cap=2.0, gain=4.0)
 
     checks.check_cascade(load_real, variant, case)

@@ -1,4 +1,4 @@
-"""Into how many parts keys may be cut: by the size of the step, the host's bound, and what results may depend on."""
+"""The number of split-KV parts: by the size of the step, the host's limit, and batch invariance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attnplug_flash_attn.passes import num_splits
     ("captured", "bound", "tokens", "invariant", "expected"),
     [
         ((), None, 4, False, 0),
-        ((), 16, 4, False, 0),  # nothing is captured: memory for parts is nobody's concern
+        ((), 16, 4, False, 0),  # without captures, the memory for splits needs no limit
         ((2, 8), 16, 8, False, 16),
         ((2, 8), 16, 9, False, 0),
         ((2, 8), None, 8, False, 0),

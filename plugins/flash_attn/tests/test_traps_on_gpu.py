@@ -1,8 +1,8 @@
 """
-What the kernel libraries get wrong when they are asked in the wrong way, on a GPU, and compared with the oracle.
+Calls that the kernel libraries get wrong unless the plugin avoids it, on a GPU, compared with the oracle.
 
-The kit asks for every declared value as well. Here is what it cannot know: which kernels there are, where they change
-over, and what has been wrong in one of them.
+The kit requests every declared value as well. These tests cover what it cannot see: which kernels exist, at which sizes
+the library switches between them, and which bugs one of them had.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ load_real = FLASH_ATTN.load_fixture()
 @pytest.mark.parametrize(("variant", "size"), [(variant, size) for variant in VARIANTS for size in pages_of(variant)])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_pages_of_every_size_are_read_in_both_layouts(load_real, variant, size, layout) -> None:
-    """Slots that nobody has written hold NaN: a kernel that reads whole pages or tiles multiplies them by 0."""
+    """Slots that were never written hold NaN: a kernel that reads full pages or tiles multiplies them by 0."""
     case = fit(MIXED, variant, block_size=size)
 
     check(load_real(case.requirements(return_lse=True, kv_layout=layout), variant), materialize(case))
@@ -79,7 +79,7 @@ def test_fa4_copies_whole_tiles_of_pages(load_real, head_size, size, window) -> 
     ],
     ids=str,
 )
-def test_fa4_is_not_asked_for_tiles_that_it_copies_in_part(load_real, required) -> None:
+def test_fa4_refuses_tiles_that_it_copies_in_part(load_real, required) -> None:
     """Wrong numbers on Hopper, or an illegal memory access: never to be tried here."""
     FLASH_ATTN.skip_if_missing("fa4")
     if torch.cuda.get_device_capability()[0] != 9:
@@ -105,7 +105,7 @@ def test_keys_by_far_more_than_queries_are_all_read(load_real, variant, lens) ->
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("window", [1, 9, 128])
 def test_windows(load_real, variant, step, window) -> None:
-    """One library wants None where the others take -1 for no bound."""
+    """No bound is None for one library, and -1 for the others."""
     case = fit(step, variant, sliding_window=window)
 
     check(load_real(case.requirements(return_lse=True), variant), materialize(case))
@@ -164,14 +164,14 @@ def test_the_lse_of_a_single_key_is_its_score(load_real, variant) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("num_kv_heads", [8, 2, 1])
-def test_each_head_and_row_has_its_own_lse(load_real, variant, num_kv_heads) -> None:
-    """Where heads are folded into rows a library may return them in an order that its shape does not tell."""
+def test_the_lse_is_right_for_each_head_and_row(load_real, variant, num_kv_heads) -> None:
+    """Where heads are folded into rows, a library may return them in an order that its shape does not show."""
     case = fit(DECODES, variant, query_lens=(1,) * 5, context_lens=(300, 0, 17, 64, 200), num_kv_heads=num_kv_heads)
 
     check(load_real(case.requirements(return_lse=True), variant), materialize(case))
 
 
-# -- 8-bit caches --------------------------------------------------------------------------------------------------
+# -- FP8 KV caches -------------------------------------------------------------------------------------------------
 
 
 @STEPS
@@ -212,7 +212,7 @@ def test_every_row_of_a_decode_is_written(load_real, variant, query_lens) -> Non
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_keys_of_an_encoder_are_read_from_the_cache_after_the_first_step(load_real, variant) -> None:
+def test_encoder_keys_are_read_from_the_cache_after_the_first_step(load_real, variant) -> None:
     case = fit(MIXED, variant, query_lens=(1, 1, 7), context_lens=(5, 30, 0), attn_type="encoder_decoder", causal=False)
     case = evolve(case, encoder_lens=(40, 3, 90))
 
@@ -237,7 +237,7 @@ def test_keys_of_another_layer_are_read(load_real, variant) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_padded_requests_may_stand_anywhere(load_real, variant) -> None:
+def test_padded_requests_may_be_anywhere(load_real, variant) -> None:
     checks.check_padded_requests(load_real, variant, fit(MIXED, variant))
 
 
@@ -254,7 +254,7 @@ def test_an_output_that_is_not_contiguous_is_written_where_it_is(load_real, vari
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_groups_with_different_windows_share_a_state(load_real, variant) -> None:
-    """Each has schedules of its own, where there are schedules."""
+    """Each group has its own schedules, where there are schedules."""
     checks.check_shared_state(load_real, variant, fit(MIXED, variant))
 
 
@@ -266,7 +266,7 @@ def test_warm_up_runs(load_real, variant, required) -> None:
     harness.backend.warmup([GraphShape(4, 4, 1)])
 
 
-# -- what does not depend on the batch -----------------------------------------------------------------------------
+# -- batch invariance ----------------------------------------------------------------------------------------------
 
 LENGTHS = (4096, 3000, 3, 4096, 2048, 17, 4000, 1)
 
@@ -284,7 +284,7 @@ def test_a_request_has_the_same_bits_in_every_batch(load_real, variant) -> None:
     assert _bits_that_differ(Long(load_real, variant=variant, batch_invariant=True, **required)) == 0
 
 
-def test_a_request_has_other_bits_where_keys_are_split_as_the_library_likes(load_real) -> None:
+def test_without_batch_invariance_bits_depend_on_the_batch(load_real) -> None:
     """Otherwise the test before this one would show nothing."""
     assert _bits_that_differ(Long(load_real, variant="fa3_vllm", head_size=128)) > 0
 
@@ -295,12 +295,12 @@ def _bits_that_differ(harness: Harness) -> int:
     size = harness.backend.agreement.block_size
     cache = harness.backend.make_cache(1 + len(LENGTHS) * max(LENGTHS) // size)
     cache.normal_()
-    gather_heads = run(harness, cache, harness.batch([1] * 8, LENGTHS), rows)
+    together = run(harness, cache, harness.batch([1] * 8, LENGTHS), rows)
     first, differing = 1, 0
     for request, length in enumerate(LENGTHS):
         alone = harness.batch([1], [length], first_block=first)
         found = run(harness, cache, alone, [row[request : request + 1] for row in rows])
-        differing += not torch.equal(found[0], gather_heads[request])
+        differing += not torch.equal(found[0], together[request])
         first += -(-length // size)
     return differing
 

@@ -41,7 +41,7 @@ def test_each_kind_of_call_runs(kind, required) -> None:
     assert all((one.lse is not None) == bool(required.get("return_lse")) for one in calls)
 
 
-def test_prompts_are_run_in_one_piece_and_in_chunks() -> None:
+def test_first_prefills_and_chunks_are_run() -> None:
     backend = load(Requirements(**MODEL))
     backend.warmup(SHAPES)
 

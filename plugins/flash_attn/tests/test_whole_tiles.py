@@ -1,4 +1,4 @@
-"""What an earlier request has left behind the last key of a page does not count, though tiles would be loaded whole."""
+"""Values that an earlier request left behind the last key of a page do not count, where kernels load full tiles."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CASE = Case(
 )  # fmt: skip
 
 
-def blind(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
-    """Let an adapter take no page for one that is loaded by whole tiles."""
+def assume_no_whole_tiles(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Make an adapter assume that no page is loaded by full tiles."""
     monkeypatch.setattr(module_of(variant), "may_load_whole_tiles", lambda _: False)
 
 
@@ -50,8 +50,8 @@ def cases(draw: st.DrawFn) -> Case:
 @pytest.mark.parametrize("variant", VARIANTS)
 @given(case=cases())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_pages_of_all_sizes_hold_their_keys_alone(load_fake, variant, case) -> None:
-    """Slots that nobody has written hold NaN."""
+def test_pages_of_all_sizes_ignore_unused_slots(load_fake, variant, case) -> None:
+    """Slots that were never written hold NaN."""
     check(load_fake(case.requirements(return_lse=True), variant), materialize(case))
 
 
@@ -69,10 +69,10 @@ def test_pages_of_all_sizes_hold_their_keys_alone(load_fake, variant, case) -> N
         ("fa3_vllm", 64, 128, None, False),
     ],
 )
-def test_it_is_the_padding_that_keeps_the_rest_of_a_page_out(
+def test_without_the_padding_the_rest_of_a_page_is_read(
     load_fake, monkeypatch, variant, block_size, head_size, window, is_read
 ) -> None:
-    blind(monkeypatch, variant)
+    assume_no_whole_tiles(monkeypatch, variant)
     case = evolve(CASE, block_size=block_size, head_size=head_size, sliding_window=window)
     backend = load_fake(case.requirements(), variant)
 
@@ -84,13 +84,13 @@ def test_it_is_the_padding_that_keeps_the_rest_of_a_page_out(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize(("block_size", "is_told"), [(16, False), (48, False), (64, True), (256, True)])
-def test_calls_on_large_pages_have_a_padding_of_nothing(load_fake, journal, variant, block_size, is_told) -> None:
+@pytest.mark.parametrize(("block_size", "is_padded"), [(16, False), (48, False), (64, True), (256, True)])
+def test_calls_on_large_pages_pass_zero_padding(load_fake, journal, variant, block_size, is_padded) -> None:
     case = evolve(CASE, block_size=block_size)
     check(load_fake(case.requirements(), variant), materialize(case))
 
     name = "leftpad_k" if variant == "fa3_vllm" else "cache_leftpad"
-    assert [call.arguments.get(name) for call in journal.calls] == [(1,) if is_told else None] * len(journal.calls)
+    assert [call.arguments.get(name) for call in journal.calls] == [(1,) if is_padded else None] * len(journal.calls)
     functions = {"fa3": {"flash_attn_with_kvcache"}, "fa3_vllm": {"fwd", "get_scheduler_metadata"}}
     assert {call.function for call in journal.calls} == functions[variant]
 
@@ -112,7 +112,7 @@ def test_all_steps_share_the_zeros_of_a_builder(load_fake, variant) -> None:
     assert all(each.dtype == torch.int32 and not each.any() for each in found)
 
 
-def test_a_slot_keeps_the_zeros_that_its_graph_reads(load_fake) -> None:
+def test_graph_buffers_keep_the_zeros_that_the_graph_reads(load_fake) -> None:
     harness = Harness(load_fake, variant="fa3", block_size=64, cudagraph="always")
     with harness.state.graph_capture(4):
         graph = harness.state.graph(GraphShape(4, 4, 1))
@@ -147,7 +147,7 @@ def test_the_fakes_know_no_other_padding(variant) -> None:
         (call.leftpad_k.long(), "int32"),
         (call.leftpad_k[:1], "shape"),
         (torch.zeros(4, dtype=torch.int32)[::2], "contiguous"),
-        (torch.ones(2, dtype=torch.int32), "no padding but 0"),
+        (torch.ones(2, dtype=torch.int32), "supports no padding but 0"),
     ):
         with pytest.raises((RuntimeError, AssertionError), match=match):
             step.attend(adapter, evolve(call, leftpad_k=wrong), TERMS)

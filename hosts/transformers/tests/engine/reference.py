@@ -17,14 +17,14 @@ def reference(name, new_tokens=NEW):
     """Return a model, prompts, and the tokens that follow each, all with a wide logit margin."""
     for seed in range(16):
         torch.manual_seed(seed)  # the biases of experts are random
-        made, asked = model(name, seed=seed), _prompts(seed)
-        longest = max(map(len, asked))
-        ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in asked])
+        made, prompts = model(name, seed=seed), _prompts(seed)
+        longest = max(map(len, prompts))
+        ids = torch.tensor([[PAD] * (longest - len(prompt)) + prompt for prompt in prompts])
         found, margin = generate(made, ids, (ids != PAD).long(), new_tokens)
         if margin > 3e-4:
             break
     assert margin > 3e-4
-    return made, asked, found.tolist()
+    return made, prompts, found.tolist()
 
 
 def _prompts(seed):

@@ -53,8 +53,11 @@ def test_the_class_is_checked_before_the_length(host):
     )
 
     for made, why in ((states, "recurrence"), (hybrid, "2 of 4 layers are conv"), (relative, "an encoder-decoder")):
-        for asked in (None, 10**6):
-            said = refusal(lambda made=made, asked=asked: Engine(made.eval(), max_seq_len=asked), RequirementsError)
+        for max_seq_len in (None, 10**6):
+            said = refusal(
+                lambda made=made, max_seq_len=max_seq_len: Engine(made.eval(), max_seq_len=max_seq_len),
+                RequirementsError,
+            )
             assert why in said
             assert "keep transformers' own attention" in said
             assert "partial" not in said

@@ -7,7 +7,7 @@ from attnplug_transformers.engine.block_pool import BlockPool
 
 
 def fill(pool: BlockPool, tokens: list[int]) -> list[int]:
-    """Own the blocks of a sequence that is computed whole."""
+    """Allocate the blocks of a sequence, and register all of it as computed."""
     blocks = pool.allocate(pool.blocks_for(len(tokens)))
     pool.register(blocks, tokens, 0, len(tokens) // pool.block_size)
     return blocks
@@ -60,7 +60,7 @@ def test_released_blocks_are_matched_until_they_are_reused() -> None:
     assert pool.num_free == 3
     assert pool.match([1, 2, 3, 4]) == blocks
 
-    pool.allocate(2)  # one was blank; of a sequence the end goes before the start
+    pool.allocate(2)  # one was blank; the end of a sequence is evicted before its start
 
     assert pool.match([1, 2, 3, 4]) == blocks[:1]
     pool.allocate(1)

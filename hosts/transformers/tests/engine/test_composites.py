@@ -1,4 +1,4 @@
-"""Models of text and images run as language models, whose configuration is a part of the whole's."""
+"""Multimodal models run as language models, whose configuration is a part of the model's."""
 
 from __future__ import annotations
 
@@ -59,4 +59,4 @@ def test_their_text_continues_as_in_transformers(host, name):
 def test_a_window_of_null_is_none(name):
     found = host_module.requirements(CONFIGS[name](), dtype="float32")
 
-    assert {asked.sliding_window for asked in found.values()} == {None}
+    assert {each.sliding_window for each in found.values()} == {None}

@@ -1,4 +1,4 @@
-"""The engine on whole models: its tokens are those of transformers alone, independent of the rest of the batch."""
+"""The engine on complete models: its tokens are those of transformers alone, independent of the rest of the batch."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_other_requests_go_on(engine, sampling, caplog):
     assert moved.count(bad) == 1
     assert (good.finish_reason, good.new_tokens) == ("length", expected)
     assert f"requests [{bad.id}] have failed" in caplog.text
-    # The blocks that held NaN are reused, whole and in part.
+    # The blocks that held NaN are reused, fully and in part.
     assert engine.generate([GOOD, GOOD[3:], GOOD], max_new_tokens=12, sampling=DRAWING)[::2] == [expected] * 2
     assert engine.stats.blocks_in_use == 0
 

@@ -35,10 +35,10 @@ def on_gpu(host):
 @pytest.mark.parametrize("backend", [["torch/sdpa"], ["auto"]])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_tokens_are_those_of_transformers(on_gpu, name, backend):
-    made, asked, expected = on_gpu(name)
+    made, inputs, expected = on_gpu(name)
     engine = Engine(made, max_num_tokens=24, max_num_reqs=4, backend=backend, max_seq_len=64)
 
-    assert engine.generate(asked, max_new_tokens=NEW) == expected
+    assert engine.generate(inputs, max_new_tokens=NEW) == expected
     assert {selection.device.type for selection in engine.selections.values()} == {"cuda"}
     engine.close()
 
@@ -62,22 +62,22 @@ def test_kv_caches_fill_the_free_memory(host):
 
 
 def test_sampling_on_the_gpu(on_gpu):
-    made, asked, _ = on_gpu("mistral")
+    made, inputs, _ = on_gpu("mistral")
     engine = Engine(made, max_num_tokens=24, max_num_reqs=6)
     sampling = Sampling(temperature=1.2, top_p=0.9, seed=3)
 
-    crowd = engine.generate(asked, max_new_tokens=NEW, sampling=sampling)
+    crowd = engine.generate(inputs, max_new_tokens=NEW, sampling=sampling)
 
-    assert engine.generate(asked[2:3], max_new_tokens=NEW, sampling=sampling) == crowd[2:3]
+    assert engine.generate(inputs[2:3], max_new_tokens=NEW, sampling=sampling) == crowd[2:3]
     engine.close()
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_a_decode_step_synchronizes_once(on_gpu):
     """The tokens are copied to the host, and nothing else is."""
-    made, asked, _ = on_gpu("gemma2")
+    made, inputs, _ = on_gpu("gemma2")
     engine = Engine(made)
-    requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in asked]
+    requests = [engine.submit(prompt, max_new_tokens=NEW) for prompt in inputs]
     for _ in range(3):
         engine.step()
     step = engine._scheduler.schedule()
@@ -95,20 +95,20 @@ def test_a_decode_step_synchronizes_once(on_gpu):
 
 def test_engines_are_made_while_others_run_in_threads(on_gpu):
     """A capture that includes other threads would fail, and so would their steps."""
-    made, asked, expected = on_gpu("llama")
+    made, inputs, expected = on_gpu("llama")
     sizes = {"max_num_tokens": 24, "max_num_reqs": 4, "backend": "torch/sdpa", "max_seq_len": 64, "graphs": True}
     running, found, done = Engine(made, **sizes), [], []
 
     def go_on():
         while not done:
-            found.append(running.generate(asked, max_new_tokens=NEW))
+            found.append(running.generate(inputs, max_new_tokens=NEW))
 
     thread = Thread(target=go_on)
     thread.start()
     try:
         for _ in range(4):
             engine = Engine(made, **sizes)
-            assert engine.generate(asked, max_new_tokens=NEW) == expected
+            assert engine.generate(inputs, max_new_tokens=NEW) == expected
             engine.close()
     finally:
         done.append(True)

@@ -92,9 +92,9 @@ def test_training_mode():
 
 def test_unknown_model_types_are_read_as_assume():
     made = model("llama")
-    made.config.__class__ = type("NobodyKnows", (transformers.LlamaConfig,), {"model_type": "nobody_knows"})
+    made.config.__class__ = type("UnknownConfig", (transformers.LlamaConfig,), {"model_type": "unknown_type"})
 
-    assert "nobody_knows" in refusal(made)
+    assert "unknown_type" in refusal(made)
     assert len(Engine(made, assume="llama").generate([[1, 2]], max_new_tokens=2)[0]) == 2
 
 
@@ -114,11 +114,11 @@ def test_classes_that_do_not_take_an_attention_implementation(monkeypatch):
 
 
 def test_published_code_with_its_own_attention():
-    told = refusal(published.model())
+    message = refusal(published.model())
 
-    assert "Phi3SmallForCausalLM was given to the engine: it does not take an attention implementation" in told
-    assert "code that a model is published with often calls its own kernels" in told
-    assert "run it from classes that go through the interface" in told
+    assert "Phi3SmallForCausalLM was given to the engine: it does not take an attention implementation" in message
+    assert "code that a model is published with often calls its own kernels" in message
+    assert "run it from classes that go through the interface" in message
 
 
 def test_a_layer_that_does_not_call_its_attention(monkeypatch):
@@ -152,7 +152,7 @@ def test_another_window_than_the_configuration_says():
 
 
 def _both_ways(create):
-    return lambda **asked: create(**asked, or_mask_function=lambda batch, head, q, kv: kv < 2)
+    return lambda **arguments: create(**arguments, or_mask_function=lambda batch, head, q, kv: kv < 2)
 
 
 def test_masks_of_another_pattern(monkeypatch):
@@ -164,8 +164,8 @@ def test_masks_of_another_pattern(monkeypatch):
 def test_masks_that_the_model_computes_with(monkeypatch):
     create = masking_utils.create_causal_mask
 
-    def copied(**asked):
-        mask = create(**asked)
+    def copied(**arguments):
+        mask = create(**arguments)
         return mask.clone() if isinstance(mask, torch.Tensor) else mask
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", copied)

@@ -1,5 +1,5 @@
 """
-A fake model without tensors, whose every token depends on the whole sequence, read back from the KV cache.
+A fake model without tensors, whose every token depends on all tokens before it, read back from the KV cache.
 
 A slot holds a number that follows from its token and all before it; the next token follows from the numbers of all
 slots. A block that is stale, of another prefix, or written by another request changes the tokens.

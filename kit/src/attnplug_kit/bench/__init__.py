@@ -93,10 +93,10 @@ measurements:
                 CUDA also the replay of its graph
 
 build and forward run the backend that a selection chooses here, or --backend, on this machine's device, or --device.
-On a CPU times are wall times. On CUDA they are the host's launches alone, or the device's own between two events, as
-each line says. The direct calls are those of the backend's own library, where its distribution registers them
-(entry-point group attnplug.benchmarks), and otherwise torch's. Results are compared before they are timed: a step with
-a wrong result, or another failure, has no time.
+On a CPU times are wall times. On CUDA they are host times of the launches, or device times between two events, as each
+line says. The direct calls are those of the backend's library, where its distribution registers them (entry-point group
+attnplug.benchmarks), and otherwise torch's. Results are compared before they are timed: a step with a wrong result, or
+another failure, has no time.
 
 Medians are compared with the budgets. The best of a measurement shows how much of it is other work of the machine.
 

@@ -1,7 +1,7 @@
 """
 Direct library calls: what a host writes by hand for one library and one layout, without the contract.
 
-A backend is compared with those of its own library, if its distribution has some, and else with torch's.
+A backend is compared with those of its library, if its distribution has some, and otherwise with torch's.
 """
 
 from __future__ import annotations
@@ -142,10 +142,10 @@ def compare(rig: Rig, baseline: Baseline, direct: Callable[[], Tensor], *calls: 
 @frozen
 class TorchBaseline:
     """
-    Attention over a paged cache by torch's public calls, as fast as they get.
+    Attention over a paged KV cache by the fastest of torch's public calls.
 
-    Whole blocks are gathered into memory that is used again. The query heads of a decode are the rows of their KV
-    head, so that no key is repeated.
+    Blocks are gathered into memory that is reused. The query heads of a decode are the rows of their KV head, so that
+    no key is repeated.
     """
 
     backend: ClassVar[str] = "torch"
@@ -190,9 +190,9 @@ def _mixed(rig: Rig, pages: tuple[Tensor, Tensor]) -> Callable[[], Tensor]:
 
 def _part(rig: Rig, requests: slice) -> Rig:
     """Return the requests before the first prefill, or those from it on, without their past."""
-    whole = rig.step
-    step = evolve(whole, query_lens=whole.query_lens[requests], cached_lens=whole.cached_lens[requests])
-    rows = slice(step.num_tokens) if requests.start is None else slice(whole.num_tokens - step.num_tokens, None)
+    full = rig.step
+    step = evolve(full, query_lens=full.query_lens[requests], cached_lens=full.cached_lens[requests])
+    rows = slice(step.num_tokens) if requests.start is None else slice(full.num_tokens - step.num_tokens, None)
     return rig.for_step(step, rig.blocks[requests], query=rig.query[rows], key=rig.key[rows], value=rig.value[rows])
 
 

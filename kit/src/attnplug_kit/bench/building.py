@@ -102,7 +102,7 @@ def measure_step(step: Step, target: Target, clock: Clock, repeats: int) -> Sect
 
 
 def measure_graph_build(step: Step, target: Target, clock: Clock, repeats: int) -> SectionResult:
-    """Measure builds into graph buffers, or note why there are none."""
+    """Measure builds into graph buffers, or note why they are not measured."""
     what = _in_graph(step)
     try:
         planner = make_planner(step, target, cudagraph="single_token_decode")
@@ -130,7 +130,7 @@ def _contenders(plans: Plans) -> dict[str, Contender]:
 
 
 def _eager(planner: Planner) -> dict[str, Contender]:
-    """Return what an engine does for a step, and the check alone. Each sample has a new batch, as each step has."""
+    """Return the calls of an engine for a step, and the check alone. Each sample has a new batch, as each step has."""
     from attnplug.batching import BatchAssembler  # noqa: PLC0415 - imports torch
 
     batch, assembler = planner.batch(), BatchAssembler.of(planner.backend.agreement, planner.backend.device)

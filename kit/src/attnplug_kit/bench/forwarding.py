@@ -37,7 +37,7 @@ SMALL: Final = (
     ragged_decodes(8, 20, 64, **_FEW),
     mixed(8, 64, 2, 16, **_FEW),
 )
-"""Steps with so little to compute that the time is that of the calls themselves."""
+"""Steps with so little to compute that the time is that of the calls."""
 
 LARGE: Final = {
     "cpu": (first_prefills(1, 512), decodes(16, 512), ragged_decodes(16, 128, 512)),
@@ -49,7 +49,7 @@ LARGE: Final = {
         mixed(64, 4096, 4, 1024),
     ),
 }
-"""Steps with enough work to show the cost of the whole."""
+"""Steps with so much to compute that the time is that of the kernels."""
 
 REPLAY_STEPS: Final = (decodes(64, 4096), decodes(256, 1024))
 """Decodes that are captured in a graph of their size, and replayed."""
@@ -121,7 +121,7 @@ def measure_step(step: Step, target: Target, clock: Clock, repeats: int, *, is_s
 
 def measure_replay(step: Step, target: Target, repeats: int) -> SectionResult:
     """
-    Measure the replays of one step, or note why there are none.
+    Measure the replays of one step, or note why they are not measured.
 
     Raises:
         AttnplugError: The two graphs compute different results.

@@ -1,5 +1,5 @@
 """
-Fresh interpreters to measure in, with made-up plugins: what a process pays once can't be measured in another one.
+Fresh interpreters to measure in, with made-up plugins: a cost that a process has once can't be measured a second time.
 
 The made-up plugins are distributions with metadata, entry points and manifests, and without code. Their manifests are
 as long as those of real kernel libraries: alternatives, rules, preferences, options.
@@ -45,7 +45,7 @@ class Interpreter:
     folder: Path
 
     def seconds(self, *arguments: str) -> float:
-        """Return how long a whole process takes, from its start to its end."""
+        """Return how long a process takes, from its start to its end."""
         start = time.perf_counter()
         self._run(arguments)
         return time.perf_counter() - start
@@ -98,14 +98,14 @@ def measure_in_process(section: str, repeats: int, target: Target) -> SectionRes
     with interpreter() as python:
         found = python.json_of(_SECTION.format(section, repeats, asdict(target)))
     if "error" in found:
-        told = found["error"]
-        kind: type[AttnplugError] = getattr(errors, told["type"])
-        raise kind(told["problem"], told["expected"], told["fix"])
+        error = found["error"]
+        kind: type[AttnplugError] = getattr(errors, error["type"])
+        raise kind(error["problem"], error["expected"], error["fix"])
     return SectionResult.from_dict(found["result"])
 
 
 def print_section(section: str, repeats: int, target: dict[str, Any]) -> None:
-    """Measure a section, and print one JSON document; whatever else is printed meanwhile goes to standard error."""
+    """Measure a section, and print one JSON document; all other output goes to standard error."""
     from attnplug_kit.bench.rig import Target  # noqa: PLC0415 - likewise
 
     sys.stdout.flush()
@@ -192,8 +192,8 @@ def manifest_text(i: int, variants: int) -> str:
 
 def shares(total: int, each: int) -> list[int]:
     """Split a number of variants over backends, so many to each, the rest to the last."""
-    whole, rest = divmod(max(total, 0), each)
-    return [each] * whole + [rest] * (rest > 0)
+    full, rest = divmod(max(total, 0), each)
+    return [each] * full + [rest] * (rest > 0)
 
 
 def _write_plugin(folder: Path, i: int, variants: int) -> None:

@@ -98,13 +98,13 @@ def ragged_decodes(requests: int, shortest: int, longest: int, **layer: int) -> 
 
 
 def first_prefills(requests: int, length: int, **layer: int) -> Step:
-    """Return a step in which whole prompts of one length are prefilled."""
+    """Return a step of first prefills of one length."""
     what = f"first prefill, {requests} prompt{'s' * (requests > 1)} of {length} tokens"
     return Step(what, (length,) * requests, (0,) * requests, **layer)
 
 
 def mixed(decoding: int, length: int, prompts: int, prompt: int, **layer: int) -> Step:
-    """Return a step in which some requests decode, and whole prompts of others are prefilled."""
+    """Return a step of decodes and first prefills."""
     what = f"{decoding} decodes of {length} tokens and {prompts} first prefills of {prompt}"
     return Step(what, (1,) * decoding + (prompt,) * prompts, (length - 1,) * decoding + (0,) * prompts, **layer)
 
@@ -143,7 +143,7 @@ class Target:
 
     def prepare(self) -> Device:
         """
-        Set torch's threads, and return the device. Torch is imported: it finds devices that nothing else finds.
+        Set torch's threads, and return the device. Torch is imported: it finds devices that NVML does not.
 
         Raises:
             DeviceError: This machine has no such device.
@@ -374,7 +374,7 @@ def capture_graph(planner: Planner) -> tuple[GraphBuffers, Metadata]:
 
 
 def _write_past(rig: Rig) -> None:
-    """Write the past into the cache by a prefill of each request: only the backend knows how its cache is written."""
+    """Write the past into the KV cache by a prefill of each request, since its format is the backend's."""
     step, ends = rig.step, list(accumulate(rig.step.cached_lens))
     for length, end, blocks in zip(step.cached_lens, ends, rig.blocks, strict=True):
         if length:

@@ -71,7 +71,7 @@ _LOOPS: Final = 50_000
 
 
 def import_time(repeats: int) -> Iterator[Measurement]:
-    """Measure whole processes that import, minus the median of processes that do nothing, in turn."""
+    """Measure processes that import, minus the median of processes that do nothing, in turn."""
     with interpreter() as python:
         for code, what, budget in _IMPORTS:
             python.seconds("-c", code)  # compiles what is not compiled yet
@@ -82,7 +82,7 @@ def import_time(repeats: int) -> Iterator[Measurement]:
 
 
 def list_time(repeats: int) -> Iterator[Measurement]:
-    """Measure whole processes that do what the installed command does."""
+    """Measure processes that run the installed command's function."""
     script = next(iter(entry_points(group="console_scripts", name="attnplug")))
     code = f"import sys; from {script.module} import {script.attr} as main; sys.exit(main(['list', '--json']))"
     with interpreter() as python:

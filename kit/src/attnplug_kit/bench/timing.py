@@ -39,7 +39,7 @@ class Clock(Protocol):
 
 @frozen
 class CallClock:
-    """The whole call, where the host does the work itself."""
+    """The complete call, where the CPU does the work itself."""
 
     what: ClassVar[str] = "wall time"
 

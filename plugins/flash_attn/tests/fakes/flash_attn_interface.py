@@ -40,8 +40,8 @@ def flash_attn_varlen_func(  # noqa: PLR0917 - the library's own
     return_attn_probs=False,
 ) -> Any:
     """Attend packed rows and keys."""
-    require(seqused_q is None and qv is None and pack_gqa is None, "the fake does not know these")
-    require(not attention_chunk and not deterministic and not sm_margin, "the fake does not know these")
+    require(seqused_q is None and qv is None and pack_gqa is None, "the fake does not support these")
+    require(not attention_chunk and not deterministic and not sm_margin, "the fake does not support these")
     rows = Rows(
         query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k,
         descales=(q_descale, k_descale, v_descale),
@@ -87,9 +87,9 @@ def flash_attn_with_kvcache(  # noqa: PLR0917 - the library's own
 ) -> Any:
     """Attend packed rows, and keys in pages."""
     unknown = (k, v, qv, rotary_cos, rotary_sin, cache_batch_idx, cu_seqlens_k_new, rotary_seqlens)
-    require(all(each is None for each in (*unknown, scheduler_metadata, pack_gqa)), "the fake does not know these")
-    require(not attention_chunk and rotary_interleaved and not sm_margin, "the fake does not know these")
-    require(cu_seqlens_q is not None and page_table is not None, "the fake knows packed rows and pages alone")
+    require(all(each is None for each in (*unknown, scheduler_metadata, pack_gqa)), "the fake does not support these")
+    require(not attention_chunk and rotary_interleaved and not sm_margin, "the fake does not support these")
+    require(cu_seqlens_q is not None and page_table is not None, "the fake supports only packed rows and pages")
     rows = Rows(
         query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=page_table.shape[1] * k_cache.shape[1],
         descales=(q_descale, k_descale, v_descale),

@@ -36,7 +36,7 @@ def flash_attn_varlen_func(  # noqa: PLR0917 - the library's own
     block_table=None,
 ) -> Any:
     """Attend packed rows: keys are packed, or in pages."""
-    require(not dropout_p and not deterministic, "the fake does not know dropout")
+    require(not dropout_p and not deterministic, "the fake does not support dropout")
     q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     params = ScoreParams(scale=scale, softcap=softcap, left=window_size[0], right=window_size[1], alibi=alibi_slopes)

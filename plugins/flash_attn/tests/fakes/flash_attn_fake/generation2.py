@@ -1,4 +1,4 @@
-"""The kernels of FlashAttention 2 with what is odd about them, as three packages ship them."""
+"""The kernels of FlashAttention 2 with their peculiarities, as three packages ship them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Build:
     What differs from package to package.
 
     Attributes:
-        page_multiple: What divides the size of pages; None where there are none.
+        page_multiple: A divisor of every page size; None without pages.
         folded_lse: How the LSE of folded rows is laid out where keys are not split: ``"right"``, or in another order
             with ``"pages"``, or where keys are ``"packed"``.
     """
@@ -101,8 +101,11 @@ def _is_folded(rows: Rows, keys: Keys, params: ScoreParams) -> bool:
 
 
 def _require_keys(build: Build, keys: Keys, count: int, *, folded: bool) -> None:
-    """With pages, the LSE of a request that has rows and no keys is written over that of others, or past the end."""
-    require(count or keys.table is None or folded, "a request with rows and no keys, in pages: its LSE goes astray")
+    """With pages, the LSE of a request with rows and without keys overwrites others, or memory past the end."""
+    require(
+        count or keys.table is None or folded,
+        "a request with rows and no keys, in pages: its LSE is written to a wrong address",
+    )
 
 
 def _missing_alibi(params: ScoreParams, rows: int, keys: int) -> Tensor | float:
@@ -113,7 +116,7 @@ def _missing_alibi(params: ScoreParams, rows: int, keys: int) -> Tensor | float:
 
 
 def _laid_out(build: Build, rows: Rows, keys: Keys, lse: Tensor) -> Tensor:
-    """The LSE of folded rows, as the package hands it out."""
+    """The LSE of folded rows, as the package returns it."""
     heads, requests, kv_heads = *lse.shape, keys.key.shape[-2]
     splits = rows.num_splits or (2 if rows.longest_keys > 64 else 1)
     if splits > 1 or build.folded_lse != ("packed" if keys.table is None else "pages"):

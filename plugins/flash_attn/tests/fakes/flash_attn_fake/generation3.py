@@ -1,4 +1,4 @@
-"""The kernels of FlashAttention 3 with what is odd about them, as two packages ship them."""
+"""The kernels of FlashAttention 3 with their peculiarities, as two packages ship them."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _may_differ(size: int, size_v: int) -> bool:
 
 
 def _scales(rows: Rows, descale: Tensor | None, kv_heads: int) -> Tensor:
-    """Descales count with fp8 alone; with other dtypes nobody looks at them."""
+    """Descales apply to FP8; with other dtypes the kernels ignore them."""
     if descale is None or rows.query.dtype != FP8:
         return torch.ones(rows.requests, kv_heads, dtype=torch.float64)
     check(tuple(descale.shape) == (rows.requests, kv_heads), "descale must have shape (batch_size, num_heads_k)")

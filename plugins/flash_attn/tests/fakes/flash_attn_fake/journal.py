@@ -1,4 +1,4 @@
-"""Everything that was asked of the fakes, for tests to read."""
+"""The calls of the fakes, for tests to read."""
 
 from __future__ import annotations
 

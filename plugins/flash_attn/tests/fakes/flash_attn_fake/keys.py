@@ -26,7 +26,7 @@ class Keys:
         starts: ``(requests + 1,)``: where the keys of each request start, or None.
         used: ``(requests,)``: how many keys each request has, or None.
         table: ``(requests, pages)``, or None for packed rows.
-        leftpad: ``(requests,)``: slots before the first key of each, 0 everywhere; None says nothing of it.
+        leftpad: ``(requests,)``: slots before the first key of each, 0 everywhere; None where the call has none.
     """
 
     key: Tensor
@@ -98,11 +98,11 @@ def check_leftpad(leftpad: Tensor | None, requests: int, device: torch.device) -
 
     Raises:
         RuntimeError: It is no index tensor of the requests.
-        MisuseError: There is some, which the fake does not know.
+        MisuseError: A padding is not 0, which the fake does not support.
     """
     if leftpad is not None:
         check_index("leftpad_k", leftpad, (requests,), device)
-        require(not leftpad.any(), "the fake knows no padding but 0")
+        require(not leftpad.any(), "the fake supports no padding but 0")
 
 
 def check_index(name: str, tensor: Tensor, shape: tuple[int, ...], device: torch.device) -> None:

@@ -17,7 +17,7 @@ class Plan:
     Attributes:
         starts: cu_seqlens_q.
         used: seqused_k.
-        shape: Everything else that the number of parts depends on.
+        shape: Everything else that the number of splits depends on.
         num_splits: As the caller says; 0 leaves it to the library.
         swizzles: Whether the kernels are causal, or have a window.
     """
@@ -37,7 +37,7 @@ class Plan:
         """
         Return the schedule: vectors of one number per request, padded with zeros, and a semaphore.
 
-        Here the first tells rows and keys, the others how keys are split and that heads are swizzled.
+        Here the first holds rows and keys, the others the number of splits and whether heads are swizzled.
         """
         requests = len(self.used)
         padded = -(-requests // 4) * 4

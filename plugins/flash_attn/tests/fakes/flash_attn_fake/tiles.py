@@ -1,4 +1,4 @@
-"""Which pages FlashAttention 3 loads by whole tiles, with all that lies in the rest of the last one."""
+"""Which pages FlashAttention 3 loads by full tiles, including the unused rest of the last one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Build:
     Attributes:
         wide: By the most that a head may have, in 16 bits: rows, and keys of causal kernels, of others, with a window.
         narrow: The same in 8 bits. A window beside a soft cap has others, which no test needs.
-        windows: Whether kernels with a window load whole tiles, too.
+        windows: Whether kernels with a window load full tiles, too.
     """
 
     wide: Mapping[int, Sizes]
@@ -37,7 +37,7 @@ class Build:
 
         Args:
             size: Of a head.
-            page_size: Slots per page; 0 where there are none.
+            page_size: Slots per page; 0 without pages.
             rows: Of the longest request, for each KV head.
             params: With the window that the kernels run with.
             is_narrow: Whether there are 8 bits.

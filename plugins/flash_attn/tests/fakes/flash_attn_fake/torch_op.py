@@ -31,7 +31,7 @@ def forward(  # noqa: PLR0917 - the library's own
     keywords = [
         name for name in ("scale", "window_size_left", "window_size_right", "seqused_k") if given[name] is not None
     ]
-    require(not dropout_p and not return_debug_mask, "the fake does not know dropout")
+    require(not dropout_p and not return_debug_mask, "the fake does not support dropout")
     require(block_table is None and num_splits is None, "torch 2.11 has no pages, and no number of parts")
     check(alibi_slopes is None, "This flash attention build does not support alibi.")
     check(cum_seq_q is not None and cum_seq_k is not None, "cum_seq_q and cum_seq_k must be both set")

@@ -1,4 +1,4 @@
-"""Doubles of the op libraries in vLLM's wheel: the schemas of the release, for tensors on a CPU."""
+"""Fakes of the op libraries in vLLM's wheel: the schemas of the release, for tensors on a CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def varlen_fwd(  # noqa: PLR0917 - the library's own
 ):  # fmt: skip
     """FlashAttention 2."""
     given = dict(locals())
-    require(leftpad_k is None and not p_dropout and not zero_tensors and gen is None, "the fake does not know these")
+    require(leftpad_k is None and not p_dropout and not zero_tensors and gen is None, "the fake does not support these")
     check(not return_softmax, "return_softmax is only supported when p_dropout > 0.0")
     _check_out(out, q, q.dtype, v.shape[-1])
     rows = generation2.Rows(
@@ -72,9 +72,9 @@ def fwd(  # noqa: PLR0917 - the library's own
     """FlashAttention 3."""
     given = dict(locals())
     unknown = (k_new, v_new, q_v, cu_seqlens_k_new, seqused_q, kv_batch_idx, rotary_cos, rotary_sin)
-    require(all(each is None for each in (*unknown, seqlens_rotary, pack_gqa)), "the fake does not know these")
+    require(all(each is None for each in (*unknown, seqlens_rotary, pack_gqa)), "the fake does not support these")
     check(cp_world_size > 0 and cp_rank == 0, "cp_world_size must be positive, required by downstream code path")
-    require(cp_world_size == 1 and cp_tot_seqused_k is None and not sm_margin, "the fake does not know these")
+    require(cp_world_size == 1 and cp_tot_seqused_k is None and not sm_margin, "the fake does not support these")
     _check_out(out, q, torch.bfloat16 if q.dtype == generation3.FP8 else q.dtype, v.shape[-1])
     rows = generation3.Rows(
         query=q, starts=cu_seqlens_q, longest=max_seqlen_q, longest_keys=max_seqlen_k,
@@ -104,7 +104,9 @@ def get_scheduler_metadata(  # noqa: PLR0917 - the library's own
     """FlashAttention 3's schedule."""
     given = dict(locals())
     unknown = (cu_seqlens_k_new, seqused_q, pack_gqa)
-    require(all(each is None for each in unknown) and not max_seqlen_k_new and not sm_margin, "the fake does not know")
+    require(
+        all(each is None for each in unknown) and not max_seqlen_k_new and not sm_margin, "the fake does not support it"
+    )
     require(len(seqused_k) == batch_size, "seqused_k is read for batch_size requests, whatever its length")
     check_index("seqused_k", seqused_k, (batch_size,), seqused_k.device)
     check_index("cu_seqlens_q", cu_seqlens_q, (batch_size + 1,), seqused_k.device)

@@ -15,7 +15,14 @@ from torch import Tensor
 CAPABILITY = 9
 """Major compute capability of the device that it is on; tests set others."""
 
-TILES = (64, 80, 96, 112, 128, 144)  # pages of a tile are loaded whole: what lies behind the last key must be finite
+TILES = (
+    64,
+    80,
+    96,
+    112,
+    128,
+    144,
+)  # pages as large as a tile are loaded completely: values behind the last key must be finite
 
 
 @recorded("fa4")
@@ -58,7 +65,7 @@ def flash_attn_varlen_func(  # noqa: PLR0917 - the library's own
     unknown = (qv, min_seqlen_k, seqused_q, gather_kv_indices, pack_gqa, score_mod, score_mod_bwd, mask_mod)
     more = (block_sparse_tensors, aux_tensors, aux_scalars, scheduler_metadata, seqlen_k_per_split)
     _require_defaults(*unknown, *more, gather_bwd_token_chunk)
-    require(not (deterministic or disable_scheduler_metadata or gather_bwd_recompute_p), "the fake does not know")
+    require(not (deterministic or disable_scheduler_metadata or gather_bwd_recompute_p), "the fake does not support it")
     starts, used = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, learnable_sink)
     rows = _Rows(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     keys = Keys(key=k, value=v, starts=starts, used=used, table=page_table)
@@ -116,8 +123,8 @@ def _flash_attn_fwd(  # noqa: PLR0917 - the library's own
     unknown = (qv, min_seqlen_k, seqused_q, tile_mn, mma_pv_is_rs, intra_wg_overlap, pack_gqa, _arch, score_mod)
     more = (mask_mod, block_sparse_tensors, aux_tensors, aux_scalars, q_descale, k_descale, v_descale)
     _require_defaults(*unknown, *more, gather_kv_indices, scheduler_metadata, seqlen_k_per_split)
-    require(not (disable_scheduler_metadata or gather_bwd_recompute_p), "the fake does not know")
-    require(num_threads == 384, "the fake does not know")
+    require(not (disable_scheduler_metadata or gather_bwd_recompute_p), "the fake does not support it")
+    require(num_threads == 384, "the fake does not support it")
     starts, used = _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, learnable_sink)
     rows = _Rows(q, cu_seqlens_q, max_seqlen_q, max_seqlen_k)
     keys = Keys(key=k, value=v, starts=starts, used=used, table=page_table)
@@ -132,7 +139,7 @@ def _flash_attn_fwd(  # noqa: PLR0917 - the library's own
     out = torch.full_like(found, torch.nan, dtype=q.dtype) if out is None else out
     if lse is None and (return_lse or any(t is not None and t.requires_grad for t in (q, k, v, learnable_sink))):
         lse = torch.full_like(sums, torch.nan, dtype=torch.float32)
-    written = int(cu_seqlens_q[-1])  # rows of nobody are left as they are
+    written = int(cu_seqlens_q[-1])  # rows of no request are not written
     out[:written] = found[:written].to(out.dtype)
     if lse is not None:
         lse[:, :written] = sums[:, :written].float()
@@ -149,11 +156,11 @@ class _Rows(NamedTuple):
 
 
 def _require_defaults(*given: Any) -> None:
-    require(all(each is None for each in given), "the fake does not know these")
+    require(all(each is None for each in given), "the fake does not support these")
 
 
 def _params_of(q, softmax_scale, softcap, window, learnable_sink, *, causal: bool) -> ScoreParams:
-    require(all(side is None or side >= 0 for side in window), f"window_size={window}: it wants None for none")
+    require(all(side is None or side >= 0 for side in window), f"window_size={window}: no bound is None")
     require(not softcap or softcap > 0, "a negative soft cap")
     left, right = (-1 if side is None else side for side in window)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -177,7 +184,7 @@ def _attend(rows: _Rows, keys: Keys, params: ScoreParams, num_splits: int) -> tu
 
 
 def _check_result(name: str, given: Tensor, shape: Any, dtype: Any, device: Any, *, step: int) -> None:
-    """Refuse as 4.0.0b36 does. Earlier releases look at the first three, and write astray."""
+    """Refuse as 4.0.0b36 does. Earlier releases check the first three, and write to wrong addresses."""
     assert given.shape == shape, f"{name} shape {tuple(given.shape)} != expected {shape}"
     assert given.dtype == dtype, f"{name} dtype {given.dtype} != expected {dtype}"
     assert given.device == device, f"{name} device {given.device} != expected {device}"
@@ -186,8 +193,8 @@ def _check_result(name: str, given: Tensor, shape: Any, dtype: Any, device: Any,
     if given.is_contiguous():
         del places[1:]
     is_right = given.is_contiguous() or given.stride(-1) == 1
-    told = f"{name} must have aligned strides and a contiguous last dimension"
-    assert is_right and all(place % step == 0 for place in places), told  # noqa: PT018 - one message for both
+    message = f"{name} must have aligned strides and a contiguous last dimension"
+    assert is_right and all(place % step == 0 for place in places), message  # noqa: PT018 - one message for both
 
 
 def _checked(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, learnable_sink) -> Any:
@@ -235,7 +242,7 @@ def _has_kernel(size: int, size_v: int) -> bool:
 
 
 def _require_whole_tiles(keys: Keys, window: tuple[Any, Any], *, causal: bool) -> None:
-    """On Hopper 128 threads copy a tile of pages, 16 bytes each: what whole steps leave of it is not copied."""
+    """On Hopper 128 threads copy a tile of pages, 16 bytes each: the remainder of full steps is not copied."""
     if keys.table is None or CAPABILITY != 9:
         return
     size = -(-keys.key.shape[-1] // 16) * 16
@@ -255,7 +262,7 @@ def _tile(size: int, *, is_local: bool, causal: bool) -> int:
 
 
 def _is_finite_behind(keys: Keys, request: int) -> bool:
-    """Whether what lies behind the last key in a page of a tile is finite: zero times NaN is NaN."""
+    """Whether the values behind the last key, in a page as large as a tile, are finite: zero times NaN is NaN."""
     if keys.table is None or keys.key.shape[1] not in TILES:
         return True
     length, size = keys.lengths()[request], keys.key.shape[1]
