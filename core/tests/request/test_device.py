@@ -119,8 +119,8 @@ def test_without_bindings_and_torch_it_is_the_cpu(monkeypatch, no_torch):
     assert "torch" not in sys.modules
 
 
-def torch_double(*, cuda=False, initialized=False, hip=None, accelerator=None):
-    properties = SimpleNamespace(name="GPU", major=10, minor=0, multi_processor_count=148)
+def torch_double(*, cuda=False, initialized=False, hip=None, accelerator=None, name="GPU"):
+    properties = SimpleNamespace(name=name, major=10, minor=0, multi_processor_count=148)
     return SimpleNamespace(
         cuda=SimpleNamespace(
             is_available=lambda: cuda,
@@ -154,6 +154,13 @@ def test_rocm_has_another_vendor_and_no_capability(monkeypatch, no_torch):
     monkeypatch.setitem(sys.modules, "torch", torch_double(cuda=True, initialized=True, hip="6.3"))
 
     assert (Device.current().vendor, Device.current().compute_capability) == ("amd", None)
+
+
+def test_iluvatar_devices_are_not_taken_for_nvidia(monkeypatch, no_torch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setitem(sys.modules, "torch", torch_double(cuda=True, initialized=True, name="Iluvatar BI-V150"))
+
+    assert (Device.current().vendor, Device.current().compute_capability) == ("iluvatar", None)
 
 
 def test_other_accelerators_are_named(monkeypatch, no_torch):

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import pytest
 import torch
 from attrs import evolve
 
@@ -54,6 +55,12 @@ def _is_installed(variant: str) -> bool:
         return variant == "torch" or bool(version(_DISTRIBUTIONS[variant]))
     except PackageNotFoundError:
         return False
+
+
+def skip_unchecked_invariance(variant: str) -> None:
+    """Skip a test of batch invariance where the manifest refuses it."""
+    if variant == "fa4" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the batch invariance of fa4 was checked on compute capability 9.0 only")
 
 
 FLASH_ATTN: Final = RealPlugin("flash_attn", "attnplug_flash_attn", lacking)

@@ -145,7 +145,12 @@ def in_short(reason: Reason) -> str:
         pytest.param(DCP, AMPERE, "torch", id="two ranks on Ampere"),
         pytest.param(DCP.evolve(sinks=True), HOPPER, "fa3_vllm fa4", id="two ranks with sinks"),
         pytest.param(DCP.evolve(dcp_size=4, cudagraph="always"), HOPPER, "fa3_vllm fa3", id="four ranks in graphs"),
-        pytest.param(LLAMA.evolve(batch_invariant=True), HOPPER, ON_HOPPER, id="batch-invariant"),
+        pytest.param(LLAMA.evolve(batch_invariant=True), HOPPER, ON_HOPPER, id="batch-invariant on Hopper"),
+        pytest.param(
+            LLAMA.evolve(batch_invariant=True), BLACKWELL, "fa2 fa2_vllm torch", id="batch-invariant on a B200"
+        ),
+        pytest.param(LLAMA.evolve(batch_invariant=True), B300, "fa2 fa2_vllm torch", id="batch-invariant on a B300"),
+        pytest.param(GPT_OSS.evolve(batch_invariant=True), BLACKWELL, NONE, id="batch-invariant with sinks on a B200"),
         pytest.param(LLAMA.evolve(decode_query_len=4), AMPERE, ON_AMPERE, id="decodes of four tokens"),
         pytest.param(LLAMA.evolve(seq_lens_cpu_kind="absent"), AMPERE, ON_AMPERE, id="no CPU sequence lengths"),
         pytest.param(LLAMA.evolve(kv_sharing=True), HOPPER, ON_HOPPER, id="the KV cache of another layer"),
@@ -180,6 +185,10 @@ TILE_OF_144 = (
 )
 SHARED_CACHE = "new tokens are read from the K/V of the call, and a layer that shares a KV cache has none"
 FIXED_SIZES = "contiguous (non-paged) K/V differ in size from step to step, and a CUDA graph has fixed sizes"
+CHECKED_ON_HOPPER = (
+    "batch invariance was checked on compute capability 9.0 only; on Blackwell the library schedules by the shape of "
+    "the batch"
+)
 UNDEFINED = "the relative position of encoder and decoder tokens is undefined, so"
 
 REFUSED: dict[str, tuple[Requirements, str, Device, list[str]]] = {
@@ -233,11 +242,17 @@ REFUSED: dict[str, tuple[Requirements, str, Device, list[str]]] = {
         BLACKWELL,
         ["head_size: the Blackwell kernels support head sizes up to 128, and 256"],
     ),
-    "heads of 256, batch-invariant, on Blackwell": (
-        LLAMA.evolve(head_size=256, batch_invariant=True),
+    "batch-invariant on Blackwell": (
+        LLAMA.evolve(batch_invariant=True),
         "fa4",
         BLACKWELL,
-        ["head_size: on Blackwell two thread blocks share a tile of head size 256 in small batches"],
+        [f"compute_capability: {CHECKED_ON_HOPPER}"],
+    ),
+    "batch-invariant on Thor": (
+        LLAMA.evolve(batch_invariant=True),
+        "fa4",
+        THOR,
+        [f"compute_capability: {CHECKED_ON_HOPPER}"],
     ),
     "an FP8 KV cache and float16": (FP8.evolve(dtype="float16"), "fa3", HOPPER, [f"dtype: {QUANTIZED}"]),
     "an FP8 KV cache of heads of 72": (FP8.evolve(head_size=72), "fa3_vllm", HOPPER, [f"head_size: {QUANTIZED}"]),

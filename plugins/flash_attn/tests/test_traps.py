@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("fakes")
 MIXED = Case(query_lens=(1, 1, 1, 30), context_lens=(60, 0, 17, 5), num_q_heads=8, head_size=64, dtype="bfloat16")
 
 
-ASKED = {"head_size": 128, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
+REQUIRED = {"head_size": 128, "num_q_heads": 8, "num_kv_heads": 2, "dtype": "bfloat16"}
 TABLES = (
     ({"sinks": True}, SINKS),
     ({"alibi": "linear"}, ALIBI),
@@ -46,7 +46,7 @@ def test_the_tables_of_the_gpu_tests_are_those_of_the_manifest(load_fake, requir
     serving = set()
     for variant in VARIANTS:
         try:
-            load_fake(Requirements(**ASKED, **required), variant)
+            load_fake(Requirements(**REQUIRED, **required), variant)
         except NoBackendError:
             continue
         serving.add(variant)

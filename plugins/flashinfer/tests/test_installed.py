@@ -99,3 +99,17 @@ def test_loading_reports_what_the_probe_finds(site: InstalledPlugin, tmp_path: P
     assert "refuses this machine: torch 2." in printed
     assert ("is built without CUDA" in printed) or ("sees no CUDA device" in printed)
     assert "flashinfer/fa3 broken" in printed
+
+
+def test_sinks_are_unverified_below_hopper(site: InstalledPlugin, tmp_path: Path) -> None:
+    """The kit has run on compute capability 9.0 only; its files are in the wheel."""
+    libraries = site.libraries(tmp_path, {"flashinfer-python": "0.6.12"})
+    words = ("--backend", "flashinfer", "--sinks", "--block-size", "16")
+
+    def unverified(device: str) -> dict[str, list[str]]:
+        verdicts = site.explanation(device, *words, libraries=libraries)["verdicts"]
+        supported = [v for v in verdicts if v["id"].startswith("flashinfer/") and v["status"] != "refused"]
+        return {v["id"]: [item["because"] for item in v["unverified"]] for v in supported}
+
+    assert unverified("cuda:8.0") == {"flashinfer/fa2": ["no run of the conformance kit on cuda:8.0 is known"]}
+    assert unverified("cuda:9.0") == {"flashinfer/fa3": [], "flashinfer/fa2": []}

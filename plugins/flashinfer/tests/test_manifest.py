@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from attrs import evolve
 
 import attnplug
 from attnplug import Device, Requirements
 from attnplug.errors import SettingsError
+from attnplug.evidence.coverage import find_unverified
+from attnplug.evidence.store import FOLDER, read_folder
 from attnplug.manifest.installed import requirement_name
 from attnplug.manifest.reader import read_manifest
+from attnplug.negotiation.candidate import make_candidate
 from attnplug.request.settings import parse_toml
 from attnplug_kit.check.examine import examine
 from plugins.flashinfer.tests.real import FLASHINFER
@@ -21,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from attnplug import Reason, Verdict
+    from attnplug.evidence.coverage import Evidence
 
 PROJECT = Path(__file__).parents[1]
 MANIFEST = PROJECT / "src" / "attnplug_flashinfer" / "attnplug.toml"
@@ -235,6 +240,38 @@ def test_the_extra_installs_what_the_manifest_requires() -> None:
 
     assert {text.replace(" ", "") for text in required} == set(project["optional-dependencies"]["library"])
     assert [requirement_name(text) for text in required] == ["flashinfer-python"]
+
+
+EVIDENCE = [one for one in read_folder(MANIFEST.with_name(FOLDER)).evidence if one.id == "flashinfer/fa2"]
+SINKS = GPT_OSS.evolve(sliding_window=None)
+
+
+def unverified(requirements: Requirements, device: Device, *more: Evidence) -> list[str]:
+    """Return what of a request no evidence covers for `fa2`, as for the released distribution."""
+    (released,) = {one.distribution for one in EVIDENCE}
+    manifest = read_manifest(MANIFEST)
+    (variant,) = (one for one in manifest.variants if one.name == "fa2")
+    candidate = make_candidate(manifest, variant, lambda _: None, distribution=released, assume_installed=True)
+    agreement = verdicts_of(requirements, device)["fa2"].agreement
+    assert agreement is not None
+    return list(map(str, find_unverified(candidate, agreement, device, [*EVIDENCE, *more])))
+
+
+def test_sinks_are_verified_on_hopper_only() -> None:
+    assert unverified(SINKS, HOPPER) == []
+    for capability in ("8.0", "8.6", "8.9", "10.0"):
+        found = unverified(SINKS, Device.cuda(capability))
+        assert found == [f"no run of the conformance kit on cuda:{capability} is known"]
+
+
+def test_a_run_without_sinks_leaves_them_unverified() -> None:
+    """A run on an A100 that covers the rest verifies no sinks there."""
+    (hopper,) = EVIDENCE
+    served = frozenset(item for item in hopper.served if item[0] != "sinks")
+    ampere = evolve(hopper, device=AMPERE, served=served)
+
+    assert unverified(LLAMA, AMPERE, ampere) == []
+    assert unverified(SINKS, AMPERE, ampere) == ["sinks=True (no test has requested it)"]
 
 
 def test_the_project_passes_check() -> None:

@@ -30,7 +30,7 @@ FAKES = FakeLibraries(
     packages=("ixformer",),
     changes=(
         (r'name = "int8_ixformer"', f'name = "{FAKE}"'),
-        (r'device_type = "cuda", vendor = \[[^]]*\], compute_capability = \{ min = "1\.0" \}', 'device_type = "cpu"'),
+        (r'device_type = "cuda", vendor = "iluvatar", compute_capability = \{ min = "1\.0" \}', 'device_type = "cpu"'),
     ),
     skip_reason="ixformer is installed, and its fake would replace it" if IS_REAL_HERE else None,
     prepare=lambda versions: None,

@@ -15,6 +15,7 @@ from plugins.int8_ixformer.tests.requests import fields_of
 
 PROJECT = Path(__file__).parents[1]
 HOPPER, AMPERE, TURING = (Device.cuda(capability) for capability in ("9.0", "8.0", "7.5"))
+ILUVATAR = Device("cuda", vendor="iluvatar", name="Iluvatar BI-V150")
 LEVELS = {level: Requirements(**fields_of(level)) for level in (1, 2)}
 PLAIN = LEVELS[1].evolve(kv_cache_dtype="auto")
 OWN = ("int8_ixformer/triton", "int8_ixformer/ixformer", "int8_ixformer/calibration")
@@ -52,9 +53,14 @@ def statuses(requirements: Requirements, device: Device = HOPPER) -> dict[str, s
 def test_it_supports(level, changed) -> None:
     found = statuses(LEVELS[level].evolve(**changed))
 
-    assert found["int8_ixformer/triton"] == "chosen"
-    assert found["int8_ixformer/ixformer"] == "eligible"
-    assert found["int8_ixformer/calibration"] == "refused"
+    assert found == {
+        "int8_ixformer/triton": "chosen",
+        "int8_ixformer/ixformer": "refused",
+        "int8_ixformer/calibration": "refused",
+    }
+    on_iluvatar = statuses(LEVELS[level].evolve(**changed), ILUVATAR)
+    assert on_iluvatar["int8_ixformer/ixformer"] == "chosen"
+    assert on_iluvatar["int8_ixformer/triton"] == "refused"
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -89,7 +95,8 @@ def test_it_supports(level, changed) -> None:
 def test_it_refuses_by_name(level, changed, problem) -> None:
     requested = LEVELS[level].evolve(**changed)
 
-    assert set(statuses(requested).values()) == {"refused"}
+    for device in (HOPPER, ILUVATAR):
+        assert set(statuses(requested, device).values()) == {"refused"}
     with pytest.raises(NoBackendError) as refused:
         attnplug.select(requested, HOPPER, backend="int8_ixformer")
     assert problem in " ".join(str(refused.value).split())
@@ -107,6 +114,33 @@ def test_calibration_is_requested_by_a_feature() -> None:
     for device in (HOPPER, Device.cpu()):
         assert statuses(requested, device)["int8_ixformer/calibration"] == "chosen"
     assert set(statuses(requested.evolve(kv_cache_dtype="int8")).values()) == {"refused"}
+
+
+@pytest.mark.parametrize("capability", ["7.0", "8.0", "9.0", "10.0", "12.0"])
+def test_ixformer_is_refused_on_nvidia_devices(capability) -> None:
+    """Also where the library is installed, and no other variant supports the device."""
+    device = Device.cuda(capability)
+    explained = attnplug.explain(LEVELS[1], device, backend="int8_ixformer", assume_installed=True)
+    verdicts = {one.id: one for one in explained.verdicts if one.id in OWN}
+
+    assert verdicts["int8_ixformer/triton"].status == ("refused" if capability == "7.0" else "chosen")
+    refused = verdicts["int8_ixformer/ixformer"]
+    assert refused.status == "refused"
+    assert list(map(str, refused.reasons)) == [
+        "requires vendor iluvatar; the device is from nvidia",
+        "does not support vendor=nvidia: ixformer is compiled for Iluvatar devices, and cannot launch a kernel on others",
+    ]
+    assert str(refused.fix) == "run on cuda (iluvatar)"
+
+
+def test_other_vendors_are_refused() -> None:
+    assert set(statuses(LEVELS[1], Device("cuda", vendor="amd")).values()) == {"refused"}
+
+
+def test_an_iluvatar_device_may_have_any_compute_capability() -> None:
+    for capability in (None, "7.0", "7.1"):
+        device = Device("cuda", vendor="iluvatar", compute_capability=capability)
+        assert statuses(LEVELS[2], device)["int8_ixformer/ixformer"] == "chosen"
 
 
 def test_older_devices() -> None:
@@ -129,7 +163,7 @@ def test_attnplug_check_finds_nothing() -> None:
 
 
 def test_ixformer_comes_from_its_vendor() -> None:
-    explained = attnplug.explain(LEVELS[1], HOPPER)
+    explained = attnplug.explain(LEVELS[1], ILUVATAR)
     (verdict,) = (one for one in explained.verdicts if one.id == "int8_ixformer/ixformer")
 
     assert verdict.status == "missing_dependency"

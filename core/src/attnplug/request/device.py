@@ -287,12 +287,14 @@ def _from_torch() -> Device | None:
 
 def _from_torch_cuda(torch: Any) -> Device:
     facts = torch.cuda.get_device_properties(torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
-    amd = bool(getattr(torch.version, "hip", None))
+    # Builds of torch for AMD and Iluvatar devices name these cuda, too, with capabilities of other instruction sets.
+    amd, iluvatar = bool(getattr(torch.version, "hip", None)), facts.name.startswith("Iluvatar")
+    vendor = "amd" if amd else "iluvatar" if iluvatar else "nvidia"
     return Device(
         "cuda",
-        vendor="amd" if amd else "nvidia",
+        vendor=vendor,
         name=facts.name,
-        compute_capability=None if amd else (facts.major, facts.minor),
+        compute_capability=(facts.major, facts.minor) if vendor == "nvidia" else None,
         num_multiprocessors=facts.multi_processor_count,
     )
 
