@@ -128,7 +128,8 @@ def test_ixformer_is_refused_on_nvidia_devices(capability) -> None:
     assert refused.status == "refused"
     assert list(map(str, refused.reasons)) == [
         "requires vendor iluvatar; the device is from nvidia",
-        "does not support vendor=nvidia: ixformer is compiled for Iluvatar devices, and cannot launch a kernel on others",
+        "does not support vendor=nvidia: "
+        "ixformer is compiled for Iluvatar devices, and cannot launch a kernel on others",
     ]
     assert str(refused.fix) == "run on cuda (iluvatar)"
 
