@@ -106,7 +106,7 @@ ACCEPTANCE: dict[int, tuple[str, list[tuple[str, str]]]] = {
         ],
     ),
     13: (
-        "one raising probe does not discard the other plugins' answers",
+        "one raising probe does not discard the other plugins' results",
         [
             (BROKEN, "test_a_failing_plugin_is_isolated"),
             (BROKEN, "test_all_failing_plugins_together_leave_the_good_one"),

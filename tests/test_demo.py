@@ -77,7 +77,7 @@ def command(*words, **environment):
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory):
+def document(tmp_path_factory):
     """Return the command's JSON; it runs once."""
     file = tmp_path_factory.mktemp("demo") / "text.md"
     file.write_text(TEXT)
@@ -87,9 +87,9 @@ def answer(tmp_path_factory):
 
 
 @pytest.fixture
-def models(answer):
+def models(document):
     """Return the JSON of every model."""
-    return answer["models"]
+    return document["models"]
 
 
 @pytest.mark.usefixtures("unmeasured")
@@ -130,8 +130,8 @@ def test_every_architecture_agrees_token_for_token():
         assert words in shown
 
 
-def test_json_has_a_decision_for_each_device(answer):
-    decisions = answer["decisions"]
+def test_json_has_a_decision_for_each_device(document):
+    decisions = document["decisions"]
     assert [one["label"].split()[0] for one in decisions] == ["cpu", "cuda:8.0", "cuda:9.0", "cuda:10.0"]
     assert [one["assumed_installed"] for one in decisions] == [False, True, True, True]
     assert {one["chosen"] for one in decisions} == {"torch/sdpa"}  # by --backend
@@ -264,9 +264,9 @@ def test_json_of_a_wrong_backend(text, faulty, few, capsys):
 
     assert main(["demo", "--json", "--text", str(text)]) == 1
 
-    answer = json.loads(capsys.readouterr().out)
-    assert not answer["agrees"]
-    assert [found["name"] for found in answer["models"] if not found["agrees"]] == ["BERT", "Whisper"]
+    document = json.loads(capsys.readouterr().out)
+    assert not document["agrees"]
+    assert [found["name"] for found in document["models"] if not found["agrees"]] == ["BERT", "Whisper"]
 
 
 def test_a_named_backend_is_used(models):

@@ -121,7 +121,7 @@ def _output(*command: str) -> str:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()  # noqa: S603 - fixed command lines
     except (OSError, subprocess.CalledProcessError) as error:
-        print(f"evidence: {command[0]} did not answer ({error})", file=sys.stderr)
+        print(f"evidence: {command[0]} failed ({error})", file=sys.stderr)
         return ""
 
 

@@ -24,7 +24,7 @@ def causal(w=None, chunk=None, starts=None):
     return masking_utils.causal_mask_function if w is None else masking_utils.sliding_window_causal_mask_function(w)
 
 
-def ask(function, queries, keys, *, batch=1, q_offset=0, kv_offset=0, padding=None, use_vmap=False):
+def mask_of(function, queries, keys, *, batch=1, q_offset=0, kv_offset=0, padding=None, use_vmap=False):
     return make_mask(
         batch_size=batch,
         q_length=queries,
@@ -110,7 +110,7 @@ def test_attention_through_the_packing_is_attention_under_the_mask(step):
     starts = torch.zeros(batch, dtype=torch.long) if padding is None else (padding.cumsum(1) == 0).sum(1)
     function = causal(width if kind == "window" else None, width if kind == "chunk" else None, starts)
     pattern = Pattern(True, left=width - 1 if kind == "window" else None, chunk=width if kind == "chunk" else None)
-    mask = ask(
+    mask = mask_of(
         function, new, cached + new + room - dropped, batch=batch, q_offset=cached, kv_offset=dropped, padding=padding
     )
 
@@ -130,19 +130,19 @@ def test_encoders_through_the_packing(batch, tokens, side, windowed, data):
     )
     pattern = Pattern(False, side, side) if windowed else BOTH_WAYS
 
-    assert_same(ask(function, tokens, tokens, batch=batch, padding=padding), pattern, padding)
+    assert_same(mask_of(function, tokens, tokens, batch=batch, padding=padding), pattern, padding)
 
 
 def test_cross_attention_keeps_every_query():
     padding = torch.tensor([[True, True, False], [True, True, True]])
 
-    assert_same(ask(masking_utils.bidirectional_mask_function, 5, 3, batch=2, padding=padding), BOTH_WAYS)
+    assert_same(mask_of(masking_utils.bidirectional_mask_function, 5, 3, batch=2, padding=padding), BOTH_WAYS)
 
 
 def test_decodes_come_first():
     padding = torch.tensor([[0, 1, 1, 1], [0, 0, 0, 1], [1, 1, 1, 1], [0, 0, 0, 1]]).bool()
 
-    batch = pack_up(ask(causal(), 4, 4, batch=4, padding=padding), CAUSAL).batch
+    batch = pack_up(mask_of(causal(), 4, 4, batch=4, padding=padding), CAUSAL).batch
 
     assert batch.query_start_loc.tolist() == [0, 1, 2, 5, 9]
     assert batch.seq_lens.tolist() == [1, 1, 3, 4]
@@ -151,13 +151,13 @@ def test_decodes_come_first():
 def test_unused_keys_are_left_out():
     window = Pattern(True, left=2)
 
-    batch = pack_up(ask(causal(3), 1, 10, q_offset=9), window).batch
+    batch = pack_up(mask_of(causal(3), 1, 10, q_offset=9), window).batch
 
     assert batch.key_start_loc.tolist() == [0, 3]
 
 
 def test_without_padding_nothing_is_gathered():
-    packing = pack_up(ask(causal(), 4, 4, batch=2), CAUSAL)
+    packing = pack_up(mask_of(causal(), 4, 4, batch=2), CAUSAL)
     query = torch.randn(2, HEADS, 4, SIZE)
 
     assert packing.queries is None
@@ -166,7 +166,7 @@ def test_without_padding_nothing_is_gathered():
 
 
 def test_a_mask_is_packed_once_for_all_layers():
-    mask = ask(causal(), 4, 4)
+    mask = mask_of(causal(), 4, 4)
 
     assert pack_up(mask, CAUSAL, "a") is pack_up(mask, CAUSAL, "b")
 
@@ -176,9 +176,9 @@ def test_a_large_mask_is_evaluated_in_slices(monkeypatch):
     padding = torch.ones(2, 8, dtype=torch.bool)
     padding[0, :5] = False
 
-    assert_same(ask(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=2), padding)
+    assert_same(mask_of(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=2), padding)
     with pytest.raises(NotNegotiatedError, match="query 3 of sequence 1 does not attend to key 0"):
-        pack_up(ask(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=3))
+        pack_up(mask_of(causal(3), 8, 8, batch=2, padding=padding), Pattern(True, left=3))
 
 
 def prefix(batch, head, query, key):
@@ -219,7 +219,7 @@ def anti_causal(batch, head, query, key):
 @pytest.mark.parametrize("vmap", [False, True])
 def test_a_mask_that_differs_from_the_pattern_is_refused(function, pattern, vmap):
     with pytest.raises(NotNegotiatedError, match=r"layers\.3: by the mask") as refused:
-        pack_up(ask(function, 7, 7, use_vmap=vmap), pattern, "layers.3")
+        pack_up(mask_of(function, 7, 7, use_vmap=vmap), pattern, "layers.3")
 
     assert str(pattern) in refused.value.expected
     assert "attn_implementation='eager'" in refused.value.fix
@@ -229,13 +229,13 @@ def test_a_hole_in_the_padding_of_a_windowed_layer_is_refused():
     padding = torch.tensor([[1, 1, 0, 1, 1, 1]]).bool()
 
     with pytest.raises(NotNegotiatedError, match="holes in the padding"):
-        pack_up(ask(causal(3), 6, 6, padding=padding), Pattern(True, left=2))
-    assert_same(ask(causal(), 6, 6, padding=padding), CAUSAL, padding)
+        pack_up(mask_of(causal(3), 6, 6, padding=padding), Pattern(True, left=2))
+    assert_same(mask_of(causal(), 6, 6, padding=padding), CAUSAL, padding)
 
 
 def test_the_offset_of_a_static_cache_is_read_when_the_mask_is_made():
     offset = torch.tensor(4)
-    mask = ask(causal(), 1, 8, q_offset=offset)
+    mask = mask_of(causal(), 1, 8, q_offset=offset)
 
     offset.add_(1)  # as the cache of the first layer does
 
@@ -243,7 +243,7 @@ def test_the_offset_of_a_static_cache_is_read_when_the_mask_is_made():
 
 
 def test_a_prepared_mask_is_passed_through():
-    mask = ask(causal(), 3, 3)
+    mask = mask_of(causal(), 3, 3)
 
     assert make_mask(batch_size=1, q_length=3, kv_length=3, attention_mask=mask) is mask
     assert mask.contiguous() is mask
@@ -261,7 +261,7 @@ def test_a_prepared_mask_is_passed_through():
 )
 def test_computing_with_a_mask_is_refused(compute):
     with pytest.raises(NotNegotiatedError, match="computes with its attention mask"):
-        compute(ask(causal(), 3, 3))
+        compute(mask_of(causal(), 3, 3))
 
 
 class TestDenseMask:
@@ -336,7 +336,7 @@ def test_without_a_mask_tokens_attend_up_to_themselves(queries, keys):
 
 def test_a_call_without_queries_is_refused():
     with pytest.raises(NotNegotiatedError, match="without queries"):
-        pack_up(ask(causal(), 0, 4), CAUSAL)
+        pack_up(mask_of(causal(), 0, 4), CAUSAL)
 
 
 def test_no_mask_and_more_keys_than_queries_is_refused():

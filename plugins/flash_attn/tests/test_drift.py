@@ -170,8 +170,8 @@ def future(q, k, *, window, softcap=0.0): ...
 
 FUTURE = {
     "known": (2, {"window"}, []),
-    "gone": (2, {"window", "softmax_scale"}, ["keyword 'softmax_scale'"]),
-    "new": (2, {"softcap"}, ["nothing for 'window'"]),
+    "removed": (2, {"window", "softmax_scale"}, ["keyword 'softmax_scale'"]),
+    "added": (2, {"softcap"}, ["nothing for 'window'"]),
     "no_more_places": (5, set(), ["argument 5 by position"]),
     "twice": (2, {"q", "window"}, ["keyword 'q'"]),
 }

@@ -37,12 +37,12 @@ def given(library, monkeypatch) -> list[Tensor]:
     """The outputs that the private function received, by call."""
     found, forward = [], getattr(library, PRIVATE)
 
-    def noting(q, k, v, **named):
+    def recording(q, k, v, **named):
         found.append(named["out"])
         return forward(q, k, v, **named)
 
-    noting.__signature__ = signature(forward)
-    monkeypatch.setattr(library, PRIVATE, noting)
+    recording.__signature__ = signature(forward)
+    monkeypatch.setattr(library, PRIVATE, recording)
     return found
 
 
@@ -79,8 +79,8 @@ FILLED = {
 }
 COPIED = {
     "columns behind 4 others": rows_of(ROWS, HEADS * SIZE + 8, first=4),
-    "rows of no multiple of 16 bytes": rows_of(ROWS, HEADS * SIZE + 4),
-    "heads of no multiple of 16 bytes": lambda: torch.full((ROWS, HEADS, SIZE + 4), torch.nan).bfloat16()[..., :SIZE],
+    "rows that 16 bytes do not divide": rows_of(ROWS, HEADS * SIZE + 4),
+    "heads that 16 bytes do not divide": lambda: torch.full((ROWS, HEADS, SIZE + 4), torch.nan).bfloat16()[..., :SIZE],
     "a tensor behind 2 bytes": lambda: torch.full((1 + MIXED.query.numel(),), 0.0).bfloat16()[1:].view(-1, HEADS, SIZE),
     "elements apart": lambda: torch.full((ROWS, HEADS, 2 * SIZE), torch.nan).bfloat16()[..., ::2],
 }  # fmt: skip
@@ -141,17 +141,17 @@ def test_rows_of_no_request_are_not_written() -> None:
     assert out[:-2].isfinite().all()
 
 
-def gone(monkeypatch: Any, library: Any) -> None:
+def without_function(monkeypatch: Any, library: Any) -> None:
     """A release without the function."""
     monkeypatch.delattr(library, PRIVATE)
 
 
-def other(monkeypatch: Any, library: Any) -> None:
+def with_public_window(monkeypatch: Any, library: Any) -> None:
     """A release whose function takes a window as the public one does."""
     monkeypatch.setattr(library, PRIVATE, _unlike)
 
 
-def more(monkeypatch: Any, library: Any) -> None:
+def with_further_argument(monkeypatch: Any, library: Any) -> None:
     """A release whose function needs something that is not passed."""
     monkeypatch.setattr(library, PRIVATE, _demanding)
 
@@ -169,7 +169,7 @@ def _demanding(q, k, v, *, workspace, **_):
     raise AssertionError("it needs a workspace")
 
 
-@pytest.mark.parametrize("release", [gone, other, more, unreadable])
+@pytest.mark.parametrize("release", [without_function, with_public_window, with_further_argument, unreadable])
 @pytest.mark.parametrize("params", [PLAIN, evolve(PLAIN, window=(3, 0)), evolve(PLAIN, softcap=2.0)], ids=str)
 def test_another_release_is_called_by_its_public_function(monkeypatch, journal, library, release, params) -> None:
     release(monkeypatch, library)

@@ -1,4 +1,4 @@
-"""The fakes refuse what the libraries refuse, and what these would answer with wrong numbers."""
+"""The fakes refuse calls that the libraries refuse, and calls for which these would return wrong numbers."""
 
 from __future__ import annotations
 

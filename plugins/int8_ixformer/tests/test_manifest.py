@@ -126,10 +126,10 @@ def test_ixformer_is_refused_on_nvidia_devices(capability) -> None:
     assert verdicts["int8_ixformer/triton"].status == ("refused" if capability == "7.0" else "chosen")
     refused = verdicts["int8_ixformer/ixformer"]
     assert refused.status == "refused"
+    because = "ixformer is compiled for Iluvatar devices, and cannot launch a kernel on others"
     assert list(map(str, refused.reasons)) == [
         "requires vendor iluvatar; the device is from nvidia",
-        "does not support vendor=nvidia: "
-        "ixformer is compiled for Iluvatar devices, and cannot launch a kernel on others",
+        f"does not support vendor=nvidia: {because}",
     ]
     assert str(refused.fix) == "run on cuda (iluvatar)"
 

@@ -138,12 +138,12 @@ def test_a_garbage_collected_engine_has_freed_its_memory(host):
     engine.generate([[1, 2, 3]], max_new_tokens=3)
     runner = engine._runner
     cache = next(iter(runner._caches.values()))
-    gone = [weakref.ref(one) for one in (runner, runner._builders[0].state, cache)]
+    references = [weakref.ref(one) for one in (runner, runner._builders[0].state, cache)]
     del runner, cache
     gc.disable()
     try:
         del engine
-        assert [one() for one in gone] == [None] * 3
+        assert [one() for one in references] == [None] * 3
     finally:
         gc.enable()
 

@@ -84,7 +84,7 @@ def check_call(rows: Rows, keys: Keys, params: ScoreParams) -> None:
 
     Raises:
         RuntimeError: They refuse the call.
-        MisuseError: They answer it with wrong numbers.
+        MisuseError: They would return wrong numbers.
     """
     query, heads, size, size_v = rows.query, *rows.query.shape[1:], keys.value.shape[-1]
     check(query.dtype in (torch.float16, torch.bfloat16, FP8), "FlashAttention only supports fp16, bf16, and fp8_e4m3")

@@ -1,10 +1,10 @@
-"""How the fakes refuse: as the library does, or beyond it where the library would answer with wrong numbers."""
+"""How the fakes refuse: as the library does, and also where the library would return wrong numbers."""
 
 from __future__ import annotations
 
 
 class MisuseError(AssertionError):
-    """A call that the library would take, and answer with wrong numbers or a fault on the device."""
+    """A call that the library would accept, with wrong numbers or a fault on the device."""
 
 
 def require(condition: object, message: str) -> None:
