@@ -30,7 +30,7 @@ Each one has three parts: the problem, what was expected (left out where it adds
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -214,3 +214,20 @@ class TensorError(ContractError):
 
 class CacheError(ContractError):
     """A slot, a block or a KV cache does not fit."""
+
+
+_LONGEST: Final = 2000  # characters of a foreign exception's text that a message repeats
+
+
+def exception_text(error: BaseException) -> str:
+    """Return the type and the text of any exception, also of one whose own text cannot be made."""
+    name = type.__getattribute__(type(error), "__name__")
+    try:
+        text = "".join(str(error))  # a plain text, whatever subclass it was
+    except KeyboardInterrupt:
+        raise
+    except BaseException as another:  # noqa: BLE001 - foreign code that may fail in any way
+        failed = type.__getattribute__(type(another), "__name__")
+        return f"{name} (its text cannot be shown: str() of it raises {failed})"
+    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+    return f"{name}: {short}" if short else str(name)

@@ -197,7 +197,8 @@ def test_what_is_no_file_is_a_note(tmp_path: Path) -> None:
     shelf = read_folder(tmp_path)
 
     assert shelf.evidence == ()
-    assert [note.message for note in shelf.notes] == ["is not read: it is no file"] * 3
+    why = ("No such file or directory", "Is a directory", "it is no regular file")
+    assert [note.message for note in shelf.notes] == [f"is not read: {each}" for each in why]
 
 
 def test_a_note_steers_no_terminal(tmp_path: Path) -> None:

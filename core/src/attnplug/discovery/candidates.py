@@ -9,6 +9,7 @@ import attrs
 from attrs import frozen
 
 from attnplug.discovery.permission import deny, identity
+from attnplug.discovery.plugin import broken, unexpected
 from attnplug.discovery.scan import normalized
 from attnplug.errors import AttnplugError, DuplicateBackendError
 from attnplug.negotiation.candidate import Candidate, make_candidate
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from attnplug.discovery.plugin import KnownPlugin, Plugin
     from attnplug.manifest.installed import VersionOf
+    from attnplug.manifest.schema import Manifest
     from attnplug.request.settings import Settings
 
 
@@ -171,14 +173,26 @@ def _of_name(
 
 def _of_plugin(
     plugin: Plugin, settings: Settings, version_of: VersionOf, *, assume_installed: bool
-) -> Iterator[Candidate]:
+) -> list[Candidate]:
+    """Return the candidates of a plugin. What its comparison with what is installed raises becomes its problem."""
     if plugin.manifest is None:
-        yield _unread(plugin, settings)
-        return
+        return [_unread(plugin, settings)]
+    try:
+        return list(_of_manifest(plugin, plugin.manifest, settings, version_of, assume_installed=assume_installed))
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with one plugin, the others are served
+        found = unexpected(error, f"comparing {plugin.manifest.path!r} with what is installed")
+        if settings.strict and deny(settings, identity(plugin)) is None:
+            raise found from error
+        return [_unread(broken(plugin, found), settings)]
+
+
+def _of_manifest(
+    plugin: Plugin, manifest: Manifest, settings: Settings, version_of: VersionOf, *, assume_installed: bool
+) -> Iterator[Candidate]:
     names = identity(plugin)
-    for variant in plugin.manifest.variants:
+    for variant in manifest.variants:
         candidate = make_candidate(
-            plugin.manifest,
+            manifest,
             variant,
             version_of,
             built_in=plugin.built_in,

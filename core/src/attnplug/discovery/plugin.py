@@ -9,21 +9,26 @@ what is inside it, so looking for the plugin module itself would already run the
 from __future__ import annotations
 
 import importlib
+import os
+from errno import ENOENT
 from functools import lru_cache
+from importlib.machinery import ExtensionFileLoader, SourceFileLoader, SourcelessFileLoader
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import attrs
 from attrs import field, frozen
 
 from attnplug.discovery.scan import Entry, normalized
-from attnplug.errors import ApiVersionError, ManifestError
+from attnplug.errors import ApiVersionError, ManifestError, exception_text
 from attnplug.manifest.line_numbers import locate
-from attnplug.manifest.reader import parse_manifest, read_manifest
+from attnplug.manifest.reader import LARGEST, parse_manifest, unreadable
 from attnplug.manifest.schema import MANIFEST, Manifest, is_module
 from attnplug.manifest.supports import parse_conditions
 from attnplug.negotiation.ranking import DefaultOrder
 from attnplug.negotiation.reason import Fix, Reason
+from attnplug.request.files import decoded, read_bytes, read_capped, too_large
 from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
@@ -33,6 +38,12 @@ if TYPE_CHECKING:
 CORE: Final = "attnplug"
 BY_HAND: Final = "registered by hand"
 """The distribution of a plugin that `attnplug.register` has added: no distribution has this name."""
+
+_LONGEST: Final = 255
+"""Characters of a module's dotted name at most; file systems have no longer names of files."""
+
+_OF_FILES: Final = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
+"""Loaders that find nothing where the file system has nothing."""
 
 _KNOWN: Final = Path(__file__).with_name("known.toml")
 
@@ -82,24 +93,38 @@ class Plugin:
 
 
 def read_plugin(entry: Entry) -> Plugin:
-    """Read the manifest of an entry. What is wrong with it becomes the plugin's problem."""
+    """Read the manifest of an entry. What is wrong with it, whatever that is, becomes the plugin's problem."""
     # Both, so that no other distribution passes for core by its name or by its module's.
     built_in = normalized(entry.distribution) == CORE and entry.module.startswith(f"{CORE}.")
+    plugin = Plugin(entry.name, entry.module, entry.distribution, entry.version, built_in=built_in)
     try:
-        manifest = _read(entry)
+        return attrs.evolve(plugin, manifest=_read(entry))
     except ManifestError as error:
-        return Plugin(
-            entry.name,
-            entry.module,
-            entry.distribution,
-            entry.version,
-            None,
-            _problem(entry, error),
-            error.fix,
-            built_in,
-            error,
-        )
-    return Plugin(entry.name, entry.module, entry.distribution, entry.version, manifest, built_in=built_in)
+        return broken(plugin, error)
+    except Exception as error:  # noqa: BLE001 - whatever is wrong with one plugin, the others are served
+        return broken(plugin, unexpected(error, f"reading the {MANIFEST} of {entry.module!r}"))
+
+
+def unexpected(error: Exception, doing: str) -> ManifestError:
+    """
+    Return an exception that no rule of manifests foresees as the error of one plugin.
+
+    Args:
+        error: The exception.
+        doing: What was done when it was raised, such as "reading" something.
+    """
+    found = ManifestError(
+        f"{doing} raises {exception_text(error)}",
+        "whatever a distribution contains can be read",
+        "install it in another version, and report this to its author",
+    )
+    found.__cause__ = error
+    return found
+
+
+def broken(plugin: Plugin, error: ManifestError) -> Plugin:
+    """Return a plugin that cannot be used, with the reason."""
+    return attrs.evolve(plugin, manifest=None, problem=_problem(plugin, error), fix=error.fix, error=error)
 
 
 def find_manifest(module: str) -> Path:
@@ -116,34 +141,68 @@ def find_manifest(module: str) -> Path:
 
 
 def _read(entry: Entry) -> Manifest:
+    if entry.problem:
+        raise ManifestError(
+            entry.problem,
+            f"the metadata of {entry.distribution!r} can be read, as that of every distribution",
+            f"install {entry.distribution!r} again, or in another version",
+        )
     spec = _top_level(entry.module)
     path = _place(spec, entry.module)
-    manifest = _read_file(spec, path)
+    try:
+        text = decoded(_content(spec, path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise unreadable(path, error) from error
+    manifest = parse_manifest(text, str(path))
     if manifest.name != entry.name:
         raise ManifestError(
             f"name = {manifest.name!r}",
             f"the entry point of {entry.distribution!r} calls this backend {entry.name!r}, and the two agree",
             f"use one name in both, and install {entry.distribution!r} again",
             manifest.path,
-            locate(path.read_text(encoding="utf-8"), ("backend", "name")) if path.is_file() else None,
+            locate(text, ("backend", "name")),
         )
     return manifest
 
 
-def _read_file(spec: ModuleSpec, path: Path) -> Manifest:
-    """Read a manifest from the file system, or through the loader of a package in an archive."""
-    loader: Any = spec.loader
-    if path.is_file() or not hasattr(loader, "get_data"):
-        return read_manifest(path)
+def _content(spec: ModuleSpec, path: Path) -> bytes:
+    """Read a manifest from the file system, or through the loader of a package that is not there."""
     try:
-        text = loader.get_data(str(path)).decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return read_manifest(path)  # which raises the usual error
-    return parse_manifest(text, str(path))
+        return read_bytes(path, LARGEST)
+    except (FileNotFoundError, NotADirectoryError):
+        loader: Any = spec.loader
+        if not hasattr(loader, "get_data") or isinstance(loader, _OF_FILES):
+            raise
+        archive = getattr(loader, "archive", None)
+        return _from_loader(loader, path) if archive is None else _from_archive(archive, path)
+
+
+def _from_archive(archive: str, path: Path) -> bytes:
+    """Read a file of an archive, whose compressed files may be of any size."""
+    from zipfile import ZipFile  # noqa: PLC0415 - few packages are in archives
+
+    try:
+        with ZipFile(archive) as files, files.open(path.relative_to(archive).as_posix()) as stream:
+            return read_capped(stream.read, path, LARGEST)
+    except KeyError:
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path)) from None
+
+
+def _from_loader(loader: Any, path: Path) -> bytes:
+    content: bytes = loader.get_data(str(path))
+    if len(content) > LARGEST:
+        raise too_large(path, LARGEST)
+    return content
 
 
 def _top_level(module: str) -> ModuleSpec:
     name = module.partition(".")[0]
+    if len(module) > _LONGEST:
+        raise ManifestError(
+            f"the entry point has a value of {len(module):,} characters",
+            f"it is the dotted name of the plugin module, and a name has at most {_LONGEST} characters",
+            "correct the entry point",
+        )
     if not is_module(module):
         raise ManifestError(
             f"the entry point has the value {module!r}",
@@ -154,7 +213,7 @@ def _top_level(module: str) -> ModuleSpec:
         spec = find_spec(name) or _find_again(name)
     except Exception as error:
         raise ManifestError(
-            f"the plugin module is {module!r}", f"looking for {name!r} fails: {error}", "repair its installation"
+            f"the plugin module is {module!r}", f"looking for {name!r} fails: {exception_text(error)}", "repair its installation"
         ) from error
     if spec is None:
         raise ManifestError(
@@ -184,16 +243,16 @@ def _beside(root: Path, parts: list[str]) -> Path:
     return (inside if inside.is_dir() or not parts else inside.parent) / MANIFEST
 
 
-def _problem(entry: Entry, error: ManifestError) -> Reason:
+def _problem(plugin: Plugin, error: ManifestError) -> Reason:
     where = f"{error.path}:{error.line}" if error.line is not None else error.path
     problem = f"{where}: {error.problem}" if where else error.problem
     if isinstance(error, ApiVersionError):
-        return Reason("api", entry.name, None, error.expected, problem)
+        return Reason("api", plugin.name, None, error.expected, problem)
     return Reason(
         "broken",
-        entry.name,
+        plugin.name,
         None,
-        f"{entry.distribution} {entry.version} has no valid manifest",
+        f"{plugin.label} has no valid manifest",
         f"{problem}; {error.expected}",
     )
 

@@ -17,9 +17,10 @@ from attrs import frozen
 
 from attnplug.discovery.plugin import BY_HAND
 from attnplug.discovery.scan import Diagnostic
-from attnplug.errors import AttnplugError
+from attnplug.errors import AttnplugError, exception_text
 from attnplug.evidence.coverage import Evidence, find_unverified, hashable
 from attnplug.request.device import Device
+from attnplug.request.files import read_bytes
 
 if TYPE_CHECKING:
     from attnplug.discovery.plugin import Plugin
@@ -131,7 +132,7 @@ def read_folder(folder: Path) -> EvidenceFolder:
     for path in files:
         try:
             found = read_file(path)
-        except (OSError, ValueError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a file, its neighbors are read
             notes.append(_note(path, f"is not read: {_text_of(error)}"))
         else:
             evidence.append(found)
@@ -145,16 +146,10 @@ def read_file(path: Path) -> Evidence:
     Read one file.
 
     Raises:
-        OSError: It cannot be read, or is no file.
+        OSError: It cannot be read, is no regular file, or is larger than 4 MiB.
         ValueError: It holds something else than evidence; says what.
     """
-    if not path.is_file():
-        raise ValueError("it is no file")
-    with path.open("rb") as file:
-        content = file.read(_LARGEST + 1)  # one byte more shows that there is more, whatever the file system says
-    if len(content) > _LARGEST:
-        raise ValueError(f"it is larger than {_LARGEST // 2**20} MiB, and evidence is not")
-    return parse_evidence(_read_json(content), str(path))
+    return parse_evidence(_read_json(read_bytes(path, _LARGEST)), str(path))
 
 
 def _read_json(content: bytes) -> Any:
@@ -257,7 +252,9 @@ def _is_flat(value: Any) -> bool:
 def _text_of(error: Exception) -> str:
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    return str(error.strerror if isinstance(error, OSError) else error)
+    if isinstance(error, (OSError, ValueError)):
+        return str(getattr(error, "strerror", None) or error)
+    return f"reading it raises {exception_text(error)}"
 
 
 def _note(path: Path, message: str) -> Diagnostic:

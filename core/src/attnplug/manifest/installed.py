@@ -27,18 +27,23 @@ _SIMPLE = re.compile(
 )
 _BOUND = re.compile(rf"(>=|<=|==|!=|<|>)\s*({_RELEASE})")
 _FINAL = re.compile(r"(\d+(?:\.\d+)*)(?:\+[A-Za-z0-9._-]+)?")
+_LONGEST = 1000  # characters of a requirement: Python reads no numbers of more than 4,300 digits
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {"<": lt, "<=": le, "==": eq, "!=": ne, ">=": ge, ">": gt}
 
 
 def check_requirement(text: str) -> str:
     """Return what is wrong with a requirement, or an empty text."""
+    if len(text) > _LONGEST:
+        return f"it has {len(text):,} characters, at most {_LONGEST:,}"
     if _SIMPLE.fullmatch(text):
         return ""
-    from packaging.requirements import InvalidRequirement  # noqa: PLC0415 - see the module docstring
-
     try:
-        _parsed(text)
-    except InvalidRequirement as error:
+        marker = _parsed(text).marker
+        if marker is not None:
+            marker.evaluate()  # whether its comparisons are defined is not known before
+    except RecursionError:
+        return "its marker is nested too deeply"
+    except ValueError as error:  # also where a version or a comparison of the marker is invalid
         return str(error).splitlines()[0]
     return ""
 
@@ -69,7 +74,15 @@ def find(text: str, version_of: VersionOf) -> tuple[Finding, str | None]:
     version = version_of(requirement.name)
     if version is None:
         return "missing", None
-    return ("met" if requirement.specifier.contains(version, prereleases=True) else "version"), version
+    return ("met" if _contains(requirement, version) else "version"), version
+
+
+def _contains(requirement: Requirement, version: str) -> bool:
+    """Whether a requirement admits a version; one that is invalid, or that Python cannot read, meets no bound."""
+    try:
+        return not requirement.specifier or requirement.specifier.contains(version, prereleases=True)
+    except ValueError:  # also InvalidVersion
+        return False
 
 
 def _admits(text: str, version: str) -> bool | None:

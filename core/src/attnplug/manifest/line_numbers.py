@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-_HEADER = re.compile(r"^\s*(\[\[?)\s*([^\[\]#]+?)\s*\]\]?\s*(?:#.*)?$")
 _KEY = re.compile(r"^\s*((?:[A-Za-z0-9_-]+|\"[^\"]+\")(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]+\"))*)\s*=")
 _PART = re.compile(r'"([^"]*)"|([^\s."]+)')
+
+Place = tuple["str | int", ...]
 
 
 def locate(text: str, path: Sequence[str | int]) -> int | None:
@@ -25,70 +26,86 @@ def locate(text: str, path: Sequence[str | int]) -> int | None:
 
     Returns None where not even the first part is found.
     """
-    exact = _lines(text).get(tuple(path))
+    place, (lines, tables) = tuple(path), _scan(text)
+    exact = lines.get(place, tables.get(place))  # a table may be written with its sub-tables only
     if exact is not None:
         return exact
-    best: tuple[int, int] | None = None
-    for line, prefix in _keys(text):
-        depth = _shared(prefix, path)
-        whole = depth == len(prefix) or depth == len(path)  # a table may be written with its sub-tables only
-        if depth and whole and (best is None or depth > best[0]):
-            best = (depth, line)
-    if best is None:
-        return None
-    return _inside(text, best[1], path[best[0] :])
+    depth = next((depth for depth in range(len(place) - 1, 0, -1) if place[:depth] in lines), 0)
+    return _inside(text, lines[place[:depth]], place[depth:]) if depth else None
 
 
 @lru_cache(maxsize=2)
-def _keys(text: str) -> list[tuple[int, tuple[str | int, ...]]]:
-    """List (line, key path) of every table header and every key at the start of a line."""
-    found: list[tuple[int, tuple[str | int, ...]]] = []
-    table: tuple[str | int, ...] = ()
-    counts: dict[tuple[str | int, ...], int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        if header := _HEADER.match(line):
-            name = _split(header[2])
-            if header[1] == "[[":
+def _scan(text: str) -> tuple[Mapping[Place, int], Mapping[Place, int]]:
+    """
+    Return the first line of every key path that is written out, and of every beginning of one.
+
+    A key path is written out by a table's header, or by a key at the start of a line.
+    """
+    lines: dict[Place, int] = {}
+    tables: dict[Place, int] = {}
+    for number, path in _keys(text):
+        lines.setdefault(path, number)
+        for depth in range(1, len(path)):
+            tables.setdefault(path[:depth], number)
+    return lines, tables
+
+
+def _keys(text: str) -> Iterator[tuple[int, Place]]:
+    """Yield (line, key path) of every table header and every key at the start of a line."""
+    table: Place = ()
+    counts: dict[Place, int] = {}
+    for number, line in enumerate(_lines(text), 1):
+        if header := _header(line):
+            opening, name = header[0], _split(header[1])
+            if opening == "[[":
                 index = counts[name] = counts.get(name, -1) + 1
                 table = (*name, index)
             else:
                 table = name
-            found.append((number, table))
+            yield number, table
         elif key := _KEY.match(line):
-            found.append((number, table + _split(key[1])))
-    return found
+            yield number, table + _split(key[1])
 
 
 @lru_cache(maxsize=2)
-def _lines(text: str) -> dict[tuple[str | int, ...], int]:
-    """Return the first line of every key path that is written out."""
-    return {path: line for line, path in reversed(_keys(text))}
+def _lines(text: str) -> Sequence[str]:
+    return text.splitlines()
+
+
+def _header(line: str) -> tuple[str, str] | None:
+    """
+    Return the opening bracket and the name of a table's header, or None where a line is something else.
+
+    By hand, each step once over the line: a regular expression tries every division of a run of blanks.
+    """
+    text = line.strip()
+    if not text.startswith("["):
+        return None
+    opening = "[[" if text.startswith("[[") else "["
+    name, closing, rest = text[len(opening) :].partition("]")
+    rest = rest[1:].lstrip() if rest.startswith("]") else rest.lstrip()
+    if not closing or not name.strip() or "[" in name or "#" in name or (rest and not rest.startswith("#")):
+        return None
+    return opening, name
 
 
 def _split(dotted: str) -> tuple[str, ...]:
     return tuple(quoted or bare for quoted, bare in _PART.findall(dotted))
 
 
-def _shared(prefix: Sequence[str | int], path: Sequence[str | int]) -> int:
-    depth = 0
-    for ours, theirs in zip(prefix, path, strict=False):
-        if ours != theirs:
-            break
-        depth += 1
-    return depth
-
-
-def _inside(text: str, line: int, rest: Sequence[str | int]) -> int:
+def _inside(text: str, line: int, rest: Place) -> int:
     """Follow the remaining names into an inline value that may span lines; stop at the next key or header."""
-    lines = text.splitlines()
+    lines = _lines(text)
     for name in rest:
-        pattern = re.compile(rf"\b{re.escape(str(name))}\b")
+        if not isinstance(name, str):
+            continue  # which item of an inline array it is, its line does not show
+        pattern = re.compile(rf"\b{re.escape(name)}\b")
         for number in range(line, len(lines) + 1):
             if number > line and (
-                _HEADER.match(lines[number - 1]) or (_KEY.match(lines[number - 1]) and "{" not in lines[number - 2])
+                _header(lines[number - 1]) or (_KEY.match(lines[number - 1]) and "{" not in lines[number - 2])
             ):
                 break
-            if isinstance(name, str) and pattern.search(lines[number - 1]):
+            if pattern.search(lines[number - 1]):
                 line = number
                 break
     return line

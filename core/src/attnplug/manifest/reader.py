@@ -15,6 +15,7 @@ from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.schema import CONTRACT_API, Condition, Jit, Manifest, Option, Preference, Rule, Variant
 from attnplug.manifest.supports import Declared, complete, parse_conditions, parse_supports
 from attnplug.request.fields import near
+from attnplug.request.files import read_text
 from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
@@ -113,8 +114,12 @@ class Checks:
         return value
 
 
+LARGEST: Final = 2**16
+"""Bytes of a manifest at most: seven times the longest known one. Parsing a file takes a second for every MiB."""
+
+_MOST_VARIANTS: Final = 100  # every request is compared with each
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_API = re.compile(r"(\d+)\.(\d+)")
+_API = re.compile(r"(\d{1,6})\.(\d{1,6})")
 _VARIANT_KEYS = ("summary", "supports", "requires", "install", "jit", "emulates", "rules")
 _OPTION_TYPES: Mapping[str, type] = {"int": int, "float": float, "bool": bool, "str": str}
 
@@ -178,6 +183,13 @@ class Reader(Checks):
     def variants(self, data: Mapping[str, Any], *, newer: bool) -> tuple[Variant, ...]:
         """Return every variant, with what is shared."""
         tables = self.table(data, "variants", ()) or {DEFAULT_VARIANT: {}}
+        self.check(
+            len(tables) <= _MOST_VARIANTS,
+            ("variants",),
+            f"{len(tables):,} variants",
+            f"a manifest has at most {_MOST_VARIANTS} variants",
+            "publish several backends, or leave some out",
+        )
         supports = self.supports(data, ("supports",), newer=newer)
         rules = self.rules(data, ())
         return tuple(self.variant(name, tables[name], supports, rules, newer=newer) for name in tables)
@@ -372,19 +384,24 @@ def read_manifest(path: Path) -> Manifest:
     Read and parse a file.
 
     Raises:
-        ManifestError: The file is not there, is not UTF-8 or TOML, or breaks a rule; `ApiVersionError`
-            where it is written for another major version.
+        ManifestError: The file is not there, is no regular file of at most 64 KiB, is not UTF-8 or TOML, or breaks a
+            rule; `ApiVersionError` where it is written for another major version.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, LARGEST)
     except (OSError, UnicodeDecodeError) as error:
-        raise ManifestError(
-            f"the manifest cannot be read: {error}",
-            "it is a UTF-8 file beside the plugin module",
-            "ship it in the wheel",
-            str(path),
-        ) from error
+        raise unreadable(path, error) from error
     return parse_manifest(text, str(path))
+
+
+def unreadable(path: Path, error: Exception) -> ManifestError:
+    """Return the error for a file that cannot be read."""
+    return ManifestError(
+        f"the manifest cannot be read: {error}",
+        f"it is a UTF-8 file beside the plugin module, of at most {LARGEST // 2**10} KiB",
+        "ship it in the wheel",
+        str(path),
+    )
 
 
 def parse_manifest(text: str, path: str = "attnplug.toml") -> Manifest:
@@ -405,4 +422,9 @@ def parse_manifest(text: str, path: str = "attnplug.toml") -> Manifest:
             path,
             int(found[1]) if found else None,
         ) from error
-    return Reader(text, path).manifest(data)
+    try:
+        return Reader(text, path).manifest(data)
+    except RecursionError as error:  # a message would repeat such a value
+        raise ManifestError(
+            "values are nested too deeply", "no value of a manifest has many levels", "correct it", path
+        ) from error

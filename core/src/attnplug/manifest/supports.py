@@ -164,7 +164,7 @@ def _alternative(fail: Fail, item: Field, value: Any, where: Path) -> Alternativ
         return _range(fail, item, value, where)
     try:
         return Exact(item.domain.canonical([value] if isinstance(item.domain, Names) else value))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:  # the second: a whole number beyond every float
         raise fail(
             where, f"{item.name} = {value!r}", f"{item.name} ({item.help}) is {error}", "correct the value"
         ) from None
@@ -181,7 +181,7 @@ def _range(fail: Fail, item: Field, table: Mapping[str, Any], where: Path) -> Ra
             )
     try:
         low, high = (item.domain.canonical(table[key]) if key in table else None for key in ("min", "max"))
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise fail(where, f"{item.name} = {dict(table)!r}", f"a bound is {error}", "correct the bound") from None
     step = table.get("multiple_of")
     _check_range(fail, item, (low, high, step), where)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
@@ -19,6 +20,7 @@ from attrs import field, frozen
 
 from attnplug.errors import SettingsError
 from attnplug.request.fields import FIELDS, near, read_only
+from attnplug.request.files import read_text
 
 if TYPE_CHECKING:
     from attnplug.request.fields import Name
@@ -31,6 +33,10 @@ OPTION_PREFIX = "ATTNPLUG_OPT_"
 _TRUE, _FALSE = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 _LAYOUT = cast("Name", FIELDS["kv_layout"].domain)
 _log = logging.getLogger("attnplug")
+_LARGEST = 2**20  # bytes of a configuration file at most
+_DEEPEST = 32  # parts of a dotted key at most: a parser takes quadratic time for them
+_LONG_NUMBER = re.compile(r"[0-9A-Fa-f_]{16}")  # every number of more than 64 bits has as many characters of these
+_INT64 = range(-(2**63), 2**63)
 
 Options = Mapping[str, Mapping[str, Any]]
 
@@ -108,10 +114,45 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomllib  # noqa: PLC0415 - see above
     else:
         import tomli as tomllib  # noqa: PLC0415 - see above
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.count(".") > _DEEPEST and (depth := _longest_key(line)) > _DEEPEST:
+            raise ValueError(f"a key of {depth:,} parts is nested too deeply (at line {number})")
     try:
-        return tomllib.loads(text)
+        found = tomllib.loads(text)
     except RecursionError as error:
         raise ValueError("values are nested too deeply") from error
+    if _LONG_NUMBER.search(text):
+        _check_numbers(found)
+    return found
+
+
+_TOKEN = re.compile(r"""[ \t]*("(?:[^"\\]|\\.)*(?:"|\\?$)|'[^']*(?:'|$)|[A-Za-z0-9_-]+|.)""")
+
+
+def _longest_key(line: str) -> int:
+    """Return how many parts the longest dotted key of a line has, as far as a line alone shows."""
+    longest, parts, dotted = 0, 0, False
+    for token in _TOKEN.finditer(line):
+        if token[1] == "#":
+            break
+        if token[1] == ".":
+            parts, dotted = (0 if dotted else parts), True
+        elif token[1][0] in "\"'-_" or token[1][0].isalnum():
+            parts, dotted = (parts + 1 if dotted else 1), False
+            longest = max(longest, parts)
+        else:
+            parts, dotted = 0, False
+    return longest
+
+
+def _check_numbers(value: Any) -> None:
+    """Refuse numbers that do not fit into 64 bits, as TOML 1.0 says: Python would not even print the largest."""
+    values = [value]
+    while values:
+        each = values.pop()
+        if isinstance(each, int) and each not in _INT64:
+            raise ValueError("a whole number does not fit into 64 bits")
+        values += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
 
 
 def layered(below: Mapping[str, str], above: Mapping[str, str]) -> dict[str, str]:
@@ -259,7 +300,7 @@ def _user_folder() -> Path:
 
 def _from_file(file: Path, *, named: bool) -> dict[str, tuple[Any, str]]:
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, _LARGEST)
     except FileNotFoundError:
         if not named:
             return {}

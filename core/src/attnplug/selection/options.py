@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attnplug.errors import ManifestError, SettingsError
 from attnplug.manifest.schema import Condition
 from attnplug.manifest.supports import parse_conditions
+from attnplug.request.files import read_text
 from attnplug.request.settings import parse_toml
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ def check_owner(registry: Registry, name: str) -> None:
     registry.check_name(name)
 
 
+_LARGEST: Final = 2**20  # bytes of a profile at most
+
 Table = tuple[tuple[Condition, ...], Mapping[str, float]]
 
 
@@ -79,7 +81,7 @@ def read_profile(path: str) -> tuple[Table, ...]:
         SettingsError: As for `measured`.
     """
     try:
-        data = parse_toml(Path(path).read_text(encoding="utf-8"))
+        data = parse_toml(read_text(path, _LARGEST))
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"the profile {path!r} is set", f"it cannot be read: {error}", "correct the file, or unset ATTNPLUG_PROFILE"
