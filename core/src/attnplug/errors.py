@@ -30,7 +30,7 @@ Each one has three parts: the problem, what was expected (left out where it adds
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -216,7 +216,9 @@ class CacheError(ContractError):
     """A slot, a block or a KV cache does not fit."""
 
 
-_LONGEST: Final = 2000  # characters of a foreign exception's text that a message repeats
+def shortened(text: str, longest: int = 255) -> str:
+    """Return a text of other people, short enough for a message."""
+    return text if len(text) <= longest else f"{text[: longest - 40]}... ({len(text):,} characters)"
 
 
 def exception_text(error: BaseException) -> str:
@@ -229,5 +231,4 @@ def exception_text(error: BaseException) -> str:
     except BaseException as another:  # noqa: BLE001 - foreign code that may fail in any way
         failed = type.__getattribute__(type(another), "__name__")
         return f"{name} (its text cannot be shown: str() of it raises {failed})"
-    short = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-    return f"{name}: {short}" if short else str(name)
+    return f"{name}: {shortened(text, 2000)}" if text else str(name)

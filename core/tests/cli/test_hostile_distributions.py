@@ -29,8 +29,8 @@ head_size = { min = 1 }
 block_size = { min = 1 }
 features = ["paged"]
 """
-EVIL = GOOD.replace('"good"', '"evil"')
-POINTS = "[attnplug.backends]\nevil = scratch_evil.plugin\n"
+EVIL = GOOD.replace('"good"', '"spoiled"')
+POINTS = "[attnplug.backends]\nspoiled = scratch_evil.plugin\n"
 FLAGS = ("--head-size", "64", "--num-q-heads", "8", "--num-kv-heads", "8", "--dtype", "bfloat16", "--device", "cpu")
 DIGITS = "9" * 5000
 UNDEFINED = "library; os_name ~= 'linux'"
@@ -89,9 +89,9 @@ def to(target: str) -> Callable[[Path], None]:
 
 # What spoils the distribution, and what a reason says of it: each of these plugins is broken.
 BROKEN: dict[str, tuple[Callable[[Evil], None], str]] = {
-    "long module": (points(f"[attnplug.backends]\nevil = scratch_evil.{'a' * 300}\n"), "a name has at most 255"),
-    "long package": (points(f"[attnplug.backends]\nevil = {'a' * 300}.plugin\n"), "a name has at most 255"),
-    "many parts": (points(f"[attnplug.backends]\nevil = scratch_evil{'.a' * 5000}\n"), "a name has at most 255"),
+    "long module": (points(f"[attnplug.backends]\nspoiled = scratch_evil.{'a' * 300}\n"), "a name has at most 255"),
+    "long package": (points(f"[attnplug.backends]\nspoiled = {'a' * 300}.plugin\n"), "a name has at most 255"),
+    "many parts": (points(f"[attnplug.backends]\nspoiled = scratch_evil{'.a' * 5000}\n"), "a name has at most 255"),
     "digits in api": (says(EVIL.replace("1.0", f"{DIGITS}.0")), "api is the contract version"),
     "digits in minor api": (says(EVIL.replace("1.0", f"1.{DIGITS}")), "api is the contract version"),
     "digits in requires": (says(f'{EVIL}[variants.one]\nrequires = ["library >={DIGITS}"]\n'), "at most 1,000"),
@@ -102,7 +102,7 @@ BROKEN: dict[str, tuple[Callable[[Evil], None], str]] = {
     "large number in pieces": (says(f"{EVIL}head_size_v = 0b{'1_' * 100}1\n"), "64 bits"),
     "undefined marker": (says(f'{EVIL}[variants.one]\nrequires = ["{UNDEFINED}"]\n'), "PEP 508"),
     "undefined marker in a rule": (says(EVIL + RULE.format(UNDEFINED)), "PEP 508"),
-    "nested marker": (says(EVIL + RULE.format(f"library; {'(' * 400}os_name == 'x'{')' * 400}")), "nested too deeply"),
+    "nested marker": (says(EVIL + RULE.format(f"library; {'(' * 490}'a'=='b'{')' * 490}")), "nested too deeply"),
     "blanks": (says(f"{EVIL}[{' ' * 20_000}\n"), "not TOML"),
     "blanks and brackets": (says(f'{EVIL}[options.a]\n"{"[ " * 2000}" = 1\n'), "the key"),
     "deep key": (says(f"{EVIL}a{'.a' * 20_000} = 1\n"), "nested too deeply"),
@@ -125,7 +125,7 @@ BROKEN: dict[str, tuple[Callable[[Evil], None], str]] = {
     "long version": (lambda evil: evil.metadata.write_text(f"Name: attnplug-evil\nVersion: {DIGITS}\n"), "version"),
     "long name": (lambda evil: evil.metadata.write_text(f"Name: evil{'l' * 5000}\nVersion: 1.0\n"), "name"),
     "20,000 backends": (
-        points("[attnplug.backends]\nevil = a\n" + "".join(f"b{i} = m{i}.plugin\n" for i in range(20_000))),
+        points("[attnplug.backends]\nspoiled = a\n" + "".join(f"b{i} = m{i}.plugin\n" for i in range(20_000))),
         "offers 20,001",
     ),
 }
@@ -165,7 +165,7 @@ def check_good(run: Callable[..., Outcome]) -> tuple[dict[str, dict[str, Any]], 
     assert listed.code == 0
     assert run("list").code == run("explain", *FLAGS).code == 0
     assert backends["good"]["variants"][0]["availability"] == "ready"
-    assert run("explain", *FLAGS, "--json").json["chosen"] == "good/default"
+    assert run("explain", *FLAGS, "--json").json["explanations"][0]["chosen"] == "good/default"
     assert {b["name"]: b["variants"][0]["availability"] for b in doctor["backends"]}["good"] == "ready"
     assert select() == "good/default"
     return backends, doctor["notes"]
@@ -175,12 +175,12 @@ def check_good(run: Callable[..., Outcome]) -> tuple[dict[str, dict[str, Any]], 
 def test_a_hostile_plugin_is_broken_and_harms_no_other(evil: Evil, run: Any, spoil: Any, why: str) -> None:
     spoil(evil)
 
-    (variant,) = check_good(run)[0]["evil"]["variants"]
+    (variant,) = check_good(run)[0]["spoiled"]["variants"]
 
     assert variant["availability"] == "broken"
     assert why in variant["reasons"][0]["supported"] + variant["reasons"][0]["because"]
     assert variant["action"]
-    assert len(str(variant)) < 4000 or "'[ [ " in str(variant)
+    assert len(str(variant)) < 3000
     assert "  fix: " in run("doctor").out
 
 
@@ -229,7 +229,7 @@ def unreadable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unreadable_plugin_folder_is_broken(evil: Evil, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     unreadable(evil.package, monkeypatch)
 
-    (variant,) = check_good(run)[0]["evil"]["variants"]
+    (variant,) = check_good(run)[0]["spoiled"]["variants"]
 
     assert variant["availability"] == "broken"
     assert "Permission denied" in variant["reasons"][0]["because"]
@@ -240,11 +240,13 @@ def test_an_unreadable_metadata_folder_is_noted(evil: Evil, run: Any, monkeypatc
 
     backends, notes = check_good(run)
 
-    assert "evil" not in backends
+    assert "spoiled" not in backends
     assert "PermissionError" in " ".join(each["message"] for each in notes)
 
 
-@pytest.mark.parametrize("spoil", [spoil for spoil, _ in (*BROKEN.values(), *HARMLESS.values())], ids=[*BROKEN, *HARMLESS])
+@pytest.mark.parametrize(
+    "spoil", [spoil for spoil, _ in (*BROKEN.values(), *HARMLESS.values())], ids=[*BROKEN, *HARMLESS]
+)
 def test_the_bytes_that_are_read_are_bounded(evil: Evil, monkeypatch: pytest.MonkeyPatch, spoil: Any) -> None:
     spoil(evil)
     sizes: list[int] = []

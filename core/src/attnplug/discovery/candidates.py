@@ -171,15 +171,13 @@ def _of_name(
             yield _unread(plugin, settings)  # without its variants, whose ids belong to the plugin that is used
 
 
-def _of_plugin(
-    plugin: Plugin, settings: Settings, version_of: VersionOf, *, assume_installed: bool
-) -> list[Candidate]:
+def _of_plugin(plugin: Plugin, settings: Settings, version_of: VersionOf, *, assume_installed: bool) -> list[Candidate]:
     """Return the candidates of a plugin. What its comparison with what is installed raises becomes its problem."""
     if plugin.manifest is None:
         return [_unread(plugin, settings)]
     try:
         return list(_of_manifest(plugin, plugin.manifest, settings, version_of, assume_installed=assume_installed))
-    except Exception as error:  # noqa: BLE001 - whatever is wrong with one plugin, the others are served
+    except Exception as error:
         found = unexpected(error, f"comparing {plugin.manifest.path!r} with what is installed")
         if settings.strict and deny(settings, identity(plugin)) is None:
             raise found from error

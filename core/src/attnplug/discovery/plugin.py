@@ -213,7 +213,9 @@ def _top_level(module: str) -> ModuleSpec:
         spec = find_spec(name) or _find_again(name)
     except Exception as error:
         raise ManifestError(
-            f"the plugin module is {module!r}", f"looking for {name!r} fails: {exception_text(error)}", "repair its installation"
+            f"the plugin module is {module!r}",
+            f"looking for {name!r} fails: {exception_text(error)}",
+            "repair its installation",
         ) from error
     if spec is None:
         raise ManifestError(

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import field, frozen
 
-from attnplug.errors import exception_text
+from attnplug.errors import exception_text, shortened
 from attnplug.manifest.schema import GROUP, is_module
 from attnplug.request.files import read_bytes, read_capped
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 _RUNS: Final = re.compile(r"[-_.]+")
 _VALID: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -397,14 +397,11 @@ def _entry(name: str, module: str, distribution: Distribution, problem: str) -> 
     if max(len(name), len(module)) > _LONGEST:
         long = "name" if len(name) > _LONGEST else "value"
         count = len(name if len(name) > _LONGEST else module)
-        problem = problem or f"the {long} of its entry point has {count:,} characters, and a name has at most {_LONGEST}"
+        problem = (
+            problem or f"the {long} of its entry point has {count:,} characters, and a name has at most {_LONGEST}"
+        )
         name, module = shortened(name), shortened(module)
     return Entry(name, module, distribution.name, distribution.version, problem)
-
-
-def shortened(text: str) -> str:
-    """Return a text that fits into a message."""
-    return text if len(text) <= _LONGEST else f"{text[:60]}...{text[-20:]}"
 
 
 def _newest_last(name: str) -> tuple[str, list[int]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, get_args
 
 from attrs import frozen
 
-from attnplug.errors import ApiVersionError, ManifestError
+from attnplug.errors import ApiVersionError, ManifestError, shortened
 from attnplug.manifest.installed import check_requirement, requirement_name
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.schema import CONTRACT_API, Condition, Jit, Manifest, Option, Preference, Rule, Variant
@@ -40,7 +40,7 @@ class Checks:
 
     def fail(self, where: tuple[str | int, ...], problem: str, expected: str, fix: str) -> ManifestError:
         """Return the error about a place."""
-        return ManifestError(problem, expected, fix, self.path, locate(self.text, where))
+        return ManifestError(shortened(problem, 1000), expected, fix, self.path, locate(self.text, where))
 
     def check(self, holds: object, where: tuple[str | int, ...], problem: str, expected: str, fix: str) -> None:
         """Raise the error about a place unless something holds."""
@@ -416,7 +416,7 @@ def parse_manifest(text: str, path: str = "attnplug.toml") -> Manifest:
     except ValueError as error:
         found = re.search(r"at line (\d+)", str(error))
         raise ManifestError(
-            f"it is not TOML: {error}",
+            f"it is not TOML: {shortened(str(error), 1000)}",
             "a manifest is a TOML 1.0 document",
             "correct the syntax",
             path,

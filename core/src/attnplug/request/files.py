@@ -48,7 +48,7 @@ def read_bytes(path: str | Path, largest: int) -> bytes:
 
 def read_text(path: str | Path, largest: int) -> str:
     """
-    Read a regular file of UTF-8, each end of a line as ``\\n``. Arguments and errors as for `read_bytes`.
+    Read a regular file of UTF-8, its line ends as in Python. Arguments and errors as for `read_bytes`.
 
     Raises:
         UnicodeDecodeError: It is not UTF-8.
@@ -57,7 +57,7 @@ def read_text(path: str | Path, largest: int) -> str:
 
 
 def decoded(content: bytes) -> str:
-    """Return UTF-8 as text, each end of a line as ``\\n``."""
+    """Return UTF-8 as text, its line ends as in Python."""
     text = content.decode("utf-8")
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
