@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.discovery.scan import Entry, normalized, scan
+from attnplug.discovery.distribution import normalized
+from attnplug.discovery.scan import Entry, scan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

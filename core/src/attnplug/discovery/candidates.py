@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
+from attnplug.discovery.distribution import normalized
 from attnplug.discovery.permission import deny, identity
 from attnplug.discovery.plugin import broken, unexpected
-from attnplug.discovery.scan import normalized
 from attnplug.errors import AttnplugError, DuplicateBackendError
 from attnplug.negotiation.candidate import Candidate, make_candidate
 from attnplug.negotiation.reason import Reason

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
+from attnplug.discovery.distribution import normalized
 from attnplug.discovery.plugin import KnownPlugin
-from attnplug.discovery.scan import normalized
 from attnplug.negotiation.reason import Reason
 
 if TYPE_CHECKING:

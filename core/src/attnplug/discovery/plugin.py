@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import attrs
 from attrs import field, frozen
 
-from attnplug.discovery.scan import Entry, normalized
+from attnplug.discovery.distribution import LONGEST, normalized
 from attnplug.errors import ApiVersionError, ManifestError, exception_text
 from attnplug.manifest.line_numbers import locate
 from attnplug.manifest.reader import LARGEST, parse_manifest, unreadable
@@ -34,13 +34,12 @@ from attnplug.request.settings import parse_toml
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+    from attnplug.discovery.scan import Entry
+
 
 CORE: Final = "attnplug"
 BY_HAND: Final = "registered by hand"
 """The distribution of a plugin that `attnplug.register` has added: no distribution has this name."""
-
-_LONGEST: Final = 255
-"""Characters of a module's dotted name at most; file systems have no longer names of files."""
 
 _OF_FILES: Final = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
 """Loaders that find nothing where the file system has nothing."""
@@ -197,10 +196,10 @@ def _from_loader(loader: Any, path: Path) -> bytes:
 
 def _top_level(module: str) -> ModuleSpec:
     name = module.partition(".")[0]
-    if len(module) > _LONGEST:
+    if len(module) > LONGEST:
         raise ManifestError(
             f"the entry point has a value of {len(module):,} characters",
-            f"it is the dotted name of the plugin module, and a name has at most {_LONGEST} characters",
+            f"it is the dotted name of the plugin module, and a name has at most {LONGEST} characters",
             "correct the entry point",
         )
     if not is_module(module):
