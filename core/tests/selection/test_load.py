@@ -45,6 +45,58 @@ def attnplug_backend(variant, agreement):
 
     return Raises
 """
+# What a plugin may raise, with what a message says of it: nothing of it is an Exception, or can be printed.
+ODD = {
+    "base": ("type('Odd', (BaseException,), {})('why')", "Odd: why"),
+    "cancelled": ("__import__('asyncio').CancelledError()", "CancelledError"),
+    "left": ("GeneratorExit()", "GeneratorExit"),
+    "exit": ("SystemExit('why')", "SystemExit: why"),
+    "unprintable": (
+        "type('Odd', (Exception,), {'__str__': lambda self: 1 / 0, '__repr__': lambda self: 1 / 0})()",
+        "Odd (its text cannot be shown: str() of it raises ZeroDivisionError)",
+    ),
+    "exits when printed": (
+        "type('Odd', (BaseException,), {'__str__': lambda self: exit(), '__repr__': lambda self: exit()})()",
+        "Odd (its text cannot be shown: str() of it raises SystemExit)",
+    ),
+}
+# Where a plugin may raise it.
+PLACES = {
+    "import": "raise {odd}",
+    "hook": "from attnplug.contract import hookimpl\n@hookimpl\ndef attnplug_backend(variant): raise {odd}",
+    "probe": "{source}\n@hookimpl\ndef attnplug_probe(device): raise {odd}",
+    "attributes of the module": "{source}\ndef __dir__(): raise {odd}",
+    "repr of the probe's answer": """{source}
+def raise_odd(self): raise {odd}
+
+@hookimpl
+def attnplug_probe(device): return type("Answer", (), {"__repr__": raise_odd})()
+""",
+    "repr of the hook's answer": """from attnplug.contract import hookimpl
+def raise_odd(self): raise {odd}
+
+@hookimpl
+def attnplug_backend(variant): return type("Answer", (), {"__repr__": raise_odd})()
+""",
+    "constructor": """{source}
+_made = attnplug_backend
+
+@hookimpl
+def attnplug_backend(variant, agreement):
+    def __init__(self, agreement, device): raise {odd}
+    return type("Raises", (_made(variant, agreement),), {"__init__": __init__})
+""",
+    "attribute of the backend": """{source}
+_made = attnplug_backend
+
+@hookimpl
+def attnplug_backend(variant, agreement):
+    def set_attribute(self, name, value):
+        if name == "selection": raise {odd}
+        object.__setattr__(self, name, value)
+    return type("Raises", (_made(variant, agreement),), {"__setattr__": set_attribute})
+""",
+}
 FAILURES = {
     "import": ("raise ImportError('libflash.so.3: no such file')", PluginLoadError, "does not import"),
     "exit": ("raise SystemExit(3)", PluginLoadError, "SystemExit"),
@@ -114,6 +166,36 @@ def test_an_unnamed_one_is_left_out_and_the_next_is_loaded(failing, request_of, 
     assert {"flash/hopper", "flash/new", "flash/old"} == set(broken)
     assert failing[1] in "".join(str(reason) for v in broken.values() for reason in v.reasons)
     assert "flash/hopper failed to load and is left out" in caplog.text
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("odd", "text"), ODD.values(), ids=ODD)
+def test_whatever_a_plugin_raises_breaks_only_that_plugin(
+    world, request_of, flash_manifest, plugin_source, caplog, place, odd, text
+):
+    code = PLACES[place].replace("{source}", plugin_source).replace("{odd}", odd)
+    registry = world("generic", bad=(flash_manifest, code))
+
+    with pytest.raises((PluginLoadError, PluginContractError)) as caught:
+        attnplug.load(request_of(), backend="flash/hopper")
+    assert text in str(caught.value)
+    assert attnplug.load(request_of()).id == "generic/default"
+
+    assert text in caplog.text
+    broken = {c.id: c for c in registry.candidates() if c.backend == "flash"}
+    assert {c.availability for c in broken.values()} == {"broken"}
+    assert text in str(broken["flash/hopper"].reasons[0])
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_users_interrupt_passes_and_breaks_nothing(world, request_of, flash_manifest, plugin_source, place):
+    code = PLACES[place].replace("{source}", plugin_source).replace("{odd}", "KeyboardInterrupt")
+    registry = world("generic", bad=(flash_manifest, code))
+
+    with pytest.raises(KeyboardInterrupt):
+        attnplug.load(request_of())
+
+    assert {c.availability for c in registry.candidates() if c.backend == "flash"} == {"ready"}
 
 
 def test_auto_in_a_list_permits_falling_back(failing, request_of):

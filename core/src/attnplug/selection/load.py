@@ -20,6 +20,8 @@ from attnplug.errors import (
     PluginLoadError,
     RequirementsError,
     SettingsError,
+    exception_text,
+    shortened,
 )
 from attnplug.negotiation.matching import Request, graph_level, judge_terms, negotiate
 from attnplug.negotiation.probe_refusals import ProbeRefusal
@@ -118,15 +120,46 @@ def load_selection(selection: Selection) -> Backend:
     plugin = _same_plugin(selection)
     _import_contract(repr(selection.id))
     try:
-        manager = _register(_import(plugin), plugin)
-        refusal = probe(manager, selection)
-        if refusal is None:
-            return _construct(_backend_class(manager, selection), selection)
+        outcome = _load_here(plugin, selection)
     except PluginError as error:
-        registry().mark_broken(selection.id, Reason("broken", selection.id, None, error.problem, error.expected))
+        _mark_broken(selection, error)
         raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # each step names its own failures; code of the plugin runs between them too
+        failure = PluginLoadError(
+            f"loading {selection.id!r} raised {exception_text(error)}", "", "repair the plugin, or block it"
+        )
+        _mark_broken(selection, failure)
+        raise failure from error
+    if isinstance(outcome, PluginLoadError):
+        raise outcome
+    return outcome
+
+
+def _load_here(plugin: Plugin, selection: Selection) -> Backend | PluginLoadError:
+    """Load a plugin; return the error where its probe refuses, which is recorded, and breaks nothing else of it."""
+    manager = _register(_import(plugin), plugin)
+    refusal = probe(manager, selection)
+    if refusal is None:
+        return _construct(_backend_class(manager, selection), selection)
+    refused = _refused(selection, refusal)  # printed before it is recorded: its values are the plugin's objects
     registry().mark_refused(selection.id, refusal)
-    raise _refused(selection, refusal)
+    return refused
+
+
+def _mark_broken(selection: Selection, error: PluginError) -> None:
+    registry().mark_broken(selection.id, Reason("broken", selection.id, None, error.problem, error.expected))
+
+
+def _shown(value: object) -> str:
+    """Return the repr of a plugin's object, which may raise anything."""
+    try:
+        return shortened(repr(value), 1000)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"an object whose repr() raises {exception_text(error)}"
 
 
 def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
@@ -144,9 +177,11 @@ def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
     agreement, device = selection.agreement, selection.device
     try:
         reason = manager.hook.attnplug_probe(variant=selection.variant, agreement=agreement, device=device)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginLoadError(
-            f"the probe of {selection.id!r} raised {type(error).__name__}: {error}",
+            f"the probe of {selection.id!r} raised {exception_text(error)}",
             "",
             "repair the plugin, or block it",
         ) from error
@@ -154,7 +189,7 @@ def probe(manager: Any, selection: Selection) -> ProbeRefusal | None:
         return None
     if not isinstance(reason, Reason):
         raise PluginContractError(
-            f"the probe of {selection.id!r} returned {reason!r}", "", "return None, or an attnplug Reason"
+            f"the probe of {selection.id!r} returned {_shown(reason)}", "", "return None, or an attnplug Reason"
         )
     return ProbeRefusal.of(reason, agreement, device)
 
@@ -172,7 +207,9 @@ def _refused(selection: Selection, refusal: ProbeRefusal) -> PluginLoadError:
 def _import_contract(what: str) -> None:
     try:
         import_module("attnplug.contract.backend")
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         absent = isinstance(error, ModuleNotFoundError) and error.name == "torch"
         raise PluginLoadError(
             f"{what} cannot be loaded: the contract needs torch, which"
@@ -183,10 +220,10 @@ def _import_contract(what: str) -> None:
 
 
 def _failure_of(error: BaseException) -> str:
-    return f"does not import: {type(error).__name__}: {error}"
+    return f"does not import: {exception_text(error)}"
 
 
-def _torch_fix(error: Exception) -> str:
+def _torch_fix(error: BaseException) -> str:
     """Say what to repair: torch reads the entry points of everything installed, and stops at the first odd one."""
     if isinstance(error, (TypeError, ValueError)):
         return (
@@ -280,7 +317,9 @@ def _check_terms(selection: Selection, candidate: Candidate, request: Request) -
 def _import(plugin: Plugin) -> ModuleType:
     try:
         return import_module(plugin.module)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginLoadError(
             f"the module {plugin.module!r} of the backend {plugin.name!r} ({plugin.distribution}) {_failure_of(error)}",
             "",
@@ -322,9 +361,11 @@ def _backend_class(manager: Any, selection: Selection) -> type[Backend]:
 
     try:
         found = manager.hook.attnplug_backend(variant=selection.variant, agreement=selection.agreement)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginLoadError(
-            f"the hook attnplug_backend of {selection.id!r} raised {type(error).__name__}: {error}",
+            f"the hook attnplug_backend of {selection.id!r} raised {exception_text(error)}",
             "",
             "repair the plugin, or block it",
         ) from error
@@ -338,10 +379,12 @@ def _construct(backend_class: type[Backend], selection: Selection) -> Backend:
 
     try:
         backend = backend_class(selection.agreement, selection.device)
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginLoadError(
             f"{selection.id!r} was selected",
-            f"{backend_class.__name__}(agreement, device) raised {type(error).__name__}: {error}",
+            f"{backend_class.__name__}(agreement, device) raised {exception_text(error)}",
             "repair the plugin, or block it",
         ) from error
     check_backend(backend)
